@@ -1,0 +1,12 @@
+# Each target is one command. `make check` makes the environment that lint, fmt, types and dist use.
+.PHONY: check test lint fmt types bench demo dist
+python := .venv/bin/python
+
+check: ; bin/test
+test: ; bin/test quick
+lint: ; $(python) -m ruff check .
+fmt: ; $(python) -m ruff format .
+types: ; $(python) -m mypy
+bench: ; bin/bench-relay
+demo: ; bin/anvil-mux serve compose/demo.yaml
+dist: ; $(python) -m pip wheel --no-deps --wheel-dir dist .

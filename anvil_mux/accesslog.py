@@ -1,0 +1,81 @@
+"""What is recorded of each request, and its line in the access log.
+
+A handler hands one record to its ``Sink`` and goes on; journal.py counts it and writes the line from a thread
+of its own. Bodies, keys and query strings are never logged, and probes that are answered well make no line.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import NamedTuple, Protocol
+
+PROBES = frozenset(["/health", "/healthz", "/livez", "/readyz", "/metrics"])
+
+
+class Served(NamedTuple):
+    """What is known of a request at its end. Moments are Unix time, durations seconds."""
+
+    ended: float
+    request_id: str
+    client: str
+    method: str
+    path: str
+    model: str
+    backend: str
+    status: int
+    code: str
+    """Of the error; empty when there was none."""
+    stream: bool
+    waited: float
+    """In the line, for the model to become resident."""
+    first_byte: float
+    """From the request's head to the first byte of the engine's answer; 0: none came."""
+    seconds: float
+    sent: int
+
+
+class Sink(Protocol):
+    """Where handlers put their records; never blocks."""
+
+    def add(self, entry: Served) -> object: ...
+
+
+_second = (0, "")
+
+
+def stamp(moment: float) -> str:
+    """RFC 3339 with milliseconds. Only the log's thread calls this; it remembers the last second's text."""
+    global _second
+    whole = int(moment)
+    if _second[0] != whole:
+        _second = (whole, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)))
+    return f"{_second[1]}.{int(moment * 1000) % 1000:03d}Z"
+
+
+def json_line(r: Served) -> str:
+    if _is_quiet(r):
+        return ""
+    text = json.dumps  # paths, models and ids come from clients
+    return (
+        f'{{"ts":"{stamp(r.ended)}","level":"info","event":"request","request_id":{text(r.request_id)},'
+        f'"client":"{r.client}","method":{text(r.method)},"path":{text(r.path)},"model":{text(r.model)},'
+        f'"service":{text(r.backend)},"status":{r.status},"code":"{r.code}","stream":{text(r.stream)},'
+        f'"queue_s":{r.waited:.3f},"ttfb_s":{r.first_byte:.4f},"duration_s":{r.seconds:.4f},"bytes":{r.sent}}}\n'
+    )
+
+
+def human_line(r: Served) -> str:
+    if _is_quiet(r):
+        return ""
+    code = f" {r.code}" if r.code else ""
+    waited = f" waited {r.waited:.1f}s" if r.waited >= 0.1 else ""
+    where = f" {r.model}@{r.backend}" if r.backend else ""
+    return (
+        f"{stamp(r.ended)} {r.status}{code} {r.method} {ascii(r.path)[1:-1]}{where} "
+        f"{r.seconds:.3f}s{waited} {r.sent}B {r.client} {r.request_id}\n"
+    )
+
+
+def _is_quiet(r: Served) -> bool:
+    return r.status == 200 and r.path in PROBES

@@ -1,0 +1,599 @@
+"""What differs between client APIs: routes, where the model's name sits, error shapes, beats, model lists.
+
+Pure. The routes are an allow-list of exact raw paths, so no encoding, dot segment or doubled slash leads to
+an engine's control routes: what is not written here does not exist.
+
+The name of the model is read without changing a byte of the body. Small JSON is parsed; large JSON (images in
+base64) is scanned: between two strings only brackets matter, so the depth at each string is a count, and a
+string at depth 1 with a colon behind it is a key of the body. Both refuse a second ``model``, of which two
+parsers could choose a different one. Multipart bodies are scanned as they are spooled.
+
+Beats keep a waiting stream alive in the one form that every client is known to accept: a comment line without
+a blank line, and from time to time a chunk that adds nothing. Errors in a stream are framed, because clients
+take a stream that just ends for a short answer.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from urllib.parse import parse_qs
+
+from anvil_mux.errors import BadRequest, MuxError, NotFound, TooLarge
+from anvil_mux.http1 import Field, parse_fields
+
+MAX_JSON_PARSED = 256 * 1024
+MAX_MODEL_NAME = 512
+MAX_STRINGS = 1_000_000
+MAX_PART_HEAD = 8 * 1024
+MAX_PARTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One way to ask an engine."""
+
+    api: str
+    """Whose shapes to answer with: openai, anthropic, llamacpp."""
+    model_in: str
+    """Where the model's name sits: json, multipart, query."""
+    beat: str = "none"
+    """chat, completion, messages, responses; with none a stream takes comments only."""
+    streams: bool = False
+    """Whether ``stream: true`` gives server-sent events, into which comments and beats may be written."""
+    path: str = ""
+    """What to ask the engine for; versionless variants get their /v1 here."""
+
+
+_POST: tuple[tuple[Route, str], ...] = (
+    (Route("openai", "json", "chat", True), "/v1/chat/completions"),
+    (Route("openai", "json", "completion", True), "/v1/completions"),
+    (Route("openai", "json", "responses", True), "/v1/responses"),
+    (
+        Route("openai", "json"),
+        "/v1/embeddings /v1/moderations /v1/decisions /v1/responses/compact /v1/responses/input_tokens "
+        "/v1/audio/speech",
+    ),
+    (Route("openai", "json", streams=True), "/v1/images/generations"),
+    (
+        Route("openai", "multipart", streams=True),
+        "/v1/audio/transcriptions /v1/audio/translations /v1/images/edits",
+    ),
+    (Route("openai", "multipart"), "/v1/audio/voices /v1/images/variations"),
+    (Route("anthropic", "json", "messages", True), "/v1/messages"),
+    (Route("anthropic", "json"), "/v1/messages/count_tokens"),
+    (
+        Route("openai", "json"),
+        "/rerank /v1/rerank /v2/rerank /score /v1/score /classify /pooling /v2/embed /encode",
+    ),
+    (Route("llamacpp", "json", streams=True), "/completion /infill"),
+    (
+        Route("llamacpp", "json"),
+        "/embedding /reranking /v1/reranking /tokenize /detokenize /apply-template /v1/systemone "
+        "/v1/chat/completions/input_tokens /v1/chat/completions/control",
+    ),
+)
+_GET: tuple[tuple[Route, str], ...] = ((Route("llamacpp", "query"), "/props /slots /lora-adapters"),)
+
+_REFUSED = re.compile(
+    r"(/v1?)?/(files|batches|fine_tuning|assistants|threads|vector_stores|uploads|containers|evals|skills"
+    r"|messages/batches)(/|\Z)|/api/(pull|push|create|copy|delete|blobs)(/|\Z)"
+)
+"""Families that need storage or jobs of their own."""
+
+
+def _routes() -> dict[str, dict[str, Route]]:
+    """path -> method -> route. ``/x`` and ``/v/x`` mean ``/v1/x`` unless the table has them itself.
+
+    (So /completions and /embeddings are OpenAI's, as for a client whose base address lacks its /v1.)
+    """
+    table: dict[str, dict[str, Route]] = {}
+    for method, rows in (("POST", _POST), ("GET", _GET)):
+        for route, paths in rows:
+            for path in paths.split():
+                table.setdefault(path, {})[method] = replace(route, path=path)
+    for path, methods in tuple(table.items()):
+        if path.startswith("/v1/"):
+            table.setdefault(path[3:], methods)
+            table["/v" + path[3:]] = methods
+    return table
+
+
+ROUTES = _routes()
+
+
+def match(method: str, path: str) -> Route | None:
+    """The route of a raw path, if requests are forwarded there at all."""
+    methods = ROUTES.get(path)
+    return None if methods is None else methods.get(method)
+
+
+def no_route(method: str, path: str) -> tuple[MuxError, list[Field]]:
+    """What to answer, and with which headers, where ``match`` found nothing: 501, 405 or 404."""
+    methods = ROUTES.get(path)
+    if methods is not None:
+        allowed = ", ".join(sorted(methods))
+        error = BadRequest(f"{path} takes {allowed}, not {method}", status=405)
+        return error, [(b"Allow", allowed.encode("ascii"))]
+    if _REFUSED.match(path):
+        return BadRequest(f"{path} is not offered here: models are served, nothing is stored", status=501), []
+    return NotFound(f"There is no route {method} {path}."), []
+
+
+def api_of(path: str) -> str:
+    """Whose error shape a path gets, also when no route matches."""
+    if re.match(r"(/v1?)?/messages(/|$)", path):
+        return "anthropic"
+    return "ollama" if path.startswith("/api/") and not path.startswith("/api/v") else "openai"
+
+
+def media(content_type: bytes, body: bytes | bytearray) -> str:
+    """json or multipart; JSON sent as a form or as nothing (plain ``curl -d``) is known by its first byte."""
+    kind = content_type.partition(b";")[0].strip().lower()
+    if kind == b"application/json" or kind.endswith(b"+json"):
+        return "json"
+    if kind == b"multipart/form-data":
+        return "multipart"
+    if kind in (b"", b"application/x-www-form-urlencoded") and _START.match(body):
+        return "json"
+    raise BadRequest("the body must be application/json (or multipart/form-data for files)", status=415)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=tuple)
+"""Objects become tuples of pairs, which arrays never are; repeated keys stay visible."""
+_START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
+_EMPTY = re.compile(rb"[ \t\r\n]*\}")
+_COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
+_RUN = re.compile(rb'[^"\\]*(?:\\.[^"\\]*){0,500}', re.DOTALL)
+_MAX_KEY = 6 * len("stream") + 2
+"""Every character escaped, and the quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    start: int
+    """Just past the opening brace."""
+    model: tuple[int, int] | None
+    """Where the model's value stands, quotes included."""
+    stream: bool
+
+
+def model_and_stream(body: bytes | bytearray) -> tuple[str | None, bool]:
+    """The model that a JSON body names (None when it names none) and whether it asks for a stream."""
+    if len(body) <= MAX_JSON_PARSED:
+        return _parse(body)
+    _check_utf8(body)
+    found = _scan(body)
+    if found.model is None:
+        return None, found.stream
+    start, end = found.model
+    try:
+        model = json.loads(bytes(body[start:end]).decode())
+    except ValueError:
+        raise BadRequest("`model` is not a JSON string", param="model") from None
+    return _checked(model), found.stream
+
+
+def model_replaced(body: bytes | bytearray, new: str) -> tuple[bytes | memoryview, ...]:
+    """``body`` in pieces, with ``new`` as its model, every other byte as it was; copies nothing large."""
+    found = _scan(body)
+    value = json.dumps(new).encode("ascii")
+    view = memoryview(body)
+    if found.model is not None:
+        start, end = found.model
+        return view[:start], value, view[end:]
+    comma = b"" if _EMPTY.match(body, found.start) else b","
+    return view[: found.start], b'"model":' + value + comma, view[found.start :]
+
+
+def with_model(body: bytes | bytearray, new: str) -> bytes:
+    """``model_replaced`` in one piece."""
+    return b"".join(model_replaced(body, new))
+
+
+def _parse(body: bytes | bytearray) -> tuple[str | None, bool]:
+    try:
+        text = body.decode()
+        document = _DECODER.decode(text[1:] if text[:1] == "\ufeff" else text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}", param="body") from None
+    if not isinstance(document, tuple):
+        raise _not_an_object()
+    models: list[object] = []
+    stream = False
+    for key, value in document:
+        if key == "model":
+            models.append(value)
+        elif key == "stream":
+            stream = value is True
+    if len(models) > 1:
+        raise _twice()
+    return (_checked(models[0]) if models else None), stream
+
+
+def _checked(model: object) -> str:
+    if not isinstance(model, str) or not model:
+        raise BadRequest("`model` must be a string that names a model", param="model")
+    if len(model) > MAX_MODEL_NAME:
+        raise BadRequest(f"`model` is longer than {MAX_MODEL_NAME} characters", param="model")
+    try:
+        model.encode()
+    except UnicodeEncodeError:
+        raise BadRequest("`model` holds half a surrogate pair", param="model") from None
+    return model
+
+
+def _not_an_object() -> BadRequest:
+    return BadRequest("the body must be a JSON object", param="body")
+
+
+def _twice() -> BadRequest:
+    return BadRequest("`model` is given twice", param="model")
+
+
+def _broken() -> BadRequest:
+    return BadRequest("the body is not JSON: a string or bracket is not closed", param="body")
+
+
+def _check_utf8(body: bytes | bytearray) -> None:
+    if body.isascii():
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    step = 1024 * 1024
+    try:
+        for start in range(0, len(body), step):
+            decoder.decode(body[start : start + step], start + step >= len(body))
+    except UnicodeDecodeError:
+        raise BadRequest("the body is not UTF-8", param="body") from None
+
+
+def _scan(body: bytes | bytearray) -> _Found:
+    """Finds the top-level ``model`` and ``stream`` without building anything (see the module's text)."""
+    opening = _START.match(body)
+    if opening is None:
+        raise _not_an_object()
+    model, stream = None, False
+    for key, start in _top_level_keys(body, opening.end()):
+        if key == "model":
+            if model is not None:
+                raise _twice()
+            model = start, _string_value(body, start)
+        elif key == "stream":
+            stream = body.startswith(b"true", start)
+    return _Found(opening.end(), model, stream)
+
+
+def _top_level_keys(body: bytes | bytearray, position: int) -> Iterator[tuple[str, int]]:
+    """The short keys at depth 1, each with the index of its value."""
+    depth = 1
+    for _ in range(MAX_STRINGS):
+        quote = body.find(b'"', position)
+        depth += _depth(body, position, quote if quote >= 0 else len(body))
+        if quote < 0 and depth == 0:
+            return
+        if quote < 0 or depth < 1:
+            raise _broken()
+        position = _string_end(body, quote + 1)
+        if depth == 1 and position - quote <= _MAX_KEY and (colon := _COLON.match(body, position)):
+            yield _key(body[quote:position]), colon.end()
+    raise TooLarge(f"the body holds more than {MAX_STRINGS} strings")
+
+
+def _depth(body: bytes | bytearray, start: int, end: int) -> int:
+    count = body.count
+    return (
+        count(b"{", start, end) + count(b"[", start, end) - count(b"}", start, end) - count(b"]", start, end)
+    )
+
+
+def _string_end(body: bytes | bytearray, start: int) -> int:
+    """The index just past the quote that closes the string whose content begins at ``start``."""
+    quote = body.find(b'"', start)
+    if quote >= 0 and body[quote - 1] != 0x5C:
+        return quote + 1
+    while run := _RUN.match(body, start):
+        end = run.end()
+        if end == len(body) or (end == start and body[end] != 0x22):
+            break
+        if body[end] == 0x22:
+            return end + 1
+        start = end
+    raise _broken()
+
+
+def _string_value(body: bytes | bytearray, start: int) -> int:
+    if body[start : start + 1] != b'"':
+        raise BadRequest("`model` must be a string that names a model", param="model")
+    end = _string_end(body, start + 1)
+    if end - start > 6 * MAX_MODEL_NAME + 2:
+        raise BadRequest(f"`model` is longer than {MAX_MODEL_NAME} characters", param="model")
+    return end
+
+
+def _key(quoted: bytes | bytearray) -> str:
+    if b"\\" not in quoted:
+        return quoted[1:-1].decode(errors="replace")
+    try:
+        return str(json.loads(quoted))
+    except ValueError:
+        raise BadRequest("the body is not JSON: bad escape in a key", param="body") from None
+
+
+def model_in_query(query: str) -> str | None:
+    """The model that ``?model=`` names; two different ones are refused."""
+    try:
+        named = set(parse_qs(query, keep_blank_values=True, errors="strict").get("model", ()))
+    except ValueError:
+        raise BadRequest("the query is not UTF-8", param="model") from None
+    if len(named) > 1:
+        raise _twice()
+    return _checked(named.pop()) if named else None
+
+
+_PARAMETER = re.compile(rb';[ \t]*([^\s=;"]+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"|([^\s;",]*))')
+_BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
+
+
+def boundary(content_type: bytes) -> bytes:
+    """What separates the parts of a multipart body."""
+    named = [quoted or bare for name, quoted, bare in _parameters(content_type) if name == b"boundary"]
+    if len(named) != 1 or not _BOUNDARY.fullmatch(named[0]):
+        raise BadRequest("multipart/form-data needs one valid `boundary`")
+    return named[0]
+
+
+class MultipartModelScanner:
+    """Finds the fields ``model`` and ``stream`` of a form while it passes, wherever they stand in it.
+
+    Keeps at most one head or value (both bounded); the content of other parts is only searched
+    for the next boundary.
+    """
+
+    def __init__(self, boundary: bytes) -> None:
+        self.model: str | None = None
+        self.stream = False
+        self.span: tuple[int, int] | None = None
+        """Where the model's value stands in the whole body."""
+        self._delimiter = b"\r\n--" + boundary
+        self._held = b"\r\n"
+        self._offset = -2
+        """The position of ``_held`` in the body; the first delimiter has no line end of its own before it."""
+        self._step: Callable[[], bool] = self._content
+        self._field = ""
+        self._parts = 0
+
+    def feed(self, data: bytes) -> None:
+        self._held += data
+        while self._step():
+            pass
+
+    def finish(self) -> None:
+        """The body has ended: BadRequest unless it was whole."""
+        if self._step != self._epilogue:
+            raise BadRequest("the form ends before its closing boundary", param="body")
+
+    def _content(self) -> bool:
+        """A part (or the preamble) whose content does not matter."""
+        end = self._held.find(self._delimiter)
+        if end < 0:
+            self._skip(max(0, len(self._held) - len(self._delimiter) + 1))
+            return False
+        self._skip(end + len(self._delimiter))
+        self._step = self._after_delimiter
+        return True
+
+    def _value(self) -> bool:
+        end = self._held.find(self._delimiter)
+        if end < 0:
+            if len(self._held) > 4 * MAX_MODEL_NAME + len(self._delimiter):
+                raise BadRequest(f"`{self._field}` is too long", param=self._field)
+            return False
+        self._take(self._held[:end])
+        return self._content()
+
+    def _after_delimiter(self) -> bool:
+        if len(self._held) < 2:
+            return False
+        if self._held.startswith(b"--"):
+            self._step = self._epilogue
+        elif self._held.startswith(b"\r\n"):
+            self._skip(2)
+            self._step = self._part_head
+        else:
+            raise BadRequest("a boundary of the form is not at the end of its line", param="body")
+        return True
+
+    def _part_head(self) -> bool:
+        end = self._held.find(b"\r\n\r\n")
+        if end < 0 or end > MAX_PART_HEAD:
+            if len(self._held) > MAX_PART_HEAD:
+                raise BadRequest("a part of the form has too large a head", param="body")
+            return False
+        self._field = _field_name(self._held[: end + 4])
+        self._skip(end + 4)
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise BadRequest(f"the form has more than {MAX_PARTS} parts", param="body")
+        self._step = self._value if self._field else self._content
+        return True
+
+    def _epilogue(self) -> bool:
+        self._skip(len(self._held))
+        return False
+
+    def _skip(self, count: int) -> None:
+        self._held = self._held[count:]
+        self._offset += count
+
+    def _take(self, value: bytes) -> None:
+        if self._field == "stream":
+            self.stream = value.strip().lower() in (b"true", b"1")
+            return
+        if self.model is not None:
+            raise _twice()
+        try:
+            self.model = _checked(value.decode())
+        except UnicodeDecodeError:
+            raise BadRequest("`model` is not UTF-8", param="model") from None
+        self.span = self._offset, self._offset + len(value)
+
+
+def _field_name(head: bytes) -> str:
+    """model or stream when a part's head says so and it is no file; else nothing."""
+    for name, value in parse_fields(head):
+        if name.lower() == b"content-disposition":
+            parameters = _parameters(value)
+            names = [quoted or bare for key, quoted, bare in parameters if key == b"name"]
+            if len(names) > 1:
+                raise BadRequest("a part of the form has two names", param="body")
+            if names in ([b"model"], [b"stream"]) and not any(
+                key[:8] == b"filename" for key, _, _ in parameters
+            ):
+                return names[0].decode("ascii")
+    return ""
+
+
+def _parameters(value: bytes) -> list[tuple[bytes, bytes, bytes]]:
+    return [(name.lower(), quoted, bare) for name, quoted, bare in _PARAMETER.findall(value)]
+
+
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(api: str, error: MuxError, request_id: str) -> bytes:
+    """The JSON that says ``error`` in the words of ``api``."""
+    return _json(_error(api, error, request_id))
+
+
+def error_headers(error: MuxError) -> list[Field]:
+    """When, and whether, to come again."""
+    headers: list[Field] = []
+    if error.retry_after is not None:
+        headers.append((b"Retry-After", b"%d" % math.ceil(error.retry_after)))
+    if error.retry is not None:
+        headers.append((b"x-should-retry", b"true" if error.retry else b"false"))
+    return headers
+
+
+def error_event(api: str, beat: str, error: MuxError, request_id: str = "") -> bytes:
+    """``error`` for a client whose stream has begun; the connection is cut after it."""
+    said = _error(api, error, request_id)
+    if api == "anthropic":
+        return b"event: error\ndata: %b\n\n" % _json(said)
+    if api == "ollama":
+        return _json(said) + b"\n"
+    if beat == "responses":
+        event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        return b"event: error\ndata: %b\n\ndata: [DONE]\n\n" % _json({**event, **said})
+    return b"data: %b\n\ndata: [DONE]\n\n" % _json(said)
+
+
+def _error(api: str, error: MuxError, request_id: str) -> dict[str, object]:
+    if api == "ollama":
+        return {"error": error.message}
+    if api == "anthropic":
+        fallback = "invalid_request_error" if error.status < 500 else "api_error"
+        kind = _ANTHROPIC_KINDS.get(error.status, fallback)
+        inner = {"type": kind, "message": error.message, "code": error.code}
+        return {"type": "error", "error": inner, "request_id": request_id}
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def comment(text: str) -> bytes:
+    """One comment line of a stream, without a blank line: the form that no client stumbles over."""
+    return b": %b\n" % " ".join(text.split()).encode()
+
+
+def beat(kind: str, model: str, request_id: str, created: int) -> bytes:
+    """An event that adds nothing to a stream of ``kind``; nothing for kinds that take comments only."""
+    if kind == "messages":
+        return b'event: ping\ndata: {"type":"ping"}\n\n'
+    if kind == "chat":
+        choice: dict[str, object] = {"index": 0, "delta": {}, "finish_reason": None}
+        name, prefix = "chat.completion.chunk", "chatcmpl-"
+    elif kind == "completion":
+        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
+        name, prefix = "text_completion", "cmpl-"
+    else:
+        return b""
+    event = {
+        "id": prefix + request_id,
+        "object": name,
+        "created": created,
+        "model": model,
+        "choices": [choice],
+    }
+    return b"data: %b\n\n" % _json(event)
+
+
+_STATUS_VALUES = {
+    "ready": "loaded",
+    "draining": "loaded",
+    "starting": "loading",
+    "parked": "sleeping",
+    "failed": "failed",
+    "stuck": "failed",
+}
+
+
+def model_entry(
+    model: str, *, created: int, state: str, aliases: Iterable[str] = (), owned_by: str = "anvil-mux"
+) -> dict[str, object]:
+    """One model as OpenAI's, Anthropic's and llama.cpp's clients want it; ``state``: the residency's word."""
+    return {
+        "id": model,
+        "object": "model",
+        "created": created,
+        "owned_by": owned_by,
+        "type": "model",
+        "display_name": model,
+        "created_at": datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "aliases": list(aliases),
+        "status": {"value": _STATUS_VALUES.get(state, "unloaded")},
+    }
+
+
+def models_list(entries: Iterable[dict[str, object]]) -> bytes:
+    """The answer to ``GET /v1/models``."""
+    data = list(entries)
+    ends = (
+        {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        if data
+        else {"first_id": None, "last_id": None}
+    )
+    return _json({"object": "list", "data": data, "has_more": False, **ends})
+
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+def request_id(given: bytes | None, generate: Callable[[], str]) -> str:
+    """The client's own id when it is harmless, else a new one."""
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode("ascii")
+    return generate()
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("ascii")

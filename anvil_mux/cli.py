@@ -1,0 +1,535 @@
+"""The commands.
+
+What a command finds goes to standard output, as a table or with ``--json``; all else to standard error.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no anvil-mux answers, 78 the configuration cannot be used, 130
+interrupted. ``check``, ``config`` and ``logs`` read the compose file; ``ps``, ``load`` and ``unload`` ask a
+running anvil-mux, whose address is --url, ANVIL_URL, what the compose file says, or the default.
+
+Modules are imported by the commands that need them, because importing takes longer than most commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from anvil_mux import __version__
+from anvil_mux.errors import BackendError, ConfigError, MuxError
+
+if TYPE_CHECKING:
+    from anvil_mux.config import Backend, Config
+
+FAILED, NOT_RUNNING, BAD_CONFIG, INTERRUPTED = 1, 3, 78, 130
+DEFAULT_URL = "http://127.0.0.1:9292"
+ASK_SECONDS = 10.0
+PROGRESS_SECONDS = 2.0
+DOCKER_SECONDS = 5.0
+
+
+class NotRunning(MuxError):
+    """No anvil-mux answers at the address."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    given = _parser().parse_args(_with_command(words))
+    try:
+        code: int = given.run(given)
+        sys.stdout.flush()
+        return code
+    except ConfigError as error:
+        return _report_problems(error, given)
+    except NotRunning as error:
+        return _complain(error.message, NOT_RUNNING)
+    except MuxError as error:
+        return _complain(error.message, FAILED)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read us has enough; the interpreter must not complain when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+# Arguments
+
+
+def _with_command(words: list[str]) -> list[str]:
+    """``anvil-mux FILE`` and ``anvil-mux`` alone mean ``serve``."""
+    asks = {"-h", "--help", "--version"}
+    first = words[0] if words else ""
+    return words if first in COMMANDS or first in asks else ["serve", *words]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="anvil-mux",
+        description="One address for many models: serves and swaps LLM engines from docker compose files.",
+        epilog="`anvil-mux FILE` means `anvil-mux serve FILE`. Help on a command: anvil-mux COMMAND --help",
+    )
+    parser.add_argument("--version", action="version", version=f"anvil-mux {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (about, run, add) in COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=f"{about}.")
+        command.set_defaults(run=run, json=False)
+        add(command)
+    return parser
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_files(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "files", nargs="*", metavar="FILE", help="compose files; by default compose.yaml here or above"
+    )
+
+
+def _add_serve(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    _add_files(command)
+    add("--host", help="address to listen on; by default what the file says, or 127.0.0.1")
+    add("--port", type=_port, help="port to listen on (0: a free one); by default the file's, or 9292")
+    add(
+        "--insecure",
+        action="store_true",
+        help="listen where others can reach it, although it asks for no key",
+    )
+    add(
+        "--drain-timeout",
+        metavar="SECONDS",
+        help="how long a swap waits for requests that run; 0: not at all",
+    )
+    add("--queue-timeout", metavar="SECONDS", help="the longest wait of a request for its model")
+    add(
+        "--policy",
+        metavar="NAME",
+        help="when a swap is worth its cost: eager, debounce, package.module:Class",
+    )
+    add("--on-exit", choices=("keep", "stop"), help="what happens to running engines at exit")
+    add("--pin", action="store_true", help="run on one CPU: more requests per second, engines keep all")
+    add("--access-log", metavar="FILE", default="-", help="a file, - for standard error (default), or off")
+    add("--log-format", choices=("human", "json"), default="human")
+    add(
+        "-q",
+        "--quiet",
+        action="store_const",
+        const=-1,
+        default=0,
+        dest="verbosity",
+        help="only what is wrong",
+    )
+    add(
+        "-v", "--verbose", action="store_const", const=1, dest="verbosity", help="also single requests' waits"
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, not {text}")
+    return int(text)
+
+
+def _add_check(command: argparse.ArgumentParser) -> None:
+    _add_files(command)
+    _add_json(command)
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    _add_files(command)
+    _add_json(command)
+    command.add_argument("--show-origin", action="store_true", help="say where each value comes from")
+    command.add_argument("--docs", action="store_true", help="describe every setting, as Markdown tables")
+
+
+def _add_address(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-f", "--file", action="append", dest="files", default=[], help="compose file")
+    command.add_argument("--url", help=f"where anvil-mux is; by default ANVIL_URL, the file's, {DEFAULT_URL}")
+    _add_json(command)
+
+
+def _add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL")
+    _add_address(command)
+
+
+def _add_logs(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="a model, or the service of a replica")
+    command.add_argument("--file", action="append", dest="files", default=[], help="compose file")
+    command.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
+    command.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="how many (default 100)")
+
+
+# serve, check, config: what reads the compose file
+
+
+def _serve(given: argparse.Namespace) -> int:
+    from anvil_mux.serve import Options, serve
+
+    overrides = {
+        "drain_timeout": given.drain_timeout,
+        "queue_timeout": given.queue_timeout,
+        "policy": given.policy,
+        "on_exit": given.on_exit,
+    }
+    config = _load(given.files, overrides)
+    config = replace(
+        config, host=given.host or config.host, port=config.port if given.port is None else given.port
+    )
+    for warning in config.warnings if given.verbosity >= 0 else ():
+        _say(f"warning: {warning}")
+    options = Options(given.access_log, given.log_format, given.pin, given.insecure, given.verbosity)
+    return serve(config, options)
+
+
+def _load(files: Sequence[str], overrides: Mapping[str, object] | None = None) -> Config:
+    from anvil_mux import config
+
+    present = {}
+    if "NVIDIA_VISIBLE_DEVICES" in os.environ or os.path.exists("/dev/nvidiactl"):
+        from anvil_mux.gpu import probe
+
+        for reading in probe().readings:
+            gpu = config.Gpu(reading.id, vram=reading.total)
+            present[reading.id] = present[reading.uuid] = gpu
+    return config.load(files or config.find_files(Path.cwd()), present=present, overrides=overrides)
+
+
+def _check(given: argparse.Namespace) -> int:
+    config = _load(given.files)
+    warnings = [*config.warnings, *_missing_images(config)]
+    rows = [_backend_row(config, backend) for backend in config.backends]
+    if given.json:
+        keys = ("model", "backend", "engine", "gpus", "vram", "port")
+        models = [{**dict(zip(keys, row, strict=True)), "gpus": row[3].split(",") if row[3] else []} for row in rows]
+        listen = f"{config.host}:{config.port}"
+        _print_json({"listen": listen, "models": models, "problems": [], "warnings": warnings})
+        return 0
+    _print_table(("MODEL", "BACKEND", "ENGINE", "GPUS", "VRAM", "PORT"), rows)
+    for warning in warnings:
+        _say(f"warning: {warning}")
+    counts = f"{_count(rows, 'backend')}, {_count(warnings, 'warning')}"
+    _say(f"{counts}; will listen on {config.host}:{config.port}")
+    return 0
+
+
+def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:
+    from anvil_mux.engine import listen_port
+
+    port = "free" if config.runtime == "process" and not backend.port else str(listen_port(backend))
+    vram = f"{backend.vram / (1 << 30):.1f} GiB" if backend.vram else "all" if backend.gpus else ""
+    return backend.model, backend.name, backend.engine, ",".join(backend.gpus), vram, port
+
+
+def _missing_images(config: Config) -> list[str]:
+    """A warning for each image that Docker does not have."""
+    import subprocess
+
+    images = {b.service.image: b.name for b in config.backends if b.service.image}
+    found = []
+    for image, name in images.items() if config.runtime == "compose" else ():
+        command = ["docker", "image", "inspect", "--format", "{{.Id}}", image]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DOCKER_SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            done = None
+        if done is None or (done.returncode and "no such image" not in done.stderr.lower()):
+            _say("note: Docker does not answer, so images were not looked for")
+            break
+        if done.returncode:
+            found.append(f"service {name}: image {image} is not present: docker pull {image}")
+    return found
+
+
+def _config(given: argparse.Namespace) -> int:
+    from anvil_mux.config import SERVICE_SETTINGS, SETTINGS, describe
+
+    if given.docs:
+        _print_docs("x-anvil at the top level", describe(SETTINGS))
+        _print_docs("x-anvil on a service", describe(SERVICE_SETTINGS))
+        return 0
+    config = _load(given.files)
+    values = {key: _value(config, key) for key in SETTINGS}
+    if given.json:
+        shown: Mapping[str, Any] = values
+        if given.show_origin:
+            shown = {key: {"value": value, "origin": config.origins[key]} for key, value in values.items()}
+        _print_json(shown)
+        return 0
+    rows = [(key, _text(value), config.origins[key]) for key, value in values.items()]
+    head = ("SETTING", "VALUE", "ORIGIN")
+    columns = 3 if given.show_origin else 2
+    _print_table(head[:columns], [row[:columns] for row in rows])
+    return 0
+
+
+def _value(config: Config, key: str) -> Any:
+    """A setting as the file would say it."""
+    match key:
+        case "listen":
+            return f"{config.host}:{config.port}"
+        case "gpus":
+            sizes = ((gpu.id, {"vram": gpu.vram, "reserve": gpu.reserve}) for gpu in config.gpus)
+            return {id: {name: size for name, size in about.items() if size} for id, about in sizes}
+        case "policy" | "preemption":
+            settings = getattr(config, f"{key}_settings")
+            name = getattr(config, key)
+            return {"name": name, **settings} if settings else name
+    return getattr(config, key)
+
+
+def _print_docs(title: str, rows: Iterable[Sequence[str]]) -> None:
+    print(f"### {title}\n\n| key | value | default | meaning |\n|---|---|---|---|")
+    for key, kind, default, meaning in rows:
+        cells = (f"`{key}`", kind.replace("|", "\\|"), default and f"`{default}`", meaning)
+        print(f"| {' | '.join(cells)} |")
+    print()
+
+
+# ps, load, unload: what asks a running anvil-mux
+
+
+def _ps(given: argparse.Namespace) -> int:
+    status = _ask(given, "GET", "/healthz", accept=(200, 503))
+    if given.json:
+        _print_json(status)
+        return 0
+    rows = [_status_row(name, model) for name, model in status["models"].items()]
+    _print_table(("MODEL", "STATE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "LAST ERROR"), rows)
+    for name, why in (status.get("problems") or {}).items():
+        _say(f"warning: {name}: {why}")
+    return 0
+
+
+def _status_row(name: str, model: Mapping[str, Any]) -> tuple[str, ...]:
+    seconds = model["load_seconds"]
+    error = (model["last_error"] or "").partition("\n")[0]
+    return (
+        name,
+        _paint(model["state"], _COLOURS.get(model["state"], "")),
+        ",".join(model["gpus"]),
+        str(model["leases"]),
+        str(model["waiting"]),
+        "" if seconds is None else f"{seconds:.1f} s",
+        error if len(error) <= 60 else error[:57] + "...",
+    )
+
+
+def _load_model(given: argparse.Namespace) -> int:
+    """Waits in this thread and asks in another, so that it can tell what happens meanwhile."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answers.append(_ask(given, "POST", "/models/load", {"model": given.model}, timeout=None))
+        except MuxError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask, name="load", daemon=True)
+    thread.start()
+    waited = 0.0
+    while thread.is_alive():
+        thread.join(PROGRESS_SECONDS)
+        waited += PROGRESS_SECONDS
+        if thread.is_alive() and sys.stderr.isatty():
+            _say(f"{given.model}: {_state_of(given)}, {waited:.0f} s")
+    if isinstance(answers[0], MuxError):
+        raise answers[0]
+    return _done(given, "is loaded")
+
+
+def _state_of(given: argparse.Namespace) -> str:
+    try:
+        models = _ask(given, "GET", "/healthz", accept=(200, 503))["models"]
+    except MuxError as error:
+        return error.message
+    return str(models.get(given.model, {}).get("state", "loading"))
+
+
+def _unload_model(given: argparse.Namespace) -> int:
+    _ask(given, "POST", "/models/unload", {"model": given.model})
+    return _done(given, "leaves as soon as its requests have ended")
+
+
+def _done(given: argparse.Namespace, what: str) -> int:
+    if given.json:
+        _print_json({"model": given.model, "success": True})
+    else:
+        _say(f"{given.model} {what}")
+    return 0
+
+
+def _ask(
+    given: argparse.Namespace,
+    method: str,
+    path: str,
+    body: object = None,
+    *,
+    timeout: float | None = ASK_SECONDS,
+    accept: Sequence[int] = (200,),
+) -> Any:
+    """The JSON that a running anvil-mux answers; MuxError with its own words if it refuses."""
+    import http.client
+    from urllib.parse import urlsplit
+
+    url = _url(given)
+    parts = urlsplit(url)
+    if parts.scheme != "http" or not parts.hostname:
+        raise NotRunning(f"{url} is no address of an anvil-mux; it looks like {DEFAULT_URL}")
+    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout)
+    try:
+        sent = None if body is None else json.dumps(body)
+        connection.request(method, path, sent, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        why = getattr(error, "strerror", None) or error
+        raise NotRunning(f"no anvil-mux answers at {url} ({why}); start one: anvil-mux serve FILE") from None
+    finally:
+        connection.close()
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        raise NotRunning(f"what answers at {url} is no anvil-mux") from None
+    if response.status not in accept:
+        said = answer.get("error", {}) if isinstance(answer, dict) else {}
+        raise BackendError(str(said.get("message") or f"{url} answered {response.status}"))
+    return answer
+
+
+def _url(given: argparse.Namespace) -> str:
+    url = given.url or os.environ.get("ANVIL_URL") or _configured_url(given.files) or DEFAULT_URL
+    return url if "://" in url else f"http://{url}"
+
+
+def _configured_url(files: Sequence[str]) -> str | None:
+    """What the compose file says, read lightly: the rest of it is not asked for here, right or wrong."""
+    from anvil_mux import interpolate
+    from anvil_mux.config import SETTINGS, find_files
+
+    try:
+        paths = [Path(file) for file in files] or find_files(Path.cwd())
+        document = interpolate.read(paths[-1])
+        scope = interpolate.Scope(interpolate.environment(document.file.parent, os.environ))
+        said = os.environ.get("ANVIL_LISTEN") or scope.fill(str(document.content["x-anvil"]["listen"]))
+        host, port = SETTINGS["listen"].kind.read(said)
+    except (ConfigError, ValueError, KeyError, TypeError):
+        if files and not Path(files[0]).exists():
+            raise
+        return None
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+# logs
+
+
+def _logs(given: argparse.Namespace) -> int:
+    from anvil_mux.serve import build_runtime
+
+    config = _load(given.files)
+    backends = [b for b in config.backends if given.model in (b.name, b.model, *b.aliases)]
+    if not backends:
+        known = ", ".join(b.model for b in config.backends)
+        raise BackendError(f"no service serves {given.model}; known: {known}")
+    if given.follow and len(backends) > 1:
+        names = ", ".join(b.name for b in backends)
+        raise BackendError(f"{given.model} has several services; follow one of them: {names}")
+    runtime = build_runtime(config)
+    for backend in backends:
+        if len(backends) > 1:
+            _say(f"==> {backend.name}")
+        lines = runtime.follow_log(backend) if given.follow else runtime.log_tail(backend, given.lines)
+        for line in lines:
+            print(line, flush=given.follow)
+    return 0
+
+
+def _version(given: argparse.Namespace) -> int:
+    if given.json:
+        _print_json({"version": __version__, "python": sys.version.split()[0]})
+    else:
+        print(f"anvil-mux {__version__}")
+    return 0
+
+
+Add = Callable[[argparse.ArgumentParser], None]
+Run = Callable[[argparse.Namespace], int]
+
+COMMANDS: dict[str, tuple[str, Run, Add]] = {
+    "serve": ("Serve the models of a compose file (the default)", _serve, _add_serve),
+    "check": ("List the models, GPUs and ports of a compose file and every problem", _check, _add_check),
+    "config": ("Show the settings in effect", _config, _add_config),
+    "ps": ("Show the models of a running anvil-mux", _ps, _add_address),
+    "load": ("Load a model and wait until it is ready", _load_model, _add_model),
+    "unload": ("Put a model out", _unload_model, _add_model),
+    "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
+    "version": ("Show the version", _version, _add_json),
+}
+
+
+# Output
+
+
+def _say(text: str) -> None:
+    print(f"anvil-mux: {text}", file=sys.stderr, flush=True)
+
+
+def _complain(text: str, code: int) -> int:
+    _say(f"{_paint('error', '31', sys.stderr)}: {text}")
+    return code
+
+
+def _report_problems(error: ConfigError, given: argparse.Namespace) -> int:
+    if given.json:
+        _print_json({"problems": list(error.problems)})
+    for problem in error.problems:
+        _complain(problem, BAD_CONFIG)
+    return BAD_CONFIG
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    table = [head, *rows]
+    widths = [max(map(_width, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = (cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True))
+        print("  ".join(cells).rstrip())
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _count(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}" + ("" if len(things) == 1 else "s")
+
+
+_COLOURS = {"ready": "32", "starting": "33", "draining": "33", "stopping": "33", "stuck": "31"}
+
+
+def _paint(text: str, colour: str, stream: TextIO | None = None) -> str:
+    stream = stream or sys.stdout
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
+    if not colour or (plain and not os.environ.get("FORCE_COLOR")):
+        return text
+    return f"\x1b[{colour}m{text}\x1b[0m"
+
+
+def _width(cell: str) -> int:
+    """What it takes on the screen, without its colours."""
+    return len(cell) - 9 * cell.count("\x1b[0m")

@@ -1,0 +1,545 @@
+"""docker compose argv (pure) and the one place that runs it.
+
+Compose itself is needed once per service: ``compose create`` makes the container, or makes it anew when the
+service's description has changed. From then on the container is started and stopped by its id, which skips
+Compose's 0.3 s of reading the project. Nothing here pulls or builds an image: a request must not wait for
+20 GB; the error says which command the user has to run.
+
+What Docker reports is believed rather than what a command's exit status says: ``stop`` returns when
+``inspect`` no longer shows the container running. A run of a container is known by its id and start moment,
+so that a container which a restart policy or a new dockerd has revived is told from the one we started: it
+has lost its requests and its place, and is put down.
+
+Every command goes through ``_run``: no shell, a time limit, its process group killed when that has passed.
+Only ``docker events`` and ``docker logs --follow`` live longer; ``close`` ends the one, the reader the other.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+from typing import IO, Any, Protocol
+
+from anvil_mux.config import Backend, Config
+from anvil_mux.engine import listen_port
+from anvil_mux.errors import BackendError, LoadError, MuxError
+
+CREATE_TIMEOUT = 120.0
+START_TIMEOUT = 60.0
+ASK_TIMEOUT = 20.0
+STOP_SLACK = 20.0
+"""Docker's own time around the grace period."""
+LOG_MARGIN = 2.0
+"""Docker notes the start of a container a moment after it may have printed its first lines."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
+"""Between two attempts to follow Docker's events."""
+
+ALIVE = frozenset({"running", "paused", "restarting"})
+LABEL = "com.docker.compose"
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What ``docker inspect`` says of one container."""
+
+    id: str
+    service: str
+    number: int
+    status: str
+    started_at: str
+    exit_code: int = 0
+    oom_killed: bool = False
+    error: str = ""
+    network_mode: str = ""
+    ports: tuple[tuple[str, str, int], ...] = ()
+    """(port inside, such as 8080/tcp; address; port outside)"""
+    ips: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> tuple[str, str]:
+        """Differs between any two runs."""
+        return self.id, self.started_at
+
+
+def compose_create(config: Config, service: str, *, anew: bool = False) -> list[str]:
+    files = [word for file in config.files for word in ("-f", file)]
+    options = ["--no-build", "--pull", "never", *(["--force-recreate"] if anew else [])]
+    project = ["-p", config.project, "--profile", "*"]
+    return ["docker", "compose", "--ansi", "never", *files, *project, "create", *options, service]
+
+
+def docker_ps(project: str, service: str | None = None, *, all: bool = False) -> list[str]:
+    labels = [f"{LABEL}.project={project}", f"{LABEL}.oneoff=False"]
+    if service is not None:
+        labels.append(f"{LABEL}.service={service}")
+    filters = [word for label in labels for word in ("--filter", f"label={label}")]
+    return ["docker", "ps", "--quiet", "--no-trunc", *(["--all"] if all else []), *filters]
+
+
+def docker_inspect(ids: Sequence[str]) -> list[str]:
+    return ["docker", "container", "inspect", *ids]
+
+
+def docker_start(id: str) -> list[str]:
+    return ["docker", "start", id]
+
+
+def docker_unpause(id: str) -> list[str]:
+    return ["docker", "unpause", id]
+
+
+def docker_stop(id: str, grace: float) -> list[str]:
+    return ["docker", "stop", "-t", str(math.ceil(grace)), id]
+
+
+def docker_kill(id: str) -> list[str]:
+    return ["docker", "kill", id]
+
+
+def docker_rm(id: str) -> list[str]:
+    return ["docker", "rm", "--force", id]
+
+
+def docker_logs(id: str, lines: int, *, since: float) -> list[str]:
+    return ["docker", "logs", "--tail", str(lines), "--since", f"{since:.3f}", id]
+
+
+def docker_follow(id: str, lines: int) -> list[str]:
+    return ["docker", "logs", "--tail", str(lines), "--follow", id]
+
+
+def docker_events(project: str, since: float) -> list[str]:
+    filters = ["type=container", "event=die", f"label={LABEL}.project={project}"]
+    words = [word for each in filters for word in ("--filter", each)]
+    service = '{{index .Actor.Attributes "' + LABEL + '.service"}}'
+    return ["docker", "events", "--since", f"{since:.3f}", *words, "--format", service]
+
+
+def base_url(container: Container, port: int) -> str | None:
+    """Where the engine that listens on ``port`` inside is reached from this host."""
+    if container.network_mode == "host":
+        return f"http://127.0.0.1:{port}"
+    published = [(ip, outside) for inside, ip, outside in container.ports if inside == f"{port}/tcp"]
+    published.sort(key=lambda each: ":" in each[0])
+    for ip, outside in published:
+        host = ANYWHERE.get(ip, ip)
+        return f"http://[{host}]:{outside}" if ":" in host else f"http://{host}:{outside}"
+    return f"http://{container.ips[0]}:{port}" if container.ips else None
+
+
+def parse_inspect(text: str) -> list[Container]:
+    """The containers in the output of ``docker container inspect``."""
+    return [_container(each) for each in json.loads(text or "[]")]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    out: str = ""
+    err: str = ""
+
+
+class Run(Protocol):
+    """Runs a command to its end; ``merge`` puts both of its streams into ``out``, in their order."""
+
+    def __call__(self, argv: Sequence[str], timeout: float, *, merge: bool = False) -> Done: ...
+
+
+Spawn = Callable[[Sequence[str]], "subprocess.Popen[str]"]
+
+
+class ComposeRuntime:
+    """The services of one compose project, see ``swap.Runtime``."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        environ: Mapping[str, str] | None = None,
+        run: Run | None = None,
+        spawn: Spawn | None = None,
+    ) -> None:
+        env = dict(os.environ if environ is None else environ)
+        self._config = config
+        self._backends = {backend.name: backend for backend in config.backends}
+        self._run: Run = run or partial(_run, env=env)
+        self._spawn: Spawn = spawn or partial(_spawn, env=env)
+        # Two `compose create` at once would both make the project's network.
+        self._creating = threading.Lock()
+        self._closed = threading.Event()
+        # Guards the fields below; held for single reads and writes only.
+        self._lock = threading.Lock()
+        self._ids: dict[str, str] = {}  # of the containers that were created, or found fit, by this object
+        self._up: dict[str, tuple[str, str]] = {}  # the runs that `watch` answers for
+        self._events: subprocess.Popen[str] | None = None
+
+    def start(self, backend: Backend) -> str:
+        with self._lock:
+            known = self._ids.get(backend.name)
+        try:
+            container = self._started(known or self._create(backend))
+        except _Gone:
+            # `docker compose down` took the container or its network.
+            container = self._started(self._create(backend, anew=True))
+        url = base_url(container, listen_port(backend))
+        with self._lock:
+            self._ids[backend.name] = container.id
+            self._up[backend.name] = container.run
+        if url is None:
+            how = how_it_ended(container) or (
+                f'has no address: publish its port, such as ports: ["127.0.0.1::{listen_port(backend)}"]'
+            )
+            raise LoadError(f"service {backend.name} {how}")
+        return url
+
+    def stop(self, backend: Backend) -> None:
+        with self._lock:
+            self._up.pop(backend.name, None)
+        container = self._find(backend.name)
+        if container is not None:
+            self._put_down(container, backend.stop_timeout)
+
+    def ended(self, backend: Backend) -> str | None:
+        container = self._find(backend.name)
+        return "has no container" if container is None else how_it_ended(container)
+
+    def running(self) -> dict[str, str]:
+        urls = {}
+        for container in self._alive():
+            if container.status == "paused":
+                # It holds its GPU either way, and as it is it would only swallow requests.
+                self._call(docker_unpause(container.id), ASK_TIMEOUT)
+            backend = self._backends[container.service]
+            restarting = container.status == "restarting"
+            urls[backend.name] = "" if restarting else base_url(container, listen_port(backend)) or ""
+            with self._lock:
+                self._up[backend.name] = container.run
+        return urls
+
+    def log_tail(self, backend: Backend, lines: int = 20) -> list[str]:
+        try:
+            container = self._find(backend.name)
+            if container is None or container.status == "created":
+                return []
+            argv = docker_logs(container.id, lines, since=_moment(container.started_at) - LOG_MARGIN)
+            return self._call(argv, ASK_TIMEOUT, merge=True).splitlines()[-lines:]
+        except MuxError:
+            return []
+
+    def follow_log(self, backend: Backend) -> Iterator[str]:
+        container = self._find(backend.name)
+        if container is None:
+            return
+        with self._spawn(docker_follow(container.id, 100)) as child:
+            try:
+                for line in _lines(child):
+                    yield line.rstrip("\r\n")
+            finally:
+                child.kill()
+
+    def watch(self, died: Callable[[str], None]) -> None:
+        pause = FIRST_PAUSE
+        while not self._closed.is_set():
+            try:
+                since = time.time()
+                self._compare(died)
+                pause = FIRST_PAUSE
+                self._follow_events(since, died)
+            except MuxError:
+                pass  # dockerd is away; what it took along is found by comparing when it is back.
+            self._closed.wait(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def close(self) -> None:
+        self._closed.set()
+        with self._lock:
+            if self._events is not None:
+                self._events.kill()
+
+    # Containers
+
+    def _create(self, backend: Backend, *, anew: bool = False) -> str:
+        argv = compose_create(self._config, backend.name, anew=anew)
+        try:
+            with self._creating:
+                self._call(argv, CREATE_TIMEOUT)
+        except _NoImage as error:
+            raise LoadError(self._how_to_get_image(backend, error.reason)) from None
+        container = self._look_up(backend.name)
+        if container is None:
+            raise BackendError(f"`{_show(argv)}` made no container for service {backend.name}")
+        return container.id
+
+    def _how_to_get_image(self, backend: Backend, said: str) -> str:
+        named = re.search(r"no such image: (\S+?):?(?:\s|$)", said, re.IGNORECASE)
+        image = named[1] if named else backend.service.image
+        if image in (None, f"{self._config.project}-{backend.name}"):
+            files = "".join(f" -f {file}" for file in self._config.files)
+            return (
+                f"the image of service {backend.name} is not built: "
+                f"docker compose{files} -p {self._config.project} build {backend.name}"
+            )
+        return f"image {image} is not present: docker pull {image}"
+
+    def _started(self, id: str) -> Container:
+        try:
+            self._call(docker_start(id), START_TIMEOUT)
+        except _Paused:
+            self._call(docker_unpause(id), ASK_TIMEOUT)
+        container = self._inspect(id)
+        if container is None:
+            raise _Gone(f"container {id[:12]} is gone")
+        return container
+
+    def _put_down(self, container: Container, grace: float) -> None:
+        """Stop, kill, remove, whichever is the first after which it does not run."""
+        if container.status not in ALIVE:
+            return
+        why = ""
+        for argv, timeout in (
+            (docker_stop(container.id, grace), grace + STOP_SLACK),
+            (docker_kill(container.id), ASK_TIMEOUT),
+            (docker_rm(container.id), ASK_TIMEOUT),
+        ):
+            try:
+                self._call(argv, timeout)
+            except MuxError as error:
+                why = f": {error.message}"
+            now = self._inspect(container.id)
+            if now is None or now.status not in ALIVE:
+                return
+        raise BackendError(f"service {container.service} still runs after stop, kill and rm{why}")
+
+    def _find(self, service: str) -> Container | None:
+        with self._lock:
+            known = self._ids.get(service)
+        return (self._inspect(known) if known else None) or self._look_up(service)
+
+    def _look_up(self, service: str) -> Container | None:
+        """The service's container; of a scaled service, its first."""
+        found = self._inspect_all(self._call(docker_ps(self._config.project, service, all=True), ASK_TIMEOUT))
+        return min(found, key=lambda container: container.number, default=None)
+
+    def _alive(self) -> list[Container]:
+        """Of each of our services the first container, where it runs."""
+        found = self._inspect_all(self._call(docker_ps(self._config.project), ASK_TIMEOUT))
+        found.sort(key=lambda container: container.number, reverse=True)
+        firsts = {container.service: container for container in found if container.status in ALIVE}
+        return [firsts[service] for service in self._backends if service in firsts]
+
+    def _inspect(self, id: str) -> Container | None:
+        return next(iter(self._inspect_all(id)), None)
+
+    def _inspect_all(self, ids: str) -> list[Container]:
+        argv = docker_inspect(ids.split())
+        if not ids.split():
+            return []
+        done = self._run(argv, ASK_TIMEOUT)
+        # A container that went away since it was listed is no failure; the others are reported all the same.
+        if done.code and "no such container" not in done.err.lower():
+            raise complaint(argv, done)
+        return parse_inspect(done.out)
+
+    def _call(self, argv: Sequence[str], timeout: float, *, merge: bool = False) -> str:
+        done = self._run(argv, timeout, merge=merge)
+        if done.code:
+            raise complaint(argv, done)
+        return done.out
+
+    # Deaths
+
+    def _compare(self, died: Callable[[str], None]) -> None:
+        """Reports whatever ended while nobody followed the events."""
+        with self._lock:
+            before = dict(self._up)
+        runs = {container.service: container.run for container in self._alive()}
+        for service, run in before.items():
+            if runs.get(service) != run:
+                self._judge(service, died)
+
+    def _follow_events(self, since: float, died: Callable[[str], None]) -> None:
+        with self._spawn(docker_events(self._config.project, since)) as child:
+            try:
+                with self._lock:
+                    self._events = child
+                if not self._closed.is_set():
+                    for line in _lines(child):
+                        self._judge(line.strip(), died)
+            finally:
+                with self._lock:
+                    self._events = None
+                child.kill()
+
+    def _judge(self, service: str, died: Callable[[str], None]) -> None:
+        """Reports the service unless the run that we answer for goes on; a revived one is put down first."""
+        with self._lock:
+            run = self._up.get(service)
+        if run is None or self._closed.is_set():
+            return
+        container = self._find(service)
+        if container is not None and container.status in ALIVE:
+            if container.run == run and container.status != "restarting":
+                return
+            self._put_down(container, self._backends[service].stop_timeout)
+        with self._lock:
+            if self._up.get(service) != run:
+                return
+            del self._up[service]
+        died(service)
+
+
+def how_it_ended(container: Container) -> str | None:
+    """None while it runs, else for people."""
+    if container.status in ("running", "paused"):
+        return None
+    if container.status == "created":
+        return f"has not been started{f' ({container.error})' if container.error else ''}"
+    how = f"exited with code {container.exit_code}"
+    if container.oom_killed:
+        how = "was killed because the machine or its memory limit ran out of memory (OOM)"
+    elif container.exit_code == 137:
+        how = "was killed (code 137)"
+    return f"{how}, and Docker is restarting it" if container.status == "restarting" else how
+
+
+def complaint(argv: Sequence[str], done: Done) -> MuxError:
+    """The error for a command that failed: its last line, and what to do about it."""
+    text = (done.err or done.out).strip()
+    last = text.splitlines()[-1] if text else f"exit status {done.code}"
+    for pattern, error, advice in COMPLAINTS:
+        if re.search(pattern, text, re.IGNORECASE):
+            return error(f"{last}. {advice}" if advice else last)
+    return BackendError(f"`{_show(argv)}` failed: {last}")
+
+
+class _Gone(BackendError):
+    """The container, or something that it needs, was removed by somebody else."""
+
+
+class _Paused(BackendError):
+    pass
+
+
+class _NoImage(LoadError):
+    pass
+
+
+ANYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+COMPLAINTS: tuple[tuple[str, type[BackendError] | type[LoadError], str], ...] = (
+    (
+        "cannot connect to the docker daemon|is the docker daemon running|error during connect",
+        BackendError,
+        "Start dockerd, or set DOCKER_HOST; `docker info` tells whether it answers",
+    ),
+    (
+        "permission denied while trying to connect",
+        BackendError,
+        "Add this user to the group docker, or set DOCKER_HOST",
+    ),
+    (
+        "is not a docker command|unknown shorthand flag|unknown flag|unknown command",
+        BackendError,
+        "Docker Compose v2 is needed: `docker compose version` must answer",
+    ),
+    ("no such image|pull access denied|manifest unknown", _NoImage, ""),
+    ("no such container|marked for removal|network .* not found", _Gone, ""),
+    ("cannot start a paused container", _Paused, ""),
+    (
+        "could not select device driver",
+        LoadError,
+        "Install the NVIDIA Container Toolkit and configure Docker for it",
+    ),
+    (
+        "port is already allocated|address already in use",
+        LoadError,
+        'Another program has this port; a free one is taken with ports: ["127.0.0.1::PORT"]',
+    ),
+)
+
+
+def _moment(text: str) -> float:
+    """Unix time of Docker's UTC moments, to the second."""
+    return datetime.fromisoformat(f"{text[:19]}+00:00").timestamp()
+
+
+def _container(found: dict[str, Any]) -> Container:
+    state, labels = found["State"], found["Config"].get("Labels") or {}
+    network = found.get("NetworkSettings") or {}
+    number = labels.get(f"{LABEL}.container-number", "1")
+    return Container(
+        id=found["Id"],
+        service=labels.get(f"{LABEL}.service", ""),
+        number=int(number) if number.isdigit() else 1,
+        status=state["Status"],
+        started_at=state.get("StartedAt", ""),
+        exit_code=state.get("ExitCode", 0),
+        oom_killed=state.get("OOMKilled", False),
+        error=state.get("Error", ""),
+        network_mode=found.get("HostConfig", {}).get("NetworkMode", ""),
+        ports=tuple(
+            (inside, binding.get("HostIp", ""), int(binding["HostPort"]))
+            for inside, bindings in (network.get("Ports") or {}).items()
+            for binding in bindings or ()
+            if binding.get("HostPort")
+        ),
+        ips=tuple(
+            each["IPAddress"] for each in (network.get("Networks") or {}).values() if each.get("IPAddress")
+        ),
+    )
+
+
+def _run(argv: Sequence[str], timeout: float, *, env: Mapping[str, str], merge: bool = False) -> Done:
+    with _spawn(argv, env=env, stderr=subprocess.STDOUT if merge else subprocess.PIPE) as child:
+        try:
+            out, err = child.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            # Compose is a child of the docker program, so the whole group has to go.
+            os.killpg(child.pid, signal.SIGKILL)
+            raise BackendError(
+                f"`{_show(argv)}` did not end within {timeout:g} s; dockerd may be stuck"
+            ) from None
+    return Done(child.returncode, out, err or "")
+
+
+def _spawn(
+    argv: Sequence[str], *, env: Mapping[str, str], stderr: int = subprocess.STDOUT
+) -> subprocess.Popen[str]:
+    try:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            errors="replace",
+            env=env,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise BackendError(
+            f"{argv[0]} cannot be run ({error.strerror}): is it installed and on PATH?"
+        ) from None
+
+
+def _lines(child: subprocess.Popen[str]) -> IO[str]:
+    assert child.stdout is not None
+    return child.stdout
+
+
+def _show(argv: Sequence[str]) -> str:
+    """The command as an error names it: without the long lists of files and filters."""
+    words = [word for word in argv if not word.startswith("-")]
+    return " ".join(words[:2]) + (f" {argv[-1]}" if len(argv) > 2 else "")

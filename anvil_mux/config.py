@@ -1,0 +1,573 @@
+"""compose files -> one frozen ``Config``.
+
+The compose file is the configuration: ``x-anvil`` at its top level and on services, which Compose ignores. A
+service without it (or a label ``anvil.*``, which says the same more weakly) is none of ours. The tables
+``SETTINGS`` and ``SERVICE_SETTINGS`` say what may stand there; they drive reading, messages and
+documentation. Flags win over the environment (``ANVIL_*``), that over the file, that over the default.
+
+``docker compose config`` reads the files where that program exists. It is not asked where runtime is process
+(so that needs no Docker), and where it is missing interpolate.py reads one file itself. Both give the same
+``Config``. Compose merges ``x-anvil`` of several files key by key at no level: the last file's replaces it.
+
+Problems are collected and raised together, each with file, line and key. What works but will bite is in
+``Config.warnings``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from anvil_mux import interpolate, service, settings
+from anvil_mux.composefile import Compose, combine, run_compose
+from anvil_mux.composefile import find_files as find_files
+from anvil_mux.errors import ConfigError
+from anvil_mux.interpolate import Document, Key
+from anvil_mux.policy import build_policy
+from anvil_mux.preemption import build_preemption
+from anvil_mux.settings import Kind, Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device slot, real (NVML) or declared. Memory in bytes; ``vram`` None: unknown."""
+
+    id: str
+    vram: int | None = None
+    reserve: int = 0
+    """Never given to a backend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the runtimes need to know of a compose service, interpolated."""
+
+    image: str | None = None
+    command: tuple[str, ...] = ()
+    """entrypoint + command as one argv (process runtime)."""
+    environment: tuple[tuple[str, str], ...] = ()
+    working_dir: str | None = None
+    """Absolute (resolved against the compose file's folder); None: that folder."""
+    stop_grace_period: float | None = None
+    profiles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One compose service that serves a model."""
+
+    name: str
+    """The service's name; unique."""
+    model: str
+    gpus: tuple[str, ...] = ()
+    """Ids of the GPUs that it needs, all of them; empty: it needs none and is never put out for another."""
+    vram: int | None = None
+    """Bytes that it holds on each of its GPUs; None: it needs them whole."""
+    engine: str = "openai"
+    port: int | None = None
+    """Where it listens, inside the container (None: the engine's own port) or on loopback (None: $PORT)."""
+    served_model: str | None = None
+    """The model id that the engine itself reports and expects, if it differs from ``model``."""
+    aliases: tuple[str, ...] = ()
+    pin: bool = False
+    """Never put out for another model."""
+    load_timeout: float = 600.0
+    stop_timeout: float = 10.0
+    """Grace before SIGKILL."""
+    rest: tuple[str, ...] = ("stop",)
+    """Ways to leave the GPU, see swap.py."""
+    service: Service = Service()
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that one anvil-mux process is told; moments and durations in seconds."""
+
+    backends: tuple[Backend, ...]
+    gpus: tuple[Gpu, ...] = ()
+    project: str = "anvil"
+    """The compose project's name; containers are recognised by it."""
+    files: tuple[str, ...] = ()
+    runtime: str = "compose"
+    """compose | process"""
+    policy: str = "eager"
+    policy_settings: dict[str, object] = field(default_factory=dict)
+    preemption: str = "lru"
+    preemption_settings: dict[str, object] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: int = 9292
+    drain_timeout: float = 30.0
+    queue_timeout: float = 600.0
+    max_wait: float = 60.0
+    """A line older than this is overdue: its swap begins whatever the policy says."""
+    max_queue: int = 1000
+    """Waiting requests over all models; more get 503 overloaded."""
+    max_connections: int = 2048
+    upstream_timeout: float = 600.0
+    """The longest silence of an engine, before or within an answer."""
+    loading_grace: float = 5.0
+    """Silence before the keep-alive lines of a waiting stream begin."""
+    max_body: int = 64 << 20
+    """Bytes of a JSON request body."""
+    max_upload: int = 512 << 20
+    """Bytes of a multipart request body, spooled to disk."""
+    default_model: str | None = None
+    on_exit: str = "keep"
+    """keep | stop: what happens to running engines at exit."""
+    warnings: tuple[str, ...] = ()
+    """What `check` warns of."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """Key of ``SETTINGS`` -> default, FILE:LINE, the environment variable, or flag."""
+
+
+def _read_gpus(value: Any) -> tuple[Gpu, ...]:
+    if not isinstance(value, dict):
+        return tuple(Gpu(id) for id in settings.NAMES.read(value))
+    return tuple(_read_gpu(id, about or {}) for id, about in value.items())
+
+
+def _read_gpu(id: str, about: Any) -> Gpu:
+    if not isinstance(about, dict):
+        raise ValueError(f'must be a list of ids, or {{"0": {{vram: 24GiB, reserve: 1GiB}}}}; see {id}')
+    sizes = {}
+    for key, value in about.items():
+        if key not in ("vram", "reserve"):
+            raise ValueError(f"{id}: unknown key {key}; {settings.nearest(key, ('vram', 'reserve'))}")
+        try:
+            sizes[key] = settings.MEMORY.read(value)
+        except ValueError as error:
+            raise ValueError(f"{id}.{key}: {error}") from None
+    if sizes.get("vram") is not None and sizes["vram"] <= sizes.get("reserve", 0):
+        raise ValueError(f"{id}: reserve leaves nothing of its vram")
+    return Gpu(id, **sizes)
+
+
+def _read_used_gpus(value: Any) -> str | tuple[str, ...]:
+    return service.ALL if value == service.ALL else settings.NAMES.read(value)
+
+
+def _read_vram(value: Any) -> int:
+    if amount := settings.MEMORY.read(value):
+        return int(amount)
+    raise ValueError("must be more than 0; leave it out if the model needs its GPU whole")
+
+
+def _read_project(value: Any) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", str(value)):
+        raise ValueError(f"must be lower-case letters, digits, - and _, not {settings.show(value)}")
+    return str(value)
+
+
+ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
+WAYS = ("stop",)
+"""Ways to leave a GPU; swap.py has them."""
+
+SECONDS, TEXT, SIZE = settings.SECONDS, settings.TEXT, settings.SIZE
+COUNT = settings.whole_number(1)
+
+SETTINGS: dict[str, Setting] = {
+    "listen": Setting(settings.LISTEN, "Where clients connect."),
+    "runtime": Setting(
+        settings.one_of("compose", "process"), "Services as containers or as local processes."
+    ),
+    "project": Setting(Kind("text", _read_project), "The Compose project; by default as Compose names it."),
+    "gpus": Setting(
+        Kind("list of ids, or {id: {vram, reserve}}", _read_gpus),
+        "The GPUs that may be used, with their memory and what of it no model gets.",
+    ),
+    "policy": Setting(settings.CHOSEN, "When a swap is worth its cost."),
+    "preemption": Setting(settings.CHOSEN, "Whom to put out."),
+    "drain_timeout": Setting(SECONDS, "How long a swap waits for requests that run; 0: not at all."),
+    "queue_timeout": Setting(SECONDS, "The longest wait of a request for its model."),
+    "max_wait": Setting(SECONDS, "A line older than this gets its swap, whatever the policy says."),
+    "max_queue": Setting(COUNT, "Waiting requests over all models; more are told that it is overloaded."),
+    "max_connections": Setting(COUNT, "Clients connected at once."),
+    "upstream_timeout": Setting(SECONDS, "The longest silence of an engine, before or within an answer."),
+    "loading_grace": Setting(SECONDS, "Silence before the keep-alive lines of a waiting stream begin."),
+    "max_body": Setting(SIZE, "The largest JSON request."),
+    "max_upload": Setting(SIZE, "The largest multipart request (audio, images)."),
+    "default_model": Setting(TEXT, "Who serves requests that name no model."),
+    "on_exit": Setting(settings.one_of("keep", "stop"), "What happens to running engines at exit."),
+}
+
+SERVICE_SETTINGS: dict[str, Setting] = {
+    "model": Setting(TEXT, "What clients call it; by default the service's name. Equal: replicas."),
+    "aliases": Setting(settings.NAMES, "Other names for the model."),
+    "gpus": Setting(
+        Kind("list of ids, or all", _read_used_gpus),
+        "The GPUs it needs, all of them; by default those that the service reserves.",
+    ),
+    "vram": Setting(Kind("size", _read_vram), "What it holds on each of its GPUs; by default all of it."),
+    "engine": Setting(settings.one_of(*ENGINES), "The program inside; by default what the image says."),
+    "port": Setting(
+        settings.PORT, "Where the engine listens; by default the service's port, or the engine's."
+    ),
+    "served_model": Setting(TEXT, "The id that the engine itself uses; by default what its command says."),
+    "pin": Setting(settings.FLAG, "Never put out for another model."),
+    "load_timeout": Setting(SECONDS, "How long a load may take."),
+    "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),
+    "rest": Setting(settings.listed(WAYS), "Ways to leave the GPU."),
+}
+
+LABEL = "anvil."
+
+
+def describe(table: Mapping[str, Setting]) -> Iterator[tuple[str, str, str, str]]:
+    """Key, type, default and meaning of every setting, for the documentation."""
+    owner = Config if table is SETTINGS else Backend
+    special = {"listen": f"{_default(Config, 'host')}:{_default(Config, 'port')}", "project": None}
+    for key, setting in table.items():
+        default = special[key] if key in special else _default(owner, key)
+        yield key, setting.kind.name, settings.plain(default), setting.doc
+
+
+def _default(owner: type, key: str) -> Any:
+    found = next(each.default for each in fields(owner) if each.name == key)
+    return None if found is MISSING else found
+
+
+def load(
+    paths: Sequence[Path | str],
+    *,
+    environ: Mapping[str, str] = os.environ,
+    compose: Compose | None = run_compose,
+    present: Mapping[str, Gpu] | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> Config:
+    """The configuration in these files, or ConfigError with everything that is wrong with it.
+
+    ``present``: the GPUs that this machine has, by index and by UUID, where they can be asked.
+    ``overrides``: keys of ``SETTINGS`` as the command line gave them; None means not given.
+    """
+    if not paths:
+        raise ConfigError(["no compose file is given"])
+    documents: list[Document] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            documents.append(interpolate.read(Path(path)))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return _Loading(documents, environ, present or {}, overrides or {}).load(compose)
+
+
+class _Loading:
+    """One reading: what was found so far, good and bad."""
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        environ: Mapping[str, str],
+        present: Mapping[str, Gpu],
+        overrides: Mapping[str, object],
+    ) -> None:
+        self._documents = documents
+        self._environ = environ
+        self._present = present
+        self._overrides = {key: value for key, value in overrides.items() if value is not None}
+        self._problems: list[str] = []
+        self._warnings: list[str] = []
+        self._origins = dict.fromkeys(SETTINGS, "default")
+        self._variables = interpolate.environment(documents[0].file.parent, environ)
+        self._host_ports: dict[str, set[int]] = {}
+
+    def load(self, compose: Compose | None) -> Config:
+        content = combine(self._documents, self._environ, None if self._wants_process() else compose)
+        self._warnings += content.warnings
+        values = self._top_level(content.settings)
+        values.setdefault("project", content.project or _default(Config, "project"))
+        self._plain = content.plain
+        self._process = values.get("runtime", _default(Config, "runtime")) == "process"
+        self._gpus = {gpu.id: gpu for gpu in map(self._known, values.pop("gpus", ()))}
+        self._declared = bool(self._gpus)
+        backends = self._backends(content.services)
+        for gpu in sorted(
+            {gpu for backend in backends for gpu in backend.gpus}, key=lambda id: (len(id), id)
+        ):
+            self._gpus.setdefault(gpu, self._known(Gpu(gpu)))
+        self._check_settings(values, backends)
+        self._check_names(backends)
+        self._check_room(backends)
+        self._check_ports(backends, values.get("port", _default(Config, "port")))
+        if self._problems:
+            raise ConfigError(self._problems)
+        return Config(
+            tuple(backends),
+            gpus=tuple(self._gpus.values()),
+            files=tuple(os.path.abspath(document.file) for document in self._documents),
+            warnings=tuple(dict.fromkeys(self._warnings)),
+            origins=self._origins,
+            **values,
+        )
+
+    def _wants_process(self) -> bool:
+        """Whether the runtime is ``process``, seen before the Compose program is asked for anything."""
+        found: object = ""
+        for document in self._documents:
+            top = document.content.get("x-anvil")
+            if isinstance(top, dict):
+                found = top.get("runtime", "")
+        found = self._overrides.get("runtime") or self._environ.get("ANVIL_RUNTIME") or found
+        try:
+            return interpolate.Scope(self._variables).fill(str(found)) == "process"
+        except ValueError:
+            return False
+
+    # Settings
+
+    def _top_level(self, given: Any) -> dict[str, Any]:
+        """Arguments of ``Config``: from the file, the environment and the flags, the later the stronger."""
+        values = self._take(SETTINGS, given, ("x-anvil",))
+        for key in values:
+            self._origins[key] = self._where(("x-anvil", key)).partition(": ")[0]
+        for key, setting in SETTINGS.items():
+            variable = f"ANVIL_{key.upper()}"
+            if text := self._environ.get(variable):
+                values |= self._given(key, setting, _structure(text), variable)
+        for key, value in self._overrides.items():
+            values |= self._given(key, SETTINGS[key], value, "flag")
+        if "listen" in values:
+            values["host"], values["port"] = values.pop("listen")
+        for key in ("policy", "preemption"):
+            if key in values:
+                values[key], values[f"{key}_settings"] = values[key]
+        return values
+
+    def _given(self, key: str, setting: Setting, value: object, origin: str) -> dict[str, Any]:
+        self._origins[key] = origin
+        try:
+            return {key: setting.kind.read(value)}
+        except ValueError as error:
+            name = f"--{key.replace('_', '-')}" if origin == "flag" else origin
+            self._problems.append(f"{name}: {error}")
+            return {}
+
+    def _take(self, table: Mapping[str, Setting], given: Any, key: Key, prefix: str = "") -> dict[str, Any]:
+        """What ``given`` says in terms of ``table``; an empty value says nothing."""
+        if given is not None and not isinstance(given, dict):
+            self._problem(key, f"must hold settings such as {next(iter(table))}, not {settings.show(given)}")
+            return {}
+        taken = {}
+        for name, value in (given or {}).items():
+            if name not in table:
+                self._problem((*key, prefix + name), f"unknown key; {settings.nearest(name, table)}")
+            elif value is not None:
+                try:
+                    taken[name] = table[name].kind.read(value)
+                except ValueError as error:
+                    self._problem((*key, prefix + name), str(error))
+        return taken
+
+    # Services
+
+    def _backends(self, services: Any) -> list[Backend]:
+        backends: list[Backend] = []
+        ours = 0
+        for name, described in self._in_order(services):
+            key = ("services", name)
+            try:
+                said = service.labels(described, LABEL)
+                if not said and "x-anvil" not in described:
+                    continue
+                ours += 1
+                given = self._take(SERVICE_SETTINGS, said, (*key, "labels"), LABEL)
+                given |= self._take(SERVICE_SETTINGS, described.get("x-anvil"), (*key, "x-anvil"))
+                backends.append(self._backend(name, described, given))
+            except ValueError as error:
+                self._problem(key, str(error))
+        if not ours:
+            self._problem(("services",), "none serves a model; add `x-anvil: {}` to each service that does")
+        return backends
+
+    def _in_order(self, services: Any) -> list[tuple[str, Any]]:
+        """The services in the order of the files; the Compose program sorts them by name."""
+        found = services if isinstance(services, dict) else {}
+        written = [document.content.get("services") for document in self._documents]
+        names = dict.fromkeys(name for each in written if isinstance(each, dict) for name in each)
+        return [(name, found[name]) for name in dict.fromkeys((*names, *found)) if name in found]
+
+    def _backend(self, name: str, described: dict[str, Any], given: dict[str, Any]) -> Backend:
+        if self._plain and "env_file" in described:
+            self._problem(("services", name, "env_file"), interpolate.NEED_COMPOSE)
+        model = given.setdefault("model", settings.TEXT.read(name))
+        engine = given.setdefault("engine", service.engine(described))
+        names = service.served_model(described, engine)
+        if names and model not in names:
+            given.setdefault("served_model", names[0])
+        if grace := described.get("stop_grace_period"):
+            given.setdefault("stop_timeout", settings.read_seconds(grace))
+        if "port" not in given:
+            given["port"] = self._port(described)
+        variables = service.environment(described, self._variables)
+        given["gpus"] = self._used(name, given.get("gpus", service.gpus(described, variables)))
+        given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != model)
+        backend = Backend(name, service=self._service(described, variables), **given)
+        if self._process:
+            self._host_ports[name] = {backend.port} if backend.port else set()
+            if not backend.service.command:
+                self._problem(("services", name), "needs a `command`, since runtime is process")
+        else:
+            published = service.published(described)
+            self._host_ports[name] = {port.outside for port in published if port.outside}
+            for text in service.bites(described, engine, backend.port, backend.gpus):
+                self._warnings.append(
+                    f"{self._where(('services', name)).partition(': ')[0]}: service {name}: {text}"
+                )
+        return backend
+
+    def _port(self, described: dict[str, Any]) -> int | None:
+        return (service.commanded_port if self._process else service.listens_on)(described)
+
+    def _service(self, described: dict[str, Any], variables: dict[str, str]) -> Service:
+        folder = described.get("working_dir")
+        if folder is not None and self._process:
+            folder = os.path.abspath(self._documents[0].file.parent / str(folder))
+        grace = described.get("stop_grace_period")
+        return Service(
+            image=described.get("image"),
+            command=service.argv(described),
+            environment=tuple(sorted(variables.items())),
+            working_dir=folder,
+            stop_grace_period=None if grace is None else settings.read_seconds(grace),
+            profiles=service.profiles(described),
+        )
+
+    def _used(self, name: str, used: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        if used == service.ALL:
+            known = self._gpus or {gpu.id: gpu for gpu in self._present.values()}
+            if not known:
+                say = 'say which there are at the top level: x-anvil: {gpus: ["0"]}'
+                self._problem(("services", name), f"uses all GPUs; {say}")
+            return tuple(known)
+        ids = tuple(dict.fromkeys(self._known(Gpu(id)).id for id in used or ()))
+        for id in ids:
+            if self._declared and id not in self._gpus:
+                declared = ", ".join(self._gpus)
+                self._problem(
+                    ("services", name, "x-anvil", "gpus"), f"GPU {id} is not declared; declared: {declared}"
+                )
+        return ids
+
+    def _known(self, gpu: Gpu) -> Gpu:
+        """The GPU under its own id, with its real memory where none is declared."""
+        real = self._present.get(gpu.id)
+        return gpu if real is None else Gpu(real.id, gpu.vram or real.vram, gpu.reserve)
+
+    # What cannot work
+
+    def _check_settings(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
+        for key, build in (("policy", build_policy), ("preemption", build_preemption)):
+            if key in values:
+                try:
+                    build(values[key], values[f"{key}_settings"])
+                except (ValueError, TypeError) as error:
+                    self._problem(("x-anvil", key), str(error))
+        names = {name for backend in backends for name in (backend.model, *backend.aliases)}
+        if (default := values.get("default_model")) and default not in names:
+            self._problem(
+                ("x-anvil", "default_model"),
+                f"no service serves {default}; {settings.nearest(default, names)}",
+            )
+
+    def _check_names(self, backends: Sequence[Backend]) -> None:
+        owners = {backend.model: backend.model for backend in backends}
+        for backend in backends:
+            for alias in backend.aliases:
+                owner = owners.setdefault(alias, backend.model)
+                if owner != backend.model:
+                    self._problem(
+                        ("services", backend.name, "x-anvil", "aliases"),
+                        f"{alias} is already a name of {owner}",
+                    )
+
+    def _check_room(self, backends: Sequence[Backend]) -> None:
+        for gpu in self._gpus.values():
+            users = [backend for backend in backends if gpu.id in backend.gpus]
+            room = _room(gpu)
+            for backend in users:
+                key = ("services", backend.name, "x-anvil", "vram")
+                if backend.vram and room is None:
+                    self._warnings.append(
+                        f"{self._where(key)} has no effect: how large GPU {gpu.id} is is not known; "
+                        f'declare it: x-anvil: {{gpus: {{"{gpu.id}": {{vram: ...}}}}}}'
+                    )
+                elif backend.vram and room is not None and backend.vram > room:
+                    self._problem(
+                        key, f"{_gib(backend.vram)} never fit GPU {gpu.id}, which has {_gib(room)} for models"
+                    )
+            self._check_pins(gpu, room, users)
+
+    def _check_pins(self, gpu: Gpu, room: int | None, users: Sequence[Backend]) -> None:
+        pinned = [backend for backend in users if backend.pin]
+        names = ", ".join(backend.name for backend in pinned)
+        if not _fit(pinned, room):
+            key = ("services", pinned[-1].name, "x-anvil", "pin")
+            self._problem(key, f"the pinned {names} do not fit on GPU {gpu.id} together")
+            return
+        for backend in users:
+            if pinned and not backend.pin and not _fit([*pinned, backend], room):
+                self._warnings.append(
+                    f"{self._where(('services', backend.name))}: does not fit on GPU {gpu.id} beside "
+                    f"the pinned {names}: while that is loaded its requests are refused; "
+                    "unpin, or declare less vram"
+                )
+
+    def _check_ports(self, backends: Sequence[Backend], listen: int) -> None:
+        for backend in backends:
+            if listen in self._host_ports[backend.name]:
+                self._problem(
+                    ("services", backend.name), f"port {listen} is the one that anvil-mux listens on"
+                )
+        for one, other in combinations(backends, 2):
+            common = self._host_ports[one.name] & self._host_ports[other.name]
+            if common and not self._take_turns(one, other):
+                ports = ", ".join(map(str, sorted(common)))
+                self._problem(
+                    ("services", other.name),
+                    f"port {ports} is also that of {one.name}, and both may run at once",
+                )
+
+    def _take_turns(self, one: Backend, other: Backend) -> bool:
+        common = set(one.gpus) & set(other.gpus)
+        return any(not _fit((one, other), _room(self._gpus[gpu])) for gpu in common)
+
+    def _problem(self, key: Key, text: str) -> None:
+        self._problems.append(f"{self._where(key)}: {text}")
+
+    def _where(self, key: Key) -> str:
+        return max(reversed(self._documents), key=lambda document: document.knows(key)).where(key)
+
+
+def _room(gpu: Gpu) -> int | None:
+    return gpu.vram - gpu.reserve if gpu.vram else None
+
+
+def _fit(backends: Sequence[Backend], room: int | None) -> bool:
+    """Whether they can be on a GPU with this much room at once."""
+    if len(backends) < 2:
+        return True
+    needs = [backend.vram for backend in backends]
+    return room is not None and all(needs) and sum(need or 0 for need in needs) <= room
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / (1 << 30):.1f} GiB"
+
+
+def _structure(text: str) -> object:
+    """An environment variable may hold a YAML list or mapping."""
+    if text[0] not in "[{":
+        return text
+    try:
+        return yaml.load(text, interpolate.Loader)
+    except yaml.YAMLError:
+        return text

@@ -1,0 +1,152 @@
+"""Every error that anvil-mux raises on purpose.
+
+An error is an answer: it carries the HTTP status and the stable ``code`` that a client sees, whether and
+when a retry can help (``retry_after`` in seconds, or None), and a text that says what is wrong, where, and
+what to do. The server maps errors to bytes in one place; the shape of those bytes (OpenAI, Anthropic,
+Ollama) is chosen in api.py. Foreign exceptions are mapped to these at the module that touched the foreign
+thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MAX_RETRY_AFTER = 60.0
+"""Clients refuse to wait much longer than this (openai-python gives up above 120 s)."""
+
+
+class MuxError(Exception):
+    """The root. ``retry`` False tells clients that the same request cannot succeed later."""
+
+    status = 500
+    code = "internal_error"
+    kind = "server_error"
+    """The OpenAI error ``type``."""
+    retry_after: float | None = None
+    retry: bool | None = None
+    param: str | None = None
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        if retry_after is not None:
+            self.retry_after = min(max(retry_after, 1.0), MAX_RETRY_AFTER)
+
+
+class ConfigError(MuxError):
+    """The configuration cannot be used; ``problems`` lists every reason, each with its file and key."""
+
+    code = "bad_config"
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class BadRequest(MuxError):
+    """The request is malformed; ``param`` names the offending field."""
+
+    status, code, kind = 400, "bad_request", "invalid_request_error"
+    retry = False
+
+    def __init__(self, message: str, *, param: str | None = None, status: int | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if status is not None:
+            self.status = status
+
+
+class TooLarge(MuxError):
+    status, code, kind = 413, "request_too_large", "invalid_request_error"
+    retry = False
+
+
+class UnknownModel(MuxError):
+    """No backend serves the model; the message lists the known ids."""
+
+    status, code, kind = 404, "model_not_found", "invalid_request_error"
+    retry, param = False, "model"
+
+    def __init__(self, model: str, known: Iterable[str] = ()) -> None:
+        ids = ", ".join(sorted(known)) or "none"
+        super().__init__(f"The model `{model}` does not exist. Known models: {ids}.")
+        self.model = model
+
+
+class NotFound(MuxError):
+    status, code, kind = 404, "not_found", "invalid_request_error"
+    retry = False
+
+
+class DoesNotFit(MuxError):
+    """The model cannot ever be loaded with this configuration (memory, pins)."""
+
+    status, code, kind = 422, "does_not_fit", "invalid_request_error"
+    retry = False
+
+
+class Overloaded(MuxError):
+    """A capacity limit was met. Says "overloaded" because some clients retry on that word alone."""
+
+    status, code = 503, "overloaded"
+    retry_after = 5.0
+
+
+class Draining(MuxError):
+    """The program is shutting down."""
+
+    status, code = 503, "shutting_down"
+    retry_after = 10.0
+
+
+class LoadError(MuxError):
+    """A backend did not become ready; ``log`` holds the engine's last lines."""
+
+    status, code = 503, "load_failed"
+
+    def __init__(self, message: str, *, log: Iterable[str] = (), retry_after: float | None = None) -> None:
+        self.log = tuple(log)
+        self.reason = message
+        if self.log:
+            message = f"{message}\nLast lines of the engine's log:\n" + "\n".join(self.log)
+        super().__init__(message, retry_after=retry_after)
+
+
+class ModelLoading(MuxError):
+    """The model is still loading and the client's own time limit is near; a retry joins the same load."""
+
+    status, code = 503, "model_loading"
+    retry_after = 10.0
+
+
+class WaitedTooLong(MuxError):
+    """``queue_timeout`` passed before the model became resident."""
+
+    status, code = 504, "waited_too_long"
+    retry_after = 30.0
+
+
+class Severed(MuxError):
+    """The drain ended before this request did, and its model was put out."""
+
+    status, code = 503, "severed"
+    retry_after = 5.0
+
+
+class Stuck(MuxError):
+    """A backend that could not be stopped holds the GPUs; nothing is started on top of it."""
+
+    status, code = 503, "stuck"
+    retry_after = 30.0
+
+
+class BackendError(MuxError):
+    """An engine or its container failed us: unreachable, gone in mid-answer, or impossible to stop."""
+
+    status, code = 502, "backend_unavailable"
+
+
+class ClientGone(MuxError):
+    """The client left; seen in logs and metrics only."""
+
+    status, code = 499, "client_gone"

@@ -1,0 +1,496 @@
+"""HTTP/1.1 heads and framing: strict, light and pure.
+
+A proxy that reads a message differently from the program behind it can be made to smuggle requests, so every
+doubt here is a refusal: one regular expression knows the only form of a header line, two framings together
+are an error, and a number is digits and nothing else. Bare LF line ends are taken if a head has no CR at all.
+
+Both directions go the same way: ``*_head_end`` finds the end of the head in what has been read so far (and
+refuses early what can no longer become one), ``parse_*`` reads it, ``forward_*`` writes the head for the
+other side with the hop-by-hop fields gone. Bodies pass as raw bytes: ``ChunkCounter`` follows chunked framing
+only to know where the body ends; ``ChunkDecoder`` takes it off.
+
+What a client sends wrong is a ``BadRequest``, what an engine sends wrong a ``BackendError``. Every value that
+is written has been checked for CR, LF and NUL, also those that the caller adds. The patterns cannot backtrack
+over more than one repetition, so hostile bytes cost linear time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
+
+MAX_REQUEST_LINE = 8 * 1024
+MAX_HEAD = 64 * 1024
+MAX_FIELDS = 100
+MAX_CHUNK_LINE = 300
+MAX_TRAILER = 8 * 1024
+
+LAST_CHUNK = b"0\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+SERVER = b"anvil-mux"
+
+PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus} | {499: b"Client Closed Request"}
+
+Field = tuple[bytes, bytes]
+
+_HOP_BY_HOP = frozenset(
+    [b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"http2-settings"]
+)
+_NOT_TO_ENGINES = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"forwarded"}
+_NOT_TO_CLIENTS = _HOP_BY_HOP | {b"content-length", b"server"}
+_NOT_TO_ENGINES_PREFIXES = (b"proxy-", b"x-forwarded-")
+_PLAIN_CONNECTION = frozenset([b"keep-alive", b"Keep-Alive", b"close", b"Close"])
+
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
+_TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]"
+_END = re.compile(rb"\n\r?\n")
+_FIELD = re.compile(rb"^(%b+):(%b*)\r\n" % (_TOKEN, _TEXT), re.MULTILINE)
+_REQUEST_LINE = re.compile(rb"(%b+) ([!-~]+) HTTP/1\.([01])\r\n" % _TOKEN)
+_OTHER_VERSION = re.compile(rb"%b+ [!-~]+ HTTP/[0-9](?:\.[0-9])?\r?\n?\Z" % _TOKEN)
+_METHOD_SO_FAR = re.compile(rb"%b{1,64}(?: |\Z)" % _TOKEN)
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: (%b*))?\r\n" % _TEXT)
+_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+;=:%\[\]-]*")
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]{0,8};%b{0,256})?\r\n" % _TEXT)
+_CHUNK_LINE_SO_FAR = re.compile(rb"[0-9A-Fa-f]{0,15}(?:[ \t]{0,8}(?:;%b{0,256})?)?\r?" % _TEXT)
+_TRAILER = re.compile(rb"(?:%b+:%b*\r\n)*\r\n" % (_TOKEN, _TEXT))
+
+
+@dataclass(slots=True)
+class Request:
+    """A request's head. (Not frozen: that would cost a microsecond for each request.)"""
+
+    method: str
+    target: bytes
+    """As it was sent."""
+    path: str
+    """Still percent-encoded, without the query."""
+    query: str
+    version: tuple[int, int]
+    headers: list[Field]
+    """In the order they came, values stripped."""
+    fields: dict[bytes, bytes]
+    """Lower-case name -> value; repeated ones joined by a comma."""
+    keep_alive: bool
+    length: int | None
+    chunked: bool
+    expect_continue: bool
+
+
+@dataclass(slots=True)
+class Response:
+    """The head of an engine's answer."""
+
+    version: tuple[int, int]
+    status: int
+    reason: bytes
+    headers: list[Field]
+    fields: dict[bytes, bytes]
+    body: str
+    """How the body ends: none (there is no body), length, chunked, close."""
+    length: int | None
+    """The declared length; answers to HEAD and 304 may have one without a body."""
+    keep_alive: bool
+    """Whether the engine's connection may be used again after the body."""
+
+
+def request_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
+    """The index just past the head, or None while it is incomplete; the last call looked up to ``start``."""
+    end = _find_end(buffer, start)
+    if end is not None:
+        return end
+    if len(buffer) > MAX_HEAD:
+        raise BadRequest(f"the request's head is larger than {MAX_HEAD} bytes", status=431)
+    line, newline, _ = _without_blank_line(bytes(buffer[: MAX_REQUEST_LINE + 3])).partition(b"\n")
+    if newline or len(line) > MAX_REQUEST_LINE:
+        _parse_request_line((line + newline) if line.endswith(b"\r") else line + b"\r\n")
+    elif line not in (b"", b"\r") and not _METHOD_SO_FAR.match(line):
+        raise BadRequest("this is not HTTP (does the client speak https to this http port?)")
+    return None
+
+
+def parse_request(head: bytes) -> Request:
+    """Reads a whole head, blank line included; BadRequest carries 400, 414, 417, 431, 501 or 505."""
+    if len(head) > MAX_HEAD:
+        raise BadRequest(f"the request's head is larger than {MAX_HEAD} bytes", status=431)
+    head = _with_crlf(_without_blank_line(head))
+    line = _parse_request_line(head)
+    headers = _parse_fields(head, line.end(), BadRequest)
+    fields = _by_name(headers)
+    minor = line[3] == b"1"
+    method = line[1].decode("ascii")
+    path, _, query = _origin_form(line[2].decode("ascii")).partition("?")
+    host = fields.get(b"host")
+    if (host is None and minor) or (host is not None and not _HOST.fullmatch(host)):
+        raise BadRequest("an HTTP/1.1 request needs exactly one valid Host header")
+    length, chunked = _request_framing(fields, minor)
+    return Request(
+        method,
+        line[2],
+        path,
+        query,
+        (1, 1) if minor else (1, 0),
+        headers,
+        fields,
+        _keep_alive(fields, minor),
+        length,
+        chunked,
+        minor and b"expect" in fields and _expects_continue(fields[b"expect"]),
+    )
+
+
+def response_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
+    """As ``request_head_end``, for an engine's answer; BackendError."""
+    end = _find_end(buffer, start)
+    if end is None and len(buffer) > MAX_HEAD:
+        raise BackendError(f"the engine's answer has a head larger than {MAX_HEAD} bytes")
+    if end is None and not b"HTTP/1.".startswith(buffer[:7]):
+        raise BackendError("the engine's answer is not HTTP/1.x")
+    return end
+
+
+def parse_response(head: bytes, method: str) -> Response:
+    """Reads the answer to a request with ``method``; after a status below 200 another head follows."""
+    head = _with_crlf(head)
+    line = _STATUS_LINE.match(head)
+    if line is None:
+        raise BackendError("the engine's answer does not begin with an HTTP/1.x status line")
+    headers = _parse_fields(head, line.end(), BackendError)
+    fields = _by_name(headers)
+    minor = line[1] == b"1"
+    status = int(line[2])
+    if status == 101:
+        raise BackendError("the engine switched protocols unasked")
+    length, chunked = _response_framing(fields)
+    if status < 200 or status in (204, 304) or method == "HEAD":
+        body = "none"
+    else:
+        body = "chunked" if chunked else "close" if length is None else "length"
+    keep_alive = body != "close" and _keep_alive(fields, minor)
+    version = (1, 1) if minor else (1, 0)
+    return Response(version, status, line[3] or b"", headers, fields, body, length, keep_alive)
+
+
+def forward_request_head(
+    request: Request,
+    *,
+    host: bytes,
+    target: bytes | None = None,
+    set: Mapping[bytes, bytes] = {},
+    drop: AbstractSet[bytes] = frozenset(),
+    length: int | None = None,
+    chunked: bool = False,
+) -> bytes:
+    """The head for the engine; ``set`` replaces and ``drop`` removes fields (both by lower-case names)."""
+    unwanted = _NOT_TO_ENGINES.union(drop, set, _named_by_connection(request.fields))
+    if target is None:
+        target = request.target if request.target[:1] == b"/" else _path_and_query(request)
+    lines = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), target), b"Host: " + host]
+    lines += [
+        name + b": " + value
+        for name, value in request.headers
+        if (low := name.lower()) not in unwanted and not low.startswith(_NOT_TO_ENGINES_PREFIXES)
+    ]
+    lines += [name + b": " + value for name, value in set.items()]
+    return _written(lines, length, chunked)
+
+
+def forward_response_head(
+    response: Response,
+    *,
+    length: int | None = None,
+    chunked: bool = False,
+    connection: bytes | None = None,
+    extra: Iterable[Field] = (),
+    drop: AbstractSet[bytes] = frozenset(),
+) -> bytes:
+    """The head for the client; ``extra`` replaces and ``drop`` removes fields (by lower-case names).
+
+    Without ``length`` and ``chunked`` there is no body, or the end of the connection ends it. ``connection``
+    is close, or keep-alive for HTTP/1.0 clients.
+    """
+    added = list(extra)
+    named = _named_by_connection(response.fields)
+    unwanted = _NOT_TO_CLIENTS.union(drop, [name.lower() for name, _ in added], named)
+    reason = response.reason or PHRASES.get(response.status, b"")
+    lines = [b"HTTP/1.1 %d %b" % (response.status, reason), b"Server: " + SERVER]
+    lines += [
+        name + b": " + value
+        for name, value in response.headers
+        if (low := name.lower()) not in unwanted and not low.startswith(b"proxy-")
+    ]
+    lines += [name + b": " + value for name, value in added]
+    if connection is not None:
+        lines.append(b"Connection: " + connection)
+    return _written(lines, length, chunked)
+
+
+def response(
+    status: int, headers: Iterable[Field] = (), body: bytes = b"", *, head_only: bool = False
+) -> bytes:
+    """A whole answer of our own in one bytes object; ``head_only`` for HEAD."""
+    lines = [b"HTTP/1.1 %d %b" % (status, PHRASES.get(status, b"")), b"Server: " + SERVER]
+    lines += [name + b": " + value for name, value in headers]
+    bodyless = status < 200 or status in (204, 304)
+    head = _written(lines, None if bodyless else len(body), False)
+    return head if head_only or bodyless else head + body
+
+
+def stream_head(
+    status: int, headers: Iterable[Field], *, chunked: bool, connection: bytes | None = None
+) -> bytes:
+    """The head of a stream that we begin ourselves, before an engine answers."""
+    own = Response((1, 1), status, b"", list(headers), {}, "close", None, True)
+    return forward_response_head(own, chunked=chunked, connection=connection)
+
+
+class ChunkCounter:
+    """Follows raw chunked bytes and knows where they end; ``error`` is raised when they are not chunked.
+
+    Between two feeds there is either payload to come (``_left``, its CRLF counted in) or the beginning of a
+    line that has not ended (``_held``), never both unless a chunk's CR came without its LF.
+    """
+
+    __slots__ = ("_error", "_held", "_left", "_trailer", "done")
+
+    def __init__(self, error: type[MuxError] = BackendError) -> None:
+        self.done = False
+        self._error = error
+        self._left = 0
+        self._held = b""
+        self._trailer = False
+
+    def feed(self, data: bytes, payload: list[bytes] | None = None) -> int | None:
+        """The index just past the body in ``data``, or None while it goes on; fills ``payload`` if given."""
+        held = len(self._held)
+        if held:
+            data = self._held + data
+            self._held = b""
+        position, size, left = 0, len(data), self._left
+        while not self._trailer:
+            if left:
+                end = position + left
+                if payload is not None and (content := data[position : end - 2]):
+                    payload.append(content)
+                if end > size:
+                    self._pause(data, position, end)
+                    return None
+                if not data.startswith(b"\r\n", end - 2):
+                    raise self._error("a chunk of the body is longer than it says")
+                position = end
+                if end == size:
+                    self._left = 0
+                    return None
+            line = _CHUNK_LINE.match(data, position)
+            if line is None:
+                self._left = 0
+                self._hold(data, position)
+                return None
+            position = line.end()
+            left = int(line[1], 16) + 2
+            self._trailer = left == 2
+        return self._end(data, position, held)
+
+    @property
+    def between_chunks(self) -> bool:
+        """Whole chunks have passed, so one of our own could follow."""
+        return not (self._left or self._held or self._trailer)
+
+    def _pause(self, data: bytes, position: int, end: int) -> None:
+        """The payload, or its CRLF, goes on after ``data``."""
+        size = len(data)
+        if end - size == 1 and size > position:
+            self._held, self._left = data[-1:], 2
+        else:
+            self._left = end - size
+
+    def _hold(self, data: bytes, position: int) -> None:
+        self._held = data[position : position + MAX_CHUNK_LINE]
+        if not _CHUNK_LINE_SO_FAR.fullmatch(self._held):
+            raise self._error("the body is not chunked as its head says")
+
+    def _end(self, data: bytes, position: int, held: int) -> int | None:
+        trailer = _TRAILER.match(data, position)
+        if trailer is not None:
+            self.done = True
+            return trailer.end() - held
+        self._held = data[position : position + MAX_TRAILER]
+        if len(self._held) == MAX_TRAILER or b"\n\r\n" in self._held:
+            raise self._error("the body has a bad trailer")
+        return None
+
+
+class ChunkDecoder:
+    """Takes the chunked framing off; more than ``limit`` bytes of content are TooLarge."""
+
+    __slots__ = ("_counter", "_limit", "_taken", "rest")
+
+    def __init__(self, limit: int | None = None, error: type[MuxError] = BackendError) -> None:
+        self.rest = b""
+        """What followed the body in the last data fed."""
+        self._counter = ChunkCounter(error)
+        self._limit = limit
+        self._taken = 0
+
+    @property
+    def done(self) -> bool:
+        return self._counter.done
+
+    def feed(self, data: bytes) -> bytes:
+        """The content in ``data``."""
+        found: list[bytes] = []
+        end = self._counter.feed(data, found)
+        if end is not None:
+            self.rest = data[end:]
+        content = found[0] if len(found) == 1 else b"".join(found)
+        self._taken += len(content)
+        if self._limit is not None and self._taken > self._limit:
+            raise TooLarge(f"the request's body is larger than {self._limit} bytes")
+        return content
+
+
+def chunk(data: bytes) -> bytes:
+    """One chunk with ``data``; nothing for no data, because an empty chunk would end the body."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
+def parse_fields(block: bytes) -> list[Field]:
+    """The header lines of a part of a multipart body, blank line included."""
+    return _parse_fields(block, 0, BadRequest)
+
+
+def _find_end(buffer: bytes | bytearray, start: int) -> int | None:
+    found = _END.search(buffer, max(start - 2, 0))
+    return None if found is None else found.end()
+
+
+def _without_blank_line(head: bytes) -> bytes:
+    """Some clients send a stray line end after a body (RFC 9112, 2.2)."""
+    if head[:1] in b"\r\n":
+        return head[2:] if head[:2] == b"\r\n" else head[1:] if head[:1] == b"\n" else head
+    return head
+
+
+def _with_crlf(head: bytes) -> bytes:
+    return head if b"\r" in head else head.replace(b"\n", b"\r\n")
+
+
+def _parse_request_line(head: bytes) -> re.Match[bytes]:
+    line = _REQUEST_LINE.match(head)
+    if line is not None and line.end() <= MAX_REQUEST_LINE:
+        return line
+    text = head[: head.find(b"\n") + 1] or head
+    if len(text) > MAX_REQUEST_LINE:
+        raise BadRequest(f"the request line is longer than {MAX_REQUEST_LINE} bytes", status=414)
+    if _OTHER_VERSION.match(text):
+        raise BadRequest("only HTTP/1.1 and HTTP/1.0 are spoken here", status=505)
+    raise BadRequest("the request line is not `METHOD target HTTP/1.1`")
+
+
+def _parse_fields(head: bytes, start: int, error: type[MuxError]) -> list[Field]:
+    """Every line must be one match, so that as many matches as lines means that all of them are sound."""
+    found = _FIELD.findall(head, start)
+    if len(found) != head.count(b"\n", start) - 1 or not head.endswith(b"\n\r\n"):
+        raise error("a header line is not `name: value` (or has a control character, or is folded)")
+    if len(found) > MAX_FIELDS:
+        if error is BadRequest:
+            raise BadRequest(f"more than {MAX_FIELDS} header lines", status=431)
+        raise error(f"more than {MAX_FIELDS} header lines")
+    return [(name, value.strip(b" \t")) for name, value in found]
+
+
+def _by_name(headers: list[Field]) -> dict[bytes, bytes]:
+    fields = {name.lower(): value for name, value in headers}
+    if len(fields) != len(headers):
+        fields = {}
+        for name, value in headers:
+            low = name.lower()
+            fields[low] = fields[low] + b", " + value if low in fields else value
+    return fields
+
+
+def _origin_form(target: str) -> str:
+    """The path and query of a target; an absolute form's authority is not believed."""
+    if target[0] == "/" or target == "*":
+        return target
+    absolute = _ABSOLUTE.match(target)
+    if absolute is None:
+        raise BadRequest("the request's target must begin with `/`")
+    rest = target[absolute.end() :]
+    return rest if rest.startswith("/") else "/" + rest
+
+
+def _path_and_query(request: Request) -> bytes:
+    return (f"{request.path}?{request.query}" if request.query else request.path).encode("ascii")
+
+
+def _request_framing(fields: dict[bytes, bytes], minor: bool) -> tuple[int | None, bool]:
+    coding = fields.get(b"transfer-encoding")
+    if coding is None:
+        return _length(fields, BadRequest), False
+    if b"content-length" in fields or not minor:
+        raise BadRequest("Transfer-Encoding does not go with Content-Length or with HTTP/1.0")
+    if coding.lower() != b"chunked":
+        raise BadRequest("the only transfer coding understood is `chunked`", status=501)
+    return None, True
+
+
+def _response_framing(fields: dict[bytes, bytes]) -> tuple[int | None, bool]:
+    coding = fields.get(b"transfer-encoding")
+    if coding is None:
+        return _length(fields, BackendError), False
+    if b"content-length" in fields or coding.lower() != b"chunked":
+        raise BackendError("the engine's answer has an ambiguous or unknown transfer coding")
+    return None, True
+
+
+def _length(fields: dict[bytes, bytes], error: type[MuxError]) -> int | None:
+    value = fields.get(b"content-length")
+    if value is None:
+        return None
+    if not value.isdigit() or len(value) > 15:
+        raise error("Content-Length must be given once, as a plain number")
+    return int(value)
+
+
+def _keep_alive(fields: dict[bytes, bytes], minor: bool) -> bool:
+    value = fields.get(b"connection")
+    if value is None:
+        return minor
+    if value in _PLAIN_CONNECTION:
+        return value[0] in b"kK"
+    options = _tokens(value)
+    return b"close" not in options if minor else b"keep-alive" in options
+
+
+def _expects_continue(value: bytes) -> bool:
+    if value.lower() != b"100-continue":
+        raise BadRequest("the only expectation understood is `100-continue`", status=417)
+    return True
+
+
+def _named_by_connection(fields: dict[bytes, bytes]) -> AbstractSet[bytes]:
+    value = fields.get(b"connection")
+    return frozenset() if value is None or value in _PLAIN_CONNECTION else _tokens(value)
+
+
+def _tokens(value: bytes) -> frozenset[bytes]:
+    return frozenset(token.strip(b" \t") for token in value.lower().split(b","))
+
+
+def _written(lines: list[bytes], length: int | None, chunked: bool) -> bytes:
+    """The head made of ``lines``, after a look for line ends that were smuggled in."""
+    if chunked:
+        lines.append(b"Transfer-Encoding: chunked")
+    elif length is not None:
+        lines.append(b"Content-Length: %d" % length)
+    lines.append(b"\r\n")
+    head = b"\r\n".join(lines)
+    if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines) or b"\0" in head:
+        raise ValueError("a header value holds a line end or NUL")
+    return head

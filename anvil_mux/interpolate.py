@@ -1,0 +1,317 @@
+"""The Compose file without the Compose program.
+
+``read`` parses one YAML file and remembers the line of every key, which also serves the error messages where
+the Compose program does the reading. ``resolve`` then puts in the variables of the environment and of the
+``.env`` beside the file, as ``docker compose config`` would. What this subset cannot read (other files, YAML
+tags) is an error that names it, never a guess.
+
+YAML is read as Compose reads it: ``on`` and ``yes`` are text, and so is ``22:22``; a key given twice is an
+error. Variables are put in after parsing, into values and not into keys, whether or not the value is used:
+``$V ${V} ${V:-d} ${V-d} ${V:?e} ${V?e} ${V:+r} ${V+r} $$``, nested. As in Compose the word behind an operator
+is worked out even where it is not needed, and a ``$`` in front of anything else stands for itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from anvil_mux.errors import ConfigError
+
+Key = tuple[str, ...]
+"""The way to a value: services, a, ports, 0."""
+
+MOST_NODES = 100_000
+"""Of a file whose aliases are written out: a small file can stand for a huge one."""
+DEEPEST = 50
+
+OTHER_FILES = ("extends", "label_file")
+"""Keys of a service that bring in what stands elsewhere."""
+NEED_COMPOSE = "needs the Docker Compose program, which reads the file where runtime is compose"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One file as it is written."""
+
+    file: Path
+    content: dict[str, Any]
+    lines: Mapping[Key, int]
+    tags: tuple[tuple[Key, str], ...] = ()
+    """YAML tags that we do not know, such as Compose's !reset."""
+
+    def knows(self, key: Key) -> int:
+        """How much of ``key`` stands in this file."""
+        return next(length for length in range(len(key), -1, -1) if key[:length] in self.lines)
+
+    def where(self, key: Key) -> str:
+        """FILE:LINE: key, with the line of its nearest parent that stands in this file."""
+        line = self.lines[key[: self.knows(key)]]
+        return f"{self.file}:{line}" + (f": {'.'.join(key)}" if key else "")
+
+
+def read(file: Path) -> Document:
+    """The file, not interpolated; ConfigError with its problems."""
+    try:
+        loader = Loader(file.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        walk = _Walk(file)
+        walk.visit(root, ())
+        if walk.problems:
+            raise ConfigError(walk.problems)
+        content = loader.construct_document(root) if root else {}
+    except OSError as error:
+        raise ConfigError([f"{file}: cannot be read: {error.strerror}"]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([f"{file}: is not a text file (UTF-8)"]) from None
+    except RecursionError:
+        raise ConfigError([f"{file}: is nested too deeply"]) from None
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError([f"{file}{line}: is not YAML: {error.problem}"]) from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError([f"{file}: is not YAML: {error}"]) from None
+    if not isinstance(content, dict):
+        raise ConfigError([f"{file}:1: is not a Compose file: it has no keys such as `services:`"])
+    return Document(file, content, walk.lines, tuple(walk.tags))
+
+
+def resolve(document: Document, environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The content with its variables put in, and the names of those that are not set; ConfigError."""
+    problems = [f"{document.where(key)}: {tag} {NEED_COMPOSE}" for key, tag in document.tags]
+    problems += [f"{document.where(key)}: {NEED_COMPOSE}" for key in _other_files(document.content)]
+    scope = Scope(environment(document.file.parent, environ))
+
+    def fill(value: Any, key: Key) -> Any:
+        match value:
+            case str():
+                try:
+                    return scope.fill(value)
+                except ValueError as error:
+                    problems.append(f"{document.where(key)}: {error}")
+            case dict():
+                return {name: fill(inner, (*key, str(name))) for name, inner in value.items()}
+            case list():
+                return [fill(inner, (*key, str(index))) for index, inner in enumerate(value)]
+        return value
+
+    content = fill(document.content, ())
+    if problems:
+        raise ConfigError(problems)
+    return content, tuple(scope.unset)
+
+
+def environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` over the variables of ``folder/.env``."""
+    file = folder / ".env"
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return dict(environ)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{file}: cannot be read: {error}"]) from None
+    known = dict(environ)
+    problems = []
+    for number, line in enumerate(lines, 1):
+        try:
+            name, value = _assignment(line, known)
+        except ValueError as error:
+            problems.append(f"{file}:{number}: {error}")
+            continue
+        if name and name not in environ:
+            known[name] = value
+    if problems:
+        raise ConfigError(problems)
+    return known
+
+
+ASSIGNMENT = re.compile(
+    r"""\s*(?:export\s+)?(?P<name>[\w.-]+)\s*[=:]\s*
+        (?: '(?P<literal>(?:[^'\\]|\\.)*)'\s*(?:\#.*)?
+          | "(?P<quoted>(?:[^"\\]|\\.)*)"\s*(?:\#.*)?
+          | (?P<bare>[^'"].*)? )$""",
+    re.VERBOSE,
+)
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "$": "$$"}
+
+
+def _assignment(line: str, known: Mapping[str, str]) -> tuple[str, str]:
+    """Name and value of one line of a .env file; no name where the line sets nothing."""
+    if not line.strip() or line.lstrip().startswith("#") or re.fullmatch(r"\s*export\s+\w+\s*", line):
+        return "", ""
+    found = ASSIGNMENT.match(line)
+    if found is None:
+        raise ValueError("is not NAME=VALUE (values of several lines need the Docker Compose program)")
+    if found["literal"] is not None:
+        return found["name"], found["literal"].replace("\\'", "'")
+    if found["quoted"] is not None:
+        value = re.sub(r"\\(.)", lambda each: ESCAPES.get(each[1], each[0]), found["quoted"])
+    else:
+        value = (found["bare"] or "").split(" #")[0].strip()
+    return found["name"], Scope(known).fill(value)
+
+
+NAME = re.compile(r"[_a-zA-Z][_a-zA-Z0-9]*")
+OPERATOR = re.compile(r":?[-?+]")
+
+
+class Scope:
+    """The variables that may be put into a text; ``unset`` collects those that were asked for in vain."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self.unset: dict[str, None] = {}
+
+    def fill(self, text: str) -> str:
+        """``text`` with its variables put in; ValueError says what is wrong with it."""
+        return "".join(self._parts(text))
+
+    def _parts(self, text: str) -> Iterator[str]:
+        at = 0
+        while (dollar := text.find("$", at)) >= 0:
+            yield text[at:dollar]
+            at = dollar + 1
+            if text.startswith("{", at):
+                end = _closing(text, at)
+                yield self._braced(text[at + 1 : end])
+                at = end + 1
+            elif name := NAME.match(text, at):
+                yield self._value(name[0])
+                at = name.end()
+            else:
+                yield "$"
+                at += text.startswith("$", at)
+        yield text[at:]
+
+    def _braced(self, inside: str) -> str:
+        name = NAME.match(inside)
+        operator = OPERATOR.match(inside, name.end()) if name else None
+        if name is None or (operator is None and name.end() < len(inside)):
+            raise ValueError(f"${{{inside}}} is no variable; write $$ for a $ that stands for itself")
+        if operator is None:
+            return self._value(name[0])
+        word = self.fill(inside[operator.end() :])
+        value = self._environ.get(name[0])
+        there = bool(value) if operator[0].startswith(":") else value is not None
+        match operator[0][-1]:
+            case "+":
+                return word if there else ""
+            case "?" if not there:
+                raise ValueError(f"the variable {name[0]} must be set" + (f": {word}" if word else ""))
+            case "-" if not there:
+                return word
+        return value or ""
+
+    def _value(self, name: str) -> str:
+        value = self._environ.get(name)
+        if value is None:
+            self.unset[name] = None
+        return value or ""
+
+
+def _closing(text: str, at: int) -> int:
+    """Where the brace that opens at ``at`` closes, in the same line, counting every brace between."""
+    depth = 0
+    for found in re.finditer(r"[{}\n]", text[at:]):
+        depth += {"{": 1, "}": -1}.get(found[0], 0)
+        if depth == 0:
+            return at + found.start()
+        if found[0] == "\n":
+            break
+    raise ValueError(f"${text[at:]} does not end; write $$ for a $ that stands for itself")
+
+
+def _other_files(content: Mapping[str, Any]) -> Iterator[Key]:
+    if content.get("include"):
+        yield ("include",)
+    services = content.get("services")
+    for name, service in services.items() if isinstance(services, dict) else ():
+        if isinstance(service, dict):
+            yield from (("services", str(name), key) for key in OTHER_FILES if key in service)
+
+
+class Loader(yaml.SafeLoader):
+    """Plain values become what they become for Compose; unknown tags are left out of account."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?(0b[01_]+|0o?[0-7_]*|[1-9][0-9_]*|0x[0-9a-fA-F_]+)", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan", "-+.0123456789"),
+    ("merge", r"<<", "<"),
+):
+    Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+def _untagged(loader: Loader, _suffix: str, node: yaml.Node) -> Any:
+    match node:
+        case yaml.MappingNode():
+            return loader.construct_mapping(node, deep=True)
+        case yaml.SequenceNode():
+            return loader.construct_sequence(node, deep=True)
+    return loader.construct_scalar(node)  # type: ignore[arg-type]
+
+
+Loader.add_multi_constructor("!", _untagged)
+
+
+class _Walk:
+    """Visits every node as often as it is referred to: lines, tags, and what Compose would not accept."""
+
+    def __init__(self, file: Path) -> None:
+        self.lines: dict[Key, int] = {(): 1}
+        self.tags: list[tuple[Key, str]] = []
+        self.problems: list[str] = []
+        self._file = file
+        self._nodes = 0
+
+    def visit(self, node: yaml.Node | None, key: Key) -> None:
+        if node is None:
+            return
+        self._nodes += 1
+        if self._nodes > MOST_NODES or len(key) > DEEPEST:
+            raise ConfigError([f"{self._file}: is too large, or its aliases (*name) repeat too much"])
+        if node.tag.startswith("!"):
+            self.tags.append((key, node.tag))
+        match node:
+            case yaml.MappingNode():
+                self._visit_mapping(node, key)
+            case yaml.SequenceNode():
+                for index, item in enumerate(node.value):
+                    self._note((*key, str(index)), item)
+                    self.visit(item, (*key, str(index)))
+
+    def _visit_mapping(self, node: yaml.MappingNode, key: Key) -> None:
+        seen: dict[str, int] = {}
+        for name, value in node.value:
+            line = name.start_mark.line + 1
+            inner = (*key, str(name.value))
+            if not isinstance(name, yaml.ScalarNode):
+                self._complain(line, key, "has a key that is not text")
+            elif name.tag == "tag:yaml.org,2002:merge":
+                self.visit(value, inner)
+            elif not name.tag.endswith(":str"):
+                self._complain(line, inner, f'the key must be text: write "{name.value}":')
+            elif name.value in seen:
+                self._complain(line, inner, f"stands here twice (first in line {seen[name.value]})")
+            else:
+                seen[name.value] = line
+                self._note(inner, name)
+                self.visit(value, inner)
+
+    def _note(self, key: Key, node: yaml.Node) -> None:
+        self.lines.setdefault(key, node.start_mark.line + 1)
+
+    def _complain(self, line: int, key: Key, text: str) -> None:
+        self.problems.append(f"{self._file}:{line}: {'.'.join(key)}: {text}")

@@ -1,0 +1,357 @@
+"""Events and access records -> Prometheus.
+
+``observe`` is a fold over the residency's events and ``served`` counts one finished request. Both only add to
+plain numbers, because they are called for every request; the numbers become metric families when somebody
+asks for them. What is true at this moment (states, lines, leases) is not counted along but read from
+``status`` at the scrape. One thread calls ``observe`` and ``served`` (journal.py's), any thread ``render``.
+
+A swap is taken apart into phases that follow one another without a gap, so that their sum is what the swap
+took: drain (from its beginning until its last victim is told to stop), evict (until that is gone) and load
+(until the target answers). A load into free room has the last one only.
+
+Labels are bounded: models are configured ids or "unknown", routes those of the allow-list or "other".
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.utils import floatToGoString
+
+from anvil_mux import __version__, api
+from anvil_mux.accesslog import Served
+from anvil_mux.config import Config
+from anvil_mux.multiplexer import Status
+from anvil_mux.residency import TRANSITIONS, Event
+
+BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0),
+)
+"""A token takes milliseconds, a cold start of a large model minutes."""
+STATES = sorted({state for state, _ in TRANSITIONS} | set(TRANSITIONS.values()))
+NONE, SEVERAL, UNKNOWN = "none", "several", "unknown"
+
+Labels = tuple[str, ...]
+_BOUNDS = [floatToGoString(bound) for bound in (*BUCKETS, math.inf)]  # type: ignore[no-untyped-call]
+
+
+class Histogram:
+    """Counts by bucket. ``prometheus_client.Histogram`` is ten times as dear: it locks, and searches."""
+
+    __slots__ = ("counts", "sum")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(BUCKETS, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound -> how many were at most that."""
+        total, found = 0, []
+        for bound, count in zip(_BOUNDS, self.counts, strict=True):
+            total += count
+            found.append((bound, float(total)))
+        return found
+
+
+class Histograms(dict[Labels, Histogram]):
+    """By label values; one that is missing begins empty."""
+
+    def __missing__(self, labels: Labels) -> Histogram:
+        made = self[labels] = Histogram()
+        return made
+
+
+@dataclass(eq=False, slots=True)
+class _Leaving:
+    """A backend on its way out: when it began to drain, was told to stop, was gone."""
+
+    model: str
+    target: str
+    """The model that it makes room for; empty when it does for none."""
+    cause: str
+    since: float
+    stopping: float | None = None
+    gone: float | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Loading:
+    model: str
+    since: float
+    victims: list[_Leaving] = field(default_factory=list)
+
+
+class Metrics:
+    """One registry of its own; a Prometheus collector."""
+
+    def __init__(self, config: Config, status: Callable[[], Status]) -> None:
+        self._status = status
+        self._models = {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
+        self._routes = _route_labels()
+        self._requests: Counter[tuple[str, str, int]] = Counter()
+        self._durations = Histograms()
+        self._first_bytes = Histograms()
+        self._waits = Histograms()
+        self._loads: Counter[Labels] = Counter()
+        self._load_seconds = Histograms()
+        self._swaps: Counter[Labels] = Counter()
+        self._swap_seconds = Histograms()
+        self._phases = Histograms()
+        self._severed: Counter[Labels] = Counter()
+        self._deferrals: Counter[Labels] = Counter()
+        self._evictions: Counter[Labels] = Counter()
+        self._leaving: dict[str, _Leaving] = {}
+        self._loading: dict[str, _Loading] = {}
+        self.registry = CollectorRegistry()
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self.registry.register(self)
+
+    def render(self, accept: str) -> tuple[str, bytes]:
+        """The content type and the text that a scraper with this Accept header gets."""
+        encode, content_type = choose_encoder(accept)
+        return content_type, encode(self.registry)
+
+    # Requests
+
+    def served(self, record: Served) -> None:
+        """A request ended."""
+        model = self._models.get(record.model, UNKNOWN)
+        route = self._routes.get(record.path, "other")
+        self._requests[model, route, record.status] += 1
+        self._durations[model, route].observe(record.seconds)
+        if record.backend:
+            by_model = (model,)
+            self._waits[by_model].observe(record.waited)
+            if record.first_byte:
+                self._first_bytes[by_model].observe(record.first_byte)
+
+    # Events
+
+    def observe(self, event: Event) -> None:
+        """An event happened; they come in order."""
+        fold = self._FOLDS.get(event.kind)
+        if fold:
+            fold(self, event)
+
+    def _on_starting(self, event: Event) -> None:
+        victims = self._leaving_for(event.model)
+        self._loading[event.backend] = _Loading(event.model, event.at, victims)
+
+    def _on_ready(self, event: Event) -> None:
+        loading = self._loading.pop(event.backend, None)
+        if loading:
+            self._load_seconds[event.model,].observe(event.at - loading.since)
+            self._end_load(loading, "ok")
+            self._time_swap(loading, event.at)
+        else:
+            self._end_drain(event.backend, "reprieved")
+
+    def _on_draining(self, event: Event) -> None:
+        target = self._target(event.reason)
+        cause = "swap" if target else _CAUSES.get(event.reason, "policy")
+        self._leaving[event.backend] = _Leaving(event.model, target, cause, event.at)
+
+    def _on_stopping(self, event: Event) -> None:
+        leaving = self._leaving.get(event.backend)
+        if leaving:
+            leaving.stopping = event.at
+
+    def _on_gone(self, event: Event) -> None:
+        loading = self._loading.pop(event.backend, None)
+        leaving = self._leaving.get(event.backend)
+        if loading:
+            self._end_load(loading, "failed")
+        elif leaving is None or leaving.stopping is None:
+            self._evictions[event.model, "died"] += 1
+            self._leaving.pop(event.backend, None)
+        else:
+            self._evictions[event.model, leaving.cause] += 1
+            leaving.gone = event.at
+            if not leaving.target:
+                del self._leaving[event.backend]
+
+    def _on_stuck(self, event: Event) -> None:
+        loading = self._loading.pop(event.backend, None)
+        if loading:
+            self._end_load(loading, "stuck")
+        else:
+            self._end_drain(event.backend, "stuck")
+
+    def _on_severed(self, event: Event) -> None:
+        self._severed[event.model,] += 1
+
+    def _on_deferred(self, event: Event) -> None:
+        self._deferrals[event.model,] += 1
+
+    _FOLDS: dict[str, Callable[[Metrics, Event], None]] = {
+        "starting": _on_starting,
+        "ready": _on_ready,
+        "draining": _on_draining,
+        "stopping": _on_stopping,
+        "empty": _on_gone,
+        "parked": _on_gone,
+        "stuck": _on_stuck,
+        "severed": _on_severed,
+        "deferred": _on_deferred,
+    }
+
+    def _target(self, reason: str) -> str:
+        """The model that a victim makes room for: "for MODEL: why"."""
+        fits = (model for model in self._models.values() if reason.startswith(f"for {model}: "))
+        return max(fits, key=len, default="")
+
+    def _leaving_for(self, target: str) -> list[_Leaving]:
+        """Takes out the victims of the swap to ``target``."""
+        names = [name for name, each in self._leaving.items() if target and each.target == target]
+        return [self._leaving.pop(name) for name in names]
+
+    def _end_drain(self, victim: str, result: str) -> None:
+        """The swap that ``victim`` was to leave for does not come about."""
+        leaving = self._leaving.pop(victim, None)
+        if leaving and leaving.target:
+            others = self._leaving_for(leaving.target)
+            self._swaps[_source([leaving, *others]), leaving.target, result] += 1
+
+    def _end_load(self, loading: _Loading, result: str) -> None:
+        self._loads[loading.model, result] += 1
+        self._swaps[_source(loading.victims), loading.model, result] += 1
+
+    def _time_swap(self, loading: _Loading, ready: float) -> None:
+        victims = loading.victims
+        begun = emptied = loading.since
+        if victims:
+            begun = min(victim.since for victim in victims)
+            stopping = max(victim.stopping or begun for victim in victims)
+            emptied = max(victim.gone or begun for victim in victims)
+            self._phases["drain",].observe(stopping - begun)
+            self._phases["evict",].observe(emptied - stopping)
+        self._phases["load",].observe(ready - emptied)
+        self._swap_seconds[()].observe(ready - begun)
+
+    # The scrape
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything counted so far, and the state of this moment."""
+        info = {"version": __version__, "python": platform.python_version()}
+        yield InfoMetricFamily("anvil_build", "The version of anvil-mux and of its Python.", info)
+        requests = {(model, route, str(code)): n for (model, route, code), n in list(self._requests.items())}
+        yield _counter("anvil_requests", "Requests that ended.", "model route code", requests)
+        yield _histogram(
+            "anvil_request_duration_seconds",
+            "From a request's head to the last byte of its answer.",
+            "model route",
+            self._durations,
+        )
+        yield _histogram(
+            "anvil_time_to_first_byte_seconds",
+            "From a request's head to the first byte of the engine's answer.",
+            "model",
+            self._first_bytes,
+        )
+        yield _histogram(
+            "anvil_queue_wait_seconds",
+            "Time in the line, for a model to become resident.",
+            "model",
+            self._waits,
+        )
+        yield from self._of_swaps()
+        yield from _of_status(self._status())
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not ask for the status of a multiplexer that is not there yet."""
+        return ()
+
+    def _of_swaps(self) -> Iterator[Metric]:
+        yield _counter("anvil_model_loads", "Loads, by how they ended.", "model result", self._loads)
+        yield _histogram(
+            "anvil_model_load_duration_seconds", "Loads that succeeded.", "model", self._load_seconds
+        )
+        yield _counter(
+            "anvil_swaps",
+            "Swaps (drain + evict + load) by how they ended: ok, failed, stuck, reprieved.",
+            "from to result",
+            self._swaps,
+        )
+        yield _histogram("anvil_swap_duration_seconds", "Swaps that succeeded.", "", self._swap_seconds)
+        yield _histogram(
+            "anvil_swap_phase_seconds", "The phases of those swaps; they add up.", "phase", self._phases
+        )
+        yield _counter(
+            "anvil_severed_requests", "Requests cut because a drain ended.", "model", self._severed
+        )
+        yield _counter("anvil_deferrals", "Swaps that the policy put off.", "model", self._deferrals)
+        yield _counter(
+            "anvil_evictions", "Models that left their GPUs, by reason.", "model reason", self._evictions
+        )
+
+
+def _source(victims: list[_Leaving]) -> str:
+    models = {victim.model for victim in victims}
+    return NONE if not models else models.pop() if len(models) == 1 else SEVERAL
+
+
+_CAUSES = {"unload requested": "unload", "it does not answer": "unreachable"}
+
+
+def _route_labels() -> dict[str, str]:
+    """Path of a request -> its route: one for all spellings."""
+    labels = {path: next(iter(methods.values())).path for path, methods in api.ROUTES.items()}
+    own = "/ /health /healthz /livez /metrics /models /models/load /models/unload /readyz /v1/models"
+    return labels | {path: path for path in own.split()}
+
+
+def _of_status(status: Status) -> Iterator[Metric]:
+    models = status.models
+    inflight = {(m.model,): float(m.leases) for m in models}
+    yield _gauge("anvil_inflight_requests", "Requests that hold a lease.", "model", inflight)
+    queued = {(m.model,): float(m.waiting) for m in models}
+    yield _gauge("anvil_queued_requests", "Requests that wait in a line.", "model", queued)
+    states = {(m.model, state): float(m.state == state) for m in models for state in STATES}
+    yield _gauge("anvil_model_state", "1 for the state that the model is in.", "model state", states)
+
+
+_L = TypeVar("_L", bound=Labels)
+
+
+def _counter(name: str, text: str, labels: str, values: Mapping[_L, int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels.split())
+    for key, value in list(values.items()):
+        family.add_metric(key, value)
+    return family
+
+
+def _gauge(name: str, text: str, labels: str, values: Mapping[_L, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels.split())
+    for key, value in list(values.items()):
+        family.add_metric(key, value)
+    return family
+
+
+def _histogram(name: str, text: str, labels: str, values: Histograms) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=labels.split())
+    for key, value in list(values.items()):
+        family.add_metric(key, value.buckets(), value.sum)
+    return family

@@ -1,0 +1,470 @@
+"""One lock, a lease per request, a keeper thread per GPU.
+
+``with mux.lease(model) as lease:`` is the whole interface of the serve path. Under the lock a request is told
+to its island's ``Residency``; if its model is resident it has its lease at once, else its thread waits on a
+condition of its own. The island's keepers wait for the residency's next step, perform it without the lock
+(stop a container, start one, wait until it answers: minutes, if need be) and report how it ended.
+
+Threads wait on the lock in exactly two functions: ``_wait_for_lease`` (requests) and ``_next_step``
+(keepers). Nothing slow happens while it is held. Any thread may call any public method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from anvil_mux.clock import Clock, Condition
+from anvil_mux.config import Backend, Config
+from anvil_mux.errors import (
+    BadRequest,
+    ClientGone,
+    Draining,
+    LoadError,
+    MuxError,
+    Overloaded,
+    Severed,
+    UnknownModel,
+    WaitedTooLong,
+)
+from anvil_mux.placement import HOLDING, islands
+from anvil_mux.policy import FOREVER, build_policy
+from anvil_mux.preemption import build_preemption
+from anvil_mux.residency import Event, Residency, Start, Step, Stop, Ticket, Wait
+
+TEND_SECONDS = 0.25
+"""How often a waiting request looks at its client."""
+
+Tend = Callable[[float], None]
+
+
+class Mechanism(Protocol):
+    """What the keepers call, without the lock. See swap.Swapper."""
+
+    def load(self, backend: Backend, how: str) -> str: ...
+    def evict(self, backend: Backend, how: str) -> None: ...
+    def ended(self, backend: Backend) -> str | None: ...
+
+
+class Lease:
+    """One request's hold on a resident backend. A context manager; leaving it releases, once."""
+
+    __slots__ = ("_mux", "_ticket", "address", "backend", "waited")
+
+    def __init__(
+        self, mux: Multiplexer, ticket: Ticket, backend: Backend, address: tuple[str, int], waited: float
+    ) -> None:
+        self._mux = mux
+        self._ticket = ticket
+        self.backend = backend
+        self.address = address
+        self.waited = waited
+        """Seconds in the line."""
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._mux._release(self._ticket)
+
+    @property
+    def severed(self) -> bool:
+        """The drain ended before this request did; whatever it still does is cut."""
+        return self._ticket.severed
+
+    def on_severed(self, cut: Callable[[], None]) -> None:
+        """``cut`` is called from a keeper's thread, outside the lock, when the lease is severed.
+
+        It may be called a second time by this thread if that happens right now, so it must be idempotent.
+        """
+        self._ticket.cut = cut
+        if self._ticket.severed:
+            cut()
+
+    def severed_error(self) -> Severed:
+        model = self._ticket.model
+        return Severed(f"{model} was put out for another model before this request ended. Send it again.")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """One model as /healthz and /v1/models show it."""
+
+    model: str
+    state: str
+    """The furthest state of its backends: ready, draining, starting, ..., empty."""
+    backend: str
+    gpus: tuple[str, ...]
+    aliases: tuple[str, ...]
+    waiting: int
+    leases: int
+    last_error: str
+    load_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState:
+    """One GPU as /healthz shows it."""
+
+    gpu: str
+    residents: tuple[str, ...]
+    state: str
+    draining_target: str
+    draining_leases: int
+    drain_seconds_left: float
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The whole multiplexer at one moment."""
+
+    now: float
+    models: tuple[ModelState, ...]
+    gpus: tuple[GpuState, ...]
+    waiting: int
+    leases: int
+
+
+class _Island:
+    """A residency, the condition its keepers wait on, and the addresses of what is resident."""
+
+    __slots__ = ("changed", "keepers", "residency")
+
+    def __init__(self, residency: Residency, changed: Condition, keepers: int) -> None:
+        self.residency = residency
+        self.changed = changed
+        self.keepers = keepers
+
+
+class Multiplexer:
+    """Leases backends to requests; its keepers swap them. ``log`` takes every event, under the lock."""
+
+    def __init__(
+        self,
+        config: Config,
+        mechanism: Mechanism,
+        *,
+        log: Callable[[Event], object],
+        clock: Clock | None = None,
+    ) -> None:
+        self._config = config
+        self._mechanism = mechanism
+        self._clock = clock or Clock()
+        self._backends = {backend.name: backend for backend in config.backends}
+        self._names = {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
+        # The lock guards everything below it. It is held for microseconds: no I/O, no engine, no Docker.
+        self._lock = self._clock.lock()
+        self._islands: dict[str, _Island] = {}  # model -> island; the islands' residencies too
+        self._addresses: dict[str, tuple[str, int]] = {}  # backend -> where it was last seen to listen
+        self._tickets = 0
+        self._waiting = 0
+        self._closing: MuxError | None = None
+        self._closed = False
+        self._build_islands(log)
+
+    def _build_islands(self, log: Callable[[Event], object]) -> None:
+        config = self._config
+        policy = build_policy(config.policy, config.policy_settings)
+        preemption = build_preemption(config.preemption, config.preemption_settings)
+        for name, backends in islands(config.backends):
+            residency = Residency(name, config, backends, policy, preemption, log)
+            keepers = max(len({gpu for backend in backends for gpu in backend.gpus}), 1)
+            island = _Island(residency, self._clock.condition(self._lock), keepers)
+            self._islands.update(dict.fromkeys(residency.lines, island))
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"<Multiplexer {[island.residency for island in self._each_island()]}>"
+
+    def _each_island(self) -> list[_Island]:
+        return list(dict.fromkeys(self._islands.values()))
+
+    # The serve path
+
+    def resolve(self, name: str) -> str:
+        """The model that a client's name or alias stands for; UnknownModel lists the known ones."""
+        try:
+            return self._names[name]
+        except KeyError:
+            raise UnknownModel(name, self._islands) from None
+
+    def lease(self, model: str, tend: Tend | None = None) -> Lease:
+        """Blocks until ``model`` is resident, then holds it. Raises MuxError.
+
+        ``tend(now)`` is called without the lock a few times a second while the request waits. What it raises
+        ends the wait and propagates; ClientGone is how it says that nobody wants the answer any more.
+        """
+        ticket = self._ask_for(model, tend, leases=True)
+        name = ticket.backend
+        assert name is not None
+        waited = self._clock.now() - ticket.since if ticket.wake else 0.0
+        return Lease(self, ticket, self._backends[name], self._addresses[name], waited)
+
+    def load(self, model: str, tend: Tend | None = None) -> None:
+        """Blocks until ``model`` is resident without leasing it; waits and fails like a request."""
+        self._ask_for(model, tend, leases=False)
+
+    def _ask_for(self, model: str, tend: Tend | None, *, leases: bool) -> Ticket:
+        with self._lock:
+            now = self._clock.now()
+            island = self._islands[model]
+            if self._closing:
+                raise self._closing
+            if self._waiting >= self._config.max_queue and not island.residency.is_ready(model):
+                raise Overloaded(f"overloaded: {self._waiting} requests wait for models already. Try again.")
+            self._tickets += 1
+            ticket = Ticket(self._tickets, model, now, leases=leases)
+            island.residency.request(ticket, now)
+            if not ticket.settled:
+                ticket.wake = self._clock.condition(self._lock)
+                self._waiting += 1
+                island.changed.notify_all()
+        if ticket.wake:
+            self._wait(island, ticket, tend)
+        if ticket.error:
+            # One error may end a whole line: each thread raises it without the others' frames.
+            raise ticket.error.with_traceback(None)
+        return ticket
+
+    def _wait(self, island: _Island, ticket: Ticket, tend: Tend | None) -> None:
+        pause = TEND_SECONDS if tend else FOREVER
+        try:
+            while not self._wait_for_lease(island, ticket, pause):
+                assert tend is not None
+                tend(self._clock.now())
+        except BaseException as error:
+            with self._lock:
+                self._abandon(island, ticket, error)
+            raise
+
+    def _wait_for_lease(self, island: _Island, ticket: Ticket, pause: float) -> bool:
+        """Waits until the ticket ends, at most ``pause`` seconds, and never past ``queue_timeout``."""
+        with self._lock:
+            deadline = ticket.since + self._config.queue_timeout
+            now = self._clock.now()
+            until = min(deadline, now + pause)
+            while not ticket.settled and now < until:
+                ticket.wake.wait(until - now)
+                now = self._clock.now()
+            if not ticket.settled and now >= deadline:
+                limit = self._config.queue_timeout
+                error = WaitedTooLong(f"{ticket.model} did not become resident within {limit:g} s.")
+                self._leave_line(island, ticket, now, error)
+            return ticket.settled
+
+    def _abandon(self, island: _Island, ticket: Ticket, error: BaseException) -> None:
+        """Under the lock: the request's thread stops waiting because ``tend`` raised."""
+        now = self._clock.now()
+        if ticket.backend:
+            island.residency.release(ticket, now)
+            island.changed.notify_all()
+        elif not ticket.error:
+            known = isinstance(error, MuxError) and not isinstance(error, ClientGone)
+            self._leave_line(island, ticket, now, error if known else None)  # type: ignore[arg-type]
+
+    def _leave_line(self, island: _Island, ticket: Ticket, now: float, error: MuxError | None) -> None:
+        island.residency.give_up(ticket, now, error)
+        self._waiting -= 1
+        island.changed.notify_all()
+
+    def _release(self, ticket: Ticket) -> None:
+        with self._lock:
+            island = self._islands[ticket.model]
+            island.residency.release(ticket, self._clock.now())
+            if island.residency.busy:
+                island.changed.notify_all()
+
+    # Facts from outside
+
+    def died(self, backend: str, why: str) -> None:
+        """The backend's service ended, and nobody here told it to."""
+        if backend in self._backends:
+            self._tell(backend, lambda residency, now: residency.died(backend, now, why))
+
+    def unreachable(self, lease: Lease) -> None:
+        """A request could not reach its backend: that died, or it is put out to be loaded anew."""
+        backend = lease.backend
+        why = self._mechanism.ended(backend)
+        if lease.severed:
+            return
+        if why:
+            self.died(backend.name, why)
+        else:
+            self._tell(
+                backend.name,
+                lambda residency, now: residency.unload_requested(
+                    backend.model, now, "it does not answer", backend=backend.name, drain_timeout=0.0
+                ),
+            )
+
+    def unload(self, model: str) -> bool:
+        """Puts ``model`` out after its drain; False if it is not resident. BadRequest while it is loading."""
+        with self._lock:
+            island = self._islands[model]
+            if any(seat.state == "starting" for seat in island.residency.seats_of(model)):
+                raise BadRequest(f"{model} is loading; unload it when it is ready.", status=409)
+            told = island.residency.unload_requested(model, self._clock.now(), "unload requested")
+            island.changed.notify_all()
+        return told
+
+    def adopt(self, running: Mapping[str, str]) -> list[str]:
+        """Takes over backends (name -> URL) that run already; returns those that cannot stay."""
+        refused = []
+        with self._lock:
+            for name, url in running.items():
+                if name not in self._backends:
+                    continue
+                self._addresses[name] = _address(url)
+                residency = self._islands[self._backends[name].model].residency
+                if not residency.adopt(name, self._clock.now()):
+                    refused.append(name)
+        return refused
+
+    def _tell(self, backend: str, fact: Callable[[Residency, float], object]) -> None:
+        with self._lock:
+            island = self._islands[self._backends[backend].model]
+            fact(island.residency, self._clock.now())
+            self._wake_settled(island)
+            island.changed.notify_all()
+
+    def _wake_settled(self, island: _Island) -> None:
+        settled, island.residency.settled = island.residency.settled, []
+        for ticket in settled:
+            self._waiting -= 1
+            ticket.wake.notify()
+
+    # Keepers
+
+    def start(self) -> None:
+        """Starts the keepers."""
+        for island in self._each_island():
+            for number in range(island.keepers):
+                self._clock.spawn(partial(self._keep, island), f"keeper-{island.residency.name}-{number}")
+
+    def _keep(self, island: _Island) -> None:
+        """A keeper's life: take a step, perform it, report how it ended."""
+        while True:
+            step = self._next_step(island)
+            match step:
+                case Start(name, how):
+                    self._load(self._backends[name], how)
+                case Stop(name, how, severed):
+                    self._evict(self._backends[name], how, severed)
+                case None:
+                    return
+
+    def _next_step(self, island: _Island) -> Step | None:
+        """Waits until the island has a step to perform; None when the program ends."""
+        with self._lock:
+            while not self._closed:
+                now = self._clock.now()
+                step = island.residency.next_step(now)
+                self._wake_settled(island)
+                if not isinstance(step, Wait):
+                    island.changed.notify_all()
+                    return step
+                island.changed.wait(None if step.until == FOREVER else step.until - now)
+            return None
+
+    def _load(self, backend: Backend, how: str) -> None:
+        name = backend.name
+        try:
+            address = _address(self._mechanism.load(backend, how))
+        except LoadError as error:
+            failed = error
+            self._tell(name, lambda residency, now: residency.start_failed(name, now, failed))
+        except Exception as error:
+            why = _text(error)
+            self._tell(name, lambda residency, now: residency.stop_failed(name, now, why))
+        else:
+            self._tell(name, lambda residency, now: self._started(residency, name, address, now))
+
+    def _started(self, residency: Residency, name: str, address: tuple[str, int], now: float) -> None:
+        self._addresses[name] = address
+        residency.started(name, now)
+
+    def _evict(self, backend: Backend, how: str, severed: tuple[Ticket, ...]) -> None:
+        name = backend.name
+        for ticket in severed:
+            if ticket.cut:
+                ticket.cut()
+        try:
+            self._mechanism.evict(backend, how)
+        except Exception as error:
+            why = _text(error)
+            self._tell(name, lambda residency, now: residency.stop_failed(name, now, why))
+        else:
+            self._tell(name, lambda residency, now: residency.stopped(name, now))
+
+    # The end
+
+    def refuse(self) -> None:
+        """From now on every request, waiting or new, is refused: the program is shutting down."""
+        with self._lock:
+            self._closing = Draining("anvil-mux is shutting down. Try again when it is back.")
+            for island in self._each_island():
+                island.residency.fail_all(self._closing, self._clock.now())
+                self._wake_settled(island)
+
+    def close(self) -> None:
+        """Ends the keepers after the step that each is in. What is resident stays resident."""
+        with self._lock:
+            self._closed = True
+            for island in self._each_island():
+                island.changed.notify_all()
+
+    # State
+
+    def status(self) -> Status:
+        """A consistent picture, from memory."""
+        with self._lock:
+            now = self._clock.now()
+            residencies = [island.residency for island in self._each_island()]
+            models = tuple(_model_state(r, model) for r in residencies for model in r.lines)
+            gpus = tuple(_gpu_state(r, gpu, now) for r in residencies for gpu in r.gpus)
+        waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
+        return Status(now, models, gpus, waiting, leases)
+
+
+def _model_state(residency: Residency, model: str) -> ModelState:
+    seats = residency.seats_of(model)
+    seat = min(seats, key=lambda seat: _SHOWN.index(seat.state))
+    return ModelState(
+        model=model,
+        state=seat.state,
+        backend=seat.name,
+        gpus=seat.backend.gpus,
+        aliases=seat.backend.aliases,
+        waiting=len(residency.lines[model]),
+        leases=sum(len(seat.holders) for seat in seats),
+        last_error=seat.error,
+        load_seconds=seat.load_seconds,
+    )
+
+
+_SHOWN = ("ready", "draining", "starting", "stopping", "stuck", "parked", "empty")
+"""Of several backends of one model, the state shown is the first of these."""
+
+
+def _gpu_state(residency: Residency, gpu: str, now: float) -> GpuState:
+    here = [seat for seat in residency.seats.values() if gpu in seat.holds and seat.state in HOLDING]
+    state = min((seat.state for seat in here), key=_SHOWN.index, default="empty")
+    drains = residency.drains()
+    for seat in here:
+        if seat.name in drains:
+            target, until = drains[seat.name]
+            left = max(until - now, 0.0)
+            return GpuState(gpu, tuple(s.model for s in here), "draining", target, len(seat.holders), left)
+    return GpuState(gpu, tuple(seat.model for seat in here), state, "", 0, 0.0)
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname or "127.0.0.1", parts.port or 80
+
+
+def _text(error: Exception) -> str:
+    return error.message if isinstance(error, MuxError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,133 @@
+"""Which GPUs a backend holds, what it misses to be loaded, and whose going would make room.
+
+The arithmetic of an island. Memory is counted in bytes per GPU; a GPU of unknown size counts as one unit that
+every backend needs whole, and so does a backend without declared ``vram`` on any GPU. Nothing here changes
+state: ``Seat.state`` is written by the residency alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from anvil_mux import preemption as whom
+from anvil_mux.config import Backend, Gpu
+
+HOLDING = frozenset(("starting", "ready", "draining", "stopping", "stuck"))
+"""States in which a backend's GPUs are its own."""
+
+
+@dataclass(eq=False, slots=True)
+class Seat:
+    """One backend's place in its island."""
+
+    backend: Backend
+    holds: dict[str, int]
+    """GPU id -> bytes it holds while its state is one of HOLDING."""
+    state: str = "empty"
+    since: float = -math.inf
+    """When it entered its state."""
+    loaded: float = -math.inf
+    """When it last became resident."""
+    last_used: float = -math.inf
+    holders: dict[Any, None] = field(default_factory=dict)
+    """The tickets that lease it, in order of admission."""
+    residual: dict[str, int] = field(default_factory=dict)
+    """GPU id -> bytes it holds while parked."""
+    failures: int = 0
+    """Failed starts, or failed stops, in a row."""
+    retry_at: float = -math.inf
+    """End of the cool-down (empty) or of the pause before the next attempt to stop it (stuck)."""
+    error: str = ""
+    log: tuple[str, ...] = ()
+    load_seconds: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.backend.name
+
+    @property
+    def model(self) -> str:
+        return self.backend.model
+
+    @property
+    def used(self) -> float:
+        """When it last had work, or became resident."""
+        return max(self.last_used, self.loaded)
+
+
+class Placement:
+    """The seats of one island and the memory of its GPUs."""
+
+    def __init__(self, backends: Iterable[Backend], gpus: Iterable[Gpu], preemption: whom.Preemption) -> None:
+        self.capacity = {gpu.id: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
+        self.seats = {backend.name: self._seat(backend) for backend in backends}
+        self._preemption = preemption
+
+    def _seat(self, backend: Backend) -> Seat:
+        holds = {}
+        for gpu in backend.gpus:
+            whole = self.capacity.setdefault(gpu, 1)
+            holds[gpu] = backend.vram if backend.vram and whole > 1 else whole
+        return Seat(backend, holds)
+
+    def missing(self, target: Seat) -> dict[str, int]:
+        """GPU id -> bytes that must be freed before ``target`` fits; negative: room to spare."""
+        used = dict.fromkeys(target.holds, 0)
+        for seat in self.seats.values():
+            if seat is target:
+                continue
+            amounts = seat.holds if seat.state in HOLDING else seat.residual
+            for gpu in used.keys() & amounts.keys():
+                used[gpu] += amounts[gpu]
+        return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
+
+    def victims(self, target: Seat, busy: Set[str]) -> list[Seat] | None:
+        """Who must go so that ``target`` fits, touching no ``busy`` GPU; None if that cannot be now."""
+        if busy & target.holds.keys():
+            return None
+        candidates = [
+            whom.Candidate(seat.name, seat.holds, len(seat.holders), seat.used)
+            for seat in self.seats.values()
+            if seat.state == "ready"
+            and not seat.backend.pin
+            and seat.holds.keys() & target.holds.keys()
+            and not busy & seat.holds.keys()
+        ]
+        chosen = whom.victims(self._preemption, candidates, self.missing(target))
+        return None if chosen is None else [self.seats[name] for name in chosen]
+
+    def never_fits(self, target: Seat) -> str:
+        """Why ``target`` could not be loaded even if all that is not pinned went; "" if it could."""
+        others = self.seats.values()
+        pinned = [s for s in others if s is not target and s.backend.pin and s.state in HOLDING]
+        for gpu, need in target.holds.items():
+            beside = [other for other in pinned if gpu in other.holds]
+            if need + sum(other.holds[gpu] for other in beside) > self.capacity[gpu]:
+                names = ", ".join(other.name for other in beside)
+                return f"it does not fit on GPU {gpu}" + (f" beside the pinned {names}" if names else "")
+        return ""
+
+
+def islands(backends: Iterable[Backend]) -> list[tuple[str, list[Backend]]]:
+    """The backends grouped into islands, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
+
+    GPUs are tied by a backend that needs several of them, and by the replicas of one model.
+    """
+    groups: list[tuple[set[str], list[Backend]]] = []
+    for backend in backends:
+        ties = {f"gpu {gpu}" for gpu in backend.gpus} | {f"model {backend.model}"}
+        members: list[Backend] = []
+        for group in [g for g in groups if g[0] & ties]:
+            groups.remove(group)
+            ties |= group[0]
+            members += group[1]
+        groups.append((ties, [*members, backend]))
+    return [(_island_name(members), members) for _, members in groups]
+
+
+def _island_name(members: list[Backend]) -> str:
+    gpus = sorted({gpu for backend in members for gpu in backend.gpus})
+    return "+".join(gpus) or f"no-gpu:{members[0].name}"

@@ -1,0 +1,241 @@
+"""The bytes of all streams, moved by one thread.
+
+A thread per stream collapses at about a thousand streams: each wakes for sixty bytes and fights for the
+interpreter lock. So the thread that serves a request does everything up to the head of the answer, then calls
+``Pump.relay(stream)``, which blocks. One thread waits in epoll for all engines at once, moves what they send
+to their clients and wakes the thread of a stream at its end.
+
+Rules:
+
+* A stream belongs to the pump's thread from ``relay`` until ``relay`` returns; others may only ``cut`` it.
+* Events are hints. Sockets are used with MSG_DONTWAIT, and readiness that turns out to be false is ignored.
+* The threads of ended streams are woken after the batch of events in which they ended: until then nobody
+  closes a descriptor, so no number in the batch can have come to mean another stream.
+* A client that does not read stops the reading of its engine: at most one read (``READ``) is held for it.
+* Time is read once per batch; once a second a sweep ends streams that are silent or not read for too long.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from _thread import allocate_lock
+from enum import Enum
+from socket import MSG_DONTWAIT, SHUT_RDWR, socket
+from typing import Protocol
+
+from anvil_mux.errors import BackendError
+
+READ = 16384
+"""Bytes taken from an engine at once: tokens are smaller, and a large answer must not hold up the others."""
+
+SWEEP_SECONDS = 1.0
+UPSTREAM = select.EPOLLIN
+CLIENT = select.EPOLLRDHUP
+LEFT = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
+
+log = logging.getLogger(__name__)
+
+
+class End(Enum):
+    """How a stream ended."""
+
+    COMPLETE = "complete"
+    CLIENT_GONE = "client_gone"
+    DIED = "died"
+    """The engine's connection ended, or its framing broke, before the end of the body."""
+    SEVERED = "severed"
+    STALLED = "stalled"
+    """The engine was silent for longer than allowed."""
+    UNREAD = "unread"
+    """The client did not read for longer than allowed."""
+
+
+class Body(Protocol):
+    """Where the engine's body ends, and what the client gets of it."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    def feed(self, data: bytes) -> bytes:
+        """What to send for ``data`` (b"": the engine's connection ended); BackendError if it breaks off."""
+
+
+class Stream:
+    """One body on its way from an engine to a client."""
+
+    __slots__ = ("active", "body", "client", "cut", "end", "last", "pending", "relayed", "upstream", "woken")
+
+    def __init__(self, upstream: socket, client: socket, body: Body) -> None:
+        self.upstream = upstream
+        self.client = client
+        self.body = body
+        self.pending = b""
+        """What the client has not taken yet; the engine is not read meanwhile."""
+        self.last = b""
+        """The last bytes that the client was sent."""
+        self.relayed = 0
+        self.active = 0.0
+        """The moment at which bytes last moved."""
+        self.cut = False
+        self.end: End | None = None
+        self.woken = allocate_lock()
+        self.woken.acquire()
+
+    def sever(self) -> None:
+        """Ends the stream soon; any thread, at any time in which the stream owns ``upstream``."""
+        self.cut = True
+        try:
+            self.upstream.shutdown(SHUT_RDWR)
+        except OSError:
+            pass
+
+
+class Pump:
+    """One epoll, one thread."""
+
+    def __init__(self, silence_timeout: float = 600.0, client_timeout: float = 60.0) -> None:
+        self._silence = silence_timeout
+        self._unread = client_timeout
+        self._epoll = select.epoll()
+        self._streams: dict[int, Stream] = {}
+        """By both descriptors. The streams' threads add, the pump's thread removes."""
+        self._ended: list[Stream] = []
+        self._wake = os.eventfd(0)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        return len(self._streams) // 2
+
+    def relay(self, stream: Stream) -> End:
+        """Blocks until the body of ``stream`` has ended; both sockets stay open."""
+        up, client = stream.upstream.fileno(), stream.client.fileno()
+        stream.active = time.monotonic()
+        self._streams[up] = self._streams[client] = stream
+        self._epoll.register(client, CLIENT)
+        self._epoll.register(up, UPSTREAM)
+        stream.woken.acquire()
+        assert stream.end is not None
+        return stream.end
+
+    def close(self) -> None:
+        """Ends the thread; streams that still run are severed."""
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()
+        os.close(self._wake)
+        self._epoll.close()
+
+    def _run(self) -> None:
+        poll, clock, streams, ended = self._epoll.poll, time.monotonic, self._streams, self._ended
+        sweep_at = clock() + SWEEP_SECONDS
+        wake = self._wake
+        while True:
+            events = poll(SWEEP_SECONDS)
+            now = clock()
+            for descriptor, event in events:
+                stream = streams.get(descriptor)
+                if stream is None:
+                    if descriptor == wake:
+                        return self._close_all()
+                elif descriptor == stream.upstream.fileno():
+                    self._read(stream, now)
+                else:
+                    self._client_event(stream, event, now)
+            if now >= sweep_at:
+                self._sweep(now)
+                sweep_at = now + SWEEP_SECONDS
+            while ended:
+                ended.pop().woken.release()
+
+    def _read(self, stream: Stream, now: float) -> None:
+        try:
+            data = stream.upstream.recv(READ, MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        body = stream.body
+        try:
+            data = body.feed(data)
+        except BackendError as error:
+            log.debug("stream ended: %s", error)
+            self._end(stream, End.SEVERED if stream.cut else End.DIED)
+            return
+        stream.active = now
+        if data:
+            try:
+                sent = stream.client.send(data, MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            except OSError:
+                self._end(stream, End.CLIENT_GONE)
+                return
+            stream.last = data
+            stream.relayed += sent
+            if sent != len(data):
+                self._hold(stream, data[sent:])
+                return
+        if body.ended:
+            self._end(stream, End.COMPLETE)
+
+    def _hold(self, stream: Stream, rest: bytes) -> None:
+        # Unregistered, not masked: a reset engine would otherwise be reported over and over.
+        self._epoll.unregister(stream.upstream)
+        self._epoll.modify(stream.client, CLIENT | select.EPOLLOUT)
+        stream.pending = rest
+
+    def _client_event(self, stream: Stream, event: int, now: float) -> None:
+        if event & LEFT:
+            self._end(stream, End.CLIENT_GONE)
+        elif stream.pending:
+            self._write_pending(stream, now)
+
+    def _write_pending(self, stream: Stream, now: float) -> None:
+        try:
+            sent = stream.client.send(stream.pending, MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._end(stream, End.CLIENT_GONE)
+            return
+        stream.active = now
+        stream.relayed += sent
+        stream.pending = stream.pending[sent:]
+        if stream.pending:
+            return
+        if stream.body.ended:
+            self._end(stream, End.COMPLETE)
+        else:
+            self._epoll.modify(stream.client, CLIENT)
+            self._epoll.register(stream.upstream, UPSTREAM)
+
+    def _sweep(self, now: float) -> None:
+        for stream in set(self._streams.copy().values()):
+            if stream.pending:
+                if stream.cut:
+                    self._end(stream, End.SEVERED)
+                elif now - stream.active > self._unread:
+                    self._end(stream, End.UNREAD)
+            elif now - stream.active > self._silence:
+                self._end(stream, End.STALLED)
+
+    def _end(self, stream: Stream, how: End) -> None:
+        for end in (stream.upstream, stream.client):
+            if self._streams.pop(end.fileno(), None) is not None:
+                try:
+                    self._epoll.unregister(end)
+                except OSError:
+                    pass  # the upstream of a held stream, or a thread that is between its two `register`s
+        stream.end = how
+        self._ended.append(stream)
+
+    def _close_all(self) -> None:
+        for stream in set(self._streams.copy().values()):
+            self._end(stream, End.SEVERED)
+        while self._ended:
+            self._ended.pop().woken.release()

@@ -1,0 +1,518 @@
+"""One request to one engine, and its answer back.
+
+``with relay.exchange(lease, client) as exchange:`` borrows a connection to the leased backend, ``ask`` sends
+the request and returns with the head of the answer, and ``stream`` moves a body that is not here yet through
+the pump. Leaving the block gives the connection back to the pool if it can carry another request, else closes
+it: a client that leaves ends the engine's work at once.
+
+While the handler's thread waits for the engine, SO_RCVTIMEO wakes it a few times a second to look at the
+client, the lease and the clock; the path of a quick answer pays no system call for that. When the drain ends
+first, ``sever`` (a keeper's thread) shuts the engine's connection down, and the blocked thread sees its end.
+
+An engine that cannot be reached before a byte of its answer came: a pooled connection may have been closed
+while it was idle, so it is tried once more on a fresh one; after that the error is ``Unreachable``, and the
+server may send the request again on another lease, because nothing of it was answered.
+"""
+
+from __future__ import annotations
+
+import time
+from _thread import allocate_lock
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from socket import (
+    IPPROTO_TCP,
+    MSG_DONTWAIT,
+    MSG_PEEK,
+    SHUT_RDWR,
+    SO_RCVTIMEO,
+    SO_SNDTIMEO,
+    SOL_SOCKET,
+    TCP_NODELAY,
+    create_connection,
+    socket,
+)
+from struct import pack
+from typing import Protocol
+
+from anvil_mux import http1
+from anvil_mux.config import Backend
+from anvil_mux.errors import BackendError, ClientGone, MuxError
+from anvil_mux.pump import End, Pump, Stream
+
+Address = tuple[str, int]
+RequestBody = bytes | bytearray | Iterable[bytes | bytearray | memoryview]
+"""Bytes, or something that can be iterated over more than once."""
+
+READ = 65536
+SMALL = 65536
+"""A body up to this size is sent in one piece with its head."""
+WHOLE = 256 * 1024
+"""An answer with a Content-Length up to this is read completely before its head is sent on."""
+CONNECT_SECONDS = 5.0
+LOOK_SECONDS = 0.25
+"""How often a thread that waits for an engine looks at its client and its lease."""
+IDLE_SECONDS = 4.0
+"""Less than the keep-alive time of the engines (uvicorn and cpp-httplib: 5 s)."""
+FRESH_SECONDS = 0.5
+"""A connection that idled for longer is looked at before it is used again."""
+KEPT = 256
+"""Idle connections per engine."""
+
+
+class Unreachable(BackendError):
+    """No byte of an answer came; the request may be sent to another backend."""
+
+
+class LeaseLike(Protocol):
+    """What the relay uses of a lease."""
+
+    @property
+    def backend(self) -> Backend: ...
+    @property
+    def address(self) -> Address: ...
+    @property
+    def severed(self) -> bool: ...
+    def severed_error(self) -> MuxError: ...
+    def on_severed(self, cut: Callable[[], None]) -> None: ...
+
+
+def timeval(seconds: float) -> bytes:
+    """``seconds`` as SO_RCVTIMEO and SO_SNDTIMEO take it."""
+    return pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def has_left(client: socket) -> bool:
+    """The other end of ``client`` has closed it (what it may have sent before counts as being there)."""
+    try:
+        return not client.recv(1, MSG_PEEK | MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+class Pool:
+    """Idle connections to engines, last in, first out. Any thread; list operations are atomic."""
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[Address, list[tuple[socket, float]]] = defaultdict(list)
+
+    def take(self, address: Address) -> socket | None:
+        idle = self._idle[address]
+        while idle:
+            try:
+                connection, since = idle.pop()
+            except IndexError:
+                return None
+            age = time.monotonic() - since
+            if age < FRESH_SECONDS or (age < IDLE_SECONDS and _is_quiet(connection)):
+                return connection
+            connection.close()
+        return None
+
+    def put(self, address: Address, connection: socket) -> None:
+        idle = self._idle[address]
+        if len(idle) < KEPT:
+            idle.append((connection, time.monotonic()))
+        else:
+            connection.close()
+
+    def sweep(self) -> None:
+        """Closes what idled for too long; called now and then, so that a quiet mux holds no connections."""
+        for idle in list(self._idle.values()):
+            oldest = time.monotonic() - IDLE_SECONDS
+            while idle and idle[0][1] < oldest:
+                try:
+                    idle.pop(0)[0].close()
+                except IndexError:
+                    break
+
+    def close(self) -> None:
+        for idle in list(self._idle.values()):
+            while idle:
+                idle.pop()[0].close()
+
+
+def _is_quiet(connection: socket) -> bool:
+    try:
+        connection.recv(1, MSG_PEEK | MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False  # its end, or bytes that nobody asked for
+
+
+def connect(address: Address) -> socket:
+    """A blocking connection whose calls return a few times a second."""
+    connection = create_connection(address, CONNECT_SECONDS)
+    connection.settimeout(None)
+    connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+    connection.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval(LOOK_SECONDS))
+    connection.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval(LOOK_SECONDS))
+    return connection
+
+
+class Relay:
+    """The pool and the pump that all requests share. ``timeout``: the longest silence of an engine."""
+
+    def __init__(self, timeout: float = 600.0, client_timeout: float = 60.0) -> None:
+        self.timeout = timeout
+        self.pool = Pool()
+        self.pump = Pump(timeout, client_timeout)
+
+    def exchange(self, lease: LeaseLike, client: socket) -> Exchange:
+        return Exchange(self, lease, client)
+
+    def close(self) -> None:
+        self.pump.close()
+        self.pool.close()
+
+
+class Exchange:
+    """One request at one engine. Its methods are called by one thread, ``sever`` by any."""
+
+    __slots__ = (
+        "_body",
+        "_chunked",
+        "_client",
+        "_deadline",
+        "_guard",
+        "_lease",
+        "_relay",
+        "_reusable",
+        "_stream",
+        "_upstream",
+        "aligned",
+        "data",
+        "last",
+        "streamed",
+        "whole",
+    )
+
+    def __init__(self, relay: Relay, lease: LeaseLike, client: socket) -> None:
+        self._relay = relay
+        self._lease = lease
+        self._client = client
+        self._guard = allocate_lock()
+        """Held to take the connection away from this exchange, and by ``sever``."""
+        self._upstream: socket | None = None
+        self._stream: Stream | None = None
+        self._reusable = False
+        self._deadline = 0.0
+        self.data = b""
+        """What came of the body with the head."""
+        self.whole = False
+        """``data`` is all of the body."""
+        self._chunked = False
+        self._body: Body | None = None
+        self.streamed = 0
+        """Bytes that the pump sent to the client."""
+        self.last = b""
+        self.aligned = True
+        """The client was sent whole chunks, so another one can follow."""
+
+    def __enter__(self) -> Exchange:
+        self._lease.on_severed(self.sever)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._let_go(reusable=self._reusable)
+
+    def sever(self) -> None:
+        """Ends whatever this exchange still does; any number of times, also after its end."""
+        with self._guard:
+            if self._stream:
+                self._stream.cut = True
+            if self._upstream:
+                try:
+                    self._upstream.shutdown(SHUT_RDWR)
+                except OSError:
+                    pass
+
+    def _let_go(self, *, reusable: bool) -> None:
+        with self._guard:
+            upstream, self._upstream = self._upstream, None
+        if upstream is None:
+            return
+        if reusable and not self._lease.severed:
+            self._relay.pool.put(self._lease.address, upstream)
+        else:
+            upstream.close()
+
+    def _hold(self, upstream: socket) -> socket:
+        with self._guard:
+            self._upstream = upstream
+        if self._lease.severed:
+            raise self._lease.severed_error()
+        return upstream
+
+    # The question
+
+    def ask(self, method: str, head: bytes, body: RequestBody) -> http1.Response:
+        """Sends the request and returns the head of the answer; ``data`` holds what came with it."""
+        data = b""
+        pooled = self._relay.pool.take(self._lease.address)
+        if pooled:
+            data = self._try(self._hold(pooled), head, body)
+            if not data:
+                self._let_go(reusable=False)
+        if not data:
+            data = self._try(self._hold(self._connect()), head, body)
+        if not data:
+            raise Unreachable(f"{self._name} closed the connection without an answer.")
+        return self._read_answer(method, data)
+
+    @property
+    def _name(self) -> str:
+        return f"The engine of {self._lease.backend.model}"
+
+    def _connect(self) -> socket:
+        try:
+            return connect(self._lease.address)
+        except OSError as error:
+            if self._lease.severed:
+                raise self._lease.severed_error() from None
+            raise Unreachable(f"{self._name} cannot be reached: {error}.") from None
+
+    def _try(self, upstream: socket, head: bytes, body: RequestBody) -> bytes:
+        """The first bytes of the answer, or none if the connection failed before."""
+        self._deadline = time.monotonic() + self._relay.timeout
+        try:
+            self._send_request(upstream, head, body)
+        except OSError:
+            pass  # an engine may refuse a body early: its answer, if there is one, counts
+        try:
+            return self._recv(upstream)
+        except OSError:
+            return b""
+
+    def _send_request(self, upstream: socket, head: bytes, body: RequestBody) -> None:
+        if not isinstance(body, (bytes, bytearray)):
+            pieces = body
+        elif len(body) <= SMALL:
+            head, pieces = head + body, ()
+        else:
+            pieces = (body,)
+        self._send(upstream, head)
+        for piece in pieces:
+            self._send(upstream, piece)
+
+    def _send(self, upstream: socket, data: bytes | bytearray | memoryview) -> None:
+        left = data
+        while True:
+            try:
+                sent = upstream.send(left)
+            except BlockingIOError:
+                self._look()
+                continue
+            if sent == len(left):
+                return
+            left = memoryview(left)[sent:]
+            self._deadline = time.monotonic() + self._relay.timeout
+
+    def _recv(self, upstream: socket) -> bytes:
+        while True:
+            try:
+                data = upstream.recv(READ)
+            except BlockingIOError:
+                self._look()
+                continue
+            if not data and self._lease.severed:
+                raise self._lease.severed_error()
+            return data
+
+    def _look(self) -> None:
+        """What a thread that waits for the engine does now and then."""
+        if self._lease.severed:
+            raise self._lease.severed_error()
+        if has_left(self._client):
+            raise ClientGone("The client closed its connection.")
+        if time.monotonic() > self._deadline:
+            raise BackendError(f"{self._name} was silent for {self._relay.timeout:g} s.")
+
+    # The answer
+
+    def _read_answer(self, method: str, data: bytes) -> http1.Response:
+        while True:
+            while (end := http1.response_head_end(data)) is None:
+                data += self._more()
+            response = http1.parse_response(data[:end], method)
+            data = data[end:]
+            if response.status >= 200:
+                break
+        length = 0 if response.body == "none" else response.length
+        self.whole = response.body in ("none", "length") and length is not None and length <= WHOLE
+        if self.whole:
+            data = self._read_whole(data, length or 0)
+            self._reusable = response.keep_alive
+        self.data = data
+        return response
+
+    def _read_whole(self, data: bytes, length: int) -> bytes:
+        if len(data) < length:
+            pieces = [data]
+            missing = length - len(data)
+            while missing > 0:
+                pieces.append(self._more())
+                missing -= len(pieces[-1])
+            data = b"".join(pieces)
+        if len(data) > length:
+            raise BackendError(f"{self._name} sent more than it announced.")
+        return data
+
+    def _more(self) -> bytes:
+        assert self._upstream is not None
+        self._deadline = time.monotonic() + self._relay.timeout
+        try:
+            data = self._recv(self._upstream)
+        except OSError as error:
+            raise BackendError(f"{self._name} broke off its answer: {error}.") from None
+        if not data:
+            raise BackendError(f"{self._name} broke off its answer.")
+        return data
+
+    def begin(self, response: http1.Response, *, chunked: bool) -> bytes:
+        """The first bytes of a body that is not whole, for a client that gets it chunked or not."""
+        self._chunked = chunked
+        self._body = body = body_of(response, chunked=chunked)
+        first = body.feed(self.data) if self.data else b""
+        self.last = first
+        return first
+
+    @property
+    def last_payload(self) -> bytes:
+        """The last bytes of content that the client was sent, if nothing was split."""
+        return self.last[:-2] if self._chunked else self.last
+
+    def stream(self, response: http1.Response) -> End:
+        """Moves the rest of the body to the client; blocks until it has ended."""
+        body, upstream = self._body, self._upstream
+        assert body is not None
+        assert upstream is not None
+        end = End.COMPLETE
+        if not body.ended:
+            with self._guard:
+                stream = self._stream = Stream(upstream, self._client, body)
+            end = self._relay.pump.relay(stream)
+            self.streamed = stream.relayed
+            self.last = stream.last or self.last
+            self.aligned = body.aligned and not stream.pending
+        if end is End.COMPLETE:
+            self._reusable = response.keep_alive and body.clean
+        elif end is End.DIED and self._lease.severed:
+            return End.SEVERED
+        return end
+
+
+class _Chunked:
+    """Chunked, and stays so, byte for byte."""
+
+    __slots__ = ("_counter", "clean", "ended")
+
+    def __init__(self) -> None:
+        self._counter = http1.ChunkCounter()
+        self.ended = False
+        self.clean = True
+
+    @property
+    def aligned(self) -> bool:
+        return self._counter.between_chunks
+
+    def feed(self, data: bytes) -> bytes:
+        if not data:
+            raise BackendError("The engine's connection ended within its answer.")
+        end = self._counter.feed(data)
+        if end is None:
+            return data
+        self.ended = True
+        self.clean = end == len(data)
+        return data[:end]
+
+
+class _Decoded:
+    """Chunked by the engine, for a client that cannot take chunks."""
+
+    __slots__ = ("_decoder", "aligned", "clean", "ended")
+
+    def __init__(self) -> None:
+        self._decoder = http1.ChunkDecoder()
+        self.ended = False
+        self.clean = self.aligned = True
+
+    def feed(self, data: bytes) -> bytes:
+        if not data:
+            raise BackendError("The engine's connection ended within its answer.")
+        payload = self._decoder.feed(data)
+        self.ended = self._decoder.done
+        self.clean = not self._decoder.rest
+        return payload
+
+
+class _Counted:
+    """As long as its Content-Length said."""
+
+    __slots__ = ("_missing", "aligned", "clean", "ended")
+
+    def __init__(self, length: int) -> None:
+        self._missing = length
+        self.ended = length == 0
+        self.clean = True
+        self.aligned = False
+
+    def feed(self, data: bytes) -> bytes:
+        if not data:
+            raise BackendError("The engine's connection ended within its answer.")
+        self.clean = len(data) <= self._missing
+        data = data[: self._missing]
+        self._missing -= len(data)
+        self.ended = not self._missing
+        return data
+
+
+class _UntilClose:
+    """Until the engine closes: nobody can tell whether all of it came."""
+
+    __slots__ = ("aligned", "clean", "ended")
+
+    def __init__(self) -> None:
+        self.ended = self.clean = False
+        self.aligned = True
+
+    def feed(self, data: bytes) -> bytes:
+        self.ended = not data
+        return data
+
+
+class _Framed:
+    """Another body as chunks."""
+
+    __slots__ = ("_inner",)
+    aligned = True
+
+    def __init__(self, inner: _Counted | _UntilClose) -> None:
+        self._inner = inner
+
+    @property
+    def ended(self) -> bool:
+        return self._inner.ended
+
+    @property
+    def clean(self) -> bool:
+        return self._inner.clean
+
+    def feed(self, data: bytes) -> bytes:
+        framed = http1.chunk(self._inner.feed(data))
+        return framed + http1.LAST_CHUNK if self._inner.ended else framed
+
+
+Body = _Chunked | _Decoded | _Counted | _UntilClose | _Framed
+
+
+def body_of(response: http1.Response, *, chunked: bool) -> Body:
+    """How the body of ``response`` passes to a client that gets it chunked, or else as bare bytes."""
+    if response.body == "chunked":
+        return _Chunked() if chunked else _Decoded()
+    source = _Counted(response.length or 0) if response.body == "length" else _UntilClose()
+    return _Framed(source) if chunked else source

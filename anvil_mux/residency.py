@@ -1,0 +1,576 @@
+"""One island's state machine: facts in, next step out.
+
+An island is a set of GPUs tied together by some backend that needs several of them, or by the replicas of one
+model. A ``Residency`` is told facts (``request``, ``release``, ``started``, ``died``, ...) and asked one
+question, ``next_step(now)``, until it answers ``Wait``. It performs nothing: whoever drives it (the
+multiplexer's keepers, the simulator) performs the steps and reports how they ended. It has no lock, no clock
+and no I/O; calls must not overlap.
+
+Each backend of the island has one state; TRANSITIONS is the whole table and ``_enter`` its only writer:
+
+    empty --load--> starting --started--> ready --swap--> draining --stop--> stopping --> empty | parked
+                                            ^-----reprieve---'
+
+A ``_Swap`` ties a target to the victims that make room for it. Its GPUs are in no other swap until it ends.
+
+Invariants:
+ 1. The GPUs a backend needs are its own from ``Start`` until its ``stopped``; the sum of what residents and
+    parked residuals hold never exceeds a GPU. Without declared memory a backend needs the whole GPU.
+ 2. A lease is granted only in ready. Draining closes the gate; later requests queue behind the swap.
+ 3. Every ticket ends exactly once: leased, failed or gone.
+ 4. A drain lasts at most ``drain_timeout``; what is left is severed, counted, logged.
+ 5. When a model becomes ready its whole line is leased before the policy is asked again.
+ 6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished.
+ 7. A line older than ``max_wait`` is overdue: whatever the policy says, its swap begins as soon as its GPUs
+    are in no other swap, oldest line first, and nobody younger takes those GPUs meanwhile.
+ 8. A backend that failed to start is not tried before its cool-down ends; its requests fail at once.
+ 9. What can never fit is refused before anything is drained.
+
+After a failed start there is no rollback: the backend is empty, and the next question serves whoever waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from anvil_mux import routing
+from anvil_mux.config import Backend, Config
+from anvil_mux.errors import DoesNotFit, LoadError, MuxError, Stuck
+from anvil_mux.placement import HOLDING, Placement, Seat
+from anvil_mux.policy import FOREVER, Line, Policy, Resident, Snapshot, Stay, SwapTo, Unload
+from anvil_mux.preemption import Preemption
+
+TRANSITIONS: dict[tuple[str, str], str] = {
+    ("empty", "load"): "starting",
+    ("parked", "load"): "starting",
+    ("empty", "adopt"): "ready",
+    ("starting", "started"): "ready",
+    ("starting", "start_failed"): "empty",
+    ("starting", "stop_failed"): "stuck",
+    ("ready", "swap"): "draining",
+    ("draining", "reprieve"): "ready",
+    ("draining", "stop"): "stopping",
+    ("stopping", "stopped"): "empty",
+    ("stopping", "parked"): "parked",
+    ("stopping", "stop_failed"): "stuck",
+    ("stuck", "stop"): "stopping",
+    ("ready", "died"): "empty",
+    ("draining", "died"): "empty",
+    ("parked", "died"): "empty",
+    ("stuck", "died"): "empty",
+}
+"""(state, what happened) -> state. Anything else is a mistake of the caller and changes nothing."""
+
+COOL_DOWN_SECONDS = 5.0
+MAX_COOL_DOWN_SECONDS = 300.0
+STUCK_RETRY_SECONDS = 5.0
+MAX_STUCK_RETRY_SECONDS = 60.0
+
+
+class Event(NamedTuple):
+    """One change of state. Everything that can be observed is a fold over these."""
+
+    at: float
+    kind: str
+    """queued, leased, released, gone or failed (a ticket); starting, ready, draining, severed, stopping,
+    parked, empty or stuck (a backend); deferred (a swap)."""
+    model: str
+    backend: str = ""
+    ticket: int = 0
+    size: int = 0
+    """Leases or tickets concerned."""
+    seconds: float = 0.0
+    """What it took: the wait of a ticket, the load of a backend, the drain of a victim."""
+    reason: str = ""
+
+
+class Ticket:
+    """One request's identity, from its arrival to its end. Guarded like the residency that it is told to."""
+
+    __slots__ = ("backend", "cut", "error", "id", "leases", "model", "severed", "since", "wake")
+
+    def __init__(self, id: int, model: str, since: float, *, leases: bool = True) -> None:
+        self.id = id
+        self.model = model
+        self.since = since
+        self.leases = leases
+        """False: it only wants the model loaded."""
+        self.backend: str | None = None
+        self.error: MuxError | None = None
+        self.severed = False
+        self.wake: Any = None
+        """The driver's: how to wake whoever waits for this ticket."""
+        self.cut: Callable[[], None] | None = None
+        """The driver's: how to cut the request when it is severed."""
+
+    @property
+    def settled(self) -> bool:
+        return self.backend is not None or self.error is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Load the backend, then report ``started``, ``start_failed`` or ``stop_failed``."""
+
+    backend: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Put the backend out, then report ``stopped`` or ``stop_failed``. ``severed`` are cut first."""
+
+    backend: str
+    how: str
+    severed: tuple[Ticket, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing to do before ``until`` or the next fact."""
+
+    until: float
+
+
+Step = Start | Stop | Wait
+
+
+@dataclass(eq=False, slots=True)
+class _Swap:
+    target: Seat | None
+    victims: list[Seat]
+    until: float
+    """End of the drain."""
+    reason: str
+    begun: bool = False
+    """A victim was told to stop: no reprieve any more."""
+
+    def gpus(self) -> set[str]:
+        held = set(self.target.holds) if self.target else set()
+        for victim in self.victims:
+            if victim.state in HOLDING:
+                held.update(victim.holds)
+        return held
+
+
+_Plan = tuple[Seat, list[Seat]]
+"""A backend to load, and the victims that make room for it."""
+
+
+class Residency:
+    """The state of one island. Every fact comes with the moment at which it became true."""
+
+    def __init__(
+        self,
+        name: str,
+        config: Config,
+        backends: Iterable[Backend],
+        policy: Policy,
+        preemption: Preemption,
+        emit: Callable[[Event], object],
+    ) -> None:
+        self.name = name
+        self._placement = Placement(backends, config.gpus, preemption)
+        self.seats = self._placement.seats
+        self.lines: dict[str, dict[Ticket, None]] = {seat.model: {} for seat in self.seats.values()}
+        self.settled: list[Ticket] = []
+        """Tickets that ended after waiting in a line; whoever drives the residency takes and wakes them."""
+        self.deferred: tuple[str, Stay] | None = None
+        """The model whose swap the policy holds back, and until when and why."""
+        self._ask_again = FOREVER
+        self._announced: Ticket | None = None
+        self._replicas: dict[str, list[Seat]] = {model: [] for model in self.lines}
+        for seat in self.seats.values():
+            self._replicas[seat.model].append(seat)
+        self._swaps: list[_Swap] = []
+        self._config = config
+        self._policy = policy
+        self._emit = emit
+
+    def __repr__(self) -> str:
+        seats = ", ".join(f"{s.name}: {s.state} {len(s.holders)} leases" for s in self.seats.values())
+        lines = ", ".join(f"{model}: {len(line)} waiting" for model, line in self.lines.items() if line)
+        return f"<Residency {self.name} [{seats}] [{lines}]>"
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        return tuple(sorted({gpu for seat in self.seats.values() for gpu in seat.holds}))
+
+    @property
+    def busy(self) -> bool:
+        """Whether the end of a lease can change the answer of ``next_step``."""
+        return bool(self._swaps) or any(self.lines.values())
+
+    def is_ready(self, model: str) -> bool:
+        return any(seat.state == "ready" for seat in self._replicas[model])
+
+    def seats_of(self, model: str) -> list[Seat]:
+        return self._replicas[model]
+
+    # Facts from requests
+
+    def request(self, ticket: Ticket, now: float) -> None:
+        """A request arrived: it is leased, failed or put in line."""
+        ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
+        if ready:
+            self._lease(self._route(ready), ticket, now)
+            return
+        error = self._refusal(ticket.model, now)
+        if error:
+            self._fail(ticket, error, now)
+            return
+        line = self.lines[ticket.model]
+        line[ticket] = None
+        self._emit(Event(now, "queued", ticket.model, ticket=ticket.id, size=len(line)))
+
+    def release(self, ticket: Ticket, now: float) -> None:
+        """A lease ended. Late after a severed drain, or twice, is harmless."""
+        seat = self.seats[ticket.backend] if ticket.backend else None
+        if seat is None or ticket not in seat.holders:
+            return
+        del seat.holders[ticket]
+        seat.last_used = now
+        self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
+
+    def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
+        """A waiting request ended by itself: its client left, or ``error`` says why it fails."""
+        line = self.lines[ticket.model]
+        if ticket not in line:
+            return
+        del line[ticket]
+        if error:
+            self._fail(ticket, error, now)
+        else:
+            self._emit(Event(now, "gone", ticket.model, ticket=ticket.id, seconds=now - ticket.since))
+
+    def fail_all(self, error: MuxError, now: float) -> None:
+        """Every waiting request fails with ``error``."""
+        for model in self.lines:
+            self._fail_line(model, error, now)
+
+    def unload_requested(
+        self, model: str, now: float, why: str, *, backend: str = "", drain_timeout: float | None = None
+    ) -> bool:
+        """Put out what serves ``model`` (or only ``backend``) after its drain; False: nothing to put out."""
+        seats = [s for s in self._replicas[model] if s.state == "ready" and backend in ("", s.name)]
+        for seat in seats:
+            self._begin((None, [seat]), now, why, drain_timeout)
+        return bool(seats)
+
+    # Facts from the engines
+
+    def adopt(self, name: str, now: float) -> bool:
+        """The backend ran before we did; False if it cannot stay beside those already adopted."""
+        seat = self.seats[name]
+        if any(amount > 0 for amount in self._placement.missing(seat).values()):
+            return False
+        self._enter(seat, "adopt", now)
+        seat.loaded = now
+        self._emit(Event(now, "ready", seat.model, name, reason="adopted"))
+        return True
+
+    def started(self, name: str, now: float) -> None:
+        """The backend answers; its whole line is leased."""
+        seat = self.seats[name]
+        begun = seat.since
+        self._enter(seat, "started", now)
+        seat.loaded, seat.load_seconds = now, now - begun
+        seat.failures, seat.error, seat.log = 0, "", ()
+        self._end_swap_to(seat)
+        self._emit(Event(now, "ready", seat.model, name, seconds=seat.load_seconds))
+        self._admit(seat.model, now)
+        self._fail_refused(now)  # what does not fit beside it, if it is pinned
+
+    def start_failed(self, name: str, now: float, error: LoadError) -> None:
+        """The backend did not become ready and was cleaned up."""
+        seat = self.seats[name]
+        self._enter(seat, "start_failed", now)
+        seat.failures += 1
+        pause = COOL_DOWN_SECONDS * 2 ** min(seat.failures - 1, 10)
+        seat.retry_at = now + min(pause, MAX_COOL_DOWN_SECONDS)
+        seat.error, seat.log = error.reason, error.log
+        self._end_swap_to(seat)
+        self._emit(Event(now, "empty", seat.model, name, reason=f"load failed: {error.reason}"))
+        self._fail_refused(now)
+
+    def stopped(self, name: str, now: float, residual: Mapping[str, int] | None = None) -> None:
+        """The backend left its GPUs; with ``residual`` (bytes by GPU) it is parked and holds only those."""
+        seat = self.seats[name]
+        kind = "empty" if residual is None else "parked"
+        self._enter(seat, "stopped" if residual is None else "parked", now)
+        seat.residual = dict(residual or {})
+        seat.failures, seat.error = 0, ""
+        self._emit(Event(now, kind, seat.model, name))
+
+    def stop_failed(self, name: str, now: float, why: str) -> None:
+        """The backend may still hold its GPUs; nothing is started there until a later stop succeeds."""
+        seat = self.seats[name]
+        self._enter(seat, "stop_failed", now)
+        seat.failures += 1
+        pause = STUCK_RETRY_SECONDS * 2 ** min(seat.failures - 1, 10)
+        seat.retry_at = now + min(pause, MAX_STUCK_RETRY_SECONDS)
+        seat.error = why
+        self._emit(Event(now, "stuck", seat.model, name, reason=why))
+        for swap in [s for s in self._swaps if s.target is seat or seat in s.victims]:
+            self._dissolve(swap, now)
+        self._fail_refused(now)
+
+    def died(self, name: str, now: float, why: str) -> None:
+        """The backend ended without being told to. Whoever loads or stops it reports that instead."""
+        seat = self.seats[name]
+        if (seat.state, "died") not in TRANSITIONS:
+            return
+        self._enter(seat, "died", now)
+        seat.error, seat.residual, seat.failures, seat.retry_at = why, {}, 0, now
+        size = len(seat.holders)
+        seat.holders.clear()
+        self._emit(Event(now, "empty", seat.model, name, size=size, reason=f"died: {why}"))
+
+    # The question
+
+    def next_step(self, now: float) -> Step:
+        """What is to be done now. Each ``Start`` and ``Stop`` is handed out once."""
+        while True:
+            step = self._advance(now) or self._retry_stuck(now)
+            if step:
+                return step
+            if not self._begin_swap(now):
+                return Wait(self._next_moment(now))
+
+    def _advance(self, now: float) -> Step | None:
+        for swap in tuple(self._swaps):
+            if swap.target and not swap.begun and not self.lines[swap.target.model]:
+                self._dissolve(swap, now)
+                continue
+            for victim in swap.victims:
+                if victim.state == "draining" and (not victim.holders or now >= swap.until):
+                    swap.begun = True
+                    return self._stop(victim, now, swap.reason)
+            if any(victim.state in HOLDING for victim in swap.victims):
+                continue
+            if swap.target is None:
+                self._swaps.remove(swap)
+            elif swap.target.state != "starting":
+                swap.begun = True
+                return self._start(swap.target, now, swap.reason)
+        return None
+
+    def _retry_stuck(self, now: float) -> Step | None:
+        for seat in self.seats.values():
+            if seat.state == "stuck" and now >= seat.retry_at:
+                return self._stop(seat, now, "trying again to stop it")
+        return None
+
+    def _start(self, seat: Seat, now: float, reason: str) -> Start:
+        self._enter(seat, "load", now)
+        seat.residual = {}
+        self._emit(Event(now, "starting", seat.model, seat.name, reason=reason))
+        return Start(seat.name, seat.backend.rest[0])
+
+    def _stop(self, seat: Seat, now: float, reason: str) -> Stop:
+        drained = now - seat.since if seat.state == "draining" else 0.0
+        self._enter(seat, "stop", now)
+        severed = tuple(seat.holders)
+        for ticket in severed:
+            ticket.severed = True
+            self._emit(Event(now, "severed", ticket.model, seat.name, ticket.id, 1, drained))
+        seat.holders.clear()
+        self._emit(Event(now, "stopping", seat.model, seat.name, 0, len(severed), drained, reason))
+        return Stop(seat.name, seat.backend.rest[0], severed)
+
+    def _next_moment(self, now: float) -> float:
+        """When the answer of ``next_step`` may change without a new fact."""
+        limit = self._config.max_wait
+        moments = [self._ask_again, *[first.since + limit for first in self._waiting()]]
+        moments += [swap.until for swap in self._swaps if any(v.state == "draining" for v in swap.victims)]
+        for seat in self.seats.values():
+            if seat.retry_at > now and (seat.state == "stuck" or self.lines[seat.model]):
+                moments.append(seat.retry_at)
+        return min([moment for moment in moments if moment > now], default=FOREVER)
+
+    # Beginning and ending a swap
+
+    def _begin_swap(self, now: float) -> bool:
+        """Begins at most one swap: that of the oldest overdue line, else what the policy proposes."""
+        busy: set[str] = set().union(*(swap.gpus() for swap in self._swaps))
+        plans: dict[str, _Plan] = {}
+        for first in self._waiting():
+            plan = self._plan(first.model, busy, now)
+            if now < first.since + self._config.max_wait:
+                if plan:
+                    plans[first.model] = plan
+            elif plan:
+                self._begin(plan, now, "overdue")
+                return True
+            else:
+                busy.update(self._replicas[first.model][0].holds)
+        return self._ask_policy(plans, now)
+
+    def _waiting(self) -> list[Ticket]:
+        """The first of each line that no swap under way will serve, oldest first."""
+        coming = [swap.target.model for swap in self._swaps if swap.target]
+        firsts = [next(iter(line)) for model, line in self.lines.items() if line and model not in coming]
+        return sorted(firsts, key=lambda first: (first.since, first.id))
+
+    def _plan(self, model: str, busy: set[str], now: float) -> _Plan | None:
+        """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
+        best: _Plan | None = None
+        for seat in self._replicas[model]:
+            if seat.state in ("empty", "parked") and seat.retry_at <= now:
+                victims = self._placement.victims(seat, busy)
+                if victims is not None and (best is None or len(victims) < len(best[1])):
+                    best = seat, victims
+        return best
+
+    def _ask_policy(self, plans: Mapping[str, _Plan], now: float) -> bool:
+        self.deferred, self._ask_again = None, FOREVER
+        match self._policy.decide(self.snapshot(now, plans)):
+            case SwapTo(model, reason) if model in plans:
+                self._begin(plans[model], now, reason)
+                return True
+            case Unload(model, reason) if model in self._replicas:
+                seats = [s for s in self._replicas[model] if s.state == "ready" and not s.backend.pin]
+                for seat in seats:
+                    self._begin((None, [seat]), now, reason)
+                return bool(seats)
+            case Stay(until) as stay:
+                self._ask_again = until
+                if plans:
+                    self._defer(next(iter(plans)), stay, now)
+        return False
+
+    def _defer(self, model: str, stay: Stay, now: float) -> None:
+        self.deferred = model, stay
+        first = next(iter(self.lines[model]))
+        if first is not self._announced:
+            self._announced = first
+            size = len(self.lines[model])
+            self._emit(Event(now, "deferred", model, "", first.id, size, stay.until - now, stay.reason))
+
+    def _begin(
+        self,
+        plan: tuple[Seat | None, list[Seat]],
+        now: float,
+        reason: str,
+        drain_timeout: float | None = None,
+    ) -> None:
+        target, victims = plan
+        drain = self._config.drain_timeout if drain_timeout is None else drain_timeout
+        self._swaps.append(_Swap(target, victims, now + drain, reason))
+        why = f"for {target.model}: {reason}" if target else reason
+        for victim in victims:
+            self._enter(victim, "swap", now)
+            size = len(victim.holders)
+            self._emit(Event(now, "draining", victim.model, victim.name, 0, size, drain, why))
+
+    def _dissolve(self, swap: _Swap, now: float) -> None:
+        """Ends a swap before its target was started; victims that only drained stay resident."""
+        self._swaps.remove(swap)
+        for victim in swap.victims:
+            if victim.state == "draining":
+                self._enter(victim, "reprieve", now)
+                self._emit(Event(now, "ready", victim.model, victim.name, reason="reprieved"))
+                self._admit(victim.model, now)
+
+    def _end_swap_to(self, seat: Seat) -> None:
+        self._swaps = [swap for swap in self._swaps if swap.target is not seat]
+
+    # Ends of tickets
+
+    def _route(self, ready: list[Seat]) -> Seat:
+        if len(ready) == 1:
+            return ready[0]
+        choice = routing.choose([routing.Replica(seat.name, len(seat.holders)) for seat in ready])
+        return self.seats[choice.backend]
+
+    def _lease(self, seat: Seat, ticket: Ticket, now: float) -> None:
+        ticket.backend = seat.name
+        if ticket.leases:
+            seat.holders[ticket] = None
+            seat.last_used = now
+        size = len(seat.holders)
+        self._emit(Event(now, "leased", ticket.model, seat.name, ticket.id, size, now - ticket.since))
+
+    def _admit(self, model: str, now: float) -> None:
+        ready = [seat for seat in self._replicas[model] if seat.state == "ready"]
+        line = self.lines[model]
+        for ticket in line:
+            self._lease(self._route(ready), ticket, now)
+        self.settled += line
+        line.clear()
+
+    def _fail(self, ticket: Ticket, error: MuxError, now: float) -> None:
+        ticket.error = error
+        waited = now - ticket.since
+        self._emit(Event(now, "failed", ticket.model, "", ticket.id, 0, waited, error.code))
+
+    def _fail_line(self, model: str, error: MuxError, now: float) -> None:
+        line = self.lines[model]
+        for ticket in line:
+            self._fail(ticket, error, now)
+        self.settled += line
+        line.clear()
+
+    def _fail_refused(self, now: float) -> None:
+        """Fails the lines that nobody can serve any more."""
+        for model, line in self.lines.items():
+            error = self._refusal(model, now) if line else None
+            if error:
+                self._fail_line(model, error, now)
+
+    def _refusal(self, model: str, now: float) -> MuxError | None:
+        """Why no backend of ``model`` can be loaded; None if one can, or is loading or being put out."""
+        errors = [self._obstacle(seat, now) for seat in self._replicas[model]]
+        return None if None in errors else errors[0]
+
+    def _obstacle(self, seat: Seat, now: float) -> MuxError | None:
+        if seat.state not in ("empty", "parked", "stuck"):
+            return None
+        for other in self.seats.values():
+            if other.state == "stuck" and (other is seat or other.holds.keys() & seat.holds.keys()):
+                text = f"{other.name} could not be stopped and holds a GPU of {seat.model}: {other.error}"
+                return Stuck(text, retry_after=other.retry_at - now)
+        if seat.retry_at > now:
+            pause = seat.retry_at - now
+            text = f"{seat.name} failed to load and is not tried again for {pause:.0f} s: {seat.error}"
+            return LoadError(text, log=seat.log, retry_after=pause)
+        why = self._placement.never_fits(seat)
+        return DoesNotFit(f"{seat.name} cannot be loaded: {why}.") if why else None
+
+    # State
+
+    def _enter(self, seat: Seat, what: str, now: float) -> None:
+        """The only writer of a seat's state."""
+        try:
+            seat.state = TRANSITIONS[seat.state, what]
+        except KeyError:
+            raise ValueError(f"{seat.name} is {seat.state}: `{what}` cannot happen to it") from None
+        seat.since = now
+
+    def snapshot(self, now: float, plans: Mapping[str, _Plan]) -> Snapshot:
+        """What the policy may know; ``plans`` are the swaps that could begin now, oldest line first."""
+        residents = tuple(
+            Resident(seat.model, seat.name, seat.loaded, len(seat.holders), seat.used)
+            for seat in self.seats.values()
+            if seat.state == "ready"
+        )
+        lines = tuple(self._line(model, *plan) for model, plan in plans.items())
+        coming = tuple(swap.target.model for swap in self._swaps if swap.target)
+        return Snapshot(now, self.name, residents, lines, coming)
+
+    def _line(self, model: str, target: Seat, victims: list[Seat]) -> Line:
+        tickets = self.lines[model]
+        oldest, newest = next(iter(tickets)), next(reversed(tickets))
+        evicts = tuple(victim.model for victim in victims)
+        return Line(model, len(tickets), oldest.since, newest.since, evicts, target.load_seconds)
+
+    def drains(self) -> dict[str, tuple[str, float]]:
+        """Draining backend -> (the model that it makes room for, or "", and when the drain ends)."""
+        return {
+            victim.name: (swap.target.model if swap.target else "", swap.until)
+            for swap in self._swaps
+            for victim in swap.victims
+            if victim.state == "draining"
+        }

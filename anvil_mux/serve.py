@@ -1,0 +1,358 @@
+"""The running program: puts the rooms together, takes over what runs, and ends in order.
+
+At the start the state folder is locked (two of us on one project would put out each other's engines) and the
+address bound, so that whatever prevents serving is said before anything is touched. Engines that run already
+are adopted if they answer for their model; those that do not, that cannot stay beside the others or that the
+configuration no longer has are stopped.
+
+The first SIGTERM or SIGINT drains: requests that run are finished within ``drain_timeout``, new ones refused.
+The second ends the program at once. Engines run on or are stopped, as ``on_exit`` says; a crash stops none.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from ipaddress import ip_address
+from types import FrameType
+from typing import TextIO
+
+from anvil_mux import __version__, journal
+from anvil_mux.clock import Clock
+from anvil_mux.config import Backend, Config
+from anvil_mux.engine import await_ready
+from anvil_mux.errors import ConfigError, MuxError
+from anvil_mux.gateway import Gateway
+from anvil_mux.journal import Journal
+from anvil_mux.metrics import Metrics
+from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.process import ProcessRuntime, state_folder
+from anvil_mux.relay import Relay
+from anvil_mux.server import Server
+from anvil_mux.swap import Runtime, Swapper
+
+ADOPT_SECONDS = 5.0
+"""How long an engine that runs already may take to answer."""
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What only the command line says."""
+
+    access_log: str = "-"
+    """A file, - for standard error, or off."""
+    log_format: str = "human"
+    pin: bool = False
+    insecure: bool = False
+    verbosity: int = journal.NORMAL
+
+
+class CannotServe(MuxError):
+    """Something outside the configuration stands in the way."""
+
+
+class Impatient(BaseException):
+    """The second signal."""
+
+
+def build_runtime(config: Config) -> Runtime:
+    if config.runtime == "process":
+        return ProcessRuntime(config)
+    from anvil_mux.compose import ComposeRuntime
+
+    return ComposeRuntime(config)
+
+
+def say(text: str) -> None:
+    """A message to whoever started the program."""
+    print(f"anvil-mux: {text}", file=sys.stderr, flush=True)
+
+
+def serve(config: Config, options: Options) -> int:
+    """Serves until a signal; the exit code. ConfigError or CannotServe if it does not come to that."""
+    _refuse_open_address(config, options)
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
+    _raise_file_limit()
+    signals = Signals()
+    try:
+        with _locked(config), _access_log(options) as access:
+            program = Program(config, options, access)
+            program.adopt()
+            program.start()
+            _print_banner(config, program.url, options)
+            signals.wait()
+            program.stop()
+    except Impatient:
+        say("ended at once; engines run on")
+        return INTERRUPTED
+    return 0
+
+
+class Signals:
+    """The first SIGTERM or SIGINT ends ``wait``; the next raises Impatient in the main thread."""
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._tell)
+
+    def _tell(self, _number: int, _frame: FrameType | None) -> None:
+        if self._told.is_set():
+            raise Impatient
+        self._told.set()
+
+    def wait(self) -> None:
+        self._told.wait()
+
+
+class Program:
+    """All the rooms, connected. Used by the main thread."""
+
+    def __init__(self, config: Config, options: Options, access: int | None) -> None:
+        self._config = config
+        self._options = options
+        self._clock = Clock()
+        self._runtime = build_runtime(config)
+        self._metrics = Metrics(config, lambda: self._mux.status())
+        with _pinned(options.pin):
+            relay = Relay(timeout=config.upstream_timeout)
+            self._journal = Journal(
+                self._metrics,
+                wall=self._clock.wall,
+                tail=self._log_tail,
+                housekeeping=relay.pool.sweep,
+                access=access,
+                form=options.log_format,
+                verbosity=options.verbosity,
+            )
+            self._mux = Multiplexer(config, Swapper(self._runtime), log=self._journal.add, clock=self._clock)
+            gateway = Gateway(config, self._mux, relay, self._journal, metrics=self._scrape)
+            self._server = self._bind(gateway)
+        host, port = self._server.server_address[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
+        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def _bind(self, gateway: Gateway) -> Server:
+        host, port = self._config.host, self._config.port
+        try:
+            return Server((host, port), gateway, self._mux, max_connections=self._config.max_connections)
+        except OSError as error:
+            advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
+            raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
+
+    def _scrape(self) -> bytes:
+        self._journal.flush()
+        return self._metrics.render("")[1]
+
+    def _log_tail(self, backend: str) -> list[str]:
+        return next((self._runtime.log_tail(b) for b in self._config.backends if b.name == backend), [])
+
+    def start(self) -> None:
+        # Keepers start engines, which inherit what their thread may run on: they are never pinned.
+        self._mux.start()
+        self._clock.spawn(self._watch, "watch")
+        with _pinned(self._options.pin):
+            self._clock.spawn(self._server.serve_forever, "acceptor")
+
+    def _watch(self) -> None:
+        backends = {backend.name: backend for backend in self._config.backends}
+
+        def died(name: str) -> None:
+            try:
+                why = self._runtime.ended(backends[name])
+            except MuxError as error:
+                why = error.message
+            self._mux.died(name, why or "ended and was started again by somebody else")
+
+        self._runtime.watch(died)
+
+    # Engines that run already
+
+    def adopt(self) -> None:
+        """Takes over what answers, stops the rest."""
+        for orphan in _orphans(self._config):
+            self._stop_engine(orphan, "the configuration has it no longer")
+        try:
+            running = self._runtime.running()
+        except MuxError as error:
+            say(f"cannot see what runs already: {error.message}")
+            return
+        if not running:
+            return
+        backends = {b.name: b for b in self._config.backends if b.name in running}
+        with ThreadPoolExecutor(len(running)) as pool:
+            looks = pool.map(lambda backend: self._flaw(backend, running[backend.name]), backends.values())
+            flaws = dict(zip(backends, looks, strict=True))
+            fit = {name: url for name, url in running.items() if not flaws.get(name)}
+            for name in self._mux.adopt(fit):
+                flaws[name] = "it cannot stay beside the others"
+            unfit = [(backends[name], why) for name, why in flaws.items() if why]
+            list(pool.map(lambda pair: self._stop_engine(*pair), unfit))
+
+    def _flaw(self, backend: Backend, url: str) -> str:
+        """Why a running engine cannot be taken over; "" if it can."""
+        if not url:
+            return "it cannot be reached"
+        try:
+            await_ready(
+                backend,
+                url,
+                ended=partial(self._runtime.ended, backend),
+                deadline=time.monotonic() + ADOPT_SECONDS,
+            )
+        except MuxError:
+            return f"it did not answer for {backend.model} within {ADOPT_SECONDS:g} s"
+        return ""
+
+    def _stop_engine(self, backend: Backend, why: str) -> None:
+        say(f"stopping {backend.name}: {why}")
+        try:
+            self._runtime.stop(backend)
+        except MuxError as error:
+            say(f"{backend.name} could not be stopped: {error.message}")
+
+    # The end
+
+    def stop(self) -> None:
+        """Finishes the requests that run, then leaves or stops the engines."""
+        grace = self._config.drain_timeout
+        leases = self._mux.status().leases
+        if leases:
+            say(f"waiting up to {grace:g} s for {leases} running (again to end at once)")
+        if not self._server.drain(grace):
+            say(f"{self._mux.status().leases} did not end within {grace:g} s and are cut off")
+        self._mux.close()
+        self._leave_engines()
+        self._journal.close()
+        self._runtime.close()
+
+    def _leave_engines(self) -> None:
+        try:
+            running = self._runtime.running()
+        except MuxError as error:
+            say(f"cannot see what runs: {error.message}")
+            return
+        backends = [backend for backend in self._config.backends if backend.name in running]
+        names = ", ".join(backend.name for backend in backends)
+        if not backends:
+            say("stopped")
+        elif self._config.on_exit == "keep":
+            say(f"stopped; kept running for the next start (on_exit: keep): {names}")
+        else:
+            with ThreadPoolExecutor(len(backends)) as pool:
+                list(pool.map(lambda backend: self._stop_engine(backend, "on_exit: stop"), backends))
+            say("stopped")
+
+
+def _orphans(config: Config) -> list[Backend]:
+    """Processes of this project that the configuration has no longer."""
+    if config.runtime != "process":
+        return []
+    known = {backend.name for backend in config.backends}
+    names = [file.stem for file in state_folder(config.project, os.environ).glob("*.json")]
+    return [Backend(name, name) for name in names if name not in known]
+
+
+def _refuse_open_address(config: Config, options: Options) -> None:
+    try:
+        loopback = config.host == "localhost" or ip_address(config.host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback and not options.insecure:
+        text = (
+            f"listen: {config.host} can be reached by others, and anvil-mux asks for no key yet: everybody "
+            "there could use and swap your models. Say --insecure if that is meant, or listen on 127.0.0.1."
+        )
+        raise ConfigError([text])
+
+
+def _raise_file_limit() -> None:
+    """A stream takes two descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextmanager
+def _pinned(wanted: bool) -> Iterator[None]:
+    """Threads that begin within stay on one CPU, which saves them from waiting for each other's caches."""
+    allowed = os.sched_getaffinity(0)
+    if wanted:
+        os.sched_setaffinity(0, {max(allowed)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@contextmanager
+def _locked(config: Config) -> Iterator[None]:
+    """One anvil-mux per project. The kernel lets go of the lock however the program ends."""
+    folder = state_folder(config.project, os.environ)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(folder / "lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise CannotServe(_who_serves(config, file)) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _who_serves(config: Config, file: TextIO) -> str:
+    file.seek(0)
+    return (
+        f"another anvil-mux (process {file.read() or '?'}) serves the project {config.project} already, and "
+        "two would put out each other's engines. Stop it, or give this one another `project`."
+    )
+
+
+@contextmanager
+def _access_log(options: Options) -> Iterator[int | None]:
+    if options.access_log in ("-", "off"):
+        yield journal.STDERR if options.access_log == "-" else None
+        return
+    try:
+        with open(options.access_log, "ab", buffering=0) as file:
+            yield file.fileno()
+    except OSError as error:
+        raise CannotServe(f"cannot write the access log {options.access_log}: {error.strerror}") from None
+
+
+def _print_banner(config: Config, url: str, options: Options) -> None:
+    print(f"anvil-mux {__version__} serves {url} ({', '.join(map(_short, config.files))})")
+    if options.verbosity > journal.QUIET:
+        width = max(len(backend.model) for backend in config.backends)
+        for backend in config.backends:
+            where = f"GPU {', '.join(backend.gpus)}" if backend.gpus else "no GPU"
+            print(f"  {backend.model:{width}}  {backend.engine} on {where}")
+        print(f"Try it:\n  {curl_line(url, config.backends[0].model)}")
+    sys.stdout.flush()
+
+
+def curl_line(url: str, model: str) -> str:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
+    quoted = body.replace("'", "'\\''")
+    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{quoted}'"
+
+
+def _short(file: str) -> str:
+    """A path as people would type it here."""
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") else relative

@@ -1,0 +1,158 @@
+"""The listening socket, a thread per connection, and a way to stop.
+
+A connection's thread reads a request, has the gateway answer it, and goes on while both sides keep the
+connection. A connection over the limit is told so by the accepting thread and closed. ``drain`` ends it all
+in order: no new connections, idle ones closed, waiting requests refused, running ones finished in time.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from http.server import ThreadingHTTPServer
+from ipaddress import ip_address
+from socketserver import BaseRequestHandler, TCPServer
+from typing import Any
+
+from anvil_mux import api, http1
+from anvil_mux.client import Client
+from anvil_mux.errors import ClientGone, MuxError, Overloaded
+from anvil_mux.gateway import Gateway
+from anvil_mux.multiplexer import Multiplexer
+
+STACK_BYTES = 512 * 1024
+"""Of a connection's thread; thousands of them must fit."""
+
+log = logging.getLogger(__name__)
+
+
+class Connection(BaseRequestHandler):
+    """One client's connection, in its own thread."""
+
+    server: Server
+
+    def handle(self) -> None:
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client = Client(self.request, self.client_address[0])
+        try:
+            while self._serve_one(client):
+                pass
+        except ClientGone:
+            return
+        if client.is_unread:
+            client.part()
+
+    def _serve_one(self, client: Client) -> bool:
+        server = self.server
+        try:
+            request = client.read_request()
+        except MuxError as error:
+            if not isinstance(error, ClientGone):
+                server.gateway.refuse_unread(client, error)
+            return False
+        if request is None:
+            return False
+        server.busy.add(self)
+        try:
+            keep = server.gateway.serve(client, request)
+            return keep and client.discard_body() and not server.gateway.draining
+        finally:
+            server.busy.discard(self)
+
+
+class Server(ThreadingHTTPServer):
+    """Accepts connections on ``address`` for ``gateway``, at most ``max_connections`` at once."""
+
+    request_queue_size = 512
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+    def __init__(
+        self, address: tuple[str, int], gateway: Gateway, mux: Multiplexer, *, max_connections: int = 2048
+    ) -> None:
+        self.gateway = gateway
+        self.connections: set[socket.socket] = set()
+        self.busy: set[Connection] = set()
+        """Connections within a request. Sets are changed by many threads, in single atomic operations."""
+        self._mux = mux
+        self._limit = max_connections
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
+        threading.stack_size(STACK_BYTES)
+        super().__init__(address, Connection)
+        gateway.only_local_hosts = _is_loopback(self.server_address[0])
+
+    def server_bind(self) -> None:
+        TCPServer.server_bind(self)  # HTTPServer's would look the host's name up
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self.connections) >= self._limit:
+            self._turn_away(request)
+            return
+        self.connections.add(request)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no more threads
+            self.connections.discard(request)
+            self._turn_away(request)
+
+    def _turn_away(self, request: socket.socket) -> None:
+        error = Overloaded(f"overloaded: {self._limit} connections are open already. Try again.")
+        headers = [
+            (b"Content-Type", b"application/json"),
+            (b"Connection", b"close"),
+            *api.error_headers(error),
+        ]
+        try:
+            request.send(
+                http1.response(503, headers, api.error_body("openai", error, "")), socket.MSG_DONTWAIT
+            )
+            request.shutdown(socket.SHUT_WR)
+            request.recv(65536, socket.MSG_DONTWAIT)
+        except OSError:
+            pass
+        request.close()
+
+    def shutdown_request(self, request: Any) -> None:
+        self.connections.discard(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        log.exception("connection of %s failed", client_address)
+
+    def drain(self, grace: float) -> bool:
+        """Stops serving; True if every request ended within ``grace`` seconds.
+
+        Not to be called in the thread that is in ``serve_forever``.
+        """
+        self.gateway.draining = True
+        self.shutdown()
+        self.server_close()
+        self._mux.refuse()
+        deadline = time.monotonic() + grace
+        while True:
+            idle = self.connections.difference(connection.request for connection in self.busy.copy())
+            for request in idle:
+                _end_reading(request)
+            if not self.busy or time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+        return not self.busy
+
+
+def _end_reading(request: socket.socket) -> None:
+    try:
+        request.shutdown(socket.SHUT_RD)
+    except OSError:
+        pass
+
+
+def _is_loopback(host: str | Any) -> bool:
+    try:
+        return ip_address(str(host)).is_loopback
+    except ValueError:
+        return False

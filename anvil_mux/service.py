@@ -1,0 +1,365 @@
+"""What a compose service says, in whichever of its spellings it says it.
+
+Compose accepts most things in a short and a long form, and prints the long one; without the Compose program
+the file's own form is what we get. Functions take the service's mapping and give one form; ValueError says
+which key is wrong. Guesses about the engine (its family, its port, the model id it reports) are made here
+from image and command, and only here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import PurePosixPath
+from typing import Any
+
+IMAGES: tuple[tuple[str, str], ...] = (
+    (r"llama-?cpp-python", "openai"),
+    (r"llama\.?-?cpp|llama-server", "llamacpp"),
+    (r"sglang", "sglang"),
+    (r"vllm", "vllm"),
+    (r"ollama", "ollama"),
+    (r"tabbyapi", "tabbyapi"),
+    (r"tensorrt-?llm|trtllm", "trtllm"),
+)
+"""Pattern in the image's repository or the program's name -> engine; everything else is ``openai``."""
+
+ALL = "all"
+
+Service = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One published port; ``outside`` None: Docker chooses."""
+
+    inside: int
+    outside: int | None = None
+    address: str = ""
+
+
+def argv(service: Service) -> tuple[str, ...]:
+    """entrypoint + command."""
+    return (*_words(service, "entrypoint"), *_words(service, "command"))
+
+
+def environment(service: Service, environ: Mapping[str, str]) -> dict[str, str]:
+    """The service's variables; one without a value is taken from ``environ``, and left out if not there."""
+    found = {}
+    for name, value in _mapping(service, "environment", None).items():
+        value = environ.get(name) if value is None else value
+        if value is not None:
+            found[name] = _text(value)
+    return found
+
+
+def labels(service: Service, prefix: str) -> dict[str, str]:
+    """The labels that begin with ``prefix``, without it."""
+    if not isinstance(service, Mapping):
+        raise ValueError("must be a mapping")
+    found = _mapping(service, "labels", "").items()
+    return {name[len(prefix) :]: _text(value) for name, value in found if name.startswith(prefix)}
+
+
+def profiles(service: Service) -> tuple[str, ...]:
+    return tuple(str(each) for each in _list(service, "profiles"))
+
+
+def published(service: Service) -> list[Port]:
+    """The TCP ports that the host can reach."""
+    return [port for each in _list(service, "ports") for port in _published(each)]
+
+
+def listens_on(service: Service) -> int | None:
+    """The port that the service says its engine listens on, if it does."""
+    for ports in (
+        [port.inside for port in published(service)],
+        [port for each in _list(service, "expose") for port in _range(str(each).partition("/")[0])],
+    ):
+        if len(set(ports)) == 1:
+            return ports[0]
+        if ports and commanded_port(service) is None:
+            several = ", ".join(map(str, sorted(set(ports))))
+            raise ValueError(
+                f"has several ports ({several}); say where the engine listens: x-anvil: {{port: ...}}"
+            )
+    return commanded_port(service)
+
+
+def commanded_port(service: Service) -> int | None:
+    ports = [value for value in flag_values(argv(service), "--port") if value.isdigit()]
+    return int(ports[-1]) if ports else None
+
+
+def engine(service: Service) -> str:
+    """The engine family by the image, or by the program where there is none that says it."""
+    image = str(service.get("image") or "").partition("@")[0]
+    repository = re.sub(r":[^/]*$", "", image).lower()
+    words = argv(service)
+    program = PurePosixPath(words[0]).name if words else ""
+    if re.fullmatch(r"python[0-9.]*", program):
+        program = next(flag_values(words, "-m"), "")
+    for text in (repository, program.lower()):
+        for pattern, name in IMAGES:
+            if re.search(pattern, text):
+                return name
+    return "openai"
+
+
+def served_model(service: Service, engine: str) -> tuple[str, ...]:
+    """The ids under which the engine knows its model, as far as its command says so."""
+    words = argv(service)
+    match engine:
+        case "llamacpp":
+            names = [*flag_values(words, "--alias"), *flag_values(words, "-a")]
+            return tuple(part.strip() for name in names for part in name.split(",") if part.strip())
+        case "vllm" | "sglang":
+            return _names_given(words) or tuple(_models_given(service))[-1:]
+    return tuple(flag_values(words, "--served-model-name"))
+
+
+def _names_given(words: Sequence[str]) -> tuple[str, ...]:
+    """What follows --served-model-name: vLLM takes several names."""
+    for index, word in enumerate(words):
+        if word.startswith("--served-model-name="):
+            return (word.partition("=")[2],)
+        if word == "--served-model-name":
+            names = []
+            for name in words[index + 1 :]:
+                if name.startswith("-"):
+                    break
+                names.append(name)
+            return tuple(names)
+    return ()
+
+
+def _models_given(service: Service) -> Iterator[str]:
+    """--model, --model-path, or the word after `vllm serve`, which may be the image's own entrypoint."""
+    words = argv(service)
+    if "serve" in words:
+        words = words[words.index("serve") + 1 :]
+    elif service.get("entrypoint") or not service.get("image"):
+        words = ("-", *words)
+    if words and re.fullmatch(r"[^-/.][^/]*(/[^/]+)?|/.+", words[0]):
+        yield words[0]
+    yield from flag_values(words, "--model")
+    yield from flag_values(words, "--model-path")
+
+
+def flag_values(words: Sequence[str], flag: str) -> Iterator[str]:
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        if word == flag:
+            yield following
+        elif word.startswith(f"{flag}="):
+            yield word.partition("=")[2]
+
+
+# GPUs
+
+
+def gpus(service: Service, variables: Mapping[str, str]) -> str | tuple[str, ...] | None:
+    """``ALL``, or ids of the GPUs that the service asks for; None where it asks for none.
+
+    ``variables`` is its environment. CUDA_VISIBLE_DEVICES counts where it cannot mean "the second of those
+    that I was given".
+    """
+    given = _reserved(service)
+    visible = variables.get("NVIDIA_VISIBLE_DEVICES")
+    if given is None and service.get("runtime") == "nvidia" and visible is not None:
+        given = _visible(visible)
+    chosen = variables.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or not (given in (None, ALL) or _counted(given)):
+        return given
+    narrowed = _visible(chosen)
+    if given in (None, ALL) or narrowed is None or set(narrowed) <= set(given or ()):
+        return narrowed
+    return given
+
+
+def reserves_gpu(service: Service) -> bool:
+    """Whether Docker would give the container any GPU."""
+    return _reserved(service) is not None or service.get("runtime") == "nvidia"
+
+
+def _reserved(service: Service) -> str | tuple[str, ...] | None:
+    requests = [*_deployed(service), *_short(service), *_cdi(service)]
+    if not requests:
+        return None
+    if ALL in requests:
+        return ALL
+    return tuple(dict.fromkeys(id for request in requests for id in request))
+
+
+def _deployed(service: Service) -> Iterator[str | tuple[str, ...]]:
+    inner: Any = service
+    for key in ("deploy", "resources", "reservations"):
+        inner = inner.get(key) or {}
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"{key} must be a mapping")
+    for device in _list(inner, "devices"):
+        if not isinstance(device, Mapping):
+            raise ValueError("deploy.resources.reservations.devices must list mappings")
+        if any(str(each).startswith(("gpu", "nvidia")) for each in _list(device, "capabilities")):
+            yield _request(device)
+
+
+def _short(service: Service) -> Iterator[str | tuple[str, ...]]:
+    if service.get("gpus") == ALL:
+        yield ALL
+        return
+    for request in _list(service, "gpus"):
+        if not isinstance(request, Mapping):
+            raise ValueError("gpus must be `all` or a list of {driver, count, device_ids}")
+        yield _request(request)
+
+
+def _request(request: Mapping[str, Any]) -> str | tuple[str, ...]:
+    if ids := _list(request, "device_ids"):
+        return tuple(str(each) for each in ids)
+    count = request.get("count", ALL)
+    if count in (ALL, -1, "-1", None):
+        return ALL
+    if isinstance(count, bool) or not re.fullmatch(r"[0-9]+", str(count)):
+        raise ValueError(f"count must be `all` or a number of GPUs, not {count!r}")
+    return tuple(str(index) for index in range(int(count)))
+
+
+def _cdi(service: Service) -> Iterator[str | tuple[str, ...]]:
+    for device in _list(service, "devices"):
+        source = device.get("source") if isinstance(device, Mapping) else device
+        vendor, equals, id = str(source).partition("=")
+        if equals and vendor == "nvidia.com/gpu":
+            id = id.partition(":")[0]
+            yield ALL if id == ALL else (id,)
+
+
+def _visible(value: str) -> str | tuple[str, ...] | None:
+    if value == ALL:
+        return ALL
+    ids = tuple(part.strip() for part in value.split(",") if part.strip())
+    return None if not ids or ids[0] in ("none", "void", "-1") else ids
+
+
+def _counted(ids: str | tuple[str, ...] | None) -> bool:
+    return isinstance(ids, tuple) and ids == tuple(str(index) for index in range(len(ids)))
+
+
+# What bites
+
+SLEEPERS = ("vllm", "sglang")
+"""Engines whose sleep gives memory back only if PyTorch's allocator plays along."""
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def bites(service: Service, engine: str, port: int | None, gpus: Sequence[str]) -> Iterator[str]:
+    """What Docker would do with this service that its owner hardly wants, and what to do about it."""
+    restart = str(service.get("restart", "no"))
+    if restart in ("always", "unless-stopped"):
+        yield f"`restart: {restart}` brings the engine back onto the GPU after it was put out; take it away"
+    open_ports = [each for each in published(service) if each.address in ("", "0.0.0.0", "::")]
+    for each in open_ports:
+        yield (
+            f"port {each.inside} is published on all interfaces, past the firewall and without a key; "
+            f'write "127.0.0.1::{each.inside}"'
+        )
+    if not profiles(service):
+        yield "without `profiles`, a bare `docker compose up` starts every model; add `profiles: [llm]`"
+    allocator = environment(service, {})
+    if engine in SLEEPERS and any(
+        "expandable_segments:True" in allocator.get(name, "") for name in ALLOCATOR
+    ):
+        yield "expandable_segments keeps a sleeping engine from giving its memory back; take it out"
+    if gpus and not reserves_gpu(service):
+        yield (
+            f"stands on GPU {', '.join(gpus)} for us but reserves none, so Docker gives it none; "
+            "add `gpus: all` or deploy.resources.reservations.devices, unless it computes on the CPU"
+        )
+    elif not gpus:
+        yield "has no GPU, so it is never put out; if it uses one, reserve it or say x-anvil: {gpus: [...]}"
+    yield from _unpublished(service, port)
+
+
+def _unpublished(service: Service, port: int | None) -> Iterator[str]:
+    inside = [each.inside for each in published(service)]
+    if service.get("network_mode") == "host" or (inside and (port is None or port in inside)):
+        return
+    told = commanded_port(service)
+    if inside:
+        yield f"its port {port} is not among those published ({', '.join(map(str, inside))})"
+        return
+    yield (
+        "its port is not published, so it can only be reached from the Docker host itself; "
+        f'write ports: ["127.0.0.1::{port or told or "PORT"}"]'
+    )
+
+
+# Short and long forms
+
+
+def _words(service: Service, key: str) -> list[str]:
+    value = service.get(key)
+    if isinstance(value, str):
+        try:
+            return shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+    return [_text(word) for word in _list(service, key)]
+
+
+def _list(service: Mapping[str, Any], key: str) -> list[Any]:
+    value = service.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ValueError(f"{key} must be a list")
+    return value
+
+
+def _mapping(service: Service, key: str, nothing: str | None) -> dict[str, Any]:
+    """A mapping, or a list of NAME=VALUE; ``nothing`` for a name alone."""
+    value = service.get(key)
+    if isinstance(value, list):
+        pairs = [str(each).partition("=") for each in value]
+        return {name: text if equals else nothing for name, equals, text in pairs}
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{key} must be a mapping or a list of NAME=VALUE")
+    return {name: nothing if each is None else each for name, each in (value or {}).items()}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, dict)):
+        raise ValueError(f"{value!r} must be text")
+    return "" if value is None else str(value)
+
+
+def _published(entry: Any) -> Iterator[Port]:
+    if isinstance(entry, Mapping):
+        inside, outside = str(entry.get("target", "")), str(entry.get("published") or "")
+        address, protocol = str(entry.get("host_ip") or ""), entry.get("protocol", "tcp")
+    else:
+        text, _, protocol = str(entry).partition("/")
+        rest, _, inside = text.rpartition(":")
+        address, _, outside = rest.rpartition(":")
+    if protocol not in ("tcp", ""):
+        return
+    ports = _range(inside)
+    outsides: list[int | None] = [*_range(outside)] if outside else [None] * len(ports)
+    if len(outsides) == len(ports):
+        for port, open_as in zip(ports, outsides, strict=True):
+            yield Port(port, open_as, address.strip("[]"))
+    else:
+        # Docker takes a free one of a range.
+        for port in ports:
+            yield Port(port, None, address.strip("[]"))
+
+
+def _range(text: str) -> list[int]:
+    first, dash, last = text.partition("-")
+    if not first.isdigit() or (dash and not last.isdigit()):
+        raise ValueError(f"ports: {text!r} is no port")
+    return list(range(int(first), int(last if dash else first) + 1))

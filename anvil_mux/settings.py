@@ -1,0 +1,200 @@
+"""The values that settings take, and how people write them.
+
+A table of settings (key -> ``Setting``) drives everything: what is read, what is refused and how that is
+said, and the documentation. A kind's ``read`` takes what YAML, an environment variable or a flag gave (so
+numbers may come as text) and returns the value, or raises ValueError that says what it should be.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    name: str
+    """As the documentation calls it."""
+    read: Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    kind: Kind
+    doc: str
+    """One line."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What to say of an unknown word."""
+    known = tuple(known)
+    close = get_close_matches(word, known, 1, 0.6)
+    return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
+
+
+def one_of(*known: str) -> Kind:
+    def read(value: Any) -> str:
+        if value not in known:
+            raise ValueError(f"must be one of {', '.join(known)}, not {show(value)}")
+        return str(value)
+
+    return Kind(" | ".join(known), read)
+
+
+def whole_number(least: int, most: float = math.inf) -> Kind:
+    def read(value: Any) -> int:
+        if isinstance(value, str) and re.fullmatch(r"[0-9]+", value):
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            limits = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:.0f}"
+            raise ValueError(f"must be a whole number {limits}, not {show(value)}")
+        return value
+
+    return Kind("whole number", read)
+
+
+SIZES = {unit + "iB": 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
+SIZES |= {unit + "B": 1000**power for power, unit in enumerate("KMGT", 1)}
+SIZES |= {"kB": 1000, "B": 1, "": 1}
+
+
+def size(least: int = 0) -> Kind:
+    """Bytes; 0 passes as well as anything of at least ``least``."""
+
+    def read(value: Any) -> int:
+        found = re.fullmatch(
+            r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", "" if value is True else str(value)
+        )
+        if found is None or found[2] not in SIZES:
+            raise ValueError(f"must be a size such as 20GiB, 20GB, 20000MiB or bytes, not {show(value)}")
+        amount = int(float(found[1]) * SIZES[found[2]])
+        if 0 < amount < least:
+            raise ValueError(f"is only {amount} bytes; write {found[1]}GiB if you mean that")
+        return amount
+
+    return Kind("size", read)
+
+
+DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|us|m|s)")
+UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+def read_seconds(value: Any) -> float:
+    if isinstance(value, str):
+        if re.fullmatch(r"[0-9]+(\.[0-9]+)?", value):
+            return float(value)
+        if re.fullmatch(f"(?:{DURATION.pattern})+", value):
+            return sum(float(number) * UNITS[unit] for number, unit in DURATION.findall(value))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    raise ValueError(f"must be seconds, or a time such as 30s or 2m, not {show(value)}")
+
+
+def _read_text(value: Any) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"must be text, not {show(value)}" + ("" if value == "" else "; quote it"))
+    if any(character < " " or character in "\"'`\\\x7f" for character in value):
+        raise ValueError(f"must not hold quotes or control characters: {show(value)}")
+    return value.strip()
+
+
+def _read_names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    if not isinstance(value, list):
+        value = [value]
+    return tuple(dict.fromkeys(_read_text(each) for each in value))
+
+
+FLAGS = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+
+
+def _read_flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, str) or value.lower() not in FLAGS:
+        raise ValueError(f"must be true or false, not {show(value)}")
+    return FLAGS[value.lower()]
+
+
+def _read_listen(value: Any) -> tuple[str, int]:
+    host, colon, port = str(value).rpartition(":")
+    if colon and not host:
+        raise ValueError(f"needs an address before the colon: 127.0.0.1{value}, or 0.0.0.0{value} for all")
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535 or isinstance(value, bool):
+        raise ValueError(f"must be ADDRESS:PORT such as 127.0.0.1:9292, not {show(value)}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _read_chosen(value: Any) -> tuple[str, dict[str, object]]:
+    if isinstance(value, str) and value:
+        return value, {}
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise ValueError(f"must be a name, or {{name: ..., setting: value}}, not {show(value)}")
+    return value["name"], {key: _number(each) for key, each in value.items() if key != "name"}
+
+
+def _number(value: Any) -> object:
+    """Variables and times come as text; a policy's settings are numbers where they can be."""
+    try:
+        return read_seconds(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def listed(known: Collection[str]) -> Kind:
+    def read(value: Any) -> tuple[str, ...]:
+        names = _read_names(value)
+        for name in names:
+            if name not in known:
+                raise ValueError(f"unknown: {name}; {nearest(name, known)}")
+        if not names:
+            raise ValueError("must name at least one")
+        return names
+
+    return Kind("list of " + " | ".join(known), read)
+
+
+def show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def plain(value: object) -> str:
+    """A default as people write it."""
+    match value:
+        case None | ():
+            return ""
+        case bool():
+            return str(value).lower()
+        case tuple():
+            return ", ".join(value)
+        case float():
+            return f"{value:g}"
+    return str(value)
+
+
+SECONDS = Kind("seconds", read_seconds)
+TEXT = Kind("text", _read_text)
+NAMES = Kind("list of names", _read_names)
+FLAG = Kind("true | false", _read_flag)
+LISTEN = Kind("ADDRESS:PORT", _read_listen)
+CHOSEN = Kind("name, or {name: ..., its settings}", _read_chosen)
+PORT = whole_number(1, 65535)
+SIZE = size()
+MEMORY = size(least=1 << 20)

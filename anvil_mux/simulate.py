@@ -1,0 +1,366 @@
+"""The same residencies, policies and preemption in virtual time.
+
+``simulate`` does what the multiplexer does, with a heap of happenings in place of threads: it tells each
+island's ``Residency`` the facts of a trace, asks for the next step, and reports its end after the seconds that
+``Engines`` name. Nothing but the passage of time and the engines is made up, so the log is the one that the
+threaded program writes for the same trace.
+
+``check`` reads a log, simulated or of a running program, and names every broken invariant of residency.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, NamedTuple
+
+from anvil_mux.config import Config
+from anvil_mux.errors import LoadError, MuxError, WaitedTooLong
+from anvil_mux.placement import HOLDING, Placement, islands
+from anvil_mux.policy import FOREVER, build_policy
+from anvil_mux.preemption import build_preemption
+from anvil_mux.residency import (
+    COOL_DOWN_SECONDS,
+    MAX_COOL_DOWN_SECONDS,
+    TRANSITIONS,
+    Event,
+    Residency,
+    Start,
+    Stop,
+    Ticket,
+    Wait,
+)
+
+
+class Request(NamedTuple):
+    """A request arrives ``at`` a moment, holds its lease for ``seconds``, and leaves when out of patience."""
+
+    at: float
+    model: str
+    seconds: float
+    patience: float = FOREVER
+    leases: bool = True
+    """False: it only wants the model loaded."""
+
+
+class Unloading(NamedTuple):
+    """Somebody asks for ``model`` to be put out."""
+
+    at: float
+    model: str
+
+
+class Death(NamedTuple):
+    """``backend`` ends without being told to; nothing happens if it is not up."""
+
+    at: float
+    backend: str
+
+
+class Outcome(NamedTuple):
+    """How long a step takes, and the error that it ends with: any but LoadError leaves the backend stuck."""
+
+    seconds: float
+    error: MuxError | None = None
+
+
+Perform = Callable[[Start | Stop, int], Outcome]
+"""The outcome of the n-th step (from 0) on its backend."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Steps that always succeed, in fixed times."""
+
+    load_seconds: Mapping[str, float] = field(default_factory=dict)
+    """By backend."""
+    other_load_seconds: float = 10.0
+    stop_seconds: float = 1.0
+
+    def __call__(self, step: Start | Stop, nth: int) -> Outcome:
+        if isinstance(step, Stop):
+            return Outcome(self.stop_seconds)
+        return Outcome(self.load_seconds.get(step.backend, self.other_load_seconds))
+
+
+def simulate(
+    config: Config, trace: Iterable[Request | Unloading | Death], perform: Perform | None = None
+) -> list[Event]:
+    """The log of ``trace`` (sorted by moment, from 0), until every request has ended and no step is under way."""
+    simulation = _Simulation(config, perform or Engines())
+    simulation.run(trace)
+    return simulation.log
+
+
+@dataclass(eq=False, slots=True)
+class _Island:
+    residency: Residency
+    alarm: float = FOREVER
+    """When it is asked again without a new fact."""
+
+
+class _Simulation:
+    """Heap entries are (moment, order, what to call with moment and argument, argument)."""
+
+    def __init__(self, config: Config, perform: Perform) -> None:
+        self.log: list[Event] = []
+        self._config = config
+        self._perform = perform
+        self._steps: Counter[str] = Counter()
+        self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
+        self._order = count()
+        self._ids = count(1)
+        self._open = 0  # requests that have not ended, and steps under way
+        self._waiting = 0
+        self._models = {backend.name: backend.model for backend in config.backends}
+        self._islands: dict[str, _Island] = {}
+        policy = build_policy(config.policy, config.policy_settings)
+        preemption = build_preemption(config.preemption, config.preemption_settings)
+        for name, backends in islands(config.backends):
+            island = _Island(Residency(name, config, backends, policy, preemption, self.log.append))
+            self._islands.update(dict.fromkeys(island.residency.lines, island))
+
+    def run(self, trace: Iterable[Request | Unloading | Death]) -> None:
+        for island in dict.fromkeys(self._islands.values()):
+            self._ask(island, 0.0)
+        for entry in trace:
+            while self._heap and self._heap[0][0] <= entry.at:
+                self._happen()
+            match entry:
+                case Request():
+                    self._arrive(entry)
+                case Unloading(at, model):
+                    self._unload(self._islands[model], model, at)
+                case Death(at, backend):
+                    self._die(self._islands[self._models[backend]], backend, at)
+        while self._heap and self._open:
+            self._happen()
+
+    def _at(self, moment: float, call: Callable[[float, Any], None], argument: object) -> None:
+        heappush(self._heap, (moment, next(self._order), call, argument))
+
+    def _happen(self) -> None:
+        now, _, call, argument = heappop(self._heap)
+        call(now, argument)
+
+    # Facts
+
+    def _arrive(self, request: Request) -> None:
+        now, model = request.at, request.model
+        island = self._islands[model]
+        if self._waiting >= self._config.max_queue and not island.residency.is_ready(model):
+            return  # overloaded
+        ticket = Ticket(next(self._ids), model, now, leases=request.leases)
+        ticket.wake = request
+        self._open += 1
+        island.residency.request(ticket, now)
+        if ticket.settled:
+            self._go_on(ticket, now)
+            return
+        self._waiting += 1
+        self._at(now + self._config.queue_timeout, self._time_out, ticket)
+        if request.patience < FOREVER:
+            self._at(now + request.patience, self._leave, ticket)
+        self._ask(island, now)
+
+    def _unload(self, island: _Island, model: str, now: float) -> None:
+        if any(seat.state == "starting" for seat in island.residency.seats_of(model)):
+            return
+        island.residency.unload_requested(model, now, "unload requested")
+        self._ask(island, now)
+
+    def _die(self, island: _Island, backend: str, now: float) -> None:
+        island.residency.died(backend, now, "killed")
+        self._ask(island, now)
+
+    def _time_out(self, now: float, ticket: Ticket) -> None:
+        self._leave(now, ticket, WaitedTooLong("too long"))
+
+    def _leave(self, now: float, ticket: Ticket, error: MuxError | None = None) -> None:
+        island = self._islands[ticket.model]
+        if ticket in island.residency.lines[ticket.model]:
+            island.residency.give_up(ticket, now, error)
+            self._waiting -= 1
+            self._open -= 1
+            self._ask(island, now)
+
+    def _go_on(self, ticket: Ticket, now: float) -> None:
+        """A ticket ended: its request is served, or over."""
+        if ticket.backend and ticket.leases:
+            self._at(now + ticket.wake.seconds, self._release, ticket)
+        else:
+            self._open -= 1
+
+    def _release(self, now: float, ticket: Ticket) -> None:
+        island = self._islands[ticket.model]
+        self._open -= 1
+        island.residency.release(ticket, now)
+        if island.residency.busy:
+            self._ask(island, now)
+
+    # Steps
+
+    def _ask(self, island: _Island, now: float) -> None:
+        while True:
+            step = island.residency.next_step(now)
+            settled, island.residency.settled = island.residency.settled, []
+            for ticket in settled:
+                self._waiting -= 1
+                self._go_on(ticket, now)
+            if isinstance(step, Wait):
+                break
+            outcome = self._perform(step, self._steps[step.backend])
+            self._steps[step.backend] += 1
+            self._open += 1
+            self._at(now + outcome.seconds, self._performed, (island, step, outcome.error))
+        if step.until != island.alarm:
+            island.alarm = step.until
+            if step.until < FOREVER:
+                self._at(step.until, self._ring, island)
+
+    def _ring(self, now: float, island: _Island) -> None:
+        if now == island.alarm:
+            island.alarm = FOREVER
+            self._ask(island, now)
+
+    def _performed(self, now: float, what: tuple[_Island, Start | Stop, MuxError | None]) -> None:
+        island, step, error = what
+        self._open -= 1
+        residency = island.residency
+        if error is None:
+            (residency.started if isinstance(step, Start) else residency.stopped)(step.backend, now)
+        elif isinstance(step, Start) and isinstance(error, LoadError):
+            residency.start_failed(step.backend, now, error)
+        else:
+            residency.stop_failed(step.backend, now, error.message)
+        self._ask(island, now)
+
+
+def check(log: Iterable[Event], config: Config, slack: float = 0.0) -> list[str]:
+    """What in ``log`` breaks an invariant. ``slack``: seconds that a real program's threads may be late."""
+    checker = _Checker(config, slack)
+    for event in log:
+        checker.read(event)
+    return checker.wrong
+
+
+_BACKEND_MOVES = {(before, after) for (before, _), after in TRANSITIONS.items()}
+_TICKET_ENDS = ("leased", "failed", "gone")
+
+
+class _Checker:
+    """A fold over events. ``_lines``: model -> waiting ticket -> since; ``_leases``: ticket -> backend."""
+
+    def __init__(self, config: Config, slack: float) -> None:
+        self.wrong: list[str] = []
+        self._config, self._slack, self._now = config, slack, 0.0
+        placement = Placement(config.backends, config.gpus, build_preemption("lru"))
+        self._capacity, self._seats = placement.capacity, placement.seats
+        self._states = dict.fromkeys(self._seats, "empty")
+        self._lines: dict[str, dict[int, float]] = {seat.model: {} for seat in self._seats.values()}
+        self._ended: set[int] = set()
+        self._leases: dict[int, str] = {}
+        self._drains: dict[str, tuple[float, float, str]] = {}  # backend -> since, time-out, for whom
+        self._begun: set[str] = set()  # models for which a victim was stopped
+        self._failures: Counter[str] = Counter()
+        self._retry_at: dict[str, float] = {}
+        self._admitting = ""
+        self._groups = [{b.name for b in group} for _, group in islands(config.backends)]
+
+    def read(self, event: Event) -> None:
+        self._claim(event.at >= self._now, event, "time goes backwards")
+        if event.at > self._now:
+            self._look_for_overdue(event)
+        self._now = event.at
+        admitted = event.kind == "leased" and event.model == self._admitting
+        self._claim(admitted or not self._lines.get(self._admitting), event, f"{self._admitting} still waits")
+        self._admitting = self._admitting if admitted else ""
+        if event.kind in _TICKET_ENDS:
+            self._end(event)
+        elif event.kind == "queued":
+            self._claim(event.ticket not in self._ended, event, "the ticket has ended")
+            self._lines[event.model][event.ticket] = event.at
+        elif event.kind in ("released", "severed"):
+            held = self._leases.pop(event.ticket, None) == event.backend
+            self._claim(held, event, "the ticket held no lease")
+        elif event.kind != "deferred":
+            self._move(event)
+
+    def _claim(self, fine: bool, event: Event, problem: str) -> None:
+        if not fine:
+            self.wrong.append(f"{event.at:.6f} {event.kind} {event.backend or event.model}: {problem}")
+
+    def _end(self, event: Event) -> None:
+        self._claim(event.ticket not in self._ended, event, f"ticket {event.ticket} ends twice")
+        self._ended.add(event.ticket)
+        since = self._lines[event.model].pop(event.ticket, event.at)
+        late = event.at - since > self._config.queue_timeout + self._slack
+        self._claim(not late, event, f"ticket {event.ticket} waited longer than queue_timeout")
+        if event.kind == "leased":
+            self._claim(self._states[event.backend] == "ready", event, "leased, but not ready")
+            if event.size > sum(name == event.backend for name in self._leases.values()):
+                self._leases[event.ticket] = event.backend
+
+    def _move(self, event: Event) -> None:
+        name, before = event.backend, self._states[event.backend]
+        self._claim((before, event.kind) in _BACKEND_MOVES, event, f"it was {before}")
+        if before == "draining":
+            self._end_drain(event)
+        self._states[name] = event.kind
+        if event.kind == "starting":
+            self._start(event)
+        elif event.kind == "ready":
+            self._admitting = event.model
+            self._failures[name] = 0
+        elif event.kind == "draining":
+            target = event.reason.partition(":")[0].removeprefix("for ") if event.reason[:4] == "for " else ""
+            self._claim(not target or bool(self._lines[target]), event, "for nobody")
+            self._drains[name] = event.at, event.seconds, target
+        elif event.kind in ("empty", "parked"):
+            self._leave(event)
+
+    def _end_drain(self, event: Event) -> None:
+        since, limit, target = self._drains.pop(event.backend)
+        self._claim(
+            event.at - since <= limit + self._slack, event, "the drain lasted longer than drain_timeout"
+        )
+        if event.kind == "stopping" and target:
+            self._claim(
+                bool(self._lines[target]) or target in self._begun, event, f"nobody waits for {target}"
+            )
+            self._begun.add(target)
+
+    def _start(self, event: Event) -> None:
+        asked = self._lines[event.model] or event.model in self._begun
+        self._begun.discard(event.model)
+        self._claim(bool(asked), event, "nobody waits for it")
+        self._claim(event.at >= self._retry_at.get(event.backend, 0.0), event, "before its cool-down ended")
+        used: Counter[str] = Counter()
+        for name, seat in self._seats.items():
+            used.update(seat.holds if self._states[name] in HOLDING else {})
+        for gpu, amount in used.items():
+            self._claim(amount <= self._capacity[gpu], event, f"GPU {gpu} is overfull")
+
+    def _leave(self, event: Event) -> None:
+        name = event.backend
+        self._leases = {ticket: held for ticket, held in self._leases.items() if held != name}
+        if event.reason.startswith("load failed"):
+            pause = COOL_DOWN_SECONDS * 2 ** min(self._failures[name], 10)
+            self._retry_at[name] = event.at + min(pause, MAX_COOL_DOWN_SECONDS)
+            self._failures[name] += 1
+        elif not event.reason:
+            self._failures[name] = 0
+
+    def _look_for_overdue(self, event: Event) -> None:
+        """Before time goes on: where nothing moves, no line may be overdue."""
+        limit = self._config.max_wait
+        for model, line in self._lines.items():
+            since = next(iter(line.values()), FOREVER)
+            if event.at <= since + limit + self._slack:
+                continue
+            group = next(g for g in self._groups if any(self._seats[name].model == model for name in g))
+            still = all(self._states[name] in ("ready", "empty", "parked") for name in group)
+            self._claim(not still, event, f"{model} is overdue, and its swap has not begun")

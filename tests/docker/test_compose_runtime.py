@@ -1,0 +1,353 @@
+"""The compose runtime on a real Docker Engine, with real llama-servers and small busybox services."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anvil_mux.compose import ComposeRuntime
+from anvil_mux.config import Backend, Config, Service
+from anvil_mux.engine import await_ready
+from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.swap import Swapper
+from tests.docker.conftest import OwnEngine, Stack
+
+PATIENCE = 60.0
+MakeStack = Callable[..., Stack]
+
+SLEEPER = {"image": "anvil-mux-test/busybox", "command": ["sleep", "1000"], "ports": ["127.0.0.1::8080"]}
+
+
+def backend(name: str, **special: Any) -> Backend:
+    service = Service(image="anvil-mux-test/llamacpp", command=("llama-server", "--alias", name))
+    settings = {
+        "model": name,
+        "engine": "llamacpp",
+        "load_timeout": PATIENCE,
+        "service": service,
+        "stop_timeout": 1.0,
+    }
+    return Backend(name=name, **{**settings, **special})
+
+
+def config(stack: Stack, *backends: Backend) -> Config:
+    served = backends or tuple(backend(model) for model in stack.models)
+    return Config(backends=served, project=stack.project, files=(str(stack.file),))
+
+
+@contextmanager
+def runtime_of(stack: Stack, *backends: Backend) -> Iterator[ComposeRuntime]:
+    runtime = ComposeRuntime(config(stack, *backends), environ=stack.engine.env)
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+@contextmanager
+def watching(runtime: ComposeRuntime) -> Iterator[queue.Queue[str]]:
+    deaths: queue.Queue[str] = queue.Queue()
+    thread = threading.Thread(target=runtime.watch, args=(deaths.put,))
+    thread.start()
+    try:
+        yield deaths
+    finally:
+        runtime.close()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def docker(stack: Stack, *args: str) -> str:
+    done = subprocess.run(
+        ["docker", *args], env=stack.engine.env, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def inspect(stack: Stack, model: str) -> dict[str, Any]:
+    return json.loads(docker(stack, "inspect", stack.container(model)))[0]  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def stack(llamacpp_compose: MakeStack, tmp_path: Path) -> Stack:
+    return llamacpp_compose(tmp_path, models=2)
+
+
+@pytest.fixture
+def sleeper(llamacpp_compose: MakeStack, tmp_path: Path) -> Callable[..., tuple[Stack, Backend]]:
+    """A stack of one service that runs and never answers, with what makes it special."""
+
+    def make(**special: Any) -> tuple[Stack, Backend]:
+        service = {**SLEEPER, **special}
+        stack = llamacpp_compose(tmp_path, models=0, services={"s": service})
+        command = tuple(service["command"])
+        return stack, backend("s", service=Service(image=service["image"], command=command))
+
+    return make
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_real_engine_is_loaded_evicted_and_loaded_again(stack: Stack):
+    first = backend("model-1")
+    with runtime_of(stack) as runtime:
+        swapper = Swapper(runtime)
+        url = swapper.load(first, "stop")
+        assert runtime.running() == {"model-1": url}
+        assert runtime.ended(first) is None
+        assert any("listening" in line or "model" in line for line in runtime.log_tail(first))
+        swapper.evict(first, "stop")
+        assert (runtime.running(), stack.up()) == ({}, set())
+        assert swapper.load(first, "stop").startswith("http://127.0.0.1:")
+        assert stack.up() == {"model-1"}
+
+
+def test_another_engine_on_the_port_is_a_stranger(stack: Stack):
+    with runtime_of(stack) as runtime:
+        url = runtime.start(backend("model-1"))
+        ticks = iter(range(0, 10_000, 30))
+        with pytest.raises(LoadError, match="answers for model model-1, not model-2"):
+            await_ready(
+                backend("model-2"),
+                url,
+                ended=lambda: runtime.ended(backend("model-1")),
+                deadline=9_000.0,
+                now=lambda: float(next(ticks)),
+            )
+
+
+def test_services_created_side_by_side_share_the_projects_network(stack: Stack):
+    with runtime_of(stack) as runtime, ThreadPoolExecutor(2) as threads:
+        urls = list(threads.map(runtime.start, [backend("model-1"), backend("model-2")]))
+    assert len(set(urls)) == 2
+    assert stack.up() == {"model-1", "model-2"}
+    assert (
+        len(stack.engine.request("GET", "/networks", filters=f'{{"name": ["{stack.project}_default"]}}')) == 1
+    )
+
+
+def test_a_new_runtime_adopts_what_runs_and_watches_it(stack: Stack):
+    with runtime_of(stack) as runtime:
+        url = runtime.start(backend("model-1"))
+    with runtime_of(stack) as runtime, watching(runtime) as deaths:
+        assert runtime.running() == {"model-1": url}
+        assert runtime.start(backend("model-1")) == url
+        docker(stack, "kill", stack.container("model-1"))
+        assert deaths.get(timeout=PATIENCE) == "model-1"
+        assert runtime.ended(backend("model-1")) == "was killed (code 137)"
+
+
+def test_our_own_stop_is_no_death_and_a_kill_from_outside_is_one(stack: Stack):
+    with runtime_of(stack) as runtime, watching(runtime) as deaths:
+        runtime.start(backend("model-1"))
+        runtime.start(backend("model-2"))
+        runtime.stop(backend("model-1"))
+        docker(stack, "kill", stack.container("model-2"))
+        assert deaths.get(timeout=PATIENCE) == "model-2"
+        assert deaths.empty()
+
+
+def test_a_container_that_exits_at_once_is_told_with_its_last_lines(
+    sleeper: Callable[..., tuple[Stack, Backend]],
+):
+    stack, service = sleeper(command=["sh", "-c", "echo out of memory on GPU 0 >&2; exit 3"])
+    with runtime_of(stack, service) as runtime, pytest.raises(LoadError) as caught:
+        Swapper(runtime).load(service, "stop")
+    assert "exited with code 3" in caught.value.reason
+    assert caught.value.log == ("out of memory on GPU 0",)
+
+
+def test_an_engine_that_never_answers_is_given_up_and_stopped(sleeper: Callable[..., tuple[Stack, Backend]]):
+    stack, service = sleeper(command=["sh", "-c", "echo started; exec sleep 1000"])
+    service = replace(service, load_timeout=2.0)
+    with runtime_of(stack, service) as runtime, pytest.raises(LoadError) as caught:
+        Swapper(runtime).load(service, "stop")
+    assert "s was not ready within its load_timeout of 2 s" in caught.value.reason
+    assert "connections are closed without an answer" in caught.value.reason
+    assert caught.value.log == ("started",)
+    assert stack.up() == set()
+
+
+def test_an_image_that_is_missing_is_named(sleeper: Callable[..., tuple[Stack, Backend]]):
+    stack, service = sleeper(image="registry.invalid/none:1")
+    with runtime_of(stack, service) as runtime, pytest.raises(LoadError) as caught:
+        Swapper(runtime).load(service, "stop")
+    assert (
+        caught.value.message
+        == "image registry.invalid/none:1 is not present: docker pull registry.invalid/none:1"
+    )
+
+
+def test_a_port_that_is_taken_is_said_plainly(stack: Stack, sleeper: Callable[..., tuple[Stack, Backend]]):
+    with runtime_of(stack) as runtime:
+        port = runtime.start(backend("model-1")).rpartition(":")[2]
+    other, service = sleeper(ports=[f"127.0.0.1:{port}:8080"])
+    with (
+        runtime_of(other, service) as runtime,
+        pytest.raises(LoadError, match="Another program has this port"),
+    ):
+        Swapper(runtime).load(service, "stop")
+
+
+def test_a_container_that_ignores_sigterm_is_gone_after_its_grace(
+    sleeper: Callable[..., tuple[Stack, Backend]],
+):
+    stack, service = sleeper()  # As PID 1, `sleep` ignores SIGTERM.
+    with runtime_of(stack, service) as runtime:
+        runtime.start(service)
+        runtime.stop(service)
+        assert stack.up() == set()
+        assert runtime.ended(service) == "was killed (code 137)"
+
+
+def test_a_container_that_its_restart_policy_revives_is_put_down(
+    sleeper: Callable[..., tuple[Stack, Backend]],
+):
+    stack, service = sleeper(restart="always")
+    with runtime_of(stack, service) as runtime, watching(runtime) as deaths:
+        runtime.start(service)
+        os.kill(inspect(stack, "s")["State"]["Pid"], signal.SIGKILL)
+        assert deaths.get(timeout=PATIENCE) == "s"
+        assert stack.up() == set()
+        assert runtime.start(service)
+
+
+def test_a_crash_loop_under_a_restart_policy_fails_the_load(sleeper: Callable[..., tuple[Stack, Backend]]):
+    stack, service = sleeper(restart="always", command=["sh", "-c", "echo boom; exit 1"])
+    with runtime_of(stack, service) as runtime, pytest.raises(LoadError, match="exited with code 1"):
+        Swapper(runtime).load(service, "stop")
+    assert stack.up() == set()
+
+
+def test_a_paused_container_is_thawed_when_started_and_when_adopted(stack: Stack):
+    with runtime_of(stack) as runtime:
+        url = runtime.start(backend("model-1"))
+        docker(stack, "pause", stack.container("model-1"))
+        assert runtime.start(backend("model-1")) == url
+        docker(stack, "pause", stack.container("model-1"))
+        assert runtime.running() == {"model-1": url}
+        assert inspect(stack, "model-1")["State"]["Status"] == "running"
+        docker(stack, "pause", stack.container("model-1"))
+        runtime.stop(backend("model-1"))
+        assert stack.up() == set()
+
+
+def test_a_service_whose_description_changed_is_made_anew_at_first_use(
+    sleeper: Callable[..., tuple[Stack, Backend]],
+):
+    stack, service = sleeper()
+    with runtime_of(stack, service) as runtime:
+        runtime.start(service)
+        runtime.stop(service)
+    before = inspect(stack, "s")["Id"]
+    stack.file.write_text(stack.file.read_text().replace("'1000'", "'1001'"))
+    with runtime_of(stack, service) as runtime:
+        runtime.start(service)
+    after = inspect(stack, "s")
+    assert after["Id"] != before
+    assert after["Config"]["Cmd"] == ["sleep", "1001"]
+
+
+def test_a_project_that_somebody_took_down_is_made_anew(stack: Stack):
+    with runtime_of(stack) as runtime:
+        runtime.start(backend("model-1"))
+        stack.compose("down", "--timeout", "1")
+        assert runtime.ended(backend("model-1")) == "has no container"
+        assert runtime.start(backend("model-1"))
+        assert stack.up() == {"model-1"}
+
+
+def test_a_network_that_somebody_removed_is_made_anew(stack: Stack):
+    with runtime_of(stack) as runtime:
+        runtime.start(backend("model-1"))
+        runtime.stop(backend("model-1"))
+        docker(stack, "network", "rm", f"{stack.project}_default")
+        assert Swapper(runtime).load(backend("model-1"), "stop")
+
+
+@pytest.mark.parametrize(("network", "host"), [({}, "0.0.0.0"), ({"network_mode": "host"}, "127.0.0.1")])
+def test_an_engine_without_a_published_port_is_reached(
+    llamacpp_compose: MakeStack, tmp_path: Path, network: dict[str, Any], host: str, free_port: int
+):
+    command = ["llama-server", "-m", "/m/tiny.gguf", "--host", host, "--port", str(free_port)]
+    stack = llamacpp_compose(
+        tmp_path, models=1, services={"model-1": {**network, "ports": None, "command": command}}
+    )
+    service = backend("model-1", port=free_port, service=Service(command=tuple(command)))
+    with runtime_of(stack, service) as runtime:
+        assert Swapper(runtime).load(service, "stop").endswith(f":{free_port}")
+
+
+def test_of_a_scaled_service_one_container_is_started(sleeper: Callable[..., tuple[Stack, Backend]]):
+    stack, service = sleeper(deploy={"replicas": 2})
+    with runtime_of(stack, service) as runtime:
+        runtime.start(service)
+        assert list(runtime.running()) == ["s"]
+    assert [each["Names"][0] for each in stack.engine.containers(stack.project)] == [
+        f"/{stack.container('s')}"
+    ]
+
+
+def test_a_log_is_followed_until_the_container_ends(sleeper: Callable[..., tuple[Stack, Backend]]):
+    stack, service = sleeper(command=["sh", "-c", "echo one; echo two >&2; exec sleep 1000"])
+    with runtime_of(stack, service) as runtime:
+        runtime.start(service)
+        lines = runtime.follow_log(service)
+        assert {next(lines), next(lines)} == {"one", "two"}
+        runtime.stop(service)
+        assert list(lines) == []
+
+
+def test_dockerd_that_stops_and_starts_again(
+    llamacpp_compose: MakeStack, tmp_path: Path, own_engine: OwnEngine
+):
+    stack = llamacpp_compose(tmp_path, models=2, engine=own_engine)
+    first = backend("model-1")
+    with runtime_of(stack) as runtime, watching(runtime) as deaths:
+        swapper = Swapper(runtime)
+        swapper.load(first, "stop")
+        own_engine.stop()
+        for question in (runtime.ended, runtime.stop, runtime.start):
+            with pytest.raises(BackendError, match="Start dockerd, or set DOCKER_HOST"):
+                question(first)
+        with pytest.raises(BackendError, match="Start dockerd"):
+            runtime.running()
+        assert runtime.log_tail(first) == []
+        own_engine.start()
+        assert swapper.load(first, "stop")
+        docker(stack, "kill", stack.container("model-1"))
+        assert deaths.get(timeout=PATIENCE) == "model-1"
+
+
+def test_what_a_stopped_dockerd_took_along_is_reported_when_it_is_back(
+    llamacpp_compose: MakeStack, tmp_path: Path, own_engine: OwnEngine
+):
+    services = {"model-1": {"restart": "always"}}
+    stack = llamacpp_compose(tmp_path, models=2, services=services, engine=own_engine)
+    with runtime_of(stack) as runtime, watching(runtime) as deaths:
+        runtime.start(backend("model-1"))
+        runtime.start(backend("model-2"))
+        own_engine.stop()
+        own_engine.start()
+        # dockerd itself revives the first: it has lost its requests and is put down.
+        assert {deaths.get(timeout=PATIENCE) for _ in range(2)} == {"model-1", "model-2"}
+        assert stack.up() == set()

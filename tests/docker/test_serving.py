@@ -1,0 +1,240 @@
+"""anvil-mux in front of real llama-server containers: it swaps, streams, and lives through what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.docker.conftest import OwnEngine, Stack
+from tests.docker.served import (
+    BUSYBOX,
+    PATIENCE,
+    client_of,
+    count,
+    docker,
+    error_of,
+    eventually,
+    flaw_of,
+    is_idle,
+    leases,
+    run_of,
+    served,
+    stream,
+)
+from tests.running import Running
+
+SOAK_SECONDS = float(os.environ.get("ANVIL_SOAK_SECONDS", "20"))
+CLIENTS = 8
+FOREVER = 1_000_000
+"""Tokens; with ENDLESS the engine would be at it for minutes."""
+ENDLESS = {"environment": {"LLAMA_ARG_CONTEXT_SHIFT": "1"}}
+QUICK = 5.0
+"""A limit for what must not wait for Docker, whose own time-outs are longer."""
+
+MakeStack = Callable[..., Stack]
+GOOD, BAD = "model-1", "bad"
+
+
+@pytest.fixture
+def with_bad(llamacpp_compose: MakeStack, tmp_path: Path) -> Callable[..., Stack]:
+    """A good engine, and beside it on the same GPU a service that is none."""
+
+    def make(load_timeout: str = "10m", **special: Any) -> Stack:
+        anvil = {"gpus": ["0"], "engine": "llamacpp", "load_timeout": load_timeout}
+        bad = {**BUSYBOX, "x-anvil": anvil, **special}
+        return llamacpp_compose(tmp_path, models=1, services={BAD: bad})
+
+    return make
+
+
+def ask(mux: Running, model: str, tokens: int = 20) -> str:
+    """Streams one answer with the openai client; empty if it was whole, else what is wrong with it."""
+    with client_of(mux) as client:
+        return flaw_of(stream(client, model, tokens), model, tokens)
+
+
+# Serving
+
+
+def test_three_engines_share_a_gpu_under_eight_clients_that_alternate_between_them(
+    llamacpp_compose: MakeStack, tmp_path: Path
+) -> None:
+    stack = llamacpp_compose(tmp_path, models=3)
+    with served(stack) as mux, stack.watched() as seen:
+        flaws = soak(mux, stack.models)
+        eventually(lambda: is_idle(mux))
+        swaps = count(mux, "anvil_swaps", result="ok")
+        severed = count(mux, "anvil_severed_requests")
+    print(f"{len(flaws)} streams, {swaps} swaps, {seen.samples} samples in {SOAK_SECONDS:g} s")
+    assert [flaw for flaw in flaws if flaw] == []
+    assert severed == 0
+    assert (seen.most, seen.missed) == (1, 0), seen.crowded
+    assert seen.names == {stack.container(model) for model in stack.models}
+    assert len(flaws) >= swaps > 2 * len(stack.models)
+
+
+def soak(mux: Running, models: tuple[str, ...]) -> list[str]:
+    """What was wrong with each stream of all clients."""
+    until = time.monotonic() + SOAK_SECONDS
+
+    def one(number: int) -> list[str]:
+        flaws = []
+        with client_of(mux) as client:
+            while time.monotonic() < until:
+                turn = number + len(flaws)
+                model, tokens = models[turn % len(models)], 20 + 37 * turn % 400
+                flaws.append(flaw_of(stream(client, model, tokens), model, tokens))
+        return flaws
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return [flaw for flaws in pool.map(one, range(CLIENTS)) for flaw in flaws]
+
+
+# An engine that dies
+
+
+def test_an_engine_killed_in_mid_stream_is_an_error_and_the_next_request_loads_it_again(
+    llamacpp_compose: MakeStack, tmp_path: Path
+) -> None:
+    stack = llamacpp_compose(tmp_path, models=1, services={GOOD: ENDLESS})
+    with served(stack) as mux, client_of(mux) as client:
+        with stream(client, GOOD, FOREVER) as answer:
+            next(answer)
+            docker(stack, "kill", stack.container(GOOD))
+            with pytest.raises(openai.APIError, match="broke off its answer"):
+                list(answer)
+        eventually(lambda: is_idle(mux))
+        assert ask(mux, GOOD) == ""
+        assert count(mux, "anvil_model_loads", result="ok") == 2
+
+
+def test_a_request_whose_engine_was_killed_before_a_byte_came_is_answered_by_its_next_run(
+    llamacpp_compose: MakeStack, tmp_path: Path
+) -> None:
+    stack = llamacpp_compose(tmp_path, models=1, services={GOOD: ENDLESS})
+    with served(stack) as mux, ThreadPoolExecutor(1) as pool:
+        assert ask(mux, GOOD) == ""
+        asked = pool.submit(mux.chat, GOOD, max_tokens=8_000, ignore_eos=True)
+        eventually(lambda: leases(mux, GOOD) == 1)
+        first = run_of(stack, GOOD)
+        docker(stack, "kill", stack.container(GOOD))
+        assert asked.result(PATIENCE)[0] == 200
+        assert run_of(stack, GOOD) != first
+
+
+def test_an_idle_engine_that_was_killed_is_empty_soon_and_loaded_at_the_next_request(
+    llamacpp_compose: MakeStack, tmp_path: Path
+) -> None:
+    stack = llamacpp_compose(tmp_path, models=2)
+    with served(stack) as mux:
+        assert ask(mux, GOOD) == ""
+        docker(stack, "kill", stack.container(GOOD))
+        eventually(lambda: mux.get("/healthz")["models"][GOOD]["state"] == "empty")
+        assert "killed" in mux.get("/healthz")["models"][GOOD]["last_error"]
+        assert ask(mux, GOOD) == ""
+
+
+# Loads that fail
+
+
+def test_an_engine_that_never_gets_healthy_is_refused_at_once_afterwards_and_the_good_one_goes_on(
+    with_bad: Callable[..., Stack],
+) -> None:
+    command = ["sh", "-c", "echo waiting for the weights; exec sleep 1000"]
+    stack = with_bad("2s", command=command)
+    with served(stack) as mux, ThreadPoolExecutor(1) as pool, stack.watched() as seen:
+        assert ask(mux, GOOD) == ""
+        failing = pool.submit(mux.chat, BAD)
+        eventually(lambda: stack.up() == {BAD})
+        assert ask(mux, GOOD) == ""
+        first = failing.result(PATIENCE)
+        assert (first[0], error_of(first)["code"]) == (503, "load_failed")
+        assert "was not ready within its load_timeout of 2 s" in error_of(first)["message"]
+        assert "waiting for the weights" in error_of(first)["message"]
+        good = run_of(stack, GOOD)
+        second = mux.chat(BAD)
+        assert second[0] == 503
+        assert "is not tried again for" in error_of(second)["message"]
+        assert "waiting for the weights" in error_of(second)["message"]
+        assert 1 <= int(second[1]["retry-after"]) <= 5
+        assert count(mux, "anvil_model_loads", model=BAD) == 1
+        assert ask(mux, GOOD) == ""
+        assert (run_of(stack, GOOD), stack.up()) == (good, {GOOD})
+    assert seen.most == 1, seen.crowded
+
+
+def test_an_engine_that_exits_at_once_fails_long_before_its_load_timeout_with_its_last_lines(
+    with_bad: Callable[..., Stack],
+) -> None:
+    stack = with_bad("10m", command=["sh", "-c", "echo out of memory on GPU 0 >&2; exit 3"])
+    with served(stack) as mux:
+        answer = mux.chat(BAD)
+        assert (answer[0], error_of(answer)["code"]) == (503, "load_failed")
+        assert "exited with code 3" in error_of(answer)["message"]
+        assert "out of memory on GPU 0" in error_of(answer)["message"]
+        assert stack.up() == set()
+        assert ask(mux, GOOD) == ""
+
+
+def test_an_engine_killed_while_it_loads_fails_long_before_its_load_timeout(
+    with_bad: Callable[..., Stack],
+) -> None:
+    stack = with_bad("10m", command=["sleep", "1000"])
+    with served(stack) as mux, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(mux.chat, BAD)
+        eventually(lambda: stack.up() == {BAD})
+        docker(stack, "kill", stack.container(BAD))
+        answer = asked.result(PATIENCE)
+        assert (answer[0], error_of(answer)["code"]) == (503, "load_failed")
+        assert "was killed" in error_of(answer)["message"]
+
+
+def test_an_image_that_is_missing_is_named_with_its_remedy_and_puts_nobody_out_twice(
+    with_bad: Callable[..., Stack],
+) -> None:
+    image = "anvil-mux-test/none:1"
+    stack = with_bad(image=image)
+    with served(stack) as mux:
+        assert ask(mux, GOOD) == ""
+        for _ in range(3):
+            answer = mux.chat(BAD)
+            assert (answer[0], error_of(answer)["code"]) == (503, "load_failed")
+            assert f"image {image} is not present: docker pull {image}" in error_of(answer)["message"]
+            assert ask(mux, GOOD) == ""
+        assert count(mux, "anvil_evictions", model=GOOD) <= 1
+
+
+# dockerd
+
+
+def test_while_dockerd_is_away_it_says_so_and_when_it_is_back_requests_work_again(
+    llamacpp_compose: MakeStack, tmp_path: Path, own_engine: OwnEngine
+) -> None:
+    stack = llamacpp_compose(tmp_path, models=2, engine=own_engine)
+    with served(stack) as mux:
+        assert ask(mux, "model-1") == ""
+        own_engine.stop()
+        assert_docker_is_missed(mux.chat("model-2"))
+        for path in ("/v1/models", "/healthz", "/livez"):
+            assert mux.request("GET", path, timeout=QUICK)[0] in (200, 503)
+        assert_docker_is_missed(mux.chat("model-2"))
+        own_engine.start()
+        eventually(lambda: mux.chat("model-2", max_tokens=1)[0] == 200)
+        for model in stack.models:
+            assert ask(mux, model) == ""
+            assert stack.up() == {model}
+
+
+def assert_docker_is_missed(answer: tuple[int, dict[str, str], str]) -> None:
+    assert answer[0] == 503
+    assert "Cannot connect to the Docker daemon" in error_of(answer)["message"]
+    assert "Start dockerd" in error_of(answer)["message"]
+    assert int(answer[1]["retry-after"]) <= 60

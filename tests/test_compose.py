@@ -1,0 +1,679 @@
+"""ComposeRuntime against a stand-in for the docker program that keeps containers and notes every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anvil_mux import compose
+from anvil_mux.compose import (
+    ComposeRuntime,
+    Container,
+    Done,
+    base_url,
+    complaint,
+    how_it_ended,
+    parse_inspect,
+)
+from anvil_mux.config import Backend, Config, Service
+from anvil_mux.errors import BackendError, LoadError
+from tests.test_process import gone
+
+PATIENCE = 30.0
+A = Backend(name="a", model="a", engine="llamacpp", stop_timeout=3.5, service=Service(image="llama:1"))
+B = replace(A, name="b", model="b")
+CONFIG = Config(backends=(A, B), project="p", files=("/s/compose.yaml", "/s/more.yaml"))
+
+NO_DAEMON = (
+    "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"
+)
+
+
+# The commands
+
+
+def test_create_neither_pulls_nor_builds():
+    assert compose.compose_create(CONFIG, "a") == [
+        *["docker", "compose", "--ansi", "never", "-f", "/s/compose.yaml", "-f", "/s/more.yaml"],
+        *["-p", "p", "--profile", "*", "create", "--no-build", "--pull", "never", "a"],
+    ]
+
+
+def test_create_anew():
+    assert compose.compose_create(CONFIG, "a", anew=True)[-5:] == [
+        *["--no-build", "--pull", "never", "--force-recreate", "a"]
+    ]
+
+
+def test_ps_asks_for_the_projects_services_and_not_for_one_off_runs():
+    ours = [
+        "--filter",
+        "label=com.docker.compose.project=p",
+        "--filter",
+        "label=com.docker.compose.oneoff=False",
+    ]
+    assert compose.docker_ps("p") == ["docker", "ps", "--quiet", "--no-trunc", *ours]
+    assert compose.docker_ps("p", "a", all=True) == [
+        *["docker", "ps", "--quiet", "--no-trunc", "--all", *ours],
+        *["--filter", "label=com.docker.compose.service=a"],
+    ]
+
+
+def test_the_hot_path_is_plain_docker():
+    assert compose.docker_inspect(["c1", "c2"]) == ["docker", "container", "inspect", "c1", "c2"]
+    assert compose.docker_start("c1") == ["docker", "start", "c1"]
+    assert compose.docker_unpause("c1") == ["docker", "unpause", "c1"]
+    assert compose.docker_stop("c1", 3.5) == ["docker", "stop", "-t", "4", "c1"]
+    assert compose.docker_kill("c1") == ["docker", "kill", "c1"]
+    assert compose.docker_rm("c1") == ["docker", "rm", "--force", "c1"]
+
+
+def test_logs_and_events():
+    logs = ["docker", "logs", "--tail"]
+    assert compose.docker_logs("c1", 20, since=1.5) == [*logs, "20", "--since", "1.500", "c1"]
+    assert compose.docker_follow("c1", 100) == [*logs, "100", "--follow", "c1"]
+    assert compose.docker_events("p", 12.3456) == [
+        *["docker", "events", "--since", "12.346", "--filter", "type=container", "--filter", "event=die"],
+        *["--filter", "label=com.docker.compose.project=p"],
+        *["--format", '{{index .Actor.Attributes "com.docker.compose.service"}}'],
+    ]
+
+
+# What Docker says
+
+INSPECTED = {
+    "Id": "0f95e31e3d91",
+    "Name": "/p-a-1",
+    "State": {
+        "Status": "running",
+        "Running": True,
+        "OOMKilled": False,
+        "ExitCode": 0,
+        "Error": "",
+        "StartedAt": "2026-11-21T13:38:31.55644524Z",
+        "FinishedAt": "0001-01-01T00:00:00Z",
+    },
+    "HostConfig": {"NetworkMode": "p_default"},
+    "Config": {
+        "Labels": {
+            "com.docker.compose.config-hash": "58a4aa18",
+            "com.docker.compose.container-number": "1",
+            "com.docker.compose.project": "p",
+            "com.docker.compose.service": "a",
+        }
+    },
+    "NetworkSettings": {
+        "Ports": {"8080/tcp": [{"HostIp": "127.0.0.1", "HostPort": "32775"}], "9090/tcp": None},
+        "Networks": {"p_default": {"IPAddress": "172.21.0.2"}, "other": {"IPAddress": ""}},
+    },
+}
+
+
+def test_inspect_is_read():
+    assert parse_inspect(json.dumps([INSPECTED])) == [
+        Container(
+            id="0f95e31e3d91",
+            service="a",
+            number=1,
+            status="running",
+            started_at="2026-11-21T13:38:31.55644524Z",
+            network_mode="p_default",
+            ports=(("8080/tcp", "127.0.0.1", 32775),),
+            ips=("172.21.0.2",),
+        )
+    ]
+
+
+RUNNING = Container(id="c1", service="a", number=1, status="running", started_at="T1")
+
+
+@pytest.mark.parametrize(
+    ("special", "url"),
+    [
+        ({"ports": (("8080/tcp", "127.0.0.1", 32775),)}, "http://127.0.0.1:32775"),
+        ({"ports": (("8080/tcp", "0.0.0.0", 81), ("8080/tcp", "::", 81))}, "http://127.0.0.1:81"),
+        ({"ports": (("8080/tcp", "::", 81),)}, "http://[::1]:81"),
+        ({"ports": (("8080/tcp", "10.1.1.1", 81),)}, "http://10.1.1.1:81"),
+        ({"ports": (("8080/udp", "127.0.0.1", 81),), "ips": ("172.21.0.2",)}, "http://172.21.0.2:8080"),
+        ({"ips": ("172.21.0.2",)}, "http://172.21.0.2:8080"),
+        ({"network_mode": "host"}, "http://127.0.0.1:8080"),
+        ({}, None),
+    ],
+)
+def test_where_an_engine_is_reached(special: dict[str, Any], url: str | None):
+    assert base_url(replace(RUNNING, **special), 8080) == url
+
+
+@pytest.mark.parametrize(
+    ("special", "how"),
+    [
+        ({}, None),
+        ({"status": "paused"}, None),
+        ({"status": "exited", "exit_code": 1}, "exited with code 1"),
+        ({"status": "exited", "exit_code": 137}, "was killed (code 137)"),
+        ({"status": "created"}, "has not been started"),
+        ({"status": "created", "error": "no device"}, "has not been started (no device)"),
+        ({"status": "restarting", "exit_code": 2}, "exited with code 2, and Docker is restarting it"),
+    ],
+)
+def test_how_a_container_ended(special: dict[str, Any], how: str | None):
+    assert how_it_ended(replace(RUNNING, **special)) == how
+
+
+def test_out_of_memory_is_said_plainly():
+    how = how_it_ended(replace(RUNNING, status="exited", exit_code=137, oom_killed=True))
+    assert how is not None
+    assert "out of memory (OOM)" in how
+
+
+@pytest.mark.parametrize(
+    ("stderr", "error", "says"),
+    [
+        (NO_DAEMON, BackendError, "Start dockerd, or set DOCKER_HOST"),
+        (
+            "permission denied while trying to connect to the Docker daemon socket",
+            BackendError,
+            "group docker",
+        ),
+        ("unknown shorthand flag: 'f' in -f", BackendError, "Docker Compose v2 is needed"),
+        (
+            "Error response from daemon: no such image: x:1: No such image: x:1",
+            LoadError,
+            "no such image: x:1",
+        ),
+        ("Error response from daemon: Conflict", BackendError, r"`docker start c1` failed: Error.*Conflict"),
+        (
+            'warning: old\nError: could not select device driver "nvidia" with capabilities: [[gpu]]',
+            LoadError,
+            "NVIDIA Container Toolkit",
+        ),
+        ("Bind for 0.0.0.0:80 failed: port is already allocated", LoadError, "127.0.0.1::PORT"),
+        ("", BackendError, "exit status 1"),
+    ],
+)
+def test_a_failed_command_becomes_an_error_that_says_what_to_do(stderr: str, error: type, says: str):
+    with pytest.raises(error, match=says):
+        raise complaint(["docker", "start", "c1"], Done(1, "", stderr))
+
+
+# A Docker to play with
+
+
+@dataclass
+class Docker:
+    """Containers by id, and every command that was given."""
+
+    containers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    commands: list[str] = field(default_factory=list)
+    fails: dict[str, list[str]] = field(default_factory=dict)
+    """Verb -> the error text of its next calls."""
+    ignores: set[str] = field(default_factory=set)
+    """Verbs that report success and do nothing."""
+    logs: str = ""
+    since: float = 0.0
+    moment: int = 0
+
+    def add(
+        self, id: str, service: str = "a", status: str = "running", number: str = "1", **more: Any
+    ) -> str:
+        self.moment += 1
+        self.containers[id] = {
+            "Id": id,
+            "State": {"Status": status, "StartedAt": self.now(), "ExitCode": 0, **more},
+            "HostConfig": {"NetworkMode": "p_default"},
+            "Config": {
+                "Labels": {
+                    "com.docker.compose.service": service,
+                    "com.docker.compose.container-number": number,
+                }
+            },
+            "NetworkSettings": {"Ports": {"8080/tcp": [{"HostIp": "127.0.0.1", "HostPort": "40001"}]}},
+        }
+        return id
+
+    def now(self) -> str:
+        return f"2026-11-21T13:00:{self.moment:02}.55644524Z"
+
+    def state(self, id: str) -> dict[str, Any]:
+        return self.containers[id]["State"]  # type: ignore[no-any-return]
+
+    def end(self, id: str, code: int = 137) -> None:
+        self.state(id).update(Status="exited", ExitCode=code)
+
+    def verbs(self) -> list[str]:
+        """The commands since the last call."""
+        seen, self.commands = self.commands, []
+        return seen
+
+    def __call__(self, argv: Sequence[str], timeout: float, *, merge: bool = False) -> Done:
+        assert argv[0] == "docker"
+        assert timeout > 0
+        verb = next(word for word in argv if word in VERBS)
+        self.commands.append(verb)
+        if self.fails.get(verb):
+            return Done(1, "", self.fails[verb].pop(0))
+        if verb in self.ignores:
+            return Done(0)
+        return getattr(self, f"do_{verb}")(argv)  # type: ignore[no-any-return]
+
+    def do_create(self, argv: Sequence[str]) -> Done:
+        service = argv[-1]
+        old = [id for id, each in self.containers.items() if self._service(each) == service]
+        if "--force-recreate" in argv:
+            for id in old:
+                del self.containers[id]
+        if not old or "--force-recreate" in argv:
+            self.add(f"new-{service}-{self.moment}", service, "created")
+        return Done(0, "", " Container created")
+
+    def do_ps(self, argv: Sequence[str]) -> Done:
+        services = [word.rpartition("=")[2] for word in argv if ".service=" in word]
+        found = [
+            id
+            for id, each in self.containers.items()
+            if not services or self._service(each) in services
+            if "--all" in argv or each["State"]["Status"] in ("running", "paused", "restarting")
+        ]
+        return Done(0, "\n".join(found))
+
+    def do_inspect(self, argv: Sequence[str]) -> Done:
+        known = [self.containers[id] for id in argv[3:] if id in self.containers]
+        missing = [f"Error response from daemon: No such container: {id}" for id in argv[3:]]
+        missing = [line for line in missing if line.rpartition(" ")[2] not in self.containers]
+        return Done(bool(missing), json.dumps(known), "\n".join(missing))
+
+    def do_start(self, argv: Sequence[str]) -> Done:
+        if argv[-1] not in self.containers:
+            return Done(1, "", f"Error response from daemon: No such container: {argv[-1]}")
+        match self.state(argv[-1])["Status"]:
+            case "paused":
+                return Done(1, "", "cannot start a paused container, try unpause instead")
+            case "dead" | "removing":
+                return Done(1, "", "container is marked for removal and cannot be started")
+            case "created" | "exited":
+                self.moment += 1
+                self.state(argv[-1]).update(Status="running", StartedAt=self.now())
+        return Done(0)
+
+    def do_stop(self, argv: Sequence[str]) -> Done:
+        self.end(argv[-1], 0)
+        return Done(0)
+
+    def do_kill(self, argv: Sequence[str]) -> Done:
+        self.end(argv[-1], 137)
+        return Done(0)
+
+    def do_unpause(self, argv: Sequence[str]) -> Done:
+        self.state(argv[-1]).update(Status="running")
+        return Done(0)
+
+    def do_rm(self, argv: Sequence[str]) -> Done:
+        self.containers.pop(argv[-1], None)
+        return Done(0)
+
+    def do_logs(self, argv: Sequence[str]) -> Done:
+        self.since = float(argv[argv.index("--since") + 1])
+        return Done(0, self.logs)
+
+    @staticmethod
+    def _service(container: dict[str, Any]) -> str:
+        return container["Config"]["Labels"]["com.docker.compose.service"]  # type: ignore[no-any-return]
+
+
+VERBS = {"create", "ps", "inspect", "start", "stop", "kill", "rm", "unpause", "logs"}
+
+
+@pytest.fixture
+def docker() -> Docker:
+    return Docker()
+
+
+@pytest.fixture
+def runtime(docker: Docker) -> Iterator[ComposeRuntime]:
+    runtime = ComposeRuntime(CONFIG, run=docker)
+    yield runtime
+    runtime.close()
+
+
+URL = "http://127.0.0.1:40001"
+
+
+def test_the_first_start_creates_the_container_and_later_ones_do_not_pay_compose(
+    docker: Docker, runtime: ComposeRuntime
+):
+    assert runtime.start(A) == URL
+    assert docker.verbs() == ["create", "ps", "inspect", "start", "inspect"]
+    runtime.stop(A)
+    assert docker.verbs() == ["inspect", "stop", "inspect"]
+    assert runtime.start(A) == URL
+    assert docker.verbs() == ["start", "inspect"]
+
+
+def test_a_running_service_is_not_started_again(docker: Docker, runtime: ComposeRuntime):
+    runtime.start(A)
+    run = runtime._find("a").run
+    runtime.start(A)
+    assert runtime._find("a").run == run
+
+
+def test_a_paused_service_is_unpaused(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1", status="paused")
+    assert runtime.start(A) == URL
+    assert "unpause" in docker.verbs()
+
+
+def test_an_image_that_is_missing_is_named_with_the_command_that_gets_it(
+    docker: Docker, runtime: ComposeRuntime
+):
+    docker.fails["create"] = ["Error response from daemon: no such image: llama:1: No such image: llama:1"]
+    with pytest.raises(LoadError, match=r"^image llama:1 is not present: docker pull llama:1$"):
+        runtime.start(A)
+
+
+def test_an_image_that_is_not_built_is_named_with_the_command_that_builds_it(docker: Docker):
+    built = replace(A, service=Service())
+    runtime = ComposeRuntime(replace(CONFIG, backends=(built,)), run=docker)
+    docker.fails["create"] = ["no such image: p-a: No such image: p-a:latest"]
+    with pytest.raises(LoadError, match=r"docker compose -f /s/compose.yaml -f /s/more.yaml -p p build a"):
+        runtime.start(built)
+
+
+def test_the_image_that_is_named_is_the_one_that_docker_misses(docker: Docker, runtime: ComposeRuntime):
+    docker.fails["create"] = ["Error response from daemon: No such image: sidecar:2"]
+    with pytest.raises(LoadError, match=r"^image sidecar:2 is not present: docker pull sidecar:2$"):
+        runtime.start(A)
+
+
+@pytest.mark.parametrize("status", ["dead", "removing"])
+def test_a_container_that_is_half_removed_is_made_anew(docker: Docker, runtime: ComposeRuntime, status: str):
+    docker.add("c1", status=status)
+    assert runtime.start(A) == URL
+    assert list(docker.containers) != ["c1"]
+
+
+def test_a_container_that_somebody_removed_is_made_anew(docker: Docker, runtime: ComposeRuntime):
+    runtime.start(A)
+    docker.containers.clear()
+    assert runtime.start(A) == URL
+
+
+def test_a_network_that_somebody_removed_is_made_anew(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1", status="exited")
+    docker.fails["start"] = ["Error response from daemon: network 89c547813c82 not found"]
+    assert runtime.start(A) == URL
+    assert "c1" not in docker.containers
+
+
+def test_a_service_that_ends_at_once_says_so(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1", status="exited", ExitCode=1)
+    docker.containers["c1"]["NetworkSettings"] = {}
+    docker.ignores = {"start"}
+    with pytest.raises(LoadError, match=r"service a exited with code 1"):
+        runtime.start(A)
+
+
+def test_a_service_without_an_address_says_what_to_publish(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1")
+    docker.containers["c1"]["NetworkSettings"] = {}
+    with pytest.raises(LoadError, match=r'publish its port, such as ports: \["127.0.0.1::8080"\]'):
+        runtime.start(A)
+
+
+def test_docker_that_does_not_answer_is_a_backend_error(docker: Docker, runtime: ComposeRuntime):
+    docker.fails["create"] = [NO_DAEMON]
+    with pytest.raises(BackendError, match="Start dockerd"):
+        runtime.start(A)
+
+
+def test_of_a_scaled_service_the_first_container_is_used(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c2", number="2")
+    docker.add("c1", number="1")
+    docker.end("c1", 5)
+    assert runtime.ended(A) == "exited with code 5"
+
+
+def test_stopping_what_does_not_run_or_exist_is_no_error(docker: Docker, runtime: ComposeRuntime):
+    runtime.stop(A)
+    docker.add("c1", status="exited")
+    runtime.stop(A)
+    assert not {"stop", "kill", "rm"} & set(docker.verbs())
+
+
+def test_a_stop_that_does_not_hold_is_followed_by_kill_and_rm(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1")
+    docker.ignores = {"stop"}
+    docker.fails["kill"] = ["Error: cannot kill"]
+    runtime.stop(A)
+    assert [verb for verb in docker.verbs() if verb in ("stop", "kill", "rm")] == ["stop", "kill", "rm"]
+    assert not docker.containers
+
+
+def test_a_service_that_nothing_ends_is_an_error(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1")
+    docker.ignores = {"stop", "kill"}
+    docker.fails["rm"] = ["Error: could not kill: tried to kill container, but did not receive an exit event"]
+    with pytest.raises(BackendError, match=r"service a still runs after stop, kill and rm.*exit event"):
+        runtime.stop(A)
+
+
+def test_a_restarting_service_is_stopped_too(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1", status="restarting")
+    runtime.stop(A)
+    assert "stop" in docker.verbs()
+
+
+def test_what_runs_is_found_in_two_commands_and_only_our_services(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1", "a")
+    docker.add("c2", "b", status="exited")
+    docker.add("c3", "database")
+    assert runtime.running() == {"a": URL}
+    assert docker.verbs() == ["ps", "inspect"]
+
+
+def test_a_service_that_runs_without_an_address_is_listed_all_the_same(
+    docker: Docker, runtime: ComposeRuntime
+):
+    docker.add("c1", "a", status="restarting")
+    docker.add("c2", "b")
+    docker.containers["c2"]["NetworkSettings"] = {}
+    assert runtime.running() == {"a": "", "b": ""}
+
+
+def test_a_paused_service_is_thawed_before_it_is_adopted(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1", "a", status="paused")
+    assert runtime.running() == {"a": URL}
+    assert docker.state("c1")["Status"] == "running"
+
+
+def test_a_container_that_goes_away_while_it_is_listed_is_no_error(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1", "a")
+    docker.add("c2", "b")
+    listed = docker.do_ps(["docker", "ps"])
+    del docker.containers["c1"]
+    docker.do_ps = lambda argv: listed  # type: ignore[method-assign]
+    assert runtime.running() == {"b": URL}
+
+
+def test_the_log_tail_is_of_the_last_run_only(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1")
+    docker.logs = "one\r\ntwo\nthree\n"
+    assert runtime.log_tail(A, 2) == ["two", "three"]
+    begun = datetime(2026, 11, 21, 13, 0, 1, tzinfo=timezone.utc).timestamp()
+    assert begun - 5 < docker.since < begun
+
+
+def test_a_log_that_cannot_be_had_is_empty(docker: Docker, runtime: ComposeRuntime):
+    assert runtime.log_tail(A) == []
+    docker.add("c1")
+    docker.fails["logs"] = [NO_DAEMON]
+    assert runtime.log_tail(A) == []
+
+
+# Deaths
+
+
+class Events:
+    """Stands in for `docker events`: children whose output the test writes."""
+
+    def __init__(self) -> None:
+        self.started: queue.Queue[int] = queue.Queue()
+
+    def spawn(self, argv: Sequence[str]) -> subprocess.Popen[str]:
+        assert argv[:2] == ["docker", "events"]
+        out, into = os.pipe()
+        child = subprocess.Popen(["cat"], stdin=out, stdout=subprocess.PIPE, text=True)
+        os.close(out)
+        self.started.put(into)
+        return child
+
+    def next(self) -> int:
+        """Where to write the events of the next connection, once there is one."""
+        return self.started.get(timeout=PATIENCE)
+
+
+@dataclass
+class Watched:
+    docker: Docker
+    runtime: ComposeRuntime
+    events: Events
+    deaths: queue.Queue[str]
+
+    def died(self) -> str:
+        return self.deaths.get(timeout=PATIENCE)
+
+
+@pytest.fixture
+def watched(docker: Docker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    monkeypatch.setattr(compose, "FIRST_PAUSE", 0.001)
+    events = Events()
+    runtime = ComposeRuntime(CONFIG, run=docker, spawn=events.spawn)
+    watched = Watched(docker, runtime, events, queue.Queue())
+    thread = threading.Thread(target=runtime.watch, args=(watched.deaths.put,))
+    thread.start()
+    try:
+        yield watched
+    finally:
+        runtime.close()
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+        while not events.started.empty():
+            os.close(events.started.get())
+
+
+def test_a_death_is_reported_once(watched: Watched):
+    into = watched.events.next()
+    watched.runtime.start(A)
+    watched.runtime.start(B)
+    ids = list(watched.docker.containers)
+    watched.docker.end(ids[0])
+    os.write(into, b"a\na\n")
+    assert watched.died() == "a"
+    watched.docker.end(ids[1])
+    os.write(into, b"b\n")
+    assert watched.died() == "b"
+    os.close(into)
+
+
+def test_our_own_stop_and_a_late_event_of_it_are_no_death(watched: Watched):
+    into = watched.events.next()
+    watched.runtime.start(A)
+    watched.runtime.start(B)
+    watched.runtime.stop(A)
+    os.write(into, b"a\n")
+    watched.runtime.start(A)
+    os.write(into, b"a\n")
+    watched.docker.end(list(watched.docker.containers)[1])
+    os.write(into, b"b\n")
+    assert watched.died() == "b"
+    assert watched.runtime.ended(A) is None
+    os.close(into)
+
+
+def test_a_service_that_its_restart_policy_revived_is_put_down_and_reported(watched: Watched):
+    into = watched.events.next()
+    watched.runtime.start(A)
+    id = next(iter(watched.docker.containers))
+    watched.docker.state(id).update(Status="running", StartedAt="2026-11-21T23:59:59.9Z")
+    os.write(into, b"a\n")
+    assert watched.died() == "a"
+    assert watched.docker.state(id)["Status"] == "exited"
+    os.close(into)
+
+
+def test_deaths_of_other_services_are_not_ours(watched: Watched):
+    into = watched.events.next()
+    watched.runtime.start(A)
+    os.write(into, b"database\n\n")
+    watched.docker.end(next(iter(watched.docker.containers)))
+    os.write(into, b"a\n")
+    assert watched.died() == "a"
+    os.close(into)
+
+
+def test_what_ended_while_docker_was_away_is_reported_when_it_is_back(watched: Watched):
+    into = watched.events.next()
+    watched.runtime.start(A)
+    watched.runtime.start(B)
+    watched.docker.fails["ps"] = [NO_DAEMON] * 3
+    watched.docker.end(next(iter(watched.docker.containers)))
+    os.close(into)
+    assert watched.died() == "a"
+    os.close(watched.events.next())
+
+
+def test_an_adopted_service_is_watched_too(watched: Watched):
+    into = watched.events.next()
+    watched.docker.add("c1")
+    watched.runtime.running()
+    watched.docker.end("c1")
+    os.write(into, b"a\n")
+    assert watched.died() == "a"
+    os.close(into)
+
+
+# The program that runs commands
+
+
+def run(*argv: str, timeout: float = PATIENCE, merge: bool = False) -> Done:
+    return compose._run(argv, timeout, env=os.environ, merge=merge)
+
+
+def test_a_command_gives_status_and_both_streams():
+    assert run("sh", "-c", "echo out; echo err >&2; exit 3") == Done(3, "out\n", "err\n")
+
+
+def test_merged_streams_keep_their_order():
+    assert run("sh", "-c", "echo 1; echo 2 >&2; echo 3", merge=True) == Done(0, "1\n2\n3\n")
+
+
+def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path):
+    pids = tmp_path / "pids"
+    with pytest.raises(BackendError, match="did not end within 2 s; dockerd may be stuck"):
+        run("sh", "-c", f"sleep 1000 & echo $! > {pids}; wait", timeout=2.0)
+    gone(int(pids.read_text()))
+
+
+def test_a_program_that_is_missing_is_named():
+    with pytest.raises(BackendError, match=r"no-such-docker cannot be run .*is it installed and on PATH"):
+        run("no-such-docker")
+
+
+def test_a_log_is_followed(docker: Docker):
+    docker.add("c1")
+
+    def spawn(argv: Sequence[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(["printf", r"one\r\ntwo\n"], stdout=subprocess.PIPE, text=True)
+
+    runtime = ComposeRuntime(CONFIG, run=docker, spawn=spawn)
+    assert list(runtime.follow_log(A)) == ["one", "two"]
+    assert list(runtime.follow_log(B)) == []

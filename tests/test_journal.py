@@ -1,0 +1,175 @@
+"""What goes in at one end of the journal is counted and written at the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.config import Backend, Config
+from anvil_mux.journal import QUIET, Journal
+from anvil_mux.metrics import Metrics
+from anvil_mux.residency import Event
+from tests.test_metrics import nothing, record, value
+
+CONFIG = Config((Backend("a", "a"),))
+
+
+class Desk:
+    """A journal whose access log is a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "access.log"
+        self.metrics = Metrics(CONFIG, nothing)
+        self.descriptor = os.open(self.file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        self.journals: list[Journal] = []
+
+    def open(self, **settings: object) -> Journal:
+        settings = {"access": self.descriptor, "wall": float, **settings}
+        journal = Journal(self.metrics, **settings)  # type: ignore[arg-type]
+        self.journals.append(journal)
+        return journal
+
+    def lines(self) -> list[str]:
+        return self.file.read_text().splitlines()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    for journal in made.journals:
+        journal.close()
+    os.close(made.descriptor)
+
+
+def test_a_flush_returns_when_everything_before_it_is_counted_and_written(desk: Desk) -> None:
+    journal = desk.open()
+    for number in range(100):
+        journal.add(record(request_id=f"r{number}"))
+    journal.flush()
+    assert [line.split()[-1] for line in desk.lines()] == [f"r{number}" for number in range(100)]
+    assert value(desk.metrics, "anvil_queue_wait_seconds_count", model="a") == 100
+
+
+def test_closing_writes_what_is_left(desk: Desk) -> None:
+    journal = desk.open()
+    journal.add(record())
+    journal.close()
+    assert len(desk.lines()) == 1
+
+
+def test_nothing_is_lost_between_many_threads(desk: Desk) -> None:
+    journal = desk.open()
+
+    def add() -> None:
+        for number in range(250):
+            journal.add(record(request_id=f"{threading.get_ident()}-{number}"))
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    journal.close()
+    assert len(desk.lines()) == 1000
+
+
+def test_lines_in_json_are_json_whatever_a_client_sent(desk: Desk) -> None:
+    journal = desk.open(form="json")
+    journal.add(record(path='/x"\n{', model="\x1b[31m", status=404, code="not_found", backend=""))
+    journal.flush()
+    (line,) = map(json.loads, desk.lines())
+    assert (line["path"], line["status"], line["code"]) == ('/x"\n{', 404, "not_found")
+
+
+def test_a_client_cannot_forge_a_line_of_the_access_log(desk: Desk) -> None:
+    journal = desk.open()
+    journal.add(record(path="/x\n2026 200 GET /admin"))
+    journal.flush()
+    assert len(desk.lines()) == 1
+
+
+def test_events_are_told_in_the_order_in_which_they_came(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    journal = desk.open(access=2)
+    journal.add(Event(1.0, "draining", "a", "a", 0, 2, 30.0, "for b: 1 waiting, oldest first"))
+    journal.add(record(request_id="between"))
+    journal.add(Event(31.0, "stopping", "a", "a", 0, 1, 30.0, "1 waiting"))
+    journal.add(Event(32.0, "empty", "a", "a"))
+    journal.add(Event(33.0, "ready", "a", "a", seconds=12.34))
+    journal.flush()
+    told = [line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()]
+    assert told[0] == "a: leaves for b: 1 waiting, oldest first; waits up to 30 s for 2 requests"
+    assert told[1].endswith("between")
+    assert told[2:] == ["a: stopping, 1 request severed after 30.0 s", "a: stopped", "a: ready after 12.3 s"]
+
+
+def test_a_failed_load_is_told_with_the_last_lines_of_its_engine(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tails = {"a": ["CUDA out of memory", "bye"]}
+    journal = desk.open(tail=tails.__getitem__)
+    journal.add(Event(1.0, "empty", "a", "a", reason="load failed: exited with code 1"))
+    journal.flush()
+    told = capfd.readouterr().err
+    assert "a: load failed: exited with code 1\n" in told
+    assert "  | CUDA out of memory\n  | bye\n" in told
+
+
+def test_an_event_in_json_names_its_kind_and_leaves_out_what_is_empty(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    journal = desk.open(form="json", tail=lambda _: ["bye"])
+    journal.add(Event(0.0, "stuck", "a", "a", reason="still runs"))
+    journal.flush()
+    assert json.loads(capfd.readouterr().err) == {
+        "ts": "1970-01-01T00:00:00.000Z",
+        "level": "error",
+        "event": "stuck",
+        "model": "a",
+        "service": "a",
+        "reason": "still runs",
+        "engine_log": ["bye"],
+    }
+
+
+def test_quiet_tells_only_what_is_wrong(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    journal = desk.open(verbosity=QUIET)
+    journal.add(Event(1.0, "ready", "a", "a", seconds=1.0))
+    journal.add(Event(1.0, "empty", "a", "a", reason="died: exited with code 139"))
+    journal.add(Event(1.0, "stuck", "a", "a", reason="still runs"))
+    journal.flush()
+    told = [line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()]
+    assert told[0] == "a: died: exited with code 139"
+    assert len(told) == 2
+    assert "still runs" in told[1]
+
+
+def test_a_full_disk_does_not_end_the_journal(desk: Desk) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        journal = desk.open(access=full.fileno())
+        journal.add(record())
+        journal.flush()
+        journal.add(record())
+        journal.flush()
+    assert value(desk.metrics, "anvil_queue_wait_seconds_count", model="a") == 2
+
+
+def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_: str) -> list[str]:
+        raise OSError("no log")
+
+    journal = desk.open(tail=broken)
+    journal.add(Event(1.0, "empty", "a", "a", reason="died: x"))
+    journal.add(record())
+    journal.flush()
+    assert len(desk.lines()) == 1
+    assert "no log" in capfd.readouterr().err

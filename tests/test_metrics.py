@@ -1,0 +1,312 @@
+"""Histories of events in, samples out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from anvil_mux import api
+from anvil_mux.accesslog import Served
+from anvil_mux.config import Backend, Config, Gpu
+from anvil_mux.metrics import BUCKETS, STATES, Metrics
+from anvil_mux.multiplexer import ModelState, Status
+from anvil_mux.policy import POLICIES
+from anvil_mux.preemption import PREEMPTIONS
+from anvil_mux.residency import Event, Residency, Start, Stop, Ticket
+
+CONFIG = Config(
+    backends=(
+        Backend("a", "a", gpus=("0",)),
+        Backend("b", "b", gpus=("0",), aliases=("bee",)),
+        Backend("c", "c", gpus=("1",)),
+        Backend("both", "both", gpus=("0", "1")),
+    ),
+    gpus=(Gpu("0"), Gpu("1")),
+)
+
+
+def nothing() -> Status:
+    return Status(0.0, (), (), 0, 0)
+
+
+def metrics() -> Metrics:
+    return Metrics(CONFIG, nothing)
+
+
+def told(events: Iterable[Event]) -> Metrics:
+    made = metrics()
+    for event in events:
+        made.observe(event)
+    return made
+
+
+def value(of: Metrics, name: str, **labels: str) -> float | None:
+    return of.registry.get_sample_value(name, labels)
+
+
+def phases(of: Metrics) -> dict[str, float | None]:
+    return {
+        phase: value(of, "anvil_swap_phase_seconds_sum", phase=phase) for phase in ("drain", "evict", "load")
+    }
+
+
+def record(**changed: object) -> Served:
+    given: dict[str, object] = {
+        "ended": 1.0,
+        "request_id": "r1",
+        "client": "127.0.0.1",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "model": "a",
+        "backend": "a",
+        "status": 200,
+        "code": "",
+        "stream": False,
+        "waited": 2.0,
+        "first_byte": 2.5,
+        "seconds": 3.0,
+        "sent": 100,
+        **changed,
+    }
+    return Served(**given)  # type: ignore[arg-type]
+
+
+class History:
+    """A real residency; what it emits goes to the metrics."""
+
+    def __init__(self) -> None:
+        self.metrics = metrics()
+        preemption, policy = PREEMPTIONS[CONFIG.preemption](), POLICIES["eager"]()
+        self.island = Residency("0+1", CONFIG, CONFIG.backends, policy, preemption, self.metrics.observe)
+        self.count = 0
+
+    def request(self, model: str, now: float) -> Ticket:
+        self.count += 1
+        ticket = Ticket(self.count, model, now)
+        self.island.request(ticket, now)
+        return ticket
+
+    def load(self, model: str, now: float, ready: float) -> Ticket:
+        ticket = self.request(model, now)
+        assert isinstance(self.island.next_step(now), Start)
+        self.island.started(model, ready)
+        return ticket
+
+
+def test_the_phases_of_a_swap_add_up_to_its_duration() -> None:
+    history = History()
+    island = history.island
+    leased = history.load("a", 0.0, 10.0)
+    history.request("b", 20.0)
+    island.next_step(20.0)
+    island.release(leased, 23.0)
+    assert isinstance(island.next_step(23.0), Stop)
+    island.stopped("a", 27.0)
+    assert isinstance(island.next_step(27.5), Start)
+    island.started("b", 40.0)
+    seen = history.metrics
+    assert phases(seen) == {"drain": 3.0, "evict": 4.0, "load": 10.0 + 13.0}
+    assert (
+        value(seen, "anvil_swap_duration_seconds_sum")
+        == 10.0 + 20.0
+        == sum(filter(None, phases(seen).values()))
+    )
+    assert value(seen, "anvil_swaps_total", **{"from": "none", "to": "a", "result": "ok"}) == 1
+    assert value(seen, "anvil_swaps_total", **{"from": "a", "to": "b", "result": "ok"}) == 1
+    assert value(seen, "anvil_evictions_total", model="a", reason="swap") == 1
+    assert value(seen, "anvil_model_load_duration_seconds_sum", model="b") == 12.5
+    assert value(seen, "anvil_model_loads_total", model="b", result="ok") == 1
+
+
+def test_a_swap_of_several_victims_is_one_swap() -> None:
+    history = History()
+    island = history.island
+    island.release(history.load("a", 0.0, 1.0), 1.0)
+    island.release(history.load("c", 1.0, 2.0), 2.0)
+    history.request("both", 10.0)
+    assert isinstance(island.next_step(10.0), Stop)
+    assert isinstance(island.next_step(11.0), Stop)
+    island.stopped("a", 12.0)
+    island.stopped("c", 15.0)
+    assert isinstance(island.next_step(15.0), Start)
+    island.started("both", 20.0)
+    seen = history.metrics
+    assert value(seen, "anvil_swaps_total", **{"from": "several", "to": "both", "result": "ok"}) == 1
+    assert phases(seen) == {"drain": 1.0, "evict": 4.0, "load": 1.0 + 1.0 + 5.0}
+    assert value(seen, "anvil_swap_duration_seconds_sum") == 1.0 + 1.0 + 10.0
+
+
+def test_a_load_that_fails_is_a_failed_swap_and_has_no_duration() -> None:
+    seen = told(
+        [
+            Event(1.0, "draining", "a", "a", reason="for b: 1 waiting"),
+            Event(2.0, "stopping", "a", "a"),
+            Event(3.0, "empty", "a", "a"),
+            Event(3.0, "starting", "b", "b"),
+            Event(9.0, "empty", "b", "b", reason="load failed: exited with code 1"),
+        ]
+    )
+    assert value(seen, "anvil_model_loads_total", model="b", result="failed") == 1
+    assert value(seen, "anvil_swaps_total", **{"from": "a", "to": "b", "result": "failed"}) == 1
+    assert value(seen, "anvil_swap_duration_seconds_count") is None
+    assert value(seen, "anvil_evictions_total", model="b", reason="died") is None
+
+
+def test_an_unload_is_an_eviction_and_no_part_of_a_later_swap() -> None:
+    seen = told(
+        [
+            Event(1.0, "draining", "a", "a", reason="unload requested"),
+            Event(2.0, "stopping", "a", "a"),
+            Event(3.0, "empty", "a", "a"),
+            Event(100.0, "starting", "b", "b"),
+            Event(101.0, "ready", "b", "b", seconds=1.0),
+        ]
+    )
+    assert value(seen, "anvil_evictions_total", model="a", reason="unload") == 1
+    assert value(seen, "anvil_swap_duration_seconds_sum") == 1.0
+    assert value(seen, "anvil_swaps_total", **{"from": "none", "to": "b", "result": "ok"}) == 1
+
+
+def test_an_adopted_backend_is_no_load() -> None:
+    seen = told([Event(1.0, "ready", "a", "a", reason="adopted")])
+    assert value(seen, "anvil_model_loads_total", model="a", result="ok") is None
+
+
+def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
+    leave = "for both: 1 waiting"
+    seen = told(
+        [
+            Event(1.0, "draining", "a", "a", reason=leave),
+            Event(1.0, "draining", "c", "c", reason=leave),
+            Event(2.0, "ready", "a", "a", reason="reprieved"),
+            Event(2.0, "ready", "c", "c", reason="reprieved"),
+            Event(3.0, "starting", "both", "both"),
+        ]
+    )
+    assert value(seen, "anvil_swaps_total", **{"from": "several", "to": "both", "result": "reprieved"}) == 1
+    assert value(seen, "anvil_evictions_total", model="a", reason="swap") is None
+
+
+def test_a_victim_that_cannot_be_stopped_ends_its_swap() -> None:
+    seen = told(
+        [
+            Event(1.0, "draining", "a", "a", reason="for b: 1 waiting"),
+            Event(2.0, "stopping", "a", "a"),
+            Event(3.0, "stuck", "a", "a", reason="still runs"),
+            Event(9.0, "empty", "a", "a"),
+            Event(10.0, "starting", "b", "b"),
+            Event(11.0, "ready", "b", "b", seconds=1.0),
+        ]
+    )
+    assert value(seen, "anvil_swaps_total", **{"from": "a", "to": "b", "result": "stuck"}) == 1
+    assert value(seen, "anvil_swap_duration_seconds_sum") == 1.0
+
+
+def test_a_death_is_an_eviction_of_its_own_kind() -> None:
+    seen = told(
+        [
+            Event(1.0, "draining", "a", "a", reason="for b: 1 waiting"),
+            Event(2.0, "empty", "a", "a", reason="died: exited with code 139"),
+            Event(50.0, "starting", "b", "b"),
+            Event(51.0, "ready", "b", "b"),
+        ]
+    )
+    assert value(seen, "anvil_evictions_total", model="a", reason="died") == 1
+    assert value(seen, "anvil_swap_duration_seconds_sum") == 1.0
+
+
+def test_the_target_of_a_swap_may_have_colons_in_its_name() -> None:
+    config = Config((Backend("a", "a"), Backend("q", "qwen"), Backend("q8", "qwen: 8b")))
+    seen = Metrics(config, nothing)
+    for event in (
+        Event(1.0, "draining", "a", "a", reason="for qwen: 8b: 1 waiting"),
+        Event(1.0, "stopping", "a", "a"),
+        Event(2.0, "empty", "a", "a"),
+        Event(2.0, "starting", "qwen: 8b", "q8"),
+        Event(3.0, "ready", "qwen: 8b", "q8"),
+    ):
+        seen.observe(event)
+    assert value(seen, "anvil_swaps_total", **{"from": "a", "to": "qwen: 8b", "result": "ok"}) == 1
+
+
+def test_severed_requests_and_deferrals_are_counted_by_model() -> None:
+    severed = Event(1.0, "severed", "a", "a", 7, 1, 30.0)
+    seen = told([severed, severed, Event(1.0, "deferred", "b", "", 1, 1, 5.0, "line not quiet")])
+    assert value(seen, "anvil_severed_requests_total", model="a") == 2
+    assert value(seen, "anvil_deferrals_total", model="b") == 1
+
+
+def test_a_served_request_is_counted_with_its_times() -> None:
+    seen = metrics()
+    seen.served(record())
+    seen.served(record(status=503, code="severed", first_byte=0.0))
+    route = "/v1/chat/completions"
+    assert value(seen, "anvil_requests_total", model="a", route=route, code="200") == 1
+    assert value(seen, "anvil_requests_total", model="a", route=route, code="503") == 1
+    assert value(seen, "anvil_request_duration_seconds_sum", model="a", route=route) == 6.0
+    assert value(seen, "anvil_queue_wait_seconds_sum", model="a") == 4.0
+    assert value(seen, "anvil_time_to_first_byte_seconds_count", model="a") == 1
+
+
+def test_labels_never_come_from_clients() -> None:
+    seen = metrics()
+    seen.served(record(model="bee", path="/chat/completions"))
+    seen.served(record(model="x" * 100, path="/etc/passwd", backend="", status=404))
+    assert value(seen, "anvil_requests_total", model="b", route="/v1/chat/completions", code="200") == 1
+    assert value(seen, "anvil_requests_total", model="unknown", route="other", code="404") == 1
+    routes = {method.path for methods in api.ROUTES.values() for method in methods.values()}
+    for path in api.ROUTES:
+        seen.served(record(path=path))
+    counted = next(f for f in seen.registry.collect() if f.name == "anvil_requests")
+    assert {sample.labels["route"] for sample in counted.samples} == routes | {"other"}
+
+
+def test_a_bucket_counts_what_is_at_most_its_bound() -> None:
+    seen = metrics()
+    for seconds in (0.5, 0.6, 1200.0, 5000.0):
+        seen.served(record(seconds=seconds))
+    name, labels = "anvil_request_duration_seconds_bucket", {"model": "a", "route": "/v1/chat/completions"}
+    assert [value(seen, name, le=le, **labels) for le in ("0.25", "0.5", "1.0", "1200.0", "+Inf")] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert BUCKETS[-1] == 1200.0
+
+
+def test_gauges_show_the_moment_of_the_scrape() -> None:
+    states = iter(("starting", "ready"))
+
+    def status() -> Status:
+        model = ModelState("a", next(states), "a", ("0",), (), 3, 2, "", None)
+        return Status(0.0, (model,), (), 3, 2)
+
+    seen = Metrics(CONFIG, status)
+    first = {(s.name, s.labels.get("state")): s.value for f in seen.collect() for s in f.samples}
+    assert first["anvil_queued_requests", None] == 3
+    assert first["anvil_inflight_requests", None] == 2
+    shown = {state: first["anvil_model_state", state] for state in STATES}
+    assert shown == {**dict.fromkeys(STATES, 0.0), "starting": 1.0}
+    assert value(seen, "anvil_model_state", model="a", state="ready") == 1
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type", "end"),
+    [
+        ("", "text/plain", "\n"),
+        ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text", "# EOF\n"),
+    ],
+)
+def test_a_scraper_gets_the_format_that_it_asks_for(accept: str, content_type: str, end: str) -> None:
+    seen = metrics()
+    seen.served(record())
+    kind, text = seen.render(accept)
+    assert kind.startswith(content_type)
+    assert text.decode().endswith(end)
+    assert b"anvil_build_info{" in text
+    assert b"process_resident_memory_bytes" in text
+    assert b"python_info" in text
+    assert b"_created" not in text

@@ -1,0 +1,995 @@
+"""Histories: facts in, steps, states and events out. No thread, no time but the moments written here."""
+
+import itertools
+from math import inf
+
+import pytest
+
+from anvil_mux.config import Backend, Config, Gpu
+from anvil_mux.errors import DoesNotFit, LoadError, Stuck, WaitedTooLong
+from anvil_mux.placement import islands
+from anvil_mux.policy import POLICIES, Stay, SwapTo, Unload, build_policy
+from anvil_mux.preemption import build_preemption
+from anvil_mux.residency import TRANSITIONS, Residency, Start, Stop, Ticket, Wait
+from anvil_mux.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
+
+
+def backend(name, *gpus, model=None, **fields):
+    return Backend(name, model or name, gpus or ("0",), **fields)
+
+
+A, B, C = backend("a"), backend("b"), backend("c")
+TEN = (Gpu("0", vram=10),)
+DEBOUNCE = build_policy("debounce", {"quiet": 2.0, "max_hold": 10.0})
+
+
+class Island:
+    """A residency, its log, and short words for what happens to it."""
+
+    def __init__(self, *backends, gpus=(), policy=None, **settings):
+        self.config = Config(backends=backends, gpus=gpus, **settings)
+        self.log = []
+        ((name, members),) = islands(backends)
+        policy = policy or build_policy(self.config.policy, self.config.policy_settings)
+        self.core = Residency(name, self.config, members, policy, build_preemption("lru"), self.log.append)
+        self.ids = itertools.count(1)
+        self.until = inf
+
+    def request(self, model, at, *, leases=True):
+        ticket = Ticket(next(self.ids), model, at, leases=leases)
+        self.core.request(ticket, at)
+        return ticket
+
+    def steps(self, at):
+        """The steps handed out at a moment: "start a", "stop b"; sets ``until``."""
+        taken = []
+        while not isinstance(step := self.core.next_step(at), Wait):
+            taken.append(f"{type(step).__name__.lower()} {step.backend}")
+        self.until = step.until
+        return taken
+
+    def with_resident(self, name, at=0.0):
+        self.request(self.core.seats[name].model, at, leases=False)
+        assert self.steps(at) == [f"start {name}"]
+        self.core.started(name, at)
+        assert self.steps(at) == []
+        return self
+
+    def states(self):
+        return {name: seat.state for name, seat in self.core.seats.items()}
+
+    def state(self, name):
+        return self.core.seats[name].state
+
+    def tell(self, *kinds):
+        """The events of these kinds (all without), as "kind backend-or-model"."""
+        return [f"{e.kind} {e.backend or e.model}" for e in self.log if not kinds or e.kind in kinds]
+
+    def sound(self):
+        assert check(self.log, self.config) == []
+        assert [line for line in self.core.lines.values() if line] == []
+
+
+# Loading and leasing
+
+
+def test_the_first_request_loads_and_the_second_reuses():
+    island = Island(A)
+    first = island.request("a", 1.0)
+    assert island.steps(1.0) == ["start a"]
+    assert first.backend is None
+    island.core.started("a", 4.0)
+    assert first.backend == "a"
+    assert island.core.settled == [first]
+    second = island.request("a", 5.0)
+    assert second.backend == "a"
+    assert island.steps(5.0) == []
+    assert island.tell() == ["queued a", "starting a", "ready a", "leased a", "leased a"]
+    assert [e.seconds for e in island.log if e.kind in ("ready", "leased")] == [3.0, 3.0, 0.0]
+    island.sound()
+
+
+def test_a_swap_stops_the_old_backend_before_it_starts_the_new():
+    island = Island(A, B).with_resident("a")
+    waiting = island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    assert island.states() == {"a": "stopping", "b": "empty"}
+    island.core.stopped("a", 2.0)
+    assert island.steps(2.0) == ["start b"]
+    island.core.started("b", 5.0)
+    assert waiting.backend == "b"
+    assert island.steps(5.0) == []
+    island.sound()
+
+
+def test_any_number_of_requests_for_the_resident_stop_nothing():
+    island = Island(A, B).with_resident("a")
+    tickets = [island.request("a", 1.0) for _ in range(50)]
+    assert island.steps(1.0) == []
+    assert len(island.core.seats["a"].holders) == 50
+    for ticket in tickets:
+        island.core.release(ticket, 2.0)
+    assert island.steps(2.0) == []
+    assert island.tell("stopping", "starting") == ["starting a"]
+    island.sound()
+
+
+def test_a_load_request_waits_like_a_request_but_holds_nothing():
+    island = Island(A, B).with_resident("a")
+    ticket = island.request("a", 1.0, leases=False)
+    assert ticket.settled
+    assert not island.core.seats["a"].holders
+    island.core.release(ticket, 1.0)
+    assert island.tell("released") == []
+    island.request("b", 2.0)
+    assert island.steps(2.0) == ["stop a"]
+
+
+# Draining
+
+
+def test_a_swap_waits_for_every_lease():
+    island = Island(A, B).with_resident("a")
+    held = [island.request("a", 1.0) for _ in range(3)]
+    island.request("b", 2.0)
+    assert island.steps(2.0) == []
+    assert island.state("a") == "draining"
+    for ticket in held[:2]:
+        island.core.release(ticket, 3.0)
+        assert island.steps(3.0) == []
+    island.core.release(held[2], 4.0)
+    assert island.steps(4.0) == ["stop a"]
+    assert not any(ticket.severed for ticket in held)
+
+
+def test_a_drain_that_takes_too_long_severs_what_is_left():
+    island = Island(A, B, drain_timeout=30.0).with_resident("a")
+    ended, laggard = island.request("a", 1.0), island.request("a", 1.0)
+    island.request("b", 2.0)
+    assert island.steps(2.0) == []
+    assert island.until == 32.0
+    island.core.release(ended, 10.0)
+    assert island.steps(31.9) == []
+    step = island.core.next_step(32.0)
+    assert step == Stop("a", "stop", (laggard,))
+    assert (ended.severed, laggard.severed) == (False, True)
+    assert [(e.ticket, e.seconds) for e in island.log if e.kind == "severed"] == [(laggard.id, 30.0)]
+    island.core.stopped("a", 33.0)
+    island.steps(33.0)
+    island.core.started("b", 34.0)
+    island.sound()
+
+
+def test_a_drain_timeout_of_zero_severs_at_once():
+    island = Island(A, B, drain_timeout=0.0).with_resident("a")
+    lease = island.request("a", 1.0)
+    island.request("b", 2.0)
+    assert island.steps(2.0) == ["stop a"]
+    assert lease.severed
+
+
+def test_a_late_request_for_the_victim_neither_extends_the_drain_nor_is_lost():
+    island = Island(A, B, drain_timeout=5.0).with_resident("a")
+    island.request("a", 1.0)
+    island.request("b", 2.0)
+    island.steps(2.0)
+    late = island.request("a", 3.0)
+    assert not late.settled
+    assert island.steps(6.9) == []
+    assert island.steps(7.0) == ["stop a"]
+    island.core.stopped("a", 8.0)
+    assert island.steps(8.0) == ["start b"]
+    island.core.started("b", 9.0)
+    assert island.steps(9.0) == []  # b's one request holds its lease; a waits for it
+    assert island.steps(14.0) == ["stop b"]
+    island.core.stopped("b", 15.0)
+    assert island.steps(15.0) == ["start a"]
+    island.core.started("a", 16.0)
+    assert late.backend == "a"
+    island.sound()
+
+
+def test_a_release_after_the_severing_is_harmless_even_when_the_backend_is_back():
+    island = Island(A, B, drain_timeout=0.0).with_resident("a")
+    old = island.request("a", 1.0)
+    for moment, target, victim in ((2.0, "b", "a"), (3.0, "a", "b")):
+        island.request(target, moment, leases=False)
+        assert island.steps(moment) == [f"stop {victim}"]
+        island.core.stopped(victim, moment)
+        assert island.steps(moment) == [f"start {target}"]
+        island.core.started(target, moment)
+    new = island.request("a", 4.0)
+    island.core.release(old, 5.0)
+    assert list(island.core.seats["a"].holders) == [new]
+    assert "released a" not in island.tell()
+    island.sound()
+
+
+def test_a_severed_lease_does_not_hold_up_the_next_eviction_of_its_model():
+    island = Island(A, B, drain_timeout=10.0).with_resident("a")
+    island.request("a", 0.0)  # never ends
+    moment = 0.0
+    for target, victim, drain in (("b", "a", 10.0), ("a", "b", 0.0), ("b", "a", 0.0)):
+        island.request(target, moment, leases=False)
+        island.steps(moment)
+        moment += drain
+        if drain:
+            assert island.steps(moment) == [f"stop {victim}"]
+        assert island.state(victim) == "stopping"
+        island.core.stopped(victim, moment)
+        island.steps(moment)
+        island.core.started(target, moment)
+    island.sound()
+
+
+def test_releasing_twice_counts_once():
+    island = Island(A).with_resident("a")
+    first, second = island.request("a", 1.0), island.request("a", 1.0)
+    island.core.release(first, 2.0)
+    island.core.release(first, 3.0)
+    assert list(island.core.seats["a"].holders) == [second]
+    assert island.tell("released") == ["released a"]
+
+
+def test_of_two_swaps_wanted_during_one_drain_one_wins_and_the_other_follows():
+    island = Island(A, B, C).with_resident("a")
+    lease = island.request("a", 1.0)
+    island.request("b", 2.0)
+    island.steps(2.0)
+    island.request("c", 3.0)
+    assert island.steps(3.0) == []
+    island.core.release(lease, 4.0)
+    assert island.steps(4.0) == ["stop a"]
+    island.core.stopped("a", 5.0)
+    assert island.steps(5.0) == ["start b"]
+    island.core.started("b", 6.0)
+    island.core.release(next(iter(island.core.seats["b"].holders)), 7.0)
+    assert island.steps(7.0) == ["stop b"]
+    island.core.stopped("b", 8.0)
+    assert island.steps(8.0) == ["start c"]
+    assert island.tell("starting") == ["starting a", "starting b", "starting c"]
+
+
+def test_a_victim_of_several_is_stopped_as_soon_as_it_is_idle():
+    small = [backend(name, vram=5) for name in "ab"]
+    island = Island(*small, backend("c", vram=10), gpus=TEN).with_resident("a").with_resident("b")
+    lease = island.request("b", 1.0)
+    island.request("c", 2.0)
+    assert island.steps(2.0) == ["stop a"]
+    assert island.state("b") == "draining"
+    island.core.stopped("a", 3.0)
+    assert island.steps(3.0) == []
+    island.core.release(lease, 4.0)
+    assert island.steps(4.0) == ["stop b"]
+    island.core.stopped("b", 5.0)
+    assert island.steps(5.0) == ["start c"]
+
+
+# Batches and order
+
+
+def test_forty_alternating_requests_cost_two_loads():
+    island = Island(A, B)
+    tickets = [island.request("ab"[n % 2], 0.0) for n in range(40)]
+    assert island.steps(0.0) == ["start a"]
+    island.core.started("a", 3.0)
+    for ticket in tickets[::2]:
+        assert ticket.backend == "a"
+        island.core.release(ticket, 4.0)
+    assert island.steps(4.0) == ["stop a"]
+    island.core.stopped("a", 5.0)
+    assert island.steps(5.0) == ["start b"]
+    island.core.started("b", 6.0)
+    assert all(ticket.backend for ticket in tickets)
+    assert len(island.tell("starting")) == 2
+    island.sound()
+
+
+def test_a_fresh_resident_serves_its_whole_line_before_it_may_be_put_out():
+    island = Island(A, B).with_resident("a")
+    line = [island.request("b", 1.0) for _ in range(5)]
+    island.steps(1.0)
+    island.request("a", 1.5)
+    island.core.stopped("a", 2.0)
+    island.steps(2.0)
+    island.core.started("b", 3.0)
+    assert [ticket.backend for ticket in line] == ["b"] * 5
+    assert island.steps(3.0) == []
+    assert island.state("b") == "draining"
+
+
+def test_the_resident_serves_on_while_the_policy_holds_the_swap_back():
+    island = Island(A, B, policy=DEBOUNCE).with_resident("a")
+    island.request("b", 1.0)
+    assert island.steps(1.0) == []
+    assert island.request("a", 1.5).backend == "a"
+    assert island.state("a") == "ready"
+
+
+# The policy proposes, the residency disposes
+
+
+class Never:
+    """A policy that never swaps."""
+
+    def decide(self, seen):
+        return Stay(reason="never")
+
+
+class Wrong:
+    """A policy that always names a model that cannot be loaded now."""
+
+    def decide(self, seen):
+        return SwapTo("nonsense")
+
+
+class IdleOut:
+    """Puts a model out that was not used for five seconds."""
+
+    def decide(self, seen):
+        moments = []
+        for resident in seen.residents:
+            until = (seen.now if resident.leases else resident.last_used) + 5.0
+            if until <= seen.now:
+                return Unload(resident.model, "idle")
+            moments.append(until)
+        return Stay(min(moments, default=inf)) if not seen.lines else SwapTo(seen.lines[0].model)
+
+
+@pytest.mark.parametrize("policy", [Never(), Wrong()])
+def test_an_overdue_line_is_served_whatever_the_policy_says(policy):
+    island = Island(A, B, policy=policy, max_wait=60.0)
+    assert island.core.adopt("a", 0.0)
+    for moment in range(1, 61):
+        island.core.release(island.request("a", float(moment)), moment + 0.5)
+        if moment == 2:
+            island.request("b", 2.0)
+        assert island.steps(moment + 0.5) == []
+    assert island.until == 62.0
+    assert island.steps(62.0) == ["stop a"]
+
+
+def test_a_line_is_overdue_at_the_very_moment_that_was_announced():
+    for since in (n / 7 for n in range(1, 200)):  # (since + wait) - since is less than wait for a third of these
+        island = Island(A, B, policy=Never(), max_wait=60.1)
+        island.core.adopt("a", 0.0)
+        island.request("b", since)
+        assert island.steps(since) == []
+        assert island.steps(island.until) == ["stop a"]
+
+
+def test_the_policy_is_asked_again_at_the_moment_it_named_even_if_nobody_waits():
+    island = Island(A, B, policy=IdleOut()).with_resident("a", at=1.0)
+    assert island.until == 6.0
+    lease = island.request("a", 5.0)
+    assert island.steps(6.0) == []
+    assert island.until == 11.0
+    island.core.release(lease, 7.0)
+    assert island.steps(11.0) == []
+    assert island.until == 12.0
+    assert island.steps(12.0) == ["stop a"]
+    island.core.stopped("a", 13.0)
+    assert island.steps(13.0) == []
+    assert island.until == inf
+
+
+def test_a_policy_cannot_put_out_a_pinned_model():
+    island = Island(backend("a", pin=True), backend("b", "1"), backend("t", "0", "1"), policy=IdleOut())
+    island.core.adopt("a", 0.0)
+    assert island.steps(100.0) == []
+    assert island.state("a") == "ready"
+
+
+def test_a_held_swap_is_announced_once_for_each_line_and_begins_when_it_is_due():
+    island = Island(A, B, policy=DEBOUNCE).with_resident("a")
+    island.request("b", 1.0)
+    for moment in (1.0, 1.5, 2.5):
+        assert island.steps(moment) == []
+    island.request("b", 2.5)
+    assert island.steps(2.5) == []
+    assert island.until == 4.5
+    assert island.steps(4.5) == ["stop a"]
+    assert island.tell("deferred") == ["deferred b"]
+
+
+def test_a_request_for_the_old_model_in_mid_swap_does_not_skip_the_policy():
+    island = Island(A, B, policy=DEBOUNCE).with_resident("a")
+    island.request("b", 1.0)
+    island.steps(1.0)
+    island.steps(3.0)
+    island.request("a", 3.5)
+    island.core.stopped("a", 4.0)
+    island.steps(4.0)
+    island.core.started("b", 5.0)
+    assert island.steps(5.0) == []
+    assert island.state("b") == "ready"
+    assert island.until == 5.5
+    island.steps(5.5)
+    assert island.state("b") == "draining"
+
+
+def test_the_timer_of_a_held_swap_survives_a_failed_one():
+    island = Island(A, B, C, policy=DEBOUNCE).with_resident("a")
+    island.request("b", 1.0)
+    island.steps(1.0)
+    assert island.steps(3.0) == ["stop a"]
+    island.core.stopped("a", 4.0)
+    assert island.steps(4.0) == ["start b"]
+    island.request("a", 4.5)
+    island.core.start_failed("b", 5.0, LoadError("no"))
+    assert island.steps(5.0) == ["start a"]  # there is room: nothing to hold back
+    island.core.started("a", 6.0)
+    island.request("c", 6.5)
+    assert island.steps(6.5) == []
+    assert island.until == 8.5
+
+
+# Swaps for nobody
+
+
+def test_a_swap_whose_waiters_left_is_not_begun():
+    island = Island(A, B, policy=DEBOUNCE).with_resident("a")
+    waiting = island.request("b", 1.0)
+    island.steps(1.0)
+    island.core.give_up(waiting, 2.0)
+    assert island.steps(3.0) == []
+    assert island.until == inf
+    assert island.tell("draining", "gone") == ["gone b"]
+    island.sound()
+
+
+def test_a_victim_that_only_drains_is_reprieved_when_nobody_waits_any_more():
+    island = Island(A, B).with_resident("a")
+    lease = island.request("a", 1.0)
+    waiting = island.request("b", 2.0)
+    island.steps(2.0)
+    late = island.request("a", 3.0)
+    island.core.give_up(waiting, 4.0, WaitedTooLong("too long"))
+    assert island.steps(4.0) == []
+    assert island.state("a") == "ready"
+    assert late.backend == "a"
+    assert set(island.core.seats["a"].holders) == {lease, late}
+    assert island.core.settled[-1] is late
+    island.sound()
+
+
+def test_a_swap_that_has_begun_is_finished_even_for_nobody():
+    island = Island(A, B).with_resident("a")
+    waiting = island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    island.core.give_up(waiting, 2.0)
+    island.core.stopped("a", 3.0)
+    assert island.steps(3.0) == ["start b"]
+    island.core.started("b", 4.0)
+    assert island.steps(4.0) == []
+    island.sound()
+
+
+def test_a_waiter_that_leaves_leaves_no_trace_in_the_line():
+    island = Island(A, B).with_resident("a")
+    island.request("a", 1.0)
+    waiting = [island.request("b", 2.0) for _ in range(3)]
+    island.core.give_up(waiting[1], 3.0)
+    island.core.give_up(waiting[1], 3.0)
+    assert list(island.core.lines["b"]) == [waiting[0], waiting[2]]
+    assert island.tell("gone") == ["gone b"]
+
+
+# Failures
+
+
+def test_after_a_failed_start_its_waiters_fail_and_the_others_are_served():
+    island = Island(A, B).with_resident("a")
+    broken = island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    other = island.request("a", 1.5)
+    island.core.stopped("a", 2.0)
+    assert island.steps(2.0) == ["start b"]
+    island.core.start_failed("b", 4.0, LoadError("exited with code 1", log=("bad weights",)))
+    assert (broken.error.status, broken.error.code) == (503, "load_failed")
+    assert "exited with code 1" in broken.error.message
+    assert "bad weights" in broken.error.message
+    assert island.steps(4.0) == ["start a"]
+    island.core.started("a", 5.0)
+    assert other.backend == "a"
+    island.sound()
+
+
+def test_when_every_start_fails_the_island_is_empty_and_a_later_request_tries_again():
+    island = Island(A, B)
+    for now, name in enumerate("ab"):
+        ticket = island.request(name, now)
+        assert island.steps(now) == [f"start {name}"]
+        island.core.start_failed(name, now + 1, LoadError("no"))
+        assert ticket.error
+        assert island.steps(now + 1) == []
+    assert set(island.states().values()) == {"empty"}
+    later = island.request("a", 6.0)
+    assert not later.settled
+    assert island.steps(6.0) == ["start a"]
+    island.core.started("a", 7.0)
+    assert later.backend == "a"
+    island.sound()
+
+
+def test_ten_requests_for_a_broken_model_put_the_resident_out_once():
+    island = Island(A, B).with_resident("a")
+    for n in range(10):
+        ticket = island.request("b", n / 4)
+        for step in island.steps(n / 4):
+            assert step == "stop a"
+            island.core.stopped("a", n / 4)
+            assert island.steps(n / 4) == ["start b"]
+            island.core.start_failed("b", n / 4, LoadError("no"))
+            island.request("a", n / 4, leases=False)
+            assert island.steps(n / 4) == ["start a"]
+            island.core.started("a", n / 4)
+        assert ticket.error.code == "load_failed"
+        assert 1.0 <= ticket.error.retry_after <= 5.0
+    assert island.tell("starting") == ["starting a", "starting b", "starting a"]
+    island.sound()
+
+
+def test_the_cool_down_doubles_up_to_five_minutes_and_a_success_ends_it():
+    island = Island(A)
+    now, pauses = 0.0, []
+    for _ in range(9):
+        island.request("a", now)
+        assert island.steps(now) == ["start a"]
+        island.core.start_failed("a", now, LoadError("no"))
+        pauses.append(island.core.seats["a"].retry_at - now)
+        now = island.core.seats["a"].retry_at
+    assert pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, 300.0]
+    island.request("a", now)
+    island.steps(now)
+    island.core.started("a", now)
+    assert island.core.seats["a"].failures == 0
+    island.sound()
+
+
+def test_nothing_is_started_on_top_of_a_backend_that_could_not_be_stopped():
+    island = Island(A, B).with_resident("a")
+    waiting = island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    island.core.stop_failed("a", 2.0, "docker does not answer")
+    assert island.steps(2.0) == []
+    assert (waiting.error.status, waiting.error.code) == (503, "stuck")
+    assert "docker does not answer" in waiting.error.message
+    for model in "ab":
+        assert island.request(model, 3.0).error.code == "stuck"
+    assert island.state("a") == "stuck"
+    assert island.until == 7.0
+    island.sound()
+
+
+def test_a_stuck_backend_is_stopped_again_until_it_works():
+    island = Island(A, B).with_resident("a")
+    island.request("b", 0.0)
+    island.steps(0.0)
+    now = 0.0
+    for pause in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
+        island.core.stop_failed("a", now, "no")
+        assert island.steps(now) == []
+        now += pause
+        assert island.until == now
+        assert island.steps(now) == ["stop a"]
+    late = island.request("b", now)
+    assert not late.settled
+    island.core.stopped("a", now)
+    assert island.steps(now) == ["start b"]
+    island.core.started("b", now)
+    island.sound()
+
+
+def test_the_retry_of_a_stop_is_not_taken_for_a_drain():
+    island = Island(A, B).with_resident("a")
+    island.request("b", 1.0)
+    island.steps(1.0)
+    island.core.stop_failed("a", 2.0, "no")
+    island.steps(2.0)
+    island.steps(7.0)
+    assert [event.seconds for event in island.log if event.kind == "stopping"] == [0.0, 0.0]
+
+
+def test_a_start_that_could_not_be_cleaned_up_is_stuck():
+    island = Island(A, B)
+    waiting = island.request("a", 0.0)
+    island.steps(0.0)
+    island.core.stop_failed("a", 1.0, "half started")
+    assert waiting.error.code == "stuck"
+    assert island.request("b", 2.0).error.code == "stuck"
+    assert island.steps(6.0) == ["stop a"]
+    island.core.stopped("a", 7.0)
+    assert island.request("b", 8.0).error is None
+
+
+def test_a_stuck_backend_that_dies_is_gone_and_may_be_loaded_at_once():
+    island = Island(A).with_resident("a")
+    island.core.unload_requested("a", 1.0, "unload requested")
+    island.steps(1.0)
+    island.core.stop_failed("a", 2.0, "no")
+    island.steps(2.0)
+    island.core.died("a", 3.0, "killed")
+    island.request("a", 3.5)
+    assert island.steps(3.5) == ["start a"]
+
+
+def test_victims_that_only_drain_are_reprieved_when_another_is_stuck():
+    small = [backend(name, vram=5) for name in "ab"]
+    island = Island(*small, backend("c", vram=10), gpus=TEN).with_resident("a").with_resident("b")
+    island.request("b", 1.0)
+    island.request("c", 2.0)
+    assert island.steps(2.0) == ["stop a"]
+    late = island.request("b", 2.5)
+    island.core.stop_failed("a", 3.0, "no")
+    assert island.states() == {"a": "stuck", "b": "ready", "c": "empty"}
+    assert late.backend == "b"
+    island.sound()
+
+
+def test_the_resident_that_died_is_loaded_again_for_the_next_request():
+    island = Island(A).with_resident("a")
+    lease = island.request("a", 1.0)
+    island.core.died("a", 2.0, "exited with code 137")
+    assert island.steps(2.0) == []
+    assert not island.core.seats["a"].holders
+    island.core.release(lease, 2.5)
+    later = island.request("a", 3.0)
+    assert island.steps(3.0) == ["start a"]
+    island.core.started("a", 4.0)
+    assert later.backend == "a"
+    island.sound()
+
+
+def test_a_victim_that_dies_in_its_drain_makes_room_at_once():
+    island = Island(A, B).with_resident("a")
+    island.request("a", 1.0)
+    island.request("b", 2.0)
+    assert island.steps(2.0) == []
+    island.core.died("a", 3.0, "killed")
+    assert island.steps(3.0) == ["start b"]
+    island.core.started("b", 4.0)
+    island.sound()
+
+
+# What can never fit
+
+
+def test_a_load_that_can_never_fit_is_refused_and_disturbs_nobody():
+    island = Island(backend("a", vram=6), backend("b", vram=11), gpus=TEN).with_resident("a")
+    lease = island.request("a", 1.0)
+    refused = island.request("b", 2.0)
+    assert isinstance(refused.error, DoesNotFit)
+    assert refused.error.status == 422
+    assert island.steps(2.0) == []
+    assert island.state("a") == "ready"
+    assert list(island.core.seats["a"].holders) == [lease]
+    island.sound()
+
+
+def test_a_swap_is_credited_with_the_memory_of_those_it_puts_out():
+    island = Island(backend("a", vram=8), backend("b", vram=9), gpus=TEN).with_resident("a")
+    island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+
+
+def test_nobody_is_put_out_for_a_model_that_does_not_fit_beside_a_pinned_one():
+    pinned, small, large = backend("p", vram=6, pin=True), backend("s", vram=4), backend("l", vram=5)
+    island = Island(pinned, small, large, gpus=TEN).with_resident("p").with_resident("s")
+    assert "beside the pinned p" in island.request("l", 1.0).error.message
+    assert island.steps(1.0) == []
+
+
+def test_a_line_that_a_pinned_load_shut_out_is_refused_and_blocks_nobody():
+    pinned, small, large = backend("p", vram=6, pin=True), backend("s", vram=4), backend("l", vram=5)
+    island = Island(pinned, small, large, gpus=TEN)
+    island.request("p", 0.0)
+    assert island.steps(0.0) == ["start p"]
+    # Already in line when the pinned one arrives:
+    island = Island(pinned, small, large, gpus=TEN, policy=PinnedFirst())
+    shut_out = island.request("l", 0.0)
+    island.request("p", 1.0)
+    assert island.steps(1.0) == ["start p"]
+    island.core.started("p", 2.0)
+    assert isinstance(shut_out.error, DoesNotFit)
+    other = island.request("s", 100.0)
+    assert island.steps(100.0) == ["start s"]
+    island.core.started("s", 101.0)
+    assert other.backend == "s"
+    island.sound()
+
+
+class PinnedFirst:
+    def decide(self, seen):
+        wanted = [line.model for line in seen.lines if line.model != "l"]
+        return SwapTo(wanted[0]) if wanted else Stay()
+
+
+# Memory, replicas, several GPUs
+
+
+def test_models_with_declared_memory_are_resident_together_as_long_as_they_fit():
+    island = Island(*(backend(name, vram=4) for name in "abc"), gpus=TEN)
+    island.with_resident("a", 0.0).with_resident("b", 1.0)
+    assert island.states() == {"a": "ready", "b": "ready", "c": "empty"}
+    island.request("c", 2.0)
+    assert island.steps(2.0) == ["stop a"]  # used longest ago
+    island.core.stopped("a", 3.0)
+    assert island.steps(3.0) == ["start c"]
+    island.core.started("c", 4.0)
+    island.sound()
+
+
+def test_the_idle_one_of_two_residents_is_put_out():
+    island = Island(*(backend(name, vram=5) for name in "abc"), gpus=TEN)
+    island.with_resident("a", 0.0).with_resident("b", 1.0)
+    island.request("a", 2.0)
+    island.core.release(island.request("b", 3.0), 4.0)
+    island.request("c", 5.0)
+    assert island.steps(5.0) == ["stop b"]
+
+
+def test_a_model_without_declared_memory_needs_the_whole_gpu():
+    island = Island(backend("a", vram=1), B, gpus=TEN).with_resident("a")
+    island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+
+
+def test_a_model_that_needs_no_gpu_is_loaded_beside_everything():
+    cpu = Backend("cpu", "cpu")
+    assert [name for name, _ in islands([A, cpu, B])] == ["no-gpu:cpu", "0"]
+    island = Island(cpu).with_resident("cpu")
+    assert island.request("cpu", 1.0).backend == "cpu"
+
+
+def test_replicas_share_the_load_and_any_of_them_serves_the_line():
+    island = Island(backend("r0", "0", model="m"), backend("r1", "1", model="m"))
+    for name in ("r0", "r1"):
+        island.core.adopt(name, 0.0)
+    assert [island.request("m", 1.0).backend for _ in range(4)] == ["r0", "r1", "r0", "r1"]
+
+
+def test_the_replica_that_puts_nobody_out_is_loaded():
+    island = Island(backend("r0", "0", model="m"), backend("r1", "1", model="m"), backend("a", "0"))
+    island.core.adopt("a", 0.0)
+    island.request("m", 1.0)
+    assert island.steps(1.0) == ["start r1"]
+    island.core.start_failed("r1", 2.0, LoadError("no"))
+    assert island.core.lines["m"]  # the other one can still serve it
+    assert island.steps(2.0) == ["stop a"]
+
+
+def test_two_gpus_of_an_island_swap_side_by_side():
+    pair = backend("t", "0", "1")
+    island = Island(backend("a", "0"), backend("b", "0"), backend("c", "1"), backend("d", "1"), pair)
+    island.core.adopt("a", 0.0)
+    island.core.adopt("c", 0.0)
+    island.request("b", 1.0)
+    island.request("d", 1.0)
+    assert island.steps(1.0) == ["stop a", "stop c"]
+    assert island.request("d", 1.5).settled is False
+    island.core.stopped("c", 2.0)
+    assert island.steps(2.0) == ["start d"]
+    island.core.started("d", 3.0)
+    assert island.request("d", 3.5).backend == "d"
+    assert island.state("a") == "stopping"
+
+
+def test_a_set_over_two_gpus_puts_both_residents_out_and_back():
+    pair = backend("t", "0", "1")
+    island = Island(backend("a", "0"), backend("b", "1"), pair)
+    island.core.adopt("a", 0.0)
+    island.core.adopt("b", 0.0)
+    island.request("t", 1.0)
+    assert island.steps(1.0) == ["stop a", "stop b"]
+    island.core.stopped("a", 2.0)
+    assert island.steps(2.0) == []
+    island.core.stopped("b", 3.0)
+    assert island.steps(3.0) == ["start t"]
+    island.request("b", 4.0)
+    assert island.steps(4.0) == []
+    island.core.started("t", 5.0)
+    island.core.release(next(iter(island.core.seats["t"].holders)), 6.0)
+    assert island.steps(6.0) == ["stop t"]
+    island.core.stopped("t", 7.0)
+    assert island.steps(7.0) == ["start b"]
+    island.core.started("b", 8.0)
+    island.sound()
+
+
+def test_an_overdue_set_over_two_gpus_is_not_overtaken_by_younger_singles():
+    pair = backend("t", "0", "1")
+    island = Island(backend("a", "0"), backend("b", "0"), backend("c", "1"), backend("d", "1"), pair, max_wait=10.0)
+    island.core.adopt("a", 0.0)
+    island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    island.request("t", 2.0)
+    assert island.steps(2.0) == []  # GPU 0 is in a swap
+    island.request("c", 13.0)
+    assert island.steps(13.0) == []  # GPU 1 is kept for t
+    island.core.stopped("a", 14.0)
+    assert island.steps(14.0) == ["start b"]
+    island.core.started("b", 15.0)
+    assert island.steps(15.0) == []
+    assert island.state("b") == "draining"
+    assert island.core.drains()["b"] == ("t", 45.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_set_and_singles_under_constant_load_share_two_gpus_for_an_hour(policy):
+    backends = (backend("a", "0"), backend("b", "1"), backend("t", "0", "1"))
+    config = Config(backends=backends, policy=policy, max_wait=60.0, drain_timeout=30.0)
+    trace = [Request(n / 2, "abt"[n % 3], 1.0 + n % 7) for n in range(7200)]
+    log = simulate(config, trace, Engines({"a": 8.0, "b": 5.0, "t": 20.0}))
+    assert check(log, config) == []
+    waits = [event.seconds for event in log if event.kind == "leased"]
+    assert len(waits) == 7200
+    # At most: max_wait, what is under way, and a swap each for the lines that are older.
+    assert max(waits) <= 60.0 + 3 * (30.0 + 1.0 + 20.0)
+
+
+def test_one_request_under_endless_traffic_for_the_resident_is_served_in_time():
+    for policy in (Never(), build_policy("eager"), DEBOUNCE):
+        island = Island(A, B, policy=policy, max_wait=60.0, drain_timeout=30.0)
+        island.core.adopt("a", 0.0)
+        lone = island.request("b", 0.25)
+        assert served(island, lone, Engines({"b": 10.0})) <= 60.0 + 30.0 + 1.0 + 10.0
+
+
+def served(island, lone, engines):
+    """Until ``lone`` is leased: a request for "a" twice a second that holds its lease for ever."""
+    due, now = [], 0.25
+    while not lone.settled:
+        while not isinstance(step := island.core.next_step(now), Wait):
+            due.append((now + engines(step, 0).seconds, step))
+        moments = [step.until, (now // 0.5 + 1) * 0.5, *(moment for moment, _ in due)]
+        now = min(moments)
+        for moment, done in [pair for pair in due if pair[0] == now]:
+            due.remove((moment, done))
+            (island.core.started if isinstance(done, Start) else island.core.stopped)(done.backend, now)
+        if now % 0.5 == 0:
+            island.request("a", now)
+        assert now < 1000.0
+    return now - lone.since
+
+
+# Orders from outside
+
+
+def test_an_unload_drains_and_leaves_the_gpu_empty():
+    island = Island(A, B).with_resident("a")
+    lease = island.request("a", 1.0)
+    assert island.core.unload_requested("a", 2.0, "unload requested")
+    assert island.steps(2.0) == []
+    island.core.release(lease, 3.0)
+    assert island.steps(3.0) == ["stop a"]
+    island.core.stopped("a", 4.0)
+    assert island.steps(4.0) == []
+    assert not island.core.unload_requested("a", 5.0, "unload requested")
+    assert island.state("a") == "empty"
+    island.sound()
+
+
+def test_a_request_during_an_unload_is_served_after_it():
+    island = Island(A).with_resident("a")
+    island.core.unload_requested("a", 1.0, "unload requested")
+    assert island.steps(1.0) == ["stop a"]
+    ticket = island.request("a", 2.0)
+    assert not ticket.settled
+    island.core.stopped("a", 3.0)
+    assert island.steps(3.0) == ["start a"]
+    island.core.started("a", 4.0)
+    assert ticket.backend == "a"
+    island.sound()
+
+
+def test_what_runs_already_is_adopted_if_it_fits_beside_the_others():
+    island = Island(A, B)
+    assert island.core.adopt("a", 0.0)
+    assert not island.core.adopt("b", 0.0)
+    assert island.request("a", 1.0).backend == "a"
+    assert island.steps(1.0) == []
+    island.sound()
+
+
+def test_at_the_end_every_waiting_request_fails_with_the_reason_given():
+    island = Island(A, B)
+    tickets = [island.request(name, 0.0) for name in "ab"]
+    error = Stuck("the end")
+    island.core.fail_all(error, 1.0)
+    assert [ticket.error for ticket in tickets] == [error, error]
+    assert island.core.settled == tickets
+    island.sound()
+
+
+# The table
+
+
+def reached(state):
+    """An island whose backend a is in ``state``."""
+    if state == "empty":
+        return Island(A, B)
+    if state == "starting":
+        island = Island(A, B)
+        island.request("a", 0.0)
+        island.steps(0.0)
+        return island
+    island = Island(A, B).with_resident("a")
+    if state == "ready":
+        return island
+    if state == "draining":
+        island.request("a", 0.0)
+        island.request("b", 0.0)
+        island.steps(0.0)
+        return island
+    island.core.unload_requested("a", 0.0, "unload requested")
+    island.steps(0.0)
+    if state == "parked":
+        island.core.stopped("a", 0.0, {"0": 0})
+    elif state == "stuck":
+        island.core.stop_failed("a", 0.0, "no")
+    return island
+
+
+FACTS = {
+    "started": lambda core, at: core.started("a", at),
+    "start_failed": lambda core, at: core.start_failed("a", at, LoadError("no")),
+    "stopped": lambda core, at: core.stopped("a", at),
+    "parked": lambda core, at: core.stopped("a", at, {"0": 0}),
+    "stop_failed": lambda core, at: core.stop_failed("a", at, "no"),
+    "died": lambda core, at: core.died("a", at, "killed"),
+    "adopt": lambda core, at: core.adopt("a", at),
+}
+STATES = ("empty", "starting", "ready", "draining", "stopping", "parked", "stuck")
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_every_state_can_be_reached(state):
+    assert reached(state).state("a") == state
+
+
+@pytest.mark.parametrize("fact", FACTS)
+@pytest.mark.parametrize("state", STATES)
+def test_a_fact_moves_a_backend_as_the_table_says_or_changes_nothing(state, fact):
+    island = reached(state)
+    before, log = repr(island.core), list(island.log)
+    after = TRANSITIONS.get((state, fact))
+    if after:
+        FACTS[fact](island.core, 1.0)
+        assert island.state("a") == after
+    elif fact == "died":  # those who load or stop it report that instead
+        FACTS[fact](island.core, 1.0)
+        assert (repr(island.core), island.log) == (before, log)
+    else:
+        with pytest.raises(ValueError, match=f"a is {state}"):
+            FACTS[fact](island.core, 1.0)
+        assert (repr(island.core), island.log) == (before, log)
+
+
+QUESTIONS = {
+    ("empty", "load"): lambda island: island.request("a", 1.0),
+    ("parked", "load"): lambda island: island.request("a", 1.0),
+    ("ready", "swap"): lambda island: (island.request("a", 1.0), island.request("b", 1.0)),
+    ("draining", "reprieve"): lambda island: island.core.give_up(next(iter(island.core.lines["b"])), 1.0),
+    ("draining", "stop"): lambda island: island.core.release(next(iter(island.core.seats["a"].holders)), 1.0),
+    ("stuck", "stop"): lambda island: None,
+}
+
+
+@pytest.mark.parametrize("edge", QUESTIONS)
+def test_the_question_moves_a_backend_as_the_table_says(edge):
+    state, _ = edge
+    island = reached(state)
+    QUESTIONS[edge](island)
+    island.core.next_step(10.0)
+    assert island.state("a") == TRANSITIONS[edge]
+
+
+def test_facts_and_questions_are_the_whole_table():
+    facts = {(state, fact) for state in STATES for fact in FACTS}
+    assert set(TRANSITIONS) <= facts | set(QUESTIONS)
+
+
+def test_an_event_of_a_backend_is_named_after_the_state_it_enters():
+    island = reached("draining")
+    assert {e.kind for e in island.log if e.backend} - {"leased"} == {"starting", "ready", "draining"}

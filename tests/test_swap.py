@@ -1,0 +1,173 @@
+"""Loads and evictions through a runtime that notes what is asked of it, with a real engine's HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from anvil_mux.config import Backend
+from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.swap import WAYS, Stop, Swapper
+from tests.test_engine import Stub, engine, serving
+
+BACKEND = Backend(name="a", model="m", engine="vllm", load_timeout=30.0)
+
+
+class Notes:
+    """A runtime whose every call is noted, and fails if told to."""
+
+    def __init__(self, url: str = "http://127.0.0.1:9") -> None:
+        self.url = url
+        self.calls: list[str] = []
+        self.fails: dict[str, Exception] = {}
+        self.how: str | None = None
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.fails:
+            raise self.fails[call]
+
+    def start(self, backend: Backend) -> str:
+        self._note("start")
+        return self.url
+
+    def stop(self, backend: Backend) -> None:
+        self._note("stop")
+
+    def ended(self, backend: Backend) -> str | None:
+        if "ended" in self.fails:
+            raise self.fails["ended"]
+        return self.how
+
+    def running(self) -> dict[str, str]:
+        return {}
+
+    def log_tail(self, backend: Backend, lines: int = 20) -> list[str]:
+        self._note("log_tail")
+        return ["first", "last"]
+
+    def follow_log(self, backend: Backend) -> Iterator[str]:
+        return iter(())
+
+    def watch(self, died: Callable[[str], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def healthy() -> Iterator[Stub]:
+    with engine(**{"GET_/health": 200, "GET_/v1/models": serving("m")}) as stub:
+        yield stub
+
+
+def test_a_load_starts_the_service_and_waits_until_it_answers(healthy: Stub):
+    runtime = Notes(healthy.url)
+    assert Swapper(runtime).load(BACKEND, "stop") == healthy.url
+    assert runtime.calls == ["start"]
+    assert healthy.seen == ["GET /health", "GET /v1/models"]
+
+
+def test_a_failed_load_reads_the_log_first_and_then_cleans_up():
+    runtime = Notes()
+    runtime.how = "exited with code 1"
+    with pytest.raises(LoadError) as caught:
+        Swapper(runtime).load(BACKEND, "stop")
+    assert runtime.calls == ["start", "log_tail", "stop"]
+    assert caught.value.log == ("first", "last")
+    assert "a exited with code 1 after" in caught.value.message
+    assert caught.value.message.endswith("Last lines of the engine's log:\nfirst\nlast")
+
+
+def test_a_start_that_fails_is_a_load_error_after_the_clean_up():
+    runtime = Notes()
+    runtime.fails["start"] = BackendError("dockerd said no")
+    with pytest.raises(LoadError, match="dockerd said no"):
+        Swapper(runtime).load(BACKEND, "stop")
+    assert runtime.calls == ["start", "log_tail", "stop"]
+
+
+def test_even_a_foreign_exception_is_cleaned_up_after():
+    runtime = Notes()
+    runtime.fails["start"] = RuntimeError("odd")
+    with pytest.raises(LoadError, match="RuntimeError: odd"):
+        Swapper(runtime).load(BACKEND, "stop")
+    assert runtime.calls[-1] == "stop"
+
+
+def test_a_clean_up_that_fails_says_that_the_gpus_may_be_held():
+    runtime = Notes()
+    runtime.fails = {"start": LoadError("no image"), "stop": BackendError("cannot be stopped")}
+    with pytest.raises(BackendError, match="no image; and then it could not be stopped: cannot be stopped"):
+        Swapper(runtime).load(BACKEND, "stop")
+
+
+def test_a_log_that_cannot_be_had_does_not_hide_the_failure():
+    runtime = Notes()
+    runtime.fails = {"start": LoadError("no image"), "log_tail": BackendError("no log")}
+    with pytest.raises(LoadError) as caught:
+        Swapper(runtime).load(BACKEND, "stop")
+    assert (caught.value.message, caught.value.log) == ("no image", ())
+
+
+def test_an_eviction_stops_the_service():
+    runtime = Notes()
+    Swapper(runtime).evict(BACKEND, "stop")
+    assert runtime.calls == ["stop"]
+
+
+@pytest.mark.parametrize("error", [BackendError("stuck"), OSError("stuck")])
+def test_an_eviction_that_fails_is_a_backend_error(error: Exception):
+    runtime = Notes()
+    runtime.fails["stop"] = error
+    with pytest.raises(BackendError, match="stuck"):
+        Swapper(runtime).evict(BACKEND, "stop")
+
+
+def test_how_a_backend_ended_is_passed_on_and_unknown_where_it_cannot_be_told():
+    runtime = Notes()
+    swapper = Swapper(runtime)
+    runtime.how = "exited with code 1"
+    assert swapper.ended(BACKEND) == "exited with code 1"
+    runtime.fails["ended"] = BackendError("Docker does not answer")
+    assert swapper.ended(BACKEND) is None
+
+
+def test_an_estimate_is_what_the_last_load_took(healthy: Stub):
+    clock = iter(range(100))
+    stop = Stop(Notes(healthy.url), now=lambda: float(next(clock)))
+    assert stop.estimate(BACKEND) is None
+    stop.load(BACKEND)
+    seconds = stop.estimate(BACKEND)
+    assert seconds is not None
+    assert seconds >= 1.0
+
+
+def test_a_failed_load_leaves_the_estimate_alone(healthy: Stub):
+    runtime = Notes(healthy.url)
+    swapper = Swapper(runtime)
+    swapper.load(BACKEND, "stop")
+    before = swapper.estimate(BACKEND, "stop")
+    runtime.fails["start"] = LoadError("no")
+    with pytest.raises(LoadError):
+        swapper.load(BACKEND, "stop")
+    assert swapper.estimate(BACKEND, "stop") == before
+
+
+def test_an_unknown_way_lists_the_known_ones():
+    assert list(WAYS) == ["stop"]
+    with pytest.raises(BackendError, match="unknown way to rest 'nap'; known: stop"):
+        Swapper(Notes()).evict(BACKEND, "nap")
+
+
+def test_another_way_has_the_same_guarantee():
+    class Nap(Stop):
+        def load(self, backend: Backend) -> str:
+            raise TimeoutError("did not wake")
+
+    runtime = Notes()
+    with pytest.raises(LoadError, match="TimeoutError: did not wake"):
+        Swapper(runtime, {"nap": Nap}).load(BACKEND, "nap")
+    assert runtime.calls == ["log_tail", "stop"]
