@@ -1,5 +1,5 @@
 # Each target is one command. `make check` makes the environment that lint, fmt, types and dist use.
-.PHONY: check test lint fmt types bench demo dist
+.PHONY: check test lint fmt types docs bench demo dist
 python := .venv/bin/python
 
 check: ; bin/test
@@ -7,6 +7,7 @@ test: ; bin/test quick
 lint: ; $(python) -m ruff check .
 fmt: ; $(python) -m ruff format .
 types: ; $(python) -m mypy
+docs: ; $(python) -m tests.reference > docs/reference.md
 bench: ; bin/bench-relay
 demo: ; bin/anvil-mux serve compose/demo.yaml
 dist: ; $(python) -m pip wheel --no-deps --wheel-dir dist .

@@ -6,8 +6,8 @@ of its own. Bodies, keys and query strings are never logged, and probes that are
 
 from __future__ import annotations
 
-import json
 import time
+from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple, Protocol
 
 PROBES = frozenset(["/health", "/healthz", "/livez", "/readyz", "/metrics"])
@@ -56,12 +56,12 @@ def stamp(moment: float) -> str:
 def json_line(r: Served) -> str:
     if _is_quiet(r):
         return ""
-    text = json.dumps  # paths, models and ids come from clients
     return (
-        f'{{"ts":"{stamp(r.ended)}","level":"info","event":"request","request_id":{text(r.request_id)},'
-        f'"client":"{r.client}","method":{text(r.method)},"path":{text(r.path)},"model":{text(r.model)},'
-        f'"service":{text(r.backend)},"status":{r.status},"code":"{r.code}","stream":{text(r.stream)},'
-        f'"queue_s":{r.waited:.3f},"ttfb_s":{r.first_byte:.4f},"duration_s":{r.seconds:.4f},"bytes":{r.sent}}}\n'
+        f'{{"ts":"{stamp(r.ended)}","level":"info","event":"request","request_id":"{r.request_id}",'
+        f'"client":"{r.client}","method":{quoted(r.method)},"path":{quoted(r.path)},"model":{quoted(r.model)},'
+        f'"service":{quoted(r.backend)},"status":{r.status},"code":"{r.code}",'
+        f'"stream":{"true" if r.stream else "false"},"queue_s":{r.waited:.3f},"ttfb_s":{r.first_byte:.4f},'
+        f'"duration_s":{r.seconds:.4f},"bytes":{r.sent}}}\n'
     )
 
 

@@ -210,7 +210,9 @@ def _check(given: argparse.Namespace) -> int:
     rows = [_backend_row(config, backend) for backend in config.backends]
     if given.json:
         keys = ("model", "backend", "engine", "gpus", "vram", "port")
-        models = [{**dict(zip(keys, row, strict=True)), "gpus": row[3].split(",") if row[3] else []} for row in rows]
+        models = [
+            {**dict(zip(keys, row, strict=True)), "gpus": row[3].split(",") if row[3] else []} for row in rows
+        ]
         listen = f"{config.host}:{config.port}"
         _print_json({"listen": listen, "models": models, "problems": [], "warnings": warnings})
         return 0

@@ -222,10 +222,14 @@ LABEL = "anvil."
 def describe(table: Mapping[str, Setting]) -> Iterator[tuple[str, str, str, str]]:
     """Key, type, default and meaning of every setting, for the documentation."""
     owner = Config if table is SETTINGS else Backend
-    special = {"listen": f"{_default(Config, 'host')}:{_default(Config, 'port')}", "project": None}
+    special: dict[str, Any] = {
+        "listen": f"{_default(Config, 'host')}:{_default(Config, 'port')}",
+        "project": None,
+    }
     for key, setting in table.items():
         default = special[key] if key in special else _default(owner, key)
-        yield key, setting.kind.name, settings.plain(default), setting.doc
+        text = f"{default >> 20}MiB" if setting.kind is SIZE else settings.plain(default)
+        yield key, setting.kind.name, text, setting.doc
 
 
 def _default(owner: type, key: str) -> Any:
@@ -290,9 +294,8 @@ class _Loading:
         self._gpus = {gpu.id: gpu for gpu in map(self._known, values.pop("gpus", ()))}
         self._declared = bool(self._gpus)
         backends = self._backends(content.services)
-        for gpu in sorted(
-            {gpu for backend in backends for gpu in backend.gpus}, key=lambda id: (len(id), id)
-        ):
+        used = {gpu for backend in backends for gpu in backend.gpus}
+        for gpu in sorted(used, key=lambda id: (len(id), id)):
             self._gpus.setdefault(gpu, self._known(Gpu(gpu)))
         self._check_settings(values, backends)
         self._check_names(backends)
@@ -371,18 +374,19 @@ class _Loading:
 
     def _backends(self, services: Any) -> list[Backend]:
         backends: list[Backend] = []
-        ours = 0
+        ours = False
         for name, described in self._in_order(services):
             key = ("services", name)
             try:
                 said = service.labels(described, LABEL)
                 if not said and "x-anvil" not in described:
                     continue
-                ours += 1
+                ours = True
                 given = self._take(SERVICE_SETTINGS, said, (*key, "labels"), LABEL)
                 given |= self._take(SERVICE_SETTINGS, described.get("x-anvil"), (*key, "x-anvil"))
                 backends.append(self._backend(name, described, given))
             except ValueError as error:
+                ours = True
                 self._problem(key, str(error))
         if not ours:
             self._problem(("services",), "none serves a model; add `x-anvil: {}` to each service that does")
@@ -418,6 +422,8 @@ class _Loading:
         else:
             published = service.published(described)
             self._host_ports[name] = {port.outside for port in published if port.outside}
+            if described.get("network_mode") == "host" and backend.port:
+                self._host_ports[name].add(backend.port)
             for text in service.bites(described, engine, backend.port, backend.gpus):
                 self._warnings.append(
                     f"{self._where(('services', name)).partition(': ')[0]}: service {name}: {text}"

@@ -16,7 +16,10 @@ MAX_RETRY_AFTER = 60.0
 
 
 class MuxError(Exception):
-    """The root. ``retry`` False tells clients that the same request cannot succeed later."""
+    """A mistake of anvil-mux itself; its log says more. The root of all others.
+
+    ``retry`` False tells clients that the same request cannot succeed later.
+    """
 
     status = 500
     code = "internal_error"
@@ -57,6 +60,8 @@ class BadRequest(MuxError):
 
 
 class TooLarge(MuxError):
+    """The request's body is over the limit for its kind."""
+
     status, code, kind = 413, "request_too_large", "invalid_request_error"
     retry = False
 
@@ -74,6 +79,8 @@ class UnknownModel(MuxError):
 
 
 class NotFound(MuxError):
+    """There is no such route."""
+
     status, code, kind = 404, "not_found", "invalid_request_error"
     retry = False
 

@@ -46,6 +46,8 @@ _NOT_TO_CLIENTS = _HOP_BY_HOP | {b"content-length", b"server"}
 _NOT_TO_ENGINES_PREFIXES = (b"proxy-", b"x-forwarded-")
 _PLAIN_CONNECTION = frozenset([b"keep-alive", b"Keep-Alive", b"close", b"Close"])
 
+_HTTP_1_0, _HTTP_1_1 = (1, 0), (1, 1)
+_BLANKS = b" \t"
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 _TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]"
 _END = re.compile(rb"\n\r?\n")
@@ -118,26 +120,31 @@ def parse_request(head: bytes) -> Request:
     """Reads a whole head, blank line included; BadRequest carries 400, 414, 417, 431, 501 or 505."""
     if len(head) > MAX_HEAD:
         raise BadRequest(f"the request's head is larger than {MAX_HEAD} bytes", status=431)
-    head = _with_crlf(_without_blank_line(head))
-    line = _parse_request_line(head)
+    if head[:1] in b"\r\n":
+        head = _without_blank_line(head)
+    if b"\r" not in head:
+        head = head.replace(b"\n", b"\r\n")
+    line = _REQUEST_LINE.match(head)
+    if line is None or line.end() > MAX_REQUEST_LINE:
+        line = _parse_request_line(head)
+    method, target, digit = line.groups()
     headers = _parse_fields(head, line.end(), BadRequest)
     fields = _by_name(headers)
-    minor = line[3] == b"1"
-    method = line[1].decode("ascii")
-    path, _, query = _origin_form(line[2].decode("ascii")).partition("?")
+    minor = digit == b"1"
+    path, _, query = _origin_form(target.decode("ascii")).partition("?")
     host = fields.get(b"host")
     if (host is None and minor) or (host is not None and not _HOST.fullmatch(host)):
         raise BadRequest("an HTTP/1.1 request needs exactly one valid Host header")
     length, chunked = _request_framing(fields, minor)
     return Request(
-        method,
-        line[2],
+        method.decode("ascii"),
+        target,
         path,
         query,
-        (1, 1) if minor else (1, 0),
+        _HTTP_1_1 if minor else _HTTP_1_0,
         headers,
         fields,
-        _keep_alive(fields, minor),
+        minor if b"connection" not in fields else _keep_alive(fields, minor),
         length,
         chunked,
         minor and b"expect" in fields and _expects_continue(fields[b"expect"]),
@@ -156,14 +163,16 @@ def response_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
 
 def parse_response(head: bytes, method: str) -> Response:
     """Reads the answer to a request with ``method``; after a status below 200 another head follows."""
-    head = _with_crlf(head)
+    if b"\r" not in head:
+        head = head.replace(b"\n", b"\r\n")
     line = _STATUS_LINE.match(head)
     if line is None:
         raise BackendError("the engine's answer does not begin with an HTTP/1.x status line")
+    digit, code, reason = line.groups()
     headers = _parse_fields(head, line.end(), BackendError)
     fields = _by_name(headers)
-    minor = line[1] == b"1"
-    status = int(line[2])
+    minor = digit == b"1"
+    status = int(code)
     if status == 101:
         raise BackendError("the engine switched protocols unasked")
     length, chunked = _response_framing(fields)
@@ -171,9 +180,9 @@ def parse_response(head: bytes, method: str) -> Response:
         body = "none"
     else:
         body = "chunked" if chunked else "close" if length is None else "length"
-    keep_alive = body != "close" and _keep_alive(fields, minor)
-    version = (1, 1) if minor else (1, 0)
-    return Response(version, status, line[3] or b"", headers, fields, body, length, keep_alive)
+    keep_alive = body != "close" and (minor if b"connection" not in fields else _keep_alive(fields, minor))
+    version = _HTTP_1_1 if minor else _HTTP_1_0
+    return Response(version, status, reason or b"", headers, fields, body, length, keep_alive)
 
 
 def forward_request_head(
@@ -187,7 +196,9 @@ def forward_request_head(
     chunked: bool = False,
 ) -> bytes:
     """The head for the engine; ``set`` replaces and ``drop`` removes fields (both by lower-case names)."""
-    unwanted = _NOT_TO_ENGINES.union(drop, set, _named_by_connection(request.fields))
+    unwanted = _NOT_TO_ENGINES.union(drop, set)
+    if b"connection" in request.fields:
+        unwanted |= _named_by_connection(request.fields)
     if target is None:
         target = request.target if request.target[:1] == b"/" else _path_and_query(request)
     lines = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), target), b"Host: " + host]
@@ -215,8 +226,9 @@ def forward_response_head(
     is close, or keep-alive for HTTP/1.0 clients.
     """
     added = list(extra)
-    named = _named_by_connection(response.fields)
-    unwanted = _NOT_TO_CLIENTS.union(drop, [name.lower() for name, _ in added], named)
+    unwanted = _NOT_TO_CLIENTS.union(drop, [name.lower() for name, _ in added])
+    if b"connection" in response.fields:
+        unwanted |= _named_by_connection(response.fields)
     reason = response.reason or PHRASES.get(response.status, b"")
     lines = [b"HTTP/1.1 %d %b" % (response.status, reason), b"Server: " + SERVER]
     lines += [
@@ -401,7 +413,7 @@ def _parse_fields(head: bytes, start: int, error: type[MuxError]) -> list[Field]
         if error is BadRequest:
             raise BadRequest(f"more than {MAX_FIELDS} header lines", status=431)
         raise error(f"more than {MAX_FIELDS} header lines")
-    return [(name, value.strip(b" \t")) for name, value in found]
+    return [(name, value.strip(_BLANKS)) for name, value in found]
 
 
 def _by_name(headers: list[Field]) -> dict[bytes, bytes]:

@@ -142,7 +142,7 @@ ESCAPES = {"n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "$": "$$"}
 
 def _assignment(line: str, known: Mapping[str, str]) -> tuple[str, str]:
     """Name and value of one line of a .env file; no name where the line sets nothing."""
-    if not line.strip() or line.lstrip().startswith("#") or re.fullmatch(r"\s*export\s+\w+\s*", line):
+    if not line.strip() or line.lstrip().startswith("#") or re.fullmatch(r"\s*(export\s+)?\w+\s*", line):
         return "", ""
     found = ASSIGNMENT.match(line)
     if found is None:
@@ -215,14 +215,23 @@ class Scope:
 
 
 def _closing(text: str, at: int) -> int:
-    """Where the brace that opens at ``at`` closes, in the same line, counting every brace between."""
-    depth = 0
-    for found in re.finditer(r"[{}\n]", text[at:]):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
+    """Where the brace that opens at ``at`` closes, in the same line."""
+    depth = 1
+    for found in re.finditer(r"\$?\{|\}|\n", text[at + 1 :]):
+        match found[0]:
+            case "}":
+                depth -= 1
+            case "${":
+                depth += 1
+            case "{":
+                # Releases of Compose differ in whether this brace counts.
+                raise ValueError(
+                    f"${text[at:]} has braces in braces; put that text into a variable of its own"
+                )
+            case _:
+                break
         if depth == 0:
-            return at + found.start()
-        if found[0] == "\n":
-            break
+            return at + 1 + found.start()
     raise ValueError(f"${text[at:]} does not end; write $$ for a $ that stands for itself")
 
 

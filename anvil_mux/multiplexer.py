@@ -1,4 +1,4 @@
-"""One lock, a lease per request, a keeper thread per GPU.
+"""One lock, a lease per request, a keeper thread per GPU (per backend where backends share one).
 
 ``with mux.lease(model) as lease:`` is the whole interface of the serve path. Under the lock a request is told
 to its island's ``Residency``; if its model is resident it has its lease at once, else its thread waits on a
@@ -11,6 +11,7 @@ Threads wait on the lock in exactly two functions: ``_wait_for_lease`` (requests
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ from anvil_mux.placement import HOLDING, islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.residency import Event, Residency, Start, Step, Stop, Ticket, Wait
+
+log = logging.getLogger(__name__)
 
 TEND_SECONDS = 0.25
 """How often a waiting request looks at its client."""
@@ -76,7 +79,7 @@ class Lease:
         return self._ticket.severed
 
     def on_severed(self, cut: Callable[[], None]) -> None:
-        """``cut`` is called from a keeper's thread, outside the lock, when the lease is severed.
+        """``cut`` is called from another thread, outside the lock, when the lease is severed.
 
         It may be called a second time by this thread if that happens right now, so it must be idempotent.
         """
@@ -85,8 +88,9 @@ class Lease:
             cut()
 
     def severed_error(self) -> Severed:
-        model = self._ticket.model
-        return Severed(f"{model} was put out for another model before this request ended. Send it again.")
+        ending = self._mux._closing is not None
+        why = "anvil-mux shut down" if ending else f"{self._ticket.model} was put out for another model"
+        return Severed(f"{why} before this request ended. Send it again.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +175,7 @@ class Multiplexer:
         preemption = build_preemption(config.preemption, config.preemption_settings)
         for name, backends in islands(config.backends):
             residency = Residency(name, config, backends, policy, preemption, log)
-            keepers = max(len({gpu for backend in backends for gpu in backend.gpus}), 1)
-            island = _Island(residency, self._clock.condition(self._lock), keepers)
+            island = _Island(residency, self._clock.condition(self._lock), _steps_at_once(backends))
             self._islands.update(dict.fromkeys(residency.lines, island))
 
     def __repr__(self) -> str:
@@ -212,16 +215,16 @@ class Multiplexer:
             now = self._clock.now()
             island = self._islands[model]
             if self._closing:
-                raise self._closing
+                raise self._closing.with_traceback(None)
             if self._waiting >= self._config.max_queue and not island.residency.is_ready(model):
                 raise Overloaded(f"overloaded: {self._waiting} requests wait for models already. Try again.")
             self._tickets += 1
             ticket = Ticket(self._tickets, model, now, leases=leases)
-            island.residency.request(ticket, now)
+            if island.residency.request(ticket, now):
+                island.changed.notify_all()
             if not ticket.settled:
                 ticket.wake = self._clock.condition(self._lock)
                 self._waiting += 1
-                island.changed.notify_all()
         if ticket.wake:
             self._wait(island, ticket, tend)
         if ticket.error:
@@ -273,8 +276,7 @@ class Multiplexer:
     def _release(self, ticket: Ticket) -> None:
         with self._lock:
             island = self._islands[ticket.model]
-            island.residency.release(ticket, self._clock.now())
-            if island.residency.busy:
+            if island.residency.release(ticket, self._clock.now()):
                 island.changed.notify_all()
 
     # Facts from outside
@@ -285,20 +287,23 @@ class Multiplexer:
             self._tell(backend, lambda residency, now: residency.died(backend, now, why))
 
     def unreachable(self, lease: Lease) -> None:
-        """A request could not reach its backend: that died, or it is put out to be loaded anew."""
-        backend = lease.backend
+        """A request could not reach its backend: that died, or it is put out to be loaded anew.
+
+        Nothing is done if the lease is over: then it speaks of a backend that was replaced since.
+        """
+        backend, ticket = lease.backend, lease._ticket
         why = self._mechanism.ended(backend)
-        if lease.severed:
-            return
-        if why:
-            self.died(backend.name, why)
-        else:
-            self._tell(
-                backend.name,
-                lambda residency, now: residency.unload_requested(
-                    backend.model, now, "it does not answer", backend=backend.name, drain_timeout=0.0
-                ),
-            )
+
+        def fact(residency: Residency, now: float) -> None:
+            if ticket not in residency.seats[backend.name].holders:
+                return
+            if why:
+                residency.died(backend.name, now, why)
+            else:
+                text = "it does not answer"
+                residency.unload_requested(backend.model, now, text, backend=backend.name, drain_timeout=0.0)
+
+        self._tell(backend.name, fact)
 
     def unload(self, model: str) -> bool:
         """Puts ``model`` out after its drain; False if it is not resident. BadRequest while it is loading."""
@@ -389,8 +394,7 @@ class Multiplexer:
     def _evict(self, backend: Backend, how: str, severed: tuple[Ticket, ...]) -> None:
         name = backend.name
         for ticket in severed:
-            if ticket.cut:
-                ticket.cut()
+            _cut(ticket)
         try:
             self._mechanism.evict(backend, how)
         except Exception as error:
@@ -408,6 +412,16 @@ class Multiplexer:
             for island in self._each_island():
                 island.residency.fail_all(self._closing, self._clock.now())
                 self._wake_settled(island)
+                island.changed.notify_all()
+
+    def sever(self) -> int:
+        """Cuts every request that still runs, and says how many."""
+        with self._lock:
+            now = self._clock.now()
+            severed = [ticket for i in self._each_island() for ticket in i.residency.sever_all(now)]
+        for ticket in severed:
+            _cut(ticket)
+        return len(severed)
 
     def close(self) -> None:
         """Ends the keepers after the step that each is in. What is resident stays resident."""
@@ -427,6 +441,21 @@ class Multiplexer:
             gpus = tuple(_gpu_state(r, gpu, now) for r in residencies for gpu in r.gpus)
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
         return Status(now, models, gpus, waiting, leases)
+
+
+def _cut(ticket: Ticket) -> None:
+    try:
+        if ticket.cut:
+            ticket.cut()
+    except Exception:  # a keeper must not end
+        log.exception("cutting a severed request for %s", ticket.model)
+
+
+def _steps_at_once(backends: list[Backend]) -> int:
+    """How many keepers an island needs, so that no drain and no retry waits for a free one."""
+    if any(backend.vram or not backend.gpus for backend in backends):
+        return len(backends)
+    return len({gpu for backend in backends for gpu in backend.gpus})
 
 
 def _model_state(residency: Residency, model: str) -> ModelState:

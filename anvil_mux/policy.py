@@ -3,7 +3,8 @@
 A policy is a frozen dataclass whose fields are its settings and whose ``decide`` is a pure function from a
 ``Snapshot`` of one island to a ``Decision``. It never waits, draws no random numbers and keeps no state, so
 that the simulator, the tests and the program ask exactly the same question. ``Stay(until)`` is how a policy
-waits: the question is asked again at that moment, and after every fact in between.
+waits: the question is asked again at that moment, and before it whenever a line or a swap has changed, or a
+lease has ended while a line waits.
 
 The policy proposes, the residency disposes: bounded drains, ``max_wait``, gates and cool-downs hold under
 any policy, even a wrong one.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import Protocol
 
@@ -158,6 +159,8 @@ def build(registry: Mapping[str, type], what: str, name: str, settings: Mapping[
             raise ValueError(f"{what} {name}: cannot be imported: {error}") from None
     if cls is None:
         raise ValueError(f"unknown {what} {name!r}; known: {', '.join(registry)} (or package.module:Class)")
+    if not is_dataclass(cls):
+        raise ValueError(f"{what} {name}: is not a dataclass")
     known = {field.name: field for field in fields(cls)}
     for key, value in settings.items():
         if key not in known:

@@ -39,7 +39,7 @@ from anvil_mux import routing
 from anvil_mux.config import Backend, Config
 from anvil_mux.errors import DoesNotFit, LoadError, MuxError, Stuck
 from anvil_mux.placement import HOLDING, Placement, Seat
-from anvil_mux.policy import FOREVER, Line, Policy, Resident, Snapshot, Stay, SwapTo, Unload
+from anvil_mux.policy import FOREVER, Decision, Line, Policy, Resident, Snapshot, Stay, SwapTo, Unload
 from anvil_mux.preemption import Preemption
 
 TRANSITIONS: dict[tuple[str, str], str] = {
@@ -63,6 +63,24 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 }
 """(state, what happened) -> state. Anything else is a mistake of the caller and changes nothing."""
 
+KINDS = {
+    "queued": "a request waits for its model",
+    "leased": "a request has its backend; `seconds` is what it waited",
+    "released": "a lease ended",
+    "gone": "a waiting request's client left",
+    "failed": "a request ended without a lease; `reason` is the error's code",
+    "deferred": "the policy holds a swap back; `seconds` from now at most",
+    "draining": "a backend gets no new leases; `reason` says for whom and why",
+    "severed": "a request still leased when the drain ended",
+    "stopping": "a backend is told to leave its GPUs; `seconds` is what the drain took",
+    "empty": "a backend holds nothing; with a `reason` it failed to load, or died",
+    "parked": "a backend left its GPUs without being stopped",
+    "stuck": "a backend could not be stopped and may hold its GPUs",
+    "starting": "a backend is being loaded",
+    "ready": "a backend may be leased; `seconds` is what the load took",
+}
+"""What can happen."""
+
 COOL_DOWN_SECONDS = 5.0
 MAX_COOL_DOWN_SECONDS = 300.0
 STUCK_RETRY_SECONDS = 5.0
@@ -74,8 +92,7 @@ class Event(NamedTuple):
 
     at: float
     kind: str
-    """queued, leased, released, gone or failed (a ticket); starting, ready, draining, severed, stopping,
-    parked, empty or stuck (a backend); deferred (a swap)."""
+    """One of KINDS."""
     model: str
     backend: str = ""
     ticket: int = 0
@@ -198,41 +215,39 @@ class Residency:
     def gpus(self) -> tuple[str, ...]:
         return tuple(sorted({gpu for seat in self.seats.values() for gpu in seat.holds}))
 
-    @property
-    def busy(self) -> bool:
-        """Whether the end of a lease can change the answer of ``next_step``."""
-        return bool(self._swaps) or any(self.lines.values())
-
     def is_ready(self, model: str) -> bool:
         return any(seat.state == "ready" for seat in self._replicas[model])
 
     def seats_of(self, model: str) -> list[Seat]:
         return self._replicas[model]
 
-    # Facts from requests
+    # Facts from requests. ``request`` and ``release`` return whether the next step is to be asked for; after
+    # every other fact it is.
 
-    def request(self, ticket: Ticket, now: float) -> None:
+    def request(self, ticket: Ticket, now: float) -> bool:
         """A request arrived: it is leased, failed or put in line."""
         ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
         if ready:
             self._lease(self._route(ready), ticket, now)
-            return
+            return False
         error = self._refusal(ticket.model, now)
         if error:
             self._fail(ticket, error, now)
-            return
+            return False
         line = self.lines[ticket.model]
         line[ticket] = None
         self._emit(Event(now, "queued", ticket.model, ticket=ticket.id, size=len(line)))
+        return ticket.model not in self._coming()
 
-    def release(self, ticket: Ticket, now: float) -> None:
+    def release(self, ticket: Ticket, now: float) -> bool:
         """A lease ended. Late after a severed drain, or twice, is harmless."""
         seat = self.seats[ticket.backend] if ticket.backend else None
         if seat is None or ticket not in seat.holders:
-            return
+            return False
         del seat.holders[ticket]
         seat.last_used = now
         self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
+        return self.deferred is not None or (seat.state == "draining" and not seat.holders)
 
     def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
         """A waiting request ended by itself: its client left, or ``error`` says why it fails."""
@@ -249,6 +264,10 @@ class Residency:
         """Every waiting request fails with ``error``."""
         for model in self.lines:
             self._fail_line(model, error, now)
+
+    def sever_all(self, now: float) -> tuple[Ticket, ...]:
+        """The program ends and waits no longer for the requests that run; the caller cuts them."""
+        return tuple(ticket for seat in self.seats.values() for ticket in self._sever(seat, now, 0.0))
 
     def unload_requested(
         self, model: str, now: float, why: str, *, backend: str = "", drain_timeout: float | None = None
@@ -336,8 +355,9 @@ class Residency:
             step = self._advance(now) or self._retry_stuck(now)
             if step:
                 return step
-            if not self._begin_swap(now):
-                return Wait(self._next_moment(now))
+            waiting = self._waiting()
+            if not self._begin_swap(waiting, now):
+                return Wait(self._next_moment(waiting, now))
 
     def _advance(self, now: float) -> Step | None:
         for swap in tuple(self._swaps):
@@ -372,18 +392,22 @@ class Residency:
     def _stop(self, seat: Seat, now: float, reason: str) -> Stop:
         drained = now - seat.since if seat.state == "draining" else 0.0
         self._enter(seat, "stop", now)
+        severed = self._sever(seat, now, drained)
+        self._emit(Event(now, "stopping", seat.model, seat.name, 0, len(severed), drained, reason))
+        return Stop(seat.name, seat.backend.rest[0], severed)
+
+    def _sever(self, seat: Seat, now: float, drained: float) -> tuple[Ticket, ...]:
         severed = tuple(seat.holders)
         for ticket in severed:
             ticket.severed = True
             self._emit(Event(now, "severed", ticket.model, seat.name, ticket.id, 1, drained))
         seat.holders.clear()
-        self._emit(Event(now, "stopping", seat.model, seat.name, 0, len(severed), drained, reason))
-        return Stop(seat.name, seat.backend.rest[0], severed)
+        return severed
 
-    def _next_moment(self, now: float) -> float:
+    def _next_moment(self, waiting: list[Ticket], now: float) -> float:
         """When the answer of ``next_step`` may change without a new fact."""
         limit = self._config.max_wait
-        moments = [self._ask_again, *[first.since + limit for first in self._waiting()]]
+        moments = [self._ask_again, *[first.since + limit for first in waiting]]
         moments += [swap.until for swap in self._swaps if any(v.state == "draining" for v in swap.victims)]
         for seat in self.seats.values():
             if seat.retry_at > now and (seat.state == "stuck" or self.lines[seat.model]):
@@ -392,11 +416,11 @@ class Residency:
 
     # Beginning and ending a swap
 
-    def _begin_swap(self, now: float) -> bool:
+    def _begin_swap(self, waiting: list[Ticket], now: float) -> bool:
         """Begins at most one swap: that of the oldest overdue line, else what the policy proposes."""
         busy: set[str] = set().union(*(swap.gpus() for swap in self._swaps))
         plans: dict[str, _Plan] = {}
-        for first in self._waiting():
+        for first in waiting:
             plan = self._plan(first.model, busy, now)
             if now < first.since + self._config.max_wait:
                 if plan:
@@ -405,28 +429,36 @@ class Residency:
                 self._begin(plan, now, "overdue")
                 return True
             else:
-                busy.update(self._replicas[first.model][0].holds)
+                for seat in self._loadable(first.model, now):
+                    busy.update(seat.holds)
         return self._ask_policy(plans, now)
 
     def _waiting(self) -> list[Ticket]:
         """The first of each line that no swap under way will serve, oldest first."""
-        coming = [swap.target.model for swap in self._swaps if swap.target]
+        coming = self._coming()
         firsts = [next(iter(line)) for model, line in self.lines.items() if line and model not in coming]
         return sorted(firsts, key=lambda first: (first.since, first.id))
+
+    def _coming(self) -> tuple[str, ...]:
+        """Models that a swap under way will make resident."""
+        return tuple([swap.target.model for swap in self._swaps if swap.target])
 
     def _plan(self, model: str, busy: set[str], now: float) -> _Plan | None:
         """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
         best: _Plan | None = None
-        for seat in self._replicas[model]:
-            if seat.state in ("empty", "parked") and seat.retry_at <= now:
-                victims = self._placement.victims(seat, busy)
-                if victims is not None and (best is None or len(victims) < len(best[1])):
-                    best = seat, victims
+        for seat in self._loadable(model, now):
+            victims = self._placement.victims(seat, busy)
+            if victims is not None and (best is None or len(victims) < len(best[1])):
+                best = seat, victims
         return best
+
+    def _loadable(self, model: str, now: float) -> list[Seat]:
+        seats = self._replicas[model]
+        return [seat for seat in seats if seat.state in ("empty", "parked") and seat.retry_at <= now]
 
     def _ask_policy(self, plans: Mapping[str, _Plan], now: float) -> bool:
         self.deferred, self._ask_again = None, FOREVER
-        match self._policy.decide(self.snapshot(now, plans)):
+        match self._decide(self.snapshot(now, plans)):
             case SwapTo(model, reason) if model in plans:
                 self._begin(plans[model], now, reason)
                 return True
@@ -440,6 +472,12 @@ class Residency:
                 if plans:
                     self._defer(next(iter(plans)), stay, now)
         return False
+
+    def _decide(self, seen: Snapshot) -> Decision:
+        try:
+            return self._policy.decide(seen)
+        except Exception as error:  # anybody's code; max_wait serves every line all the same
+            return Stay(reason=f"the policy failed: {error!r}")
 
     def _defer(self, model: str, stay: Stay, now: float) -> None:
         self.deferred = model, stay
@@ -557,8 +595,7 @@ class Residency:
             if seat.state == "ready"
         )
         lines = tuple(self._line(model, *plan) for model, plan in plans.items())
-        coming = tuple(swap.target.model for swap in self._swaps if swap.target)
-        return Snapshot(now, self.name, residents, lines, coming)
+        return Snapshot(now, self.name, residents, lines, self._coming())
 
     def _line(self, model: str, target: Seat, victims: list[Seat]) -> Line:
         tickets = self.lines[model]

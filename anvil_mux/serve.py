@@ -18,7 +18,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +44,8 @@ from anvil_mux.swap import Runtime, Swapper
 
 ADOPT_SECONDS = 5.0
 """How long an engine that runs already may take to answer."""
+FAREWELL_SECONDS = 2.0
+"""How long the clients of requests that are cut off may take to be told."""
 INTERRUPTED = 130
 
 
@@ -62,10 +63,6 @@ class Options:
 
 class CannotServe(MuxError):
     """Something outside the configuration stands in the way."""
-
-
-class Impatient(BaseException):
-    """The second signal."""
 
 
 def build_runtime(config: Config) -> Runtime:
@@ -87,35 +84,41 @@ def serve(config: Config, options: Options) -> int:
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _raise_file_limit()
     signals = Signals()
-    try:
-        with _locked(config), _access_log(options) as access:
-            program = Program(config, options, access)
-            program.adopt()
-            program.start()
-            _print_banner(config, program.url, options)
-            signals.wait()
-            program.stop()
-    except Impatient:
-        say("ended at once; engines run on")
-        return INTERRUPTED
+    with _locked(config), _access_log(options) as access:
+        program = Program(config, options, access)
+        program.adopt()
+        program.start()
+        _print_banner(config, program.url, options)
+        signals.wait()
+        program.stop()
     return 0
 
 
 class Signals:
-    """The first SIGTERM or SIGINT ends ``wait``; the next raises Impatient in the main thread."""
+    """The first SIGTERM or SIGINT ends ``wait``; the second ends the program, whatever it is doing.
+
+    A handler may run in the middle of anything, even of itself, so it takes no lock and writes no buffer.
+    """
 
     def __init__(self) -> None:
-        self._told = threading.Event()
+        self._count = 0
+        # The kernel may give a signal to any thread, and the handler runs only when the main thread runs again:
+        # this wakes it.
+        self._woken, waker = os.pipe()
+        os.set_blocking(waker, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._tell)
 
     def _tell(self, _number: int, _frame: FrameType | None) -> None:
-        if self._told.is_set():
-            raise Impatient
-        self._told.set()
+        self._count += 1
+        if self._count > 1:
+            os.write(journal.STDERR, b"anvil-mux: ended at once; engines run on\n")
+            os._exit(INTERRUPTED)
 
     def wait(self) -> None:
-        self._told.wait()
+        while not self._count:
+            os.read(self._woken, 1)
 
 
 class Program:
@@ -183,8 +186,7 @@ class Program:
 
     def adopt(self) -> None:
         """Takes over what answers, stops the rest."""
-        for orphan in _orphans(self._config):
-            self._stop_engine(orphan, "the configuration has it no longer")
+        self._stop_orphans()
         try:
             running = self._runtime.running()
         except MuxError as error:
@@ -202,6 +204,18 @@ class Program:
             unfit = [(backends[name], why) for name, why in flaws.items() if why]
             list(pool.map(lambda pair: self._stop_engine(*pair), unfit))
 
+    def _stop_orphans(self) -> None:
+        """Stops what an earlier start served and the configuration has no longer.
+
+        The names are noted because Docker cannot tell a model from any other service of the project.
+        """
+        note = state_folder(self._config.project, os.environ) / "services"
+        known = {backend.name for backend in self._config.backends}
+        earlier = set(note.read_text().split()) if note.exists() else set()
+        orphans = [Backend(name, name) for name in sorted(earlier - known)]
+        left = {b.name for b in orphans if not self._stop_engine(b, "the configuration has it no longer")}
+        note.write_text("\n".join(sorted(known | left)))
+
     def _flaw(self, backend: Backend, url: str) -> str:
         """Why a running engine cannot be taken over; "" if it can."""
         if not url:
@@ -217,24 +231,27 @@ class Program:
             return f"it did not answer for {backend.model} within {ADOPT_SECONDS:g} s"
         return ""
 
-    def _stop_engine(self, backend: Backend, why: str) -> None:
+    def _stop_engine(self, backend: Backend, why: str) -> bool:
         say(f"stopping {backend.name}: {why}")
         try:
             self._runtime.stop(backend)
         except MuxError as error:
             say(f"{backend.name} could not be stopped: {error.message}")
+            return False
+        return True
 
     # The end
 
     def stop(self) -> None:
         """Finishes the requests that run, then leaves or stops the engines."""
         grace = self._config.drain_timeout
-        leases = self._mux.status().leases
-        if leases:
-            say(f"waiting up to {grace:g} s for {leases} running (again to end at once)")
+        if leases := self._mux.status().leases:
+            say(f"waiting up to {grace:g} s for {_requests(leases)} (again to end at once)")
         if not self._server.drain(grace):
-            say(f"{self._mux.status().leases} did not end within {grace:g} s and are cut off")
+            say(f"cut off after {grace:g} s: {_requests(self._mux.sever())}")
+            self._server.drain(FAREWELL_SECONDS)
         self._mux.close()
+        self._journal.flush()
         self._leave_engines()
         self._journal.close()
         self._runtime.close()
@@ -257,13 +274,8 @@ class Program:
             say("stopped")
 
 
-def _orphans(config: Config) -> list[Backend]:
-    """Processes of this project that the configuration has no longer."""
-    if config.runtime != "process":
-        return []
-    known = {backend.name for backend in config.backends}
-    names = [file.stem for file in state_folder(config.project, os.environ).glob("*.json")]
-    return [Backend(name, name) for name in names if name not in known]
+def _requests(count: int) -> str:
+    return f"{count} request" + ("" if count == 1 else "s")
 
 
 def _refuse_open_address(config: Config, options: Options) -> None:
@@ -326,7 +338,8 @@ def _who_serves(config: Config, file: TextIO) -> str:
 @contextmanager
 def _access_log(options: Options) -> Iterator[int | None]:
     if options.access_log in ("-", "off"):
-        yield journal.STDERR if options.access_log == "-" else None
+        silent = options.access_log == "off" or options.verbosity <= journal.QUIET
+        yield None if silent else journal.STDERR
         return
     try:
         with open(options.access_log, "ab", buffering=0) as file:

@@ -1,9 +1,9 @@
 """The same residencies, policies and preemption in virtual time.
 
 ``simulate`` does what the multiplexer does, with a heap of happenings in place of threads: it tells each
-island's ``Residency`` the facts of a trace, asks for the next step, and reports its end after the seconds that
-``Engines`` name. Nothing but the passage of time and the engines is made up, so the log is the one that the
-threaded program writes for the same trace.
+island's ``Residency`` the facts of a trace, asks for the next step, and reports how that ended after the
+seconds that ``Engines`` name. Only the engines and the passage of time are made up, so the log is the one
+that the threaded program writes for the same trace.
 
 ``check`` reads a log, simulated or of a running program, and names every broken invariant of residency.py.
 """
@@ -89,7 +89,7 @@ class Engines:
 def simulate(
     config: Config, trace: Iterable[Request | Unloading | Death], perform: Perform | None = None
 ) -> list[Event]:
-    """The log of ``trace`` (sorted by moment, from 0), until every request has ended and no step is under way."""
+    """The log of ``trace`` (sorted by moment), until every request has ended and no step is under way."""
     simulation = _Simulation(config, perform or Engines())
     simulation.run(trace)
     return simulation.log
@@ -156,7 +156,7 @@ class _Simulation:
         ticket = Ticket(next(self._ids), model, now, leases=request.leases)
         ticket.wake = request
         self._open += 1
-        island.residency.request(ticket, now)
+        ask = island.residency.request(ticket, now)
         if ticket.settled:
             self._go_on(ticket, now)
             return
@@ -164,7 +164,8 @@ class _Simulation:
         self._at(now + self._config.queue_timeout, self._time_out, ticket)
         if request.patience < FOREVER:
             self._at(now + request.patience, self._leave, ticket)
-        self._ask(island, now)
+        if ask:
+            self._ask(island, now)
 
     def _unload(self, island: _Island, model: str, now: float) -> None:
         if any(seat.state == "starting" for seat in island.residency.seats_of(model)):
@@ -197,8 +198,7 @@ class _Simulation:
     def _release(self, now: float, ticket: Ticket) -> None:
         island = self._islands[ticket.model]
         self._open -= 1
-        island.residency.release(ticket, now)
-        if island.residency.busy:
+        if island.residency.release(ticket, now):
             self._ask(island, now)
 
     # Steps

@@ -1,176 +1,150 @@
 """A clock for tests: real threads, one of which runs at a time, in virtual time.
 
-Every thread passes the baton whenever it takes or leaves a lock, waits or sleeps; a seeded choice says who
-goes on. When all are blocked, time jumps to the next deadline. When there is none, ``run`` raises Deadlock
-with everybody's stack.
+A thread passes the baton whenever it takes or leaves a lock, waits or sleeps; a seeded choice says who goes
+on. When all are blocked, time jumps to the next deadline. When there is none, ``run`` raises Deadlock.
 """
-
-from __future__ import annotations
 
 import random
 import sys
 import threading
 import traceback
-from collections import deque
-from collections.abc import Callable
 from math import inf
 
 from anvil_mux.clock import Clock
 
 
 class Deadlock(AssertionError):
-    """Threads that have not finished, none of which can ever go on."""
+    """Threads that have not finished, none of which can ever go on; with the stack of each."""
 
 
 class _Task:
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self):
         self.gate = threading.Semaphore(0)
-        self.deadline: float | None = None
-        """None: it can run; else it is blocked, at most until then."""
-        self.notified = False
-        self.ident: int | None = None
+        self.until = 0.0  # it can go on from this moment
+        self.woken = False
+        self.thread = None
 
 
 class BatonClock(Clock):
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed=0):
         self.time = 0.0
         self._random = random.Random(seed)
-        self._tasks: list[_Task] = []
-        self._current: _Task | None = None
+        self._tasks = []
+        self.running = None
         self._over = threading.Semaphore(0)
-        self.failures: list[BaseException] = []
+        self._failures = []
 
-    def now(self) -> float:
+    def now(self):
         return self.time
 
-    def wall(self, moment: float) -> float:
-        return moment
+    def lock(self):
+        return _Lock(self)
 
-    def lock(self) -> BatonLock:
-        return BatonLock(self)
+    def condition(self, lock):
+        return _Condition(self, lock)
 
-    def condition(self, lock: BatonLock) -> BatonCondition:
-        return BatonCondition(self, lock)
-
-    def spawn(self, run: Callable[[], None], name: str) -> threading.Thread:
-        task = _Task(name)
-        self._tasks.append(task)
-        thread = threading.Thread(target=self._live, args=(task, run), name=name, daemon=True)
-        thread.start()
-        return thread
-
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds):
         self.block(self.time + seconds)
 
-    def run(self, main: Callable[[], None]) -> None:
+    def spawn(self, run, name):
+        task = _Task()
+        task.thread = threading.Thread(target=self._live, args=(task, run), name=name, daemon=True)
+        self._tasks.append(task)
+        task.thread.start()
+        return task.thread
+
+    def run(self, main):
         """Runs ``main`` and all that it spawns to their ends; raises the first failure."""
         self.spawn(main, "main")
         self._pass_on()
         self._over.acquire()
-        if self.failures:
-            raise self.failures[0]
+        if self._failures:
+            raise self._failures[0]
 
-    def _live(self, task: _Task, run: Callable[[], None]) -> None:
-        task.ident = threading.get_ident()
+    def _live(self, task, run):
         task.gate.acquire()
         try:
             run()
         except BaseException as error:
-            self.failures.append(error)
+            self._failures.append(error)
         self._tasks.remove(task)
         self._pass_on()
 
-    def block(self, deadline: float | None) -> bool:
-        """The running thread waits for a ``wake``, at most until ``deadline`` (None: just lets others go)."""
-        task = self._current
-        assert task is not None
-        task.deadline, task.notified = deadline, False
+    def block(self, until=0.0):
+        """The running thread waits for ``wake`` or ``until``, or just lets others go first."""
+        task = self.running
+        task.until, task.woken = until, False
         self._pass_on()
         task.gate.acquire()
-        return task.notified
+        return task.woken
 
-    def wake(self, task: _Task) -> None:
-        task.deadline, task.notified = None, True
+    def wake(self, task):
+        task.until, task.woken = 0.0, True
 
-    def current(self) -> _Task:
-        assert self._current is not None
-        return self._current
+    def _pass_on(self):
+        moment = min((task.until for task in self._tasks), default=inf)
+        if moment == inf:
+            if self._tasks:
+                self._failures.append(Deadlock("\n".join(self._stacks())))
+            self._over.release()
+            return
+        self.time = max(self.time, moment)
+        self.running = self._random.choice([task for task in self._tasks if task.until <= self.time])
+        self.running.gate.release()
 
-    def _pass_on(self) -> None:
-        able = [task for task in self._tasks if task.deadline is None]
-        if not able:
-            self.time = min((task.deadline for task in self._tasks), default=inf)
-            able = [task for task in self._tasks if task.deadline == self.time]
-            if self.time == inf:
-                if able:
-                    self.failures.append(Deadlock(self._stacks()))
-                self._over.release()
-                return
-        task = self._current = self._random.choice(able)
-        task.deadline = None
-        task.gate.release()
-
-    def _stacks(self) -> str:
+    def _stacks(self):
         frames = sys._current_frames()
-        parts = [
-            f"{task.name}:\n" + "".join(traceback.format_stack(frames[task.ident])[-4:])
-            for task in self._tasks
-            if task.ident in frames
-        ]
-        return "nobody can go on\n" + "\n".join(parts)
+        for task in self._tasks:
+            stack = traceback.format_stack(frames[task.thread.ident])
+            yield f"{task.thread.name} cannot go on:\n" + "".join(stack[-5:-2])
 
 
-class BatonLock:
-    def __init__(self, clock: BatonClock) -> None:
+class _Lock:
+    def __init__(self, clock):
         self._clock = clock
-        self._owner: _Task | None = None
-        self._queue: deque[_Task] = deque()
+        self.owner = None
+        self._queue = []
 
-    def __enter__(self) -> bool:
-        self._clock.block(None)
-        while self._owner is not None:
-            self._queue.append(self._clock.current())
+    def __enter__(self):
+        self._clock.block()
+        while self.owner:
+            self._queue.append(self._clock.running)
             self._clock.block(inf)
-        self._owner = self._clock.current()
+        self.owner = self._clock.running
         return True
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, *exc):
         self.leave()
-        self._clock.block(None)
+        self._clock.block()
 
-    def leave(self) -> None:
-        assert self._owner is self._clock.current(), "released by another thread"
-        self._owner = None
+    def leave(self):
+        assert self.owner is self._clock.running, "the lock is not held"
+        self.owner = None
         while self._queue:
-            self._clock.wake(self._queue.popleft())
-
-    def check_held(self) -> None:
-        assert self._owner is self._clock.current(), "a condition was used without its lock"
+            self._clock.wake(self._queue.pop())
 
 
-class BatonCondition:
-    def __init__(self, clock: BatonClock, lock: BatonLock) -> None:
+class _Condition:
+    def __init__(self, clock, lock):
         self._clock = clock
         self._lock = lock
-        self._waiting: list[_Task] = []
+        self._waiting = []
 
-    def wait(self, timeout: float | None = None) -> bool:
-        self._lock.check_held()
-        task = self._clock.current()
+    def wait(self, timeout=None):
+        task = self._clock.running
         self._waiting.append(task)
         self._lock.leave()
-        notified = self._clock.block(inf if timeout is None else self._clock.now() + timeout)
-        if not notified:
+        woken = self._clock.block(inf if timeout is None else self._clock.time + timeout)
+        if not woken:
             self._waiting.remove(task)
         self._lock.__enter__()
-        return notified
+        return woken
 
-    def notify(self, n: int = 1) -> None:
-        self._lock.check_held()
+    def notify(self, n=1):
+        assert self._lock.owner is self._clock.running, "the lock is not held"
         for task in self._waiting[:n]:
             self._clock.wake(task)
         del self._waiting[:n]
 
-    def notify_all(self) -> None:
+    def notify_all(self):
         self.notify(len(self._waiting))

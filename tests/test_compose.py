@@ -584,7 +584,18 @@ def test_a_death_is_reported_once(watched: Watched):
     os.close(into)
 
 
-def test_our_own_stop_and_a_late_event_of_it_are_no_death(watched: Watched):
+def test_our_own_stop_is_no_death(watched: Watched):
+    into = watched.events.next()
+    watched.runtime.start(A)
+    watched.runtime.start(B)
+    watched.runtime.stop(A)
+    watched.docker.end(list(watched.docker.containers)[1])
+    os.write(into, b"a\nb\n")
+    assert watched.died() == "b"
+    os.close(into)
+
+
+def test_a_late_event_of_our_own_stop_does_not_hurt_the_next_run(watched: Watched):
     into = watched.events.next()
     watched.runtime.start(A)
     watched.runtime.start(B)

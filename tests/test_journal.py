@@ -94,6 +94,16 @@ def test_a_client_cannot_forge_a_line_of_the_access_log(desk: Desk) -> None:
     assert len(desk.lines()) == 1
 
 
+def test_a_probe_is_no_news_while_all_is_well(desk: Desk) -> None:
+    journal = desk.open()
+    journal.add(record(path="/healthz", model="", backend=""))
+    journal.add(record(path="/healthz", model="", backend="", status=503))
+    journal.flush()
+    (line,) = desk.lines()
+    assert " 503 POST /healthz " in line
+    assert value(desk.metrics, "anvil_requests_total", model="unknown", route="/healthz", code="200") == 1
+
+
 def test_events_are_told_in_the_order_in_which_they_came(
     desk: Desk, capfd: pytest.CaptureFixture[str]
 ) -> None:

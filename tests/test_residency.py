@@ -11,7 +11,7 @@ from anvil_mux.placement import islands
 from anvil_mux.policy import POLICIES, Stay, SwapTo, Unload, build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.residency import TRANSITIONS, Residency, Start, Stop, Ticket, Wait
-from anvil_mux.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
+from anvil_mux.simulate import Engines, Request, check, simulate
 
 
 def backend(name, *gpus, model=None, **fields):
@@ -323,6 +323,13 @@ class Wrong:
         return SwapTo("nonsense")
 
 
+class Broken:
+    """A policy that raises."""
+
+    def decide(self, seen):
+        raise ZeroDivisionError("division by zero")
+
+
 class IdleOut:
     """Puts a model out that was not used for five seconds."""
 
@@ -336,7 +343,7 @@ class IdleOut:
         return Stay(min(moments, default=inf)) if not seen.lines else SwapTo(seen.lines[0].model)
 
 
-@pytest.mark.parametrize("policy", [Never(), Wrong()])
+@pytest.mark.parametrize("policy", [Never(), Wrong(), Broken()])
 def test_an_overdue_line_is_served_whatever_the_policy_says(policy):
     island = Island(A, B, policy=policy, max_wait=60.0)
     assert island.core.adopt("a", 0.0)
@@ -350,7 +357,7 @@ def test_an_overdue_line_is_served_whatever_the_policy_says(policy):
 
 
 def test_a_line_is_overdue_at_the_very_moment_that_was_announced():
-    for since in (n / 7 for n in range(1, 200)):  # (since + wait) - since is less than wait for a third of these
+    for since in (n / 7 for n in range(1, 200)):  # for a third of these (since + wait) - since < wait
         island = Island(A, B, policy=Never(), max_wait=60.1)
         island.core.adopt("a", 0.0)
         island.request("b", since)
@@ -759,6 +766,26 @@ def test_the_replica_that_puts_nobody_out_is_loaded():
     assert island.steps(2.0) == ["stop a"]
 
 
+def test_an_overdue_line_is_overtaken_on_no_gpu_that_one_of_its_replicas_could_use():
+    replicas = backend("r0", "0", model="m"), backend("r1", "1", "2", model="m")
+    singles = backend("a", "1"), backend("b", "1"), backend("c", "2"), backend("d", "2")
+    island = Island(*replicas, *singles, max_wait=10.0)
+    for name in ("a", "c"):
+        island.core.adopt(name, 0.0)
+    island.request("b", 0.5)
+    assert island.steps(0.5) == ["stop a"]
+    island.request("m", 1.0)
+    assert island.steps(1.0) == ["start r0"]
+    island.core.start_failed("r0", 2.0, LoadError("no"))
+    assert island.steps(2.0) == []  # GPU 1 is in a swap
+    assert island.steps(8.0) == ["start r0"]
+    island.core.start_failed("r0", 9.0, LoadError("no"))
+    island.request("d", 12.5)
+    assert island.steps(12.5) == []  # GPU 2 is kept for r1
+    island.core.stopped("a", 13.0)
+    assert island.steps(13.0) == ["start b"]
+
+
 def test_two_gpus_of_an_island_swap_side_by_side():
     pair = backend("t", "0", "1")
     island = Island(backend("a", "0"), backend("b", "0"), backend("c", "1"), backend("d", "1"), pair)
@@ -798,8 +825,8 @@ def test_a_set_over_two_gpus_puts_both_residents_out_and_back():
 
 
 def test_an_overdue_set_over_two_gpus_is_not_overtaken_by_younger_singles():
-    pair = backend("t", "0", "1")
-    island = Island(backend("a", "0"), backend("b", "0"), backend("c", "1"), backend("d", "1"), pair, max_wait=10.0)
+    singles = [backend("a", "0"), backend("b", "0"), backend("c", "1"), backend("d", "1")]
+    island = Island(*singles, backend("t", "0", "1"), max_wait=10.0)
     island.core.adopt("a", 0.0)
     island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]

@@ -58,6 +58,7 @@ START_SECONDS = 60.0
 SAMPLE_SECONDS = 0.25
 DISTURBED = 0.05
 """The share of the machine that others may have before a run is called disturbed."""
+QUIET_SECONDS = 0.5
 REST_SECONDS = 0.3
 """Between two runs, so that the one before has closed its connections."""
 WAITING = 500
@@ -338,6 +339,16 @@ def busy_seconds() -> float:
     return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
 
 
+def await_quiet(patience: float) -> None:
+    """Returns when nobody else uses the machine much, after ``patience`` seconds in any case."""
+    until = time.monotonic() + patience
+    while time.monotonic() < until:
+        begun, before = time.monotonic(), busy_seconds()
+        time.sleep(QUIET_SECONDS)
+        if busy_seconds() - before < DISTURBED * (time.monotonic() - begun) * (os.cpu_count() or 1):
+            return
+
+
 def since(before: resource.struct_rusage) -> float:
     """CPU seconds of our children that have ended since: the load generator's."""
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -443,6 +454,7 @@ def measure_all(
         runs[name] = {relay.name: [] for relay in taking_part}
         for repetition in range(options.repeat):
             for relay in turned(taking_part, repetition):
+                await_quiet(options.patience)
                 run = measure(load, relay, SCENARIOS[name], options.quick)
                 runs[name][relay.name].append(tell(name, repetition, options.repeat, relay.name, run))
                 time.sleep(REST_SECONDS)
@@ -673,6 +685,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--quick", action="store_true", help="shorter runs: to see that all works, not to quote"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="before each run wait up to S s for a quiet machine",
     )
     parser.add_argument("--only", type=chosen(names), default=names, metavar="NAME,..", help=", ".join(names))
     parser.add_argument(

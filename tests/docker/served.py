@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,10 @@ PATIENCE = 120.0
 BUSYBOX = {"image": "anvil-mux-test/busybox", "ports": ["127.0.0.1::8080"], "stop_grace_period": "1s"}
 """A service that is no engine; give it a command."""
 
+FOREVER = 1_000_000
+"""Tokens; an engine that is ENDLESS would be at it for minutes."""
+ENDLESS = {"environment": {"LLAMA_ARG_CONTEXT_SHIFT": "1"}}
+
 Answer = tuple[int, dict[str, str], str]
 
 
@@ -42,18 +45,6 @@ def lasting(stack: Stack, *flags: str) -> Iterator[Running]:
         yield mux
     finally:
         mux.stop()
-
-
-def anvil(stack: Stack, *args: str) -> subprocess.CompletedProcess[str]:
-    """Runs `anvil-mux ARGS...` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "anvil_mux", *args],
-        env={**stack.engine.env, "XDG_STATE_HOME": str(stack.file.parent)},
-        timeout=PATIENCE,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
 
 
 def eventually(holds: Callable[[], bool]) -> None:
@@ -98,6 +89,12 @@ def flaw_of(answer: openai.Stream[ChatCompletionChunk], model: str, tokens: int)
     return "" if seen == ({model}, ["length"], [tokens], True) else f"{tokens} tokens of {model}: {seen}"
 
 
+def ask(mux: Running, model: str, tokens: int = 20) -> str:
+    """Streams one answer; empty if it was whole, else what is wrong with it."""
+    with client_of(mux) as client:
+        return flaw_of(stream(client, model, tokens), model, tokens)
+
+
 def _keep_end(answer: openai.Stream[ChatCompletionChunk]) -> bytearray:
     """The last bytes that the client read, which it does not show: the [DONE] among them."""
     end, read = bytearray(), answer.response.iter_bytes
@@ -133,8 +130,8 @@ def leases(mux: Running, model: str) -> int:
 def count(mux: Running, counter: str, **labels: str) -> int:
     """The sum of a counter of /metrics over everything that has these labels."""
     families = text_string_to_metric_families(mux.request("GET", "/metrics")[2])
-    samples = [sample for family in families for sample in family.samples if sample.name == f"{counter}_total"]
-    return int(sum(each.value for each in samples if labels.items() <= each.labels.items()))
+    found = [each for family in families for each in family.samples if each.name == f"{counter}_total"]
+    return int(sum(each.value for each in found if labels.items() <= each.labels.items()))
 
 
 def docker(stack: Stack, *args: str) -> str:

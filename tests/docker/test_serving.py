@@ -1,9 +1,8 @@
-"""anvil-mux in front of real llama-server containers: it swaps, streams, and lives through what goes wrong."""
+"""anvil-mux in front of real llama-server containers: swaps, streams, and all that may go wrong."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,11 @@ import pytest
 from tests.docker.conftest import OwnEngine, Stack
 from tests.docker.served import (
     BUSYBOX,
+    ENDLESS,
+    FOREVER,
     PATIENCE,
+    Answer,
+    ask,
     client_of,
     count,
     docker,
@@ -33,9 +36,6 @@ from tests.running import Running
 
 SOAK_SECONDS = float(os.environ.get("ANVIL_SOAK_SECONDS", "20"))
 CLIENTS = 8
-FOREVER = 1_000_000
-"""Tokens; with ENDLESS the engine would be at it for minutes."""
-ENDLESS = {"environment": {"LLAMA_ARG_CONTEXT_SHIFT": "1"}}
 QUICK = 5.0
 """A limit for what must not wait for Docker, whose own time-outs are longer."""
 
@@ -53,12 +53,6 @@ def with_bad(llamacpp_compose: MakeStack, tmp_path: Path) -> Callable[..., Stack
         return llamacpp_compose(tmp_path, models=1, services={BAD: bad})
 
     return make
-
-
-def ask(mux: Running, model: str, tokens: int = 20) -> str:
-    """Streams one answer with the openai client; empty if it was whole, else what is wrong with it."""
-    with client_of(mux) as client:
-        return flaw_of(stream(client, model, tokens), model, tokens)
 
 
 # Serving
@@ -98,6 +92,31 @@ def soak(mux: Running, models: tuple[str, ...]) -> list[str]:
         return [flaw for flaws in pool.map(one, range(CLIENTS)) for flaw in flaws]
 
 
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error_and_the_next_model_is_served(
+    llamacpp_compose: MakeStack, tmp_path: Path
+) -> None:
+    stack = llamacpp_compose(tmp_path, models=2, services={GOOD: ENDLESS})
+    with served(stack, "--drain-timeout", "1") as mux, client_of(mux) as client:
+        with ThreadPoolExecutor(1) as pool, stream(client, GOOD, FOREVER) as answer:
+            other = pool.submit(ask, mux, "model-2")
+            with pytest.raises(openai.APIError, match="was put out for another model"):
+                list(answer)
+            assert other.result(PATIENCE) == ""
+        eventually(lambda: is_idle(mux))
+        assert count(mux, "anvil_severed_requests", model=GOOD) == 1
+
+
+def test_a_client_that_leaves_in_mid_stream_frees_its_lease(
+    llamacpp_compose: MakeStack, tmp_path: Path
+) -> None:
+    stack = llamacpp_compose(tmp_path, models=1, services={GOOD: ENDLESS})
+    with served(stack) as mux, client_of(mux) as client:
+        with stream(client, GOOD, FOREVER) as answer:
+            next(answer)
+            assert leases(mux, GOOD) == 1
+        eventually(lambda: is_idle(mux))
+
+
 # An engine that dies
 
 
@@ -122,7 +141,7 @@ def test_a_request_whose_engine_was_killed_before_a_byte_came_is_answered_by_its
     stack = llamacpp_compose(tmp_path, models=1, services={GOOD: ENDLESS})
     with served(stack) as mux, ThreadPoolExecutor(1) as pool:
         assert ask(mux, GOOD) == ""
-        asked = pool.submit(mux.chat, GOOD, max_tokens=8_000, ignore_eos=True)
+        asked = pool.submit(mux.chat, GOOD, max_tokens=4_000, ignore_eos=True)
         eventually(lambda: leases(mux, GOOD) == 1)
         first = run_of(stack, GOOD)
         docker(stack, "kill", stack.container(GOOD))
@@ -233,7 +252,7 @@ def test_while_dockerd_is_away_it_says_so_and_when_it_is_back_requests_work_agai
             assert stack.up() == {model}
 
 
-def assert_docker_is_missed(answer: tuple[int, dict[str, str], str]) -> None:
+def assert_docker_is_missed(answer: Answer) -> None:
     assert answer[0] == 503
     assert "Cannot connect to the Docker daemon" in error_of(answer)["message"]
     assert "Start dockerd" in error_of(answer)["message"]

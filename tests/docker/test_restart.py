@@ -1,0 +1,127 @@
+"""anvil-mux ends, by a signal or a crash, and starts again beside real containers that ran on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+import yaml
+
+from tests.docker.conftest import Stack
+from tests.docker.served import (
+    BUSYBOX,
+    ENDLESS,
+    FOREVER,
+    PATIENCE,
+    ask,
+    client_of,
+    count,
+    eventually,
+    flaw_of,
+    lasting,
+    run_of,
+    served,
+    stream,
+)
+
+MakeStack = Callable[..., Stack]
+SLEEPER = {**BUSYBOX, "command": ["sleep", "1000"]}
+
+
+@pytest.fixture
+def stack(llamacpp_compose: MakeStack, tmp_path: Path) -> Stack:
+    return llamacpp_compose(tmp_path, models=2, services={"model-1": ENDLESS})
+
+
+def test_a_crash_loses_only_what_was_in_flight_and_the_next_start_takes_the_engine_over(stack: Stack) -> None:
+    with lasting(stack) as mux, client_of(mux) as client:
+        answer = stream(client, "model-1", FOREVER)
+        mux.stop(signal.SIGKILL)
+        with pytest.raises(openai.APIError):
+            list(answer)
+    run = run_of(stack, "model-1")
+    assert stack.up() == {"model-1"}
+    with served(stack) as mux:
+        assert mux.get("/healthz")["resident"] == "model-1"
+        assert ask(mux, "model-1") == ""
+        assert (run_of(stack, "model-1"), count(mux, "anvil_model_loads")) == (run, 0)
+        assert ask(mux, "model-2") == ""
+        assert stack.up() == {"model-2"}
+
+
+def test_what_was_still_loading_at_a_crash_and_does_not_answer_is_stopped_at_the_next_start(
+    llamacpp_compose: MakeStack, tmp_path: Path
+) -> None:
+    bad = {**SLEEPER, "x-anvil": {"gpus": ["0"]}}
+    stack = llamacpp_compose(tmp_path, models=1, services={"bad": bad})
+    with lasting(stack) as mux, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(mux.chat, "bad")
+        eventually(lambda: stack.up() == {"bad"})
+        mux.stop(signal.SIGKILL)
+        with pytest.raises(ConnectionError):
+            asked.result(PATIENCE)
+    with served(stack) as mux:
+        assert stack.up() == set()
+        assert ask(mux, "model-1") == ""
+
+
+def test_of_two_engines_on_one_gpu_one_is_adopted_and_the_other_stopped(stack: Stack) -> None:
+    stack.compose("up", "--detach")
+    run = run_of(stack, "model-1")
+    with served(stack) as mux:
+        assert stack.up() == {"model-1"}
+        assert mux.get("/healthz")["resident"] == "model-1"
+        for model in stack.models:
+            assert ask(mux, model) == ""
+        assert "stopping model-2: it cannot stay beside the others" in "\n".join(mux.output)
+        assert run_of(stack, "model-1") == run
+
+
+def test_an_engine_that_the_file_no_longer_has_is_stopped_at_the_next_start(stack: Stack) -> None:
+    with lasting(stack) as mux:
+        assert ask(mux, "model-2") == ""
+        mux.stop(signal.SIGKILL)
+    content = yaml.safe_load(stack.file.read_text())
+    del content["services"]["model-2"]
+    stack.file.write_text(yaml.safe_dump(content))
+    with served(stack) as mux:
+        assert stack.up() == set()
+        assert ask(mux, "model-1") == ""
+
+
+def test_services_of_the_project_that_serve_no_model_are_left_alone(
+    llamacpp_compose: MakeStack, tmp_path: Path
+) -> None:
+    stack = llamacpp_compose(tmp_path, models=1, services={"web": {**SLEEPER, "ports": None}})
+    stack.compose("up", "--detach", "web")
+    run = run_of(stack, "web")
+    with served(stack, "--on-exit", "stop") as mux:
+        assert ask(mux, "model-1") == ""
+        assert stack.up() == {"model-1", "web"}
+    assert (stack.up(), run_of(stack, "web")) == ({"web"}, run)
+
+
+@pytest.mark.parametrize(("on_exit", "left"), [("keep", {"model-1"}), ("stop", set())])
+def test_sigterm_lets_a_stream_end_and_then_does_with_the_engine_as_on_exit_says(
+    stack: Stack, on_exit: str, left: set[str]
+) -> None:
+    with lasting(stack, "--on-exit", on_exit) as mux, client_of(mux) as client:
+        answer = stream(client, "model-1", 3000)
+        mux.process.send_signal(signal.SIGTERM)
+        assert flaw_of(answer, "model-1", 3000) == ""
+        assert mux.process.wait(PATIENCE) == 0
+    assert stack.up() == left
+
+
+def test_a_stream_that_outlasts_the_drain_of_a_sigterm_ends_with_an_error(stack: Stack) -> None:
+    with lasting(stack, "--on-exit", "stop", "--drain-timeout", "1") as mux, client_of(mux) as client:
+        answer = stream(client, "model-1", FOREVER)
+        mux.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="anvil-mux shut down before this request ended"):
+            list(answer)
+        assert mux.process.wait(PATIENCE) == 0
+    assert stack.up() == set()

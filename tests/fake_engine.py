@@ -1,0 +1,366 @@
+"""An engine whose every byte the test sends, a multiplexer in front of it, and a client that reads raw bytes.
+
+Nothing here sleeps: the engine hands each request to the test (or to ``answer``) and the test decides what
+comes next. Time-outs are guards against hanging, far above what anything takes.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from anvil_mux.accesslog import Served
+from anvil_mux.config import Backend, Config, Gpu
+from anvil_mux.gateway import Gateway
+from anvil_mux.inference import Patience
+from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.relay import Relay
+from anvil_mux.residency import Event
+from anvil_mux.server import Server
+
+GUARD = 20.0
+
+JSON_OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Asked:
+    """One request that reached the engine, and the connection to answer it on."""
+
+    def __init__(self, head: bytes, body: bytes, size: int, connection: EngineConnection) -> None:
+        self.head = head
+        self.body = body
+        self.size = size
+        self._connection = connection
+
+    def send(self, *pieces: bytes) -> None:
+        for piece in pieces:
+            self._connection.socket.sendall(piece)
+
+    def close(self) -> None:
+        self._connection.end()
+
+    def reset(self) -> None:
+        """Ends the connection as a killed process does."""
+        linger = struct.pack("ii", 1, 0)
+        self._connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self._connection.end()
+        assert self._connection.ended.wait(GUARD)
+        self._connection.socket.close()
+
+    def was_left(self) -> bool:
+        """Waits until the other side has closed the connection."""
+        return self._connection.ended.wait(GUARD)
+
+
+class EngineConnection:
+    def __init__(self, engine: FakeEngine, connection: socket.socket) -> None:
+        self.socket = connection
+        self.ended = threading.Event()
+        self._engine = engine
+        engine.connections.append(self)
+        threading.Thread(target=self._read_all, daemon=True).start()
+
+    def end(self) -> None:
+        self.socket.shutdown(socket.SHUT_RDWR)
+
+    def _read_all(self) -> None:
+        buffer = b""
+        try:
+            while data := self.socket.recv(65536):
+                buffer += data
+                while (end := buffer.find(b"\r\n\r\n") + 4) >= 4:
+                    buffer = self._read_body(buffer[:end], buffer[end:])
+        except OSError:
+            pass
+        self.ended.set()
+
+    def _read_body(self, head: bytes, rest: bytes) -> bytes:
+        length = 0
+        for line in head.split(b"\r\n"):
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.partition(b":")[2])
+        body, rest = [rest[:length]], rest[length:]
+        have = len(body[0])
+        while have < length:
+            data = self.socket.recv(min(65536, length - have))
+            if not data:
+                return b""
+            have += len(data)
+            if self._engine.keep_bodies:
+                body.append(data)
+        self._engine.take(Asked(head, b"".join(body), have, self))
+        return rest
+
+
+class FakeEngine:
+    """Listens on a port of its own. ``answer`` set: answers at once; else ``next`` hands requests out."""
+
+    def __init__(self) -> None:
+        self.answer: Callable[[Asked], bytes] | None = None
+        self.keep_bodies = True
+        self.connections: list[EngineConnection] = []
+        self.asked: queue.Queue[Asked] = queue.Queue()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.address: tuple[str, int] = self._listener.getsockname()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.address[1]}"
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            EngineConnection(self, connection)
+
+    def take(self, asked: Asked) -> None:
+        if self.answer:
+            asked.send(self.answer(asked))
+        else:
+            self.asked.put(asked)
+
+    def next(self) -> Asked:
+        return self.asked.get(timeout=GUARD)
+
+    def stop_listening(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(GUARD)
+
+    def close(self) -> None:
+        if self._listener.fileno() >= 0:
+            self.stop_listening()
+        for connection in self.connections:
+            try:
+                connection.end()
+            except OSError:
+                pass
+            assert connection.ended.wait(GUARD)
+            connection.socket.close()
+
+
+@dataclass
+class Answer:
+    status: int
+    head: bytes
+    body: bytes
+    clean: bool
+    """The body ended as its framing says."""
+
+    def header(self, name: bytes) -> bytes | None:
+        for line in self.head.split(b"\r\n")[1:]:
+            key, _, value = line.partition(b":")
+            if key.lower() == name.lower():
+                return value.strip()
+        return None
+
+
+class RawClient:
+    """One connection to the front."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.socket = socket.create_connection(address, GUARD)
+        self.buffer = b""
+        self.host = b"127.0.0.1:%d" % address[1]
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def post(self, body: bytes, path: bytes = b"/v1/chat/completions", extra: bytes = b"") -> None:
+        self.send(
+            b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n%b"
+            % (path, self.host, extra, len(body), body)
+        )
+
+    def get(self, path: bytes, method: bytes = b"GET", extra: bytes = b"") -> Answer:
+        self.send(b"%b %b HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (method, path, self.host, extra))
+        return self.read(body=method != b"HEAD")
+
+    def more(self) -> bool:
+        try:
+            data = self.socket.recv(65536)
+        except ConnectionResetError:
+            return False
+        self.buffer += data
+        return bool(data)
+
+    def read_until(self, text: bytes) -> bytes:
+        """Everything up to and including ``text``."""
+        while text not in self.buffer:
+            assert self.more(), f"closed before {text!r}; got {self.buffer!r}"
+        end = self.buffer.index(text) + len(text)
+        got, self.buffer = self.buffer[:end], self.buffer[end:]
+        return got
+
+    def read(self, *, body: bool = True) -> Answer:
+        """One whole answer."""
+        head = self.read_until(b"\r\n\r\n")
+        answer = Answer(int(head[9:12]), head, b"", True)
+        if not body or answer.status == 204:
+            return answer
+        length = answer.header(b"content-length")
+        if length is not None:
+            while len(self.buffer) < int(length) and self.more():
+                pass
+            answer.clean = len(self.buffer) >= int(length)
+            answer.body, self.buffer = self.buffer[: int(length)], self.buffer[int(length) :]
+        elif answer.header(b"transfer-encoding"):
+            answer.body, answer.clean = self._read_chunks()
+        else:
+            answer.body = self.rest()
+        return answer
+
+    def _read_chunks(self) -> tuple[bytes, bool]:
+        content = b""
+        while True:
+            while b"\r\n" not in self.buffer:
+                if not self.more():
+                    return content, False
+            size = int(self.buffer.partition(b"\r\n")[0], 16)
+            end = self.buffer.index(b"\r\n") + 2 + size + 2
+            while len(self.buffer) < end:
+                if not self.more():
+                    return content, False
+            content += self.buffer[end - 2 - size : end - 2]
+            self.buffer = self.buffer[end:]
+            if size == 0:
+                return content, True
+
+    def rest(self) -> bytes:
+        """Everything until the connection ends."""
+        while self.more():
+            pass
+        got, self.buffer = self.buffer, b""
+        return got
+
+    def is_closed(self) -> bool:
+        """Waits until the other side has closed."""
+        return self.rest() == b""
+
+    def leave(self) -> None:
+        self.socket.close()
+
+
+@dataclass
+class Mechanism:
+    """Loads a backend by naming its engine's address, when the gate is open."""
+
+    engines: dict[str, FakeEngine]
+    gate: threading.Event = field(default_factory=threading.Event)
+    loading: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    failure: Exception | None = None
+    end: str | None = None
+
+    def load(self, backend: Backend, how: str) -> str:
+        self.loading.release()
+        assert self.gate.wait(GUARD)
+        if self.failure:
+            raise self.failure
+        return self.engines[backend.name].url
+
+    def evict(self, backend: Backend, how: str) -> None:
+        pass
+
+    def ended(self, backend: Backend) -> str | None:
+        return self.end
+
+
+class Events:
+    """The multiplexer's events and the requests' records, which a test may wait for."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.seen: list[Event | Served] = []
+
+    def add(self, entry: Event | Served) -> None:
+        with self._changed:
+            self.seen.append(entry)
+            self._changed.notify_all()
+
+    def of(self, kind: str) -> list[Event]:
+        return [each for each in self.seen if isinstance(each, Event) and each.kind == kind]
+
+    def wait(self, kind: str, count: int = 1) -> Event:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.of(kind)) >= count, GUARD), self.seen
+        return self.of(kind)[count - 1]
+
+    def record(self, count: int = 1) -> Served:
+        def records() -> list[Served]:
+            return [each for each in self.seen if isinstance(each, Served)]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(records()) >= count, GUARD), self.seen
+        return records()[count - 1]
+
+
+class Rig:
+    """Two models, ``a`` and ``b``, on one GPU, each with its fake engine, behind a real server."""
+
+    def __init__(
+        self,
+        *,
+        patience: Patience | None = None,
+        max_connections: int = 2048,
+        client_timeout: float = 60.0,
+        **settings: object,
+    ) -> None:
+        self.engine = FakeEngine()
+        self.other = FakeEngine()
+        config = Config(
+            backends=(
+                Backend("a", "a", gpus=("0",), aliases=("alias",)),
+                Backend("b", "org/b", gpus=("0",), served_model="b-inside"),
+            ),
+            gpus=(Gpu("0"),),
+        )
+        self.config = replace(config, **settings)  # type: ignore[arg-type]
+        self.mechanism = Mechanism({"a": self.engine, "b": self.other})
+        self.mechanism.gate.set()
+        self.events = Events()
+        self.mux = Multiplexer(self.config, self.mechanism, log=self.events.add)
+        self.mux.start()
+        self.relay = Relay(self.config.upstream_timeout, client_timeout)
+        self.gateway = Gateway(
+            self.config,
+            self.mux,
+            self.relay,
+            self.events,
+            metrics=lambda: b"anvil_up 1\n",
+            checks={"docker": lambda: ""},
+            patience=patience,
+        )
+        self.server = Server(("127.0.0.1", 0), self.gateway, self.mux, max_connections=max_connections)
+        self.address: tuple[str, int] = self.server.server_address[:2]  # type: ignore[assignment]
+        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
+        self.thread.start()
+        self.clients: list[RawClient] = []
+
+    def client(self) -> RawClient:
+        self.clients.append(RawClient(self.address))
+        return self.clients[-1]
+
+    def close(self) -> None:
+        for client in self.clients:
+            client.leave()
+        self.server.shutdown()
+        self.server.server_close()
+        self.engine.close()
+        self.other.close()
+        self.mechanism.gate.set()
+        self.mux.close()
+        self.relay.close()

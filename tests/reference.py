@@ -1,0 +1,135 @@
+"""docs/reference.md, made from the program itself: `python -m tests.reference` prints it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+
+from anvil_mux import api, cli, config, engine, errors, metrics, policy, preemption, residency, swap
+from anvil_mux.config import Backend, Config
+from anvil_mux.multiplexer import Status
+
+PATH = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
+HEAD = """# Reference
+
+Made from the program by `make docs`; a test fails when it no longer fits.
+"""
+
+
+ROUTES_INTRODUCTION = """Forwarded to the engine that serves the model named in a request; everything else is
+refused, engines' control routes above all. Routes under `/v1/` also work without it."""
+
+
+def text() -> str:
+    return "\n".join([HEAD, *(part for section in SECTIONS for part in section())])
+
+
+def commands() -> Iterable[str]:
+    rows = [(f"`anvil-mux {name}`", about) for name, (about, *_) in cli.COMMANDS.items()]
+    return ["## Commands", "", *_table(("command", "does"), rows), ""]
+
+
+def settings() -> Iterable[str]:
+    return [
+        "## Settings",
+        "",
+        "Flags win over environment variables (`ANVIL_DRAIN_TIMEOUT=60`), these over the compose file.",
+        "",
+        "### x-anvil at the top level",
+        "",
+        *_settings(config.SETTINGS),
+        "",
+        "### x-anvil on a service",
+        "",
+        *_settings(config.SERVICE_SETTINGS),
+        "",
+    ]
+
+
+def _settings(table: dict[str, config.Setting]) -> list[str]:
+    rows = config.describe(table)
+    return _table(("key", "value", "default", "meaning"), ((f"`{k}`", _cell(t), d, m) for k, t, d, m in rows))
+
+
+def choices() -> Iterable[str]:
+    yield from ("## Policies", "", *_registry(policy.POLICIES), "")
+    yield from ("## Preemptions", "", *_registry(preemption.PREEMPTIONS), "")
+    rows = [(f"`{name}`", _first_sentence(way)) for name, way in swap.WAYS.items()]
+    yield from ("## Ways to rest", "", *_table(("name", "what it does"), rows), "")
+    engines = [(f"`{name}`", str(made.port), f"`{made.health}`") for name, made in engine.ENGINES.items()]
+    yield from ("## Engines", "", *_table(("name", "port", "readiness"), engines), "")
+
+
+def routes() -> Iterable[str]:
+    rows = [
+        (f"`{method} {path}`", route.model_in, route.api)
+        for path, methods in api.ROUTES.items()
+        for method, route in methods.items()
+        if route.path == path
+    ]
+    yield from ("## Routes", "", ROUTES_INTRODUCTION, "")
+    yield from (*_table(("route", "model in", "errors as"), rows), "")
+
+
+def events() -> Iterable[str]:
+    rows = [(f"`{kind}`", meaning) for kind, meaning in residency.KINDS.items()]
+    return ["## Events", "", *_table(("event", "meaning"), rows), ""]
+
+
+def metric_names() -> Iterable[str]:
+    empty = Config(backends=(Backend("m", "m", ("0",)),))
+    families = metrics.Metrics(empty, lambda: Status(0.0, (), (), 0, 0)).collect()
+    rows = [(f"`{_exposed(f.name, f.type)}`", f.type, f.documentation) for f in families]
+    return ["## Metrics", "", *_table(("name", "type", "meaning"), rows), ""]
+
+
+def _exposed(name: str, kind: str) -> str:
+    return name + {"counter": "_total", "info": "_info"}.get(kind, "")
+
+
+def error_codes() -> Iterable[str]:
+    known = [c for c in vars(errors).values() if inspect.isclass(c) and issubclass(c, errors.MuxError)]
+    rows = [(f"`{c.code}`", str(c.status), _first_sentence(c)) for c in known if c is not errors.ConfigError]
+    return ["## Errors", "", *_table(("code", "status", "meaning"), rows), ""]
+
+
+SECTIONS = (commands, settings, choices, routes, events, metric_names, error_codes)
+
+
+def _registry(registry: dict[str, type]) -> list[str]:
+    rows = [(f"`{name}`", _first_sentence(cls), _fields(cls)) for name, cls in registry.items()]
+    return _table(("name", "what it does", "settings (default)"), rows)
+
+
+def _fields(cls: type) -> str:
+    docs = _field_docs(cls)
+    return "; ".join(f"`{f.name}` ({f.default:g}): {docs[f.name]}" for f in fields(cls))
+
+
+def _field_docs(cls: type) -> dict[str, str]:
+    """Field -> the string that stands under it."""
+    body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
+    pairs = pairwise(body)
+    return {a.target.id: b.value.value for a, b in pairs if isinstance(a, ast.AnnAssign)}  # type: ignore[attr-defined]
+
+
+def _first_sentence(thing: object) -> str:
+    words = " ".join((inspect.getdoc(thing) or "").replace("``", "`").split())
+    return _cell(words.split(". ")[0].rstrip(".") + ".")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+if __name__ == "__main__":
+    print(text(), end="")

@@ -1,0 +1,445 @@
+"""The commands as a user runs them: in this process where they print, as their own where they serve."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from anvil_mux import __version__
+from anvil_mux.cli import main
+from anvil_mux.config import SERVICE_SETTINGS, SETTINGS
+from tests.running import Running, serve, serving
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT = 120.0
+PROJECT = "cli-test"
+
+
+def compose(folder: Path, *names: str, tokens_per_second: float = 2000, **top: object) -> Path:
+    """A compose file of demo engines that share one GPU."""
+    flags = ["--load-seconds", "0.1", "--tokens-per-second", str(tokens_per_second)]
+    services = {
+        name: {
+            "command": ["bin/demo-engine", "--model", name, *flags],
+            "working_dir": str(ROOT),
+            "x-anvil": {"gpus": ["0"]},
+        }
+        for name in names or ("a", "b")
+    }
+    file = folder / "compose.yaml"
+    settings = {"runtime": "process", "project": PROJECT, **top}
+    file.write_text(yaml.safe_dump({"x-anvil": settings, "services": services}))
+    return file
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[Path]:
+    """A state folder; engines that a test left running are killed."""
+    yield tmp_path
+    for file in tmp_path.glob(f"anvil-mux/{PROJECT}/*.json"):
+        with suppress(ProcessLookupError):
+            os.killpg(json.loads(file.read_text())["pid"], signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def mux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("cli")
+    with serving(compose(folder), state=folder) as running:
+        yield running
+
+
+@pytest.fixture
+def url(mux: Running) -> str:
+    return f"http://127.0.0.1:{mux.port}"
+
+
+def engine_pid(state: Path, name: str) -> int:
+    return int(json.loads((state / "anvil-mux" / PROJECT / f"{name}.json").read_text())["pid"])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def run(file: Path, *flags: str, state: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`anvil-mux serve` that is expected not to serve."""
+    command = [sys.executable, "-m", "anvil_mux", "serve", str(file), *flags]
+    env = {**os.environ, "XDG_STATE_HOME": str(state), **environ}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+
+
+@contextmanager
+def stream(running: Running, model: str, tokens: int) -> Iterator[http.client.HTTPResponse]:
+    """A stream whose first event has come."""
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=TIMEOUT)
+    words = " ".join(["word"] * tokens)
+    body = {
+        "model": model,
+        "stream": True,
+        "max_tokens": tokens,
+        "messages": [{"role": "user", "content": words}],
+    }
+    try:
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        response = connection.getresponse()
+        assert response.status == 200
+        response.readline()
+        yield response
+    finally:
+        connection.close()
+
+
+# Commands that print
+
+
+def test_version_says_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out == f"anvil-mux {__version__}\n"
+    assert main(["version", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"] == __version__
+
+
+def test_check_lists_what_will_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(compose(tmp_path))]) == 0
+    seen = capsys.readouterr()
+    assert [line.split() for line in seen.out.splitlines()] == [
+        ["MODEL", "BACKEND", "ENGINE", "GPUS", "VRAM", "PORT"],
+        ["a", "a", "openai", "0", "all", "free"],
+        ["b", "b", "openai", "0", "all", "free"],
+    ]
+    assert "2 backends, 0 warnings; will listen on 127.0.0.1:9292" in seen.err
+
+
+def test_check_in_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--json", str(compose(tmp_path))]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert [(model["model"], model["gpus"]) for model in seen["models"]] == [("a", ["0"]), ("b", ["0"])]
+    assert seen["problems"] == []
+
+
+def test_check_names_every_problem_and_exits_with_78(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path, polici="eager", drain_timeout="soon")
+    assert main(["check", str(file)]) == 78
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert "polici" in seen.err
+    assert "drain_timeout" in seen.err
+    assert main(["check", "--json", str(file)]) == 78
+    assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
+
+
+def test_a_compose_file_is_found_upward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compose(tmp_path, "only")
+    inner = tmp_path / "some" / "where"
+    inner.mkdir(parents=True)
+    monkeypatch.chdir(inner)
+    assert main(["check"]) == 0
+    assert "only" in capsys.readouterr().out
+
+
+def test_config_says_where_each_value_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path, max_wait=7)
+    monkeypatch.setenv("ANVIL_QUEUE_TIMEOUT", "90")
+    assert main(["config", "--json", "--show-origin", str(file)]) == 0
+    seen: dict[str, dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert seen["max_wait"]["value"] == 7
+    assert seen["max_wait"]["origin"].startswith(str(file))
+    assert seen["queue_timeout"] == {"value": 90, "origin": "ANVIL_QUEUE_TIMEOUT"}
+    assert seen["listen"] == {"value": "127.0.0.1:9292", "origin": "default"}
+    assert main(["config", str(file)]) == 0
+    assert ["max_wait", "7.0"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_config_documents_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--docs"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == [*SETTINGS, *SERVICE_SETTINGS]
+    assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
+
+
+@pytest.mark.parametrize("words", [["ps"], ["load", "a"], ["unload", "a"]])
+def test_without_an_anvil_mux_the_exit_code_is_3(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        assert main([*words, "--url", url]) == 3
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert f"no anvil-mux answers at {url}" in seen.err
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    command = [sys.executable, "-m", "anvil_mux", "config", "--docs"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(TIMEOUT) == 1
+
+
+# Commands that ask a running anvil-mux
+
+
+def test_load_waits_until_the_model_is_ready_and_ps_shows_it(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["load", "a", "--url", url]) == 0
+    assert "a is loaded" in capsys.readouterr().err
+    assert main(["ps", "--url", url]) == 0
+    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == ["MODEL", "STATE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "LAST", "ERROR"]
+    assert rows[0][:5] == ["a", "ready", "0", "0", "0"]
+    assert rows[1] == ["b", "empty", "0", "0", "0"]
+
+
+def test_ps_in_json_is_what_healthz_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ps", "--json", "--url", url]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["status"] == "ok"
+    assert set(seen["models"]) == {"a", "b"}
+
+
+def test_colours_are_only_for_those_who_can_see_them(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["load", "a", "--url", url]) == 0
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(["ps", "--url", url]) == 0
+    painted = capsys.readouterr().out
+    monkeypatch.delenv("FORCE_COLOR")
+    assert main(["ps", "--url", url]) == 0
+    plain = capsys.readouterr().out
+    assert "\x1b[32mready\x1b[0m" in painted
+    assert "\x1b" not in plain
+    assert painted.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
+
+
+def test_unload_puts_a_model_out(mux: Running, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "a", "--url", url]) == 0
+    assert main(["unload", "a", "--json", "--url", url]) == 0
+    assert json.loads(capsys.readouterr().out) == {"model": "a", "success": True}
+    assert main(["load", "b", "--url", url]) == 0
+    assert mux.get("/healthz")["models"]["a"]["state"] == "empty"
+
+
+def test_what_the_server_refuses_is_told_in_its_own_words(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["load", "nope", "--url", url]) == 1
+    assert "The model `nope` does not exist. Known models: a, b." in capsys.readouterr().err
+
+
+def test_logs_show_what_the_engine_printed(
+    mux: Running, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = mux.command[4]
+    monkeypatch.setenv("XDG_STATE_HOME", str(Path(file).parent))
+    assert main(["load", "a", "--url", url]) == 0
+    capsys.readouterr()
+    assert main(["logs", "a", "--file", file]) == 0
+    assert "a: listens on http://127.0.0.1:" in capsys.readouterr().out
+    assert main(["logs", "nope", "--file", file]) == 1
+    assert "no service serves nope; known: a, b" in capsys.readouterr().err
+
+
+def test_logs_can_be_followed_until_the_engine_ends(mux: Running, url: str) -> None:
+    file = mux.command[4]
+    assert main(["load", "a", "--url", url]) == 0
+    command = [sys.executable, "-m", "anvil_mux", "logs", "-f", "a", "--file", file]
+    env = {**os.environ, "XDG_STATE_HOME": str(Path(file).parent)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline().startswith("a: listens on ")
+        assert mux.chat("a")[0] == 200
+        assert main(["unload", "a", "--url", url]) == 0
+        assert "a: POST /v1/chat/completions" in process.stdout.read()
+        assert process.wait(TIMEOUT) == 0
+
+
+# serve
+
+
+def test_serve_tells_where_it_is_and_how_to_try_it(mux: Running) -> None:
+    assert mux.output[0].startswith(f"anvil-mux {__version__} serves http://127.0.0.1:{mux.port}")
+    assert any(line.split() == ["a", "openai", "on", "GPU", "0"] for line in mux.output)
+    curl = next(line.strip() for line in mux.output if line.startswith("  curl "))
+    done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=TIMEOUT)
+    if done.returncode == 127:
+        pytest.skip("curl is not installed")
+    assert json.loads(done.stdout)["model"] == "a"
+
+
+def test_an_address_that_others_can_reach_must_be_meant(tmp_path: Path) -> None:
+    done = run(compose(tmp_path), "--host", "0.0.0.0", state=tmp_path)
+    assert done.returncode == 78
+    assert "--insecure" in done.stderr
+
+
+def test_a_port_that_is_taken_is_told_plainly(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = run(compose(tmp_path), "--port", port, state=tmp_path)
+    assert done.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_project_is_served_once(mux: Running) -> None:
+    file = Path(mux.command[4])
+    done = run(file, "--port", "0", state=file.parent)
+    assert done.returncode == 1
+    assert (
+        f"another anvil-mux (process {mux.process.pid}) serves the project {PROJECT} already" in done.stderr
+    )
+
+
+def test_a_crash_loses_no_engine(state: Path) -> None:
+    file = compose(state)
+    first = serve(file, state=state)
+    assert first.chat("a")[0] == 200
+    pid = engine_pid(state, "a")
+    first.stop(signal.SIGKILL)
+    assert is_alive(pid)
+    with serving(file, state=state) as second:
+        assert second.get("/healthz")["models"]["a"]["state"] == "ready"
+        assert second.chat("a")[0] == 200
+        assert engine_pid(state, "a") == pid
+        # Not started by this one, but put out by it all the same.
+        assert second.chat("b")[0] == 200
+        assert not is_alive(pid)
+
+
+def test_engines_that_cannot_stay_side_by_side_are_not_both_taken_over(state: Path) -> None:
+    file = compose(state)
+    side_by_side = yaml.safe_load(file.read_text())
+    side_by_side["services"]["b"]["x-anvil"]["gpus"] = ["1"]
+    file.write_text(yaml.safe_dump(side_by_side))
+    first = serve(file, state=state)
+    assert [first.chat(name)[0] for name in ("a", "b")] == [200, 200]
+    pids = {name: engine_pid(state, name) for name in ("a", "b")}
+    first.stop(signal.SIGKILL)
+    with serving(compose(state), state=state) as second:
+        models = second.get("/healthz")["models"]
+        assert sorted(model["state"] for model in models.values()) == ["empty", "ready"]
+        assert {name: is_alive(pid) for name, pid in pids.items()} == {
+            name: models[name]["state"] == "ready" for name in ("a", "b")
+        }
+
+
+def test_a_signal_lets_requests_finish_and_engines_run_on(state: Path) -> None:
+    running = serve(compose(state, tokens_per_second=50), state=state)
+    with stream(running, "a", 50) as answer:
+        running.process.send_signal(signal.SIGTERM)
+        rest = answer.read()
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert running.process.wait(TIMEOUT) == 0
+    running.stop()
+    assert is_alive(engine_pid(state, "a"))
+    told = "\n".join(running.output)
+    assert "waiting up to 30 s for 1 request" in told
+    assert "kept running for the next start (on_exit: keep): a" in told
+
+
+def test_a_second_signal_ends_at_once(state: Path) -> None:
+    running = serve(compose(state, tokens_per_second=1), state=state)
+    with stream(running, "a", 1000):
+        running.process.send_signal(signal.SIGTERM)
+        assert running.stop(signal.SIGINT) == 130
+    assert is_alive(engine_pid(state, "a"))
+
+
+def test_requests_that_outlast_the_drain_are_cut_and_counted(state: Path) -> None:
+    running = serve(compose(state, tokens_per_second=1), "--drain-timeout", "0", state=state)
+    with stream(running, "a", 1000):
+        assert running.stop() == 0
+    assert any("cut off after 0 s: 1 request" in line for line in running.output)
+
+
+def test_on_exit_stop_stops_the_engines(state: Path) -> None:
+    running = serve(compose(state), "--on-exit", "stop", state=state)
+    assert running.chat("a")[0] == 200
+    pid = engine_pid(state, "a")
+    assert running.stop() == 0
+    assert not is_alive(pid)
+
+
+def test_engines_that_the_file_has_no_longer_are_stopped(state: Path) -> None:
+    first = serve(compose(state, "a", "b"), state=state)
+    assert first.chat("b")[0] == 200
+    pid = engine_pid(state, "b")
+    first.stop(signal.SIGKILL)
+    with serving(compose(state, "a"), state=state) as second:
+        assert not is_alive(pid)
+        assert any("stopping b: the configuration has it no longer" in line for line in second.output)
+
+
+def test_the_access_log_has_a_line_for_each_request(state: Path) -> None:
+    log = state / "access.log"
+    flags = ("--access-log", str(log), "--log-format", "json")
+    with serving(compose(state), *flags, state=state) as running:
+        assert running.chat("a")[0] == 200
+        assert running.chat("nope")[0] == 404
+        running.get("/healthz")
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["model"], line["status"], line["code"]) for line in lines] == [
+        ("a", 200, ""),
+        ("", 404, "model_not_found"),
+    ]
+    events = [json.loads(line) for line in running.output if line.startswith("{")]
+    assert ("ready", "a") in [(event["event"], event["model"]) for event in events]
+    assert not any(event["event"] == "request" for event in events)
+
+
+def test_the_metrics_have_every_request_that_was_answered(state: Path) -> None:
+    with serving(compose(state), state=state) as running:
+        for model in ("a", "b", "a"):
+            assert running.chat(model)[0] == 200
+        assert running.answered() == 3
+        text = running.request("GET", "/metrics")[2]
+    assert 'anvil_swaps_total{from="a",result="ok",to="b"} 1.0' in text
+    assert 'anvil_model_state{model="a",state="ready"} 1.0' in text
+
+
+def test_quiet_tells_where_it_is_and_only_what_is_wrong(state: Path) -> None:
+    with serving(compose(state), "--quiet", state=state) as running:
+        assert running.chat("a")[0] == 200
+        os.kill(engine_pid(state, "a"), signal.SIGKILL)
+        assert running.chat("a")[0] in (200, 502)
+    ours = [line for line in running.output if not line.startswith(("anvil-mux", "  "))]
+    assert len(ours) == 1
+    assert ours[0].endswith("a: died: was killed by SIGKILL")
+
+
+def test_pinned_to_one_cpu_its_engines_still_have_all(state: Path) -> None:
+    with serving(compose(state), "--pin", state=state) as running:
+        assert running.chat("a")[0] == 200
+        assert os.sched_getaffinity(engine_pid(state, "a")) == os.sched_getaffinity(0)
+        threads = Path(f"/proc/{running.process.pid}/task").iterdir()
+        pinned = [len(os.sched_getaffinity(int(thread.name))) == 1 for thread in threads]
+        assert any(pinned)

@@ -1,0 +1,843 @@
+"""Compose files in, one frozen Config out; each bad file beside what is said of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from anvil_mux import config, engine, service, settings, swap
+from anvil_mux.composefile import Answer, compose_config, find_files, run_compose
+from anvil_mux.config import Config, Gpu, load
+from anvil_mux.errors import ConfigError
+from anvil_mux.interpolate import Scope
+
+SHIPPED = sorted((Path(__file__).resolve().parent.parent / "compose").glob("*.yaml"))
+GIB = 1 << 30
+
+
+def write(folder: Path, text: str, name: str = "compose.yaml") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def plain(folder: Path, text: str, **given: Any) -> Config:
+    """Read without the Compose program."""
+    given.setdefault("environ", {})
+    return load([write(folder, text)], compose=None, **given)
+
+
+def problems(folder: Path, text: str, **given: Any) -> list[str]:
+    """What is wrong with the file, without the file's folder."""
+    with pytest.raises(ConfigError) as caught:
+        plain(folder, text, **given)
+    return [problem.replace(f"{folder}/", "") for problem in caught.value.problems]
+
+
+def one(folder: Path, service: str, top: str = "") -> config.Backend:
+    """The backend of a file with one service, described in YAML flow."""
+    (backend,) = plain(folder, f"{top}\nservices: {{a: {{image: x, x-anvil: {{}}, {service}}}}}").backends
+    return backend
+
+
+# What stands in the file
+
+
+def test_a_service_with_an_empty_x_anvil_is_a_model_named_after_it(tmp_path: Path) -> None:
+    found = plain(
+        tmp_path, "services: {a: {image: x, x-anvil: {}}, webui: {image: y}, b: {image: z, x-anvil: }}"
+    )
+    assert [(each.name, each.model) for each in found.backends] == [("a", "a"), ("b", "b")]
+
+
+def test_settings_of_a_service(tmp_path: Path) -> None:
+    text = """
+        x-anvil: {gpus: {"0": {vram: 24GiB, reserve: 1GiB}, "1": }}
+        services:
+          a:
+            image: x
+            x-anvil:
+              {model: org/m-7b, aliases: [m, n], gpus: ["0"], vram: 20GB, engine: vllm, port: 9000, pin: true,
+               served_model: other, load_timeout: 2m30s, stop_timeout: 5, rest: [stop]}
+    """
+    found = plain(tmp_path, text)
+    (a,) = found.backends
+    assert (a.model, a.aliases, a.gpus, a.vram) == ("org/m-7b", ("m", "n"), ("0",), 20_000_000_000)
+    assert (a.engine, a.port, a.pin, a.served_model) == ("vllm", 9000, True, "other")
+    assert (a.load_timeout, a.stop_timeout, a.rest) == (150.0, 5.0, ("stop",))
+    assert found.gpus == (Gpu("0", 24 * GIB, GIB), Gpu("1"))
+
+
+def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
+    text = """
+        x-anvil:
+          {listen: "0.0.0.0:80", runtime: process, project: p, gpus: ["0"], preemption: lru,
+           policy: {name: debounce, quiet: "2"}, drain_timeout: 0, queue_timeout: 1m, max_wait: 2,
+           max_queue: 3, max_connections: 4, upstream_timeout: 5, loading_grace: 6, max_body: 1MiB,
+           max_upload: 2MB, default_model: a, on_exit: stop}
+        services: {a: {command: [a], x-anvil: {}}}
+    """
+    found = plain(tmp_path, text)
+    assert (found.host, found.port, found.runtime, found.project) == ("0.0.0.0", 80, "process", "p")
+    assert (found.policy, found.policy_settings, found.preemption) == ("debounce", {"quiet": 2.0}, "lru")
+    assert (found.drain_timeout, found.queue_timeout, found.max_wait, found.max_queue) == (0, 60, 2, 3)
+    assert (found.max_connections, found.upstream_timeout, found.loading_grace) == (4, 5, 6)
+    assert (found.max_body, found.max_upload) == (1 << 20, 2_000_000)
+    assert (found.default_model, found.on_exit) == ("a", "stop")
+    assert not {key for key, origin in found.origins.items() if origin == "default"}
+
+
+def test_the_tables_cover_the_dataclasses() -> None:
+    special = {
+        "host": "listen",
+        "port": "listen",
+        "policy_settings": "policy",
+        "preemption_settings": "preemption",
+    }
+    fields = {special.get(name, name) for name in Config.__dataclass_fields__}
+    assert fields - {"backends", "files", "warnings", "origins"} == set(config.SETTINGS)
+    assert set(config.Backend.__dataclass_fields__) - {"name", "service"} == set(config.SERVICE_SETTINGS)
+
+
+def test_the_documentation_names_key_type_default_and_meaning() -> None:
+    rows = {key: rest for key, *rest in config.describe(config.SETTINGS)}
+    assert rows["listen"][:2] == ["ADDRESS:PORT", "127.0.0.1:9292"]
+    assert rows["drain_timeout"][:2] == ["seconds", "30"]
+    assert rows["max_body"][:2] == ["size", "64MiB"]
+    assert {key: rest for key, *rest in config.describe(config.SERVICE_SETTINGS)}["rest"][1] == "stop"
+    assert all(
+        doc.endswith(".") for table in (config.SETTINGS, config.SERVICE_SETTINGS) for doc in _docs(table)
+    )
+
+
+def _docs(table: Mapping[str, settings.Setting]) -> list[str]:
+    return [setting.doc for setting in table.values()]
+
+
+def test_the_engines_and_ways_are_those_of_the_rooms_that_have_them() -> None:
+    assert set(config.ENGINES) == set(engine.ENGINES)
+    assert set(config.WAYS) == set(swap.WAYS)
+
+
+def test_labels_say_the_same_more_weakly(tmp_path: Path) -> None:
+    labels = "{anvil.model: m, anvil.aliases: 'p,q', anvil.gpus: '0,1', other: 1}"
+    text = f"services: {{a: {{image: x, labels: {labels}, %s}}}}"
+    (a,) = plain(tmp_path, text % "").backends
+    assert (a.model, a.aliases, a.gpus) == ("m", ("p", "q"), ("0", "1"))
+    (a,) = plain(tmp_path, text % "x-anvil: {model: n}").backends
+    assert (a.model, a.aliases) == ("n", ("p", "q"))
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    text = "x-anvil: {drain_timeout: 1, max_wait: 1, max_queue: 1}\nservices: {a: {image: x, x-anvil: {}}}"
+    environ = {"ANVIL_MAX_WAIT": "2s", "ANVIL_MAX_QUEUE": "2", "ANVIL_POLICY": "{name: debounce, quiet: 3}"}
+    found = plain(tmp_path, text, environ=environ, overrides={"max_queue": 3, "listen": None})
+    assert (found.drain_timeout, found.max_wait, found.max_queue) == (1, 2, 3)
+    assert (found.policy, found.policy_settings) == ("debounce", {"quiet": 3})
+    assert found.origins["drain_timeout"] == f"{tmp_path}/compose.yaml:1"
+    assert found.origins["max_wait"] == "ANVIL_MAX_WAIT"
+    assert (found.origins["max_queue"], found.origins["listen"]) == ("flag", "default")
+
+
+def test_an_alias_that_is_the_model_itself_is_dropped(tmp_path: Path) -> None:
+    assert one(tmp_path, "labels: {anvil.aliases: 'a,b'}").aliases == ("b",)
+
+
+def test_replicas_share_a_model_and_its_aliases(tmp_path: Path) -> None:
+    text = "services: {a: {x-anvil: {model: m, aliases: [n]}}, b: {x-anvil: {model: m, aliases: [n]}}}"
+    assert [each.model for each in plain(tmp_path, text).backends] == ["m", "m"]
+
+
+# What is read off the service
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("image: vllm/vllm-openai:v0.11", "vllm"),
+        ("image: 'lmsysorg/sglang@sha256:00'", "sglang"),
+        ("image: ghcr.io/ggml-org/llama.cpp:server-cuda", "llamacpp"),
+        ("image: ghcr.io/abetlen/llama-cpp-python:latest", "openai"),
+        ("image: ollama/ollama", "ollama"),
+        ("image: ghcr.io/theroyallab/tabbyapi:latest", "tabbyapi"),
+        ("image: nvcr.io/nvidia/tensorrt-llm/release:1.0", "trtllm"),
+        ("image: ghcr.io/huggingface/text-generation-inference:3", "openai"),
+        ("image: 'registry:5000/own:vllm'", "openai"),
+        ("image: own, command: /opt/llama-server -m x", "llamacpp"),
+        ("image: own, command: python3 -m sglang.launch_server --model-path x", "sglang"),
+        ("image: own, entrypoint: [vllm, serve], command: [m]", "vllm"),
+        ("image: own, command: [bin/demo-engine, --model, vllm]", "openai"),
+    ],
+)
+def test_the_engine_is_what_the_image_says_or_the_program(tmp_path: Path, said: str, expected: str) -> None:
+    text = f"services: {{a: {{{said}, x-anvil: {{}}}}}}"
+    assert plain(tmp_path, text).backends[0].engine == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("deploy: {resources: {reservations: {devices: [{count: 2, capabilities: [gpu]}]}}}", ("0", "1")),
+        (
+            "deploy: {resources: {reservations: {devices: [{count: all, capabilities: [gpu]}]}}}",
+            ("0", "1", "2"),
+        ),
+        (
+            "deploy: {resources: {reservations: {devices: [{count: -1, capabilities: [gpu]}]}}}",
+            ("0", "1", "2"),
+        ),
+        (
+            "deploy: {resources: {reservations: {devices: [{device_ids: ['2', '0'], capabilities: [gpu]}]}}}",
+            ("2", "0"),
+        ),
+        ("deploy: {resources: {reservations: {devices: [{count: 1, capabilities: [tpu]}]}}}", ()),
+        ("gpus: all", ("0", "1", "2")),
+        ("gpus: [{driver: nvidia, count: 1}]", ("0",)),
+        ("gpus: [{device_ids: ['1']}]", ("1",)),
+        ("devices: ['nvidia.com/gpu=1', /dev/fuse]", ("1",)),
+        ("devices: [{source: nvidia.com/gpu=2, target: nvidia.com/gpu=2}]", ("2",)),
+        ("runtime: nvidia, environment: {NVIDIA_VISIBLE_DEVICES: '1,2'}", ("1", "2")),
+        ("runtime: nvidia, environment: [NVIDIA_VISIBLE_DEVICES=none]", ()),
+        ("environment: {CUDA_VISIBLE_DEVICES: 1}", ("1",)),
+        ("gpus: all, environment: {CUDA_VISIBLE_DEVICES: '2'}", ("2",)),
+        ("gpus: [{device_ids: ['1', '2']}], environment: {CUDA_VISIBLE_DEVICES: '1'}", ("1", "2")),
+        ("gpus: all, labels: {anvil.gpus: '1'}", ("1",)),
+        ("", ()),
+    ],
+)
+def test_the_gpus_are_those_the_service_reserves(
+    tmp_path: Path, said: str, expected: tuple[str, ...]
+) -> None:
+    assert one(tmp_path, said, 'x-anvil: {gpus: ["0", "1", "2"]}').gpus == expected
+
+
+def test_gpus_of_x_anvil_win_over_reservations(tmp_path: Path) -> None:
+    text = 'services: {a: {gpus: all, x-anvil: {gpus: ["7"]}}, b: {gpus: all, x-anvil: {gpus: []}}}'
+    found = plain(tmp_path, text)
+    assert [each.gpus for each in found.backends] == [("7",), ()]
+    assert found.gpus == (Gpu("7"),)
+
+
+def test_all_gpus_are_those_of_the_machine_where_none_are_declared(tmp_path: Path) -> None:
+    first, second = Gpu("0", 8 * GIB), Gpu("1", 16 * GIB)
+    present = {"0": first, "GPU-a": first, "1": second, "GPU-b": second}
+    text = "services: {a: {gpus: all, x-anvil: {}}, b: {gpus: [{device_ids: [GPU-b]}], x-anvil: {}}}"
+    found = plain(tmp_path, text, present=present)
+    assert [each.gpus for each in found.backends] == [("0", "1"), ("1",)]
+    assert found.gpus == (first, second)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("x-anvil: {port: 1}, ports: ['2:3']", 1),
+        ("ports: ['127.0.0.1::8000']", 8000),
+        ("ports: [{target: 7, published: '9', host_ip: 127.0.0.1}]", 7),
+        ("ports: ['[::1]:77:78/tcp', '9:9/udp']", 78),
+        ("expose: ['1234']", 1234),
+        ("ports: ['1:1', '2:2'], command: x --port 2", 2),
+        ("command: [x, '--port=5']", 5),
+        ("command: [x, --port, $$PORT]", None),
+        ("", None),
+    ],
+)
+def test_the_port_is_the_one_that_the_service_names(tmp_path: Path, said: str, expected: int | None) -> None:
+    own = "" if "x-anvil" in said else "x-anvil: {}, "
+    (a,) = plain(tmp_path, f"services: {{a: {{image: x, {own}{said}}}}}").backends
+    assert a.port == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("image: vllm, command: --model org/m --served-model-name n1 n2 --port 1", "n1"),
+        ("image: vllm, command: --model org/m --served-model-name n a", None),
+        ("image: vllm, command: --model org/m", "org/m"),
+        ("image: vllm, command: [org/m, --port, '1']", "org/m"),
+        ("image: own, command: vllm serve org/m --port 1", "org/m"),
+        ("image: sglang, command: python3 -m sglang.launch_server --model-path=org/m", "org/m"),
+        ("image: llama.cpp, command: '-m /x.gguf --alias b,c'", "b"),
+        ("image: llama.cpp, command: -m /x.gguf", None),
+        ("image: own, command: bin/demo-engine --model b", None),
+        ("image: own, command: x --served-model-name b", "b"),
+    ],
+)
+def test_the_engines_own_name_for_the_model(tmp_path: Path, said: str, expected: str | None) -> None:
+    assert plain(tmp_path, f"services: {{a: {{{said}, x-anvil: {{}}}}}}").backends[0].served_model == expected
+
+
+def test_the_service_as_the_runtimes_need_it(tmp_path: Path) -> None:
+    text = """
+        x-anvil: {runtime: process}
+        services:
+          a:
+            entrypoint: python3 -m
+            command: ["thing", --say, "a $$b"]
+            working_dir: ..
+            environment: [ONE=1, HOME, NOT_SET]
+            stop_grace_period: 1m30s
+            profiles: [llm]
+            x-anvil: {}
+    """
+    (a,) = plain(tmp_path, text, environ={"HOME": "/h"}).backends
+    assert a.service.command == ("python3", "-m", "thing", "--say", "a $b")
+    assert a.service.environment == (("HOME", "/h"), ("ONE", "1"))
+    assert (a.service.working_dir, a.service.profiles) == (str(tmp_path.parent), ("llm",))
+    assert (a.stop_timeout, a.service.stop_grace_period) == (90.0, 90.0)
+
+
+def test_the_project_is_named_as_compose_names_it(tmp_path: Path) -> None:
+    folder = tmp_path / "My.Models"
+    folder.mkdir()
+    text = "services: {a: {image: x, x-anvil: {}}}"
+    assert plain(folder, text).project == "mymodels"
+    assert plain(folder, f"name: ${{N}}-x\n{text}", environ={"N": "Q"}).project == "q-x"
+    assert plain(folder, text, environ={"COMPOSE_PROJECT_NAME": "p"}).project == "p"
+
+
+# What is wrong
+
+SERVICE = "services: {a: {image: x, x-anvil: {%s}}}"
+TOP = "x-anvil: {%s}\nservices: {a: {image: x, x-anvil: {}}}"
+TWO = """x-anvil: {gpus: {"0": {vram: 8GiB}}}
+services: {a: {x-anvil: {gpus: ["0"], %s}}, b: {x-anvil: {gpus: ["0"], %s}}}"""
+PROCESS = (
+    "x-anvil: {runtime: process}\nservices: {a: {command: %s, x-anvil: {}}, b: {command: %s, x-anvil: {}}}"
+)
+
+BAD: list[tuple[str, str]] = [
+    ("services: {a: {image: x}}", "compose.yaml:1: services: none serves a model; add `x-anvil: {}`"),
+    ("services: [a]", "compose.yaml:1: services: none serves a model"),
+    ("services: {a: 3}", "services.a: must be a mapping"),
+    (SERVICE % "vrm: 1", "compose.yaml:1: services.a.x-anvil.vrm: unknown key; did you mean vram?"),
+    (
+        TOP % "drain_timout: 1",
+        "compose.yaml:1: x-anvil.drain_timout: unknown key; did you mean drain_timeout?",
+    ),
+    (TOP % "zzz: 1", "x-anvil.zzz: unknown key; known: listen, runtime,"),
+    (
+        "services: {a: {labels: {anvil.modle: x}}}",
+        "services.a.labels.anvil.modle: unknown key; did you mean model?",
+    ),
+    ("x-anvil: 3\nservices: {a: {x-anvil: {}}}", "x-anvil: must hold settings such as listen, not 3"),
+    (SERVICE % "vram: lots", "services.a.x-anvil.vram: must be a size such as 20GiB"),
+    (SERVICE % "vram: 20", "services.a.x-anvil.vram: is only 20 bytes; write 20GiB"),
+    (SERVICE % "vram: 0", "services.a.x-anvil.vram: must be more than 0"),
+    (SERVICE % "port: 70000", "services.a.x-anvil.port: must be a whole number from 1 to 65535, not 70000"),
+    (SERVICE % "engine: vlm", "services.a.x-anvil.engine: must be one of openai, llamacpp, sglang, vllm"),
+    (SERVICE % "rest: [sotp]", "services.a.x-anvil.rest: unknown: sotp; did you mean stop?"),
+    (SERVICE % "rest: []", "services.a.x-anvil.rest: must name at least one"),
+    (SERVICE % "pin: maybe", "services.a.x-anvil.pin: must be true or false, not 'maybe'"),
+    (SERVICE % "load_timeout: -1", "services.a.x-anvil.load_timeout: must be seconds, or a time such as 30s"),
+    (SERVICE % "load_timeout: .inf", "services.a.x-anvil.load_timeout: must be seconds"),
+    (SERVICE % 'model: "a\\nb"', "services.a.x-anvil.model: must not hold quotes or control characters"),
+    (SERVICE % "model: 'a\"b'", "services.a.x-anvil.model: must not hold quotes or control characters"),
+    (SERVICE % "model: 1.5", "services.a.x-anvil.model: must be text, not 1.5; quote it"),
+    (SERVICE % "model: ''", "services.a.x-anvil.model: must be text, not ''"),
+    (SERVICE % "aliases: [{}]", "services.a.x-anvil.aliases: must be text"),
+    (TOP % "listen: ':80'", "x-anvil.listen: needs an address before the colon"),
+    (TOP % "listen: localhost", "x-anvil.listen: must be ADDRESS:PORT such as 127.0.0.1:9292"),
+    (TOP % "runtime: docker", "x-anvil.runtime: must be one of compose, process, not 'docker'"),
+    (TOP % "max_queue: 0", "x-anvil.max_queue: must be a whole number of at least 1, not 0"),
+    (TOP % "max_queue: true", "x-anvil.max_queue: must be a whole number of at least 1, not True"),
+    (TOP % "project: A b", "x-anvil.project: must be lower-case letters"),
+    (TOP % "policy: egaer", "x-anvil.policy: unknown policy 'egaer'; known: eager, debounce"),
+    (TOP % "policy: {quiet: 1}", "x-anvil.policy: must be a name, or {name: ..., setting: value}"),
+    (TOP % "policy: {name: debounce, quit: 1}", "x-anvil.policy: policy debounce: unknown setting 'quit'"),
+    (TOP % "policy: {name: debounce, quiet: no}", "policy debounce: quiet must be a number"),
+    (TOP % "preemption: fifo", "x-anvil.preemption: unknown preemption 'fifo'"),
+    (TOP % "default_model: b", "x-anvil.default_model: no service serves b; known: a"),
+    (TOP % "gpus: [{}]", "x-anvil.gpus: must be text"),
+    (TOP % 'gpus: {"0": 24GiB}', "x-anvil.gpus: must be a list of ids, or"),
+    (TOP % 'gpus: {"0": {vam: 1}}', "x-anvil.gpus: 0: unknown key vam; did you mean vram?"),
+    (TOP % 'gpus: {"0": {vram: x}}', "x-anvil.gpus: 0.vram: must be a size"),
+    (TOP % 'gpus: {"0": {vram: 1GiB, reserve: 2GiB}}', "x-anvil.gpus: 0: reserve leaves nothing"),
+    (TOP % "gpus: {0: {}}", 'compose.yaml:1: x-anvil.gpus.0: the key must be text: write "0":'),
+    ("services: {a: {gpus: all, x-anvil: {}}}", "services.a: uses all GPUs; say which there are"),
+    ("services: {a: {gpus: some, x-anvil: {}}}", "services.a: gpus must be a list"),
+    ("services: {a: {gpus: [{count: x}], x-anvil: {}}}", "services.a: count must be `all` or a number"),
+    (
+        'x-anvil: {gpus: ["0"]}\nservices: {a: {x-anvil: {gpus: ["1"]}}}',
+        "compose.yaml:2: services.a.x-anvil.gpus: GPU 1 is not declared; declared: 0",
+    ),
+    (
+        TWO % ("vram: 9GiB", ""),
+        "services.a.x-anvil.vram: 9.0 GiB never fit GPU 0, which has 8.0 GiB for models",
+    ),
+    (
+        TWO % ("vram: 5GiB, pin: true", "vram: 5GiB, pin: true"),
+        "b.x-anvil.pin: the pinned a, b do not fit on GPU 0",
+    ),
+    (
+        TWO % ("pin: true", "pin: true"),
+        "services.b.x-anvil.pin: the pinned a, b do not fit on GPU 0 together",
+    ),
+    (TWO % ("aliases: [b]", ""), "services.a.x-anvil.aliases: b is already a name of b"),
+    (TWO % ("aliases: [c]", "aliases: [c]"), "services.b.x-anvil.aliases: c is already a name of a"),
+    (
+        PROCESS % ("x --port 5", "x --port 5"),
+        "services.b: port 5 is also that of a, and both may run at once",
+    ),
+    (
+        "services: {a: {network_mode: host, x-anvil: {port: 5}}, b: {ports: ['5:6'], x-anvil: {}}}",
+        "services.b: port 5 is also that of a, and both may run at once",
+    ),
+    (PROCESS % ("x --port 9292", "y"), "services.a: port 9292 is the one that anvil-mux listens on"),
+    (PROCESS % ("''", "y"), "services.a: needs a `command`, since runtime is process"),
+    (
+        "services: {a: {ports: ['5:5', '6:6'], x-anvil: {}}}",
+        "services.a: has several ports (5, 6); say where",
+    ),
+    ("services: {a: {ports: [x], x-anvil: {}}}", "services.a: ports: 'x' is no port"),
+    ('services: {a: {command: "\'", x-anvil: {}}}', "services.a: command: No closing quotation"),
+    ("services: {a: {environment: 3, x-anvil: {}}}", "services.a: environment must be a mapping or a list"),
+    ("services: {a: {stop_grace_period: soon, x-anvil: {}}}", "services.a: must be seconds, or a time"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BAD, ids=[expected for _, expected in BAD])
+def test_a_bad_file_is_told_what_is_wrong_with_it(tmp_path: Path, text: str, expected: str) -> None:
+    found = problems(tmp_path, text)
+    assert [problem for problem in found if expected in problem], found
+    assert len(found) == 1, found
+
+
+def test_all_problems_are_reported_at_once_with_their_lines(tmp_path: Path) -> None:
+    text = """x-anvil:
+  drain_timout: 3
+  policy: x
+services:
+  a:
+    x-anvil:
+      vram: x
+  b:
+    x-anvil:
+      prt: 1
+"""
+    found = problems(tmp_path, text, environ={"ANVIL_MAX_WAIT": "soon"}, overrides={"max_queue": "x"})
+    assert [problem.partition(": ")[0] for problem in found] == [
+        "compose.yaml:2",
+        "ANVIL_MAX_WAIT",
+        "--max-queue",
+        "compose.yaml:7",
+        "compose.yaml:10",
+        "compose.yaml:3",
+    ]
+
+
+def test_swap_partners_may_share_a_port(tmp_path: Path) -> None:
+    shared = "command: x --port 5, x-anvil: {gpus: ['0']}"
+    text = f"x-anvil: {{runtime: process}}\nservices: {{a: {{{shared}}}, b: {{{shared}}}}}"
+    assert [each.port for each in plain(tmp_path, text).backends] == [5, 5]
+
+
+# What bites
+
+QUIET = "profiles: [llm], ports: ['127.0.0.1::80'], gpus: [{count: 1}]"
+BITES = [
+    ("restart: unless-stopped, " + QUIET, "`restart: unless-stopped` brings the engine back"),
+    ("profiles: [llm], ports: ['80:80'], gpus: [{count: 1}]", "port 80 is published on all interfaces"),
+    (
+        "profiles: [llm], ports: ['0.0.0.0:80:80'], gpus: [{count: 1}]",
+        "port 80 is published on all interfaces",
+    ),
+    ("ports: ['127.0.0.1::80'], gpus: [{count: 1}]", "without `profiles`, a bare `docker compose up`"),
+    ("profiles: [llm], gpus: [{count: 1}]", "its port is not published"),
+    ("command: x --port 81, x-anvil: {port: 81}, " + QUIET, "its port 81 is not among those published (80)"),
+    ("profiles: [llm], ports: ['127.0.0.1::80']", "has no GPU, so it is never put out"),
+    (
+        "profiles: [llm], ports: ['127.0.0.1::80'], x-anvil: {gpus: ['0']}",
+        "stands on GPU 0 for us but reserves none",
+    ),
+    (
+        "image: vllm, environment: {PYTORCH_CUDA_ALLOC_CONF: 'expandable_segments:True'}, " + QUIET,
+        "expandable_segments keeps a sleeping engine",
+    ),
+    ("x-anvil: {gpus: ['0'], vram: 1GiB}, " + QUIET, "vram has no effect"),
+    ("command: 'x ${NOT_SET}', " + QUIET, "the variable NOT_SET is not set"),
+]
+
+
+@pytest.mark.parametrize(("said", "expected"), BITES, ids=[expected for _, expected in BITES])
+def test_what_works_but_bites_is_a_warning(tmp_path: Path, said: str, expected: str) -> None:
+    own = "" if "x-anvil" in said else "x-anvil: {}, "
+    (warning,) = plain(tmp_path, f"services:\n  a: {{{own}{said}}}").warnings
+    assert warning.startswith(f"{tmp_path}/compose.yaml:2: ") or "NOT_SET" in warning
+    assert expected in warning
+
+
+def test_a_quiet_service_has_no_warning(tmp_path: Path) -> None:
+    assert plain(tmp_path, f"services: {{a: {{x-anvil: {{}}, {QUIET}}}}}").warnings == ()
+
+
+def test_a_model_that_fits_beside_no_pinned_one_is_a_warning(tmp_path: Path) -> None:
+    warnings = plain(tmp_path, TWO % ("vram: 5GiB, pin: true", "vram: 4GiB")).warnings
+    assert any("services.b: does not fit on GPU 0 beside the pinned a" in warning for warning in warnings)
+
+
+# Reading without the Compose program
+
+DOUBLED = "".join(f"{new}: &{new} [{','.join([f'*{old}'] * 6)}]\n" for old, new in pairwise("abcdefghi"))
+
+UNREADABLE = [
+    ("include: [other.yaml]\nservices: {a: {x-anvil: {}}}", "compose.yaml:1: include: needs the Docker"),
+    ("services:\n  a: {extends: b, x-anvil: {}}", "compose.yaml:2: services.a.extends: needs the"),
+    ("services: {a: {env_file: x, x-anvil: {}}}", "services.a.env_file: needs the Docker Compose program"),
+    ("services: {a: {ports: !reset [], x-anvil: {}}}", "services.a.ports: !reset needs the Docker"),
+    ("services: {a: {x-anvil: {}}, a: {}}", "compose.yaml:1: services.a: stands here twice (first"),
+    ("services: {a: {command: '${A', x-anvil: {}}}", "services.a.command: ${A does not end; write $$"),
+    ("services: {a: {command: '${1}', x-anvil: {}}}", "services.a.command: ${1} is no variable"),
+    ("services: {a: {command: '${A:-{}}', x-anvil: {}}}", "${A:-{}} has braces in braces"),
+    ("services: {a: {command: '${A:?say it}', x-anvil: {}}}", "the variable A must be set: say it"),
+    ("services: [", "compose.yaml:1: is not YAML"),
+    ("- a", "compose.yaml:1: is not a Compose file"),
+    ("", "compose.yaml:1: services: none serves a model"),
+    ("a: &a [1]\n" + DOUBLED, "compose.yaml: is too large, or its aliases"),
+    ("a: &a [*a]", "compose.yaml: is too large, or its aliases"),
+    ("[" * 5000, "compose.yaml: is nested too deeply"),
+    ("a: !!python/object:os.system {}", "compose.yaml:1: is not YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), UNREADABLE, ids=[expected for _, expected in UNREADABLE])
+def test_what_cannot_be_read_without_compose_is_an_error(tmp_path: Path, text: str, expected: str) -> None:
+    (problem,) = problems(tmp_path, text)
+    assert expected in problem
+
+
+def test_yaml_is_read_as_compose_reads_it(tmp_path: Path) -> None:
+    text = (
+        "services: {a: {x-anvil: {}, command: [on, no, 22:22, 2001-01-01, 0o17, 1_000, true, 1.50, ~, '07']}}"
+    )
+    words = one(tmp_path, "").service.command
+    assert words == ()
+    (a,) = plain(tmp_path, text).backends
+    assert a.service.command == ("on", "no", "22:22", "2001-01-01", "15", "1000", "true", "1.5", "", "07")
+
+
+def test_anchors_and_merge_keys_are_read(tmp_path: Path) -> None:
+    text = "x-m: &m {image: vllm, x-anvil: {pin: true}}\nservices: {a: {<<: *m}, b: {<<: *m, image: other}}"
+    assert [(each.engine, each.pin) for each in plain(tmp_path, text).backends] == [
+        ("vllm", True),
+        ("openai", True),
+    ]
+
+
+def test_variables_come_from_the_environment_and_from_dot_env(tmp_path: Path) -> None:
+    lines = [
+        "# c",
+        "A=one  # c",
+        "export B='t$wo'",
+        'C="th\\tree ${A}"',
+        "D = $A-${E:-e}",
+        "E",
+        "F=dot",
+        "G=x#y",
+    ]
+    (tmp_path / ".env").write_text("\n".join(lines))
+    text = "services: {a: {x-anvil: {}, command: ['$A', '$B', '$C', '$D', '$F', '$G', '$$A', '$1', 'x$']}}"
+    (a,) = plain(tmp_path, text, environ={"F": "environ"}).backends
+    expected = ("one", "t$wo", "th\tree one", "one-e", "environ", "x#y", "$A", "$1", "x$")
+    assert a.service.command == expected
+
+
+ENVIRON = {"A": "av", "E": "", "D": "$A"}
+FILLED = [
+    *(
+        ("$A", "av"),
+        ("${A}b", "avb"),
+        ("$N", ""),
+        ("$D", "$A"),
+        ("$$A", "$A"),
+        ("$$$A", "$av"),
+        ("$1 $ x$", "$1 $ x$"),
+    ),
+    *(("${N:-d}", "d"), ("${E:-d}", "d"), ("${A:-d}", "av"), ("${N-d}", "d"), ("${E-d}", ""), ("${N-}", "")),
+    *(("${A:+r}", "r"), ("${E:+r}", ""), ("${N:+r}", ""), ("${E+r}", "r"), ("${N+r}", "")),
+    *(("${A:?e}", "av"), ("${E?e}", ""), ("${N:-a:-b?c}", "a:-b?c"), ("${A+b?c:-d}", "b?c:-d")),
+    *(
+        ("${N:-${M:-z}}y", "zy"),
+        ("${N:-${D}x}", "$Ax"),
+        ("${A:+r$A}", "rav"),
+        ("${N:-$$}", "$"),
+        ("${A}}", "av}"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), FILLED)
+def test_variables_are_put_in(text: str, expected: str) -> None:
+    assert Scope(ENVIRON).fill(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["${E:?e}", "${N:?}", "${N?}", "${A:-${N:?e}}", "${A:x}", "${}", "${ A }", "${a.b}"]
+)
+def test_variables_that_must_be_set_and_what_is_no_variable_are_errors(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be set|is no variable"):
+        Scope(ENVIRON).fill(text)
+
+
+def test_a_variable_counts_as_unset_where_nothing_stands_in_for_it() -> None:
+    scope = Scope(ENVIRON)
+    scope.fill("$N ${M} ${O:-o} ${P+p} $A $E ${A:-$Q}")
+    assert list(scope.unset) == ["N", "M", "Q"]
+
+
+def test_a_bad_dot_env_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text('A=1\nB="two\nlines"\n')
+    first, second = problems(tmp_path, SERVICE % "")
+    assert (first.partition(": ")[0], second.partition(": ")[0]) == (".env:2", ".env:3")
+
+
+def test_a_second_file_needs_compose(tmp_path: Path) -> None:
+    files = [write(tmp_path, SERVICE % ""), write(tmp_path, SERVICE % "", "two.yaml")]
+    with pytest.raises(ConfigError, match=r"two\.yaml: a second file needs the Docker Compose program"):
+        load(files, compose=None, environ={})
+
+
+def test_files_that_are_not_there_are_all_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load([tmp_path / "x.yaml", tmp_path / "y.yaml"], compose=None)
+    assert [problem.partition(": ")[2] for problem in caught.value.problems] == [
+        "cannot be read: No such file or directory"
+    ] * 2
+
+
+# Reading through the Compose program
+
+
+class Compose:
+    """Stands in for the program."""
+
+    def __init__(self, answer: Answer | None) -> None:
+        self.answer = answer
+        self.asked: list[Sequence[str]] = []
+
+    def __call__(self, argv: Sequence[str], environ: Mapping[str, str]) -> Answer | None:
+        self.asked.append(argv)
+        return self.answer
+
+
+def test_compose_is_asked_for_yaml_of_all_profiles(tmp_path: Path) -> None:
+    assert compose_config([Path("a.yaml"), Path("b.yaml")]) == [
+        *("docker", "compose", "--ansi", "never", "-f", "a.yaml", "-f", "b.yaml"),
+        *("--profile", "*", "config"),
+    ]
+
+
+def test_what_compose_says_is_the_content_with_dollars_undoubled(tmp_path: Path) -> None:
+    compose = Compose(Answer(0, "name: p\nservices: {a: {command: [$$HOME], x-anvil: {}}}", ""))
+    found = load([write(tmp_path, SERVICE % "")], compose=compose, environ={})
+    assert (found.project, found.backends[0].service.command) == ("p", ("$HOME",))
+
+
+def test_warnings_of_compose_are_kept(tmp_path: Path) -> None:
+    err = 'time="x" level=warning msg="The \\"V\\" variable is not set. Defaulting to a blank string."\n'
+    compose = Compose(Answer(0, "services: {a: {x-anvil: {}}}", err + 'time="x" level=warning msg="other"\n'))
+    warnings = load([write(tmp_path, SERVICE % "")], compose=compose, environ={}).warnings
+    assert "the variable V is not set" in warnings[0]
+    assert warnings[1].endswith("docker compose: other")
+
+
+def test_what_compose_refuses_is_a_problem(tmp_path: Path) -> None:
+    compose = Compose(Answer(15, "", 'time="x" level=warning msg="w"\nservices.a is bad\n'))
+    with pytest.raises(ConfigError, match=r"compose.yaml: docker compose config: services.a is bad$"):
+        load([write(tmp_path, SERVICE % "")], compose=compose, environ={})
+
+
+def test_without_the_program_the_file_is_read_all_the_same(tmp_path: Path) -> None:
+    compose = Compose(None)
+    assert load([write(tmp_path, SERVICE % "")], compose=compose, environ={}).backends
+    assert len(compose.asked) == 1
+
+
+@pytest.mark.parametrize("how", ["file", "variable", "environ", "flag"])
+def test_the_process_runtime_never_asks_for_compose(tmp_path: Path, how: str) -> None:
+    runtime = {"file": "process", "variable": "${R:-process}"}.get(how, "compose")
+    file = write(
+        tmp_path, f"x-anvil: {{runtime: '{runtime}'}}\nservices: {{a: {{command: x, x-anvil: {{}}}}}}"
+    )
+    compose = Compose(Answer(1, "", "never"))
+    environ = {"ANVIL_RUNTIME": "process"} if how == "environ" else {}
+    found = load(
+        [file], compose=compose, environ=environ, overrides={"runtime": "process"} if how == "flag" else {}
+    )
+    assert (found.runtime, compose.asked) == ("process", [])
+
+
+def test_a_missing_program_is_no_answer(tmp_path: Path) -> None:
+    assert run_compose(["docker", "compose"], {"PATH": str(tmp_path)}) is None
+
+
+@pytest.mark.parametrize(
+    "err", ["unknown shorthand flag: 'f' in -f", "docker: 'compose' is not a docker command."]
+)
+def test_docker_without_compose_is_no_answer(tmp_path: Path, err: str) -> None:
+    docker = tmp_path / "docker"
+    docker.write_text(f'#!/bin/sh\necho "{err}" >&2\nexit 125\n')
+    docker.chmod(0o755)
+    assert run_compose([str(docker), "compose"], {}) is None
+
+
+# Which file
+
+
+def test_the_compose_file_is_found_upward_with_its_override(tmp_path: Path) -> None:
+    inner = tmp_path / "one" / "two"
+    inner.mkdir(parents=True)
+    second = write(tmp_path, "", "docker-compose.yml")
+    assert find_files(inner) == (second,)
+    first, override = write(tmp_path, "", "compose.yml"), write(tmp_path, "", "compose.override.yaml")
+    assert find_files(inner) == (first, override)
+
+
+def test_no_compose_file_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"no compose\.yaml here or above; name a file: anvil-mux serve FILE"
+    ):
+        find_files(tmp_path)
+
+
+# The files we ship
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
+def test_every_shipped_file_loads_without_a_warning(file: Path) -> None:
+    found = load([file], compose=None, environ={})
+    assert len(found.backends) >= 2
+    assert found.warnings == ()
+
+
+def test_the_shipped_files_show_what_they_say() -> None:
+    shipped = {file.stem: load([file], compose=None, environ={}) for file in SHIPPED}
+    assert set(shipped) == {"demo", "llamacpp", "vllm-pair", "sglang", "tensor-parallel"}
+    assert shipped["demo"].runtime == "process"
+    assert [each.gpus for each in shipped["vllm-pair"].backends] == [("0",), ("0",)]
+    assert [each.engine for each in shipped["vllm-pair"].backends] == ["vllm", "vllm"]
+    assert [each.gpus for each in shipped["tensor-parallel"].backends] == [("0", "1"), ("0",), ("1",)]
+    assert {each.engine for each in shipped["llamacpp"].backends} == {"llamacpp"}
+    assert sum(each.vram or 0 for each in shipped["sglang"].backends) == 23 * GIB
+
+
+def has_compose() -> bool:
+    if not shutil.which("docker"):
+        return False
+    return subprocess.run(["docker", "compose", "version"], capture_output=True, timeout=60).returncode == 0
+
+
+@pytest.fixture
+def compose() -> config.Compose:
+    """The real program; that it was not simply missing is part of what it shows."""
+    if not has_compose():
+        pytest.skip("needs the Docker Compose program")
+
+    def ask(argv: Sequence[str], environ: Mapping[str, str]) -> Answer | None:
+        answer = run_compose(argv, environ)
+        assert answer is not None
+        return answer
+
+    return ask
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
+def test_compose_and_the_fallback_read_a_shipped_file_alike(file: Path, compose: config.Compose) -> None:
+    assert load([file], compose=compose) == load([file], compose=None)
+
+
+def random_text(random: Random, depth: int = 3) -> str:
+    """Literals and expressions; the words of the expressions are made in the same way."""
+    text = ""
+    for _ in range(random.randrange(4)):
+        text += "".join(random.choices(["a", "b", " ", ":", "-", "?", "+", "$$", "\\", '"', "1"], k=2))
+        if depth:
+            name, operator = random.choice("AEDNM"), random.choice([":-", "-", ":+", "+", "?"])
+            word = random_text(random, depth - 1)
+            text += random.choice([f"${name}", f"${{{name}}}", f"${{{name}{operator}{word}}}"])
+    return text
+
+
+def test_variables_are_put_in_as_compose_does(tmp_path: Path, compose: config.Compose) -> None:
+    random, texts, expected = Random(7), [], []
+    for text in (*(text for text, _ in FILLED), *(random_text(random) for _ in range(300))):
+        with suppress(ValueError):
+            expected.append(Scope(ENVIRON).fill(text))
+            texts.append(text)
+    file = write(tmp_path, json.dumps({"services": {"s": {"image": "x", "x-anvil": {}, "command": texts}}}))
+    environ = {**ENVIRON, "PATH": os.environ["PATH"], "HOME": os.environ["HOME"]}
+    assert load([file], compose=compose, environ=environ).backends[0].service.command == tuple(expected)
+
+
+MANY_FORMS = """
+name: ${NAME:-Forms}-x
+x-anvil:
+  listen: 127.0.0.1:${PORT:-9393}
+  policy: {name: debounce, quiet: "${QUIET-3}"}
+  gpus: {"0": {vram: 24GiB}, "1": {vram: "${VRAM}"}}
+  default_model: m
+services:
+  webui: {image: webui, ports: ["3000:80"]}
+  second:
+    image: vllm/vllm-openai:v1
+    entrypoint: vllm serve
+    command: org/m --served-model-name n --api-key $$KEY "two words" ${NOT_SET}
+    environment: [A=1, HOME, ALSO_NOT_SET, "D=${DOT}"]
+    ports: ["8000:8000", "127.0.0.1:9000-9001:9000-9001"]
+    x-anvil: {port: 8000, load_timeout: 1m, vram: "${NO_VRAM:-2GB}"}
+    gpus: all
+    stop_grace_period: 1m30s
+    restart: unless-stopped
+  first:
+    image: x
+    expose: ["1234"]
+    labels: [anvil.model=m, anvil.aliases=on, other]
+    deploy: {resources: {reservations: {devices: [{driver: nvidia, device_ids: ["1"], capabilities: [gpu]}]}}}
+    x-anvil:
+  third:
+    image: x
+    command: [on, "22:22", yes]
+    environment: {T: true, N: 1.50, CUDA_VISIBLE_DEVICES: 0}
+    devices: ["nvidia.com/gpu=0"]
+    x-anvil: {pin: on, vram: 1GiB, aliases: [yes]}
+"""
+
+
+def test_compose_and_the_fallback_read_many_forms_alike(tmp_path: Path, compose: config.Compose) -> None:
+    folder = tmp_path / "Some.Folder"
+    folder.mkdir()
+    (folder / ".env").write_text("DOT='from dot env'\nVRAM=20000MiB # c\n")
+    file = write(folder, MANY_FORMS)
+    through, without = load([file], compose=compose), load([file], compose=None)
+    assert sorted(through.warnings) == sorted(without.warnings)
+    assert len(without.warnings) == 8, json.dumps(without.warnings, indent=1)
+    for each in config.Config.__dataclass_fields__:
+        if each != "warnings":
+            assert getattr(through, each) == getattr(without, each)
+    assert [each.name for each in without.backends] == ["second", "first", "third"]
+    assert (without.project, without.port) == ("forms-x", 9393)
+
+
+def test_compose_merges_files_and_the_last_x_anvil_counts(tmp_path: Path, compose: config.Compose) -> None:
+    first = write(tmp_path, "x-anvil: {max_wait: 1}\nservices: {a: {image: x, x-anvil: {pin: true}}}")
+    second = write(
+        tmp_path, "x-anvil: {max_queue: 2}\nservices: {a: {command: y, x-anvil: {port: 1}}}", "two.yaml"
+    )
+    found = load([first, second], compose=compose)
+    (a,) = found.backends
+    assert (a.service.image, a.service.command, a.port, a.pin) == ("x", ("y",), 1, False)
+    assert (found.max_queue, found.max_wait) == (2, 60.0)
+    assert found.origins["max_queue"] == f"{second}:1"
+
+
+def test_flag_values_are_found_in_both_spellings() -> None:
+    assert list(service.flag_values(("x", "--a", "1", "--a=2", "--a"), "--a")) == ["1", "2", ""]

@@ -1,0 +1,65 @@
+"""Imports go downwards only, and the core knows neither threads nor time."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import anvil_mux
+
+ROWS = (
+    "errors clock http1 interpolate accesslog settings service",
+    "api composefile policy preemption routing config",
+    "placement residency engine compose process gpu",
+    "swap multiplexer simulate",
+    "pump relay metrics journal client",
+    "inference gateway server",
+    "serve cli __main__",
+)
+ORDER = [module for row in ROWS for module in row.split()]
+"""Each module imports only modules that stand before it."""
+
+CORE = ("residency", "placement", "policy", "preemption", "routing")
+FORBIDDEN = {
+    "threading",
+    "time",
+    "requests",
+    "logging",
+    "random",
+    "datetime",
+    "asyncio",
+    "socket",
+    "subprocess",
+}
+
+MODULES = {
+    path.stem: path for path in Path(anvil_mux.__file__).parent.glob("*.py") if path.stem != "__init__"
+}
+
+
+def imported(module):
+    """The modules that a module imports, anywhere in it; our own without the package's name."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("anvil_mux.") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            names = [f"{node.module}.{alias.name}" for alias in node.names if node.module == "anvil_mux"]
+            yield from (name.removeprefix("anvil_mux.") for name in names or [str(node.module)])
+
+
+def test_every_module_has_a_rank():
+    assert set(MODULES) == set(ORDER)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_downwards(module):
+    assert module in ORDER, "give it a rank"
+    below = set(ORDER[: ORDER.index(module)])
+    ours = {name for name in imported(module) if name in MODULES}
+    assert ours <= below
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_the_core_knows_neither_threads_nor_time_nor_io(module):
+    assert {name.partition(".")[0] for name in imported(module)} & FORBIDDEN == set()

@@ -1,0 +1,691 @@
+"""The threaded multiplexer writes the log that was simulated; and single situations, virtual and real."""
+
+import threading
+from math import inf
+from types import SimpleNamespace
+
+import pytest
+
+from anvil_mux import errors, multiplexer, residency
+from anvil_mux.config import Config, Gpu
+from anvil_mux.errors import (
+    BadRequest,
+    ClientGone,
+    Draining,
+    LoadError,
+    MuxError,
+    Overloaded,
+    Severed,
+    UnknownModel,
+    WaitedTooLong,
+)
+from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.residency import Start, Stop
+from anvil_mux.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
+from tests.baton import BatonClock, Deadlock
+from tests.test_simulate import LAYOUTS, POLICIES, one, world
+
+PACKAGE = SimpleNamespace(errors=errors, multiplexer=multiplexer, residency=residency)
+A, B = one("a", "0"), one("b", "0")
+TWO = Config(backends=(A, B))
+TEN = (Gpu("0", vram=10),)
+
+
+class VirtualEngines:
+    """What the keepers call: the simulator's outcomes, slept in virtual time."""
+
+    def __init__(self, clock, perform, package=PACKAGE):
+        self._clock = clock
+        self._perform = perform
+        self._package = package
+        self._steps = {}
+        self.calls = []
+
+    def load(self, backend, how):
+        self._do(Start(backend.name, how))
+        return f"http://127.0.0.1:{1000 + len(self.calls)}"
+
+    def evict(self, backend, how):
+        self._do(Stop(backend.name, how))
+
+    def ended(self, backend):
+        return "killed"
+
+    def _do(self, step):
+        nth = self._steps[step.backend] = self._steps.get(step.backend, -1) + 1
+        self.calls.append((self._clock.now(), f"{type(step).__name__.lower()} {step.backend}"))
+        outcome = self._perform(step, nth)
+        self._clock.sleep(outcome.seconds)
+        if outcome.error:
+            kind = getattr(self._package.errors, type(outcome.error).__name__)
+            raise kind(outcome.error.message)
+
+
+class Player:
+    """Plays a trace on the real multiplexer, every request in a thread of its own."""
+
+    def __init__(self, config, perform, seed=0, package=PACKAGE):
+        self._clock, self.log, self._errors = BatonClock(seed), [], package.errors
+        engines = VirtualEngines(self._clock, perform, package)
+        self._mux = package.multiplexer.Multiplexer(config, engines, log=self.log.append, clock=self._clock)
+
+    def play(self, trace, until):
+        def main():
+            self._mux.start()
+            for entry in trace:
+                self._clock.sleep(entry.at - self._clock.now())
+                self._clock.spawn(lambda entry=entry: self._act(entry), str(entry))
+            self._clock.sleep(max(until - self._clock.now(), 0.0) + 2**-21)
+            self._mux.close()
+
+        self._clock.run(main)
+        return [tuple(event) for event in self.log if event.at <= until]
+
+    def _act(self, entry):
+        try:
+            match entry:
+                case Request():
+                    self._request(entry)
+                case Unloading(_, model):
+                    self._mux.unload(model)
+                case Death(_, backend):
+                    self._mux.died(backend, "killed")
+        except self._errors.MuxError:
+            pass
+
+    def _request(self, request):
+        def tend(now):
+            if now >= request.at + request.patience:
+                raise self._errors.ClientGone("left")
+
+        tended = tend if request.patience < inf else None
+        if not request.leases:
+            self._mux.load(request.model, tended)
+            return
+        with self._mux.lease(request.model, tended):
+            self._clock.sleep(request.seconds)
+
+
+def differences(config, trace, perform, *, seed=0, package=PACKAGE):
+    """The first event in which the two logs differ, as (simulated, real); None if they are equal."""
+    expected = [tuple(event) for event in simulate(config, trace, perform)]
+    until = max([trace[-1].at, *(event[0] for event in expected[-1:])])
+    real = Player(config, perform, seed, package).play(trace, until)
+    for pair in zip(expected + [None] * len(real), real + [None] * len(expected), strict=True):
+        if pair[0] != pair[1]:
+            return pair
+    return None
+
+
+# Equality with the simulator
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_threads_write_the_log_that_was_simulated(layout, policy, seed):
+    config, trace, perform = world(layout, policy, seed)
+    assert differences(config, trace, perform, seed=seed) is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_interleaving_of_the_threads_changes_the_log(layout):
+    config, trace, perform = world(layout, "eager", 7, requests=30)
+    for seed in range(8):
+        assert differences(config, trace, perform, seed=seed) is None
+
+
+def test_requests_of_one_moment_may_come_in_any_order_and_all_is_kept():
+    trace = [Request(float(n // 12), "abc"[n % 3], 0.5) for n in range(48)]
+    config = Config(backends=LAYOUTS["three on one GPU"][0], drain_timeout=2.0)
+    for seed in range(20):
+        player = Player(config, Engines({}, 3.0), seed)
+        player.play(trace, 500.0)
+        assert check(player.log, config) == []
+        assert sorted(event.ticket for event in player.log if event.kind == "released") == list(range(1, 49))
+
+
+# Single situations, in virtual time
+
+
+class Stage:
+    """A multiplexer on a baton clock: ``main(stage)`` runs as a thread among its keepers and requests."""
+
+    def __init__(self, config=TWO, perform=None, seed=0):
+        self.clock = BatonClock(seed)
+        self.log = []
+        self.engines = VirtualEngines(self.clock, perform or Engines({"a": 4.0, "b": 6.0}, stop_seconds=1.0))
+        self.mux = Multiplexer(config, self.engines, log=self.log.append, clock=self.clock)
+        self.config = config
+
+    def play(self, main):
+        def whole():
+            self.mux.start()
+            main(self)
+            self.mux.close()
+
+        self.clock.run(whole)
+        assert check(self.log, self.config) == []
+        return self
+
+    def later(self, at, run):
+        def wait_then_run():
+            self.clock.sleep(at)
+            run()
+
+        self.clock.spawn(wait_then_run, f"at {at}")
+
+    def request(self, at, model, seconds=0.0, tend=None):
+        """A request in a thread of its own; its result fills in: leased, over, error."""
+        result = SimpleNamespace(leased=None, over=None, error=None, lease=None)
+
+        def run():
+            try:
+                with self.mux.lease(model, tend) as result.lease:
+                    result.leased = self.clock.now()
+                    self.clock.sleep(seconds)
+            except Exception as error:
+                result.error = error
+            result.over = self.clock.now()
+
+        self.later(at, run)
+        return result
+
+    def states(self):
+        return {model.model: model.state for model in self.mux.status().models}
+
+    def kinds(self, *kinds):
+        return [f"{e.kind} {e.backend or e.model}" for e in self.log if e.kind in kinds]
+
+
+SEEDS = pytest.mark.parametrize("seed", range(5))
+
+
+@SEEDS
+def test_an_unknown_model_is_known_to_be_unknown_at_once_while_another_loads(seed):
+    def main(stage):
+        stage.request(0.0, "a")
+        stage.clock.sleep(2.0)
+        with pytest.raises(UnknownModel, match="Known models: a, b"):
+            stage.mux.resolve("c")
+        assert stage.states() == {"a": "starting", "b": "empty"}
+        assert stage.clock.now() == 2.0
+        stage.clock.sleep(5.0)
+
+    Stage(seed=seed).play(main)
+
+
+@SEEDS
+def test_the_release_of_a_severed_lease_does_not_wait_for_the_load(seed):
+    def main(stage):
+        held = stage.request(0.0, "a", seconds=13.0)
+        served = stage.request(5.0, "b")
+        stage.clock.sleep(30.0)
+        assert held.lease.severed
+        assert (held.over, served.leased) == (17.0, 19.0)  # b loads from 13 to 19
+
+    Stage(Config(backends=(A, B), drain_timeout=7.0), seed=seed).play(main)
+
+
+@SEEDS
+def test_an_old_severed_lease_does_not_hold_up_the_second_eviction_of_its_model(seed):
+    def main(stage):
+        stage.request(0.0, "a", seconds=500.0)
+        for at, model in ((10.0, "b"), (100.0, "a"), (200.0, "b")):
+            stage.request(at, model)
+        stage.clock.sleep(600.0)
+
+    stage = Stage(Config(backends=(A, B), drain_timeout=30.0), seed=seed).play(main)
+    assert [event.seconds for event in stage.log if event.kind == "stopping"] == [30.0, 0.0, 0.0]
+
+
+@SEEDS
+def test_a_swap_whose_only_waiter_left_is_not_made(seed):
+    config = Config(backends=(A, B), policy="debounce", policy_settings={"quiet": 3.0, "max_hold": 3.0})
+
+    def main(stage):
+        stage.request(0.0, "a")
+        left = stage.request(10.0, "b", tend=leave_at(12.0))
+        stage.clock.sleep(40.0)
+        assert isinstance(left.error, ClientGone)
+        assert left.over == 12.0
+        assert stage.states() == {"a": "ready", "b": "empty"}
+        assert stage.mux.status().waiting == 0
+
+    stage = Stage(config, seed=seed).play(main)
+    assert stage.kinds("starting", "gone") == ["starting a", "gone b"]
+
+
+def leave_at(moment):
+    def tend(now):
+        if now >= moment:
+            raise ClientGone("left")
+
+    return tend
+
+
+@SEEDS
+def test_a_load_outlives_the_client_that_asked_for_it(seed):
+    def main(stage):
+        left = stage.request(0.0, "a", tend=leave_at(1.0))
+        stage.clock.sleep(10.0)
+        assert isinstance(left.error, ClientGone)
+        assert stage.states()["a"] == "ready"
+        assert stage.request(0.0, "a").leased is None
+        stage.clock.sleep(1.0)
+
+    stage = Stage(seed=seed).play(main)
+    assert stage.engines.calls == [(0.0, "start a")]
+
+
+@SEEDS
+def test_retries_of_a_client_join_the_one_load(seed):
+    def main(stage):
+        results = [stage.request(at, "a") for at in (0.0, 1.0, 2.0)]
+        stage.clock.sleep(10.0)
+        assert [result.leased for result in results] == [4.0, 4.0, 4.0]
+        assert results[1].lease.waited == 3.0
+
+    stage = Stage(seed=seed).play(main)
+    assert stage.kinds("starting") == ["starting a"]
+
+
+@SEEDS
+def test_whatever_tend_raises_ends_the_wait_and_leaves_no_trace(seed):
+    def broken(now):
+        if now >= 2.0:
+            raise RuntimeError("boom")
+
+    def impatient(now):
+        if now >= 3.0:
+            raise errors.ModelLoading("not yet")
+
+    def main(stage):
+        first, second = stage.request(0.0, "a", tend=broken), stage.request(0.0, "a", tend=impatient)
+        stage.clock.sleep(10.0)
+        assert (type(first.error), first.over) == (RuntimeError, 2.0)
+        assert (type(second.error), second.over) == (errors.ModelLoading, 3.0)
+        assert (stage.mux.status().waiting, stage.mux.status().leases) == (0, 0)
+
+    stage = Stage(seed=seed).play(main)
+    assert [(e.kind, e.reason) for e in stage.log if e.kind in ("gone", "failed")] == [
+        ("gone", ""),
+        ("failed", "model_loading"),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_client_that_leaves_in_the_moment_of_its_lease_gives_it_back(seed):
+    def main(stage):
+        stage.request(0.0, "a", tend=leave_at(4.0))  # ready at 4.0
+        stage.clock.sleep(10.0)
+        assert (stage.mux.status().waiting, stage.mux.status().leases) == (0, 0)
+
+    Stage(seed=seed).play(main)
+
+
+@SEEDS
+def test_nobody_waits_longer_than_the_queue_timeout(seed):
+    def main(stage):
+        result = stage.request(1.0, "a")
+        stage.clock.sleep(10.0)
+        assert isinstance(result.error, WaitedTooLong)
+        assert result.over == 4.0
+
+    Stage(Config(backends=(A, B), queue_timeout=3.0), seed=seed).play(main)
+
+
+@SEEDS
+def test_above_max_queue_requests_are_refused_but_not_those_for_a_resident(seed):
+    def main(stage):
+        stage.request(0.0, "a", seconds=30.0)
+        waiting = [stage.request(10.0, "b") for _ in range(2)]
+        refused = stage.request(11.0, "b")
+        stage.clock.sleep(20.0)
+        assert isinstance(refused.error, Overloaded)
+        assert "overloaded" in refused.error.message
+        assert refused.over == 11.0
+        assert stage.mux.status().waiting == 2
+        stage.clock.sleep(60.0)
+        assert all(result.leased for result in waiting)
+
+    Stage(Config(backends=(A, B), max_queue=2), seed=seed).play(main)
+
+
+@SEEDS
+def test_a_severed_lease_is_cut_once_the_drain_has_ended(seed):
+    def main(stage):
+        cuts = []
+
+        def hold():
+            with stage.mux.lease("a") as lease:
+                lease.on_severed(lambda: cuts.append(stage.clock.now()))
+                stage.clock.sleep(100.0)
+                assert lease.severed
+                assert isinstance(lease.severed_error(), Severed)
+                lease.on_severed(lambda: cuts.append("late"))
+
+        stage.later(0.0, hold)
+        stage.request(10.0, "b")
+        stage.clock.sleep(200.0)
+        assert cuts == [15.0, "late"]
+
+    stage = Stage(Config(backends=(A, B), drain_timeout=5.0), seed=seed).play(main)
+    assert stage.kinds("severed") == ["severed a"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_lease_severed_while_it_says_how_to_cut_it_is_cut(seed):
+    def main(stage):
+        cuts = []
+
+        def hold():
+            with stage.mux.lease("a") as lease:
+                stage.clock.sleep(10.0 - stage.clock.now())  # the drain of length 0 comes at 10 too
+                lease.on_severed(lambda: cuts.append(1))
+                stage.clock.sleep(5.0)
+
+        stage.later(0.0, hold)
+        stage.request(10.0, "b")
+        stage.clock.sleep(40.0)
+        assert cuts
+
+    Stage(Config(backends=(A, B), drain_timeout=0.0), seed=seed).play(main)
+
+
+@SEEDS
+def test_a_cut_that_raises_ends_no_keeper(seed, caplog):
+    def main(stage):
+        def hold():
+            with stage.mux.lease("a") as lease:
+                lease.on_severed(lambda: 1 / 0)
+                stage.clock.sleep(50.0)
+
+        stage.later(0.0, hold)
+        served = stage.request(10.0, "b")
+        stage.clock.sleep(80.0)
+        assert served.leased
+        assert "cutting a severed request for a" in caplog.text
+
+    Stage(Config(backends=(A, B), drain_timeout=0.0), seed=seed).play(main)
+
+
+@SEEDS
+def test_a_backend_that_does_not_answer_is_put_out_and_loaded_anew(seed):
+    def main(stage):
+        stage.engines.ended = lambda backend: None
+        with stage.mux.lease("a") as lease:
+            stage.mux.unreachable(lease)
+        again = stage.request(0.0, "a")
+        stage.clock.sleep(20.0)
+        assert again.leased == 9.0
+
+    stage = Stage(seed=seed).play(main)
+    assert [call for _, call in stage.engines.calls] == ["start a", "stop a", "start a"]
+
+
+@SEEDS
+def test_a_backend_that_ended_is_loaded_anew_without_a_stop(seed):
+    def main(stage):
+        with stage.mux.lease("a") as lease:
+            stage.mux.unreachable(lease)
+        with stage.mux.lease("a"):
+            assert stage.clock.now() == 8.0
+
+    stage = Stage(seed=seed).play(main)
+    assert [call for _, call in stage.engines.calls] == ["start a", "start a"]
+
+
+@pytest.mark.parametrize("ended", [None, "killed"])
+def test_a_late_word_of_an_old_backend_does_not_disturb_the_new_one(ended):
+    def main(stage):
+        stage.engines.ended = lambda backend: ended
+        with stage.mux.lease("a") as old:
+            stage.mux.died("a", "killed")
+            with stage.mux.lease("a"):
+                stage.mux.unreachable(old)
+                assert stage.states()["a"] == "ready"
+                assert stage.mux.status().leases == 1
+
+    Stage().play(main)
+
+
+@SEEDS
+def test_an_error_that_ends_a_line_is_raised_in_every_thread_with_its_own_frames(seed):
+    def perform(step, nth):
+        return Outcome(2.0, LoadError("exited with code 1"))
+
+    def main(stage):
+        results = [stage.request(0.0, "a") for _ in range(3)]
+        stage.clock.sleep(5.0)
+        for result in results:
+            assert isinstance(result.error, LoadError)
+            assert result.over == 2.0
+
+    Stage(perform=perform, seed=seed).play(main)
+
+
+@SEEDS
+def test_a_drain_is_bounded_even_while_its_gpu_is_busy_with_another_step(seed):
+    small = tuple(one(name, "0", vram=5) for name in "ab")
+    config = Config(backends=(*small, one("c", "0", vram=10)), gpus=TEN, drain_timeout=5.0)
+
+    def main(stage):
+        stage.request(0.0, "a")
+        stage.request(0.0, "b", seconds=100.0)
+        stage.request(20.0, "c")
+        stage.clock.sleep(200.0)
+
+    stage = Stage(config, Engines({}, 4.0, stop_seconds=30.0), seed=seed).play(main)
+    assert [(e.at, e.kind) for e in stage.log if e.kind in ("stopping", "severed")] == [
+        (20.0, "stopping"),
+        (25.0, "severed"),
+        (25.0, "stopping"),
+    ]
+
+
+@SEEDS
+def test_load_and_unload_from_outside(seed):
+    def main(stage):
+        def unload_too_early():
+            with pytest.raises(BadRequest, match="a is loading"):
+                stage.mux.unload("a")
+
+        stage.later(1.0, unload_too_early)
+        stage.mux.load("a")
+        assert stage.clock.now() == 4.0
+        assert stage.mux.status().leases == 0
+        assert stage.mux.unload("a")
+        stage.clock.sleep(2.0)
+        assert stage.states()["a"] == "empty"
+        assert not stage.mux.unload("a")
+
+    Stage(seed=seed).play(main)
+
+
+@SEEDS
+def test_what_ran_before_is_leased_without_a_load(seed):
+    def main(stage):
+        running = {"a": "http://127.0.0.1:9001", "b": "http://127.0.0.1:9002", "x": "http://127.0.0.1:9003"}
+        assert stage.mux.adopt(running) == ["b"]
+        with stage.mux.lease("a") as lease:
+            assert lease.address == ("127.0.0.1", 9001)
+
+    stage = Stage(seed=seed).play(main)
+    assert stage.engines.calls == []
+
+
+@SEEDS
+def test_at_the_end_waiting_and_new_requests_are_refused_and_leases_run_on(seed):
+    def main(stage):
+        held = stage.request(0.0, "a", seconds=20.0)
+        waiting, late = stage.request(10.0, "b"), stage.request(12.0, "a")
+        stage.clock.sleep(11.0)
+        stage.mux.refuse()
+        stage.clock.sleep(0.5)
+        assert isinstance(waiting.error, Draining)
+        assert waiting.over == 11.0
+        assert stage.states() == {"a": "ready", "b": "empty"}  # reprieved: nobody waits for b
+        stage.clock.sleep(1.0)
+        assert isinstance(late.error, Draining)
+        assert held.over is None
+        stage.clock.sleep(20.0)
+        assert (held.over, held.lease.severed) == (24.0, False)
+
+    Stage(seed=seed).play(main)
+
+
+@SEEDS
+def test_the_status_shows_a_drain(seed):
+    def main(stage):
+        stage.request(0.0, "a", seconds=50.0)
+        stage.request(10.0, "b")
+        stage.clock.sleep(15.0)
+        status = stage.mux.status()
+        (gpu,) = status.gpus
+        assert (gpu.gpu, gpu.residents, gpu.state) == ("0", ("a",), "draining")
+        assert (gpu.draining_target, gpu.draining_leases, gpu.drain_seconds_left) == ("b", 1, 25.0)
+        assert [(m.model, m.state, m.waiting, m.leases) for m in status.models] == [
+            ("a", "draining", 0, 1),
+            ("b", "empty", 1, 0),
+        ]
+        assert "a: draining 1 leases" in repr(stage.mux)
+        stage.clock.sleep(100.0)
+
+    Stage(seed=seed).play(main)
+
+
+def test_aliases_stand_for_their_model():
+    mux = Stage(Config(backends=(one("a", "0", aliases=("gpt", "small")), B))).mux
+    assert [mux.resolve(name) for name in ("a", "gpt", "small", "b")] == ["a", "a", "a", "b"]
+
+
+def test_a_deadlock_is_reported_with_who_waits_where():
+    clock = BatonClock()
+    first, second = clock.lock(), clock.lock()
+
+    def take(one_lock, other_lock):
+        with one_lock:
+            clock.sleep(1.0)
+            with other_lock:
+                pass
+
+    def main():
+        clock.spawn(lambda: take(first, second), "left")
+        clock.spawn(lambda: take(second, first), "right")
+
+    with pytest.raises(Deadlock, match=r"(?s)left.*right"):
+        clock.run(main)
+
+
+# Real threads, real time; gates instead of sleeps
+
+
+class GatedEngines:
+    """Every load waits for its gate; every call is recorded."""
+
+    def __init__(self):
+        self.loading = {name: threading.Event() for name in "ab"}
+        self.may_load = {name: threading.Event() for name in "ab"}
+        self.calls = []
+
+    def load(self, backend, how):
+        self.calls.append(f"start {backend.name}")
+        self.loading[backend.name].set()
+        if not self.may_load[backend.name].wait(30.0):
+            raise LoadError("the gate stayed shut")
+        return "http://127.0.0.1:9000"
+
+    def evict(self, backend, how):
+        self.calls.append(f"stop {backend.name}")
+
+    def ended(self, backend):
+        return None
+
+
+@pytest.fixture
+def real():
+    engines, log, queued = GatedEngines(), [], threading.Semaphore(0)
+    config = Config(backends=(A, B), drain_timeout=30.0)
+
+    def take(event):
+        log.append(event)
+        if event.kind == "queued":
+            queued.release()
+
+    mux = Multiplexer(config, engines, log=take)
+    mux.start()
+    yield SimpleNamespace(mux=mux, engines=engines, queued=queued)
+    mux.refuse()
+    mux.close()
+    assert check(log, config, slack=30.0) == []
+
+
+def in_threads(number, run):
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def join(threads):
+    for thread in threads:
+        thread.join(30.0)
+        assert not thread.is_alive()
+
+
+def test_five_hundred_waiting_requests_are_admitted_by_one_load(real):
+    addresses = []
+
+    def ask():
+        with real.mux.lease("a") as lease:
+            addresses.append(lease.address)
+
+    threads = in_threads(500, ask)
+    assert real.engines.loading["a"].wait(30.0)
+    real.engines.may_load["a"].set()
+    join(threads)
+    assert addresses == [("127.0.0.1", 9000)] * 500
+    assert real.engines.calls == ["start a"]
+    assert real.mux.status().leases == 0
+
+
+def test_a_swap_of_real_threads_waits_for_the_lease_and_then_happens(real):
+    real.engines.may_load["a"].set()
+    real.engines.may_load["b"].set()
+    with real.mux.lease("a"):
+        threads = in_threads(3, lambda: real.mux.lease("b").__exit__())
+        for _ in range(1 + 3):
+            assert real.queued.acquire(timeout=30.0)
+        assert real.engines.calls == ["start a"]
+    join(threads)
+    assert real.engines.calls == ["start a", "stop a", "start b"]
+
+
+def test_nothing_but_the_load_itself_waits_for_a_load(real):
+    threads = in_threads(1, lambda: real.mux.lease("a").__exit__())
+    assert real.engines.loading["a"].wait(30.0)
+    with pytest.raises(UnknownModel):
+        real.mux.resolve("c")
+    assert real.mux.status().models[0].state == "starting"
+    with pytest.raises(MuxError):
+        real.mux.unload("a")
+    real.engines.may_load["a"].set()
+    join(threads)
+
+
+def test_many_clients_hammer_two_models_and_every_lease_is_given_back(real):
+    real.engines.may_load["a"].set()
+    real.engines.may_load["b"].set()
+    turn = iter(range(10_000))
+    done = []
+
+    def ask():
+        for _ in range(25):
+            with real.mux.lease("ab"[next(turn) % 2]) as lease:
+                assert not lease.severed
+                done.append(lease.backend.name)
+
+    join(in_threads(16, ask))
+    assert len(done) == 400
+    assert (real.mux.status().waiting, real.mux.status().leases) == (0, 0)

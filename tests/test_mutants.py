@@ -1,0 +1,114 @@
+"""Planted bugs: each is put into a copy of the package, and the comparison with the simulator must see it."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import anvil_mux
+from tests.test_multiplexer import differences
+from tests.test_simulate import LAYOUTS, world
+
+SOURCE = Path(anvil_mux.__file__).parent
+
+MUTANTS = {
+    "a release wakes no keeper": (
+        "multiplexer",
+        "            if island.residency.release(ticket, self._clock.now()):\n",
+        "            if island.residency.release(ticket, self._clock.now()) and False:\n",
+    ),
+    "an admitted request is not woken": (
+        "multiplexer",
+        "            ticket.wake.notify()\n",
+        "            pass\n",
+    ),
+    "leases are granted while their backend drains": (
+        "residency",
+        'if seat.state == "ready"]\n        if ready:\n',
+        'if seat.state in ("ready", "draining")]\n        if ready:\n',
+    ),
+    "leases are counted, not identified": (
+        "residency",
+        "ticket not in seat.holders:\n            return False\n        del seat.holders[ticket]\n",
+        "not seat.holders:\n            return False\n        seat.holders.popitem()\n",
+    ),
+    "only the first of a line is admitted": (
+        "residency",
+        "ticket, now)\n        self.settled += line\n        line.clear()\n\n    def _fail(",
+        "ticket, now)\n            break\n        self.settled += list(line)[:1]\n"
+        "        line.pop(next(iter(line), None), None)\n\n    def _fail(",
+    ),
+    "a swap for nobody is not reprieved": (
+        "residency",
+        "            if swap.target and not swap.begun and not self.lines[swap.target.model]:\n",
+        "            if False:\n",
+    ),
+    "a drain has no end": (
+        "residency",
+        "(not victim.holders or now >= swap.until)",
+        "not victim.holders",
+    ),
+    "the moment of an overdue line is forgotten": (
+        "residency",
+        "[self._ask_again, *[first.since + limit for first in waiting]]",
+        "[self._ask_again]",
+    ),
+    "a backend that could not be stopped is taken for gone": (
+        "placement",
+        '"stopping", "stuck"))',
+        '"stopping"))',
+    ),
+    "a cool-down is not kept": (
+        "residency",
+        "        seat.retry_at = now + min(pause, MAX_COOL_DOWN_SECONDS)\n",
+        "",
+    ),
+}
+
+
+def copied(folder, name, mutant=None):
+    """The package under another name, imported from a folder, with one text replaced by another."""
+    target = folder / name
+    target.mkdir()
+    for path in SOURCE.glob("*.py"):
+        text = path.read_text()
+        if mutant and path.stem == mutant[0]:
+            assert text.count(mutant[1]) == 1, f"the text to replace is not in {path.name} exactly once"
+            text = text.replace(mutant[1], mutant[2])
+        (target / path.name).write_text(text.replace("anvil_mux", name))
+    modules = ("errors", "residency", "multiplexer")
+    return SimpleNamespace(**{module: importlib.import_module(f"{name}.{module}") for module in modules})
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Makes copies of the package, and forgets them."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield lambda mutant=None: copied(tmp_path, "planted", mutant)
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def suspects(package):
+    """The worlds that show a difference, an error or a deadlock."""
+    for layout in LAYOUTS:
+        for policy in ("eager", "debounce"):
+            for seed in range(2):
+                try:
+                    shown = differences(*world(layout, policy, seed), seed=seed, package=package)
+                except Exception as error:
+                    shown = error
+                if shown:
+                    yield layout, policy, seed, shown
+
+
+def test_the_copy_itself_shows_no_difference(package):
+    assert list(suspects(package())) == []
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_planted_bug_is_seen(package, name):
+    assert next(suspects(package(MUTANTS[name])), None)

@@ -1,0 +1,537 @@
+"""The HTTP front: grammar, limits, routes, and connections that stay in step."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from anvil_mux import __version__, client
+from tests.fake_engine import JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+
+ASK_A = b'{"model":"a"}'
+SMUGGLED = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.fixture
+def make_rig() -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(**settings: object) -> Rig:
+        rigs.append(Rig(**settings))  # type: ignore[arg-type]
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig]) -> Rig:
+    return make_rig()
+
+
+def code(body: bytes) -> str:
+    return json.loads(body)["error"]["code"]  # type: ignore[no-any-return]
+
+
+# What must not be believed
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        pytest.param(
+            HEAD + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400, id="CL+TE"
+        ),
+        pytest.param(HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n", 501, id="other coding"),
+        pytest.param(HEAD + b"Content-Length: 4\r\nContent-Length: 5\r\n\r\n", 400, id="two lengths"),
+        pytest.param(HEAD + b"Content-Length: +4\r\n\r\n", 400, id="+4"),
+        pytest.param(HEAD + b"Content-Length: 0_4\r\n\r\n", 400, id="0_4"),
+        pytest.param(HEAD + b"Content-Length: -1\r\n\r\n", 400, id="-1"),
+        pytest.param(HEAD + b"Content-Length: abc\r\n\r\n", 400, id="abc"),
+        pytest.param(HEAD + b"Content-Length: 9999999999999999\r\n\r\n", 400, id="16 digits"),
+        pytest.param(HEAD + b"Content-Length: 999999999999\r\n\r\n", 413, id="huge"),
+        pytest.param(HEAD + b"Content-Length : 4\r\n\r\n", 400, id="space before colon"),
+        pytest.param(HEAD + b"X: 1\r\n folded\r\nContent-Length: 4\r\n\r\n", 400, id="folded"),
+        pytest.param(HEAD + b"X: 1\rY: 2\r\nContent-Length: 4\r\n\r\n", 400, id="bare CR"),
+        pytest.param(HEAD + b"X: \0\r\nContent-Length: 4\r\n\r\n", 400, id="NUL"),
+        pytest.param(b"POST / HTTP/1.1\r\n\r\n", 400, id="no Host"),
+        pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", 400, id="two Hosts"),
+        pytest.param(b"GET /\r\n\r\n", 400, id="HTTP/0.9"),
+        pytest.param(b"GET / HTTP/2.0\r\n\r\n", 505, id="HTTP/2"),
+        pytest.param(b"\x16\x03\x01\x02\x00\x01", 400, id="TLS"),
+        pytest.param(b"GET /" + b"x" * 9000 + b" HTTP/1.1\r\n\r\n", 414, id="long line"),
+        pytest.param(
+            b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: 1\r\n" * 101 + b"\r\n", 431, id="101 fields"
+        ),
+        pytest.param(HEAD + b"X: " + b"x" * 70000, 431, id="large head"),
+        pytest.param(HEAD + b"Expect: 200-ok\r\nContent-Length: 4\r\n\r\n", 417, id="other expectation"),
+    ],
+)
+def test_what_is_ambiguous_is_refused_and_nothing_after_it_is_believed(
+    rig: Rig, request_bytes: bytes, status: int
+) -> None:
+    connection = rig.client()
+    connection.send(request_bytes + SMUGGLED)
+    answer = connection.read()
+    assert answer.status == status
+    assert answer.header(b"content-type") == b"application/json"
+    assert answer.header(b"server") == b"anvil-mux"
+    assert answer.header(b"connection") == b"close"
+    assert code(answer.body)
+    assert connection.is_closed()
+    assert rig.engine.asked.empty()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"[]", 400),
+        (b"nonsense", 400),
+        (b'"model"', 400),
+        (b'{"model":', 400),
+        (b'{"model":1}', 400),
+        (b'{"model":"a","model":"b"}', 400),
+        (b'{"messages":[]}', 400),
+        (b'{"model":"nobody"}', 404),
+    ],
+)
+def test_a_bad_body_is_a_clean_error_and_the_connection_goes_on(rig: Rig, body: bytes, status: int) -> None:
+    rig.engine.answer = lambda _: JSON_OK
+    connection = rig.client()
+    connection.post(body)
+    answer = connection.read()
+    assert answer.status == status
+    assert answer.header(b"connection") is None
+    connection.post(ASK_A)
+    assert connection.read().status == 200
+
+
+def test_an_unknown_model_is_told_with_the_known_ones(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(b'{"model":"nobody"}')
+    answer = connection.read()
+    assert code(answer.body) == "model_not_found"
+    assert answer.header(b"x-should-retry") == b"false"
+    assert b"Known models: a, org/b" in answer.body
+    assert not rig.events.of("starting")
+
+
+# Bodies that nobody reads
+
+
+@pytest.mark.parametrize("path", [b"/nowhere", b"/v1/files", b"/livez"])
+def test_the_small_body_of_a_refused_request_is_not_the_next_request(rig: Rig, path: bytes) -> None:
+    connection = rig.client()
+    connection.post(SMUGGLED, path=path)
+    answer = connection.read()
+    assert answer.status in (404, 405, 501)
+    assert connection.get(b"/v1/models").status == 200
+    assert connection.buffer == b""
+
+
+def test_a_large_unread_body_closes_the_connection_after_the_answer(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(SMUGGLED * 10000, path=b"/nowhere")
+    answer = connection.read()
+    assert answer.status == 404
+    assert answer.header(b"connection") == b"close"
+    assert connection.is_closed()
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(max_body=1000)
+    connection = rig.client()
+    connection.send(HEAD + b"Content-Length: 1001\r\n\r\n")
+    answer = connection.read()
+    assert (answer.status, code(answer.body)) == (413, "request_too_large")
+
+
+def test_a_compressed_body_is_refused_with_a_clear_text(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(b"\x28\xb5\x2f\xfd", extra=b"Content-Encoding: zstd\r\n")
+    answer = connection.read()
+    assert answer.status == 415
+    assert b"zstd" in answer.body
+
+
+# Bodies in chunks
+
+
+def test_a_chunked_body_is_understood_and_sent_on_with_a_length(rig: Rig) -> None:
+    connection = rig.client()
+    connection.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b'5;x=y\r\n{"mod\r\n')
+    connection.send(b'8\r\nel":"a"}\r\n0\r\nTrailer: x\r\n\r\n' + SMUGGLED)
+    asked = rig.engine.next()
+    assert asked.body == ASK_A
+    assert b"transfer-encoding" not in asked.head.lower()
+    asked.send(JSON_OK)
+    assert connection.read().body == b"{}"
+    assert connection.read().body == b"ok\n"
+
+
+@pytest.mark.parametrize(
+    "chunks", [b"zz\r\n", b"-1\r\n", b"4\r\n12345678", b"+4\r\n1234\r\n", b"0x4\r\n1234\r\n"]
+)
+def test_bad_chunks_are_refused(rig: Rig, chunks: bytes) -> None:
+    connection = rig.client()
+    connection.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + SMUGGLED)
+    assert connection.read().status == 400
+    assert connection.is_closed()
+
+
+def test_a_chunked_body_has_a_limit(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(max_body=1000)
+    connection = rig.client()
+    connection.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk(b"x" * 600) * 2)
+    assert connection.read().status == 413
+    assert connection.is_closed()
+
+
+# Expect
+
+
+def test_continue_is_said_once_the_request_is_acceptable(rig: Rig) -> None:
+    connection = rig.client()
+    connection.send(HEAD + b"Content-Length: 13\r\nExpect: 100-continue\r\n\r\n")
+    assert connection.read_until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    connection.send(ASK_A)
+    asked = rig.engine.next()
+    assert b"expect" not in asked.head.lower()
+    asked.send(JSON_OK)
+    assert connection.read().status == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "length", "status"), [(b"/nowhere", 13, 404), (b"/v1/completions", 1 << 40, 413)]
+)
+def test_continue_is_not_said_to_what_is_refused(rig: Rig, path: bytes, length: int, status: int) -> None:
+    connection = rig.client()
+    connection.send(
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: %d\r\n\r\n"
+        % (path, length)
+    )
+    answer = connection.read()
+    assert answer.status == status
+    assert answer.header(b"connection") == b"close"
+
+
+# Connections
+
+
+def test_200_simultaneous_connections_are_all_answered(rig: Rig) -> None:
+    rig.engine.answer = lambda _: JSON_OK
+    connections = []
+    for _ in range(200):
+        connections.append(rig.client())
+        connections[-1].post(ASK_A)
+    assert [each.read().status for each in connections] == [200] * 200
+
+
+def test_pipelined_requests_are_answered_in_order(rig: Rig) -> None:
+    connection = rig.client()
+    connection.send(
+        b"".join(
+            b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n" % path for path in (b"/livez", b"/health", b"/x")
+        )
+    )
+    assert [connection.read().body for _ in range(2)] == [b"ok\n", b"OK\n"]
+    assert connection.read().status == 404
+
+
+def test_a_head_may_come_in_pieces(rig: Rig) -> None:
+    connection = rig.client()
+    for byte in b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n":
+        connection.send(bytes([byte]))
+    assert connection.read().body == b"ok\n"
+
+
+def test_half_a_head_is_not_waited_for_long(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "HEAD_SECONDS", 0.05)
+    connection = rig.client()
+    connection.send(b"GET /livez HTTP/1.1\r\nHost: loc")
+    assert connection.read().status == 408
+    assert connection.is_closed()
+
+
+@pytest.mark.parametrize("coding", [b"Content-Length: 100", b"Transfer-Encoding: chunked"])
+def test_half_a_body_is_not_waited_for_long(rig: Rig, monkeypatch: pytest.MonkeyPatch, coding: bytes) -> None:
+    monkeypatch.setattr(client, "BODY_SECONDS", 0.05)
+    connection = rig.client()
+    connection.send(HEAD + coding + b"\r\n\r\n")
+    assert connection.read().status == 408
+    assert connection.is_closed()
+
+
+def test_an_idle_connection_is_closed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "IDLE_SECONDS", 0.05)
+    connection = rig.client()
+    assert connection.is_closed()
+
+
+def test_http_1_0_is_answered_and_closed_unless_it_asks_otherwise(rig: Rig) -> None:
+    connection = rig.client()
+    connection.send(b"GET /livez HTTP/1.0\r\nConnection: keep-alive\r\n\r\n")
+    assert connection.read().header(b"connection") == b"keep-alive"
+    connection.send(b"GET /livez HTTP/1.0\r\n\r\n")
+    assert connection.read().header(b"connection") == b"close"
+    assert connection.is_closed()
+
+
+def test_connections_over_the_limit_are_told_so(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(max_connections=1)
+    first = rig.client()
+    assert first.get(b"/livez").status == 200
+    second = rig.client()
+    answer = second.read()
+    assert (answer.status, code(answer.body)) == (503, "overloaded")
+    assert b"overloaded" in answer.body
+    assert second.is_closed()
+    assert first.get(b"/livez").status == 200
+
+
+def test_a_connection_that_ended_makes_room(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(max_connections=1)
+    first = rig.client()
+    assert first.get(b"/livez", extra=b"Connection: close\r\n").status == 200
+    assert first.is_closed()
+    while rig.server.connections:
+        pass
+    assert rig.client().get(b"/livez").status == 200
+
+
+# Routes
+
+
+def test_models_are_listed_from_memory_while_one_loads(rig: Rig) -> None:
+    rig.mechanism.gate.clear()
+    waiting, connection = rig.client(), rig.client()
+    waiting.post(ASK_A)
+    rig.events.wait("starting")
+    answer = connection.get(b"/v1/models")
+    states = {each["id"]: each["status"]["value"] for each in json.loads(answer.body)["data"]}
+    assert states == {"a": "loading", "org/b": "unloaded"}
+    assert json.loads(connection.get(b"/models").body) == json.loads(answer.body)
+
+
+@pytest.mark.parametrize("path", [b"/v1/models/org/b", b"/v1/models/org%2Fb", b"/v1/models/org%2fb"])
+def test_one_model_is_found_under_its_raw_or_encoded_id(rig: Rig, path: bytes) -> None:
+    assert json.loads(rig.client().get(path).body)["id"] == "org/b"
+
+
+def test_an_unknown_model_id_is_a_404(rig: Rig) -> None:
+    answer = rig.client().get(b"/v1/models/nobody")
+    assert (answer.status, code(answer.body)) == (404, "model_not_found")
+
+
+def test_healthz_tells_the_whole_state(rig: Rig) -> None:
+    rig.engine.answer = lambda _: JSON_OK
+    connection = rig.client()
+    connection.post(ASK_A)
+    connection.read()
+    rig.events.wait("released")
+    state = json.loads(connection.get(b"/healthz").body)
+    assert (state["status"], state["version"]) == ("ok", __version__)
+    assert state["models"]["a"]["state"] == "ready"
+    assert state["models"]["a"]["gpus"] == ["0"]
+    assert (state["models"]["a"]["waiting"], state["models"]["a"]["leases"]) == (0, 0)
+    assert state["models"]["org/b"]["state"] == "empty"
+    assert state["gpus"]["0"]["resident"] == "a"
+    assert state["gpus"]["0"]["draining"] is None
+    assert state["resident"] == "a"
+    assert state["registry"] == ["a", "org/b"]
+
+
+def test_healthz_shows_a_drain(rig: Rig) -> None:
+    first, second = rig.client(), rig.client()
+    first.post(ASK_A)
+    asked = rig.engine.next()
+    second.post(b'{"model":"org/b"}')
+    rig.events.wait("draining")
+    draining = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]["draining"]
+    assert (draining["target"], draining["leases"]) == ("org/b", 1)
+    assert 0 < draining["seconds_left"] <= 30
+    asked.send(JSON_OK)
+    rig.other.next().send(JSON_OK)
+    assert second.read().status == 200
+
+
+def test_readyz_lists_its_checks_when_asked(rig: Rig) -> None:
+    connection = rig.client()
+    assert connection.get(b"/readyz").body == b"ok\n"
+    assert connection.get(b"/readyz?verbose").body == b"[+]docker ok\n[+]accepting ok\nok\n"
+
+
+def test_readyz_fails_when_a_check_does(rig: Rig) -> None:
+    rig.gateway._checks = {"docker": lambda: "cannot be reached"}
+    connection = rig.client()
+    answer = connection.get(b"/readyz")
+    assert answer.status == 503
+    assert b"[-]docker cannot be reached\n" in answer.body
+    assert connection.get(b"/healthz").status == 503
+    assert connection.get(b"/livez").status == 200
+
+
+def test_metrics_and_the_front_page_are_text(rig: Rig) -> None:
+    connection = rig.client()
+    assert connection.get(b"/metrics").body == b"anvil_up 1\n"
+    assert b"org/b  empty" in connection.get(b"/").body
+
+
+@pytest.mark.parametrize("path", [b"/", b"/healthz", b"/v1/models"])
+def test_head_has_the_length_and_no_body(rig: Rig, path: bytes) -> None:
+    connection = rig.client()
+    answer = connection.get(path, b"HEAD")
+    assert answer.status == 200
+    assert int(answer.header(b"content-length") or 0) > 0
+    assert connection.get(b"/livez").body == b"ok\n"
+
+
+def test_options_names_the_methods(rig: Rig) -> None:
+    connection = rig.client()
+    answer = connection.get(b"/v1/chat/completions", b"OPTIONS")
+    assert (answer.status, answer.header(b"allow")) == (204, b"POST, OPTIONS")
+    assert connection.get(b"/v1/models", b"OPTIONS").header(b"allow") == b"GET, HEAD, OPTIONS"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        (b"GET", b"/v1/chat/completions", 405),
+        (b"POST", b"/v1/models", 405),
+        (b"GET", b"/models/load", 405),
+        (b"POST", b"/v1/files", 501),
+        (b"POST", b"/sleep", 404),
+        (b"POST", b"/v1/../sleep", 404),
+        (b"POST", b"/v1//chat/completions", 404),
+        (b"POST", b"/v1/chat/completions%2f..%2fsleep", 404),
+        (b"GET", b"/nowhere", 404),
+    ],
+)
+def test_what_is_not_offered_is_refused_in_json(rig: Rig, method: bytes, path: bytes, status: int) -> None:
+    answer = rig.client().get(path, method)
+    assert answer.status == status
+    assert json.loads(answer.body)["error"]["message"]
+    assert rig.engine.asked.empty()
+
+
+def test_errors_have_the_shape_of_the_api(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(b'{"model":"nobody"}', path=b"/v1/messages")
+    answer = connection.read()
+    assert json.loads(answer.body)["error"]["type"] == "not_found_error"
+    assert answer.header(b"request-id") == answer.header(b"x-request-id")
+
+
+def test_a_model_is_loaded_and_unloaded_by_hand(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(b'{"model":"alias"}', path=b"/models/load")
+    assert connection.read().body == b'{"success":true}'
+    rig.events.wait("ready")
+    connection.post(ASK_A, path=b"/models/unload")
+    assert connection.read().body == b'{"success":true}'
+    rig.events.wait("empty")
+
+
+def test_a_failed_load_by_hand_says_why(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(b'{"model":"nobody"}', path=b"/models/load")
+    assert connection.read().status == 404
+    connection.post(b"{}", path=b"/models/load")
+    assert connection.read().status == 400
+
+
+# Other web sites
+
+
+@pytest.mark.parametrize(
+    "host", [b"evil.example", b"127.evil.example", b"localhost.evil.example", b"192.168.1.4:80"]
+)
+def test_another_host_is_refused_on_loopback(rig: Rig, host: bytes) -> None:
+    connection = rig.client()
+    connection.send(b"GET /v1/models HTTP/1.1\r\nHost: %b\r\n\r\n" % host)
+    assert connection.read().status == 403
+
+
+@pytest.mark.parametrize(
+    "host", [b"localhost:9292", b"127.0.0.1", b"127.1.2.3:80", b"[::1]:9292", b"mux.localhost"]
+)
+def test_this_machines_names_are_accepted_on_loopback(rig: Rig, host: bytes) -> None:
+    connection = rig.client()
+    connection.send(b"GET /v1/models HTTP/1.1\r\nHost: %b\r\n\r\n" % host)
+    assert connection.read().status == 200
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/models/unload"])
+def test_another_sites_page_cannot_post(rig: Rig, path: bytes) -> None:
+    connection = rig.client()
+    connection.post(ASK_A, path=path, extra=b"Origin: http://evil.example\r\n")
+    assert connection.read().status == 403
+    assert not rig.events.of("queued")
+
+
+def test_a_form_of_text_is_no_json(rig: Rig) -> None:
+    connection = rig.client()
+    connection.send(
+        b"POST /models/unload HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\nContent-Length: 13\r\n\r\n"
+        + ASK_A
+    )
+    assert connection.read().status == 415
+
+
+# The end
+
+
+def test_a_drain_finishes_what_runs_and_refuses_what_waits(rig: Rig) -> None:
+    running, waiting, idle = rig.client(), rig.client(), rig.client()
+    assert idle.get(b"/livez").status == 200
+    running.post(b'{"model":"a","stream":true}')
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    running.read_until(b"data: 1\n\n\r\n")
+    waiting.post(b'{"model":"org/b"}')
+    rig.events.wait("queued", 2)
+    ended: list[bool] = []
+    drain = threading.Thread(target=lambda: ended.append(rig.server.drain(20.0)))
+    drain.start()
+    answer = waiting.read()
+    assert (answer.status, code(answer.body)) == (503, "shutting_down")
+    assert idle.is_closed()
+    with pytest.raises(ConnectionRefusedError):
+        RawClient(rig.address)
+    assert drain.is_alive()
+    asked.send(chunk(b"data: 2\n\n"), b"0\r\n\r\n")
+    assert running._read_chunks() == (b"data: 2\n\n", True)
+    assert running.is_closed()
+    drain.join()
+    assert ended == [True]
+
+
+def test_a_drain_has_an_end(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(ASK_A)
+    rig.engine.next()
+    assert rig.server.drain(0.0) is False
+
+
+def test_a_client_that_leaves_within_its_request_does_no_harm(rig: Rig) -> None:
+    for cut in (b"GET /li", HEAD + b"Content-Length: 100\r\n\r\n{"):
+        connection = rig.client()
+        connection.send(cut)
+        connection.socket.shutdown(socket.SHUT_WR)
+        connection.rest()
+    assert rig.client().get(b"/livez").status == 200
+
+
+def test_requests_are_numbered_and_harmless_ids_are_kept(rig: Rig) -> None:
+    connection = rig.client()
+    first, second = connection.get(b"/livez"), connection.get(b"/livez")
+    assert first.header(b"x-request-id") != second.header(b"x-request-id")
+    assert connection.get(b"/livez", extra=b"X-Request-ID: mine.1\r\n").header(b"x-request-id") == b"mine.1"
+    assert connection.get(b"/livez", extra=b"X-Request-ID: a b\r\n").header(b"x-request-id") != b"a b"
