@@ -36,8 +36,10 @@ class Seat:
     """The tickets that lease it, in order of admission."""
     residual: dict[str, int] = field(default_factory=dict)
     """GPU id -> bytes it holds while parked."""
-    failures: int = 0
-    """Failed starts, or failed stops, in a row."""
+    failed_starts: int = 0
+    """In a row."""
+    failed_stops: int = 0
+    """In a row."""
     retry_at: float = -math.inf
     """End of the cool-down (empty) or of the pause before the next attempt to stop it (stuck)."""
     error: str = ""

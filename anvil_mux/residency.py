@@ -176,6 +176,15 @@ _Plan = tuple[Seat, list[Seat]]
 """A backend to load, and the victims that make room for it."""
 
 
+def cool_down(failed_starts: int) -> float:
+    """Seconds until a backend may be loaded again."""
+    return _pause(COOL_DOWN_SECONDS, failed_starts, MAX_COOL_DOWN_SECONDS) if failed_starts else 0.0
+
+
+def _pause(first: float, failures: int, longest: float) -> float:
+    return min(first * 2.0 ** min(failures - 1, 10), longest)
+
+
 class Residency:
     """The state of one island. Every fact comes with the moment at which it became true."""
 
@@ -221,8 +230,9 @@ class Residency:
     def seats_of(self, model: str) -> list[Seat]:
         return self._replicas[model]
 
-    # Facts from requests. ``request`` and ``release`` return whether the next step is to be asked for; after
-    # every other fact it is.
+    # Facts from requests. ``request`` and ``release`` return whether the next step is to be asked for: it is
+    # after every other fact, but these are many, and matter only if the policy holds a swap back, or if they
+    # begin a line or end a drain.
 
     def request(self, ticket: Ticket, now: float) -> bool:
         """A request arrived: it is leased, failed or put in line."""
@@ -237,7 +247,7 @@ class Residency:
         line = self.lines[ticket.model]
         line[ticket] = None
         self._emit(Event(now, "queued", ticket.model, ticket=ticket.id, size=len(line)))
-        return ticket.model not in self._coming()
+        return self.deferred is not None or (len(line) == 1 and ticket.model not in self._coming())
 
     def release(self, ticket: Ticket, now: float) -> bool:
         """A lease ended. Late after a severed drain, or twice, is harmless."""
@@ -296,7 +306,7 @@ class Residency:
         begun = seat.since
         self._enter(seat, "started", now)
         seat.loaded, seat.load_seconds = now, now - begun
-        seat.failures, seat.error, seat.log = 0, "", ()
+        seat.failed_starts, seat.error, seat.log = 0, "", ()
         self._end_swap_to(seat)
         self._emit(Event(now, "ready", seat.model, name, seconds=seat.load_seconds))
         self._admit(seat.model, now)
@@ -306,9 +316,8 @@ class Residency:
         """The backend did not become ready and was cleaned up."""
         seat = self.seats[name]
         self._enter(seat, "start_failed", now)
-        seat.failures += 1
-        pause = COOL_DOWN_SECONDS * 2 ** min(seat.failures - 1, 10)
-        seat.retry_at = now + min(pause, MAX_COOL_DOWN_SECONDS)
+        seat.failed_starts += 1
+        seat.retry_at = now + cool_down(seat.failed_starts)
         seat.error, seat.log = error.reason, error.log
         self._end_swap_to(seat)
         self._emit(Event(now, "empty", seat.model, name, reason=f"load failed: {error.reason}"))
@@ -320,16 +329,17 @@ class Residency:
         kind = "empty" if residual is None else "parked"
         self._enter(seat, "stopped" if residual is None else "parked", now)
         seat.residual = dict(residual or {})
-        seat.failures, seat.error = 0, ""
+        self._unstick(seat, now)
         self._emit(Event(now, kind, seat.model, name))
+        self._fail_refused(now)
 
     def stop_failed(self, name: str, now: float, why: str) -> None:
         """The backend may still hold its GPUs; nothing is started there until a later stop succeeds."""
         seat = self.seats[name]
+        seat.failed_starts += seat.state == "starting"
         self._enter(seat, "stop_failed", now)
-        seat.failures += 1
-        pause = STUCK_RETRY_SECONDS * 2 ** min(seat.failures - 1, 10)
-        seat.retry_at = now + min(pause, MAX_STUCK_RETRY_SECONDS)
+        seat.failed_stops += 1
+        seat.retry_at = now + _pause(STUCK_RETRY_SECONDS, seat.failed_stops, MAX_STUCK_RETRY_SECONDS)
         seat.error = why
         self._emit(Event(now, "stuck", seat.model, name, reason=why))
         for swap in [s for s in self._swaps if s.target is seat or seat in s.victims]:
@@ -342,10 +352,18 @@ class Residency:
         if (seat.state, "died") not in TRANSITIONS:
             return
         self._enter(seat, "died", now)
-        seat.error, seat.residual, seat.failures, seat.retry_at = why, {}, 0, now
+        self._unstick(seat, now)
+        seat.error, seat.residual = why, {}
         size = len(seat.holders)
         seat.holders.clear()
         self._emit(Event(now, "empty", seat.model, name, size=size, reason=f"died: {why}"))
+
+    def _unstick(self, seat: Seat, now: float) -> None:
+        """It left its GPUs; a start that had failed cools down from now on."""
+        seat.failed_stops = 0
+        seat.retry_at = now + cool_down(seat.failed_starts)
+        if not seat.failed_starts:
+            seat.error = ""
 
     # The question
 

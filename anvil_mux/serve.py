@@ -102,8 +102,8 @@ class Signals:
 
     def __init__(self) -> None:
         self._count = 0
-        # The kernel may give a signal to any thread, and the handler runs only when the main thread runs again:
-        # this wakes it.
+        # The kernel may give a signal to any thread, but its handler waits for the main thread to run Python
+        # again: this wakes that.
         self._woken, waker = os.pipe()
         os.set_blocking(waker, False)
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
@@ -178,7 +178,8 @@ class Program:
                 why = self._runtime.ended(backends[name])
             except MuxError as error:
                 why = error.message
-            self._mux.died(name, why or "ended and was started again by somebody else")
+            if why:  # else it was started again and holds its GPU; a request will see whether it answers
+                self._mux.died(name, why)
 
         self._runtime.watch(died)
 

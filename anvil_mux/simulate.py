@@ -23,8 +23,6 @@ from anvil_mux.placement import HOLDING, Placement, islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.residency import (
-    COOL_DOWN_SECONDS,
-    MAX_COOL_DOWN_SECONDS,
     TRANSITIONS,
     Event,
     Residency,
@@ -32,6 +30,7 @@ from anvil_mux.residency import (
     Stop,
     Ticket,
     Wait,
+    cool_down,
 )
 
 
@@ -265,7 +264,7 @@ class _Checker:
         self._leases: dict[int, str] = {}
         self._drains: dict[str, tuple[float, float, str]] = {}  # backend -> since, time-out, for whom
         self._begun: set[str] = set()  # models for which a victim was stopped
-        self._failures: Counter[str] = Counter()
+        self._failed_starts: Counter[str] = Counter()
         self._retry_at: dict[str, float] = {}
         self._admitting = ""
         self._groups = [{b.name for b in group} for _, group in islands(config.backends)]
@@ -309,12 +308,13 @@ class _Checker:
         self._claim((before, event.kind) in _BACKEND_MOVES, event, f"it was {before}")
         if before == "draining":
             self._end_drain(event)
+        self._failed_starts[name] += before == "starting"
         self._states[name] = event.kind
         if event.kind == "starting":
             self._start(event)
         elif event.kind == "ready":
             self._admitting = event.model
-            self._failures[name] = 0
+            self._failed_starts[name] = 0
         elif event.kind == "draining":
             target = event.reason.partition(":")[0].removeprefix("for ") if event.reason[:4] == "for " else ""
             self._claim(not target or bool(self._lines[target]), event, "for nobody")
@@ -347,12 +347,7 @@ class _Checker:
     def _leave(self, event: Event) -> None:
         name = event.backend
         self._leases = {ticket: held for ticket, held in self._leases.items() if held != name}
-        if event.reason.startswith("load failed"):
-            pause = COOL_DOWN_SECONDS * 2 ** min(self._failures[name], 10)
-            self._retry_at[name] = event.at + min(pause, MAX_COOL_DOWN_SECONDS)
-            self._failures[name] += 1
-        elif not event.reason:
-            self._failures[name] = 0
+        self._retry_at[name] = event.at + cool_down(self._failed_starts[name])
 
     def _look_for_overdue(self, event: Event) -> None:
         """Before time goes on: where nothing moves, no line may be overdue."""

@@ -182,8 +182,8 @@ class RawClient:
 
     def post(self, body: bytes, path: bytes = b"/v1/chat/completions", extra: bytes = b"") -> None:
         self.send(
-            b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n%b"
-            % (path, self.host, extra, len(body), body)
+            b"POST %b HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n%b" % (path, self.host, extra)
+            + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
         )
 
     def get(self, path: bytes, method: bytes = b"GET", extra: bytes = b"") -> Answer:
@@ -191,10 +191,7 @@ class RawClient:
         return self.read(body=method != b"HEAD")
 
     def more(self) -> bool:
-        try:
-            data = self.socket.recv(65536)
-        except ConnectionResetError:
-            return False
+        data = self.socket.recv(65536)
         self.buffer += data
         return bool(data)
 
@@ -219,26 +216,27 @@ class RawClient:
             answer.clean = len(self.buffer) >= int(length)
             answer.body, self.buffer = self.buffer[: int(length)], self.buffer[int(length) :]
         elif answer.header(b"transfer-encoding"):
-            answer.body, answer.clean = self._read_chunks()
+            answer.body, answer.clean = self.read_chunks()
         else:
             answer.body = self.rest()
         return answer
 
-    def _read_chunks(self) -> tuple[bytes, bool]:
-        content = b""
+    def read_chunks(self) -> tuple[bytes, bool]:
+        """The content of a chunked body, and whether it ended as it should."""
+        content: list[bytes] = []
         while True:
             while b"\r\n" not in self.buffer:
                 if not self.more():
-                    return content, False
+                    return b"".join(content), False
             size = int(self.buffer.partition(b"\r\n")[0], 16)
             end = self.buffer.index(b"\r\n") + 2 + size + 2
             while len(self.buffer) < end:
                 if not self.more():
-                    return content, False
-            content += self.buffer[end - 2 - size : end - 2]
+                    return b"".join(content), False
+            content.append(self.buffer[end - 2 - size : end - 2])
             self.buffer = self.buffer[end:]
             if size == 0:
-                return content, True
+                return b"".join(content), True
 
     def rest(self) -> bytes:
         """Everything until the connection ends."""

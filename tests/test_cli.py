@@ -46,8 +46,13 @@ def compose(folder: Path, *names: str, tokens_per_second: float = 2000, **top: o
 
 @pytest.fixture
 def state(tmp_path: Path) -> Iterator[Path]:
-    """A state folder; engines that a test left running are killed."""
+    """A state folder; whatever a test left running is killed."""
     yield tmp_path
+    for lock in tmp_path.glob(f"anvil-mux/{PROJECT}/lock"):
+        with suppress(OSError):
+            pid = int(lock.read_text())
+            if str(tmp_path) in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
     for file in tmp_path.glob(f"anvil-mux/{PROJECT}/*.json"):
         with suppress(ProcessLookupError):
             os.killpg(json.loads(file.read_text())["pid"], signal.SIGKILL)

@@ -62,7 +62,7 @@ MUTANTS = {
     ),
     "a cool-down is not kept": (
         "residency",
-        "        seat.retry_at = now + min(pause, MAX_COOL_DOWN_SECONDS)\n",
+        "        seat.failed_starts += 1\n        seat.retry_at = now + cool_down(seat.failed_starts)\n",
         "",
     ),
 }

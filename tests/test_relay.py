@@ -1,15 +1,16 @@
-"""Requests to engines and their answers back, over real sockets, with an engine whose bytes the test sends."""
+"""Requests to engines and their answers, over real sockets, with an engine whose bytes the test sends."""
 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from anvil_mux import relay
+from anvil_mux import http1, pump, relay
 from anvil_mux.errors import LoadError
 from anvil_mux.inference import Patience
 from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, chunk
@@ -60,8 +61,8 @@ def test_an_answer_comes_back_with_its_body_and_own_headers(rig: Rig) -> None:
     assert b"\r\nx-request-id: my-id\r\n" in asked.head
     assert b"\r\nHost: 127.0.0.1:%d\r\n" % rig.engine.address[1] in asked.head
     asked.send(
-        b"HTTP/1.1 200 OK\r\nServer: uvicorn\r\nContent-Type: application/json\r\nKeep-Alive: 5\r\nX-Engine: y\r\n"
-        b"Content-Length: 8\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nServer: uvicorn\r\nContent-Type: application/json\r\nKeep-Alive: 5\r\n"
+        b"X-Engine: y\r\nContent-Length: 8\r\n\r\n",
         b'{"x": 1}',
     )
     answer = client.read()
@@ -155,6 +156,19 @@ def test_the_first_event_reaches_the_client_before_the_last_is_sent(rig: Rig) ->
     assert len(rig.engine.connections) == 1
 
 
+@pytest.mark.parametrize("end", [b"0\r\n\r\nHTTP/1.1 200 OK\r\n", b"0\r\n\r\n"])
+def test_what_an_engine_sends_beyond_its_answer_is_nobodys(rig: Rig, end: bytes) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    rig.engine.next().send(SSE_HEAD + chunk(b"data: 1\n\n") + end)
+    answer = client.read()
+    assert (answer.body, answer.clean) == (b"data: 1\n\n", True)
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().body == b"{}"
+    assert len(rig.engine.connections) == (1 if end == b"0\r\n\r\n" else 2)
+
+
 def test_a_body_until_close_is_chunked_for_the_client(rig: Rig) -> None:
     client = rig.client()
     client.post(STREAM_A)
@@ -194,22 +208,30 @@ def test_a_large_answer_with_a_length_passes_whole(rig: Rig) -> None:
     assert len(rig.engine.connections) == 1
 
 
-def test_a_client_that_does_not_read_stops_the_engine_and_gets_every_byte_later(rig: Rig) -> None:
+def test_a_client_that_does_not_read_stops_the_engine_and_gets_every_byte_later(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, held = pump.Pump._hold, threading.Event()
+
+    def note(self: pump.Pump, stream: pump.Stream, rest: bytes) -> None:
+        hold(self, stream, rest)
+        held.set()
+
+    monkeypatch.setattr(pump.Pump, "_hold", note)
     client = rig.client()
     client.post(STREAM_A)
     asked = rig.engine.next()
     asked.send(SSE_HEAD)
     client.read_until(b"\r\n\r\n")
     event = b"data: " + b"x" * 65536 + b"\n\n"
-    sender = threading.Thread(target=lambda: asked.send(*[chunk(event)] * 120, b"0\r\n\r\n"))
+    sender = threading.Thread(target=lambda: asked.send(*[chunk(event)] * 300, b"0\r\n\r\n"))
     sender.start()
-    stream = next(iter(rig.relay.pump._streams.values()))
-    while not stream.pending:
-        assert sender.is_alive(), "nothing held the engine back"
-    content, clean = client._read_chunks()
+    assert held.wait(20)
+    assert sender.is_alive(), "nothing held the engine back"
+    content, clean = client.read_chunks()
     sender.join()
     assert clean
-    assert content == event * 120
+    assert content == event * 300
 
 
 def test_a_client_that_never_reads_again_is_left(
@@ -239,14 +261,38 @@ def test_many_streams_at_once_do_not_mix(rig: Rig) -> None:
     for part in range(10):
         for number, each in asked.items():
             each.send(chunk(b"data: %d.%d\n\n" % (number, part)))
-    for each in asked.values():
-        each.send(b"0\r\n\r\n")
+    asked[0].send(b"0\r\n\r\n")
+    rig.events.record()
+    for number, each in asked.items():
+        if number:
+            each.send(b"0\r\n\r\n")
     for number, client in enumerate(clients):
         answer = client.read()
         assert answer.clean
         assert answer.body == b"".join(b"data: %d.%d\n\n" % (number, part) for part in range(10))
     rig.events.record(40)
     assert len(rig.relay.pump) == 0
+
+
+def test_only_silence_ends_a_long_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pump, "SWEEP_SECONDS", 1e6)
+    engine, upstream = socket.socketpair()
+    client, far = socket.socketpair()
+    moved = pump.Pump(silence_timeout=10.0)
+    response = http1.parse_response(SSE_HEAD, "POST")
+    stream = pump.Stream(upstream, client, relay.body_of(response, chunked=True))
+    moved._streams[-1] = stream
+    for now in (100.0, 109.0, 118.0):
+        engine.sendall(chunk(b"data: 1\n\n"))
+        moved._read(stream, now)
+        moved._sweep(now + 9.5)
+        assert stream.end is None
+    moved._sweep(128.5)
+    assert stream.end is pump.End.STALLED
+    moved._streams.clear()
+    moved.close()
+    for end in (engine, upstream, client, far):
+        end.close()
 
 
 # Ends that are not clean
@@ -259,7 +305,7 @@ def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event_and_a_cut
     asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
     client.read_until(b"data: 1\n\n\r\n")
     asked.reset()
-    content, clean = client._read_chunks()
+    content, clean = client.read_chunks()
     assert not clean
     assert error_in(content)["code"] == "backend_unavailable"
     rig.events.wait("released")
@@ -274,7 +320,7 @@ def test_an_event_that_was_cut_in_two_does_not_swallow_the_error(rig: Rig) -> No
     asked.send(SSE_HEAD, chunk(b'data: {"half'))
     client.read_until(b'{"half\r\n')
     asked.close()
-    content, clean = client._read_chunks()
+    content, clean = client.read_chunks()
     assert not clean
     assert content.startswith(b"\n\n")
     assert error_in(content)["code"] == "backend_unavailable"
@@ -320,7 +366,7 @@ def test_an_anthropic_stream_gets_an_anthropic_error_event(rig: Rig) -> None:
     asked.send(SSE_HEAD, chunk(b"event: ping\ndata: {}\n\n"))
     client.read_until(b"{}\n\n\r\n")
     asked.close()
-    content, clean = client._read_chunks()
+    content, clean = client.read_chunks()
     assert not clean
     assert content.startswith(b"event: error\ndata: ")
 
@@ -346,7 +392,7 @@ def test_a_silent_engine_is_given_up_within_a_stream(
     asked = rig.engine.next()
     asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
     client.read_until(b"data: 1\n\n\r\n")
-    content, clean = client._read_chunks()
+    content, clean = client.read_chunks()
     assert not clean
     assert "silent" in error_in(content)["message"]
     assert asked.was_left()
@@ -365,7 +411,7 @@ def test_a_stream_ends_whole_before_another_model_is_loaded(rig: Rig) -> None:
     second.post(b'{"model":"org/b"}')
     rig.events.wait("draining")
     asked.send(chunk(b"data: 2\n\n"), b"0\r\n\r\n")
-    content, clean = first._read_chunks()
+    content, clean = first.read_chunks()
     assert (content, clean) == (b"data: 2\n\n", True)
     assert second.read().body == b"{}"
     assert not rig.events.of("severed")
@@ -380,7 +426,7 @@ def test_a_severed_stream_ends_with_an_error_event_and_a_cut(make_rig: Callable[
     asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
     first.read_until(b"data: 1\n\n\r\n")
     second.post(b'{"model":"org/b"}')
-    content, clean = first._read_chunks()
+    content, clean = first.read_chunks()
     assert not clean
     assert error_in(content)["code"] == "severed"
     assert asked.was_left()
@@ -579,7 +625,7 @@ def test_a_waiting_stream_is_kept_alive_and_then_continued(make_rig: Callable[..
         client.read_until(chunk(b": anvil-mux loading a\n"))
     rig.mechanism.gate.set()
     rig.engine.next().send(SSE_HEAD, chunk(b"data: 1\n\n"), b"0\r\n\r\n")
-    content, clean = client._read_chunks()
+    content, clean = client.read_chunks()
     assert clean
     assert content.replace(b": anvil-mux loading a\n", b"") == b"data: 1\n\n"
     client.post(ASK_A)
@@ -638,7 +684,8 @@ def test_beats_to_a_client_of_http_1_0_are_not_chunked(make_rig: Callable[..., R
     rig.mechanism.gate.clear()
     client = rig.client()
     client.send(
-        b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(STREAM_A), STREAM_A)
+        b"POST /v1/chat/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(STREAM_A), STREAM_A)
     )
     client.read_until(b"\r\n\r\n: anvil-mux loading a\n")
     rig.mechanism.gate.set()
@@ -703,8 +750,9 @@ def test_an_upload_is_spooled_and_sent_again_on_a_new_engine(rig: Rig) -> None:
     )
     client = rig.client()
     head = (
-        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: %b\r\nContent-Type: multipart/form-data; boundary=B\r\n"
-        b"Content-Length: %d\r\n\r\n" % (client.host, len(body))
+        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: %b\r\n"
+        b"Content-Type: multipart/form-data; boundary=B\r\nContent-Length: %d\r\n\r\n"
+        % (client.host, len(body))
     )
     rig.engine.keep_bodies = False
     tracemalloc.start()

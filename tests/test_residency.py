@@ -550,7 +550,7 @@ def test_the_cool_down_doubles_up_to_five_minutes_and_a_success_ends_it():
     island.request("a", now)
     island.steps(now)
     island.core.started("a", now)
-    assert island.core.seats["a"].failures == 0
+    assert island.core.seats["a"].failed_starts == 0
     island.sound()
 
 
@@ -606,8 +606,29 @@ def test_a_start_that_could_not_be_cleaned_up_is_stuck():
     assert waiting.error.code == "stuck"
     assert island.request("b", 2.0).error.code == "stuck"
     assert island.steps(6.0) == ["stop a"]
+    early = island.request("a", 6.5)
     island.core.stopped("a", 7.0)
     assert island.request("b", 8.0).error is None
+    assert early.error.code == "load_failed"
+
+
+def test_broken_models_that_cannot_be_cleaned_up_at_once_cool_down_all_the_same():
+    island = Island(A)
+    now, pauses = 0.0, []
+    for _ in range(4):
+        island.request("a", now)
+        assert island.steps(now) == ["start a"]
+        island.core.stop_failed("a", now, "half started")
+        island.steps(now)
+        assert island.until == now + 5.0
+        now += 5.0
+        assert island.steps(now) == ["stop a"]
+        island.core.stopped("a", now)
+        pauses.append(island.core.seats["a"].retry_at - now)
+        now += pauses[-1]
+    assert pauses == [5.0, 10.0, 20.0, 40.0]
+    assert island.core.seats["a"].error == "half started"
+    island.sound()
 
 
 def test_a_stuck_backend_that_dies_is_gone_and_may_be_loaded_at_once():

@@ -92,7 +92,7 @@ def world(layout, policy, seed, requests=60):
         gpus=gpus,
         policy=policy,
         policy_settings=draw.choice(HOLDS) if policy == "debounce" else {},
-        drain_timeout=draw.choice((0.0, 2.0, 30.0)),
+        drain_timeout=draw.choice((0.0, 2.03125, 30.03125)),
         queue_timeout=draw.choice((25.0625, 600.0625)),
         max_wait=draw.choice((8.03125, 60.03125)),
         max_queue=draw.choice((6, 1000, 1000)),

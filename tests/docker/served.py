@@ -108,9 +108,9 @@ def _keep_end(answer: openai.Stream[ChatCompletionChunk]) -> bytearray:
     return end
 
 
-def error_of(answer: Answer) -> dict[str, Any]:
+def error_of(text: str) -> dict[str, Any]:
     """The error object of an answer that is one."""
-    found: dict[str, Any] = json.loads(answer[2])["error"]
+    found: dict[str, Any] = json.loads(text)["error"]
     return found
 
 

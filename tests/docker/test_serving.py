@@ -35,6 +35,7 @@ from tests.docker.served import (
 from tests.running import Running
 
 SOAK_SECONDS = float(os.environ.get("ANVIL_SOAK_SECONDS", "20"))
+"""From 120 on with `-o faulthandler_timeout=600`, or pytest takes it for a hang and prints every thread."""
 CLIENTS = 8
 QUICK = 5.0
 """A limit for what must not wait for Docker, whose own time-outs are longer."""
@@ -72,7 +73,7 @@ def test_three_engines_share_a_gpu_under_eight_clients_that_alternate_between_th
     assert severed == 0
     assert (seen.most, seen.missed) == (1, 0), seen.crowded
     assert seen.names == {stack.container(model) for model in stack.models}
-    assert len(flaws) >= swaps > 2 * len(stack.models)
+    assert len(flaws) >= swaps > len(stack.models)
 
 
 def soak(mux: Running, models: tuple[str, ...]) -> list[str]:
@@ -141,9 +142,9 @@ def test_a_request_whose_engine_was_killed_before_a_byte_came_is_answered_by_its
     stack = llamacpp_compose(tmp_path, models=1, services={GOOD: ENDLESS})
     with served(stack) as mux, ThreadPoolExecutor(1) as pool:
         assert ask(mux, GOOD) == ""
+        first = run_of(stack, GOOD)
         asked = pool.submit(mux.chat, GOOD, max_tokens=4_000, ignore_eos=True)
         eventually(lambda: leases(mux, GOOD) == 1)
-        first = run_of(stack, GOOD)
         docker(stack, "kill", stack.container(GOOD))
         assert asked.result(PATIENCE)[0] == 200
         assert run_of(stack, GOOD) != first
@@ -167,26 +168,23 @@ def test_an_idle_engine_that_was_killed_is_empty_soon_and_loaded_at_the_next_req
 def test_an_engine_that_never_gets_healthy_is_refused_at_once_afterwards_and_the_good_one_goes_on(
     with_bad: Callable[..., Stack],
 ) -> None:
-    command = ["sh", "-c", "echo waiting for the weights; exec sleep 1000"]
-    stack = with_bad("2s", command=command)
-    with served(stack) as mux, ThreadPoolExecutor(1) as pool, stack.watched() as seen:
+    stack = with_bad("2s", command=["sh", "-c", "echo waiting for the weights; exec sleep 1000"])
+    with served(stack) as mux, ThreadPoolExecutor(2) as pool, stack.watched() as seen:
         assert ask(mux, GOOD) == ""
         failing = pool.submit(mux.chat, BAD)
         eventually(lambda: stack.up() == {BAD})
-        assert ask(mux, GOOD) == ""
-        first = failing.result(PATIENCE)
-        assert (first[0], error_of(first)["code"]) == (503, "load_failed")
-        assert "was not ready within its load_timeout of 2 s" in error_of(first)["message"]
-        assert "waiting for the weights" in error_of(first)["message"]
-        good = run_of(stack, GOOD)
-        second = mux.chat(BAD)
-        assert second[0] == 503
-        assert "is not tried again for" in error_of(second)["message"]
-        assert "waiting for the weights" in error_of(second)["message"]
-        assert 1 <= int(second[1]["retry-after"]) <= 5
+        waiting = pool.submit(ask, mux, GOOD)
+        first, second = failing.result(PATIENCE), mux.chat(BAD)
+        assert waiting.result(PATIENCE) == ""
+        for status, headers, text in (first, second):
+            assert (status, error_of(text)["code"]) == (503, "load_failed")
+            assert "was not ready within its load_timeout of 2 s" in error_of(text)["message"]
+            assert "waiting for the weights" in error_of(text)["message"]
+            assert 1 <= int(headers["retry-after"]) <= 5
+        assert "is not tried again for" in error_of(second[2])["message"]
         assert count(mux, "anvil_model_loads", model=BAD) == 1
         assert ask(mux, GOOD) == ""
-        assert (run_of(stack, GOOD), stack.up()) == (good, {GOOD})
+        assert stack.up() == {GOOD}
     assert seen.most == 1, seen.crowded
 
 
@@ -195,10 +193,10 @@ def test_an_engine_that_exits_at_once_fails_long_before_its_load_timeout_with_it
 ) -> None:
     stack = with_bad("10m", command=["sh", "-c", "echo out of memory on GPU 0 >&2; exit 3"])
     with served(stack) as mux:
-        answer = mux.chat(BAD)
-        assert (answer[0], error_of(answer)["code"]) == (503, "load_failed")
-        assert "exited with code 3" in error_of(answer)["message"]
-        assert "out of memory on GPU 0" in error_of(answer)["message"]
+        status, _, text = mux.chat(BAD)
+        assert (status, error_of(text)["code"]) == (503, "load_failed")
+        assert "exited with code 3" in error_of(text)["message"]
+        assert "out of memory on GPU 0" in error_of(text)["message"]
         assert stack.up() == set()
         assert ask(mux, GOOD) == ""
 
@@ -211,9 +209,9 @@ def test_an_engine_killed_while_it_loads_fails_long_before_its_load_timeout(
         asked = pool.submit(mux.chat, BAD)
         eventually(lambda: stack.up() == {BAD})
         docker(stack, "kill", stack.container(BAD))
-        answer = asked.result(PATIENCE)
-        assert (answer[0], error_of(answer)["code"]) == (503, "load_failed")
-        assert "was killed" in error_of(answer)["message"]
+        status, _, text = asked.result(PATIENCE)
+        assert (status, error_of(text)["code"]) == (503, "load_failed")
+        assert "was killed" in error_of(text)["message"]
 
 
 def test_an_image_that_is_missing_is_named_with_its_remedy_and_puts_nobody_out_twice(
@@ -224,10 +222,10 @@ def test_an_image_that_is_missing_is_named_with_its_remedy_and_puts_nobody_out_t
     with served(stack) as mux:
         assert ask(mux, GOOD) == ""
         for _ in range(3):
-            answer = mux.chat(BAD)
-            assert (answer[0], error_of(answer)["code"]) == (503, "load_failed")
-            assert f"image {image} is not present: docker pull {image}" in error_of(answer)["message"]
-            assert ask(mux, GOOD) == ""
+            status, _headers, text = mux.chat(BAD)
+            assert (status, error_of(text)["code"]) == (503, "load_failed")
+            assert f"image {image} is not present: docker pull {image}" in error_of(text)["message"]
+        assert ask(mux, GOOD) == ""
         assert count(mux, "anvil_evictions", model=GOOD) <= 1
 
 
@@ -241,10 +239,10 @@ def test_while_dockerd_is_away_it_says_so_and_when_it_is_back_requests_work_agai
     with served(stack) as mux:
         assert ask(mux, "model-1") == ""
         own_engine.stop()
-        assert_docker_is_missed(mux.chat("model-2"))
-        for path in ("/v1/models", "/healthz", "/livez"):
-            assert mux.request("GET", path, timeout=QUICK)[0] in (200, 503)
-        assert_docker_is_missed(mux.chat("model-2"))
+        for model in ("model-2", "model-1"):
+            assert_docker_is_missed(mux.chat(model))
+        for path in ("/v1/models", "/healthz"):
+            assert mux.request("GET", path, timeout=QUICK)[0] == 200
         own_engine.start()
         eventually(lambda: mux.chat("model-2", max_tokens=1)[0] == 200)
         for model in stack.models:
@@ -253,7 +251,8 @@ def test_while_dockerd_is_away_it_says_so_and_when_it_is_back_requests_work_agai
 
 
 def assert_docker_is_missed(answer: Answer) -> None:
-    assert answer[0] == 503
-    assert "Cannot connect to the Docker daemon" in error_of(answer)["message"]
-    assert "Start dockerd" in error_of(answer)["message"]
-    assert int(answer[1]["retry-after"]) <= 60
+    status, headers, text = answer
+    assert status == 503
+    assert "Cannot connect to the Docker daemon" in error_of(text)["message"]
+    assert "Start dockerd" in error_of(text)["message"]
+    assert int(headers["retry-after"]) <= 60
