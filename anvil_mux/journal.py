@@ -168,6 +168,7 @@ def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
         "size": event.size,
         "seconds": round(event.seconds, 3) if event.seconds < float("inf") else None,
         "reason": event.reason,
+        "target": event.target,
         "engine_log": list(tail),
     }
     return json.dumps({key: value for key, value in line.items() if value not in ("", 0, [], None)}) + "\n"
@@ -193,8 +194,8 @@ def _story(event: Event) -> str:
             return f"ready after {seconds:.1f} s"
         case "draining":
             busy = f"; waits up to {seconds:g} s for {_requests(size)}" if size else ""
-            why = reason if reason.startswith("for ") else f"({reason})"
-            return f"leaves {why}{busy}"
+            goal = f" for {event.target}" if event.target else ""
+            return f"leaves{goal} ({reason}){busy}"
         case "stopping":
             cut = f", {_requests(size)} severed after {seconds:.1f} s" if size else ""
             return f"stopping{cut}"

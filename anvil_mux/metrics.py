@@ -170,9 +170,8 @@ class Metrics:
             self._end_drain(event.backend, "reprieved")
 
     def _on_draining(self, event: Event) -> None:
-        target = self._target(event.reason)
-        cause = "swap" if target else _CAUSES.get(event.reason, "policy")
-        self._leaving[event.backend] = _Leaving(event.model, target, cause, event.at)
+        cause = "swap" if event.target else _CAUSES.get(event.reason, "policy")
+        self._leaving[event.backend] = _Leaving(event.model, event.target, cause, event.at)
 
     def _on_stopping(self, event: Event) -> None:
         leaving = self._leaving.get(event.backend)
@@ -218,14 +217,9 @@ class Metrics:
         "deferred": _on_deferred,
     }
 
-    def _target(self, reason: str) -> str:
-        """The model that a victim makes room for: "for MODEL: why"."""
-        fits = (model for model in self._models.values() if reason.startswith(f"for {model}: "))
-        return max(fits, key=len, default="")
-
     def _leaving_for(self, target: str) -> list[_Leaving]:
         """Takes out the victims of the swap to ``target``."""
-        names = [name for name, each in self._leaving.items() if target and each.target == target]
+        names = [name for name, each in self._leaving.items() if each.target == target]
         return [self._leaving.pop(name) for name in names]
 
     def _end_drain(self, victim: str, result: str) -> None:

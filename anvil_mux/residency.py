@@ -70,7 +70,7 @@ KINDS = {
     "gone": "a waiting request's client left",
     "failed": "a request ended without a lease; `reason` is the error's code",
     "deferred": "the policy holds a swap back; `seconds` from now at most",
-    "draining": "a backend gets no new leases; `reason` says for whom and why",
+    "draining": "a backend gets no new leases, because it makes room for `target` or for another `reason`",
     "severed": "a request still leased when the drain ended",
     "stopping": "a backend is told to leave its GPUs; `seconds` is what the drain took",
     "empty": "a backend holds nothing; with a `reason` it failed to load, or died",
@@ -101,6 +101,8 @@ class Event(NamedTuple):
     seconds: float = 0.0
     """What it took: the wait of a ticket, the load of a backend, the drain of a victim."""
     reason: str = ""
+    target: str = ""
+    """The model that a draining backend makes room for."""
 
 
 class Ticket:
@@ -515,11 +517,11 @@ class Residency:
         target, victims = plan
         drain = self._config.drain_timeout if drain_timeout is None else drain_timeout
         self._swaps.append(_Swap(target, victims, now + drain, reason))
-        why = f"for {target.model}: {reason}" if target else reason
+        model = target.model if target else ""
         for victim in victims:
             self._enter(victim, "swap", now)
             size = len(victim.holders)
-            self._emit(Event(now, "draining", victim.model, victim.name, 0, size, drain, why))
+            self._emit(Event(now, "draining", victim.model, victim.name, 0, size, drain, reason, model))
 
     def _dissolve(self, swap: _Swap, now: float) -> None:
         """Ends a swap before its target was started; victims that only drained stay resident."""

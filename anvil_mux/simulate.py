@@ -316,9 +316,8 @@ class _Checker:
             self._admitting = event.model
             self._failed_starts[name] = 0
         elif event.kind == "draining":
-            target = event.reason.partition(":")[0].removeprefix("for ") if event.reason[:4] == "for " else ""
-            self._claim(not target or bool(self._lines[target]), event, "for nobody")
-            self._drains[name] = event.at, event.seconds, target
+            self._claim(not event.target or bool(self._lines[event.target]), event, "for nobody")
+            self._drains[name] = event.at, event.seconds, event.target
         elif event.kind in ("empty", "parked"):
             self._leave(event)
 

@@ -108,14 +108,14 @@ def test_events_are_told_in_the_order_in_which_they_came(
     desk: Desk, capfd: pytest.CaptureFixture[str]
 ) -> None:
     journal = desk.open(access=2)
-    journal.add(Event(1.0, "draining", "a", "a", 0, 2, 30.0, "for b: 1 waiting, oldest first"))
+    journal.add(Event(1.0, "draining", "a", "a", 0, 2, 30.0, "1 waiting, oldest first", "b"))
     journal.add(record(request_id="between"))
     journal.add(Event(31.0, "stopping", "a", "a", 0, 1, 30.0, "1 waiting"))
     journal.add(Event(32.0, "empty", "a", "a"))
     journal.add(Event(33.0, "ready", "a", "a", seconds=12.34))
     journal.flush()
     told = [line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()]
-    assert told[0] == "a: leaves for b: 1 waiting, oldest first; waits up to 30 s for 2 requests"
+    assert told[0] == "a: leaves for b (1 waiting, oldest first); waits up to 30 s for 2 requests"
     assert told[1].endswith("between")
     assert told[2:] == ["a: stopping, 1 request severed after 30.0 s", "a: stopped", "a: ready after 12.3 s"]
 

@@ -140,7 +140,7 @@ def test_a_swap_of_several_victims_is_one_swap() -> None:
 def test_a_load_that_fails_is_a_failed_swap_and_has_no_duration() -> None:
     seen = told(
         [
-            Event(1.0, "draining", "a", "a", reason="for b: 1 waiting"),
+            Event(1.0, "draining", "a", "a", target="b"),
             Event(2.0, "stopping", "a", "a"),
             Event(3.0, "empty", "a", "a"),
             Event(3.0, "starting", "b", "b"),
@@ -174,11 +174,10 @@ def test_an_adopted_backend_is_no_load() -> None:
 
 
 def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
-    leave = "for both: 1 waiting"
     seen = told(
         [
-            Event(1.0, "draining", "a", "a", reason=leave),
-            Event(1.0, "draining", "c", "c", reason=leave),
+            Event(1.0, "draining", "a", "a", target="both"),
+            Event(1.0, "draining", "c", "c", target="both"),
             Event(2.0, "ready", "a", "a", reason="reprieved"),
             Event(2.0, "ready", "c", "c", reason="reprieved"),
             Event(3.0, "starting", "both", "both"),
@@ -191,7 +190,7 @@ def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
 def test_a_victim_that_cannot_be_stopped_ends_its_swap() -> None:
     seen = told(
         [
-            Event(1.0, "draining", "a", "a", reason="for b: 1 waiting"),
+            Event(1.0, "draining", "a", "a", target="b"),
             Event(2.0, "stopping", "a", "a"),
             Event(3.0, "stuck", "a", "a", reason="still runs"),
             Event(9.0, "empty", "a", "a"),
@@ -206,7 +205,7 @@ def test_a_victim_that_cannot_be_stopped_ends_its_swap() -> None:
 def test_a_death_is_an_eviction_of_its_own_kind() -> None:
     seen = told(
         [
-            Event(1.0, "draining", "a", "a", reason="for b: 1 waiting"),
+            Event(1.0, "draining", "a", "a", target="b"),
             Event(2.0, "empty", "a", "a", reason="died: exited with code 139"),
             Event(50.0, "starting", "b", "b"),
             Event(51.0, "ready", "b", "b"),
@@ -220,7 +219,7 @@ def test_the_target_of_a_swap_may_have_colons_in_its_name() -> None:
     config = Config((Backend("a", "a"), Backend("q", "qwen"), Backend("q8", "qwen: 8b")))
     seen = Metrics(config, nothing)
     for event in (
-        Event(1.0, "draining", "a", "a", reason="for qwen: 8b: 1 waiting"),
+        Event(1.0, "draining", "a", "a", target="qwen: 8b"),
         Event(1.0, "stopping", "a", "a"),
         Event(2.0, "empty", "a", "a"),
         Event(2.0, "starting", "qwen: 8b", "q8"),

@@ -1,8 +1,8 @@
 """1,019 requests in twelve situations that break switching proxies, against a running anvil-mux; no error.
 
-The situations are those that llmux's fuzz suite describes (its report counts the same number, without a list):
-concurrent switching, rapid cycling, bursts, streams during switches, clients that leave. Engines are the demo's:
-real processes, real sockets, short loads.
+The situations are those that llmux's fuzz suite describes (its report counts as many, without a list):
+concurrent switching, rapid cycling, bursts, streams during switches, clients that leave. Engines are the
+demo's: real processes, real sockets, short loads.
 """
 
 from __future__ import annotations

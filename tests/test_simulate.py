@@ -269,7 +269,7 @@ def said(*events, config=TWO):
 
 
 UP = [(0.0, "queued", "a", 1), (0.0, "starting", "a", 0), (3.0, "ready", "a", 0), (3.0, "leased", "a", 1)]
-FOR_B = {"seconds": 5.0, "reason": "for b: 1 waiting"}
+FOR_B = {"seconds": 5.0, "target": "b"}
 DRAINING = [*UP, (4.0, "queued", "b", 2), (4.0, "draining", "a", 0, FOR_B)]
 
 

@@ -79,20 +79,24 @@ def stream(client: openai.OpenAI, model: str, tokens: int) -> openai.Stream[Chat
 def flaw_of(answer: openai.Stream[ChatCompletionChunk], model: str, tokens: int) -> str:
     """Reads a stream to its end; empty if it was whole and from ``model``, else what is wrong with it."""
     end = _keep_end(answer)
-    try:
-        chunks = list(answer)
-    except openai.APIError as error:
-        return f"{model}: {error!r}"
+    chunks = list(answer)
     finished = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1:]
     used = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
     seen = {chunk.model for chunk in chunks}, finished, used, bytes(end).strip().endswith(b"[DONE]")
     return "" if seen == ({model}, ["length"], [tokens], True) else f"{tokens} tokens of {model}: {seen}"
 
 
-def ask(mux: Running, model: str, tokens: int = 20) -> str:
+def ask(mux: Running, model: str) -> str:
     """Streams one answer; empty if it was whole, else what is wrong with it."""
     with client_of(mux) as client:
+        return ask_with(client, model, 20)
+
+
+def ask_with(client: openai.OpenAI, model: str, tokens: int) -> str:
+    try:
         return flaw_of(stream(client, model, tokens), model, tokens)
+    except openai.APIError as error:
+        return f"{model}: {error!r}"
 
 
 def _keep_end(answer: openai.Stream[ChatCompletionChunk]) -> bytearray:

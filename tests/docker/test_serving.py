@@ -20,12 +20,12 @@ from tests.docker.served import (
     PATIENCE,
     Answer,
     ask,
+    ask_with,
     client_of,
     count,
     docker,
     error_of,
     eventually,
-    flaw_of,
     is_idle,
     leases,
     run_of,
@@ -86,7 +86,7 @@ def soak(mux: Running, models: tuple[str, ...]) -> list[str]:
             while time.monotonic() < until:
                 turn = number + len(flaws)
                 model, tokens = models[turn % len(models)], 20 + 37 * turn % 400
-                flaws.append(flaw_of(stream(client, model, tokens), model, tokens))
+                flaws.append(ask_with(client, model, tokens))
         return flaws
 
     with ThreadPoolExecutor(CLIENTS) as pool:
