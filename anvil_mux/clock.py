@@ -1,6 +1,6 @@
 """Time, locks and threads in one replaceable object.
 
-Everything that waits in the multiplexer gets its lock, its conditions and its threads from a ``Clock``, so
+Everything that waits in the multiplexer gets its locks, conditions, latches and threads from a ``Clock``, so
 that tests can run the real threaded program in virtual time, one runnable thread at a time. Moments are
 seconds on one monotonic scale; ``wall`` translates a moment for people.
 """
@@ -22,6 +22,29 @@ class Condition(Protocol):
     def notify_all(self) -> None: ...
 
 
+class Latch(Protocol):
+    """What one thread waits for and another sets, once."""
+
+    def wait(self, timeout: float) -> bool: ...
+    def set(self) -> None: ...
+
+
+class _Latch:
+    """A lock that is taken until it is set: a tenth of the price of ``threading.Event``."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def wait(self, timeout: float) -> bool:
+        return self._lock.acquire(timeout=max(timeout, 0.0))
+
+    def set(self) -> None:
+        self._lock.release()
+
+
 Lock = AbstractContextManager[bool]
 
 
@@ -36,6 +59,9 @@ class Clock:
 
     def condition(self, lock: Lock) -> Condition:
         return threading.Condition(lock)  # type: ignore[arg-type]
+
+    def latch(self) -> Latch:
+        return _Latch()
 
     def spawn(self, run: Callable[[], None], name: str) -> threading.Thread:
         """Starts ``run`` in a daemon thread."""

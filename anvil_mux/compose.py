@@ -184,6 +184,7 @@ class ComposeRuntime:
         self._ids: dict[str, str] = {}  # of the containers that were created, or found fit, by this object
         self._up: dict[str, tuple[str, str]] = {}  # the runs that `watch` answers for
         self._events: subprocess.Popen[str] | None = None
+        self._problem = ""  # written by `watch` alone
 
     def start(self, backend: Backend) -> str:
         with self._lock:
@@ -255,12 +256,16 @@ class ComposeRuntime:
             try:
                 since = time.time()
                 self._compare(died)
-                pause = FIRST_PAUSE
+                pause, self._problem = FIRST_PAUSE, ""
                 self._follow_events(since, died)
-            except MuxError:
-                pass  # dockerd is away; what it took along is found by comparing when it is back.
+            except MuxError as error:
+                # dockerd is away; what it took along is found by comparing when it is back.
+                self._problem = error.message
             self._closed.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def problem(self) -> str:
+        return self._problem
 
     def close(self) -> None:
         self._closed.set()
@@ -420,7 +425,7 @@ def complaint(argv: Sequence[str], done: Done) -> MuxError:
     last = text.splitlines()[-1] if text else f"exit status {done.code}"
     for pattern, error, advice in COMPLAINTS:
         if re.search(pattern, text, re.IGNORECASE):
-            return error(f"{last}. {advice}" if advice else last)
+            return error(f"{last.rstrip('.?')}. {advice}" if advice else last)
     return BackendError(f"`{_show(argv)}` failed: {last}")
 
 

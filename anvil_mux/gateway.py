@@ -28,7 +28,6 @@ from anvil_mux.multiplexer import GpuState, ModelState, Multiplexer
 from anvil_mux.relay import Relay
 
 TEXT = (b"Content-Type", b"text/plain; charset=utf-8")
-PROMETHEUS = (b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8")
 
 Answer = tuple[int, Field, bytes]
 """Status, Content-Type and body."""
@@ -46,7 +45,7 @@ class Gateway:
         relay: Relay,
         records: Sink,
         *,
-        metrics: Callable[[], bytes],
+        metrics: Callable[[str], tuple[str, bytes]],
         checks: Mapping[str, Callable[[], str]] | None = None,
         patience: Patience | None = None,
     ) -> None:
@@ -63,7 +62,7 @@ class Gateway:
             "/health": lambda _: (200, TEXT, b"OK\n"),
             "/healthz": self._healthz,
             "/livez": lambda _: (200, TEXT, b"ok\n"),
-            "/metrics": lambda _: (200, PROMETHEUS, self._metrics()),
+            "/metrics": self._scrape,
             "/models": self._models,
             "/readyz": self._readyz,
             "/v1/models": self._models,
@@ -194,6 +193,10 @@ class Gateway:
             model.model, created=int(self._started), state=model.state, aliases=model.aliases
         )
 
+    def _scrape(self, request: http1.Request) -> Answer:
+        content_type, text = self._metrics(request.fields.get(b"accept", b"").decode("latin-1"))
+        return 200, (b"Content-Type", content_type.encode("ascii")), text
+
     def _models(self, _: http1.Request) -> Answer:
         return 200, JSON, api.models_list(map(self._entry, self._mux.status().models))
 
@@ -234,7 +237,7 @@ def _model_state(model: ModelState) -> dict[str, object]:
 
 def _gpu_state(gpu: GpuState) -> dict[str, object]:
     draining = {
-        "target": gpu.draining_target,
+        "target": gpu.draining_target or None,
         "leases": gpu.draining_leases,
         "seconds_left": round(gpu.drain_seconds_left, 1),
     }
@@ -242,7 +245,7 @@ def _gpu_state(gpu: GpuState) -> dict[str, object]:
         "resident": gpu.residents[0] if gpu.residents else None,
         "residents": list(gpu.residents),
         "state": gpu.state,
-        "draining": draining if gpu.draining_target else None,
+        "draining": draining if gpu.state == "draining" else None,
     }
 
 

@@ -9,6 +9,11 @@ refuses early what can no longer become one), ``parse_*`` reads it, ``forward_*`
 other side with the hop-by-hop fields gone. Bodies pass as raw bytes: ``ChunkCounter`` follows chunked framing
 only to know where the body ends; ``ChunkDecoder`` takes it off.
 
+Clients and engines send the same head again and again, but for its length. So a head that was found sound is
+remembered without its Content-Length line: one that differs in nothing else need not be read again, nor its
+fields be sorted into those that go on and those that do not. Only heads in which that line is the only thing
+that says where the body ends are remembered (``_may_come_again``).
+
 What a client sends wrong is a ``BadRequest``, what an engine sends wrong a ``BackendError``. Every value that
 is written has been checked for CR, LF and NUL, also those that the caller adds. The patterns cannot backtrack
 over more than one repetition, so hostile bytes cost linear time.
@@ -21,6 +26,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import TypeVar
 
 from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
 
@@ -29,6 +35,8 @@ MAX_HEAD = 64 * 1024
 MAX_FIELDS = 100
 MAX_CHUNK_LINE = 300
 MAX_TRAILER = 8 * 1024
+MAX_REMEMBERED = 4 * 1024
+REMEMBERED = 512
 
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -43,16 +51,16 @@ _HOP_BY_HOP = frozenset(
 )
 _NOT_TO_ENGINES = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"forwarded"}
 _NOT_TO_CLIENTS = _HOP_BY_HOP | {b"content-length", b"server"}
-_NOT_TO_ENGINES_PREFIXES = (b"proxy-", b"x-forwarded-")
+_UNIQUE = frozenset([b"x-request-id", b"request-id", b"traceparent", b"idempotency-key"])
+"""Heads with these do not come again."""
 _PLAIN_CONNECTION = frozenset([b"keep-alive", b"Keep-Alive", b"close", b"Close"])
 
-_HTTP_1_0, _HTTP_1_1 = (1, 0), (1, 1)
-_BLANKS = b" \t"
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 _TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]"
 _END = re.compile(rb"\n\r?\n")
 _FIELD = re.compile(rb"^(%b+):(%b*)\r\n" % (_TOKEN, _TEXT), re.MULTILINE)
 _REQUEST_LINE = re.compile(rb"(%b+) ([!-~]+) HTTP/1\.([01])\r\n" % _TOKEN)
+_LENGTH_LINE = re.compile(rb"\r\nContent-Length: ([0-9]{1,15})(?=\r\n)", re.IGNORECASE)
 _OTHER_VERSION = re.compile(rb"%b+ [!-~]+ HTTP/[0-9](?:\.[0-9])?\r?\n?\Z" % _TOKEN)
 _METHOD_SO_FAR = re.compile(rb"%b{1,64}(?: |\Z)" % _TOKEN)
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: (%b*))?\r\n" % _TEXT)
@@ -75,13 +83,17 @@ class Request:
     query: str
     version: tuple[int, int]
     headers: list[Field]
-    """In the order they came, values stripped."""
+    """In the order they came, values stripped, without Content-Length (which is ``length``)."""
     fields: dict[bytes, bytes]
     """Lower-case name -> value; repeated ones joined by a comma."""
     keep_alive: bool
     length: int | None
     chunked: bool
     expect_continue: bool
+    passing: bytes | None = None
+    """The lines that go on to an engine, for a head that may come again."""
+    prepared: dict[object, bytes] | None = None
+    """Heads that were written with it, by what they depend on; shared by all heads that are the same."""
 
 
 @dataclass(slots=True)
@@ -99,6 +111,14 @@ class Response:
     """The declared length; answers to HEAD and 304 may have one without a body."""
     keep_alive: bool
     """Whether the engine's connection may be used again after the body."""
+    passing: bytes | None = None
+    """The lines that go on to the client; as with ``Request``."""
+    prepared: dict[object, bytes] | None = None
+
+
+_Message = TypeVar("_Message", Request, Response)
+_known_requests: dict[bytes, Request] = {}
+_known_responses: dict[bytes, Response] = {}
 
 
 def request_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
@@ -118,33 +138,57 @@ def request_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
 
 def parse_request(head: bytes) -> Request:
     """Reads a whole head, blank line included; BadRequest carries 400, 414, 417, 431, 501 or 505."""
+    line = _LENGTH_LINE.search(head)
+    bare = head[: line.start()] + head[line.end() :] if line else head
+    known = _known_requests.get(bare)
+    if known is None:
+        request = _parse_request(head)
+        if _may_come_again(head, request, has_length=line is not None):
+            request.prepared = {}
+            request.passing = _passing(request.headers, _unwanted_by_engine(request.fields), b"x-forwarded-")
+            _remember(_known_requests, bare, request)
+        return request
+    return Request(
+        known.method,
+        known.target,
+        known.path,
+        known.query,
+        known.version,
+        known.headers,
+        known.fields,
+        known.keep_alive,
+        int(line[1]) if line else None,
+        False,
+        known.expect_continue,
+        known.passing,
+        known.prepared,
+    )
+
+
+def _parse_request(head: bytes) -> Request:
     if len(head) > MAX_HEAD:
         raise BadRequest(f"the request's head is larger than {MAX_HEAD} bytes", status=431)
-    if head[:1] in b"\r\n":
-        head = _without_blank_line(head)
-    if b"\r" not in head:
-        head = head.replace(b"\n", b"\r\n")
-    line = _REQUEST_LINE.match(head)
-    if line is None or line.end() > MAX_REQUEST_LINE:
-        line = _parse_request_line(head)
-    method, target, digit = line.groups()
+    head = _with_crlf(_without_blank_line(head))
+    line = _parse_request_line(head)
     headers = _parse_fields(head, line.end(), BadRequest)
     fields = _by_name(headers)
-    minor = digit == b"1"
-    path, _, query = _origin_form(target.decode("ascii")).partition("?")
+    minor = line[3] == b"1"
+    path, _, query = _origin_form(line[2].decode("ascii")).partition("?")
     host = fields.get(b"host")
     if (host is None and minor) or (host is not None and not _HOST.fullmatch(host)):
         raise BadRequest("an HTTP/1.1 request needs exactly one valid Host header")
     length, chunked = _request_framing(fields, minor)
+    if length is not None:
+        headers = _without_length(headers, fields)
     return Request(
-        method.decode("ascii"),
-        target,
+        line[1].decode("ascii"),
+        line[2],
         path,
         query,
-        _HTTP_1_1 if minor else _HTTP_1_0,
+        (1, 1) if minor else (1, 0),
         headers,
         fields,
-        minor if b"connection" not in fields else _keep_alive(fields, minor),
+        _keep_alive(fields, minor),
         length,
         chunked,
         minor and b"expect" in fields and _expects_continue(fields[b"expect"]),
@@ -163,26 +207,53 @@ def response_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
 
 def parse_response(head: bytes, method: str) -> Response:
     """Reads the answer to a request with ``method``; after a status below 200 another head follows."""
-    if b"\r" not in head:
-        head = head.replace(b"\n", b"\r\n")
+    line = _LENGTH_LINE.search(head)
+    if line is None or method == "HEAD":
+        return _parse_response(head, method)
+    bare = head[: line.start()] + head[line.end() :]
+    known = _known_responses.get(bare)
+    if known is None:
+        response = _parse_response(head, method)
+        if _may_come_again(head, response, has_length=True):
+            response.prepared = {}
+            response.passing = _passing(response.headers, _unwanted_by_client(response.fields))
+            _remember(_known_responses, bare, response)
+        return response
+    return Response(
+        known.version,
+        known.status,
+        known.reason,
+        known.headers,
+        known.fields,
+        known.body,
+        int(line[1]),
+        known.keep_alive,
+        known.passing,
+        known.prepared,
+    )
+
+
+def _parse_response(head: bytes, method: str) -> Response:
+    head = _with_crlf(head)
     line = _STATUS_LINE.match(head)
     if line is None:
         raise BackendError("the engine's answer does not begin with an HTTP/1.x status line")
-    digit, code, reason = line.groups()
     headers = _parse_fields(head, line.end(), BackendError)
     fields = _by_name(headers)
-    minor = digit == b"1"
-    status = int(code)
+    minor = line[1] == b"1"
+    status = int(line[2])
     if status == 101:
         raise BackendError("the engine switched protocols unasked")
     length, chunked = _response_framing(fields)
+    if length is not None:
+        headers = _without_length(headers, fields)
     if status < 200 or status in (204, 304) or method == "HEAD":
         body = "none"
     else:
         body = "chunked" if chunked else "close" if length is None else "length"
-    keep_alive = body != "close" and (minor if b"connection" not in fields else _keep_alive(fields, minor))
-    version = _HTTP_1_1 if minor else _HTTP_1_0
-    return Response(version, status, reason or b"", headers, fields, body, length, keep_alive)
+    keep_alive = body != "close" and _keep_alive(fields, minor)
+    version = (1, 1) if minor else (1, 0)
+    return Response(version, status, line[3] or b"", headers, fields, body, length, keep_alive)
 
 
 def forward_request_head(
@@ -196,19 +267,15 @@ def forward_request_head(
     chunked: bool = False,
 ) -> bytes:
     """The head for the engine; ``set`` replaces and ``drop`` removes fields (both by lower-case names)."""
-    unwanted = _NOT_TO_ENGINES.union(drop, set)
-    if b"connection" in request.fields:
-        unwanted |= _named_by_connection(request.fields)
+    passing = request.passing
+    if passing is None or drop or not set.keys().isdisjoint(request.fields):
+        unwanted = _unwanted_by_engine(request.fields).union(drop, set)
+        passing = _passing(request.headers, unwanted, b"x-forwarded-")
     if target is None:
         target = request.target if request.target[:1] == b"/" else _path_and_query(request)
-    lines = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), target), b"Host: " + host]
-    lines += [
-        name + b": " + value
-        for name, value in request.headers
-        if (low := name.lower()) not in unwanted and not low.startswith(_NOT_TO_ENGINES_PREFIXES)
-    ]
-    lines += [name + b": " + value for name, value in set.items()]
-    return _written(lines, length, chunked)
+    first = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), target), b"Host: " + host]
+    last = [name + b": " + value for name, value in set.items()]
+    return _written(first, passing, last, length, chunked)
 
 
 def forward_response_head(
@@ -226,20 +293,16 @@ def forward_response_head(
     is close, or keep-alive for HTTP/1.0 clients.
     """
     added = list(extra)
-    unwanted = _NOT_TO_CLIENTS.union(drop, [name.lower() for name, _ in added])
-    if b"connection" in response.fields:
-        unwanted |= _named_by_connection(response.fields)
+    passing = response.passing
+    names = [name.lower() for name, _ in added]
+    if passing is None or drop or not response.fields.keys().isdisjoint(names):
+        passing = _passing(response.headers, _unwanted_by_client(response.fields).union(drop, names))
     reason = response.reason or PHRASES.get(response.status, b"")
-    lines = [b"HTTP/1.1 %d %b" % (response.status, reason), b"Server: " + SERVER]
-    lines += [
-        name + b": " + value
-        for name, value in response.headers
-        if (low := name.lower()) not in unwanted and not low.startswith(b"proxy-")
-    ]
-    lines += [name + b": " + value for name, value in added]
+    first = [b"HTTP/1.1 %d %b" % (response.status, reason), b"Server: " + SERVER]
+    last = [name + b": " + value for name, value in added]
     if connection is not None:
-        lines.append(b"Connection: " + connection)
-    return _written(lines, length, chunked)
+        last.append(b"Connection: " + connection)
+    return _written(first, passing, last, length, chunked)
 
 
 def response(
@@ -249,7 +312,7 @@ def response(
     lines = [b"HTTP/1.1 %d %b" % (status, PHRASES.get(status, b"")), b"Server: " + SERVER]
     lines += [name + b": " + value for name, value in headers]
     bodyless = status < 200 or status in (204, 304)
-    head = _written(lines, None if bodyless else len(body), False)
+    head = _written(lines, b"", [], None if bodyless else len(body), False)
     return head if head_only or bodyless else head + body
 
 
@@ -377,6 +440,9 @@ def parse_fields(block: bytes) -> list[Field]:
 
 
 def _find_end(buffer: bytes | bytearray, start: int) -> int | None:
+    end = buffer.find(b"\r\n\r\n", max(start - 3, 0))
+    if end >= 0 and buffer.find(b"\n\n", 0, end) < 0:
+        return end + 4
     found = _END.search(buffer, max(start - 2, 0))
     return None if found is None else found.end()
 
@@ -413,7 +479,7 @@ def _parse_fields(head: bytes, start: int, error: type[MuxError]) -> list[Field]
         if error is BadRequest:
             raise BadRequest(f"more than {MAX_FIELDS} header lines", status=431)
         raise error(f"more than {MAX_FIELDS} header lines")
-    return [(name, value.strip(_BLANKS)) for name, value in found]
+    return [(name, value.strip(b" \t")) for name, value in found]
 
 
 def _by_name(headers: list[Field]) -> dict[bytes, bytes]:
@@ -461,6 +527,11 @@ def _response_framing(fields: dict[bytes, bytes]) -> tuple[int | None, bool]:
     return None, True
 
 
+def _without_length(headers: list[Field], fields: dict[bytes, bytes]) -> list[Field]:
+    del fields[b"content-length"]
+    return [field for field in headers if field[0].lower() != b"content-length"]
+
+
 def _length(fields: dict[bytes, bytes], error: type[MuxError]) -> int | None:
     value = fields.get(b"content-length")
     if value is None:
@@ -486,7 +557,7 @@ def _expects_continue(value: bytes) -> bool:
     return True
 
 
-def _named_by_connection(fields: dict[bytes, bytes]) -> AbstractSet[bytes]:
+def _named_by_connection(fields: dict[bytes, bytes]) -> frozenset[bytes]:
     value = fields.get(b"connection")
     return frozenset() if value is None or value in _PLAIN_CONNECTION else _tokens(value)
 
@@ -495,14 +566,61 @@ def _tokens(value: bytes) -> frozenset[bytes]:
     return frozenset(token.strip(b" \t") for token in value.lower().split(b","))
 
 
-def _written(lines: list[bytes], length: int | None, chunked: bool) -> bytes:
-    """The head made of ``lines``, after a look for line ends that were smuggled in."""
+def _may_come_again(head: bytes, message: Request | Response, *, has_length: bool) -> bool:
+    """Whether a sound head may be remembered without its length.
+
+    There is no blank line before it, so that a whole line taken out or put in is all that sets it apart from
+    another; and no other line, however it is written, tells where the body ends.
+    """
+    return (
+        len(head) <= MAX_REMEMBERED
+        and head[:1] not in b"\r\n"
+        and (message.length is not None) == has_length
+        and b"transfer-encoding" not in message.fields
+        and _UNIQUE.isdisjoint(message.fields)
+    )
+
+
+def _remember(known: dict[bytes, _Message], bare: bytes, message: _Message) -> None:
+    if len(known) >= REMEMBERED:
+        known.clear()
+    known[bare] = message
+
+
+def _unwanted_by_engine(fields: dict[bytes, bytes]) -> frozenset[bytes]:
+    return _NOT_TO_ENGINES | _named_by_connection(fields)
+
+
+def _unwanted_by_client(fields: dict[bytes, bytes]) -> frozenset[bytes]:
+    return _NOT_TO_CLIENTS | _named_by_connection(fields)
+
+
+def _passing(headers: list[Field], unwanted: AbstractSet[bytes], prefix: bytes = b"proxy-") -> bytes:
+    """The lines of ``headers`` that go on to the other side, after a look for smuggled line ends."""
+    lines = [
+        name + b": " + value + b"\r\n"
+        for name, value in headers
+        if (low := name.lower()) not in unwanted and not low.startswith((b"proxy-", prefix))
+    ]
+    return _checked(b"".join(lines), len(lines))
+
+
+def _written(
+    first: list[bytes], passing: bytes, last: list[bytes], length: int | None, chunked: bool
+) -> bytes:
+    """The head made of ``first``, the lines in ``passing``, ``last`` and the framing."""
     if chunked:
-        lines.append(b"Transfer-Encoding: chunked")
+        last.append(b"Transfer-Encoding: chunked")
     elif length is not None:
-        lines.append(b"Content-Length: %d" % length)
-    lines.append(b"\r\n")
-    head = b"\r\n".join(lines)
-    if head.count(b"\n") != len(lines) or head.count(b"\r") != len(lines) or b"\0" in head:
+        last.append(b"Content-Length: %d" % length)
+    top = b"\r\n".join(first)
+    bottom = b"\r\n".join([*last, b"\r\n"]) if last else b"\r\n"
+    _checked(top + bottom, len(first) + len(last))
+    return b"%b\r\n%b%b" % (top, passing, bottom)
+
+
+def _checked(lines: bytes, ends: int) -> bytes:
+    """``lines`` if they have just as many line ends; ValueError if some were smuggled in, or NUL."""
+    if lines.count(b"\n") != ends or lines.count(b"\r") != ends or b"\0" in lines:
         raise ValueError("a header value holds a line end or NUL")
-    return head
+    return lines

@@ -35,7 +35,12 @@ STREAM_HEADERS = [
 ]
 MAX_QUOTED = 2000
 """Bytes of an engine's error that an error event repeats."""
+MAX_PREPARED = 8
+"""Engines' addresses for which the constant part of a head is kept."""
 FOREVER = float("inf")
+
+_OWN = frozenset([b"x-request-id"])
+"""What every forwarded head gets anew."""
 
 Body = bytes | bytearray | Spool
 
@@ -353,26 +358,55 @@ class Inference:
 
 
 def _request_head(call: Call, lease: Lease, length: int) -> bytes:
+    """The head for the engine: but for its last two lines the same for all requests with the same head."""
     request, route = call.request, call.route
     assert route is not None
-    fields = {b"x-request-id": call.request_id.encode("ascii")}
-    if route.model_in == "json" and request.fields.get(b"content-type") != b"application/json":
-        fields[b"content-type"] = b"application/json"
-    return http1.forward_request_head(
-        request,
-        host=b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1]),
-        target=(f"{route.path}?{request.query}" if request.query else route.path).encode("ascii"),
-        set=fields,
-        length=None if request.method == "GET" else length,
+    given = {} if request.prepared is None else request.prepared
+    constant = given.get(lease.address)
+    if constant is None:
+        kind = request.fields.get(b"content-type")
+        as_json = route.model_in == "json" and kind != b"application/json"
+        constant = http1.forward_request_head(
+            request,
+            host=b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1]),
+            target=(f"{route.path}?{request.query}" if request.query else route.path).encode("ascii"),
+            set={b"content-type": b"application/json"} if as_json else {},
+            drop=_OWN,
+        )[:-2]
+        _prepare(given, lease.address, constant)
+    if request.method == "GET":
+        return b"%bX-Request-ID: %b\r\n\r\n" % (constant, call.request_id.encode("ascii"))
+    return b"%bX-Request-ID: %b\r\nContent-Length: %d\r\n\r\n" % (
+        constant,
+        call.request_id.encode("ascii"),
+        length,
     )
 
 
 def _response_head(
     call: Call, response: http1.Response, *, length: int | None = None, chunked: bool = False
 ) -> bytes:
-    return http1.forward_response_head(
-        response, length=length, chunked=chunked, connection=call.connection, extra=call.own_headers
+    """The head for the client: but for its last two lines the same for all answers with the same head."""
+    if length is None or response.prepared is None or call.api == "anthropic":
+        return http1.forward_response_head(
+            response, length=length, chunked=chunked, connection=call.connection, extra=call.own_headers
+        )
+    connection = call.connection
+    constant = response.prepared.get(connection)
+    if constant is None:
+        constant = http1.forward_response_head(response, connection=connection, drop=_OWN)[:-2]
+        _prepare(response.prepared, connection, constant)
+    return b"%bX-Request-ID: %b\r\nContent-Length: %d\r\n\r\n" % (
+        constant,
+        call.request_id.encode("ascii"),
+        length,
     )
+
+
+def _prepare(given: dict[object, bytes], key: object, constant: bytes) -> None:
+    if len(given) >= MAX_PREPARED:
+        given.clear()
+    given[key] = constant
 
 
 def _is_events(response: http1.Response) -> bool:

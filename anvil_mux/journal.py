@@ -69,6 +69,15 @@ class Journal:
         if not self._some.is_set():
             self._some.set()
 
+    def observe(self, event: Event) -> None:
+        """Takes an event of the multiplexer, under its lock.
+
+        What single requests go through is not counted, and told only to those who ask for it: two entries for
+        each request would be a tenth of what it costs.
+        """
+        if event.kind not in _OF_REQUESTS or self._verbosity >= VERBOSE:
+            self.add(event)
+
     def flush(self) -> None:
         """Waits until what was added before is counted and written."""
         done = threading.Event()
@@ -142,6 +151,7 @@ def _write(descriptor: int, text: str) -> None:
         pass  # a full disk or a closed pipe must not end the service
 
 
+_OF_REQUESTS = frozenset(("queued", "leased", "released", "gone", "failed"))
 _NORMAL = frozenset(("starting", "ready", "draining", "stopping", "parked", "empty", "deferred"))
 
 

@@ -1,12 +1,13 @@
 """One lock, a lease per request, a keeper thread per GPU (per backend where backends share one).
 
 ``with mux.lease(model) as lease:`` is the whole interface of the serve path. Under the lock a request is told
-to its island's ``Residency``; if its model is resident it has its lease at once, else its thread waits on a
-condition of its own. The island's keepers wait for the residency's next step, perform it without the lock
+to its island's ``Residency``; if its model is resident it has its lease at once, else its thread waits for a
+latch of its own. The island's keepers wait for the residency's next step, perform it without the lock
 (stop a container, start one, wait until it answers: minutes, if need be) and report how it ended.
 
-Threads wait on the lock in exactly two functions: ``_wait_for_lease`` (requests) and ``_next_step``
-(keepers). Nothing slow happens while it is held. Any thread may call any public method.
+Threads wait in exactly two functions: ``_wait_for_lease`` (requests, without the lock: a line of hundreds
+that is admitted at once must not queue up for it) and ``_next_step`` (keepers, on the lock). Nothing slow
+happens while the lock is held. Any thread may call any public method.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ class Multiplexer:
             if island.residency.request(ticket, now):
                 island.changed.notify_all()
             if not ticket.settled:
-                ticket.wake = self._clock.condition(self._lock)
+                ticket.wake = self._clock.latch()
                 self._waiting += 1
         if ticket.wake:
             self._wait(island, ticket, tend)
@@ -245,18 +246,19 @@ class Multiplexer:
 
     def _wait_for_lease(self, island: _Island, ticket: Ticket, pause: float) -> bool:
         """Waits until the ticket ends, at most ``pause`` seconds, and never past ``queue_timeout``."""
+        limit = self._config.queue_timeout
+        deadline = ticket.since + limit
+        now = self._clock.now()
+        if ticket.wake.wait(min(deadline, now + pause) - now):
+            return True
+        now = self._clock.now()
+        if now < deadline:
+            return False
         with self._lock:
-            deadline = ticket.since + self._config.queue_timeout
-            now = self._clock.now()
-            until = min(deadline, now + pause)
-            while not ticket.settled and now < until:
-                ticket.wake.wait(until - now)
-                now = self._clock.now()
-            if not ticket.settled and now >= deadline:
-                limit = self._config.queue_timeout
+            if not ticket.settled:
                 error = WaitedTooLong(f"{ticket.model} did not become resident within {limit:g} s.")
                 self._leave_line(island, ticket, now, error)
-            return ticket.settled
+        return True
 
     def _abandon(self, island: _Island, ticket: Ticket, error: BaseException) -> None:
         """Under the lock: the request's thread stops waiting because ``tend`` raised."""
@@ -339,7 +341,7 @@ class Multiplexer:
         settled, island.residency.settled = island.residency.settled, []
         for ticket in settled:
             self._waiting -= 1
-            ticket.wake.notify()
+            ticket.wake.set()
 
     # Keepers
 

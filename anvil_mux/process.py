@@ -145,6 +145,9 @@ class ProcessRuntime:
             for name in self._wait_for_end(up):
                 self._judge(name, up[name], died)
 
+    def problem(self) -> str:
+        return ""
+
     def close(self) -> None:
         self._closed.set()
         self._wake()

@@ -588,7 +588,8 @@ class Residency:
             return None
         for other in self.seats.values():
             if other.state == "stuck" and (other is seat or other.holds.keys() & seat.holds.keys()):
-                text = f"{other.name} could not be stopped and holds a GPU of {seat.model}: {other.error}"
+                whose = "" if other is seat else f" and holds a GPU of {seat.model}"
+                text = f"{other.name} could not be stopped{whose}: {other.error}"
                 return Stuck(text, retry_after=other.retry_at - now)
         if seat.retry_at > now:
             pause = seat.retry_at - now

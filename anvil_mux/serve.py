@@ -141,8 +141,17 @@ class Program:
                 form=options.log_format,
                 verbosity=options.verbosity,
             )
-            self._mux = Multiplexer(config, Swapper(self._runtime), log=self._journal.add, clock=self._clock)
-            gateway = Gateway(config, self._mux, relay, self._journal, metrics=self._scrape)
+            self._mux = Multiplexer(
+                config, Swapper(self._runtime), log=self._journal.observe, clock=self._clock
+            )
+            gateway = Gateway(
+                config,
+                self._mux,
+                relay,
+                self._journal,
+                metrics=self._scrape,
+                checks={config.runtime: self._runtime.problem},
+            )
             self._server = self._bind(gateway)
         host, port = self._server.server_address[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
@@ -156,9 +165,9 @@ class Program:
             advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
             raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
 
-    def _scrape(self) -> bytes:
+    def _scrape(self, accept: str) -> tuple[str, bytes]:
         self._journal.flush()
-        return self._metrics.render("")[1]
+        return self._metrics.render(accept)
 
     def _log_tail(self, backend: str) -> list[str]:
         return next((self._runtime.log_tail(b) for b in self._config.backends if b.name == backend), [])

@@ -62,6 +62,9 @@ class Runtime(Protocol):
         call may come before ``load`` has returned or raised.
         """
 
+    def problem(self) -> str:
+        """Why services cannot be started or stopped now, as far as ``watch`` knows; "" if they can."""
+
     def close(self) -> None:
         """Ends ``watch`` and frees what this object holds; engines run on."""
 

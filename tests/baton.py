@@ -43,6 +43,9 @@ class BatonClock(Clock):
     def condition(self, lock):
         return _Condition(self, lock)
 
+    def latch(self):
+        return _Latch(self)
+
     def sleep(self, seconds):
         self.block(self.time + seconds)
 
@@ -122,6 +125,25 @@ class _Lock:
         self.owner = None
         while self._queue:
             self._clock.wake(self._queue.pop())
+
+
+class _Latch:
+    def __init__(self, clock):
+        self._clock = clock
+        self._task = None
+        self._is_set = False
+
+    def wait(self, timeout):
+        self._task = self._clock.running
+        woken = self._is_set or self._clock.block(self._clock.time + max(timeout, 0.0))
+        self._task = None
+        return woken or self._is_set
+
+    def set(self):
+        assert not self._is_set, "a latch is set once"
+        self._is_set = True
+        if self._task:
+            self._clock.wake(self._task)
 
 
 class _Condition:

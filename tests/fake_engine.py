@@ -338,7 +338,7 @@ class Rig:
             self.mux,
             self.relay,
             self.events,
-            metrics=lambda: b"anvil_up 1\n",
+            metrics=lambda accept: ("text/plain", b"anvil_up 1\n"),
             checks={"docker": lambda: ""},
             patience=patience,
         )

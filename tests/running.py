@@ -47,13 +47,18 @@ class Running:
         assert self.port, "it did not start:\n" + "\n".join(self.output)
 
     def request(
-        self, method: str, path: str, body: object = None, timeout: float = 120.0
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        timeout: float = 120.0,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[int, dict[str, str], str]:
         """Status, headers (lower case) and text of one answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         try:
             sent = None if body is None else json.dumps(body)
-            connection.request(method, path, sent, {"Content-Type": "application/json"})
+            connection.request(method, path, sent, {"Content-Type": "application/json", **(headers or {})})
             response = connection.getresponse()
             text = response.read().decode()
             return response.status, {k.lower(): v for k, v in response.getheaders()}, text

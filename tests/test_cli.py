@@ -431,6 +431,14 @@ def test_the_metrics_have_every_request_that_was_answered(state: Path) -> None:
     assert 'anvil_model_state{model="a",state="ready"} 1.0' in text
 
 
+def test_a_scraper_that_asks_for_openmetrics_gets_it(state: Path) -> None:
+    with serving(compose(state), state=state) as running:
+        accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+        _, headers, text = running.request("GET", "/metrics", headers=accept)
+    assert headers["content-type"].startswith("application/openmetrics-text")
+    assert text.endswith("# EOF\n")
+
+
 def test_quiet_tells_where_it_is_and_only_what_is_wrong(state: Path) -> None:
     with serving(compose(state), "--quiet", state=state) as running:
         assert running.chat("a")[0] == 200

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import fields
 
 import h11
 import pytest
 
 from anvil_mux import http1
-from anvil_mux.errors import BackendError, BadRequest, TooLarge
+from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
 
 HOST = b"Host: a\r\n"
 
@@ -306,10 +308,69 @@ def test_what_is_taken_h11_takes_too_and_reads_alike():
         taken += 1
         assert theirs is not None, head
         assert (ours.method.encode(), ours.target) == (theirs.method, theirs.target)
-        assert [(n.lower(), v) for n, v in ours.headers] == list(theirs.headers)
+        others = [field for field in theirs.headers if field[0] != b"content-length"]
+        assert [(n.lower(), v) for n, v in ours.headers] == others
         assert ours.version == tuple(map(int, theirs.http_version.split(b".")))
     assert taken > 500
     assert refused > 500
+
+
+def _outcome(read: Callable[..., http1.Request | http1.Response], *head: object) -> tuple[object, ...]:
+    """What a head was read as, or how it was refused."""
+    try:
+        message = read(*head)
+    except MuxError as error:
+        return type(error), error.status, error.message
+    names = {each.name for each in fields(message)} - {"passing", "prepared"}
+    return tuple(getattr(message, name) for name in sorted(names))
+
+
+def test_a_remembered_head_is_read_like_a_fresh_one():
+    rng = random.Random(3)
+    lines = [b"Content-Length: 4", b"content-length: 12", b"Content-Length:4", b"Content-Length: 4 ", b"X: 1"]
+    lines += [
+        b"Transfer-Encoding: chunked",
+        b"Connection: x",
+        b" folded",
+        b"Expect: 100-continue",
+        b"X: 1\nY: 2",
+    ]
+    remembered = 0
+    for _ in range(20000):
+        first = rng.choices([b"POST / HTTP/1.1", b"", b"HTTP/1.1 200 OK", b"HTTP/1.1 204 X"], [6, 1, 2, 1])[0]
+        first = rng.choice([b"", b"", lines[0], first]) + b"\r\n" + first if rng.random() < 0.1 else first
+        parts = [first, *rng.choices([b"Host: h", *lines], [6, *[2] * len(lines)], k=rng.randrange(5))]
+        head = rng.choices([b"\r\n", b"\n"], [9, 1])[0].join([*parts, b"", b""])
+        method = rng.choice(["GET", "HEAD"])
+        known = len(http1._known_requests) + len(http1._known_responses)
+        assert _outcome(http1.parse_request, head) == _outcome(http1._parse_request, head), head
+        fresh = _outcome(http1._parse_response, head, method)
+        assert _outcome(http1.parse_response, head, method) == fresh, head
+        remembered += len(http1._known_requests) + len(http1._known_responses) > known
+    assert remembered > 10
+
+
+def test_a_remembered_head_goes_on_like_a_fresh_one():
+    head = b"POST /a HTTP/1.1\r\nHost: h\r\nX: 1\r\nConnection: y\r\nY: 2\r\nContent-Length: %d\r\n\r\n"
+    first, second = http1.parse_request(head % 1), http1.parse_request(head % 22)
+    assert second.passing == b"X: 1\r\n"
+    assert [request.length for request in (first, second)] == [1, 22]
+    for changes in ({}, {b"x": b"3"}, {b"z": b"4"}):
+        written = [http1.forward_request_head(r, host=b"e", set=changes, length=5) for r in (first, second)]
+        fresh = http1.forward_request_head(http1._parse_request(head % 22), host=b"e", set=changes, length=5)
+        assert written == [fresh, fresh]
+
+
+def test_a_blank_line_before_a_head_hides_no_length():
+    http1.parse_request(b"\r\nPOST / HTTP/1.1\r\nHost: h\r\n\r\n")
+    with pytest.raises(BadRequest):
+        http1.parse_request(b"\r\nContent-Length: 5\r\nPOST / HTTP/1.1\r\nHost: h\r\n\r\n")
+
+
+def test_few_heads_are_remembered():
+    for number in range(3 * http1.REMEMBERED):
+        http1.parse_request(b"GET /%d HTTP/1.1\r\nHost: h\r\n\r\n" % number)
+    assert len(http1._known_requests) <= http1.REMEMBERED
 
 
 def test_sound_heads_are_taken_as_h11_takes_them():

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.config import Backend, Config
-from anvil_mux.journal import QUIET, Journal
+from anvil_mux.journal import _OF_REQUESTS, NORMAL, QUIET, VERBOSE, Journal, _level
 from anvil_mux.metrics import Metrics
-from anvil_mux.residency import Event
+from anvil_mux.residency import KINDS, Event
 from tests.test_metrics import nothing, record, value
 
 CONFIG = Config((Backend("a", "a"),))
@@ -159,6 +159,27 @@ def test_quiet_tells_only_what_is_wrong(desk: Desk, capfd: pytest.CaptureFixture
     assert told[0] == "a: died: exited with code 139"
     assert len(told) == 2
     assert "still runs" in told[1]
+
+
+def test_only_verbose_tells_what_single_requests_go_through(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for verbosity, told in ((NORMAL, False), (VERBOSE, True)):
+        journal = desk.open(verbosity=verbosity)
+        for kind in ("queued", "leased", "released"):
+            journal.observe(Event(1.0, kind, "a", "a", 7))
+        journal.observe(Event(2.0, "ready", "a", "a", seconds=1.0))
+        journal.flush()
+        said = capfd.readouterr().err
+        assert ("leased #7" in said) is told
+        assert "ready after" in said
+
+
+def test_no_event_is_dropped_that_is_counted_or_told_without_asking() -> None:
+    needless = {
+        kind for kind in KINDS if kind not in Metrics._FOLDS and _level(Event(0, kind, "a")) == VERBOSE
+    }
+    assert needless == _OF_REQUESTS
 
 
 def test_a_full_disk_does_not_end_the_journal(desk: Desk) -> None:

@@ -21,7 +21,7 @@ MUTANTS = {
     ),
     "an admitted request is not woken": (
         "multiplexer",
-        "            ticket.wake.notify()\n",
+        "            ticket.wake.set()\n",
         "            pass\n",
     ),
     "leases are granted while their backend drains": (

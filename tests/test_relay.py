@@ -58,7 +58,7 @@ def test_an_answer_comes_back_with_its_body_and_own_headers(rig: Rig) -> None:
     assert asked.body == ASK_A
     assert b"x-secret" not in asked.head.lower()
     assert b"x-forwarded-for" not in asked.head.lower()
-    assert b"\r\nx-request-id: my-id\r\n" in asked.head
+    assert b"\r\nX-Request-ID: my-id\r\n" in asked.head
     assert b"\r\nHost: 127.0.0.1:%d\r\n" % rig.engine.address[1] in asked.head
     asked.send(
         b"HTTP/1.1 200 OK\r\nServer: uvicorn\r\nContent-Type: application/json\r\nKeep-Alive: 5\r\n"
@@ -94,6 +94,25 @@ def test_requests_on_one_connection_share_one_connection_to_the_engine(rig: Rig)
         client.post(ASK_A)
         assert client.read().body == b"{}"
     assert len(rig.engine.connections) == 1
+
+
+def test_the_same_head_again_goes_on_with_its_own_id_and_length(rig: Rig) -> None:
+    client = rig.client()
+    ids = set()
+    for body in (ASK_A, b'{"model":"a","n":1}', b'{"model": "org/b"}', b'{"model": "alias"}'):
+        client.post(body)
+        engine = rig.other if b"org/b" in body else rig.engine
+        asked = engine.next()
+        assert b"\r\nHost: 127.0.0.1:%d\r\n" % engine.address[1] in asked.head
+        assert asked.head.count(b"X-Request-ID: ") == asked.head.count(b"Content-Length: ") == 1
+        said = b"x" * 10 ** len(ids)
+        asked.send(
+            b"HTTP/1.1 200 OK\r\nX-Request-ID: theirs\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
+        )
+        answer = client.read()
+        assert (answer.body, answer.head.count(b"X-Request-ID: ")) == (said, 1)
+        ids.add(answer.header(b"x-request-id"))
+    assert len(ids) == 4
 
 
 def test_answers_without_a_body_keep_the_connection(rig: Rig) -> None:

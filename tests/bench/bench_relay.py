@@ -412,7 +412,7 @@ def admit(*, hold: bool) -> tuple[float, int]:
     from anvil_mux.config import Backend, Config, Gpu
     from anvil_mux.multiplexer import Multiplexer
 
-    mechanism, admitted, everybody = GatedLoad(), [], threading.Barrier(WAITING)
+    mechanism, admitted, over = GatedLoad(), [], threading.Event()
     config = Config(backends=(Backend(MODEL, MODEL, gpus=("0",)),), gpus=(Gpu("0"),))
     mux = Multiplexer(config, mechanism, log=lambda event: None)
 
@@ -420,7 +420,8 @@ def admit(*, hold: bool) -> tuple[float, int]:
         with mux.lease(MODEL, tend=lambda now: None):
             admitted.append(time.monotonic())
             if hold:
-                everybody.wait(START_SECONDS)
+                over.wait(START_SECONDS)
+        over.wait(START_SECONDS)  # as a connection's thread lives on; its end is no part of an admission
 
     mux.start()
     threads = [threading.Thread(target=request, daemon=True) for _ in range(WAITING)]
@@ -430,6 +431,9 @@ def admit(*, hold: bool) -> tuple[float, int]:
     while mux.status().waiting < WAITING and time.monotonic() < until:
         time.sleep(0.01)
     mechanism.gate.set()
+    while len(admitted) < WAITING and time.monotonic() < until:
+        time.sleep(0.01)
+    over.set()
     for thread in threads:
         thread.join(max(until - time.monotonic(), 0.0))
     mux.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -241,10 +242,14 @@ def test_while_dockerd_is_away_it_says_so_and_when_it_is_back_requests_work_agai
         own_engine.stop()
         for model in ("model-2", "model-1"):
             assert_docker_is_missed(mux.chat(model))
-        for path in ("/v1/models", "/healthz"):
-            assert mux.request("GET", path, timeout=QUICK)[0] == 200
+        assert mux.request("GET", "/v1/models", timeout=QUICK)[0] == 200
+        eventually(lambda: mux.request("GET", "/readyz", timeout=QUICK)[0] == 503)
+        status, _, text = mux.request("GET", "/healthz", timeout=QUICK)
+        assert status == 503
+        assert "Cannot connect to the Docker daemon" in json.loads(text)["problems"]["compose"]
         own_engine.start()
         eventually(lambda: mux.chat("model-2", max_tokens=1)[0] == 200)
+        eventually(lambda: mux.request("GET", "/readyz", timeout=QUICK)[0] == 200)
         for model in stack.models:
             assert ask(mux, model) == ""
             assert stack.up() == {model}
