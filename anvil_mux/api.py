@@ -199,12 +199,7 @@ def with_model(body: bytes | bytearray, new: str) -> bytes:
 def _parse(body: bytes | bytearray) -> tuple[str | None, bool]:
     try:
         text = body.decode()
-        if text[:1] == "{" and text[-1:] == "}":  # no white space around it to be looked for
-            document, end = _DECODER.raw_decode(text)
-            if end != len(text):
-                raise BadRequest("the body is more than one JSON document", param="body")
-        else:
-            document = _DECODER.decode(text[1:] if text[:1] == "\ufeff" else text)
+        document = _DECODER.decode(text[1:] if text[:1] == "\ufeff" else text)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}", param="body") from None
     if not isinstance(document, tuple):

@@ -384,10 +384,14 @@ def _ask(
     from urllib.parse import urlsplit
 
     url = _url(given)
-    parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname if parts.scheme == "http" else None, parts.port or 80
+    except ValueError:
+        host = None
+    if not host:
         raise NotRunning(f"{url} is no address of an anvil-mux; it looks like {DEFAULT_URL}")
-    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout)
     try:
         sent = None if body is None else json.dumps(body)
         connection.request(method, path, sent, {"Content-Type": "application/json"})

@@ -217,6 +217,8 @@ SERVICE_SETTINGS: dict[str, Setting] = {
 }
 
 LABEL = "anvil."
+SERVICE_NAME = re.compile(r"[a-zA-Z0-9._-]+")
+"""As Compose has it. Files are named after services, so a slash would lead out of their folder."""
 
 
 def describe(table: Mapping[str, Setting]) -> Iterator[tuple[str, str, str, str]]:
@@ -350,8 +352,7 @@ class _Loading:
         try:
             return {key: setting.kind.read(value)}
         except ValueError as error:
-            name = f"--{key.replace('_', '-')}" if origin == "flag" else origin
-            self._problems.append(f"{name}: {error}")
+            self._problem_of_setting(key, str(error))
             return {}
 
     def _take(self, table: Mapping[str, Setting], given: Any, key: Key, prefix: str = "") -> dict[str, Any]:
@@ -400,6 +401,8 @@ class _Loading:
         return [(name, found[name]) for name in dict.fromkeys((*names, *found)) if name in found]
 
     def _backend(self, name: str, described: dict[str, Any], given: dict[str, Any]) -> Backend:
+        if not SERVICE_NAME.fullmatch(name):
+            raise ValueError("its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any")
         if self._plain and "env_file" in described:
             self._problem(("services", name, "env_file"), interpolate.NEED_COMPOSE)
         model = given.setdefault("model", settings.TEXT.read(name))
@@ -476,12 +479,11 @@ class _Loading:
                 try:
                     build(values[key], values[f"{key}_settings"])
                 except (ValueError, TypeError) as error:
-                    self._problem(("x-anvil", key), str(error))
+                    self._problem_of_setting(key, str(error))
         names = {name for backend in backends for name in (backend.model, *backend.aliases)}
         if (default := values.get("default_model")) and default not in names:
-            self._problem(
-                ("x-anvil", "default_model"),
-                f"no service serves {default}; {settings.nearest(default, names)}",
+            self._problem_of_setting(
+                "default_model", f"no service serves {default}; {settings.nearest(default, names)}"
             )
 
     def _check_names(self, backends: Sequence[Backend]) -> None:
@@ -548,6 +550,16 @@ class _Loading:
 
     def _problem(self, key: Key, text: str) -> None:
         self._problems.append(f"{self._where(key)}: {text}")
+
+    def _problem_of_setting(self, key: str, text: str) -> None:
+        """Blames the flag or the variable where one of them gave the setting."""
+        match self._origins[key]:
+            case "flag":
+                self._problems.append(f"--{key.replace('_', '-')}: {text}")
+            case origin if origin == f"ANVIL_{key.upper()}":
+                self._problems.append(f"{origin}: {text}")
+            case _:
+                self._problem(("x-anvil", key), text)
 
     def _where(self, key: Key) -> str:
         return max(reversed(self._documents), key=lambda document: document.knows(key)).where(key)

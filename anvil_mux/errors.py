@@ -110,6 +110,7 @@ class LoadError(MuxError):
     """A backend did not become ready; ``log`` holds the engine's last lines."""
 
     status, code = 503, "load_failed"
+    retry = False  # a client's retries after each cool-down would put the resident out again and again
 
     def __init__(self, message: str, *, log: Iterable[str] = (), retry_after: float | None = None) -> None:
         self.log = tuple(log)

@@ -101,6 +101,11 @@ class _Loading:
     since: float
     victims: list[_Leaving] = field(default_factory=list)
 
+    @property
+    def begun(self) -> float:
+        """When the swap began of which this load is the last part."""
+        return min((victim.since for victim in self.victims), default=self.since)
+
 
 class Metrics:
     """One registry of its own; a Prometheus collector."""
@@ -163,9 +168,8 @@ class Metrics:
     def _on_ready(self, event: Event) -> None:
         loading = self._loading.pop(event.backend, None)
         if loading:
-            self._load_seconds[event.model,].observe(event.at - loading.since)
-            self._end_load(loading, "ok")
-            self._time_swap(loading, event.at)
+            self._end_load(loading, "ok", event.at)
+            self._time_phases(loading, event.at)
         else:
             self._end_drain(event.backend, "reprieved")
 
@@ -182,7 +186,7 @@ class Metrics:
         loading = self._loading.pop(event.backend, None)
         leaving = self._leaving.get(event.backend)
         if loading:
-            self._end_load(loading, "failed")
+            self._end_load(loading, "failed", event.at)
         elif leaving is None or leaving.stopping is None:
             self._evictions[event.model, "died"] += 1
             self._leaving.pop(event.backend, None)
@@ -195,7 +199,7 @@ class Metrics:
     def _on_stuck(self, event: Event) -> None:
         loading = self._loading.pop(event.backend, None)
         if loading:
-            self._end_load(loading, "stuck")
+            self._end_load(loading, "stuck", event.at)
         else:
             self._end_drain(event.backend, "stuck")
 
@@ -229,21 +233,20 @@ class Metrics:
             others = self._leaving_for(leaving.target)
             self._swaps[_source([leaving, *others]), leaving.target, result] += 1
 
-    def _end_load(self, loading: _Loading, result: str) -> None:
+    def _end_load(self, loading: _Loading, result: str, now: float) -> None:
         self._loads[loading.model, result] += 1
+        self._load_seconds[loading.model, result].observe(now - loading.since)
         self._swaps[_source(loading.victims), loading.model, result] += 1
+        self._swap_seconds[result,].observe(now - loading.begun)
 
-    def _time_swap(self, loading: _Loading, ready: float) -> None:
-        victims = loading.victims
-        begun = emptied = loading.since
+    def _time_phases(self, loading: _Loading, ready: float) -> None:
+        victims, begun, emptied = loading.victims, loading.begun, loading.since
         if victims:
-            begun = min(victim.since for victim in victims)
             stopping = max(victim.stopping or begun for victim in victims)
             emptied = max(victim.gone or begun for victim in victims)
             self._phases["drain",].observe(stopping - begun)
             self._phases["evict",].observe(emptied - stopping)
         self._phases["load",].observe(ready - emptied)
-        self._swap_seconds[()].observe(ready - begun)
 
     # The scrape
 
@@ -281,7 +284,10 @@ class Metrics:
     def _of_swaps(self) -> Iterator[Metric]:
         yield _counter("anvil_model_loads", "Loads, by how they ended.", "model result", self._loads)
         yield _histogram(
-            "anvil_model_load_duration_seconds", "Loads that succeeded.", "model", self._load_seconds
+            "anvil_model_load_duration_seconds",
+            "Loads, those that failed too.",
+            "model result",
+            self._load_seconds,
         )
         yield _counter(
             "anvil_swaps",
@@ -289,9 +295,17 @@ class Metrics:
             "from to result",
             self._swaps,
         )
-        yield _histogram("anvil_swap_duration_seconds", "Swaps that succeeded.", "", self._swap_seconds)
         yield _histogram(
-            "anvil_swap_phase_seconds", "The phases of those swaps; they add up.", "phase", self._phases
+            "anvil_swap_duration_seconds",
+            "Swaps, from the first drain until the load ended.",
+            "result",
+            self._swap_seconds,
+        )
+        yield _histogram(
+            "anvil_swap_phase_seconds",
+            "The phases of swaps that succeeded; they add up.",
+            "phase",
+            self._phases,
         )
         yield _counter(
             "anvil_severed_requests", "Requests cut because a drain ended.", "model", self._severed

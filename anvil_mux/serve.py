@@ -325,8 +325,13 @@ def _pinned(wanted: bool) -> Iterator[None]:
 def _locked(config: Config) -> Iterator[None]:
     """One anvil-mux per project. The kernel lets go of the lock however the program ends."""
     folder = state_folder(config.project, os.environ)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(folder / "lock", "a+") as file:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = open(folder / "lock", "a+")  # noqa: SIM115 (closed by the with below)
+    except OSError as error:
+        advice = "set XDG_STATE_HOME to a folder that can"
+        raise CannotServe(f"{folder} cannot be written ({error.strerror}): {advice}") from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -7,6 +7,7 @@ in order: no new connections, idle ones closed, waiting requests refused, runnin
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import threading
@@ -24,6 +25,8 @@ from anvil_mux.multiplexer import Multiplexer
 
 STACK_BYTES = 512 * 1024
 """Of a connection's thread; thousands of them must fit."""
+STARVED_SECONDS = 0.5
+"""Between two tries to accept a connection when the program has all the files that it may have."""
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +91,15 @@ class Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's would look the host's name up
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                log.warning("no connection can be accepted (%s): see ulimit -n", error.strerror)
+                time.sleep(STARVED_SECONDS)  # the listener stays readable, so trying on would be a busy loop
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if len(self.connections) >= self._limit:

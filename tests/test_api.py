@@ -443,6 +443,10 @@ def test_anthropic_has_its_own_kinds(error, kind):
 def test_error_headers_say_when_to_come_again():
     assert api.error_headers(Overloaded("x", retry_after=2.2)) == [(b"Retry-After", b"3")]
     assert api.error_headers(NotFound("x")) == [(b"x-should-retry", b"false")]
+    assert api.error_headers(LoadError("x", retry_after=5.0)) == [
+        (b"Retry-After", b"5"),
+        (b"x-should-retry", b"false"),
+    ]
     assert api.error_headers(MuxError("x")) == []
 
 

@@ -198,6 +198,12 @@ def test_without_an_anvil_mux_the_exit_code_is_3(
     assert f"no anvil-mux answers at {url}" in seen.err
 
 
+@pytest.mark.parametrize("url", ["https://127.0.0.1", "http://127.0.0.1:99999", "http://[::1", "http://:80"])
+def test_what_is_no_address_is_told_so(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ps", "--url", url]) == 3
+    assert f"{url} is no address of an anvil-mux" in capsys.readouterr().err
+
+
 def test_a_reader_that_has_enough_is_no_error() -> None:
     command = [sys.executable, "-m", "anvil_mux", "config", "--docs"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -312,6 +318,16 @@ def test_a_port_that_is_taken_is_told_plainly(tmp_path: Path) -> None:
         done = run(compose(tmp_path), "--port", port, state=tmp_path)
     assert done.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_state_folder_that_cannot_be_is_told_plainly(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-m", "anvil_mux", "serve", str(compose(tmp_path))]
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "file")}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "anvil-mux/cli-test cannot be written (Not a directory)" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -149,6 +149,16 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
     assert (found.origins["max_queue"], found.origins["listen"]) == ("flag", "default")
 
 
+def test_a_bad_setting_is_blamed_on_what_gave_it(tmp_path: Path) -> None:
+    environ = {"ANVIL_POLICY": "egaer", "ANVIL_MAX_WAIT": "x", "ANVIL_DEFAULT_MODEL": "b"}
+    overrides = {"drain_timeout": "y", "preemption": "fifo"}
+    with pytest.raises(ConfigError) as caught:
+        plain(tmp_path, "services: {a: {x-anvil: {}}}", environ=environ, overrides=overrides)
+    blamed = sorted(problem.partition(":")[0] for problem in caught.value.problems)
+    given = ["--drain-timeout", "--preemption", "ANVIL_DEFAULT_MODEL", "ANVIL_MAX_WAIT", "ANVIL_POLICY"]
+    assert blamed == given
+
+
 def test_an_alias_that_is_the_model_itself_is_dropped(tmp_path: Path) -> None:
     assert one(tmp_path, "labels: {anvil.aliases: 'a,b'}").aliases == ("b",)
 
@@ -399,6 +409,7 @@ BAD: list[tuple[str, str]] = [
         "services.a: has several ports (5, 6); say where",
     ),
     ("services: {a: {ports: [x], x-anvil: {}}}", "services.a: ports: 'x' is no port"),
+    ("services: {../a: {x-anvil: {}}}", "services.../a: its name may hold letters, digits, ., _ and - only"),
     ('services: {a: {command: "\'", x-anvil: {}}}', "services.a: command: No closing quotation"),
     ("services: {a: {environment: 3, x-anvil: {}}}", "services.a: environment must be a mapping or a list"),
     ("services: {a: {stop_grace_period: soon, x-anvil: {}}}", "services.a: must be seconds, or a time"),

@@ -108,14 +108,14 @@ def test_the_phases_of_a_swap_add_up_to_its_duration() -> None:
     seen = history.metrics
     assert phases(seen) == {"drain": 3.0, "evict": 4.0, "load": 10.0 + 13.0}
     assert (
-        value(seen, "anvil_swap_duration_seconds_sum")
+        value(seen, "anvil_swap_duration_seconds_sum", result="ok")
         == 10.0 + 20.0
         == sum(filter(None, phases(seen).values()))
     )
     assert value(seen, "anvil_swaps_total", **{"from": "none", "to": "a", "result": "ok"}) == 1
     assert value(seen, "anvil_swaps_total", **{"from": "a", "to": "b", "result": "ok"}) == 1
     assert value(seen, "anvil_evictions_total", model="a", reason="swap") == 1
-    assert value(seen, "anvil_model_load_duration_seconds_sum", model="b") == 12.5
+    assert value(seen, "anvil_model_load_duration_seconds_sum", model="b", result="ok") == 12.5
     assert value(seen, "anvil_model_loads_total", model="b", result="ok") == 1
 
 
@@ -134,10 +134,10 @@ def test_a_swap_of_several_victims_is_one_swap() -> None:
     seen = history.metrics
     assert value(seen, "anvil_swaps_total", **{"from": "several", "to": "both", "result": "ok"}) == 1
     assert phases(seen) == {"drain": 1.0, "evict": 4.0, "load": 1.0 + 1.0 + 5.0}
-    assert value(seen, "anvil_swap_duration_seconds_sum") == 1.0 + 1.0 + 10.0
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0 + 1.0 + 10.0
 
 
-def test_a_load_that_fails_is_a_failed_swap_and_has_no_duration() -> None:
+def test_a_load_that_fails_is_a_failed_swap_and_is_timed_apart() -> None:
     seen = told(
         [
             Event(1.0, "draining", "a", "a", target="b"),
@@ -149,7 +149,10 @@ def test_a_load_that_fails_is_a_failed_swap_and_has_no_duration() -> None:
     )
     assert value(seen, "anvil_model_loads_total", model="b", result="failed") == 1
     assert value(seen, "anvil_swaps_total", **{"from": "a", "to": "b", "result": "failed"}) == 1
-    assert value(seen, "anvil_swap_duration_seconds_count") is None
+    assert value(seen, "anvil_model_load_duration_seconds_sum", model="b", result="failed") == 6.0
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="failed") == 8.0
+    assert value(seen, "anvil_swap_duration_seconds_count", result="ok") is None
+    assert phases(seen) == {"drain": None, "evict": None, "load": None}
     assert value(seen, "anvil_evictions_total", model="b", reason="died") is None
 
 
@@ -164,7 +167,7 @@ def test_an_unload_is_an_eviction_and_no_part_of_a_later_swap() -> None:
         ]
     )
     assert value(seen, "anvil_evictions_total", model="a", reason="unload") == 1
-    assert value(seen, "anvil_swap_duration_seconds_sum") == 1.0
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
     assert value(seen, "anvil_swaps_total", **{"from": "none", "to": "b", "result": "ok"}) == 1
 
 
@@ -199,7 +202,7 @@ def test_a_victim_that_cannot_be_stopped_ends_its_swap() -> None:
         ]
     )
     assert value(seen, "anvil_swaps_total", **{"from": "a", "to": "b", "result": "stuck"}) == 1
-    assert value(seen, "anvil_swap_duration_seconds_sum") == 1.0
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
 
 
 def test_a_death_is_an_eviction_of_its_own_kind() -> None:
@@ -212,7 +215,7 @@ def test_a_death_is_an_eviction_of_its_own_kind() -> None:
         ]
     )
     assert value(seen, "anvil_evictions_total", model="a", reason="died") == 1
-    assert value(seen, "anvil_swap_duration_seconds_sum") == 1.0
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
 
 
 def test_the_target_of_a_swap_may_have_colons_in_its_name() -> None:

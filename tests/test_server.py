@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import socket
 import threading
@@ -9,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from anvil_mux import __version__, client
-from tests.fake_engine import JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+from anvil_mux import __version__, client, server
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 
 ASK_A = b'{"model":"a"}'
 SMUGGLED = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -296,6 +297,26 @@ def test_connections_over_the_limit_are_told_so(make_rig: Callable[..., Rig]) ->
     assert b"overloaded" in answer.body
     assert second.is_closed()
     assert first.get(b"/livez").status == 200
+
+
+def test_without_free_files_it_does_not_try_on_and_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    free, tries = threading.Event(), threading.Semaphore(0)
+    accept = server.TCPServer.get_request
+
+    def starved(self: server.Server) -> object:
+        if free.is_set():
+            return accept(self)
+        tries.release()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    pauses: list[float] = []
+    monkeypatch.setattr(server.time, "sleep", lambda seconds: pauses.append(seconds) or free.wait(GUARD))
+    monkeypatch.setattr(server.TCPServer, "get_request", starved)
+    connection = rig.client()
+    assert tries.acquire(timeout=GUARD)
+    free.set()
+    assert connection.get(b"/livez").status == 200
+    assert pauses == [server.STARVED_SECONDS]
 
 
 def test_a_connection_that_ended_makes_room(
