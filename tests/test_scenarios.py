@@ -145,9 +145,9 @@ def test_one_call_of_a_client_that_retries_puts_the_resident_out_once(rig: Rig) 
     assert connection.read().status == 200
     rig.mechanism.failure = LoadError("exited with code 1")
     url = "http://{}:{}/v1".format(*rig.address)
-    with openai.OpenAI(base_url=url, api_key="x", timeout=GUARD) as client:
-        with pytest.raises(openai.InternalServerError) as caught:
-            client.chat.completions.create(model="org/b", messages=[])
+    client = openai.OpenAI(base_url=url, api_key="x", timeout=GUARD)
+    with client, pytest.raises(openai.InternalServerError) as caught:
+        client.chat.completions.create(model="org/b", messages=[])
     assert caught.value.code == "load_failed"
     assert [event.backend for event in rig.events.of("starting")] == ["a", "b"]
 
