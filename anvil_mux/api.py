@@ -144,6 +144,7 @@ def media(content_type: bytes, body: bytes | bytearray) -> str:
     raise BadRequest("the body must be application/json (or multipart/form-data for files)", status=415)
 
 
+_scan_json: Callable[[str, int], tuple[dict[str, object], int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
 _DECODER = json.JSONDecoder(object_pairs_hook=tuple)
 """Objects become tuples of pairs, which arrays never are; repeated keys stay visible."""
 _START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
@@ -197,6 +198,19 @@ def with_model(body: bytes | bytearray, new: str) -> bytes:
 
 
 def _parse(body: bytes | bytearray) -> tuple[str | None, bool]:
+    # Where "model" stands once, and no letter of it is escaped (\u006d, ...), the key cannot come twice.
+    if body[:1] == b"{" and body.count(b'"model"') == 1 and b"\\u006" not in body:
+        try:
+            text = body.decode()
+            document, end = _scan_json(text, 0)
+        except (ValueError, RecursionError, StopIteration):
+            return _parse_with_care(body)
+        if end == len(text) and "model" in document:
+            return _checked(document["model"]), document.get("stream") is True
+    return _parse_with_care(body)
+
+
+def _parse_with_care(body: bytes | bytearray) -> tuple[str | None, bool]:
     try:
         text = body.decode()
         document = _DECODER.decode(text[1:] if text[:1] == "\ufeff" else text)
@@ -497,7 +511,8 @@ def error_event(api: str, beat: str, error: MuxError, request_id: str = "") -> b
     if api == "ollama":
         return _json(said) + b"\n"
     if beat == "responses":
-        event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        event = {"code": error.code, "message": error.message, "param": error.param, **error.said}
+        event["type"] = "error"
         return b"event: error\ndata: %b\n\ndata: [DONE]\n\n" % _json({**event, **said})
     return b"data: %b\n\ndata: [DONE]\n\n" % _json(said)
 
@@ -508,7 +523,7 @@ def _error(api: str, error: MuxError, request_id: str) -> dict[str, object]:
     if api == "anthropic":
         fallback = "invalid_request_error" if error.status < 500 else "api_error"
         kind = _ANTHROPIC_KINDS.get(error.status, fallback)
-        inner = {"type": kind, "message": error.message, "code": error.code}
+        inner = {"type": kind, "message": error.message, "code": error.code, **error.said}
         return {"type": "error", "error": inner, "request_id": request_id}
     return {
         "error": {
@@ -516,8 +531,27 @@ def _error(api: str, error: MuxError, request_id: str) -> dict[str, object]:
             "type": error.kind,
             "param": error.param,
             "code": error.code,
+            **error.said,
         }
     }
+
+
+def error_said(body: bytes) -> dict[str, object] | None:
+    """``message``, and what there is of ``type``, ``param`` and ``code``, of an engine's error; None if none.
+
+    The fields stand in an object ``error`` or, as older vLLM has them, at the top; a code may be a number.
+    """
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    inner = said.get("error", said) if isinstance(said, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("message"), str):
+        return None
+    return {key: inner[key] for key in _ERROR_FIELDS if isinstance(inner.get(key), (str, int))}
+
+
+_ERROR_FIELDS = ("message", "type", "param", "code")
 
 
 def comment(text: str) -> bytes:

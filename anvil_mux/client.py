@@ -20,7 +20,8 @@ from anvil_mux import http1
 from anvil_mux.errors import BadRequest, ClientGone, TooLarge
 from anvil_mux.relay import timeval
 
-READ = 65536
+READ = 16384
+"""Room for a head and a small body; more costs an allocation that is thrown away each time."""
 IDLE_SECONDS = 75.0
 """Between two requests; longer than clients keep idle connections, so that they close first."""
 HEAD_SECONDS = 30.0

@@ -9,7 +9,8 @@ thing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 MAX_RETRY_AFTER = 60.0
 """Clients refuse to wait much longer than this (openai-python gives up above 120 s)."""
@@ -28,6 +29,8 @@ class MuxError(Exception):
     retry_after: float | None = None
     retry: bool | None = None
     param: str | None = None
+    said: Mapping[str, object] = MappingProxyType({})
+    """Fields that clients are told as an engine said them, in place of ``kind``, ``code`` and ``param``."""
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -152,6 +155,20 @@ class BackendError(MuxError):
     """An engine or its container failed us: unreachable, gone in mid-answer, or impossible to stop."""
 
     status, code = 502, "backend_unavailable"
+
+
+class RefusedByEngine(MuxError):
+    """An engine refused a request whose stream had begun; its own words are the client's to read.
+
+    ``code`` stands in logs and metrics, where an engine's words have no place.
+    """
+
+    status, code, kind = 400, "refused_by_engine", "invalid_request_error"
+
+    def __init__(self, message: str, *, status: int, said: Mapping[str, object]) -> None:
+        super().__init__(message)
+        self.status = status
+        self.said = said
 
 
 class ClientGone(MuxError):

@@ -15,13 +15,14 @@ Three things may come between:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from anvil_mux import api, http1
 from anvil_mux.accesslog import Served
 from anvil_mux.client import Client, Spool
 from anvil_mux.config import Config
-from anvil_mux.errors import BackendError, BadRequest, ClientGone, ModelLoading, MuxError
+from anvil_mux.errors import BackendError, BadRequest, ClientGone, ModelLoading, MuxError, RefusedByEngine
 from anvil_mux.http1 import Field
 from anvil_mux.multiplexer import Lease, Multiplexer
 from anvil_mux.pump import End
@@ -182,10 +183,11 @@ class Call:
 class Waiting:
     """What a call does while it waits in the line of its model."""
 
-    __slots__ = ("_beat_at", "_call", "_chunk_at", "_every", "_limit", "_patience", "_since")
+    __slots__ = ("_beat_at", "_call", "_chunk_at", "_eta", "_every", "_limit", "_patience", "_since")
 
-    def __init__(self, call: Call, patience: Patience) -> None:
+    def __init__(self, call: Call, patience: Patience, eta: Callable[[str], float | None]) -> None:
         self._call = call
+        self._eta = eta
         self._patience = patience
         self._since: float | None = None
         self._beat_at = self._chunk_at = self._limit = self._every = 0.0
@@ -197,10 +199,11 @@ class Waiting:
         if self._since is None:
             self._plan(now)
         if call.stream:
-            if now >= self._beat_at:
+            if now >= self._beat_at or now >= self._chunk_at:
                 self._beat(now)
         elif now >= self._limit:
-            raise ModelLoading(f"{call.model} is still loading. Send the request again to wait on.")
+            text = f"{call.model} is still loading. Send the request again to wait on."
+            raise ModelLoading(text, retry_after=self._eta(call.model))
 
     def _plan(self, now: float) -> None:
         patience = self._patience
@@ -208,15 +211,16 @@ class Waiting:
         self._since = now
         self._every = min(patience.comment_every, own / 2)
         self._beat_at = now + min(patience.grace, own / 2)
-        self._chunk_at = now + patience.chunk_every
+        self._chunk_at = max(now + patience.chunk_every, self._beat_at)
         silence = min(own, patience.silence)
         self._limit = now + max(silence - patience.margin, silence / 2)
 
     def _beat(self, now: float) -> None:
         call = self._call
         text = api.comment(f"anvil-mux loading {call.model}")
-        if now >= self._chunk_at and call.route:
+        if now >= self._chunk_at:
             self._chunk_at = now + self._patience.chunk_every
+            assert call.route is not None
             text += api.beat(call.route.beat, call.model, call.request_id, int(time.time()))
         self._beat_at = now + self._every
         if not call.began:
@@ -243,9 +247,9 @@ class Inference:
             return
         coding = call.request.fields.get(b"content-encoding")
         if coding is not None and coding.lower() != b"identity":
-            raise BadRequest(
-                f"Content-Encoding {coding!r} is not understood: send the body plain", status=415
-            )
+            named = coding.decode("ascii", "replace")
+            advice = "send the body uncompressed, without this header"
+            raise BadRequest(f"Content-Encoding {named} is not understood: {advice}", status=415)
         if route.model_in == "multipart":
             self._infer_from_form(call)
         else:
@@ -282,7 +286,7 @@ class Inference:
         if name is None:
             raise BadRequest("the request must name a `model`", param="model")
         call.model = self._mux.resolve(name)
-        waiting = Waiting(call, self._patience)
+        waiting = Waiting(call, self._patience, self._mux.eta)
         try:
             self._try(call, named, body, span, waiting)
         except Unreachable:
@@ -291,10 +295,9 @@ class Inference:
     def _try(
         self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None, waiting: Waiting
     ) -> None:
-        with self._mux.lease(call.model, waiting.tend) as lease:
+        with self._lease(call, waiting) as lease:
             backend = lease.backend
             call.backend = backend.name
-            call.waited += lease.waited
             known_as = backend.served_model or call.model
             length, pieces = (len(body), body) if known_as == named else _renamed(body, known_as, span)
             try:
@@ -302,6 +305,16 @@ class Inference:
             except Unreachable:
                 self._mux.unreachable(lease)
                 raise
+
+    def _lease(self, call: Call, waiting: Waiting) -> Lease:
+        asked = time.monotonic()
+        try:
+            lease = self._mux.lease(call.model, waiting.tend)
+        except MuxError:
+            call.waited += time.monotonic() - asked
+            raise
+        call.waited += lease.waited
+        return lease
 
     def _forward(self, call: Call, lease: Lease, length: int, body: RequestBody) -> None:
         request = call.request
@@ -329,8 +342,7 @@ class Inference:
     def _continue(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
         """The head went out while the model was loading, so what the engine says must be events."""
         if response.status >= 300 or not _is_events(response):
-            said = exchange.data[:MAX_QUOTED].decode("utf-8", "replace")
-            raise BackendError(f"The engine of {call.model} answered {response.status}: {said}")
+            raise _engine_error(call.model, response.status, exchange.data)
         call.send(exchange.begin(response, chunked=call.chunked))
         self._move(call, lease, exchange, response, events=True)
 
@@ -411,6 +423,18 @@ def _prepare(given: dict[object, bytes], key: object, constant: bytes) -> None:
 
 def _is_events(response: http1.Response) -> bool:
     return response.fields.get(b"content-type", b"").startswith(b"text/event-stream")
+
+
+def _engine_error(model: str, status: int, body: bytes) -> MuxError:
+    """An engine's answer for a client that expects events; a refusal is passed on in the engine's words."""
+    said = api.error_said(body) if 400 <= status < 500 else None
+    if said is None:
+        text = body[:MAX_QUOTED].decode("utf-8", "replace")
+        return BackendError(f"The engine of {model} answered {status}: {text}")
+    message = said.pop("message")
+    assert isinstance(message, str)
+    named = {key: value[:MAX_QUOTED] if isinstance(value, str) else value for key, value in said.items()}
+    return RefusedByEngine(message[:MAX_QUOTED], status=status, said=named)
 
 
 def _ends_event(last: bytes) -> bool:

@@ -1,9 +1,12 @@
 """What happened, written behind everybody's backs: one thread, one deque.
 
-The multiplexer appends events under its lock and handlers append the records of finished requests; that is
-all they do. One thread takes what has gathered, in the order in which it came, folds it into the metrics and
-writes it in few system calls: events to standard error, requests to the access log. It has no wake-up while
-nothing happens, and lets go of the interpreter between small groups so that no request waits for it.
+The multiplexer appends events under its lock and handlers append the records of finished requests. One thread
+takes what has gathered, in the order in which it came, folds it into the metrics and writes it in few system
+calls: events to standard error, requests to the access log. It has no wake-up while nothing happens.
+
+Under load two threads that fight for the interpreter cost more than the work is worth, so the handler that
+adds the ``GROUP``-th record counts and formats the group where it is. It never waits for that, since
+``_folding`` is only tried, and never writes.
 
 ``flush`` returns when everything added before it is counted and written, ``close`` writes what is left.
 """
@@ -13,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -57,17 +59,25 @@ class Journal:
         self._event_text = _json_event if form == "json" else _human_event
         self._verbosity = verbosity
         self._entries: deque[Event | Served | threading.Event] = deque()
+        # Guards the metrics, the lines below and the taking of entries.
+        self._folding = threading.Lock()
+        self._lines: list[str] = []  # of requests, not written yet
         self._some = threading.Event()
         self._hurry = threading.Event()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
-    def add(self, entry: Event | Served) -> None:
-        """Any thread, also under the multiplexer's lock; never blocks on output."""
-        self._entries.append(entry)
+    def add(self, record: Served) -> None:
+        """Takes the record of a finished request, in the thread that served it."""
+        self._entries.append(record)
         if not self._some.is_set():
             self._some.set()
+        if len(self._entries) >= GROUP and self._folding.acquire(blocking=False):
+            try:
+                self._fold_records()
+            finally:
+                self._folding.release()
 
     def observe(self, event: Event) -> None:
         """Takes an event of the multiplexer, under its lock.
@@ -76,7 +86,8 @@ class Journal:
         each request would be a tenth of what it costs.
         """
         if event.kind not in _OF_REQUESTS or self._verbosity >= VERBOSE:
-            self.add(event)
+            self._entries.append(event)
+            self._some.set()
 
     def flush(self) -> None:
         """Waits until what was added before is counted and written."""
@@ -85,6 +96,12 @@ class Journal:
         self._hurry.set()
         self._some.set()
         done.wait(FLUSH_SECONDS)
+
+    def scrape(self, accept: str) -> tuple[str, bytes]:
+        """The metrics with everything that was added before."""
+        self.flush()
+        with self._folding:
+            return self._metrics.render(accept)
 
     def close(self) -> None:
         """Writes what is left."""
@@ -104,42 +121,53 @@ class Journal:
             self._some.clear()
             self._hurry.clear()
             closing = self._closing
-            while self._entries:
-                self._take_group()
-                time.sleep(0)
+            while self._entries or self._lines:
+                self._take_some()
             self._housekeeping()
             idle = IDLE_SECONDS if busy else None
 
-    def _take_group(self) -> None:
-        texts: dict[int, list[str]] = {}
-        flushed = []
-        for _ in range(min(GROUP, len(self._entries))):
-            entry = self._entries.popleft()
-            if isinstance(entry, threading.Event):
-                flushed.append(entry)
-                continue
+    def _fold_records(self) -> None:
+        """Counts and formats a group of records, up to the next event."""
+        entries = self._entries
+        for _ in range(GROUP):
+            record = entries[0] if entries else None
+            if not isinstance(record, Served):
+                return
+            entries.popleft()
             try:
-                descriptor, text = self._take(entry)
+                self._metrics.served(record)
+                if self._access is not None:
+                    self._lines.append(self._request_line(record))
             except Exception:
                 # A mistake in one line must not end all of them.
-                descriptor, text = STDERR, f"journal: {entry}\n{traceback.format_exc()}"
-            if text:
-                texts.setdefault(descriptor, []).append(text)
-        for descriptor, lines in texts.items():
-            _write(descriptor, "".join(lines))
-        for done in flushed:
-            done.set()
+                self._lines.append(f"journal: {record}\n{traceback.format_exc()}")
 
-    def _take(self, entry: Event | Served) -> tuple[int, str]:
-        """Counts an entry; returns what is to be written of it, and where."""
-        if isinstance(entry, Served):
-            self._metrics.served(entry)
-            return (STDERR, "") if self._access is None else (self._access, self._request_line(entry))
-        self._metrics.observe(entry)
-        if _level(entry) > self._verbosity:
-            return STDERR, ""
-        tail = self._tail(entry.backend) if _is_failure(entry) else ()
-        return STDERR, self._event_text(entry, self._wall(entry.at), tail)
+    def _take_some(self) -> None:
+        """Writes a group of records, and the event that follows them."""
+        with self._folding:
+            self._fold_records()
+            lines, self._lines = self._lines, []
+            entry = self._entries[0] if self._entries else None
+            if entry and not isinstance(entry, Served):
+                self._entries.popleft()
+            text = self._take(entry) if isinstance(entry, Event) else ""
+        if lines:
+            _write(STDERR if self._access is None else self._access, "".join(lines))
+        if text:
+            _write(STDERR, text)
+        if isinstance(entry, threading.Event):
+            entry.set()
+
+    def _take(self, event: Event) -> str:
+        """Counts an event; returns what is to be told of it."""
+        try:
+            self._metrics.observe(event)
+            if _level(event) > self._verbosity:
+                return ""
+            tail = self._tail(event.backend) if _is_failure(event) else ()
+            return self._event_text(event, self._wall(event.at), tail)
+        except Exception:
+            return f"journal: {event}\n{traceback.format_exc()}"
 
 
 def _write(descriptor: int, text: str) -> None:

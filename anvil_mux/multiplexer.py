@@ -434,6 +434,27 @@ class Multiplexer:
 
     # State
 
+    def eta(self, model: str) -> float | None:
+        """Seconds until ``model`` is resident if its load takes as long as the last; None if never loaded.
+
+        Not more than a guess: what it waits for before its load begins is not in it.
+        """
+        with self._lock:
+            now = self._clock.now()
+            seats = self._islands[model].residency.seats_of(model)
+            left = [
+                seat.load_seconds - (now - seat.since if seat.state == "starting" else 0.0)
+                for seat in seats
+                if seat.load_seconds is not None
+            ]
+        return min(left, default=None)
+
+    def loading(self) -> list[str]:
+        """The backends that are being loaded."""
+        with self._lock:
+            seats = [seat for i in self._each_island() for seat in i.residency.seats.values()]
+            return [seat.name for seat in seats if seat.state == "starting"]
+
     def status(self) -> Status:
         """A consistent picture, from memory."""
         with self._lock:

@@ -121,8 +121,7 @@ class Debounce:
                 return SwapTo(line.model, f"{line.count} waiting, {self._why(line, seen.now)}")
         if not due:
             return Stay()
-        moment, line = min(due, key=lambda pair: pair[0])
-        return Stay(moment, f"{line.model}: waiting for its line to be quiet for {self.quiet:g} s")
+        return Stay(min(moment for moment, _ in due), f"no line has been quiet for {self.quiet:g} s yet")
 
     def _due(self, line: Line) -> float:
         if not line.evicts:

@@ -44,7 +44,7 @@ Address = tuple[str, int]
 RequestBody = bytes | bytearray | Iterable[bytes | bytearray | memoryview]
 """Bytes, or something that can be iterated over more than once."""
 
-READ = 65536
+READ = 16384
 SMALL = 65536
 """A body up to this size is sent in one piece with its head."""
 WHOLE = 256 * 1024

@@ -6,7 +6,8 @@ are adopted if they answer for their model; those that do not, that cannot stay 
 configuration no longer has are stopped.
 
 The first SIGTERM or SIGINT drains: requests that run are finished within ``drain_timeout``, new ones refused.
-The second ends the program at once. Engines run on or are stopped, as ``on_exit`` says; a crash stops none.
+The second ends the program at once. Engines run on or are stopped, as ``on_exit`` says, but one that is still
+loading is stopped in any case: no later start could tell how far it is. A crash stops none.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Program:
                 self._mux,
                 relay,
                 self._journal,
-                metrics=self._scrape,
+                metrics=self._journal.scrape,
                 checks={config.runtime: self._runtime.problem},
             )
             self._server = self._bind(gateway)
@@ -164,10 +165,6 @@ class Program:
         except OSError as error:
             advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
             raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
-
-    def _scrape(self, accept: str) -> tuple[str, bytes]:
-        self._journal.flush()
-        return self._metrics.render(accept)
 
     def _log_tail(self, backend: str) -> list[str]:
         return next((self._runtime.log_tail(b) for b in self._config.backends if b.name == backend), [])
@@ -238,7 +235,8 @@ class Program:
                 deadline=time.monotonic() + ADOPT_SECONDS,
             )
         except MuxError:
-            return f"it did not answer for {backend.model} within {ADOPT_SECONDS:g} s"
+            silent = f"it did not answer for {backend.model} within {ADOPT_SECONDS:g} s"
+            return f"{silent} (perhaps it was still loading); the next request loads it anew"
         return ""
 
     def _stop_engine(self, backend: Backend, why: str) -> bool:
@@ -261,9 +259,8 @@ class Program:
             say(f"cut off after {grace:g} s: {_requests(self._mux.sever())}")
             self._server.drain(FAREWELL_SECONDS)
         self._mux.close()
-        self._journal.flush()
-        self._leave_engines()
         self._journal.close()
+        self._leave_engines()
         self._runtime.close()
 
     def _leave_engines(self) -> None:
@@ -272,16 +269,16 @@ class Program:
         except MuxError as error:
             say(f"cannot see what runs: {error.message}")
             return
-        backends = [backend for backend in self._config.backends if backend.name in running]
-        names = ", ".join(backend.name for backend in backends)
-        if not backends:
-            say("stopped")
-        elif self._config.on_exit == "keep":
-            say(f"stopped; kept running for the next start (on_exit: keep): {names}")
-        else:
-            with ThreadPoolExecutor(len(backends)) as pool:
-                list(pool.map(lambda backend: self._stop_engine(backend, "on_exit: stop"), backends))
-            say("stopped")
+        backends, loading = self._config.backends, self._mux.loading()
+        unfit = [(b, "it was still loading") for b in backends if b.name in loading]
+        left = [b for b in backends if b.name in running and b.name not in loading]
+        if self._config.on_exit == "stop":
+            unfit += [(backend, "on_exit: stop") for backend in left]
+            left = []
+        with ThreadPoolExecutor(len(backends)) as pool:
+            list(pool.map(lambda pair: self._stop_engine(*pair), unfit))
+        names = ", ".join(backend.name for backend in left)
+        say(f"stopped; kept running for the next start (on_exit: keep): {names}" if left else "stopped")
 
 
 def _requests(count: int) -> str:

@@ -11,7 +11,16 @@ import openai
 import pytest
 
 from anvil_mux import api
-from anvil_mux.errors import BadRequest, LoadError, MuxError, NotFound, Overloaded, TooLarge, UnknownModel
+from anvil_mux.errors import (
+    BadRequest,
+    LoadError,
+    MuxError,
+    NotFound,
+    Overloaded,
+    RefusedByEngine,
+    TooLarge,
+    UnknownModel,
+)
 
 LARGE = api.MAX_JSON_PARSED + 1
 
@@ -564,3 +573,42 @@ def test_a_harmless_request_id_is_kept_and_any_other_replaced():
     assert api.request_id(b"Az09._-", lambda: "new") == "Az09._-"
     for given in (None, b"", b"a b", b"a\n", "ä".encode(), b"a" * 129):
         assert api.request_id(given, lambda: "new") == "new"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"a","mod\\u0065l":"b"}',
+        b'{"\\u006Dodel":"b","model":"a"}',
+        b'{"model":"a", "model" :"b"}',
+    ],
+)
+def test_a_model_named_twice_is_refused_however_it_is_written(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="twice"):
+        api.model_and_stream(body)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"model":"a"}{"x":1}', b'{"model":"a"', b'{"model":"a"}x', b'{"model":"a",}']
+)
+def test_more_or_less_than_one_document_is_refused_also_on_the_quick_path(body: bytes) -> None:
+    with pytest.raises(BadRequest, match="JSON"):
+        api.model_and_stream(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "beat"), [("openai", "chat"), ("openai", "responses"), ("anthropic", "messages")]
+)
+def test_what_an_engine_said_of_a_refusal_stands_in_the_error_of_every_api(name: str, beat: str) -> None:
+    said = {"type": "exceed_context_size_error", "code": 400}
+    event = api.error_event(name, beat, RefusedByEngine("too long", status=400, said=said))
+    inner = json.loads(event.split(b"data: ")[1])["error"]
+    assert (inner["message"], inner["type"], inner["code"]) == ("too long", "exceed_context_size_error", 400)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"too long", b"[1]", b"{}", b'{"error":"too long"}', b'{"error":{"message":1}}', b"[" * 100000],
+)
+def test_what_is_no_error_object_is_not_taken_for_one(body: bytes) -> None:
+    assert api.error_said(body) is None

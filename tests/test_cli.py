@@ -27,9 +27,15 @@ TIMEOUT = 120.0
 PROJECT = "cli-test"
 
 
-def compose(folder: Path, *names: str, tokens_per_second: float = 2000, **top: object) -> Path:
+def compose(
+    folder: Path,
+    *names: str,
+    tokens_per_second: float = 2000,
+    load_seconds: float = 0.1,
+    **top: object,
+) -> Path:
     """A compose file of demo engines that share one GPU."""
-    flags = ["--load-seconds", "0.1", "--tokens-per-second", str(tokens_per_second)]
+    flags = ["--load-seconds", str(load_seconds), "--tokens-per-second", str(tokens_per_second)]
     services = {
         name: {
             "command": ["bin/demo-engine", "--model", name, *flags],
@@ -408,6 +414,18 @@ def test_on_exit_stop_stops_the_engines(state: Path) -> None:
     pid = engine_pid(state, "a")
     assert running.stop() == 0
     assert not is_alive(pid)
+
+
+def test_what_is_still_loading_at_the_end_is_not_left_half_loaded(state: Path) -> None:
+    running = serve(compose(state, load_seconds=600), "--on-exit", "keep", state=state)
+    hurried = {"x-stainless-read-timeout": "0.5"}
+    while not (state / "anvil-mux" / PROJECT / "a.json").exists():
+        body = {"model": "a", "messages": []}
+        assert running.request("POST", "/v1/chat/completions", body, headers=hurried)[0] == 503
+    pid = engine_pid(state, "a")
+    assert running.stop() == 0
+    assert not is_alive(pid)
+    assert running.output[-2:] == ["anvil-mux: stopping a: it was still loading", "anvil-mux: stopped"]
 
 
 def test_engines_that_the_file_has_no_longer_are_stopped(state: Path) -> None:

@@ -555,6 +555,36 @@ def test_the_status_shows_a_drain(seed):
     Stage(seed=seed).play(main)
 
 
+@SEEDS
+def test_how_long_a_load_will_take_is_known_from_the_last_one(seed):
+    def main(stage):
+        assert stage.mux.eta("a") is None
+        stage.request(0.0, "a")
+        stage.clock.sleep(1.0)
+        assert stage.mux.eta("a") is None
+        stage.request(9.0, "b")
+        stage.clock.sleep(15.0)
+        assert stage.mux.eta("a") == 4.0
+        stage.request(0.0, "a")  # b is ready at 17.0 and put out until 18.0
+        stage.clock.sleep(4.0)
+        assert stage.mux.eta("a") == 2.0
+        stage.clock.sleep(10.0)
+
+    Stage(seed=seed).play(main)
+
+
+@SEEDS
+def test_what_is_being_loaded_is_known(seed):
+    def main(stage):
+        stage.request(0.0, "a")
+        stage.clock.sleep(2.0)
+        assert stage.mux.loading() == ["a"]
+        stage.clock.sleep(4.0)
+        assert stage.mux.loading() == []
+
+    Stage(seed=seed).play(main)
+
+
 def test_aliases_stand_for_their_model():
     mux = Stage(Config(backends=(one("a", "0", aliases=("gpt", "small")), B))).mux
     assert [mux.resolve(name) for name in ("a", "gpt", "small", "b")] == ["a", "a", "a", "b"]

@@ -698,6 +698,45 @@ def test_an_engines_error_after_beats_is_an_error_event(make_rig: Callable[..., 
     assert "400: too long!" in error_in(client.rest())["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        pytest.param(
+            b'{"error":{"code":400,"message":"too long!","type":"exceed_context_size_error","n_ctx":8}}',
+            {"message": "too long!", "type": "exceed_context_size_error", "param": None, "code": 400},
+            id="llama.cpp",
+        ),
+        pytest.param(
+            b'{"object":"error","message":"too long!","type":"BadRequestError","param":null,"code":400}',
+            {"message": "too long!", "type": "BadRequestError", "param": None, "code": 400},
+            id="vLLM",
+        ),
+        pytest.param(
+            b'{"error":{"message":"%b"}}' % (b"x" * 5000),
+            {
+                "message": "x" * 2000,
+                "type": "invalid_request_error",
+                "param": None,
+                "code": "refused_by_engine",
+            },
+            id="bounded",
+        ),
+    ],
+)
+def test_an_engines_refusal_after_beats_is_told_in_its_own_words(
+    make_rig: Callable[..., Rig], body: bytes, told: dict[str, object]
+) -> None:
+    rig = make_rig(patience=EAGER_BEATS)
+    rig.mechanism.gate.clear()
+    rig.engine.answer = lambda _: b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    client = rig.client()
+    client.post(STREAM_A)
+    client.read_until(b"loading a\n")
+    rig.mechanism.gate.set()
+    assert error_in(client.rest()) == told
+    assert rig.events.record().code == "refused_by_engine"
+
+
 def test_beats_to_a_client_of_http_1_0_are_not_chunked(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(patience=Patience(grace=0.0, comment_every=1e9, chunk_every=1e9))
     rig.mechanism.gate.clear()
@@ -722,6 +761,26 @@ def test_a_request_without_a_stream_is_answered_before_its_client_gives_up(
     answer = client.read()
     assert (answer.status, json.loads(answer.body)["error"]["code"]) == (503, "model_loading")
     assert answer.header(b"retry-after") == b"10"
+    assert rig.events.record().waited > 0
+
+
+def test_a_client_is_told_to_come_again_when_the_load_should_be_over(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=Patience(silence=0.0))
+    rig.mux.eta = {"a": 42.0, "org/b": 600.0}.get  # type: ignore[method-assign]
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    for body, seconds in ((ASK_A, b"42"), (b'{"model":"org/b"}', b"60")):
+        client.post(body)
+        assert client.read().header(b"retry-after") == seconds
+
+
+def test_the_minimal_chunk_is_not_put_off_until_the_next_comment(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=Patience(grace=0.0, comment_every=1e9, chunk_every=0.1))
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    client.post(STREAM_A)
+    client.read_until(b"loading a\n")
+    client.read_until(b"chat.completion.chunk")
 
 
 def test_the_clients_own_limit_is_respected(make_rig: Callable[..., Rig]) -> None:
