@@ -45,14 +45,11 @@ class Seat:
     error: str = ""
     log: tuple[str, ...] = ()
     load_seconds: float | None = None
+    name: str = field(init=False)
+    model: str = field(init=False)
 
-    @property
-    def name(self) -> str:
-        return self.backend.name
-
-    @property
-    def model(self) -> str:
-        return self.backend.model
+    def __post_init__(self) -> None:
+        self.name, self.model = self.backend.name, self.backend.model
 
     @property
     def used(self) -> float:

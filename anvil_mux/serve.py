@@ -174,7 +174,16 @@ class Program:
         self._mux.start()
         self._clock.spawn(self._watch, "watch")
         with _pinned(self._options.pin):
-            self._clock.spawn(self._server.serve_forever, "acceptor")
+            self._clock.spawn(self._accept, "acceptor")
+
+    def _accept(self) -> None:
+        """The acceptor's life. The threads of connections inherit how it is scheduled."""
+        try:
+            # A thread that wakes does not push aside the one that holds the interpreter, only to wait for it.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        except OSError:
+            pass  # not allowed here; it serves all the same
+        self._server.serve_forever()
 
     def _watch(self) -> None:
         backends = {backend.name: backend for backend in self._config.backends}
