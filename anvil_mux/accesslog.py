@@ -45,12 +45,12 @@ _second = (0, "")
 
 
 def stamp(moment: float) -> str:
-    """RFC 3339 with milliseconds. Only the log's thread calls this; it remembers the last second's text."""
+    """RFC 3339 with milliseconds. Any thread; the last second's text is remembered."""
     global _second
-    whole = int(moment)
-    if _second[0] != whole:
-        _second = (whole, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)))
-    return f"{_second[1]}.{int(moment * 1000) % 1000:03d}Z"
+    whole, second = int(moment), _second
+    if second[0] != whole:
+        _second = second = (whole, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)))
+    return f"{second[1]}.{int(moment * 1000) % 1000:03d}Z"
 
 
 def json_line(r: Served) -> str:

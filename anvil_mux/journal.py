@@ -150,18 +150,24 @@ class Journal:
             entry = self._entries[0] if self._entries else None
             if entry and not isinstance(entry, Served):
                 self._entries.popleft()
-            text = self._take(entry) if isinstance(entry, Event) else ""
+            if isinstance(entry, Event):
+                self._count(entry)
         if lines:
             _write(STDERR if self._access is None else self._access, "".join(lines))
-        if text:
-            _write(STDERR, text)
+        if isinstance(entry, Event):
+            _write(STDERR, self._tell(entry))
         if isinstance(entry, threading.Event):
             entry.set()
 
-    def _take(self, event: Event) -> str:
-        """Counts an event; returns what is to be told of it."""
+    def _count(self, event: Event) -> None:
         try:
             self._metrics.observe(event)
+        except Exception:
+            self._lines.append(f"journal: {event}\n{traceback.format_exc()}")
+
+    def _tell(self, event: Event) -> str:
+        """What is to be told of an event. An engine's last lines may take a while, so nothing is held."""
+        try:
             if _level(event) > self._verbosity:
                 return ""
             tail = self._tail(event.backend) if _is_failure(event) else ()
