@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -18,24 +18,6 @@ from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, chunk
 ASK_A = b'{"model":"a"}'
 STREAM_A = b'{"model":"a","stream":true}'
 EAGER_BEATS = Patience(grace=0.0, comment_every=0.0, chunk_every=0.0)
-
-
-@pytest.fixture
-def make_rig() -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-
-    def make(**settings: object) -> Rig:
-        rigs.append(Rig(**settings))  # type: ignore[arg-type]
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-
-
-@pytest.fixture
-def rig(make_rig: Callable[..., Rig]) -> Rig:
-    return make_rig()
 
 
 def error_in(stream: bytes) -> dict[str, str]:

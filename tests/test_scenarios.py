@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -21,24 +20,6 @@ ASK_A = b'{"model":"a"}'
 ASK_B = b'{"model":"org/b"}'
 STREAM_A = b'{"model":"a","stream":true}'
 LAST_CHUNK = b"0\r\n\r\n"
-
-
-@pytest.fixture
-def make_rig() -> Iterator[Callable[..., Rig]]:
-    rigs: list[Rig] = []
-
-    def make(**settings: object) -> Rig:
-        rigs.append(Rig(**settings))  # type: ignore[arg-type]
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
-
-
-@pytest.fixture
-def rig(make_rig: Callable[..., Rig]) -> Rig:
-    return make_rig()
 
 
 def healthz(rig: Rig) -> dict[str, dict[str, dict[str, object]]]:
