@@ -43,6 +43,8 @@ class Request(NamedTuple):
     patience: float = FOREVER
     leases: bool = True
     """False: it only wants the model loaded."""
+    sender: object = None
+    """Whoever sends it, for ``follow``."""
 
 
 class Unloading(NamedTuple):
@@ -69,6 +71,9 @@ class Outcome(NamedTuple):
 Perform = Callable[[Start | Stop, int], Outcome]
 """The outcome of the n-th step (from 0) on its backend."""
 
+Follow = Callable[[Request, float], Iterable[Request]]
+"""What the end of a request, answered or not, at a moment leads to: requests that come then or later."""
+
 
 @dataclass(frozen=True)
 class Engines:
@@ -86,10 +91,19 @@ class Engines:
 
 
 def simulate(
-    config: Config, trace: Iterable[Request | Unloading | Death], perform: Perform | None = None
+    config: Config,
+    trace: Iterable[Request | Unloading | Death],
+    perform: Perform | None = None,
+    *,
+    resident: Iterable[str] = (),
+    follow: Follow | None = None,
 ) -> list[Event]:
-    """The log of ``trace`` (sorted by moment), until every request has ended and no step is under way."""
-    simulation = _Simulation(config, perform or Engines())
+    """The log of ``trace`` (sorted by moment), until every request has ended and no step is under way.
+
+    ``resident``: backends that run at moment 0. ``follow`` makes clients that wait for their answers.
+    """
+    simulation = _Simulation(config, perform or Engines(), follow)
+    simulation.adopt(resident)
     simulation.run(trace)
     return simulation.log
 
@@ -104,8 +118,9 @@ class _Island:
 class _Simulation:
     """Heap entries are (moment, order, what to call with moment and argument, argument)."""
 
-    def __init__(self, config: Config, perform: Perform) -> None:
+    def __init__(self, config: Config, perform: Perform, follow: Follow | None) -> None:
         self.log: list[Event] = []
+        self._follow = follow
         self._config = config
         self._perform = perform
         self._steps: Counter[str] = Counter()
@@ -121,6 +136,10 @@ class _Simulation:
         for name, backends in islands(config.backends):
             island = _Island(Residency(name, config, backends, policy, preemption, self.log.append))
             self._islands.update(dict.fromkeys(island.residency.lines, island))
+
+    def adopt(self, running: Iterable[str]) -> None:
+        for name in running:
+            self._islands[self._models[name]].residency.adopt(name, 0.0)
 
     def run(self, trace: Iterable[Request | Unloading | Death]) -> None:
         for island in dict.fromkeys(self._islands.values()):
@@ -147,11 +166,23 @@ class _Simulation:
 
     # Facts
 
+    def _follow_up(self, now: float, request: Request) -> None:
+        """The request has ended."""
+        if self._follow:
+            for later in self._follow(request, now):
+                self._open += 1
+                self._at(later.at, self._arrive_late, later)
+
+    def _arrive_late(self, now: float, request: Request) -> None:
+        self._open -= 1
+        self._arrive(request)
+
     def _arrive(self, request: Request) -> None:
         now, model = request.at, request.model
         island = self._islands[model]
         if self._waiting >= self._config.max_queue and not island.residency.is_ready(model):
-            return  # overloaded
+            self._follow_up(now, request)  # overloaded
+            return
         ticket = Ticket(next(self._ids), model, now, leases=request.leases)
         ticket.wake = request
         self._open += 1
@@ -184,20 +215,27 @@ class _Simulation:
         if ticket in island.residency.lines[ticket.model]:
             island.residency.give_up(ticket, now, error)
             self._waiting -= 1
-            self._open -= 1
+            self._end(ticket, now)
             self._ask(island, now)
+
+    def _end(self, ticket: Ticket, now: float) -> None:
+        self._open -= 1
+        self._follow_up(now, ticket.wake)
 
     def _go_on(self, ticket: Ticket, now: float) -> None:
         """A ticket ended: its request is served, or over."""
         if ticket.backend and ticket.leases:
             self._at(now + ticket.wake.seconds, self._release, ticket)
         else:
-            self._open -= 1
+            self._end(ticket, now)
 
     def _release(self, now: float, ticket: Ticket) -> None:
+        if ticket.severed:
+            return
         island = self._islands[ticket.model]
-        self._open -= 1
-        if island.residency.release(ticket, now):
+        ask = island.residency.release(ticket, now)
+        self._end(ticket, now)
+        if ask:
             self._ask(island, now)
 
     # Steps
@@ -211,6 +249,9 @@ class _Simulation:
                 self._go_on(ticket, now)
             if isinstance(step, Wait):
                 break
+            if isinstance(step, Stop):
+                for ticket in step.severed:
+                    self._end(ticket, now)
             outcome = self._perform(step, self._steps[step.backend])
             self._steps[step.backend] += 1
             self._open += 1
