@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from anvil_mux import __version__
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 
 if TYPE_CHECKING:
+    from anvil_mux import study
     from anvil_mux.config import Backend, Config
 
 FAILED, NOT_RUNNING, BAD_CONFIG, INTERRUPTED = 1, 3, 78, 130
@@ -31,6 +33,7 @@ DEFAULT_URL = "http://127.0.0.1:9292"
 ASK_SECONDS = 10.0
 PROGRESS_SECONDS = 2.0
 DOCKER_SECONDS = 5.0
+BROKEN_SHOWN = 5
 
 
 class NotRunning(MuxError):
@@ -119,6 +122,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     add("--pin", action="store_true", help="run on one CPU: more requests per second, engines keep all")
     add("--access-log", metavar="FILE", default="-", help="a file, - for standard error (default), or off")
     add("--log-format", choices=("human", "json"), default="human")
+    add("--event-log", metavar="FILE", help="append every event to a file that `anvil-mux simulate` reads")
     add(
         "-q",
         "--quiet",
@@ -169,6 +173,85 @@ def _add_logs(command: argparse.ArgumentParser) -> None:
     command.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="how many (default 100)")
 
 
+def _add_simulate(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "files",
+        nargs="*",
+        metavar="COMPOSE",
+        help="compose files: their settings, and the backends of a trace or an event log; "
+        "by default every model has GPU 0 to itself",
+    )
+    add(
+        "--profile",
+        type=_chosen("profiles"),
+        default=(),
+        metavar="NAME[,NAME]",
+        help="traffic made to order: single, balanced, bursty, dominant, interleave, mixed, or all",
+    )
+    add(
+        "--trace",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a workload file, or the name of one that is shipped; may be repeated",
+    )
+    add("--log", metavar="EVENTS", help="the clients of an event log, as `serve --event-log` writes it")
+    add(
+        "--policy",
+        type=_chosen("policies"),
+        metavar="NAME[,NAME]",
+        help="the policies to compare; by default all: every one that needs no settings. "
+        "clairvoyant knows the future, of 12 requests at most",
+    )
+    add(
+        "--seeds",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="draw what is random with the seeds 0 to N-1 (default 1); the table shows the means",
+    )
+    add(
+        "--ratios",
+        nargs="?",
+        type=_positive,
+        const=1000,
+        metavar="N",
+        help="instead: the total wait of each policy over the best possible, on N small random workloads "
+        "(default 1000)",
+    )
+    add("--check", action="store_true", help="check whether --log breaks an invariant")
+    add("--plot", metavar="FILE", help="draw who was resident, the lines and the waits (needs matplotlib)")
+    _add_json(command)
+    command.set_defaults(refuse=command.error)
+    command.epilog = (
+        "Times in the table are in seconds: from the first arrival to the last answer (MAKESPAN), of all "
+        "evictions and loads together (SWAPPING), and waits. BUSY is the part of the makespan in which "
+        "something was in service. Exit code 1: an invariant is broken."
+    )
+
+
+def _chosen(what: str) -> Callable[[str], tuple[str, ...]]:
+    """Reads a list of profiles or policies."""
+
+    def read(names: str) -> tuple[str, ...]:
+        from anvil_mux import study
+
+        choose = {"profiles": study.choose_profiles, "policies": study.choose_policies}[what]
+        try:
+            return choose(names)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
+    return int(text)
+
+
 # serve, check, config: what reads the compose file
 
 
@@ -187,7 +270,14 @@ def _serve(given: argparse.Namespace) -> int:
     )
     for warning in config.warnings if given.verbosity >= 0 else ():
         _say(f"warning: {warning}")
-    options = Options(given.access_log, given.log_format, given.pin, given.insecure, given.verbosity)
+    options = Options(
+        access_log=given.access_log,
+        event_log=given.event_log,
+        log_format=given.log_format,
+        pin=given.pin,
+        insecure=given.insecure,
+        verbosity=given.verbosity,
+    )
     return serve(config, options)
 
 
@@ -460,6 +550,86 @@ def _logs(given: argparse.Namespace) -> int:
     return 0
 
 
+# simulate
+
+
+def _simulate(given: argparse.Namespace) -> int:
+    from anvil_mux import study
+
+    policies = given.policy or study.choose_policies("all")
+    if given.ratios:
+        return _ratios(given, policies)
+    if not (given.profile or given.trace or given.log):
+        given.refuse("say what to run: --profile NAME, --trace FILE, --log EVENTS or --ratios")
+    if given.check and not given.log:
+        given.refuse("--check is for what --log names; simulations are always checked")
+    config = _load(given.files) if given.files else None
+    cases = [*study.profiles(given.profile, given.seeds, config)]
+    cases += [study.trace(name, config) for name in given.trace]
+    runs = []
+    if given.log:
+        recording = study.read_log(given.log, config, _say)
+        runs.append(recording.run(checked=given.check))
+        if given.policy or not given.check:
+            cases.append(recording.case())
+    total = len(cases) * len(policies)
+    tell = _progress(f"of {total} runs")
+    for run in study.study(cases, policies, keep_logs=bool(given.plot)):
+        runs.append(run)
+        tell(len(runs))
+    if given.plot:
+        from anvil_mux import plot
+
+        plot.draw([(run.title, run.log, run.config) for run in runs if run.seed == 0], given.plot)
+    if given.json:
+        _print_json([run.row() for run in runs])
+    else:
+        _print_table(study.HEAD, study.table(runs))
+    return _blame(runs)
+
+
+def _ratios(given: argparse.Namespace, policies: Sequence[str]) -> int:
+    from dataclasses import asdict
+
+    from anvil_mux import study
+
+    if given.profile or given.trace or given.log or given.plot or given.files:
+        given.refuse("--ratios draws its own workloads; it takes --policy and --json only")
+    tell = _progress(f"of {given.ratios} workloads")
+    rows = study.ratios(policies, given.ratios, tell)
+    if given.json:
+        _print_json([asdict(row) for row in rows])
+    else:
+        head = ("POLICY", "WORKLOADS", "MEAN", "WORST", "ITS-SEED")
+        told = (
+            (r.policy, f"{r.instances}", f"{r.mean:.3f}", f"{r.worst:.2f}", f"{r.worst_seed}") for r in rows
+        )
+        _print_table(head, told)
+    return 0
+
+
+def _progress(what: str) -> Callable[[int], None]:
+    """Whoever sees that it takes long is told how far it is."""
+    told = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if sys.stderr.isatty() and time.monotonic() - told > PROGRESS_SECONDS:
+            told = time.monotonic()
+            _say(f"{done} {what}")
+
+    return tell
+
+
+def _blame(runs: Iterable[study.Run]) -> int:
+    """Says what is broken, if something is; the exit code."""
+    code = 0
+    for run in runs:
+        for line in (run.wrong or ())[:BROKEN_SHOWN]:
+            code = _complain(f"{run.title}: broken invariant: {line}", FAILED)
+    return code
+
+
 def _version(given: argparse.Namespace) -> int:
     if given.json:
         _print_json({"version": __version__, "python": sys.version.split()[0]})
@@ -479,6 +649,7 @@ COMMANDS: dict[str, tuple[str, Run, Add]] = {
     "load": ("Load a model and wait until it is ready", _load_model, _add_model),
     "unload": ("Put a model out", _unload_model, _add_model),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
+    "simulate": ("Run traffic under each policy in virtual time", _simulate, _add_simulate),
     "version": ("Show the version", _version, _add_json),
 }
 

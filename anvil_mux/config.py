@@ -78,6 +78,14 @@ class Backend:
     aliases: tuple[str, ...] = ()
     pin: bool = False
     """Never put out for another model."""
+    priority: int = 0
+    """The higher, the earlier its line is served and the later it is put out."""
+    ttl: float | None = None
+    """Idle seconds after which it is put out although nobody needs its GPUs; None: never."""
+    min_residency: float = 0.0
+    """Seconds after its load in which it is not put out for a line that is not overdue."""
+    max_wait: float | None = None
+    """Its line's own ``Config.max_wait``."""
     load_timeout: float = 600.0
     stop_timeout: float = 10.0
     """Grace before SIGKILL."""
@@ -97,7 +105,7 @@ class Config:
     files: tuple[str, ...] = ()
     runtime: str = "compose"
     """compose | process"""
-    policy: str = "eager"
+    policy: str = "adaptive"
     policy_settings: dict[str, object] = field(default_factory=dict)
     preemption: str = "lru"
     preemption_settings: dict[str, object] = field(default_factory=dict)
@@ -171,6 +179,7 @@ WAYS = ("stop",)
 
 SECONDS, TEXT, SIZE = settings.SECONDS, settings.TEXT, settings.SIZE
 COUNT = settings.whole_number(1)
+PRIORITY = settings.whole_number(-100, 100)
 
 SETTINGS: dict[str, Setting] = {
     "listen": Setting(settings.LISTEN, "Where clients connect."),
@@ -211,6 +220,10 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     ),
     "served_model": Setting(TEXT, "The id that the engine itself uses; by default what its command says."),
     "pin": Setting(settings.FLAG, "Never put out for another model."),
+    "priority": Setting(PRIORITY, "The higher, the earlier its line is served and the later it is put out."),
+    "ttl": Setting(SECONDS, "Idle time after which it is put out though nobody waits; by default never."),
+    "min_residency": Setting(SECONDS, "How long it stays after a load, unless a line is overdue."),
+    "max_wait": Setting(SECONDS, "The same as at the top level, for this model."),
     "load_timeout": Setting(SECONDS, "How long a load may take."),
     "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),
     "rest": Setting(settings.listed(WAYS), "Ways to leave the GPU."),

@@ -13,7 +13,7 @@ happens while the lock is held. Any thread may call any public method.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from anvil_mux.clock import Clock, Condition
 from anvil_mux.config import Backend, Config
+from anvil_mux.costs import Cost, Costs
 from anvil_mux.errors import (
     BadRequest,
     ClientGone,
@@ -153,6 +154,7 @@ class Multiplexer:
         mechanism: Mechanism,
         *,
         log: Callable[[Event], object],
+        costs: Iterable[Cost] = (),
         clock: Clock | None = None,
     ) -> None:
         self._config = config
@@ -164,6 +166,7 @@ class Multiplexer:
         self._lock = self._clock.lock()
         self._islands: dict[str, _Island] = {}  # model -> island; the islands' residencies too
         self._addresses: dict[str, tuple[str, int]] = {}  # backend -> where it was last seen to listen
+        self._costs = Costs(costs)
         self._tickets = 0
         self._waiting = 0
         self._closing: MuxError | None = None
@@ -175,7 +178,7 @@ class Multiplexer:
         policy = build_policy(config.policy, config.policy_settings)
         preemption = build_preemption(config.preemption, config.preemption_settings)
         for name, backends in islands(config.backends):
-            residency = Residency(name, config, backends, policy, preemption, log)
+            residency = Residency(name, config, backends, policy, preemption, log, self._costs)
             island = _Island(residency, self._clock.condition(self._lock), _steps_at_once(backends))
             self._islands.update(dict.fromkeys(residency.lines, island))
 
@@ -448,6 +451,11 @@ class Multiplexer:
                 if seat.load_seconds is not None
             ]
         return min(left, default=None)
+
+    def costs(self) -> list[Cost]:
+        """What swaps cost, as far as was learned."""
+        with self._lock:
+            return list(self._costs)
 
     def loading(self) -> list[str]:
         """The backends that are being loaded."""

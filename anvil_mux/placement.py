@@ -32,8 +32,8 @@ class Seat:
     loaded: float = -math.inf
     """When it last became resident."""
     last_used: float = -math.inf
-    holders: dict[Any, None] = field(default_factory=dict)
-    """The tickets that lease it, in order of admission."""
+    holders: dict[Any, float] = field(default_factory=dict)
+    """The tickets that lease it, in order of admission, and since when."""
     residual: dict[str, int] = field(default_factory=dict)
     """GPU id -> bytes it holds while parked."""
     failed_starts: int = 0
@@ -83,15 +83,19 @@ class Placement:
                 used[gpu] += amounts[gpu]
         return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
 
-    def victims(self, target: Seat, busy: Set[str]) -> list[Seat] | None:
-        """Who must go so that ``target`` fits, touching no ``busy`` GPU; None if that cannot be now."""
+    def victims(self, target: Seat, busy: Set[str], staying: Set[str] = frozenset()) -> list[Seat] | None:
+        """Who must go so that ``target`` fits, touching no ``busy`` GPU; None if that cannot be now.
+
+        Backends that are ``staying`` may not go, nor pinned ones.
+        """
         if busy & target.holds.keys():
             return None
         candidates = [
-            whom.Candidate(seat.name, seat.holds, len(seat.holders), seat.used)
+            whom.Candidate(seat.name, seat.holds, len(seat.holders), seat.used, seat.backend.priority)
             for seat in self.seats.values()
             if seat.state == "ready"
             and not seat.backend.pin
+            and seat.name not in staying
             and seat.holds.keys() & target.holds.keys()
             and not busy & seat.holds.keys()
         ]

@@ -35,8 +35,24 @@ class Line:
     newest: float
     evicts: tuple[str, ...] = ()
     """The models that would be put out; empty when there is room."""
-    load_seconds: float | None = None
-    """What its last load took, or None before the first."""
+    evict_seconds: float = 0.0
+    """What putting them out will take, without the drain, as far as is known."""
+    load_seconds: float = 10.0
+    """What loading it after that will take, as far as is known."""
+    learned: bool = False
+    """A swap in this direction was made before."""
+    waited: float = 0.0
+    """Request-seconds that they have waited together."""
+    growth: float = 0.0
+    """Arrivals per second while others wait, of late."""
+    service_seconds: float = 0.0
+    """What its requests hold a lease for, of late; 0: not known yet."""
+    max_wait: float = FOREVER
+    """Seconds after ``oldest`` at which the swap begins whatever the policy says."""
+
+    @property
+    def swap_seconds(self) -> float:
+        return self.evict_seconds + self.load_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +64,29 @@ class Resident:
     since: float
     leases: int
     last_used: float
+    rate: float = 0.0
+    """Arrivals per second for its model, of late."""
+    growth: float = 0.0
+    """The same while others wait: how fast its line would grow."""
+    pause_seconds: float = 0.0
+    """How long it is idle before the next request comes, of late."""
+    service_seconds: float = 0.0
+    """What its requests hold a lease for, of late; 0: not known yet."""
+    reload_seconds: float = 10.0
+    """What loading it again will take, as far as is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swapping:
+    """A swap under way on this island."""
+
+    model: str
+    """The model that is coming."""
+    evicts: tuple[str, ...]
+    state: str
+    """draining, stopping or starting."""
+    since: float
+    """When it entered that state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +97,9 @@ class Snapshot:
     island: str
     residents: tuple[Resident, ...]
     lines: tuple[Line, ...]
-    """Oldest first; only those whose swap could begin now."""
-    swapping: tuple[str, ...] = ()
-    """Models that are being loaded on this island, on other GPUs than those the lines need."""
+    """Highest priority first, then oldest first; only those whose swap could begin now."""
+    swapping: tuple[Swapping, ...] = ()
+    """Swaps under way, on other GPUs than those the lines need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +173,214 @@ class Debounce:
         return "line quiet" if line.newest + self.quiet <= now else "held for the longest time allowed"
 
 
+@dataclass(frozen=True)
+class CostAware:
+    """Swap when enough requests wait to be worth it (llmux v0.9: five checks in the order of its v3).
+
+    Differs where llmux was at fault: each deferral is decided anew when its time has come, and nothing is
+    decided from half a swap. A cost is evict + load, without the drain.
+    """
+
+    amortization: float = 0.5
+    """Requests that must wait per second of the swap's cost."""
+    window: float = 2.0
+    """Seconds to wait for more requests after the first."""
+    max_wait: float = 15.0
+    """Seconds after the first arrival at which the swap begins in any case."""
+    prior: float = 10.0
+    """Seconds that a swap costs in a direction never seen."""
+    cap: float = 60.0
+    """Seconds that a swap costs at most."""
+    serving_window: bool = True
+    """A model serves for at least as long as the swap costs (v3); False is v2."""
+
+    def decide(self, seen: Snapshot) -> Decision:
+        stays = []
+        for line in seen.lines:
+            until, reason = self._until(line, seen)
+            if until <= seen.now:
+                return SwapTo(line.model, reason)
+            stays.append((until, reason))
+        return Stay(*min(stays)) if stays else Stay()
+
+    def _until(self, line: Line, seen: Snapshot) -> tuple[float, str]:
+        """From when on the line may have its swap, and why then."""
+        if not line.evicts:
+            return seen.now, f"{line.count} waiting, room is free"
+        limit = line.oldest + min(self.max_wait, line.max_wait)
+        if limit <= seen.now:
+            return limit, f"{line.count} waiting, waited long enough"
+        cost = min(line.swap_seconds, self.cap) if line.learned else self.prior
+        if self.serving_window:
+            serves = max((r.since for r in seen.residents if r.model in line.evicts), default=-FOREVER) + cost
+            if serves > seen.now:
+                return min(
+                    serves, limit
+                ), f"{' and '.join(line.evicts)} may serve for as long as a swap costs"
+        required = max(1, math.ceil(self.amortization * cost))
+        if line.count >= required:
+            return seen.now, f"{line.count} waiting, {required} are worth a swap of {cost:.1f} s"
+        return min(line.oldest + self.window, limit), f"{line.count} waiting, more may come"
+
+
+@dataclass(frozen=True)
+class TimeSlice:
+    """Each model serves for a slice of time in proportion to its share of the requests (llmux, report 3)."""
+
+    period: float = 20.0
+    """Seconds that are shared out between the model that serves and those that wait."""
+    least: float = 3.0
+    """The shortest slice, in loads of the model that serves."""
+
+    def decide(self, seen: Snapshot) -> Decision:
+        for line in seen.lines:
+            if not line.evicts:
+                return SwapTo(line.model, f"{line.count} waiting, room is free")
+        ends = [(self._end(line, seen), line) for line in seen.lines]
+        over = [line for end, line in ends if end <= seen.now]
+        if over:
+            most = max(over, key=lambda line: line.count)
+            return SwapTo(
+                most.model, f"{most.count} waiting, the slice of {' and '.join(most.evicts)} is over"
+            )
+        if not ends:
+            return Stay()
+        end, line = min(ends, key=lambda pair: pair[0])
+        return Stay(end, f"the slice of {' and '.join(line.evicts)} is not over")
+
+    def _end(self, line: Line, seen: Snapshot) -> float:
+        """When the last of those that would go has had its slice."""
+        waiting = sum(line.count for line in seen.lines)
+        victims = [resident for resident in seen.residents if resident.model in line.evicts]
+        ends = [resident.since + self._slice(resident, waiting) for resident in victims]
+        return min(max(ends, default=seen.now), line.oldest + line.max_wait)
+
+    def _slice(self, resident: Resident, waiting: int) -> float:
+        share = resident.leases / (resident.leases + waiting)
+        return max(self.period * share, self.least * resident.reload_seconds)
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Swap when enough wait to pay for the way there and back, at a moment when little has to be drained.
+
+    Two models that take turns lose ``S`` seconds per turn: both loads, both evictions, both drains. If a line
+    grows by ``l`` requests a second, and that of the model that goes by ``r`` once it is gone, the fewest
+    request-seconds are lost when the line has ``S * sqrt(l * r)`` requests at its model's arrival: the square
+    root rule of lot sizes (Harris, 1913). Three things move that threshold:
+
+    * A moment with few leases is worth waiting for, and taking when it is there. How long the next lower
+      number of leases will take to come, on average, is that of an M/M/infinity queue; what it saves is the
+      part of the drain that nobody has to wait for any more.
+    * Clients that wait for an answer before they ask again do not fill a line while they wait, so ``r`` says
+      little of them. Where lines grow more slowly than requests arrive, the resident's next requests count as
+      well, the less the longer it has served. It is believed to be idle for good after twice its usual pause.
+    * Nobody has to pay anything for a model that nobody has asked for of late: then the swap begins at once.
+
+    ``max_wait`` bounds all of it. Everything it goes by is measured (demand.py, costs.py).
+    """
+
+    pause: float = 0.25
+    """Seconds in which a client that has just been answered may ask again before its model goes."""
+
+    def decide(self, seen: Snapshot) -> Decision:
+        if not seen.lines:
+            return Stay()
+        for line in seen.lines:
+            if not line.evicts:
+                return SwapTo(line.model, f"{line.count} waiting, room is free")
+        line = max(seen.lines, key=_urgency)
+        turn = _Turn(seen, line)
+        expected, enough = turn.expected(), turn.enough()
+        overdue = min([each.oldest + each.max_wait for each in seen.lines])
+        answered = min(line.newest, turn.last_used) + self.pause
+        why = f"{line.count} waiting, {expected:.1f} by then, {max(enough, 0.0):.1f} are worth a swap"
+        if expected >= enough:
+            if answered <= seen.now:
+                return SwapTo(line.model, why)
+            return Stay(min(answered, overdue), f"{why}; {' and '.join(line.evicts)} was just in use")
+        return Stay(min(seen.now + max(self.pause, turn.seconds / 50), overdue), why)
+
+
+def _urgency(line: Line) -> float:
+    """Who is served first: those of whom most can be served soonest."""
+    return line.count / (line.swap_seconds + 1.0)
+
+
+class _Turn:
+    """What it would take to let a line have its turn, and the residents theirs after that."""
+
+    def __init__(self, seen: Snapshot, line: Line) -> None:
+        going = [resident for resident in seen.residents if resident.model in line.evicts]
+        self._now, self._line, self._going = seen.now, line, going
+        self._waiting = sum([each.count for each in seen.lines])
+        self._growth = max(sum([each.growth for each in seen.lines]), 1e-6)
+        self._lost = sum([resident.growth for resident in going])
+        self._leases = sum([resident.leases for resident in going])
+        self._service = max([resident.service_seconds for resident in going], default=0.0) or 1.0
+        self.last_used = max([resident.last_used for resident in going], default=-FOREVER)
+        back = max([resident.reload_seconds for resident in going], default=0.0)
+        served = (line.service_seconds or self._service) * math.log1p(self.expected())
+        self.seconds = line.swap_seconds + back + self._service / 2 + served
+        """All that is lost between two turns of the residents."""
+
+    def expected(self) -> float:
+        """How many will wait when its model is there. The longest of n leases lasts about log(1 + n)."""
+        drain = self._service * math.log1p(self._leases)
+        return self._waiting + self._growth * (drain + self._line.swap_seconds)
+
+    def enough(self) -> float:
+        """How many have to wait then."""
+        rhythm = self.seconds * math.sqrt(self._growth * self._lost) + self._custom()
+        drained = self._lost * self.seconds + self.expected()  # request-seconds lost per second of a drain
+        if not self._leases:
+            return rhythm - math.sqrt(2 * self._growth * drained * self._service)
+        return rhythm + self._patience(drained)
+
+    def _custom(self) -> float:
+        """What the residents' clients will ask for only if they are answered."""
+        return sum([self._returns(resident) for resident in self._going])
+
+    def _returns(self, resident: Resident) -> float:
+        idle = self._now - resident.last_used
+        if resident.growth >= resident.rate or not (
+            resident.leases or idle < PAUSES * resident.pause_seconds
+        ):
+            return 0.0
+        closed = 1.0 - resident.growth / resident.rate
+        rate = max(resident.leases, 1) / (resident.pause_seconds + (resident.service_seconds or 1.0))
+        served = max(self._now - resident.since, 0.0)
+        return closed * rate * self.seconds * self.seconds / (self.seconds + served)
+
+    def _patience(self, drained: float) -> float:
+        """What waiting for fewer leases saves per second, at best."""
+        best = seconds = saved = 0.0
+        for leases, passage in zip(range(self._leases, 0, -1), self._passages(), strict=True):
+            seconds += passage
+            saved += drained * self._service / leases
+            best = max(best, (saved - self._growth * seconds * seconds / 2) / seconds)
+        return best
+
+    def _passages(self) -> list[float]:
+        """Seconds until there is one lease fewer, from each number of leases down to one, while more come."""
+        passages = []
+        seconds = 0.0
+        for leases in range(self._leases + 10, 0, -1):
+            seconds = min((1.0 + self._lost * seconds) * self._service / leases, 1e4)
+            passages.append(seconds)
+        return passages[-self._leases :]
+
+
+PAUSES = 2.0
+"""After so many of its usual pauses a resident is believed to be idle for good."""
+
+
 POLICIES: dict[str, type] = {
     "eager": Eager,
     "debounce": Debounce,
+    "cost_aware": CostAware,
+    "time_slice": TimeSlice,
+    "adaptive": Adaptive,
 }
 
 

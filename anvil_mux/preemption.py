@@ -26,6 +26,7 @@ class Candidate:
     """GPU id -> bytes."""
     leases: int
     last_used: float
+    priority: int = 0
 
 
 class Preemption(Protocol):
@@ -34,10 +35,10 @@ class Preemption(Protocol):
 
 @dataclass(frozen=True)
 class LeastRecentlyUsed:
-    """Idle ones first, then the one that was used longest ago."""
+    """Low priority first, then idle ones, then the one that was used longest ago."""
 
-    def order(self, candidate: Candidate) -> tuple[bool, float, str]:
-        return (candidate.leases > 0, candidate.last_used, candidate.backend)
+    def order(self, candidate: Candidate) -> tuple[int, bool, float, str]:
+        return (candidate.priority, candidate.leases > 0, candidate.last_used, candidate.backend)
 
 
 PREEMPTIONS: dict[str, type] = {"lru": LeastRecentlyUsed}

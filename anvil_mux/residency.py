@@ -31,15 +31,28 @@ After a failed start there is no rollback: the backend is empty, and the next qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from anvil_mux import routing
 from anvil_mux.config import Backend, Config
+from anvil_mux.costs import Cost, Costs, source_of
+from anvil_mux.demand import Demand
 from anvil_mux.errors import DoesNotFit, LoadError, MuxError, Stuck
 from anvil_mux.placement import HOLDING, Placement, Seat
-from anvil_mux.policy import FOREVER, Decision, Line, Policy, Resident, Snapshot, Stay, SwapTo, Unload
+from anvil_mux.policy import (
+    FOREVER,
+    Decision,
+    Line,
+    Policy,
+    Resident,
+    Snapshot,
+    Stay,
+    Swapping,
+    SwapTo,
+    Unload,
+)
 from anvil_mux.preemption import Preemption
 
 TRANSITIONS: dict[tuple[str, str], str] = {
@@ -165,6 +178,10 @@ class _Swap:
     reason: str
     begun: bool = False
     """A victim was told to stop: no reprieve any more."""
+    emptied: float = FOREVER
+    """When the last drain ended."""
+    evict_seconds: float = 0.0
+    """What putting the victims out took after that."""
 
     def gpus(self) -> set[str]:
         held = set(self.target.holds) if self.target else set()
@@ -198,6 +215,7 @@ class Residency:
         policy: Policy,
         preemption: Preemption,
         emit: Callable[[Event], object],
+        costs: Costs | None = None,
     ) -> None:
         self.name = name
         self._placement = Placement(backends, config.gpus, preemption)
@@ -213,6 +231,10 @@ class Residency:
         for seat in self.seats.values():
             self._replicas[seat.model].append(seat)
         self._swaps: list[_Swap] = []
+        self._demand = {model: Demand() for model in self.lines}
+        self._max_wait = {m: min(_max_wait(s, config) for s in seats) for m, seats in self._replicas.items()}
+        self._priority = {m: max(s.backend.priority for s in seats) for m, seats in self._replicas.items()}
+        self._costs = costs or Costs()
         self._config = config
         self._policy = policy
         self._emit = emit
@@ -238,9 +260,13 @@ class Residency:
 
     def request(self, ticket: Ticket, now: float) -> bool:
         """A request arrived: it is leased, failed or put in line."""
+        self._demand[ticket.model].arrived(now)
         ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
         if ready:
-            self._lease(self._route(ready), ticket, now)
+            seat = self._route(ready)
+            if not seat.holders:
+                self._demand[ticket.model].returned(now - seat.used)
+            self._lease(seat, ticket, now)
             return False
         error = self._refusal(ticket.model, now)
         if error:
@@ -256,10 +282,12 @@ class Residency:
         seat = self.seats[ticket.backend] if ticket.backend else None
         if seat is None or ticket not in seat.holders:
             return False
-        del seat.holders[ticket]
+        self._demand[ticket.model].served(now - seat.holders.pop(ticket))
         seat.last_used = now
         self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
-        return self.deferred is not None or (seat.state == "draining" and not seat.holders)
+        if seat.holders:
+            return self.deferred is not None
+        return self.deferred is not None or seat.state == "draining" or seat.backend.ttl is not None
 
     def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
         """A waiting request ended by itself: its client left, or ``error`` says why it fails."""
@@ -298,7 +326,7 @@ class Residency:
         if any(amount > 0 for amount in self._placement.missing(seat).values()):
             return False
         self._enter(seat, "adopt", now)
-        seat.loaded = now
+        seat.last_used = now  # how long it has been resident, nobody knows
         self._emit(Event(now, "ready", seat.model, name, reason="adopted"))
         return True
 
@@ -309,6 +337,7 @@ class Residency:
         self._enter(seat, "started", now)
         seat.loaded, seat.load_seconds = now, now - begun
         seat.failed_starts, seat.error, seat.log = 0, "", ()
+        self._learn(seat)
         self._end_swap_to(seat)
         self._emit(Event(now, "ready", seat.model, name, seconds=seat.load_seconds))
         self._admit(seat.model, now)
@@ -376,7 +405,7 @@ class Residency:
             if step:
                 return step
             waiting = self._waiting()
-            if not self._begin_swap(waiting, now):
+            if not (self._put_out_idle(now) or self._begin_swap(waiting, now)):
                 return Wait(self._next_moment(waiting, now))
 
     def _advance(self, now: float) -> Step | None:
@@ -387,6 +416,7 @@ class Residency:
             for victim in swap.victims:
                 if victim.state == "draining" and (not victim.holders or now >= swap.until):
                     swap.begun = True
+                    swap.emptied = now
                     return self._stop(victim, now, swap.reason)
             if any(victim.state in HOLDING for victim in swap.victims):
                 continue
@@ -394,6 +424,7 @@ class Residency:
                 self._swaps.remove(swap)
             elif swap.target.state != "starting":
                 swap.begun = True
+                swap.evict_seconds = max(now - swap.emptied, 0.0)
                 return self._start(swap.target, now, swap.reason)
         return None
 
@@ -402,6 +433,12 @@ class Residency:
             if seat.state == "stuck" and now >= seat.retry_at:
                 return self._stop(seat, now, "trying again to stop it")
         return None
+
+    def _put_out_idle(self, now: float) -> bool:
+        idle = [seat for seat in self.seats.values() if _idle_until(seat) <= now < FOREVER]
+        for seat in idle:
+            self._begin((None, [seat]), now, f"idle for {seat.backend.ttl:g} s")
+        return bool(idle)
 
     def _start(self, seat: Seat, now: float, reason: str) -> Start:
         self._enter(seat, "load", now)
@@ -426,8 +463,9 @@ class Residency:
 
     def _next_moment(self, waiting: list[Ticket], now: float) -> float:
         """When the answer of ``next_step`` may change without a new fact."""
-        limit = self._config.max_wait
-        moments = [self._ask_again, *[first.since + limit for first in waiting]]
+        moments = [self._ask_again, *[first.since + self._max_wait[first.model] for first in waiting]]
+        moments += [_idle_until(seat) for seat in self.seats.values()]
+        moments += [stays for seat in self.seats.values() if (stays := _stays_until(seat)) > now and waiting]
         moments += [swap.until for swap in self._swaps if any(v.state == "draining" for v in swap.victims)]
         for seat in self.seats.values():
             if seat.retry_at > now and (seat.state == "stuck" or self.lines[seat.model]):
@@ -439,19 +477,29 @@ class Residency:
     def _begin_swap(self, waiting: list[Ticket], now: float) -> bool:
         """Begins at most one swap: that of the oldest overdue line, else what the policy proposes."""
         busy: set[str] = set().union(*(swap.gpus() for swap in self._swaps))
+        staying = {seat.name for seat in self.seats.values() if _stays_until(seat) > now}
         plans: dict[str, _Plan] = {}
+        held = []
         for first in waiting:
-            plan = self._plan(first.model, busy, now)
-            if now < first.since + self._config.max_wait:
-                if plan:
+            if now < first.since + self._max_wait[first.model]:
+                if plan := self._plan(first.model, busy, now, staying):
                     plans[first.model] = plan
-            elif plan:
+                elif staying and self._plan(first.model, busy, now):
+                    held.append(first.model)
+            elif plan := self._plan(first.model, busy, now):
                 self._begin(plan, now, "overdue")
                 return True
             else:
                 for seat in self._loadable(first.model, now):
                     busy.update(seat.holds)
-        return self._ask_policy(plans, now)
+        if self._ask_policy(plans, now):
+            return True
+        if held and not plans:
+            until = min(_stays_until(self.seats[name]) for name in staying)
+            self._defer(
+                held[0], Stay(until, f"{', '.join(sorted(staying))} may stay for its min_residency"), now
+            )
+        return False
 
     def _waiting(self) -> list[Ticket]:
         """The first of each line that no swap under way will serve, oldest first."""
@@ -463,11 +511,11 @@ class Residency:
         """Models that a swap under way will make resident."""
         return tuple([swap.target.model for swap in self._swaps if swap.target])
 
-    def _plan(self, model: str, busy: set[str], now: float) -> _Plan | None:
+    def _plan(self, model: str, busy: set[str], now: float, staying: Set[str] = frozenset()) -> _Plan | None:
         """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
         best: _Plan | None = None
         for seat in self._loadable(model, now):
-            victims = self._placement.victims(seat, busy)
+            victims = self._placement.victims(seat, busy, staying)
             if victims is not None and (best is None or len(victims) < len(best[1])):
                 best = seat, victims
         return best
@@ -532,6 +580,13 @@ class Residency:
                 self._emit(Event(now, "ready", victim.model, victim.name, reason="reprieved"))
                 self._admit(victim.model, now)
 
+    def _learn(self, target: Seat) -> None:
+        for swap in self._swaps:
+            if swap.target is target:
+                source = source_of(victim.model for victim in swap.victims)
+                seconds = target.load_seconds or 0.0
+                self._costs.learn(source, target.model, target.backend.rest[0], swap.evict_seconds, seconds)
+
     def _end_swap_to(self, seat: Seat) -> None:
         self._swaps = [swap for swap in self._swaps if swap.target is not seat]
 
@@ -546,7 +601,7 @@ class Residency:
     def _lease(self, seat: Seat, ticket: Ticket, now: float) -> None:
         ticket.backend = seat.name
         if ticket.leases:
-            seat.holders[ticket] = None
+            seat.holders[ticket] = now
             seat.last_used = now
         size = len(seat.holders)
         self._emit(Event(now, "leased", ticket.model, seat.name, ticket.id, size, now - ticket.since))
@@ -554,6 +609,8 @@ class Residency:
     def _admit(self, model: str, now: float) -> None:
         ready = [seat for seat in self._replicas[model] if seat.state == "ready"]
         line = self.lines[model]
+        if line:
+            self._demand[model].admitted(len(line), now - next(iter(line)).since)
         for ticket in line:
             self._lease(self._route(ready), ticket, now)
         self.settled += line
@@ -610,19 +667,50 @@ class Residency:
 
     def snapshot(self, now: float, plans: Mapping[str, _Plan]) -> Snapshot:
         """What the policy may know; ``plans`` are the swaps that could begin now, oldest line first."""
-        residents = tuple(
-            Resident(seat.model, seat.name, seat.loaded, len(seat.holders), seat.used)
-            for seat in self.seats.values()
-            if seat.state == "ready"
-        )
-        lines = tuple(self._line(model, *plan) for model, plan in plans.items())
-        return Snapshot(now, self.name, residents, lines, self._coming())
+        residents = tuple(self._resident(s, now) for s in self.seats.values() if s.state == "ready")
+        lines = [self._line(model, *plan, now) for model, plan in plans.items()]
+        lines.sort(key=lambda line: -self._priority[line.model])
+        swapping = [_swapping(swap, swap.target) for swap in self._swaps if swap.target]
+        return Snapshot(now, self.name, residents, tuple(lines), tuple(swapping))
 
-    def _line(self, model: str, target: Seat, victims: list[Seat]) -> Line:
+    def _resident(self, seat: Seat, now: float) -> Resident:
+        demand = self._demand[seat.model]
+        return Resident(
+            seat.model,
+            seat.name,
+            seat.loaded,
+            len(seat.holders),
+            seat.used,
+            demand.rate(now),
+            demand.growth(now),
+            demand.pause_seconds,
+            demand.service_seconds,
+            self._cost("", seat).load_seconds,
+        )
+
+    def _line(self, model: str, target: Seat, victims: list[Seat], now: float) -> Line:
         tickets = self.lines[model]
         oldest, newest = next(iter(tickets)), next(reversed(tickets))
         evicts = tuple(victim.model for victim in victims)
-        return Line(model, len(tickets), oldest.since, newest.since, evicts, target.load_seconds)
+        cost = self._cost(source_of(evicts), target)
+        return Line(
+            model,
+            len(tickets),
+            oldest.since,
+            newest.since,
+            evicts,
+            cost.evict_seconds,
+            cost.load_seconds,
+            cost.swaps > 0,
+            len(tickets) * now - sum(ticket.since for ticket in tickets),
+            self._demand[model].growth(now, len(tickets), now - oldest.since),
+            self._demand[model].service_seconds,
+            self._max_wait[model],
+        )
+
+    def _cost(self, source: str, target: Seat) -> Cost:
+        backend = target.backend
+        return self._costs.estimate(source, target.model, backend.rest[0], backend.engine)
 
     def drains(self) -> dict[str, tuple[str, float]]:
         """Draining backend -> (the model that it makes room for, or "", and when the drain ends)."""
@@ -632,3 +720,25 @@ class Residency:
             for victim in swap.victims
             if victim.state == "draining"
         }
+
+
+def _idle_until(seat: Seat) -> float:
+    """When it is put out because nobody uses it."""
+    if seat.state != "ready" or seat.holders or seat.backend.ttl is None:
+        return FOREVER
+    return seat.used + seat.backend.ttl
+
+
+def _stays_until(seat: Seat) -> float:
+    """Until when it is not put out for a line that is not overdue."""
+    return seat.loaded + seat.backend.min_residency
+
+
+def _max_wait(seat: Seat, config: Config) -> float:
+    return config.max_wait if seat.backend.max_wait is None else seat.backend.max_wait
+
+
+def _swapping(swap: _Swap, target: Seat) -> Swapping:
+    seats = [seat for seat in (*swap.victims, target) if seat.state in ("draining", "stopping", "starting")]
+    state, since = (seats[0].state, seats[0].since) if seats else ("stopping", swap.emptied)
+    return Swapping(target.model, tuple(victim.model for victim in swap.victims), state, since)

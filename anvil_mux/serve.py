@@ -20,7 +20,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,17 +29,19 @@ from ipaddress import ip_address
 from types import FrameType
 from typing import TextIO
 
-from anvil_mux import __version__, journal
+from anvil_mux import __version__, eventlog, journal
 from anvil_mux.clock import Clock
 from anvil_mux.config import Backend, Config
 from anvil_mux.engine import await_ready
 from anvil_mux.errors import ConfigError, MuxError
+from anvil_mux.eventlog import EventLog
 from anvil_mux.gateway import Gateway
 from anvil_mux.journal import Journal
 from anvil_mux.metrics import Metrics
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.process import ProcessRuntime, state_folder
 from anvil_mux.relay import Relay
+from anvil_mux.residency import Event
 from anvil_mux.server import Server
 from anvil_mux.swap import Runtime, Swapper
 
@@ -56,6 +58,7 @@ class Options:
 
     access_log: str = "-"
     """A file, - for standard error, or off."""
+    event_log: str | None = None
     log_format: str = "human"
     pin: bool = False
     insecure: bool = False
@@ -85,8 +88,8 @@ def serve(config: Config, options: Options) -> int:
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _raise_file_limit()
     signals = Signals()
-    with _locked(config), _access_log(options) as access:
-        program = Program(config, options, access)
+    with _locked(config), _access_log(options) as access, _event_log(options) as events:
+        program = Program(config, options, access, events)
         program.adopt()
         program.start()
         _print_banner(config, program.url, options)
@@ -125,7 +128,9 @@ class Signals:
 class Program:
     """All the rooms, connected. Used by the main thread."""
 
-    def __init__(self, config: Config, options: Options, access: int | None) -> None:
+    def __init__(
+        self, config: Config, options: Options, access: int | None, events: int | None = None
+    ) -> None:
         self._config = config
         self._options = options
         self._clock = Clock()
@@ -142,9 +147,10 @@ class Program:
                 form=options.log_format,
                 verbosity=options.verbosity,
             )
-            self._mux = Multiplexer(
-                config, Swapper(self._runtime), log=self._journal.observe, clock=self._clock
-            )
+            self._event_log: EventLog | None = None
+            if events is not None:
+                self._event_log = EventLog(events, eventlog.header(config, self._clock.wall(0.0)), say)
+            self._mux = Multiplexer(config, Swapper(self._runtime), log=self._observe(), clock=self._clock)
             gateway = Gateway(
                 config,
                 self._mux,
@@ -165,6 +171,18 @@ class Program:
         except OSError as error:
             advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
             raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
+
+    def _observe(self) -> Callable[[Event], object]:
+        """What the multiplexer tells its events to, under its lock."""
+        if self._event_log is None:
+            return self._journal.observe
+        tell, append = self._journal.observe, self._event_log.append
+
+        def both(event: Event) -> None:
+            tell(event)
+            append(event)
+
+        return both
 
     def _log_tail(self, backend: str) -> list[str]:
         return next((self._runtime.log_tail(b) for b in self._config.backends if b.name == backend), [])
@@ -269,6 +287,8 @@ class Program:
             self._server.drain(FAREWELL_SECONDS)
         self._mux.close()
         self._journal.close()
+        if self._event_log:
+            self._event_log.close()
         self._leave_engines()
         self._runtime.close()
 
@@ -362,11 +382,27 @@ def _access_log(options: Options) -> Iterator[int | None]:
         silent = options.access_log == "off" or options.verbosity <= journal.QUIET
         yield None if silent else journal.STDERR
         return
+    with _appending(options.access_log, "access log") as descriptor:
+        yield descriptor
+
+
+@contextmanager
+def _event_log(options: Options) -> Iterator[int | None]:
+    if options.event_log is None:
+        yield None
+        return
+    with _appending(options.event_log, "event log") as descriptor:
+        yield descriptor
+
+
+@contextmanager
+def _appending(path: str, what: str) -> Iterator[int]:
     try:
-        with open(options.access_log, "ab", buffering=0) as file:
-            yield file.fileno()
+        file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by the with below)
     except OSError as error:
-        raise CannotServe(f"cannot write the access log {options.access_log}: {error.strerror}") from None
+        raise CannotServe(f"cannot write the {what} {path}: {error.strerror}") from None
+    with file:
+        yield file.fileno()
 
 
 def _print_banner(config: Config, url: str, options: Options) -> None:

@@ -18,6 +18,7 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from anvil_mux.config import Config
+from anvil_mux.costs import Cost, Costs
 from anvil_mux.errors import LoadError, MuxError, WaitedTooLong
 from anvil_mux.placement import HOLDING, Placement, islands
 from anvil_mux.policy import FOREVER, build_policy
@@ -87,7 +88,20 @@ class Engines:
     def __call__(self, step: Start | Stop, nth: int) -> Outcome:
         if isinstance(step, Stop):
             return Outcome(self.stop_seconds)
-        return Outcome(self.load_seconds.get(step.backend, self.other_load_seconds))
+        return Outcome(self._load_seconds(step.backend))
+
+    def _load_seconds(self, backend: str) -> float:
+        return self.load_seconds.get(backend, self.other_load_seconds)
+
+    def costs(self, config: Config) -> list[Cost]:
+        """What a program that has run for long knows: each model after nothing, and after each other."""
+        known = []
+        for target in config.backends:
+            sources = {"": 0.0} | {other.model: self.stop_seconds for other in config.backends}
+            del sources[target.model]
+            load_seconds, way = self._load_seconds(target.name), target.rest[0]
+            known += [Cost(s, target.model, way, evict, load_seconds, 1) for s, evict in sources.items()]
+        return known
 
 
 def simulate(
@@ -97,12 +111,14 @@ def simulate(
     *,
     resident: Iterable[str] = (),
     follow: Follow | None = None,
+    costs: Iterable[Cost] = (),
 ) -> list[Event]:
     """The log of ``trace`` (sorted by moment), until every request has ended and no step is under way.
 
     ``resident``: backends that run at moment 0. ``follow`` makes clients that wait for their answers.
+    ``costs``: what was learned of swaps before.
     """
-    simulation = _Simulation(config, perform or Engines(), follow)
+    simulation = _Simulation(config, perform or Engines(), follow, Costs(costs))
     simulation.adopt(resident)
     simulation.run(trace)
     return simulation.log
@@ -118,7 +134,7 @@ class _Island:
 class _Simulation:
     """Heap entries are (moment, order, what to call with moment and argument, argument)."""
 
-    def __init__(self, config: Config, perform: Perform, follow: Follow | None) -> None:
+    def __init__(self, config: Config, perform: Perform, follow: Follow | None, costs: Costs) -> None:
         self.log: list[Event] = []
         self._follow = follow
         self._config = config
@@ -134,7 +150,8 @@ class _Simulation:
         policy = build_policy(config.policy, config.policy_settings)
         preemption = build_preemption(config.preemption, config.preemption_settings)
         for name, backends in islands(config.backends):
-            island = _Island(Residency(name, config, backends, policy, preemption, self.log.append))
+            residency = Residency(name, config, backends, policy, preemption, self.log.append, costs)
+            island = _Island(residency)
             self._islands.update(dict.fromkeys(island.residency.lines, island))
 
     def adopt(self, running: Iterable[str]) -> None:
@@ -287,6 +304,8 @@ def check(log: Iterable[Event], config: Config, slack: float = 0.0) -> list[str]
     return checker.wrong
 
 
+ROUNDING = 1e-6
+"""Seconds by which sums of moments may be off."""
 _BACKEND_MOVES = {(before, after) for (before, _), after in TRANSITIONS.items()}
 _TICKET_ENDS = ("leased", "failed", "gone")
 
@@ -296,7 +315,7 @@ class _Checker:
 
     def __init__(self, config: Config, slack: float) -> None:
         self.wrong: list[str] = []
-        self._config, self._slack, self._now = config, slack, 0.0
+        self._config, self._slack, self._now = config, slack + ROUNDING, 0.0
         placement = Placement(config.backends, config.gpus, build_preemption("lru"))
         self._capacity, self._seats = placement.capacity, placement.seats
         self._states = dict.fromkeys(self._seats, "empty")

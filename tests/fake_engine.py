@@ -325,6 +325,7 @@ class Rig:
                 Backend("b", "org/b", gpus=("0",), served_model="b-inside"),
             ),
             gpus=(Gpu("0"),),
+            policy="eager",
         )
         self.config = replace(config, **settings)  # type: ignore[arg-type]
         self.mechanism = Mechanism({"a": self.engine, "b": self.other})

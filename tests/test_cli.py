@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux import __version__
+from anvil_mux import __version__, cli, eventlog, plot
 from anvil_mux.cli import main
-from anvil_mux.config import SERVICE_SETTINGS, SETTINGS
+from anvil_mux.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
+from anvil_mux.policy import POLICIES
+from anvil_mux.residency import Event
+from anvil_mux.simulate import Engines, Request, simulate
 from tests.running import Running, serve, serving
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -218,6 +221,184 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(TIMEOUT) == 1
+
+
+# simulate
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
+    assert main(["simulate", "--json", *words]) == 0
+    told: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return told
+
+
+def event_log(file: Path, config: Config, log: Sequence[Event]) -> str:
+    with file.open("wb") as opened:
+        writer = eventlog.EventLog(opened.fileno(), eventlog.header(config, 0.0))
+        for event in log:
+            writer.append(event)
+        writer.close()
+    return str(file)
+
+
+WORLD = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))), policy="eager")
+EVENTS = simulate(WORLD, [Request(1.0, "a", 4.0), Request(2.0, "b", 1.0)], Engines({"a": 3.0, "b": 6.0}))
+
+
+def test_simulate_compares_policies_on_profiles(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "--profile", "bursty,mixed", "--policy", "eager,debounce", "--seeds", "2"]
+    assert main(words) == 0
+    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert [tuple(row[:3]) for row in rows] == [
+        ("bursty", "eager", "1"),
+        ("bursty", "debounce", "1"),
+        ("mixed", "eager", "2"),
+        ("mixed", "debounce", "2"),
+    ]
+    bursty = dict(zip(head, rows[0], strict=True))
+    assert (bursty["SWAPS"], bursty["WAIT"], bursty["MAKESPAN"]) == ("3", "5.25", "23.0")
+
+
+def test_simulate_in_json_has_an_object_for_each_run(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = simulated(capsys, "--profile", "single,mixed", "--policy", "all", "--seeds", "2")
+    assert [(row["profile"], row["seed"], row["policy"]) for row in rows] == [
+        (profile, seed, policy)
+        for profile, seed in (("single", 0), ("mixed", 0), ("mixed", 1))
+        for policy in POLICIES
+    ]
+    assert rows[0].keys() >= {
+        *("profile", "policy", "seed", "requests", "swaps", "makespan_seconds", "swap_seconds"),
+        *("wait_mean_seconds", "wait_p50_seconds", "wait_p95_seconds", "wait_max_seconds"),
+        *("busy_fraction", "violations"),
+    }
+    assert {row["violations"] for row in rows} == {0}
+
+
+def test_simulate_takes_the_settings_of_a_compose_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path, policy={"name": "debounce", "quiet": 4})
+    patient, eager = simulated(capsys, str(file), "--profile", "bursty", "--policy", "debounce,eager")
+    assert (patient["makespan_seconds"], eager["makespan_seconds"]) == (23.0 + 3 * 4.0, 23.0)
+
+
+def test_simulate_runs_a_trace_on_the_backends_of_a_compose_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "t.jsonl"
+    header = {"workload": "t", "models": {"a": {"load_seconds": 3}, "b": {"load_seconds": 9}}}
+    lines = [header, *({"at": n, "model": model, "seconds": 1} for n, model in enumerate("ab"))]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    words = ("--trace", str(trace), "--policy", "eager")
+    assert simulated(capsys, *words)[0]["makespan_seconds"] == 3.0 + 1.0 + 9.0 + 1.0
+    file = compose(tmp_path, "a", "b")
+    apart = yaml.safe_load(file.read_text())
+    apart["services"]["b"]["x-anvil"]["gpus"] = ["1"]
+    file.write_text(yaml.safe_dump(apart))
+    assert simulated(capsys, str(file), *words)[0]["makespan_seconds"] == 1.0 + 9.0 + 1.0
+    assert main(["simulate", str(compose(tmp_path, "x")), *words]) == 1
+    assert "t.jsonl asks for a, b; the backends serve x only" in capsys.readouterr().err
+
+
+def test_simulate_tells_what_another_policy_would_have_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = event_log(tmp_path / "events", WORLD, EVENTS)
+    was, eager, late = simulated(capsys, "--log", log, "--policy", "eager,time_slice")
+    assert (was["policy"], was["violations"]) == ("(as logged)", None)
+    figures = {key for key in was if key not in ("policy", "violations")}
+    assert {key: was[key] for key in figures} == {key: eager[key] for key in figures}
+    assert late["wait_mean_seconds"] > was["wait_mean_seconds"]
+
+
+def test_simulate_checks_a_log_and_fails_if_it_is_broken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound = event_log(tmp_path / "sound", WORLD, EVENTS)
+    [was] = simulated(capsys, "--log", sound, "--check")
+    assert was["violations"] == 0
+    broken = event_log(tmp_path / "broken", WORLD, [e for e in EVENTS if e.kind != "draining"])
+    assert main(["simulate", "--log", broken, "--check"]) == 1
+    seen = capsys.readouterr()
+    assert seen.out.splitlines()[1].split()[-1] == "1"
+    assert "broken invariant: 8.000000 stopping a: it was ready" in seen.err
+
+
+def test_simulate_names_the_ratio_to_the_best_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    best, eager = simulated(capsys, "--ratios", "5", "--policy", "clairvoyant,eager")
+    assert (best["policy"], best["instances"], best["mean"], best["worst"]) == ("clairvoyant", 5, 1.0, 1.0)
+    assert eager["worst"] >= eager["mean"] > 1.0
+    assert main(["simulate", "--ratios", "5", "--policy", "eager"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["eager", "5", f"{eager['mean']:.3f}"]
+
+
+def test_simulate_draws_one_picture_of_all_policies(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(plot, "draw", lambda runs, path: drawn.append((path, runs)))
+    words = ("--profile", "mixed", "--seeds", "2", "--policy", "eager,debounce", "--plot", "mixed.svg")
+    rows = simulated(capsys, *words)
+    [(path, runs)] = drawn
+    assert (path, [title for title, _, _ in runs]) == (
+        "mixed.svg",
+        ["mixed, eager, seed 0", "mixed, debounce, seed 0"],
+    )
+    assert sum(event.kind == "starting" for event in runs[0][1]) == rows[0]["swaps"]
+    assert runs[0][2].policy == "eager"
+
+
+def test_whoever_sees_that_a_simulation_takes_long_is_told_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "PROGRESS_SECONDS", -1.0)
+    words = ["simulate", "--profile", "single,bursty", "--policy", "eager"]
+    assert main(words) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(words) == 0
+    assert capsys.readouterr().err == "anvil-mux: 1 of 2 runs\nanvil-mux: 2 of 2 runs\n"
+
+
+def test_only_a_picture_needs_matplotlib(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["simulate", "--profile", "single"]) == 0
+    capsys.readouterr()
+    assert main(["simulate", "--profile", "single", "--plot", str(tmp_path / "p.svg")]) == 1
+    assert "pip install 'anvil-mux[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ([], "say what to run: --profile NAME, --trace FILE, --log EVENTS or --ratios"),
+        (["--profile", "nope"], "unknown profile 'nope'; known: single,"),
+        (["--profile", "single", "--policy", "nope"], "unknown policy 'nope'; known: eager,"),
+        (["--profile", "single", "--seeds", "0"], "must be a whole number of at least 1, not 0"),
+        (["--profile", "single", "--check"], "--check is for what --log names"),
+        (["--profile", "single", "--ratios"], "--ratios draws its own workloads"),
+    ],
+)
+def test_wrong_usage_of_simulate_is_told(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["simulate", *words])
+    assert left.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["--trace", "--log"])
+def test_simulate_says_plainly_that_a_file_is_missing(
+    source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", source, "nowhere.jsonl"]) == 1
+    seen = capsys.readouterr()
+    assert (seen.out, "nowhere.jsonl: " in seen.err, seen.err.count("\n")) == ("", True, 1)
 
 
 # Commands that ask a running anvil-mux

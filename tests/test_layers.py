@@ -9,9 +9,9 @@ import anvil_mux
 
 ROWS = (
     "errors clock http1 interpolate accesslog settings service",
-    "api composefile policy preemption routing config",
+    "api composefile policy preemption routing costs demand config",
     "placement residency engine compose process gpu",
-    "swap multiplexer simulate",
+    "swap multiplexer simulate workload figures clairvoyant eventlog plot study",
     "pump relay metrics journal client",
     "inference gateway server",
     "serve cli __main__",
@@ -19,7 +19,7 @@ ROWS = (
 ORDER = [module for row in ROWS for module in row.split()]
 """Each module imports only modules that stand before it."""
 
-CORE = ("residency", "placement", "policy", "preemption", "routing")
+CORE = ("residency", "placement", "policy", "preemption", "routing", "costs", "demand")
 FORBIDDEN = {
     "threading",
     "time",

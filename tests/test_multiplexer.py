@@ -27,7 +27,7 @@ from tests.test_simulate import LAYOUTS, POLICIES, one, world
 
 PACKAGE = SimpleNamespace(errors=errors, multiplexer=multiplexer, residency=residency)
 A, B = one("a", "0"), one("b", "0")
-TWO = Config(backends=(A, B))
+TWO = Config(policy="eager", backends=(A, B))
 TEN = (Gpu("0", vram=10),)
 
 
@@ -137,7 +137,7 @@ def test_no_interleaving_of_the_threads_changes_the_log(layout):
 
 def test_requests_of_one_moment_may_come_in_any_order_and_all_is_kept():
     trace = [Request(float(n // 12), "abc"[n % 3], 0.5) for n in range(48)]
-    config = Config(backends=LAYOUTS["three on one GPU"][0], drain_timeout=2.0)
+    config = Config(policy="eager", backends=LAYOUTS["three on one GPU"][0], drain_timeout=2.0)
     for seed in range(20):
         player = Player(config, Engines({}, 3.0), seed)
         player.play(trace, 500.0)
@@ -224,7 +224,7 @@ def test_the_release_of_a_severed_lease_does_not_wait_for_the_load(seed):
         assert held.lease.severed
         assert (held.over, served.leased) == (17.0, 19.0)  # b loads from 13 to 19
 
-    Stage(Config(backends=(A, B), drain_timeout=7.0), seed=seed).play(main)
+    Stage(Config(policy="eager", backends=(A, B), drain_timeout=7.0), seed=seed).play(main)
 
 
 @SEEDS
@@ -235,7 +235,7 @@ def test_an_old_severed_lease_does_not_hold_up_the_second_eviction_of_its_model(
             stage.request(at, model)
         stage.clock.sleep(600.0)
 
-    stage = Stage(Config(backends=(A, B), drain_timeout=30.0), seed=seed).play(main)
+    stage = Stage(Config(policy="eager", backends=(A, B), drain_timeout=30.0), seed=seed).play(main)
     assert [event.seconds for event in stage.log if event.kind == "stopping"] == [30.0, 0.0, 0.0]
 
 
@@ -332,7 +332,7 @@ def test_nobody_waits_longer_than_the_queue_timeout(seed):
         assert isinstance(result.error, WaitedTooLong)
         assert result.over == 4.0
 
-    Stage(Config(backends=(A, B), queue_timeout=3.0), seed=seed).play(main)
+    Stage(Config(policy="eager", backends=(A, B), queue_timeout=3.0), seed=seed).play(main)
 
 
 @SEEDS
@@ -349,7 +349,7 @@ def test_above_max_queue_requests_are_refused_but_not_those_for_a_resident(seed)
         stage.clock.sleep(60.0)
         assert all(result.leased for result in waiting)
 
-    Stage(Config(backends=(A, B), max_queue=2), seed=seed).play(main)
+    Stage(Config(policy="eager", backends=(A, B), max_queue=2), seed=seed).play(main)
 
 
 @SEEDS
@@ -370,7 +370,7 @@ def test_a_severed_lease_is_cut_once_the_drain_has_ended(seed):
         stage.clock.sleep(200.0)
         assert cuts == [15.0, "late"]
 
-    stage = Stage(Config(backends=(A, B), drain_timeout=5.0), seed=seed).play(main)
+    stage = Stage(Config(policy="eager", backends=(A, B), drain_timeout=5.0), seed=seed).play(main)
     assert stage.kinds("severed") == ["severed a"]
 
 
@@ -390,7 +390,7 @@ def test_a_lease_severed_while_it_says_how_to_cut_it_is_cut(seed):
         stage.clock.sleep(40.0)
         assert cuts
 
-    Stage(Config(backends=(A, B), drain_timeout=0.0), seed=seed).play(main)
+    Stage(Config(policy="eager", backends=(A, B), drain_timeout=0.0), seed=seed).play(main)
 
 
 @SEEDS
@@ -407,7 +407,7 @@ def test_a_cut_that_raises_ends_no_keeper(seed, caplog):
         assert served.leased
         assert "cutting a severed request for a" in caplog.text
 
-    Stage(Config(backends=(A, B), drain_timeout=0.0), seed=seed).play(main)
+    Stage(Config(policy="eager", backends=(A, B), drain_timeout=0.0), seed=seed).play(main)
 
 
 @SEEDS
@@ -468,7 +468,7 @@ def test_an_error_that_ends_a_line_is_raised_in_every_thread_with_its_own_frames
 @SEEDS
 def test_a_drain_is_bounded_even_while_its_gpu_is_busy_with_another_step(seed):
     small = tuple(one(name, "0", vram=5) for name in "ab")
-    config = Config(backends=(*small, one("c", "0", vram=10)), gpus=TEN, drain_timeout=5.0)
+    config = Config(policy="eager", backends=(*small, one("c", "0", vram=10)), gpus=TEN, drain_timeout=5.0)
 
     def main(stage):
         stage.request(0.0, "a")
@@ -586,7 +586,7 @@ def test_what_is_being_loaded_is_known(seed):
 
 
 def test_aliases_stand_for_their_model():
-    mux = Stage(Config(backends=(one("a", "0", aliases=("gpt", "small")), B))).mux
+    mux = Stage(Config(policy="eager", backends=(one("a", "0", aliases=("gpt", "small")), B))).mux
     assert [mux.resolve(name) for name in ("a", "gpt", "small", "b")] == ["a", "a", "a", "b"]
 
 
@@ -636,7 +636,7 @@ class GatedEngines:
 @pytest.fixture
 def real():
     engines, log, queued = GatedEngines(), [], threading.Semaphore(0)
-    config = Config(backends=(A, B), drain_timeout=30.0)
+    config = Config(policy="eager", backends=(A, B), drain_timeout=30.0)
 
     def take(event):
         log.append(event)

@@ -31,8 +31,9 @@ MUTANTS = {
     ),
     "leases are counted, not identified": (
         "residency",
-        "ticket not in seat.holders:\n            return False\n        del seat.holders[ticket]\n",
-        "not seat.holders:\n            return False\n        seat.holders.popitem()\n",
+        "ticket not in seat.holders:\n            return False\n",
+        "not seat.holders:\n            return False\n"
+        "        seat.holders[ticket] = seat.holders.popitem()[1]\n",
     ),
     "only the first of a line is admitted": (
         "residency",
@@ -52,7 +53,7 @@ MUTANTS = {
     ),
     "the moment of an overdue line is forgotten": (
         "residency",
-        "[self._ask_again, *[first.since + limit for first in waiting]]",
+        "[self._ask_again, *[first.since + self._max_wait[first.model] for first in waiting]]",
         "[self._ask_again]",
     ),
     "a backend that could not be stopped is taken for gone": (

@@ -74,7 +74,7 @@ SNAPSHOTS = [
     seen(residents=A_IS_UP),
     seen(OLD),
     seen(OLD, YOUNG, residents=A_IS_UP, swapping=("d",)),
-    seen(dataclasses.replace(OLD, load_seconds=None)),
+    seen(dataclasses.replace(OLD, learned=True), residents=A_IS_UP),
     seen(YOUNG, now=9.0),
     seen(OLD, YOUNG, now=1e9),
     seen(*MANY, now=200.0, residents=A_IS_UP),

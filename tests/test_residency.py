@@ -27,7 +27,7 @@ class Island:
     """A residency, its log, and short words for what happens to it."""
 
     def __init__(self, *backends, gpus=(), policy=None, **settings):
-        self.config = Config(backends=backends, gpus=gpus, **settings)
+        self.config = Config(backends=backends, gpus=gpus, **{"policy": "eager", **settings})
         self.log = []
         ((name, members),) = islands(backends)
         policy = policy or build_policy(self.config.policy, self.config.policy_settings)

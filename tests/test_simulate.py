@@ -154,7 +154,13 @@ def test_the_same_trace_gives_the_same_log():
     assert first == second
 
 
-TWO = Config(backends=LAYOUTS["two on one GPU"][0], drain_timeout=5.0, queue_timeout=50.0, max_wait=20.0)
+TWO = Config(
+    policy="eager",
+    backends=LAYOUTS["two on one GPU"][0],
+    drain_timeout=5.0,
+    queue_timeout=50.0,
+    max_wait=20.0,
+)
 
 
 def test_a_short_trace_reads_as_it_should():
@@ -180,7 +186,7 @@ def test_a_short_trace_reads_as_it_should():
 
 
 def test_a_full_line_turns_requests_away_without_a_ticket():
-    config = Config(backends=TWO.backends, max_queue=2)
+    config = Config(policy="eager", backends=TWO.backends, max_queue=2)
     log = simulate(config, [Request(float(n), "a", 1.0) for n in range(5)], Engines({"a": 20.0}))
     assert [event.ticket for event in log if event.kind == "queued"] == [1, 2]
 
@@ -240,13 +246,15 @@ def test_a_load_on_one_gpu_does_not_delay_requests_on_another():
     busy = [Request(5.0 + n, "c", 0.5) for n in range(100)]
     swaps = [Request(10.0 * n, "ab"[n % 2], 1.0) for n in range(11)]
     trace = sorted([Request(0.0, "c", 0.1), *busy, *swaps])
-    log = simulate(Config(backends=backends), trace, Engines({"a": 8.0, "b": 8.0, "c": 4.0}))
+    log = simulate(Config(policy="eager", backends=backends), trace, Engines({"a": 8.0, "b": 8.0, "c": 4.0}))
     assert {event.seconds for event in log if event.kind == "leased" and event.model == "c"} == {0.0, 4.0}
     assert sum(event.kind == "starting" and event.model in "ab" for event in log) == 11
 
 
 def test_sets_that_name_their_gpus_in_opposite_order_do_not_lock_each_other_out():
-    config = Config(backends=(one("t", "0", "1"), one("u", "1", "0"), one("a", "0"), one("b", "1")))
+    config = Config(
+        policy="eager", backends=(one("t", "0", "1"), one("u", "1", "0"), one("a", "0"), one("b", "1"))
+    )
     trace = [Request(n / 4, "tuab"[n % 4], 0.5) for n in range(200)]
     log = simulate(config, trace, Engines(other_load_seconds=3.0))
     assert check(log, config) == []
@@ -313,7 +321,7 @@ def test_the_checker_names_what_is_wrong(events, problem):
 
 
 def test_slack_forgives_what_threads_are_late():
-    config = Config(backends=TWO.backends, queue_timeout=50.0)
+    config = Config(policy="eager", backends=TWO.backends, queue_timeout=50.0)
     log = [Event(0.0, "queued", "a", ticket=1), Event(0.0, "starting", "a", "a")]
     log.append(Event(50.01, "failed", "a", ticket=1))
     assert len(check(log, config)) == 1

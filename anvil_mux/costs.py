@@ -1,0 +1,90 @@
+"""What swaps cost, learned from those that were made.
+
+A cost belongs to a direction and a way: putting out these models, loading that one by that way to rest. It is
+evict + load, without the drain and without whatever the policy waited for, because those depend on the
+requests of the moment and would make a busy model look expensive. Each is an exponential moving average
+(``ALPHA``, as llmux has it); the first swap counts in full.
+
+Before the first swap in a direction the same model's loads from elsewhere serve, and the same victims'
+evictions; before those, what the engine and the way of loading suggest. Not thread-safe: whoever shares it
+between islands guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+ALPHA = 0.3
+"""Weight of the newest swap."""
+
+FIRST_LOAD_SECONDS = {
+    ("vllm", "stop"): 60.0,
+    ("sglang", "stop"): 60.0,
+    ("llama.cpp", "stop"): 10.0,
+    ("ollama", "stop"): 10.0,
+}
+"""(engine, way) -> what a first load takes. Cold starts of vLLM take 25 to 130 s (llmux, reports 1 and 2)."""
+OTHER_FIRST_LOAD_SECONDS = 10.0
+FIRST_EVICT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One direction. ``source`` names the models that are put out, sorted and joined by "+"; "" is none."""
+
+    source: str
+    target: str
+    way: str
+    evict_seconds: float
+    load_seconds: float
+    swaps: int = 0
+    """How many it was learned from; 0: an estimate."""
+
+    @property
+    def seconds(self) -> float:
+        return self.evict_seconds + self.load_seconds
+
+
+class Costs:
+    """All directions that were seen."""
+
+    def __init__(self, known: Iterable[Cost] = ()) -> None:
+        self._known: dict[tuple[str, str, str], Cost] = {}
+        self._loads: dict[tuple[str, str], float] = {}  # (target, way) -> seconds, from anywhere
+        self._evictions: dict[str, float] = {}  # source -> seconds, for anyone
+        for cost in known:
+            self._remember(cost)
+
+    def __iter__(self) -> Iterator[Cost]:
+        return iter(self._known.values())
+
+    def estimate(self, source: str, target: str, way: str, engine: str) -> Cost:
+        """What a swap in this direction will cost, as far as is known."""
+        cost = self._known.get((source, target, way))
+        if cost:
+            return cost
+        first = FIRST_LOAD_SECONDS.get((engine, way), OTHER_FIRST_LOAD_SECONDS)
+        load_seconds = self._loads.get((target, way), first)
+        evict_seconds = self._evictions.get(source, FIRST_EVICT_SECONDS) if source else 0.0
+        return Cost(source, target, way, evict_seconds, load_seconds)
+
+    def learn(self, source: str, target: str, way: str, evict_seconds: float, load_seconds: float) -> None:
+        """A swap in this direction was made."""
+        old = self._known.get((source, target, way))
+        if old:
+            evict_seconds = old.evict_seconds + ALPHA * (evict_seconds - old.evict_seconds)
+            load_seconds = old.load_seconds + ALPHA * (load_seconds - old.load_seconds)
+        swaps = old.swaps if old else 0
+        self._remember(Cost(source, target, way, evict_seconds, load_seconds, swaps + 1))
+
+    def _remember(self, cost: Cost) -> None:
+        self._known[cost.source, cost.target, cost.way] = cost
+        self._loads[cost.target, cost.way] = cost.load_seconds
+        if cost.source:
+            self._evictions[cost.source] = cost.evict_seconds
+
+
+def source_of(models: Iterable[str]) -> str:
+    """The name of a set of victims."""
+    return "+".join(sorted(models))

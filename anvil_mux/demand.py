@@ -1,0 +1,83 @@
+"""How often a model is asked for, and for how long: what a policy knows of the future.
+
+Two rates matter. ``rate`` is that of all arrivals. ``growth`` is that of arrivals while others wait already:
+it says how fast a line grows, and is far lower where clients wait for one answer before they ask again. A
+model that falls silent is believed to go on at most as often as its silence allows.
+
+What was seen is forgotten: arrivals with time, lines with each line, answers and pauses with each of them.
+All of it depends on the facts alone, not on when it is asked: the simulator and the program see the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+MEMORY_SECONDS = 60.0
+"""Arrivals this long ago count 1/e."""
+FIRST_SECONDS = 6.0
+"""The first arrival counts as one in so many seconds."""
+LINE_KEPT = 0.8
+"""What the lines before count when another has ended."""
+TRUST_SECONDS = 5.0
+"""Seconds of lines after which they count as much as the rate of all arrivals."""
+PAUSE_ALPHA = 0.2
+SERVICE_ALPHA = 0.1
+"""Weights of the newest pause and the newest answer."""
+SHORTEST_SILENCE = 1e-3
+
+
+class Demand:
+    """One model's arrivals, lines, answers and pauses."""
+
+    __slots__ = ("_first", "_joined", "_last", "_line_seconds", "_weight", "pause_seconds", "service_seconds")
+
+    def __init__(self) -> None:
+        self._first = self._last = -math.inf
+        self._weight = 0.0  # arrivals, those before the last one faded to its moment
+        self._joined = self._line_seconds = 0.0
+        self.pause_seconds = 0.0
+        """How long it is resident and idle before the next request comes."""
+        self.service_seconds = 0.0
+        """How long a lease lasts; 0 before the first has ended."""
+
+    # Facts
+
+    def arrived(self, now: float) -> None:
+        if self._weight:
+            self._weight = 1.0 + self._weight * math.exp((self._last - now) / MEMORY_SECONDS)
+        else:
+            self._first, self._weight = now, 1.0
+        self._last = now
+
+    def returned(self, pause_seconds: float) -> None:
+        """It was resident and idle for so long when a request came."""
+        self.pause_seconds += PAUSE_ALPHA * (pause_seconds - self.pause_seconds)
+
+    def admitted(self, count: int, seconds: float) -> None:
+        """A line of ``count`` was admitted, so many seconds after the first of it came."""
+        self._joined = LINE_KEPT * self._joined + count - 1
+        self._line_seconds = LINE_KEPT * self._line_seconds + seconds
+
+    def served(self, seconds: float) -> None:
+        """A lease of so many seconds ended."""
+        if self.service_seconds:
+            seconds = self.service_seconds + SERVICE_ALPHA * (seconds - self.service_seconds)
+        self.service_seconds = seconds
+
+    # Questions
+
+    def rate(self, now: float) -> float:
+        """Arrivals per second."""
+        if not self._weight:
+            return 0.0
+        faded = self._weight * math.exp((self._last - now) / MEMORY_SECONDS)
+        seen = 1.0 - math.exp((self._first - FIRST_SECONDS - now) / MEMORY_SECONDS)
+        return min(faded / (MEMORY_SECONDS * seen), self._silence(now))
+
+    def growth(self, now: float, count: int = 0, seconds: float = 0.0) -> float:
+        """Arrivals per second while others wait; ``count`` wait now, the first for ``seconds``."""
+        joined = self._joined + max(count - 1, 0) + self.rate(now) * TRUST_SECONDS
+        return min(joined / (self._line_seconds + seconds + TRUST_SECONDS), self._silence(now))
+
+    def _silence(self, now: float) -> float:
+        return 1.0 / max(now - self._last, SHORTEST_SILENCE)

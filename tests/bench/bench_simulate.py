@@ -1,0 +1,145 @@
+"""How many requests a second go through the simulator, on one core.
+
+    mixed     the profile of that name with 10 seeds, one after the other
+    busy      two models on one GPU, 25 requests/s, most of them for the one that is loaded
+    thrash    two models on one GPU, 2 requests/s, half for each: swaps all the time
+    four      eight models on four GPUs, popularity as 1/rank, 20 requests/s
+    day       the shipped workload servegen-day
+
+Figures are requests per CPU second of this process in the best of the repetitions, since what else the
+machine does can only slow it down. Apart from the simulation: the check of the log against every invariant,
+and the figures that are made of it. `anvil-mux simulate` does all three.
+
+Nothing here passes or fails: a missed target is a finding, not an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from anvil_mux import study
+from anvil_mux.config import Backend, Config
+from anvil_mux.figures import figures
+from anvil_mux.policy import POLICIES
+from anvil_mux.simulate import Request, check, simulate
+from anvil_mux.study import Case
+from anvil_mux.workload import Workload
+
+COUNT = 50_000
+
+
+def mixed() -> Iterator[Case]:
+    return study.profiles(["mixed"], 10)
+
+
+def busy() -> Iterator[Case]:
+    yield _poisson("busy", COUNT, 25.0, {"a": 20, "b": 1}, {"a": ("0",), "b": ("0",)})
+
+
+def thrash() -> Iterator[Case]:
+    yield _poisson("thrash", COUNT, 2.0, {"a": 1, "b": 1}, {"a": ("0",), "b": ("0",)})
+
+
+def four() -> Iterator[Case]:
+    names = "abcdefgh"
+    shares = {name: 1 / rank for rank, name in enumerate(names, 1)}
+    yield _poisson("four", COUNT, 20.0, shares, {name: (str(n % 4),) for n, name in enumerate(names)})
+
+
+def day() -> Iterator[Case]:
+    yield study.trace("servegen-day")
+
+
+SCENARIOS: dict[str, Callable[[], Iterator[Case]]] = {
+    "mixed": mixed,
+    "busy": busy,
+    "thrash": thrash,
+    "four": four,
+    "day": day,
+}
+
+
+def _poisson(
+    name: str, count: int, rate: float, shares: dict[str, float], gpus: dict[str, tuple[str, ...]]
+) -> Case:
+    draw, now, requests = random.Random(name), 0.0, []
+    models = draw.choices(list(shares), list(shares.values()), k=count)
+    for model in models:
+        now += draw.expovariate(rate)
+        requests.append(Request(now, model, draw.lognormvariate(0.0, 0.8)))
+    made = Workload(name, dict.fromkeys(shares, 5.0), tuple(requests), stop_seconds=1.0)
+    return Case(made, Config(tuple(Backend(model, model, where) for model, where in gpus.items())))
+
+
+Row = dict[str, str | int]
+
+
+def measure(name: str, policy: str, repetitions: int) -> Row:
+    """Requests per second of the best repetition, for each part of the work and for all of it."""
+    cases = [replace(case, config=replace(case.config, policy=policy)) for case in SCENARIOS[name]()]
+    requests, parts = 0, []
+    for _ in range(repetitions):
+        requests, seconds = _work(cases)
+        parts.append(seconds)
+    best = [min(times) for times in zip(*parts, strict=True)]
+    whole = min(map(sum, parts))
+    keys = ("simulate_per_second", "check_per_second", "figures_per_second", "all_per_second")
+    speeds = dict(zip(keys, (round(requests / taken) for taken in (*best, whole)), strict=True))
+    return {"scenario": name, "policy": policy, "requests": requests, **speeds}
+
+
+def _work(cases: Sequence[Case]) -> tuple[int, list[float]]:
+    """How many requests there were, and the CPU seconds that each part took."""
+    requests, taken = 0, [0.0, 0.0, 0.0]
+    for case in cases:
+        made, config = case.workload, case.config
+        began = time.process_time()
+        log = simulate(config, made.requests, made.engines(config), resident=made.residents(config))
+        simulated = time.process_time()
+        broken = check(log, config)
+        checked = time.process_time()
+        figures(log)
+        ended = time.process_time()
+        if broken:
+            sys.exit(f"bench-simulate: {made.name}: broken invariant: {broken[0]}")
+        requests += len(made.requests)
+        for part, seconds in enumerate((simulated - began, checked - simulated, ended - checked)):
+            taken[part] += seconds
+    return requests, taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="bench-simulate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("scenarios", nargs="*", metavar="SCENARIO", help="by default all of them")
+    parser.add_argument("--policy", default="eager", help=f"one of {', '.join(POLICIES)}, or all")
+    parser.add_argument("-n", "--repetitions", type=int, default=5, help="of each scenario (default 5)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args()
+    if unknown := [name for name in given.scenarios if name not in SCENARIOS]:
+        parser.error(f"unknown scenario {unknown[0]}; known: {', '.join(SCENARIOS)}")
+    policies = study.choose_policies(given.policy)
+    chosen = [(name, policy) for name in given.scenarios or SCENARIOS for policy in policies]
+    rows = [measure(name, policy, max(given.repetitions, 1)) for name, policy in chosen]
+    if given.json:
+        print(json.dumps(rows, indent=1))
+        return
+    print(
+        f"{'SCENARIO':10}{'POLICY':14}{'REQUESTS':>10}{'SIMULATE/s':>12}{'CHECK/s':>10}{'FIGURES/s':>11}{'ALL/s':>9}"
+    )
+    for row in rows:
+        scenario, policy, *numbers = row.values()
+        widths = (10, 12, 10, 11, 9)
+        cells = "".join(f"{number:>{width},}" for number, width in zip(numbers, widths, strict=True))
+        print(f"{scenario:10}{policy:14}{cells}")
+
+
+if __name__ == "__main__":
+    main()
