@@ -15,8 +15,9 @@ serves and which model comes next. Everything else is best done as early as it c
 * So a gate that closes earlier without turning away another request is never worse, and the moments that
   matter are the beginning of the stay and just after each arrival that it serves. There are as many
   schedules as ways to cut the arrivals of each model into stays.
-* A load begins as soon as the GPU is empty and somebody waits for the model (invariant 6 of residency.py).
-  A gate may close before anybody waits: that is ``Unload``, which a policy may decide at any time.
+* A swap begins as soon as it is worth while and somebody waits for the model (invariant 6 of residency.py).
+  With ``ahead`` a gate may also close before anybody waits: that is ``Unload``, which a policy may decide at
+  any time, but which only those can dare who know that the next request is for another model.
 * Loading the model that was just put out cannot help: its gate might as well have stayed open.
 
 The search is exhaustive, best first: it goes on from the stay that has made everybody wait least so far, and
@@ -172,9 +173,9 @@ def _tick(seconds: float) -> float:
     return math.ceil(seconds * 1024) / 1024
 
 
-def best(made: Workload, *, unloads: bool = True) -> Plan:
-    """A schedule with the least total wait; without ``unloads``, of those that close no gate for nobody."""
-    return _Search(made, unloads).run()
+def best(made: Workload, *, ahead: bool = False) -> Plan:
+    """A schedule with the least total wait; with ``ahead`` a model may go before anybody wants another."""
+    return _Search(made, ahead).run()
 
 
 def plan_for(made: Workload, config: Config) -> Plan:
@@ -243,6 +244,8 @@ class Ratio:
     mean: float
     worst: float
     worst_seed: int
+    mean_ahead: float
+    """Over the best one that puts models out ahead of time."""
 
 
 def ratios(
@@ -250,26 +253,29 @@ def ratios(
     count: int = 1000,
     *,
     first_seed: int = 0,
-    unloads: bool = True,
     progress: Callable[[int], object] | None = None,
 ) -> list[Ratio]:
     """One row for each policy, over the instances of ``count`` seeds, whose best total is never 0.
 
     ``progress`` is told how many of them are done.
     """
-    rows: dict[str, list[float]] = {policy: [] for policy in policies}
+    rows: dict[str, list[tuple[float, float]]] = {policy: [] for policy in policies}
     for done in range(count):
         made = instance(first_seed + done)
-        plan = best(made, unloads=unloads)
+        plan, least = best(made), best(made, ahead=True).total_wait
         for policy, row in rows.items():
-            row.append(total_wait(_run(made, policy, plan)) / plan.total_wait)
+            wait = total_wait(_run(made, policy, plan))
+            row.append((wait / plan.total_wait, wait / least))
         if progress:
             progress(done + 1)
-    return [
-        Ratio(policy, count, fmean(row), max(row), first_seed + row.index(max(row)))
-        for policy, row in rows.items()
-        if row
-    ]
+    return [_ratio(policy, row, first_seed) for policy, row in rows.items() if row]
+
+
+def _ratio(policy: str, row: Sequence[tuple[float, float]], first_seed: int) -> Ratio:
+    ratios = [ratio for ratio, _ in row]
+    worst = max(ratios)
+    seed = first_seed + ratios.index(worst)
+    return Ratio(policy, len(row), fmean(ratios), worst, seed, fmean(ahead for _, ahead in row))
 
 
 def _run(made: Workload, policy: str, plan: Plan) -> list[Event]:
@@ -348,11 +354,11 @@ class _Stay(NamedTuple):
 class _Search:
     """``_open`` is a heap of stays that may lead to a best schedule."""
 
-    def __init__(self, made: Workload, unloads: bool) -> None:
+    def __init__(self, made: Workload, ahead: bool) -> None:
         asked = {request.model for request in made.requests}.union(made.resident)
         self._lines = [_Line(made, model) for model in made.load_seconds if model in asked]
         self._stop_seconds = made.stop_seconds
-        self._unloads = unloads
+        self._ahead = ahead
         self._open: list[_Stay] = []
         self._order = count()
         nobody = (0,) * len(self._lines)
@@ -391,7 +397,7 @@ class _Search:
                 swap = Move(max(close.at, asked), target.model, waiting=close.waiting)
                 ready = max(end, asked) + self._stop_seconds + target.load_seconds
                 self._add(stay.total, ready, model, served, *stay.moves, swap)
-            if self._unloads and not (in_time and asked <= end):
+            if self._ahead and not (in_time and asked <= end):
                 load = Move(max(end + self._stop_seconds, asked), target.model)
                 self._add(stay.total, load.at + target.load_seconds, model, served, *stay.moves, close, load)
 

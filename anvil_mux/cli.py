@@ -26,6 +26,7 @@ from anvil_mux.errors import BackendError, ConfigError, MuxError
 
 if TYPE_CHECKING:
     from anvil_mux import study
+    from anvil_mux.clairvoyant import Ratio
     from anvil_mux.config import Backend, Config
 
 FAILED, NOT_RUNNING, BAD_CONFIG, INTERRUPTED = 1, 3, 78, 130
@@ -218,7 +219,7 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
         const=1000,
         metavar="N",
         help="instead: the total wait of each policy over the best possible, on N small random workloads "
-        "(default 1000)",
+        "(default 1000); MEAN-AHEAD: over the best that puts models out before anybody waits for another",
     )
     add("--check", action="store_true", help="check whether --log breaks an invariant")
     add("--plot", metavar="FILE", help="draw who was resident, the lines and the waits (needs matplotlib)")
@@ -600,12 +601,14 @@ def _ratios(given: argparse.Namespace, policies: Sequence[str]) -> int:
     if given.json:
         _print_json([asdict(row) for row in rows])
     else:
-        head = ("POLICY", "WORKLOADS", "MEAN", "WORST", "ITS-SEED")
-        told = (
-            (r.policy, f"{r.instances}", f"{r.mean:.3f}", f"{r.worst:.2f}", f"{r.worst_seed}") for r in rows
-        )
-        _print_table(head, told)
+        head = ("POLICY", "WORKLOADS", "MEAN", "WORST", "ITS-SEED", "MEAN-AHEAD")
+        _print_table(head, [_ratio_row(row) for row in rows])
     return 0
+
+
+def _ratio_row(row: Ratio) -> tuple[str, ...]:
+    figures = (f"{row.mean:.3f}", f"{row.worst:.2f}", f"{row.worst_seed}", f"{row.mean_ahead:.3f}")
+    return row.policy, f"{row.instances}", *figures
 
 
 def _progress(what: str) -> Callable[[int], None]:

@@ -37,6 +37,7 @@ from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.eventlog import EventLog
 from anvil_mux.gateway import Gateway
 from anvil_mux.journal import Journal
+from anvil_mux.learned import Learned
 from anvil_mux.metrics import Metrics
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.process import ProcessRuntime, state_folder
@@ -136,13 +137,14 @@ class Program:
         self._clock = Clock()
         self._runtime = build_runtime(config)
         self._metrics = Metrics(config, lambda: self._mux.status())
+        self._learned = Learned(state_folder(config.project, os.environ), say)
         with _pinned(options.pin):
-            relay = Relay(timeout=config.upstream_timeout)
+            relay = self._relay = Relay(timeout=config.upstream_timeout)
             self._journal = Journal(
                 self._metrics,
                 wall=self._clock.wall,
                 tail=self._log_tail,
-                housekeeping=relay.pool.sweep,
+                housekeeping=self._keep_house,
                 access=access,
                 form=options.log_format,
                 verbosity=options.verbosity,
@@ -150,7 +152,13 @@ class Program:
             self._event_log: EventLog | None = None
             if events is not None:
                 self._event_log = EventLog(events, eventlog.header(config, self._clock.wall(0.0)), say)
-            self._mux = Multiplexer(config, Swapper(self._runtime), log=self._observe(), clock=self._clock)
+            self._mux = Multiplexer(
+                config,
+                Swapper(self._runtime),
+                log=self._observe(),
+                costs=self._learned.read(config),
+                clock=self._clock,
+            )
             gateway = Gateway(
                 config,
                 self._mux,
@@ -183,6 +191,11 @@ class Program:
             append(event)
 
         return both
+
+    def _keep_house(self) -> None:
+        """Now and then while something happens, in the journal's thread."""
+        self._relay.pool.sweep()
+        self._learned.save(self._mux.costs())
 
     def _log_tail(self, backend: str) -> list[str]:
         return next((self._runtime.log_tail(b) for b in self._config.backends if b.name == backend), [])

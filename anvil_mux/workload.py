@@ -59,8 +59,12 @@ class Workload:
     stop_seconds: float = 0.0
 
     def config(self) -> Config:
-        """Without a compose file: every model is one backend of the same name, and has GPU 0 to itself."""
-        return Config(backends=tuple([Backend(model, model, ("0",)) for model in self.load_seconds]))
+        """Without a compose file: every model is one backend of the same name, and has GPU 0 to itself.
+
+        No drain is cut short: a policy must not look good because it cut off more requests than another.
+        """
+        backends = tuple([Backend(model, model, ("0",)) for model in self.load_seconds])
+        return Config(backends, drain_timeout=math.inf)
 
     def engines(self, config: Config) -> Engines:
         """What loading costs on the backends of ``config``."""

@@ -12,7 +12,7 @@ ROWS = (
     "api composefile policy preemption routing costs demand config",
     "placement residency engine compose process gpu",
     "swap multiplexer simulate workload figures clairvoyant eventlog plot study",
-    "pump relay metrics journal client",
+    "pump relay metrics journal learned client",
     "inference gateway server",
     "serve cli __main__",
 )
