@@ -165,7 +165,7 @@ class Debounce:
     def _due(self, line: Line) -> float:
         if not line.evicts:
             return line.oldest
-        return min(line.newest + self.quiet, line.oldest + self.max_hold)
+        return min(line.newest + self.quiet, line.oldest + self.max_hold, line.oldest + line.max_wait)
 
     def _why(self, line: Line, now: float) -> str:
         if not line.evicts:
@@ -195,32 +195,37 @@ class CostAware:
     """A model serves for at least as long as the swap costs (v3); False is v2."""
 
     def decide(self, seen: Snapshot) -> Decision:
+        since = {evicts: _since(evicts, seen) for evicts in {line.evicts for line in seen.lines}}
         stays = []
         for line in seen.lines:
-            until, reason = self._until(line, seen)
+            until, reason = self._until(line, since[line.evicts], seen.now)
             if until <= seen.now:
                 return SwapTo(line.model, reason)
             stays.append((until, reason))
         return Stay(*min(stays)) if stays else Stay()
 
-    def _until(self, line: Line, seen: Snapshot) -> tuple[float, str]:
-        """From when on the line may have its swap, and why then."""
+    def _until(self, line: Line, since: float, now: float) -> tuple[float, str]:
+        """From when on the line may have its swap, and why then; ``since``: the latest load of its victims."""
         if not line.evicts:
-            return seen.now, f"{line.count} waiting, room is free"
+            return now, f"{line.count} waiting, room is free"
         limit = line.oldest + min(self.max_wait, line.max_wait)
-        if limit <= seen.now:
+        if limit <= now:
             return limit, f"{line.count} waiting, waited long enough"
         cost = min(line.swap_seconds, self.cap) if line.learned else self.prior
-        if self.serving_window:
-            serves = max((r.since for r in seen.residents if r.model in line.evicts), default=-FOREVER) + cost
-            if serves > seen.now:
-                return min(
-                    serves, limit
-                ), f"{' and '.join(line.evicts)} may serve for as long as a swap costs"
+        if self.serving_window and since + cost > now:
+            return min(since + cost, limit), "who would go may serve for as long as a swap costs"
         required = max(1, math.ceil(self.amortization * cost))
         if line.count >= required:
-            return seen.now, f"{line.count} waiting, {required} are worth a swap of {cost:.1f} s"
-        return min(line.oldest + self.window, limit), f"{line.count} waiting, more may come"
+            return now, f"{line.count} waiting, {required} are worth a swap of {cost:.1f} s"
+        until = min(line.oldest + self.window, limit)
+        if until > now:
+            return until, "more may come"
+        return until, f"{line.count} waiting, no more are awaited"
+
+
+def _since(evicts: tuple[str, ...], seen: Snapshot) -> float:
+    """When the last of these became resident."""
+    return max([resident.since for resident in seen.residents if resident.model in evicts], default=-FOREVER)
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,8 @@ class TimeSlice:
         for line in seen.lines:
             if not line.evicts:
                 return SwapTo(line.model, f"{line.count} waiting, room is free")
-        ends = [(self._end(line, seen), line) for line in seen.lines]
+        slices = {evicts: self._end(evicts, seen) for evicts in {line.evicts for line in seen.lines}}
+        ends = [(min(slices[line.evicts], line.oldest + line.max_wait), line) for line in seen.lines]
         over = [line for end, line in ends if end <= seen.now]
         if over:
             most = max(over, key=lambda line: line.count)
@@ -248,12 +254,11 @@ class TimeSlice:
         end, line = min(ends, key=lambda pair: pair[0])
         return Stay(end, f"the slice of {' and '.join(line.evicts)} is not over")
 
-    def _end(self, line: Line, seen: Snapshot) -> float:
+    def _end(self, evicts: tuple[str, ...], seen: Snapshot) -> float:
         """When the last of those that would go has had its slice."""
-        waiting = sum(line.count for line in seen.lines)
-        victims = [resident for resident in seen.residents if resident.model in line.evicts]
-        ends = [resident.since + self._slice(resident, waiting) for resident in victims]
-        return min(max(ends, default=seen.now), line.oldest + line.max_wait)
+        waiting = sum([line.count for line in seen.lines])
+        ends = [each.since + self._slice(each, waiting) for each in seen.residents if each.model in evicts]
+        return max(ends, default=seen.now)
 
     def _slice(self, resident: Resident, waiting: int) -> float:
         share = resident.leases / (resident.leases + waiting)
@@ -289,6 +294,8 @@ class Adaptive:
         for line in seen.lines:
             if not line.evicts:
                 return SwapTo(line.model, f"{line.count} waiting, room is free")
+            if line.oldest + line.max_wait <= seen.now:
+                return SwapTo(line.model, f"{line.count} waiting, waited long enough")
         line = max(seen.lines, key=_urgency)
         turn = _Turn(seen, line)
         expected, enough = turn.expected(), turn.enough()

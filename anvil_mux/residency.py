@@ -273,9 +273,18 @@ class Residency:
             self._fail(ticket, error, now)
             return False
         line = self.lines[ticket.model]
+        if not line:
+            self._note_pause(ticket.model, now)
         line[ticket] = None
         self._emit(Event(now, "queued", ticket.model, ticket=ticket.id, size=len(line)))
         return self.deferred is not None or (len(line) == 1 and ticket.model not in self._coming())
+
+    def _note_pause(self, model: str, now: float) -> None:
+        """A request for a model that was put out: its client's pause, unless another's answer brought it."""
+        used = max(seat.last_used for seat in self._replicas[model])
+        idle = not any(seat.holders for seat in self._replicas[model])
+        if idle and used > -FOREVER and all(seat.loaded <= used for seat in self.seats.values()):
+            self._demand[model].returned(now - used)
 
     def release(self, ticket: Ticket, now: float) -> bool:
         """A lease ended. Late after a severed drain, or twice, is harmless."""
