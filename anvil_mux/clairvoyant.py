@@ -79,7 +79,7 @@ class Clairvoyant:
     def decide(self, seen: Snapshot) -> Decision:
         due = sum(move.at <= seen.now for move in self.plan)
         move = self.plan[due - 1] if due else None
-        if move and sum(line.count for line in seen.lines) >= move.waiting:
+        if move and sum(line.waiting for line in seen.lines) >= move.waiting:
             if move.unload and any(resident.model == move.model for resident in seen.residents):
                 return Unload(move.model, "planned")
             if not move.unload and any(line.model == move.model for line in seen.lines):

@@ -21,7 +21,7 @@ ALPHA = 0.3
 FIRST_LOAD_SECONDS = {
     ("vllm", "stop"): 60.0,
     ("sglang", "stop"): 60.0,
-    ("llama.cpp", "stop"): 10.0,
+    ("llamacpp", "stop"): 10.0,
     ("ollama", "stop"): 10.0,
 }
 """(engine, way) -> what a first load takes. Cold starts of vLLM take 25 to 130 s (llmux, reports 1 and 2)."""
@@ -53,6 +53,7 @@ class Costs:
         self._known: dict[tuple[str, str, str], Cost] = {}
         self._loads: dict[tuple[str, str], float] = {}  # (target, way) -> seconds, from anywhere
         self._evictions: dict[str, float] = {}  # source -> seconds, for anyone
+        self._estimates: dict[tuple[str, str, str, str], Cost] = {}  # those made since the last swap
         for cost in known:
             self._remember(cost)
 
@@ -61,6 +62,13 @@ class Costs:
 
     def estimate(self, source: str, target: str, way: str, engine: str) -> Cost:
         """What a swap in this direction will cost, as far as is known."""
+        key = source, target, way, engine
+        cost = self._estimates.get(key)
+        if cost is None:
+            cost = self._estimates[key] = self._estimate(*key)
+        return cost
+
+    def _estimate(self, source: str, target: str, way: str, engine: str) -> Cost:
         cost = self._known.get((source, target, way))
         if cost:
             return cost
@@ -79,6 +87,7 @@ class Costs:
         self._remember(Cost(source, target, way, evict_seconds, load_seconds, swaps + 1))
 
     def _remember(self, cost: Cost) -> None:
+        self._estimates.clear()
         self._known[cost.source, cost.target, cost.way] = cost
         self._loads[cost.target, cost.way] = cost.load_seconds
         if cost.source:

@@ -10,7 +10,7 @@ All of it depends on the facts alone, not on when it is asked: the simulator and
 
 from __future__ import annotations
 
-import math
+from math import exp, inf
 
 MEMORY_SECONDS = 60.0
 """Arrivals this long ago count 1/e."""
@@ -32,7 +32,7 @@ class Demand:
     __slots__ = ("_first", "_joined", "_last", "_line_seconds", "_weight", "pause_seconds", "service_seconds")
 
     def __init__(self) -> None:
-        self._first = self._last = -math.inf
+        self._first = self._last = -inf
         self._weight = 0.0  # arrivals, those before the last one faded to its moment
         self._joined = self._line_seconds = 0.0
         self.pause_seconds = 0.0
@@ -44,7 +44,7 @@ class Demand:
 
     def arrived(self, now: float) -> None:
         if self._weight:
-            self._weight = 1.0 + self._weight * math.exp((self._last - now) / MEMORY_SECONDS)
+            self._weight = 1.0 + self._weight * exp((self._last - now) / MEMORY_SECONDS)
         else:
             self._first, self._weight = now, 1.0
         self._last = now
@@ -68,16 +68,23 @@ class Demand:
 
     def rate(self, now: float) -> float:
         """Arrivals per second."""
-        if not self._weight:
-            return 0.0
-        faded = self._weight * math.exp((self._last - now) / MEMORY_SECONDS)
-        seen = 1.0 - math.exp((self._first - FIRST_SECONDS - now) / MEMORY_SECONDS)
-        return min(faded / (MEMORY_SECONDS * seen), self._silence(now))
+        return self.rates(now)[0]
 
     def growth(self, now: float, count: int = 0, seconds: float = 0.0) -> float:
         """Arrivals per second while others wait; ``count`` wait now, the first for ``seconds``."""
-        joined = self._joined + max(count - 1, 0) + self.rate(now) * TRUST_SECONDS
-        return min(joined / (self._line_seconds + seconds + TRUST_SECONDS), self._silence(now))
+        return self.rates(now, count, seconds)[1]
 
-    def _silence(self, now: float) -> float:
-        return 1.0 / max(now - self._last, SHORTEST_SILENCE)
+    def rates(self, now: float, count: int = 0, seconds: float = 0.0) -> tuple[float, float]:
+        """``rate`` and ``growth``."""
+        if not self._weight:
+            return 0.0, 0.0
+        silence = now - self._last
+        most = 1.0 / (silence if silence > SHORTEST_SILENCE else SHORTEST_SILENCE)
+        faded = self._weight * exp(-silence / MEMORY_SECONDS)
+        seen = 1.0 - exp((self._first - FIRST_SECONDS - now) / MEMORY_SECONDS)
+        rate = faded / (MEMORY_SECONDS * seen)
+        if rate > most:
+            rate = most
+        joined = self._joined + (count - 1 if count else 0) + rate * TRUST_SECONDS
+        growth = joined / (self._line_seconds + seconds + TRUST_SECONDS)
+        return rate, growth if growth < most else most

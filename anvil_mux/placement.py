@@ -63,6 +63,7 @@ class Placement:
     def __init__(self, backends: Iterable[Backend], gpus: Iterable[Gpu], preemption: whom.Preemption) -> None:
         self.capacity = {gpu.id: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
         self.seats = {backend.name: self._seat(backend) for backend in backends}
+        self._pinned = [seat for seat in self.seats.values() if seat.backend.pin]
         self._preemption = preemption
 
     def _seat(self, backend: Backend) -> Seat:
@@ -79,37 +80,52 @@ class Placement:
             if seat is target:
                 continue
             amounts = seat.holds if seat.state in HOLDING else seat.residual
-            for gpu in used.keys() & amounts.keys():
-                used[gpu] += amounts[gpu]
+            for gpu, amount in amounts.items():
+                if gpu in used:
+                    used[gpu] += amount
         return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
 
-    def victims(self, target: Seat, busy: Set[str], staying: Set[str] = frozenset()) -> list[Seat] | None:
+    def victims(self, target: Seat, busy: set[str], staying: Set[str] = frozenset()) -> list[Seat] | None:
         """Who must go so that ``target`` fits, touching no ``busy`` GPU; None if that cannot be now.
 
         Backends that are ``staying`` may not go, nor pinned ones.
         """
-        if busy & target.holds.keys():
+        if not busy.isdisjoint(target.holds):
             return None
-        candidates = [
-            whom.Candidate(seat.name, seat.holds, len(seat.holders), seat.used, seat.backend.priority)
+        seats = [
+            seat
             for seat in self.seats.values()
             if seat.state == "ready"
             and not seat.backend.pin
             and seat.name not in staying
-            and seat.holds.keys() & target.holds.keys()
-            and not busy & seat.holds.keys()
+            and not target.holds.keys().isdisjoint(seat.holds)
+            and busy.isdisjoint(seat.holds)
+        ]
+        if len(seats) < 2:
+            return self._at_most(seats, target)
+        candidates = [
+            whom.Candidate(seat.name, seat.holds, len(seat.holders), seat.used, seat.backend.priority)
+            for seat in seats
         ]
         chosen = whom.victims(self._preemption, candidates, self.missing(target))
         return None if chosen is None else [self.seats[name] for name in chosen]
 
+    def _at_most(self, seats: list[Seat], target: Seat) -> list[Seat] | None:
+        """The victims where there is no choice among them."""
+        needed = False
+        for gpu, amount in self.missing(target).items():
+            if amount > 0:
+                needed = True
+                if not seats or seats[0].holds.get(gpu, 0) < amount:
+                    return None
+        return seats if needed else []
+
     def never_fits(self, target: Seat) -> str:
         """Why ``target`` could not be loaded even if all that is not pinned went; "" if it could."""
-        others = self.seats.values()
-        pinned = [s for s in others if s is not target and s.backend.pin and s.state in HOLDING]
+        pinned = [seat for seat in self._pinned if seat is not target and seat.state in HOLDING]
         for gpu, need in target.holds.items():
-            beside = [other for other in pinned if gpu in other.holds]
-            if need + sum(other.holds[gpu] for other in beside) > self.capacity[gpu]:
-                names = ", ".join(other.name for other in beside)
+            if need + sum([other.holds.get(gpu, 0) for other in pinned]) > self.capacity[gpu]:
+                names = ", ".join(other.name for other in pinned if gpu in other.holds)
                 return f"it does not fit on GPU {gpu}" + (f" beside the pinned {names}" if names else "")
         return ""
 

@@ -19,17 +19,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 FOREVER = math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """The requests that wait for one model whose swap could begin now."""
 
     model: str
-    count: int
+    waiting: int
+    """How many they are."""
     oldest: float
     """The moment at which the first of them arrived."""
     newest: float
@@ -41,22 +41,20 @@ class Line:
     """What loading it after that will take, as far as is known."""
     learned: bool = False
     """A swap in this direction was made before."""
-    waited: float = 0.0
-    """Request-seconds that they have waited together."""
     growth: float = 0.0
     """Arrivals per second while others wait, of late."""
     service_seconds: float = 0.0
     """What its requests hold a lease for, of late; 0: not known yet."""
     max_wait: float = FOREVER
     """Seconds after ``oldest`` at which the swap begins whatever the policy says."""
+    priority: int = 0
 
     @property
     def swap_seconds(self) -> float:
         return self.evict_seconds + self.load_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class Resident:
+class Resident(NamedTuple):
     """One backend that holds GPUs and may be leased."""
 
     model: str
@@ -76,8 +74,7 @@ class Resident:
     """What loading it again will take, as far as is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Swapping:
+class Swapping(NamedTuple):
     """A swap under way on this island."""
 
     model: str
@@ -89,8 +86,7 @@ class Swapping:
     """When it entered that state."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """What a policy may know of an island."""
 
     now: float
@@ -141,7 +137,7 @@ class Eager:
         if not seen.lines:
             return Stay()
         first = seen.lines[0]
-        return SwapTo(first.model, f"{first.count} waiting, oldest first")
+        return SwapTo(first.model, f"{first.waiting} waiting, oldest first")
 
 
 @dataclass(frozen=True)
@@ -157,7 +153,7 @@ class Debounce:
         due = [(self._due(line), line) for line in seen.lines]
         for moment, line in due:
             if moment <= seen.now:
-                return SwapTo(line.model, f"{line.count} waiting, {self._why(line, seen.now)}")
+                return SwapTo(line.model, f"{line.waiting} waiting, {self._why(line, seen.now)}")
         if not due:
             return Stay()
         return Stay(min(moment for moment, _ in due), f"no line has been quiet for {self.quiet:g} s yet")
@@ -195,9 +191,11 @@ class CostAware:
     """A model serves for at least as long as the swap costs (v3); False is v2."""
 
     def decide(self, seen: Snapshot) -> Decision:
-        since = {evicts: _since(evicts, seen) for evicts in {line.evicts for line in seen.lines}}
+        since: dict[tuple[str, ...], float] = {}
         stays = []
         for line in seen.lines:
+            if line.evicts not in since:
+                since[line.evicts] = _since(line.evicts, seen)
             until, reason = self._until(line, since[line.evicts], seen.now)
             if until <= seen.now:
                 return SwapTo(line.model, reason)
@@ -205,22 +203,22 @@ class CostAware:
         return Stay(*min(stays)) if stays else Stay()
 
     def _until(self, line: Line, since: float, now: float) -> tuple[float, str]:
-        """From when on the line may have its swap, and why then; ``since``: the latest load of its victims."""
+        """From when on the line may have its swap, and why then; ``since``: when its victims were up."""
         if not line.evicts:
-            return now, f"{line.count} waiting, room is free"
+            return now, f"{line.waiting} waiting, room is free"
         limit = line.oldest + min(self.max_wait, line.max_wait)
         if limit <= now:
-            return limit, f"{line.count} waiting, waited long enough"
-        cost = min(line.swap_seconds, self.cap) if line.learned else self.prior
+            return limit, f"{line.waiting} waiting, waited long enough"
+        cost = min(line.evict_seconds + line.load_seconds, self.cap) if line.learned else self.prior
         if self.serving_window and since + cost > now:
             return min(since + cost, limit), "who would go may serve for as long as a swap costs"
         required = max(1, math.ceil(self.amortization * cost))
-        if line.count >= required:
-            return now, f"{line.count} waiting, {required} are worth a swap of {cost:.1f} s"
+        if line.waiting >= required:
+            return now, f"{line.waiting} waiting, {required} are worth a swap of {cost:.1f} s"
         until = min(line.oldest + self.window, limit)
         if until > now:
             return until, "more may come"
-        return until, f"{line.count} waiting, no more are awaited"
+        return until, f"{line.waiting} waiting, no more are awaited"
 
 
 def _since(evicts: tuple[str, ...], seen: Snapshot) -> float:
@@ -240,23 +238,27 @@ class TimeSlice:
     def decide(self, seen: Snapshot) -> Decision:
         for line in seen.lines:
             if not line.evicts:
-                return SwapTo(line.model, f"{line.count} waiting, room is free")
-        slices = {evicts: self._end(evicts, seen) for evicts in {line.evicts for line in seen.lines}}
-        ends = [(min(slices[line.evicts], line.oldest + line.max_wait), line) for line in seen.lines]
+                return SwapTo(line.model, f"{line.waiting} waiting, room is free")
+        waiting = sum([line.waiting for line in seen.lines])
+        slices: dict[tuple[str, ...], float] = {}
+        ends = []
+        for line in seen.lines:
+            if line.evicts not in slices:
+                slices[line.evicts] = self._end(line.evicts, seen, waiting)
+            ends.append((min(slices[line.evicts], line.oldest + line.max_wait), line))
         over = [line for end, line in ends if end <= seen.now]
         if over:
-            most = max(over, key=lambda line: line.count)
+            most = max(over, key=lambda line: (line.priority, line.waiting))
             return SwapTo(
-                most.model, f"{most.count} waiting, the slice of {' and '.join(most.evicts)} is over"
+                most.model, f"{most.waiting} waiting, the slice of {' and '.join(most.evicts)} is over"
             )
         if not ends:
             return Stay()
         end, line = min(ends, key=lambda pair: pair[0])
         return Stay(end, f"the slice of {' and '.join(line.evicts)} is not over")
 
-    def _end(self, evicts: tuple[str, ...], seen: Snapshot) -> float:
+    def _end(self, evicts: tuple[str, ...], seen: Snapshot, waiting: int) -> float:
         """When the last of those that would go has had its slice."""
-        waiting = sum([line.count for line in seen.lines])
         ends = [each.since + self._slice(each, waiting) for each in seen.residents if each.model in evicts]
         return max(ends, default=seen.now)
 
@@ -286,60 +288,76 @@ class Adaptive:
     """
 
     pause: float = 0.25
-    """Seconds in which a client that has just been answered may ask again before its model goes."""
+    """Seconds after the newest request in which the model that goes may be asked again, if it was in use."""
 
     def decide(self, seen: Snapshot) -> Decision:
         if not seen.lines:
             return Stay()
+        overdue = FOREVER
         for line in seen.lines:
             if not line.evicts:
-                return SwapTo(line.model, f"{line.count} waiting, room is free")
-            if line.oldest + line.max_wait <= seen.now:
-                return SwapTo(line.model, f"{line.count} waiting, waited long enough")
-        line = max(seen.lines, key=_urgency)
+                return SwapTo(line.model, f"{line.waiting} waiting, room is free")
+            limit = line.oldest + line.max_wait
+            if limit <= seen.now:
+                return SwapTo(line.model, f"{line.waiting} waiting, waited long enough")
+            if limit < overdue:
+                overdue = limit
+        line = max(seen.lines, key=_urgency) if len(seen.lines) > 1 else seen.lines[0]
         turn = _Turn(seen, line)
-        expected, enough = turn.expected(), turn.enough()
-        overdue = min([each.oldest + each.max_wait for each in seen.lines])
-        answered = min(line.newest, turn.last_used) + self.pause
-        why = f"{line.count} waiting, {expected:.1f} by then, {max(enough, 0.0):.1f} are worth a swap"
+        expected, enough = turn.expected, turn.enough()
+        why = f"{line.waiting} waiting, {expected:.1f} by then, {max(enough, 0.0):.1f} are worth a swap"
         if expected >= enough:
+            answered = min(line.newest, turn.last_used) + self.pause
             if answered <= seen.now:
                 return SwapTo(line.model, why)
             return Stay(min(answered, overdue), f"{why}; {' and '.join(line.evicts)} was just in use")
-        return Stay(min(seen.now + max(self.pause, turn.seconds / 50), overdue), why)
+        return Stay(min(seen.now + max(self.pause, turn.seconds / 5), turn.quiet(), overdue), why)
 
 
-def _urgency(line: Line) -> float:
-    """Who is served first: those of whom most can be served soonest."""
-    return line.count / (line.swap_seconds + 1.0)
+def _urgency(line: Line) -> tuple[int, float]:
+    """Who is served first: by priority, then those of whom most can be served soonest."""
+    return line.priority, line.waiting / (line.evict_seconds + line.load_seconds + 1.0)
 
 
 class _Turn:
     """What it would take to let a line have its turn, and the residents theirs after that."""
 
+    __slots__ = (
+        "_going", "_growth", "_leases", "_lost", "_now", "_service", "expected", "last_used", "seconds",
+    )  # fmt: skip
+
     def __init__(self, seen: Snapshot, line: Line) -> None:
-        going = [resident for resident in seen.residents if resident.model in line.evicts]
-        self._now, self._line, self._going = seen.now, line, going
-        self._waiting = sum([each.count for each in seen.lines])
-        self._growth = max(sum([each.growth for each in seen.lines]), 1e-6)
-        self._lost = sum([resident.growth for resident in going])
-        self._leases = sum([resident.leases for resident in going])
-        self._service = max([resident.service_seconds for resident in going], default=0.0) or 1.0
-        self.last_used = max([resident.last_used for resident in going], default=-FOREVER)
-        back = max([resident.reload_seconds for resident in going], default=0.0)
-        served = (line.service_seconds or self._service) * math.log1p(self.expected())
-        self.seconds = line.swap_seconds + back + self._service / 2 + served
+        waiting, growth = 0, 0.0
+        for each in seen.lines:
+            waiting += each.waiting
+            growth += each.growth
+        self._now, self._growth = seen.now, growth if growth > 1e-6 else 1e-6
+        self._going = [resident for resident in seen.residents if resident.model in line.evicts]
+        back = self._add_up()
+        drain = self._service * math.log1p(self._leases)  # about the longest of so many leases
+        swap_seconds = line.evict_seconds + line.load_seconds
+        self.expected = waiting + self._growth * (drain + swap_seconds)
+        """How many will wait when its model is there."""
+        served = (line.service_seconds or self._service) * math.log1p(self.expected)
+        self.seconds = swap_seconds + back + self._service / 2 + served
         """All that is lost between two turns of the residents."""
 
-    def expected(self) -> float:
-        """How many will wait when its model is there. The longest of n leases lasts about log(1 + n)."""
-        drain = self._service * math.log1p(self._leases)
-        return self._waiting + self._growth * (drain + self._line.swap_seconds)
+    def _add_up(self) -> float:
+        """Sums over the residents that go; returns what the longest of their loads will take."""
+        leases, lost, service, back, last_used = 0, 0.0, 0.0, 0.0, -FOREVER
+        for resident in self._going:
+            leases += resident.leases
+            lost += resident.growth
+            service = max(service, resident.service_seconds)
+            back = max(back, resident.reload_seconds)
+            last_used = max(last_used, resident.last_used)
+        self._leases, self._lost, self._service, self.last_used = leases, lost, service or 1.0, last_used
+        return back
 
     def enough(self) -> float:
         """How many have to wait then."""
         rhythm = self.seconds * math.sqrt(self._growth * self._lost) + self._custom()
-        drained = self._lost * self.seconds + self.expected()  # request-seconds lost per second of a drain
+        drained = self._lost * self.seconds + self.expected  # request-seconds lost per second of a drain
         if not self._leases:
             return rhythm - math.sqrt(2 * self._growth * drained * self._service)
         return rhythm + self._patience(drained)
@@ -349,33 +367,40 @@ class _Turn:
         return sum([self._returns(resident) for resident in self._going])
 
     def _returns(self, resident: Resident) -> float:
-        idle = self._now - resident.last_used
-        if resident.growth >= resident.rate or not (
-            resident.leases or idle < PAUSES * resident.pause_seconds
-        ):
+        if resident.growth >= resident.rate:
+            return 0.0
+        if not resident.leases and self._now >= _quiet(resident):
             return 0.0
         closed = 1.0 - resident.growth / resident.rate
         rate = max(resident.leases, 1) / (resident.pause_seconds + (resident.service_seconds or 1.0))
         served = max(self._now - resident.since, 0.0)
         return closed * rate * self.seconds * self.seconds / (self.seconds + served)
 
-    def _patience(self, drained: float) -> float:
-        """What waiting for fewer leases saves per second, at best."""
-        best = seconds = saved = 0.0
-        for leases, passage in zip(range(self._leases, 0, -1), self._passages(), strict=True):
-            seconds += passage
-            saved += drained * self._service / leases
-            best = max(best, (saved - self._growth * seconds * seconds / 2) / seconds)
-        return best
+    def quiet(self) -> float:
+        """The next moment at which one of the residents is believed to be idle for good."""
+        soonest = FOREVER
+        for resident in self._going:
+            if not resident.leases and self._now < _quiet(resident) < soonest:
+                soonest = _quiet(resident)
+        return soonest
 
-    def _passages(self) -> list[float]:
-        """Seconds until there is one lease fewer, from each number of leases down to one, while more come."""
-        passages = []
-        seconds = 0.0
-        for leases in range(self._leases + 10, 0, -1):
-            seconds = min((1.0 + self._lost * seconds) * self._service / leases, 1e4)
-            passages.append(seconds)
-        return passages[-self._leases :]
+    def _patience(self, drained: float) -> float:
+        """What waiting for fewer leases saves per second: most for one, as each next takes longer to come."""
+        seconds = self._passage()
+        saved = drained * self._service / self._leases
+        return max((saved - self._growth * seconds * seconds / 2) / seconds, 0.0)
+
+    def _passage(self) -> float:
+        """Seconds until there is one lease fewer, while more come."""
+        lost, service, seconds = self._lost, self._service, 0.0
+        for leases in range(self._leases + 10, self._leases - 1, -1):
+            seconds = (1.0 + lost * seconds) * service / leases
+        return min(seconds, 1e4)
+
+
+def _quiet(resident: Resident) -> float:
+    """When it is believed to be idle for good, if nobody asks for it before."""
+    return resident.last_used + PAUSES * resident.pause_seconds
 
 
 PAUSES = 2.0
@@ -417,6 +442,8 @@ def build(registry: Mapping[str, type], what: str, name: str, settings: Mapping[
             raise ValueError(f"{what} {name}: unknown setting {key!r}; known: {', '.join(known) or 'none'}")
         if isinstance(known[key].default, float) and not _is_seconds(value):
             raise ValueError(f"{what} {name}: {key} must be a number of at least 0, not {value!r}")
+        if isinstance(known[key].default, bool) and not isinstance(value, bool):
+            raise ValueError(f"{what} {name}: {key} must be true or false, not {value!r}")
     return cls(**settings)
 
 

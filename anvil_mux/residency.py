@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from anvil_mux import routing
@@ -191,6 +192,9 @@ class _Swap:
         return held
 
 
+_AGE = attrgetter("since", "id")
+"""Of a ticket."""
+
 _Plan = tuple[Seat, list[Seat]]
 """A backend to load, and the victims that make room for it."""
 
@@ -226,13 +230,19 @@ class Residency:
         self.deferred: tuple[str, Stay] | None = None
         """The model whose swap the policy holds back, and until when and why."""
         self._ask_again = FOREVER
+        self._plans: dict[str, _Plan] = {}
+        """The swaps that the policy could begin when it was last asked."""
+        self._plans_hold_until = -FOREVER
+        """Until then they are the same, unless a state changes or a line begins or loses a request."""
         self._announced: Ticket | None = None
         self._replicas: dict[str, list[Seat]] = {model: [] for model in self.lines}
         for seat in self.seats.values():
             self._replicas[seat.model].append(seat)
         self._swaps: list[_Swap] = []
+        self._idlers = [seat for seat in self.seats.values() if seat.backend.ttl is not None]
+        self._stayers = [seat for seat in self.seats.values() if seat.backend.min_residency]
         self._demand = {model: Demand() for model in self.lines}
-        self._max_wait = {m: min(_max_wait(s, config) for s in seats) for m, seats in self._replicas.items()}
+        self._max_wait = max_waits(self.seats.values(), config)
         self._priority = {m: max(s.backend.priority for s in seats) for m, seats in self._replicas.items()}
         self._costs = costs or Costs()
         self._config = config
@@ -260,12 +270,13 @@ class Residency:
 
     def request(self, ticket: Ticket, now: float) -> bool:
         """A request arrived: it is leased, failed or put in line."""
-        self._demand[ticket.model].arrived(now)
+        demand = self._demand[ticket.model]
+        demand.arrived(now)
         ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
         if ready:
             seat = self._route(ready)
             if not seat.holders:
-                self._demand[ticket.model].returned(now - seat.used)
+                demand.returned(now - seat.used)
             self._lease(seat, ticket, now)
             return False
         error = self._refusal(ticket.model, now)
@@ -274,9 +285,10 @@ class Residency:
             return False
         line = self.lines[ticket.model]
         if not line:
+            self._plans_hold_until = -FOREVER
             self._note_pause(ticket.model, now)
         line[ticket] = None
-        self._emit(Event(now, "queued", ticket.model, ticket=ticket.id, size=len(line)))
+        self._emit(Event(now, "queued", ticket.model, "", ticket.id, len(line)))
         return self.deferred is not None or (len(line) == 1 and ticket.model not in self._coming())
 
     def _note_pause(self, model: str, now: float) -> None:
@@ -303,6 +315,7 @@ class Residency:
         line = self.lines[ticket.model]
         if ticket not in line:
             return
+        self._plans_hold_until = -FOREVER
         del line[ticket]
         if error:
             self._fail(ticket, error, now)
@@ -410,12 +423,31 @@ class Residency:
     def next_step(self, now: float) -> Step:
         """What is to be done now. Each ``Start`` and ``Stop`` is handed out once."""
         while True:
+            if now < self._plans_hold_until:
+                if self._ask_policy(self._plans, now):
+                    continue
+                return self._wait(self._plans_hold_until, now)
             step = self._advance(now) or self._retry_stuck(now)
             if step:
                 return step
             waiting = self._waiting()
             if not (self._put_out_idle(now) or self._begin_swap(waiting, now)):
-                return Wait(self._next_moment(waiting, now))
+                until = self._next_moment(waiting, now)
+                if self._plans_can_hold():
+                    self._plans_hold_until = until
+                return self._wait(until, now)
+
+    def _plans_can_hold(self) -> bool:
+        """Whether leases that begin and end, and lines that grow, leave the plans as they are.
+
+        Not where a drain or an idle time waits for a lease to end, or where there is a choice of victims.
+        """
+        if self._swaps or self._idlers or not self._plans:
+            return False
+        return sum([seat.state == "ready" for seat in self.seats.values()]) < 2
+
+    def _wait(self, until: float, now: float) -> Wait:
+        return Wait(self._ask_again if now < self._ask_again < until else until)
 
     def _advance(self, now: float) -> Step | None:
         for swap in tuple(self._swaps):
@@ -444,7 +476,7 @@ class Residency:
         return None
 
     def _put_out_idle(self, now: float) -> bool:
-        idle = [seat for seat in self.seats.values() if _idle_until(seat) <= now < FOREVER]
+        idle = [seat for seat in self._idlers if _idle_until(seat) <= now < FOREVER]
         for seat in idle:
             self._begin((None, [seat]), now, f"idle for {seat.backend.ttl:g} s")
         return bool(idle)
@@ -471,11 +503,15 @@ class Residency:
         return severed
 
     def _next_moment(self, waiting: list[Ticket], now: float) -> float:
-        """When the answer of ``next_step`` may change without a new fact."""
-        moments = [self._ask_again, *[first.since + self._max_wait[first.model] for first in waiting]]
-        moments += [_idle_until(seat) for seat in self.seats.values()]
-        moments += [stays for seat in self.seats.values() if (stays := _stays_until(seat)) > now and waiting]
-        moments += [swap.until for swap in self._swaps if any(v.state == "draining" for v in swap.victims)]
+        """When the answer of ``next_step`` may change without a new fact, whatever the policy says."""
+        moments = [first.since + self._max_wait[first.model] for first in waiting]
+        for seat in self._idlers:
+            moments.append(_idle_until(seat))
+        for seat in self._stayers if waiting else ():
+            moments.append(_stays_until(seat))
+        for swap in self._swaps:
+            if any(victim.state == "draining" for victim in swap.victims):
+                moments.append(swap.until)
         for seat in self.seats.values():
             if seat.retry_at > now and (seat.state == "stuck" or self.lines[seat.model]):
                 moments.append(seat.retry_at)
@@ -485,36 +521,43 @@ class Residency:
 
     def _begin_swap(self, waiting: list[Ticket], now: float) -> bool:
         """Begins at most one swap: that of the oldest overdue line, else what the policy proposes."""
-        busy: set[str] = set().union(*(swap.gpus() for swap in self._swaps))
-        staying = {seat.name for seat in self.seats.values() if _stays_until(seat) > now}
+        busy = {gpu for swap in self._swaps for gpu in swap.gpus()}
+        for first in waiting:
+            if first.since + self._max_wait[first.model] > now:
+                continue
+            if plan := self._plan(first.model, busy, now):
+                self._begin(plan, now, "overdue")
+                return True
+            for seat in self._loadable(first.model, now):
+                busy.update(seat.holds)
+        staying = {seat.name for seat in self._stayers if _stays_until(seat) > now}
         plans: dict[str, _Plan] = {}
         held = []
         for first in waiting:
-            if now < first.since + self._max_wait[first.model]:
-                if plan := self._plan(first.model, busy, now, staying):
-                    plans[first.model] = plan
-                elif staying and self._plan(first.model, busy, now):
-                    held.append(first.model)
-            elif plan := self._plan(first.model, busy, now):
-                self._begin(plan, now, "overdue")
-                return True
-            else:
-                for seat in self._loadable(first.model, now):
-                    busy.update(seat.holds)
+            if plan := self._plan(first.model, busy, now, staying):
+                plans[first.model] = plan
+            elif staying and self._plan(first.model, busy, now):
+                held.append(first)
+        self._plans = plans
         if self._ask_policy(plans, now):
             return True
         if held and not plans:
-            until = min(_stays_until(self.seats[name]) for name in staying)
-            self._defer(
-                held[0], Stay(until, f"{', '.join(sorted(staying))} may stay for its min_residency"), now
-            )
+            self._tell_of_stay(held[0], now)
         return False
+
+    def _tell_of_stay(self, first: Ticket, now: float) -> None:
+        """The line of ``first`` waits because those in its way may stay."""
+        wanted = {gpu for seat in self._replicas[first.model] for gpu in seat.holds}
+        stays = {seat.name: _stays_until(seat) for seat in self._stayers if seat.holds.keys() & wanted}
+        stays = {name: until for name, until in stays.items() if until > now}
+        until = min(max(stays.values()), first.since + self._max_wait[first.model])
+        self._defer(first.model, Stay(until, f"{' and '.join(stays)} may stay for min_residency"), now)
 
     def _waiting(self) -> list[Ticket]:
         """The first of each line that no swap under way will serve, oldest first."""
         coming = self._coming()
         firsts = [next(iter(line)) for model, line in self.lines.items() if line and model not in coming]
-        return sorted(firsts, key=lambda first: (first.since, first.id))
+        return sorted(firsts, key=_AGE) if len(firsts) > 1 else firsts
 
     def _coming(self) -> tuple[str, ...]:
         """Models that a swap under way will make resident."""
@@ -571,6 +614,7 @@ class Residency:
         reason: str,
         drain_timeout: float | None = None,
     ) -> None:
+        self._plans_hold_until = -FOREVER
         target, victims = plan
         drain = self._config.drain_timeout if drain_timeout is None else drain_timeout
         self._swaps.append(_Swap(target, victims, now + drain, reason))
@@ -631,6 +675,7 @@ class Residency:
         self._emit(Event(now, "failed", ticket.model, "", ticket.id, 0, waited, error.code))
 
     def _fail_line(self, model: str, error: MuxError, now: float) -> None:
+        self._plans_hold_until = -FOREVER
         line = self.lines[model]
         for ticket in line:
             self._fail(ticket, error, now)
@@ -646,8 +691,13 @@ class Residency:
 
     def _refusal(self, model: str, now: float) -> MuxError | None:
         """Why no backend of ``model`` can be loaded; None if one can, or is loading or being put out."""
-        errors = [self._obstacle(seat, now) for seat in self._replicas[model]]
-        return None if None in errors else errors[0]
+        first: MuxError | None = None
+        for seat in self._replicas[model]:
+            error = self._obstacle(seat, now)
+            if error is None:
+                return None
+            first = first or error
+        return first
 
     def _obstacle(self, seat: Seat, now: float) -> MuxError | None:
         if seat.state not in ("empty", "parked", "stuck"):
@@ -673,34 +723,37 @@ class Residency:
         except KeyError:
             raise ValueError(f"{seat.name} is {seat.state}: `{what}` cannot happen to it") from None
         seat.since = now
+        self._plans_hold_until = -FOREVER
 
     def snapshot(self, now: float, plans: Mapping[str, _Plan]) -> Snapshot:
         """What the policy may know; ``plans`` are the swaps that could begin now, oldest line first."""
-        residents = tuple(self._resident(s, now) for s in self.seats.values() if s.state == "ready")
+        residents = [self._resident(seat, now) for seat in self.seats.values() if seat.state == "ready"]
         lines = [self._line(model, *plan, now) for model, plan in plans.items()]
-        lines.sort(key=lambda line: -self._priority[line.model])
+        if len(lines) > 1:
+            lines.sort(key=lambda line: -line.priority)
         swapping = [_swapping(swap, swap.target) for swap in self._swaps if swap.target]
-        return Snapshot(now, self.name, residents, tuple(lines), tuple(swapping))
+        return Snapshot(now, self.name, tuple(residents), tuple(lines), tuple(swapping))
 
     def _resident(self, seat: Seat, now: float) -> Resident:
         demand = self._demand[seat.model]
+        rate, growth = demand.rates(now)
         return Resident(
             seat.model,
             seat.name,
             seat.loaded,
             len(seat.holders),
             seat.used,
-            demand.rate(now),
-            demand.growth(now),
+            rate,
+            growth,
             demand.pause_seconds,
             demand.service_seconds,
             self._cost("", seat).load_seconds,
         )
 
     def _line(self, model: str, target: Seat, victims: list[Seat], now: float) -> Line:
-        tickets = self.lines[model]
+        tickets, demand = self.lines[model], self._demand[model]
         oldest, newest = next(iter(tickets)), next(reversed(tickets))
-        evicts = tuple(victim.model for victim in victims)
+        evicts = tuple([victim.model for victim in victims])
         cost = self._cost(source_of(evicts), target)
         return Line(
             model,
@@ -711,10 +764,10 @@ class Residency:
             cost.evict_seconds,
             cost.load_seconds,
             cost.swaps > 0,
-            len(tickets) * now - sum(ticket.since for ticket in tickets),
-            self._demand[model].growth(now, len(tickets), now - oldest.since),
-            self._demand[model].service_seconds,
+            demand.growth(now, len(tickets), now - oldest.since),
+            demand.service_seconds,
             self._max_wait[model],
+            self._priority[model],
         )
 
     def _cost(self, source: str, target: Seat) -> Cost:
@@ -743,8 +796,13 @@ def _stays_until(seat: Seat) -> float:
     return seat.loaded + seat.backend.min_residency
 
 
-def _max_wait(seat: Seat, config: Config) -> float:
-    return config.max_wait if seat.backend.max_wait is None else seat.backend.max_wait
+def max_waits(seats: Iterable[Seat], config: Config) -> dict[str, float]:
+    """Model -> seconds after which its line is overdue: the shortest that its replicas ask for."""
+    limits: dict[str, float] = {}
+    for seat in seats:
+        own = config.max_wait if seat.backend.max_wait is None else seat.backend.max_wait
+        limits[seat.model] = min(own, limits.get(seat.model, own))
+    return limits
 
 
 def _swapping(swap: _Swap, target: Seat) -> Swapping:

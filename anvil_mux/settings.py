@@ -47,7 +47,7 @@ def one_of(*known: str) -> Kind:
 
 def whole_number(least: int, most: float = math.inf) -> Kind:
     def read(value: Any) -> int:
-        if isinstance(value, str) and re.fullmatch(r"[0-9]+", value):
+        if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value):
             value = int(value)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             limits = f"of at least {least}" if math.isinf(most) else f"from {least} to {most:.0f}"
@@ -146,15 +146,15 @@ def _read_chosen(value: Any) -> tuple[str, dict[str, object]]:
         return value, {}
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError(f"must be a name, or {{name: ..., setting: value}}, not {show(value)}")
-    return value["name"], {key: _number(each) for key, each in value.items() if key != "name"}
+    return value["name"], {key: _read_chosen_setting(each) for key, each in value.items() if key != "name"}
 
 
-def _number(value: Any) -> object:
-    """Variables and times come as text; a policy's settings are numbers where they can be."""
+def _read_chosen_setting(value: Any) -> object:
+    """Variables, times and flags may come as text; a setting is a number or a flag where it can be."""
     try:
         return read_seconds(value) if isinstance(value, str) else value
     except ValueError:
-        return value
+        return FLAGS.get(value.lower(), value)
 
 
 def listed(known: Collection[str]) -> Kind:

@@ -10,8 +10,10 @@ that the threaded program writes for the same trace.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+import gc
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -32,6 +34,7 @@ from anvil_mux.residency import (
     Ticket,
     Wait,
     cool_down,
+    max_waits,
 )
 
 
@@ -120,8 +123,25 @@ def simulate(
     """
     simulation = _Simulation(config, perform or Engines(), follow, Costs(costs))
     simulation.adopt(resident)
-    simulation.run(trace)
+    with _no_collections():
+        simulation.run(trace)
     return simulation.log
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A run makes a great many events and no garbage: looking for some takes up to 30 % of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+_Happening = tuple[float, int, Callable[[float, Any], None], Any]
+"""(moment, order, what to call with moment and argument, argument)"""
 
 
 @dataclass(eq=False, slots=True)
@@ -129,10 +149,12 @@ class _Island:
     residency: Residency
     alarm: float = FOREVER
     """When it is asked again without a new fact."""
+    rings: float = FOREVER
+    """When the heap looks at ``alarm``, which has moved on by then more often than not."""
 
 
 class _Simulation:
-    """Heap entries are (moment, order, what to call with moment and argument, argument)."""
+    """Of the time-outs, which come in the order of the requests, only the first is in the heap."""
 
     def __init__(self, config: Config, perform: Perform, follow: Follow | None, costs: Costs) -> None:
         self.log: list[Event] = []
@@ -140,7 +162,8 @@ class _Simulation:
         self._config = config
         self._perform = perform
         self._steps: Counter[str] = Counter()
-        self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
+        self._heap: list[_Happening] = []
+        self._time_outs: deque[_Happening] = deque()
         self._order = count()
         self._ids = count(1)
         self._open = 0  # requests that have not ended, and steps under way
@@ -208,7 +231,7 @@ class _Simulation:
             self._go_on(ticket, now)
             return
         self._waiting += 1
-        self._at(now + self._config.queue_timeout, self._time_out, ticket)
+        self._limit_wait(ticket, now)
         if request.patience < FOREVER:
             self._at(now + request.patience, self._leave, ticket)
         if ask:
@@ -224,8 +247,18 @@ class _Simulation:
         island.residency.died(backend, now, "killed")
         self._ask(island, now)
 
+    def _limit_wait(self, ticket: Ticket, now: float) -> None:
+        self._time_outs.append((now + self._config.queue_timeout, next(self._order), self._time_out, ticket))
+        if len(self._time_outs) == 1:
+            heappush(self._heap, self._time_outs[0])
+
     def _time_out(self, now: float, ticket: Ticket) -> None:
         self._leave(now, ticket, WaitedTooLong("too long"))
+        self._time_outs.popleft()
+        while self._time_outs and self._time_outs[0][3].settled:
+            self._time_outs.popleft()
+        if self._time_outs:
+            heappush(self._heap, self._time_outs[0])
 
     def _leave(self, now: float, ticket: Ticket, error: MuxError | None = None) -> None:
         island = self._islands[ticket.model]
@@ -258,12 +291,13 @@ class _Simulation:
     # Steps
 
     def _ask(self, island: _Island, now: float) -> None:
+        residency = island.residency
         while True:
-            step = island.residency.next_step(now)
-            settled, island.residency.settled = island.residency.settled, []
-            for ticket in settled:
+            step = residency.next_step(now)
+            for ticket in residency.settled:
                 self._waiting -= 1
                 self._go_on(ticket, now)
+            residency.settled.clear()
             if isinstance(step, Wait):
                 break
             if isinstance(step, Stop):
@@ -273,14 +307,21 @@ class _Simulation:
             self._steps[step.backend] += 1
             self._open += 1
             self._at(now + outcome.seconds, self._performed, (island, step, outcome.error))
-        if step.until != island.alarm:
-            island.alarm = step.until
-            if step.until < FOREVER:
-                self._at(step.until, self._ring, island)
+        self._set_alarm(island, step.until)
+
+    def _set_alarm(self, island: _Island, moment: float) -> None:
+        island.alarm = moment
+        if moment < island.rings:
+            island.rings = moment
+            self._at(moment, self._ring, island)
 
     def _ring(self, now: float, island: _Island) -> None:
-        if now == island.alarm:
-            island.alarm = FOREVER
+        if now != island.rings:
+            return  # it rang at an earlier moment instead
+        island.rings = FOREVER
+        if now < island.alarm:
+            self._set_alarm(island, island.alarm)
+        else:
             self._ask(island, now)
 
     def _performed(self, now: float, what: tuple[_Island, Start | Stop, MuxError | None]) -> None:
@@ -311,22 +352,24 @@ _TICKET_ENDS = ("leased", "failed", "gone")
 
 
 class _Checker:
-    """A fold over events. ``_lines``: model -> waiting ticket -> since; ``_leases``: ticket -> backend."""
+    """A fold over events. ``_lines``: model -> waiting ticket -> since; ``_leases``: backend -> tickets."""
 
     def __init__(self, config: Config, slack: float) -> None:
         self.wrong: list[str] = []
         self._config, self._slack, self._now = config, slack + ROUNDING, 0.0
         placement = Placement(config.backends, config.gpus, build_preemption("lru"))
         self._capacity, self._seats = placement.capacity, placement.seats
+        self._max_wait = max_waits(self._seats.values(), config)
         self._states = dict.fromkeys(self._seats, "empty")
         self._lines: dict[str, dict[int, float]] = {seat.model: {} for seat in self._seats.values()}
         self._ended: set[int] = set()
-        self._leases: dict[int, str] = {}
+        self._leases: dict[str, set[int]] = {name: set() for name in self._seats}
         self._drains: dict[str, tuple[float, float, str]] = {}  # backend -> since, time-out, for whom
         self._begun: set[str] = set()  # models for which a victim was stopped
         self._failed_starts: Counter[str] = Counter()
         self._retry_at: dict[str, float] = {}
         self._admitting = ""
+        self._calm_until = 0.0  # before it no line is overdue
         self._groups = [{b.name for b in group} for _, group in islands(config.backends)]
 
     def read(self, event: Event) -> None:
@@ -342,9 +385,11 @@ class _Checker:
         elif event.kind == "queued":
             self._claim(event.ticket not in self._ended, event, "the ticket has ended")
             self._lines[event.model][event.ticket] = event.at
+            self._calm_until = min(self._calm_until, self._overdue(event.model, event.at))
         elif event.kind in ("released", "severed"):
-            held = self._leases.pop(event.ticket, None) == event.backend
-            self._claim(held, event, "the ticket held no lease")
+            leases = self._leases[event.backend]
+            self._claim(event.ticket in leases, event, "the ticket held no lease")
+            leases.discard(event.ticket)
         elif event.kind != "deferred":
             self._move(event)
 
@@ -360,8 +405,8 @@ class _Checker:
         self._claim(not late, event, f"ticket {event.ticket} waited longer than queue_timeout")
         if event.kind == "leased":
             self._claim(self._states[event.backend] == "ready", event, "leased, but not ready")
-            if event.size > sum(name == event.backend for name in self._leases.values()):
-                self._leases[event.ticket] = event.backend
+            if event.size > len(self._leases[event.backend]):
+                self._leases[event.backend].add(event.ticket)
 
     def _move(self, event: Event) -> None:
         name, before = event.backend, self._states[event.backend]
@@ -405,15 +450,21 @@ class _Checker:
 
     def _leave(self, event: Event) -> None:
         name = event.backend
-        self._leases = {ticket: held for ticket, held in self._leases.items() if held != name}
+        self._leases[name].clear()
         self._retry_at[name] = event.at + cool_down(self._failed_starts[name])
+
+    def _overdue(self, model: str, since: float) -> float:
+        return since + self._max_wait[model] + self._slack
 
     def _look_for_overdue(self, event: Event) -> None:
         """Before time goes on: where nothing moves, no line may be overdue."""
-        limit = self._config.max_wait
+        if event.at <= self._calm_until:
+            return
+        self._calm_until = FOREVER
         for model, line in self._lines.items():
-            since = next(iter(line.values()), FOREVER)
-            if event.at <= since + limit + self._slack:
+            overdue = self._overdue(model, next(iter(line.values()), FOREVER))
+            self._calm_until = min(self._calm_until, overdue)
+            if event.at <= overdue:
                 continue
             group = next(g for g in self._groups if any(self._seats[name].model == model for name in g))
             still = all(self._states[name] in ("ready", "empty", "parked") for name in group)

@@ -107,7 +107,7 @@ def _registry(registry: dict[str, type]) -> list[str]:
 
 def _fields(cls: type) -> str:
     docs = _field_docs(cls)
-    return "; ".join(f"`{f.name}` ({f.default:g}): {docs[f.name]}" for f in fields(cls))
+    return "; ".join(f"`{f.name}` ({config.settings.plain(f.default)}): {docs[f.name]}" for f in fields(cls))
 
 
 def _field_docs(cls: type) -> dict[str, str]:

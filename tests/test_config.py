@@ -78,6 +78,51 @@ def test_settings_of_a_service(tmp_path: Path) -> None:
     assert found.gpus == (Gpu("0", 24 * GIB, GIB), Gpu("1"))
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("", (0, None, 0.0, None)),
+        ("priority: -5, ttl: 5m, min_residency: 1m30s, max_wait: '20'", (-5, 300.0, 90.0, 20.0)),
+        ("priority: '-5', ttl: 0, min_residency: 0, max_wait: 0", (-5, 0.0, 0.0, 0.0)),
+        ("priority: 100, ttl: null, max_wait: 1500ms", (100, None, 0.0, 1.5)),
+    ],
+)
+def test_when_a_model_comes_and_goes_is_set_per_service(
+    tmp_path: Path, said: str, expected: tuple[float | None, ...]
+) -> None:
+    (a,) = plain(tmp_path, f"services: {{a: {{image: x, x-anvil: {{{said}}}}}}}").backends
+    assert (a.priority, a.ttl, a.min_residency, a.max_wait) == expected
+
+
+def test_labels_say_so_too(tmp_path: Path) -> None:
+    labels = "{anvil.priority: '-3', anvil.ttl: 30s, anvil.min_residency: '5', anvil.max_wait: 2m}"
+    a = one(tmp_path, f"labels: {labels}")
+    assert (a.priority, a.ttl, a.min_residency, a.max_wait) == (-3, 30.0, 5.0, 120.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "settings"),
+    [
+        ("{name: cost_aware, serving_window: off}", {"serving_window": False}),
+        ("{name: cost_aware, serving_window: 'False', cap: 2m}", {"serving_window": False, "cap": 120.0}),
+        (
+            "{name: cost_aware, serving_window: true, amortization: 0}",
+            {"serving_window": True, "amortization": 0},
+        ),
+        ("{name: time_slice, period: 1m}", {"period": 60.0}),
+        ("{name: adaptive, pause: '0.5'}", {"pause": 0.5}),
+        ("adaptive", {}),
+    ],
+)
+def test_settings_of_a_policy(tmp_path: Path, said: str, settings: dict[str, object]) -> None:
+    text = "services: {a: {image: x, x-anvil: {}}}"
+    for found in (
+        plain(tmp_path, f"x-anvil: {{policy: {said}}}\n{text}"),
+        plain(tmp_path, text, environ={"ANVIL_POLICY": said}),
+    ):
+        assert found.policy_settings == settings
+
+
 def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     text = """
         x-anvil:
@@ -114,7 +159,11 @@ def test_the_documentation_names_key_type_default_and_meaning() -> None:
     assert rows["listen"][:2] == ["ADDRESS:PORT", "127.0.0.1:9292"]
     assert rows["drain_timeout"][:2] == ["seconds", "30"]
     assert rows["max_body"][:2] == ["size", "64MiB"]
-    assert {key: rest for key, *rest in config.describe(config.SERVICE_SETTINGS)}["rest"][1] == "stop"
+    rows = {key: rest for key, *rest in config.describe(config.SERVICE_SETTINGS)}
+    assert rows["rest"][1] == "stop"
+    assert rows["priority"][:2] == ["whole number", "0"]
+    assert [rows[key][:2] for key in ("ttl", "max_wait")] == [["seconds", ""]] * 2
+    assert rows["min_residency"][:2] == ["seconds", "0"]
     assert all(
         doc.endswith(".") for table in (config.SETTINGS, config.SERVICE_SETTINGS) for doc in _docs(table)
     )
@@ -349,6 +398,21 @@ BAD: list[tuple[str, str]] = [
     (SERVICE % "rest: []", "services.a.x-anvil.rest: must name at least one"),
     (SERVICE % "pin: maybe", "services.a.x-anvil.pin: must be true or false, not 'maybe'"),
     (SERVICE % "load_timeout: -1", "services.a.x-anvil.load_timeout: must be seconds, or a time such as 30s"),
+    (
+        SERVICE % "priority: 101",
+        "services.a.x-anvil.priority: must be a whole number from -100 to 100, not 101",
+    ),
+    (SERVICE % "priority: high", "services.a.x-anvil.priority: must be a whole number from -100 to 100"),
+    (SERVICE % "priority: 1.5", "services.a.x-anvil.priority: must be a whole number from -100 to 100"),
+    (
+        SERVICE % "ttl: never",
+        "services.a.x-anvil.ttl: must be seconds, or a time such as 30s or 2m, not 'never'",
+    ),
+    (SERVICE % "ttl: -1", "services.a.x-anvil.ttl: must be seconds, or a time such as 30s or 2m, not -1"),
+    (SERVICE % "min_residency: true", "services.a.x-anvil.min_residency: must be seconds"),
+    (SERVICE % "min_residence: 3", "x-anvil.min_residence: unknown key; did you mean min_residency?"),
+    (SERVICE % "max_wait: .inf", "services.a.x-anvil.max_wait: must be seconds"),
+    (TOP % "ttl: 3", "x-anvil.ttl: unknown key; known: listen, runtime,"),
     (SERVICE % "load_timeout: .inf", "services.a.x-anvil.load_timeout: must be seconds"),
     (SERVICE % 'model: "a\\nb"', "services.a.x-anvil.model: must not hold quotes or control characters"),
     (SERVICE % "model: 'a\"b'", "services.a.x-anvil.model: must not hold quotes or control characters"),
@@ -365,6 +429,10 @@ BAD: list[tuple[str, str]] = [
     (TOP % "policy: {quiet: 1}", "x-anvil.policy: must be a name, or {name: ..., setting: value}"),
     (TOP % "policy: {name: debounce, quit: 1}", "x-anvil.policy: policy debounce: unknown setting 'quit'"),
     (TOP % "policy: {name: debounce, quiet: no}", "policy debounce: quiet must be a number"),
+    (TOP % "policy: {name: cost_aware, serving_window: 2}", "serving_window must be true or false, not 2"),
+    (TOP % "policy: {name: cost_aware, cap: off}", "policy cost_aware: cap must be a number of at least 0"),
+    (TOP % "policy: {name: time_slice, slice: 3}", "unknown setting 'slice'; known: period, least"),
+    (TOP % "policy: {name: adaptive, pause: -1}", "policy adaptive: pause must be a number of at least 0"),
     (TOP % "preemption: fifo", "x-anvil.preemption: unknown preemption 'fifo'"),
     (TOP % "default_model: b", "x-anvil.default_model: no service serves b; known: a"),
     (TOP % "gpus: [{}]", "x-anvil.gpus: must be text"),

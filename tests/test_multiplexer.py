@@ -8,6 +8,7 @@ import pytest
 
 from anvil_mux import errors, multiplexer, residency
 from anvil_mux.config import Config, Gpu
+from anvil_mux.costs import Cost
 from anvil_mux.errors import (
     BadRequest,
     ClientGone,
@@ -64,13 +65,20 @@ class VirtualEngines:
 class Player:
     """Plays a trace on the real multiplexer, every request in a thread of its own."""
 
-    def __init__(self, config, perform, seed=0, package=PACKAGE):
+    def __init__(self, config, perform, seed=0, package=PACKAGE, *, resident=(), costs=()):
         self._clock, self.log, self._errors = BatonClock(seed), [], package.errors
-        engines = VirtualEngines(self._clock, perform, package)
-        self._mux = package.multiplexer.Multiplexer(config, engines, log=self.log.append, clock=self._clock)
+        self._resident = {name: f"http://127.0.0.1:{9000 + n}" for n, name in enumerate(resident)}
+        self._mux = package.multiplexer.Multiplexer(
+            config,
+            VirtualEngines(self._clock, perform, package),
+            log=self.log.append,
+            costs=costs,
+            clock=self._clock,
+        )
 
     def play(self, trace, until):
         def main():
+            self._mux.adopt(self._resident)
             self._mux.start()
             for entry in trace:
                 self._clock.sleep(entry.at - self._clock.now())
@@ -106,11 +114,14 @@ class Player:
             self._clock.sleep(request.seconds)
 
 
-def differences(config, trace, perform, *, seed=0, package=PACKAGE):
-    """The first event in which the two logs differ, as (simulated, real); None if they are equal."""
-    expected = [tuple(event) for event in simulate(config, trace, perform)]
+def differences(config, trace, perform, *, seed=0, package=PACKAGE, **before):
+    """The first event in which the two logs differ, as (simulated, real); None if they are equal.
+
+    ``before``: who runs already (``resident``) and what is known of swaps (``costs``).
+    """
+    expected = [tuple(event) for event in simulate(config, trace, perform, **before)]
     until = max([trace[-1].at, *(event[0] for event in expected[-1:])])
-    real = Player(config, perform, seed, package).play(trace, until)
+    real = Player(config, perform, seed, package, **before).play(trace, until)
     for pair in zip(expected + [None] * len(real), real + [None] * len(expected), strict=True):
         if pair[0] != pair[1]:
             return pair
@@ -120,12 +131,23 @@ def differences(config, trace, perform, *, seed=0, package=PACKAGE):
 # Equality with the simulator
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_threads_write_the_log_that_was_simulated(layout, policy, seed):
-    config, trace, perform = world(layout, policy, seed)
-    assert differences(config, trace, perform, seed=seed) is None
+def test_the_threads_write_the_log_that_was_simulated(layout, policy):
+    for seed in range(5):
+        config, trace, perform = world(layout, policy, seed, requests=50)
+        assert differences(config, trace, perform, seed=seed) is None, seed
+        assert check(simulate(config, trace, perform), config) == [], seed
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_they_do_so_too_with_a_model_that_ran_before_and_with_what_was_learned(policy):
+    for seed, layout in enumerate(LAYOUTS):
+        config, trace, perform = world(layout, policy, seed, requests=40)
+        first, *others = config.backends
+        costs = [Cost(other.model, first.model, "stop", 1.5, 3.25, 4) for other in others]
+        before = {"resident": [first.name], "costs": costs}
+        assert differences(config, trace, perform, seed=seed, **before) is None, layout
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,6 +1,7 @@
 """Planted bugs: each is put into a copy of the package, and the comparison with the simulator must see it."""
 
 import importlib
+import itertools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,8 +54,8 @@ MUTANTS = {
     ),
     "the moment of an overdue line is forgotten": (
         "residency",
-        "[self._ask_again, *[first.since + self._max_wait[first.model] for first in waiting]]",
-        "[self._ask_again]",
+        "moments = [first.since + self._max_wait[first.model] for first in waiting]",
+        "moments = []",
     ),
     "a backend that could not be stopped is taken for gone": (
         "placement",
@@ -65,6 +66,83 @@ MUTANTS = {
         "residency",
         "        seat.failed_starts += 1\n        seat.retry_at = now + cool_down(seat.failed_starts)\n",
         "",
+    ),
+    "the GPUs of an overdue line are not kept for it": (
+        "residency",
+        "                busy.update(seat.holds)\n",
+        "                pass\n",
+    ),
+    "a model's own max_wait is ignored": (
+        "residency",
+        "own = config.max_wait if seat.backend.max_wait is None else seat.backend.max_wait",
+        "own = config.max_wait",
+    ),
+    "an idle model is put out while it is leased": (
+        "residency",
+        'seat.state != "ready" or seat.holders or seat.backend.ttl is None',
+        'seat.state != "ready" or seat.backend.ttl is None',
+    ),
+    "the moment at which an idle model goes is forgotten": (
+        "residency",
+        "moments.append(_idle_until(seat))",
+        "pass",
+    ),
+    "a release does not set the timer of a ttl": (
+        "residency",
+        ' or seat.state == "draining" or seat.backend.ttl is not None',
+        ' or seat.state == "draining"',
+    ),
+    "a min_residency holds overdue lines as well": (
+        "residency",
+        "            if plan := self._plan(first.model, busy, now):\n                self._begin(plan, now,",
+        "            stay = {s.name for s in self._stayers if _stays_until(s) > now}\n"
+        "            if plan := self._plan(first.model, busy, now, stay):\n"
+        "                self._begin(plan, now,",
+    ),
+    "a min_residency is counted from the last use": (
+        "residency",
+        "return seat.loaded + seat.backend.min_residency",
+        "return seat.used + seat.backend.min_residency",
+    ),
+    "the moment at which a min_residency ends is forgotten": (
+        "residency",
+        "moments.append(_stays_until(seat))",
+        "pass",
+    ),
+    "the line with the lowest priority goes first": (
+        "residency",
+        "key=lambda line: -line.priority",
+        "key=lambda line: line.priority",
+    ),
+    "whoever has the highest priority is put out": (
+        "preemption",
+        "return (candidate.priority,",
+        "return (-candidate.priority,",
+    ),
+    "plans are kept though another line has begun": (
+        "residency",
+        "            self._plans_hold_until = -FOREVER\n            self._note_pause(",
+        "            self._note_pause(",
+    ),
+    "a cost includes the drain": (
+        "residency",
+        "swap.evict_seconds = max(now - swap.emptied, 0.0)",
+        "swap.evict_seconds = max(now - (swap.until - self._config.drain_timeout), 0.0)",
+    ),
+    "nothing is learned from a swap": (
+        "residency",
+        "        self._learn(seat)\n",
+        "",
+    ),
+    "costs are learned without their direction": (
+        "costs",
+        "        self._known[cost.source, cost.target, cost.way] = cost\n",
+        '        self._known["", cost.target, cost.way] = cost\n',
+    ),
+    "all arrivals are taken for those of a line": (
+        "demand",
+        "count - 1\n",
+        "count + 9\n",
     ),
 }
 
@@ -93,17 +171,19 @@ def package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+LEARNING = ("cost_aware", "adaptive")
+"""Policies that go by what was learned."""
+
+
 def suspects(package):
     """The worlds that show a difference, an error or a deadlock."""
-    for layout in LAYOUTS:
-        for policy in ("eager", "debounce"):
-            for seed in range(2):
-                try:
-                    shown = differences(*world(layout, policy, seed), seed=seed, package=package)
-                except Exception as error:
-                    shown = error
-                if shown:
-                    yield layout, policy, seed, shown
+    for seed, policy, layout in itertools.product(range(3), ("eager", "debounce", *LEARNING), LAYOUTS):
+        try:
+            shown = differences(*world(layout, policy, seed, requests=40), seed=seed, package=package)
+        except Exception as error:
+            shown = error
+        if shown:
+            yield layout, policy, seed, shown
 
 
 def test_the_copy_itself_shows_no_difference(package):

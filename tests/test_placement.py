@@ -1,10 +1,12 @@
 """The arithmetic of an island: who holds what, what is missing, who could go."""
 
+import random
+
 import pytest
 
 from anvil_mux.config import Backend, Gpu
-from anvil_mux.placement import Placement, islands
-from anvil_mux.preemption import LeastRecentlyUsed
+from anvil_mux.placement import HOLDING, Placement, islands
+from anvil_mux.preemption import Candidate, LeastRecentlyUsed, victims
 
 
 def one(name, *gpus, model=None, **fields):
@@ -73,6 +75,55 @@ def test_only_what_is_ready_and_in_no_swap_can_go(states, busy, expected):
     placement = placed(*backends, **states)
     found = placement.victims(placement.seats["b"], busy)
     assert (found and [seat.name for seat in found]) == expected or found == expected
+
+
+@pytest.mark.parametrize(
+    ("staying", "expected"),
+    [((), ["a"]), (("a",), ["c"]), (("c",), ["a"]), (("a", "c"), None), (("b",), ["a"])],
+)
+def test_who_is_staying_cannot_go(staying, expected):
+    placement = placed(*(one(name, vram=9) for name in "abc"), gpus=TWENTY, a="ready", c="ready")
+    found = placement.victims(placement.seats["b"], set(), set(staying))
+    assert (found and [seat.name for seat in found]) == expected
+
+
+def test_the_victims_are_those_that_the_preemption_names_among_all_that_can_go():
+    for seed in range(500):
+        draw = random.Random(seed)
+        backends = [
+            one(
+                str(n),
+                *draw.sample("01", draw.randint(1, 2)),
+                vram=draw.choice((None, 3, 6, 9)),
+                pin=draw.random() < 0.1,
+                priority=draw.choice((0, 0, 1)),
+            )
+            for n in range(5)
+        ]
+        placement = Placement(backends, (Gpu("0", vram=12), Gpu("1", vram=12)), LeastRecentlyUsed())
+        target, *others = placement.seats.values()
+        for seat in others:
+            seat.state = draw.choice(("empty", "ready", "ready", "parked", "stopping"))
+            seat.residual = dict.fromkeys(seat.holds, 1) if seat.state == "parked" else {}
+            seat.last_used = draw.random()
+        busy = {gpu for seat in others if seat.state == "stopping" for gpu in seat.holds}
+        staying = {seat.name for seat in others if draw.random() < 0.2}
+        able = [
+            Candidate(seat.name, seat.holds, 0, seat.used, seat.backend.priority)
+            for seat in others
+            if seat.state == "ready" and not seat.backend.pin and seat.name not in staying
+            if seat.holds.keys() & target.holds.keys() and not seat.holds.keys() & busy
+        ]
+        named = victims(LeastRecentlyUsed(), able, placement.missing(target))
+        found = placement.victims(target, busy, staying)
+        expected = None if busy & target.holds.keys() else named
+        assert (None if found is None else tuple(seat.name for seat in found)) == expected, seed
+        if found is not None:
+            gone = {seat.name for seat in found}
+            for gpu, amount in placement.capacity.items():
+                stay = [s for s in others if s.name not in gone and gpu in s.holds]
+                held = sum(s.holds[gpu] if s.state in HOLDING else s.residual.get(gpu, 0) for s in stay)
+                assert gpu not in target.holds or held + target.holds[gpu] <= amount, seed
 
 
 def test_what_can_never_fit_is_known_before_anything_is_drained():

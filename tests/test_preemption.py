@@ -10,8 +10,8 @@ from anvil_mux.preemption import Candidate, LeastRecentlyUsed, build_preemption,
 LRU = LeastRecentlyUsed()
 
 
-def on(name, holds, *, leases=0, last_used=0.0):
-    return Candidate(name, holds, leases, last_used)
+def on(name, holds, *, leases=0, last_used=0.0, priority=0):
+    return Candidate(name, holds, leases, last_used, priority)
 
 
 OLD = on("old", {"0": 4}, last_used=1.0)
@@ -19,6 +19,8 @@ NEW = on("new", {"0": 4}, last_used=9.0)
 BUSY = on("busy", {"0": 4}, leases=2, last_used=0.0)
 LARGE = on("large", {"0": 9}, last_used=20.0)
 PAIR = on("pair", {"0": 4, "1": 4}, last_used=5.0)
+LOW = on("low", {"0": 4}, leases=9, last_used=30.0, priority=-1)
+HIGH = on("high", {"0": 4}, last_used=-50.0, priority=1)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,14 @@ PAIR = on("pair", {"0": 4, "1": 4}, last_used=5.0)
         ([OLD, PAIR], {"0": 4, "1": 4}, ("pair",)),
         ([OLD, PAIR], {"0": 4, "1": -1}, ("old",)),
         ([OLD, PAIR], {"0": 8, "1": 2}, ("old", "pair")),
+        ([OLD, LOW, HIGH], {"0": 4}, ("low",)),
+        ([OLD, BUSY, HIGH], {"0": 8}, ("old", "busy")),
+        ([OLD, LOW, HIGH], {"0": 12}, ("low", "old", "high")),
+        (
+            [LOW, LARGE],
+            {"0": 9},
+            ("large",),
+        ),  # a low priority does not make a victim of whom it would not help
     ],
 )
 def test_the_least_recently_used_go_and_nobody_in_vain(candidates, missing, expected):
@@ -45,7 +55,7 @@ def test_the_least_recently_used_go_and_nobody_in_vain(candidates, missing, expe
 
 
 def test_the_order_in_which_candidates_are_listed_does_not_matter():
-    for listed in itertools.permutations([OLD, NEW, BUSY, PAIR]):
+    for listed in itertools.permutations([OLD, NEW, BUSY, PAIR, HIGH]):
         assert victims(LRU, listed, {"0": 6}) == ("old", "pair")
 
 
@@ -57,6 +67,7 @@ def test_it_finds_victims_whenever_there_are_any_and_none_is_superfluous():
                 str(n),
                 {gpu: draw.randint(1, 6) for gpu in draw.sample("012", draw.randint(1, 3))},
                 last_used=n,
+                priority=draw.choice((0, 0, 1)),
             )
             for n in range(draw.randint(0, 5))
         ]

@@ -6,6 +6,8 @@ from math import inf
 import pytest
 
 from anvil_mux.config import Backend, Config, Gpu
+from anvil_mux.costs import Costs
+from anvil_mux.demand import Demand
 from anvil_mux.errors import DoesNotFit, LoadError, Stuck, WaitedTooLong
 from anvil_mux.placement import islands
 from anvil_mux.policy import POLICIES, Stay, SwapTo, Unload, build_policy
@@ -31,7 +33,9 @@ class Island:
         self.log = []
         ((name, members),) = islands(backends)
         policy = policy or build_policy(self.config.policy, self.config.policy_settings)
-        self.core = Residency(name, self.config, members, policy, build_preemption("lru"), self.log.append)
+        self.costs = Costs()
+        lru = build_preemption("lru")
+        self.core = Residency(name, self.config, members, policy, lru, self.log.append, self.costs)
         self.ids = itertools.count(1)
         self.until = inf
 
@@ -397,6 +401,53 @@ def test_a_held_swap_is_announced_once_for_each_line_and_begins_when_it_is_due()
     assert island.until == 4.5
     assert island.steps(4.5) == ["stop a"]
     assert island.tell("deferred") == ["deferred b"]
+
+
+def held_back():
+    """b waits since 1.0, and the policy holds its swap back until 3.0."""
+    island = Island(A, B, C, policy=DEBOUNCE).with_resident("a")
+    waiting = island.request("b", 1.0)
+    assert (island.steps(1.0), island.until) == ([], 3.0)
+    return island, waiting
+
+
+def test_a_held_line_goes_at_once_when_the_resident_has_died():
+    island, waiting = held_back()
+    island.core.died("a", 1.5, "killed")
+    assert island.steps(1.5) == ["start b"]
+    island.core.started("b", 2.0)
+    assert waiting.backend == "b"
+    island.sound()
+
+
+def test_a_held_line_goes_at_once_when_the_resident_was_unloaded():
+    island, _ = held_back()
+    island.core.unload_requested("a", 1.5, "unload requested")
+    assert island.steps(1.5) == ["stop a"]
+    assert island.steps(1.75) == []
+    island.core.stopped("a", 2.0)
+    assert island.steps(2.0) == ["start b"]
+
+
+def test_a_line_that_begins_while_another_is_held_back_is_decided_with_it():
+    island, waiting = held_back()
+    island.core.give_up(waiting, 1.25)
+    assert (island.steps(1.25), island.until) == ([], inf)
+    island.request("c", 1.5)
+    assert (island.steps(1.5), island.until) == ([], 3.5)
+    island.request("b", 2.0)
+    assert (island.steps(2.0), island.until) == ([], 3.5)
+    assert island.steps(3.5) == ["stop a"]
+    island.core.stopped("a", 4.0)
+    assert island.steps(4.0) == ["start c"]
+
+
+def test_a_held_swap_is_decided_anew_when_its_line_grows():
+    island, _ = held_back()
+    island.request("b", 2.5)
+    assert (island.steps(2.5), island.until) == ([], 4.5)
+    assert island.steps(3.0) == []
+    assert island.steps(4.5) == ["stop a"]
 
 
 def test_a_request_for_the_old_model_in_mid_swap_does_not_skip_the_policy():
@@ -899,6 +950,443 @@ def served(island, lone, engines):
             island.request("a", now)
         assert now < 1000.0
     return now - lone.since
+
+
+class Loads:
+    """A policy that loads one model when there is room and does nothing else."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def decide(self, seen):
+        mine = [line for line in seen.lines if line.model == self._model and not line.evicts]
+        return SwapTo(self._model, "room") if mine else Stay(reason="never")
+
+
+# Settings per model: idle time-outs
+
+
+def test_an_idle_model_is_put_out_when_its_ttl_ends_although_nobody_comes():
+    island = Island(backend("a", ttl=10.0), B).with_resident("a")
+    assert island.until == 10.0
+    assert island.steps(9.9) == []
+    assert island.steps(10.0) == ["stop a"]
+    assert island.log[-1].reason == "idle for 10 s"
+    island.core.stopped("a", 11.0)
+    assert (island.steps(11.0), island.until) == ([], inf)
+    island.sound()
+
+
+def test_a_ttl_counts_from_the_last_answer_and_never_ends_during_one():
+    island = Island(backend("a", ttl=10.0)).with_resident("a")
+    first, second = island.request("a", 1.0), island.request("a", 2.0)
+    assert (island.steps(50.0), island.until) == ([], inf)
+    assert island.core.release(first, 60.0) is False
+    assert island.steps(75.0) == []
+    assert island.core.release(second, 80.0), "its timer must be set although nothing else happens"
+    assert (island.steps(80.0), island.until) == ([], 90.0)
+    late = island.request("a", 89.0)
+    assert (island.steps(90.0), island.until) == ([], inf)
+    island.core.release(late, 91.0)
+    assert island.steps(101.0) == ["stop a"]
+
+
+def test_a_ttl_of_zero_puts_a_model_out_after_its_last_answer():
+    island = Island(backend("a", ttl=0.0))
+    first = island.request("a", 1.0)
+    assert island.steps(1.0) == ["start a"]
+    island.core.started("a", 4.0)
+    assert (island.steps(4.0), first.backend) == ([], "a")
+    island.core.release(first, 5.0)
+    assert island.steps(5.0) == ["stop a"]
+
+
+def test_each_of_two_co_residents_has_its_own_ttl():
+    island = Island(backend("a", vram=5, ttl=10.0), backend("b", vram=5, ttl=30.0), gpus=TEN)
+    island.with_resident("a").with_resident("b")
+    assert island.until == 10.0
+    assert (island.steps(10.0), island.until) == (["stop a"], 30.0)
+    island.core.stopped("a", 11.0)
+    assert island.steps(30.0) == ["stop b"]
+
+
+def test_when_the_ttl_of_the_resident_ends_the_line_that_the_policy_holds_back_has_room_and_goes():
+    patient = build_policy("debounce", {"quiet": 50.0, "max_hold": 50.0})
+    island = Island(backend("a", ttl=10.0), B, policy=patient).with_resident("a")
+    waiting = island.request("b", 5.0)
+    assert (island.steps(5.0), island.until) == ([], 10.0)
+    assert island.steps(10.0) == ["stop a"]
+    assert island.steps(10.0) == []  # the GPU is not free yet
+    island.core.stopped("a", 11.0)
+    assert island.steps(11.0) == ["start b"]
+    assert island.log[-1].reason == "1 waiting, room is free"
+    island.core.started("b", 12.0)
+    assert waiting.backend == "b"
+    island.sound()
+
+
+def test_a_request_during_the_stop_of_an_idle_model_loads_it_again():
+    island = Island(backend("a", ttl=10.0), B).with_resident("a")
+    island.steps(10.0)
+    again = island.request("a", 10.5)
+    assert island.steps(10.5) == []
+    island.core.stopped("a", 11.0)
+    assert island.steps(11.0) == ["start a"]
+    island.core.started("a", 12.0)
+    assert again.backend == "a"
+    island.sound()
+
+
+def test_the_ttl_of_a_model_that_ran_before_counts_from_its_adoption():
+    island = Island(backend("a", ttl=10.0))
+    island.core.adopt("a", 3.0)
+    assert (island.steps(3.0), island.until) == ([], 13.0)
+    assert island.steps(13.0) == ["stop a"]
+
+
+# Settings per model: the shortest stay
+
+
+def test_a_model_stays_for_its_min_residency_and_the_line_that_waits_for_it_is_told_why():
+    island = Island(backend("a", min_residency=20.0), B)
+    island.request("a", 0.0, leases=False)
+    island.steps(0.0)
+    island.core.started("a", 3.0)  # counted from here
+    island.request("b", 5.0)
+    assert (island.steps(5.0), island.until) == ([], 23.0)
+    (deferred,) = (event for event in island.log if event.kind == "deferred")
+    assert (deferred.model, deferred.size, deferred.seconds) == ("b", 1, 18.0)
+    assert deferred.reason == "a may stay for min_residency"
+    assert island.core.deferred[0] == "b"
+    assert island.request("a", 6.0, leases=False).backend == "a"
+    assert island.steps(22.9) == []
+    assert island.steps(23.0) == ["stop a"]
+    assert island.tell("deferred") == ["deferred b"]
+
+
+def test_an_overdue_line_breaks_a_min_residency():
+    island = Island(backend("a", min_residency=100.0), B, max_wait=10.0).with_resident("a")
+    island.request("b", 5.0)
+    assert (island.steps(5.0), island.until) == ([], 15.0)
+    assert [event.seconds for event in island.log if event.kind == "deferred"] == [10.0]
+    assert island.steps(15.0) == ["stop a"]
+    assert island.log[-1].reason == "overdue"
+
+
+def test_a_min_residency_holds_nobody_up_who_has_room():
+    island = Island(backend("a", vram=4, min_residency=100.0), backend("b", vram=4), gpus=TEN)
+    island.with_resident("a")
+    island.request("b", 1.0)
+    assert island.steps(1.0) == ["start b"]
+
+
+def test_another_goes_in_place_of_one_that_may_stay():
+    backends = backend("a", vram=5, min_residency=20.0), backend("b", vram=5), backend("c", vram=5)
+    island = Island(*backends, gpus=TEN).with_resident("a").with_resident("b", 1.0)
+    island.request("c", 2.0)
+    assert island.steps(2.0) == ["stop b"]  # although a was used longer ago
+
+
+def test_a_min_residency_neither_forbids_an_unload_nor_outlasts_a_ttl():
+    island = Island(backend("a", min_residency=100.0, ttl=10.0), B).with_resident("a")
+    assert island.steps(10.0) == ["stop a"]
+    island = Island(backend("a", min_residency=100.0), B).with_resident("a")
+    assert island.core.unload_requested("a", 1.0, "unload requested")
+    assert island.steps(1.0) == ["stop a"]
+
+
+def test_the_stay_that_is_told_is_that_of_who_is_in_the_way():
+    pair, far = backend("t", "0", "1"), backend("c", "1", min_residency=10.0)
+    island = Island(backend("a", "0", min_residency=30.0), backend("b", "0"), far, pair)
+    for name in "ac":
+        island.request(name, 0.0, leases=False)
+    assert island.steps(0.0) == ["start a", "start c"]
+    for name in "ac":
+        island.core.started(name, 0.0)
+    island.request("b", 2.0)
+    assert island.steps(2.0) == []
+    (deferred,) = (event for event in island.log if event.kind == "deferred")
+    assert (deferred.seconds, deferred.reason) == (28.0, "a may stay for min_residency")
+
+
+def test_a_model_that_ran_before_counts_as_resident_for_long():
+    watched = Watched()
+    island = Island(backend("a", min_residency=100.0), B, policy=watched)
+    island.core.adopt("a", 50.0)
+    island.request("b", 51.0)
+    assert island.steps(51.0) == ["stop a"]
+    assert [(r.model, r.since, r.last_used) for r in watched.seen[-2].residents] == [("a", -inf, 50.0)]
+
+
+@pytest.mark.parametrize("policy", ["cost_aware", "time_slice"])
+def test_no_policy_lets_a_model_that_ran_before_have_its_stay_once_more(policy):
+    island = Island(A, B, policy=build_policy(policy))
+    island.core.adopt("a", 50.0)
+    tickets = [island.request("b", 51.0) for _ in range(10)]
+    assert island.steps(51.0) == ["stop a"]
+    assert not any(ticket.settled for ticket in tickets)
+
+
+class Watched:
+    """Keeps what it saw; swaps to the first line, or never."""
+
+    def __init__(self, *, swaps=True):
+        self.swaps = swaps
+        self.seen = []
+
+    def decide(self, seen):
+        self.seen.append(seen)
+        return SwapTo(seen.lines[0].model, "first") if seen.lines and self.swaps else Stay()
+
+    def lines(self):
+        """The last that it saw."""
+        return next(seen.lines for seen in reversed(self.seen) if seen.lines)
+
+
+# Settings per model: priority and max_wait
+
+
+def two_lines(policy=None):
+    """Lines for low (since 2.0) and high (since 3.0) while c loads, which is ready at 5.0."""
+    policy = policy or build_policy("eager")
+    island = Island(backend("low", priority=-1), backend("high", priority=7), C, policy=policy)
+    held = island.request("c", 1.0)
+    assert island.steps(1.0) == ["start c"]
+    island.request("low", 2.0)
+    island.request("high", 3.0)
+    island.core.started("c", 5.0)
+    return island, held
+
+
+def test_of_two_lines_that_with_the_higher_priority_goes_first():
+    island, held = two_lines()
+    island.steps(5.0)
+    island.core.release(held, 6.0)
+    assert island.steps(6.0) == ["stop c"]
+    island.core.stopped("c", 7.0)
+    assert island.steps(7.0) == ["start high"]
+
+
+def test_a_policy_sees_the_lines_in_the_order_of_priority_and_those_alike_in_that_of_age():
+    watched = Watched(swaps=False)
+    island = Island(A, B, C, backend("d", priority=1), backend("e", priority=1), policy=watched)
+    island.core.adopt("a", 0.0)
+    for moment, model in enumerate("cebd"):
+        island.request(model, float(moment))
+    island.steps(4.0)
+    assert [line.model for line in watched.lines()] == ["e", "d", "c", "b"]
+
+
+def test_an_overdue_line_goes_before_one_with_a_higher_priority():
+    island, held = two_lines(Loads("c"))
+    assert island.steps(61.9) == []
+    assert island.steps(62.0) == []
+    assert island.core.drains() == {"c": ("low", 92.0)}
+    assert held.backend == "c"
+
+
+def test_who_has_the_lowest_priority_is_put_out_even_if_it_was_used_last_and_is_leased():
+    backends = backend("a", vram=5, priority=3), backend("b", vram=5, priority=-3), backend("c", vram=5)
+    island = Island(*backends, gpus=TEN).with_resident("a").with_resident("b", 1.0)
+    island.request("b", 2.0)
+    island.request("c", 3.0)
+    island.steps(3.0)
+    assert island.states() == {"a": "ready", "b": "draining", "c": "empty"}
+
+
+def test_a_model_has_the_highest_priority_and_the_shortest_max_wait_of_its_replicas():
+    r0 = backend("r0", "0", model="m", priority=2, max_wait=50.0)
+    r1 = backend("r1", "1", model="m", priority=9, max_wait=7.0)
+    watched = Watched(swaps=False)
+    island = Island(r0, r1, A, backend("b", "1"), backend("c", "0", priority=5), policy=watched)
+    for name in ("a", "b"):
+        island.core.adopt(name, 0.0)
+    island.request("c", 1.0)
+    island.request("m", 2.0)
+    island.steps(2.0)
+    assert [(line.model, line.max_wait) for line in watched.lines()] == [("m", 7.0), ("c", 60.0)]
+    assert island.steps(9.0) == ["stop a"]
+
+
+@pytest.mark.parametrize("own", [5.0, 200.0])
+def test_a_line_is_overdue_by_the_max_wait_of_its_own_model(own):
+    island = Island(A, backend("b", max_wait=own), policy=Never(), max_wait=60.0)
+    island.core.adopt("a", 0.0)
+    island.request("b", 1.0)
+    assert (island.steps(1.0), island.until) == ([], 1.0 + own)
+    assert island.steps(island.until - 0.1) == []
+    assert island.steps(1.0 + own) == ["stop a"]
+
+
+def test_a_younger_line_that_is_overdue_goes_before_an_older_one_that_is_not():
+    island = Island(A, backend("b", max_wait=500.0), backend("c", max_wait=5.0), policy=Never())
+    island.core.adopt("a", 0.0)
+    island.request("b", 1.0)
+    island.request("c", 2.0)
+    assert island.steps(2.0) == []
+    assert island.steps(7.0) == ["stop a"]
+    island.core.stopped("a", 8.0)
+    assert island.steps(8.0) == ["start c"]
+
+
+def test_no_line_that_may_still_wait_takes_a_gpu_that_is_kept_for_an_overdue_one():
+    singles = backend("a", "0"), backend("b", "0"), backend("c", "1", max_wait=500.0), backend("d", "1")
+    patient = build_policy("debounce", {"quiet": 15.0, "max_hold": 15.0})
+    island = Island(*singles, backend("t", "0", "1", max_wait=10.0), policy=patient, max_wait=60.0)
+    for name in ("a", "d"):
+        island.core.adopt(name, 0.0)
+    island.request("b", 0.0)
+    island.request("c", 1.0)
+    island.request("t", 6.0)
+    assert island.steps(6.0) == []
+    assert island.steps(15.0) == ["stop a"]  # for b
+    assert island.steps(16.0) == []  # GPU 1 is kept for t, though c is older and was held for long enough
+    island.core.stopped("a", 17.0)
+    assert island.steps(17.0) == ["start b"]
+    island.core.started("b", 18.0)
+    assert island.steps(18.0) == ["stop d"]
+    assert island.core.drains()["b"] == ("t", 48.0)
+
+
+# What swaps cost
+
+
+def learned(island):
+    return {(c.source, c.target): (c.evict_seconds, c.load_seconds, c.swaps) for c in island.costs}
+
+
+def test_what_a_swap_cost_is_its_eviction_and_its_load_without_the_drain_and_what_the_policy_waited_for():
+    island = Island(A, B, policy=DEBOUNCE).with_resident("a")
+    lease = island.request("a", 0.5)
+    island.request("b", 1.0)
+    for moment in (1.0, 3.0):  # deferred, then a drains
+        assert island.steps(moment) == []
+    island.core.release(lease, 9.0)
+    assert island.steps(9.0) == ["stop a"]
+    island.core.stopped("a", 11.0)
+    assert island.steps(11.0) == ["start b"]
+    island.core.started("b", 17.0)
+    assert learned(island) == {("", "a"): (0.0, 0.0, 1), ("a", "b"): (2.0, 6.0, 1)}
+
+
+def test_the_eviction_of_several_victims_lasts_from_the_end_of_the_last_drain_until_all_have_gone():
+    small = [backend(name, vram=5) for name in "ab"]
+    island = Island(*small, backend("c", vram=10), gpus=TEN).with_resident("a").with_resident("b")
+    lease = island.request("b", 1.0)
+    island.request("c", 2.0)
+    assert island.steps(2.0) == ["stop a"]
+    island.core.stopped("a", 3.0)
+    island.core.release(lease, 5.0)
+    assert island.steps(5.0) == ["stop b"]
+    island.core.stopped("b", 6.5)
+    assert island.steps(6.5) == ["start c"]
+    island.core.started("c", 10.5)
+    assert learned(island)["a+b", "c"] == (1.5, 4.0, 1)
+
+
+def test_a_swap_that_failed_teaches_nothing():
+    island = Island(A, B).with_resident("a")
+    island.request("b", 1.0)
+    island.steps(1.0)
+    island.core.stopped("a", 2.0)
+    island.steps(2.0)
+    island.core.start_failed("b", 3.0, LoadError("no"))
+    assert set(learned(island)) == {("", "a")}
+    island.core.adopt("a", 4.0)
+    assert set(learned(island)) == {("", "a")}
+
+
+def test_a_line_is_seen_with_what_its_own_swap_would_cost_first_as_an_estimate_and_then_as_it_was():
+    watched = Watched()
+    island = Island(backend("a", engine="vllm"), B, policy=watched)
+    moment, seen = 0.0, []
+    for name, load in (("a", 30.0), ("b", 8.0), ("a", 20.0), ("b", 4.0)):
+        lease = island.request(name, moment)
+        for step in island.steps(moment):
+            if step.startswith("stop"):
+                moment += 2.0
+                island.core.stopped(step.removeprefix("stop "), moment)
+                assert island.steps(moment) == [f"start {name}"]
+        (line,) = watched.lines()
+        seen.append((line.evicts, line.evict_seconds, line.load_seconds, line.learned))
+        moment += load
+        island.core.started(name, moment)
+        island.core.release(lease, moment)
+    assert seen == [
+        ((), 0.0, 60.0, False),
+        (("a",), 1.0, 10.0, False),
+        (("b",), 1.0, 30.0, False),
+        (("a",), 2.0, 8.0, True),
+    ]
+
+
+def test_the_policy_sees_how_often_models_are_asked_for_and_how_long_their_answers_and_pauses_take():
+    watched = Watched(swaps=False)
+    island = Island(backend("a", "0"), backend("b", "0"), policy=watched)
+    island.core.adopt("a", 0.0)
+    a, b = Demand(), Demand()
+    for begin, end in ((1.0, 3.0), (7.0, 13.0), (14.0, 16.0)):
+        pause = begin - max(island.core.seats["a"].last_used, 0.0)
+        island.core.release(island.request("a", begin), end)
+        a.arrived(begin)
+        a.returned(pause)
+        a.served(end - begin)
+    held = [island.request("a", moment) for moment in (17.0, 18.0)]
+    a.arrived(17.0)
+    a.returned(1.0)
+    a.arrived(18.0)  # while the first still runs: no pause
+    for moment in (20.0, 21.0, 23.0):
+        island.request("b", moment)
+        b.arrived(moment)
+    island.steps(24.0)
+    (resident,), (line,) = watched.seen[-1].residents, watched.lines()
+    assert (resident.leases, resident.last_used) == (len(held), 18.0)
+    assert (resident.rate, resident.growth) == (a.rate(24.0), a.growth(24.0))
+    assert (resident.pause_seconds, resident.service_seconds) == (a.pause_seconds, a.service_seconds)
+    assert (line.waiting, line.oldest, line.newest) == (3, 20.0, 23.0)
+    assert (line.growth, line.service_seconds) == (b.growth(24.0, 3, 4.0), 0.0)
+    assert resident.pause_seconds > 0
+    assert resident.service_seconds > 2.0
+
+
+def test_a_line_that_was_admitted_says_how_fast_the_next_one_will_grow():
+    watched = Watched()
+    island = Island(A, B, policy=watched).with_resident("a")
+    for moment in (1.0, 1.5, 2.0, 2.5):
+        island.request("b", moment)
+        island.steps(moment)
+    island.core.stopped("a", 3.0)
+    island.steps(3.0)
+    island.core.started("b", 6.0)
+    b = Demand()
+    for moment in (1.0, 1.5, 2.0, 2.5):
+        b.arrived(moment)
+    b.admitted(4, 5.0)
+    island.steps(7.0)
+    assert watched.seen[-1].residents[0].growth == b.growth(7.0)
+
+
+def test_the_policy_sees_swaps_on_other_gpus_and_how_far_they_are():
+    watched = Watched()
+    island = Island(A, B, backend("c", "1"), backend("d", "1"), backend("t", "0", "1"), policy=watched)
+    island.core.adopt("a", 0.0)
+    island.core.adopt("c", 0.0)
+    island.request("a", 0.5)
+    island.request("b", 1.0)
+    for moment, fact in (
+        (1.0, lambda: None),
+        (2.0, lambda: island.core.release(next(iter(island.core.seats["a"].holders)), 2.0)),
+        (3.0, lambda: island.core.stopped("a", 3.0)),
+        (4.0, lambda: island.core.started("b", 4.0)),
+    ):
+        fact()
+        island.steps(moment)
+    seen = [(s.model, s.evicts, s.state, s.since) for each in watched.seen for s in each.swapping]
+    assert sorted(set(seen), key=seen.index) == [
+        ("b", ("a",), "draining", 1.0),
+        ("b", ("a",), "stopping", 2.0),
+        ("b", ("a",), "starting", 3.0),
+    ]
 
 
 # Orders from outside

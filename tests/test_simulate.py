@@ -1,15 +1,16 @@
 """The simulator keeps every invariant in worlds of all kinds, and the checker sees what is broken."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import pytest
 
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.policy import POLICIES as REGISTRY
 from anvil_mux.policy import Stay, SwapTo, Unload
-from anvil_mux.residency import Event, Start
+from anvil_mux.residency import Event, Residency, Start
 from anvil_mux.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
 
 
@@ -26,7 +27,7 @@ class IdleOut:
         return Stay(min(ends, default=inf))
 
 
-POLICIES = ("eager", "debounce", f"{__name__}:IdleOut")
+POLICIES = (*REGISTRY, f"{__name__}:IdleOut")
 
 
 def one(name, *gpus, model=None, **fields):
@@ -83,10 +84,30 @@ class Hazards:
         return Outcome(seconds, BackendError("cannot be stopped") if draw.random() < self.stuck else None)
 
 
+def own_settings(backends, seed):
+    """The backends, each with some settings of its own."""
+    draw = random.Random(f"own settings {seed}")
+    return tuple(
+        replace(
+            backend,
+            priority=draw.choice((0, 0, 5)),
+            ttl=draw.choice((None, None, 3.0078125, 20.0078125)),
+            min_residency=draw.choice((0.0, 0.0, 6.00390625, 30.00390625)),
+            max_wait=draw.choice((None, None, 4.001953125, 90.001953125)),
+        )
+        for backend in backends
+    )
+
+
 def world(layout, policy, seed, requests=60):
-    """A configuration, a trace of distinct moments, and engines; the seed says what goes wrong in it."""
+    """A configuration, a trace of distinct moments, and engines; the seed says what goes wrong in it.
+
+    In those of an odd seed the models have settings of their own.
+    """
     draw = random.Random(f"{layout} {policy} {seed}")
     backends, gpus = LAYOUTS[layout]
+    if seed % 2:
+        backends = own_settings(backends, f"{layout} {policy} {seed}")
     config = Config(
         backends=backends,
         gpus=gpus,
@@ -114,6 +135,14 @@ def world(layout, policy, seed, requests=60):
         (model,) = draw.choices(models, weights)
         trace.append(Request(now, model, seconds, patience, leases=draw.random() > 0.05))
     return config, trace, engines
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_plans_that_were_kept_are_those_that_would_be_made_anew(policy, monkeypatch):
+    worlds = [world(layout, policy, seed) for layout in LAYOUTS for seed in range(4)]
+    kept = [simulate(*each) for each in worlds]
+    monkeypatch.setattr(Residency, "_plans_can_hold", lambda self: False)
+    assert [simulate(*each) for each in worlds] == kept
 
 
 def waiting_at_the_end(log):
@@ -146,6 +175,8 @@ def test_the_worlds_contain_everything_that_can_happen():
     reasons = {event.reason.partition(":")[0] for log in logs for event in log}
     assert {"died", "load failed", "reprieved", "overdue"} <= reasons
     assert {"unload requested", "trying again to stop it"} <= reasons
+    assert {"idle for 3.00781 s", "idle for 20.0078 s"} <= reasons
+    assert {"a may stay for min_residency", "a and b may stay for min_residency"} <= reasons
     assert {"waited_too_long", "load_failed", "stuck", "does_not_fit"} <= reasons
 
 
@@ -189,6 +220,41 @@ def test_a_full_line_turns_requests_away_without_a_ticket():
     config = Config(policy="eager", backends=TWO.backends, max_queue=2)
     log = simulate(config, [Request(float(n), "a", 1.0) for n in range(5)], Engines({"a": 20.0}))
     assert [event.ticket for event in log if event.kind == "queued"] == [1, 2]
+
+
+def test_an_idle_model_goes_though_no_request_comes_and_a_line_may_be_overdue_before_the_others():
+    backends = one("a", "0", ttl=6.0), one("b", "0", min_residency=30.0), one("c", "0", max_wait=4.0)
+    config = Config(policy="eager", backends=backends, drain_timeout=5.0)
+    trace = [
+        Request(0.0, "a", 1.0),
+        Request(20.0, "b", 1.0),
+        Request(30.0, "a", 1.0),
+        Request(31.0, "c", 1.0),
+    ]
+    log = simulate(config, trace, Engines({"a": 3.0, "b": 6.0, "c": 2.0}, stop_seconds=0.5))
+    assert check(log, config) == []
+    assert [(e.at, e.kind, e.backend, e.reason) for e in log if e.kind in ("stopping", "starting")] == [
+        (0.0, "starting", "a", "1 waiting, oldest first"),
+        (10.0, "stopping", "a", "idle for 6 s"),
+        (20.0, "starting", "b", "1 waiting, oldest first"),
+        (35.0, "stopping", "b", "overdue"),
+        (35.5, "starting", "c", "overdue"),
+        (38.5, "stopping", "c", "1 waiting, oldest first"),
+        (39.0, "starting", "a", "1 waiting, oldest first"),
+    ]
+    assert [(e.at, e.model, e.seconds, e.reason) for e in log if e.kind == "deferred"] == [
+        (30.0, "a", 26.0, "b may stay for min_residency"),
+    ]
+
+
+def test_what_was_learned_before_is_known_from_the_start():
+    config = Config(policy="cost_aware", backends=TWO.backends)
+    engines = Engines({"a": 3.0, "b": 6.0}, stop_seconds=0.5)
+    drained = []
+    for costs in ((), engines.costs(config)):
+        log = simulate(config, [Request(20.0, "b", 1.0)] * 4, engines, resident=["a"], costs=costs)
+        drained += [event.at for event in log if event.kind == "draining"]
+    assert drained == [22.0, 20.0]  # four are worth a swap of 6.5 s, not one of 10 s
 
 
 def test_waiting_ends_at_the_queue_timeout():
@@ -318,6 +384,23 @@ def test_a_sound_log_has_no_fault():
 )
 def test_the_checker_names_what_is_wrong(events, problem):
     assert any(problem in line for line in said(*events)), said(*events)
+
+
+@pytest.mark.parametrize(
+    ("own", "moment", "overdue"),
+    [
+        (None, 23.5, False),
+        (None, 24.5, True),
+        (5.0, 8.5, False),
+        (5.0, 9.5, True),
+        (30.0, 33.5, False),
+        (30.0, 34.5, True),
+    ],
+)
+def test_the_checker_knows_the_max_wait_of_each_model(own, moment, overdue):
+    config = replace(TWO, backends=(one("a", "0"), one("b", "0", max_wait=own)))
+    found = said(*UP, (4.0, "queued", "b", 2), (moment, "released", "a", 1), config=config)
+    assert any("b is overdue" in line for line in found) == overdue
 
 
 def test_slack_forgives_what_threads_are_late():

@@ -1,0 +1,118 @@
+"""How long each policy thinks about 1,000 lines.
+
+    held      every line is held back: it has just begun, and the resident is busy
+    due       no line can be held back any longer
+    mixed     lines of all ages and lengths, some of them for directions never seen
+    spread    16 residents, any two of which make room for a line
+
+Figures are milliseconds of wall-clock time for one decision; what else the machine does can only slow it
+down, so that the median and the least are both shown. The promise is less than 1 ms.
+
+Nothing here passes or fails: a missed target is a finding, not an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+from anvil_mux.policy import POLICIES, Line, Policy, Resident, Snapshot, build_policy
+
+COUNT = 1000
+NOW = 1000.0
+
+
+def held() -> Snapshot:
+    return Snapshot(NOW, "0", (_resident("a", NOW - 1.0),), tuple(_line(n, 0.5) for n in range(COUNT)))
+
+
+def due() -> Snapshot:
+    return Snapshot(NOW, "0", (_resident("a", 0.0),), tuple(_line(n, 500.0) for n in range(COUNT)))
+
+
+def mixed() -> Snapshot:
+    draw = random.Random("mixed")
+    lines = [
+        _line(n, draw.uniform(0.0, 10.0), waiting=1 + n % 9, learned=n % 3 > 0, growth=draw.random())
+        for n in range(COUNT)
+    ]
+    return Snapshot(NOW, "0", (_resident("a", NOW - 30.0),), tuple(lines))
+
+
+def spread() -> Snapshot:
+    draw = random.Random("spread")
+    names = [f"r{n}" for n in range(16)]
+    lines = [_line(n, 0.5, evicts=tuple(sorted(draw.sample(names, 2)))) for n in range(COUNT)]
+    residents = [_resident(name, NOW - draw.uniform(0.0, 5.0)) for name in names]
+    return Snapshot(NOW, "0", tuple(residents), tuple(lines))
+
+
+def _resident(name: str, since: float) -> Resident:
+    return Resident(name, name, since, 30, NOW, 2.0, 1.0, 0.5, 4.0, 8.0)
+
+
+def _line(
+    n: int,
+    age: float,
+    *,
+    waiting: int = 1,
+    evicts: tuple[str, ...] = ("a",),
+    learned: bool = True,
+    growth: float = 0.001,
+) -> Line:
+    since = NOW - age
+    return Line(
+        f"m{n}",
+        waiting,
+        since,
+        since + age / 2,
+        evicts,
+        evict_seconds=1.0,
+        load_seconds=30.0,
+        learned=learned,
+        growth=growth,
+        service_seconds=4.0,
+        max_wait=600.0,
+    )
+
+
+SCENARIOS: dict[str, Callable[[], Snapshot]] = {"held": held, "due": due, "mixed": mixed, "spread": spread}
+
+
+def measure(policy: Policy, snapshot: Snapshot, repetitions: int) -> list[float]:
+    """Milliseconds of each decision."""
+    taken = []
+    for _ in range(repetitions):
+        began = time.perf_counter()
+        policy.decide(snapshot)
+        taken.append((time.perf_counter() - began) * 1e3)
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="bench-policies", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-n", "--repetitions", type=int, default=300, help="of each decision (default 300)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    given = parser.parse_args()
+    rows = []
+    for name in POLICIES:
+        for scenario, make in SCENARIOS.items():
+            taken = measure(build_policy(name), make(), max(given.repetitions, 1))
+            median, least = round(statistics.median(taken), 3), round(min(taken), 3)
+            rows.append({"policy": name, "scenario": scenario, "median_ms": median, "least_ms": least})
+    if given.json:
+        print(json.dumps(rows, indent=1))
+        return
+    print(f"{'POLICY':14}{'SCENARIO':10}{'MEDIAN/ms':>10}{'LEAST/ms':>10}")
+    for row in rows:
+        print(f"{row['policy']:14}{row['scenario']:10}{row['median_ms']:>10.3f}{row['least_ms']:>10.3f}")
+
+
+if __name__ == "__main__":
+    main()
