@@ -38,7 +38,7 @@ DISCARD = 65536
 class Client:
     """One connection. Used by the one thread that serves it."""
 
-    __slots__ = ("_buffer", "_timeout", "_unread", "address", "socket")
+    __slots__ = ("_buffer", "_last_head", "_timeout", "_unread", "address", "socket")
 
     def __init__(self, connection: socket, address: str) -> None:
         self.socket = connection
@@ -46,6 +46,7 @@ class Client:
         self._buffer = b""
         self._unread: http1.Request | None = None
         """The request whose body has not been read yet."""
+        self._last_head: http1.LastHead[http1.Request] = http1.LastHead()
         self._timeout = 0.0
         self._wait_at_most(IDLE_SECONDS)
         connection.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval(SEND_SECONDS))
@@ -61,20 +62,28 @@ class Client:
         """The head of the next request; None when the client has closed or been idle. BadRequest."""
         buffer = self._buffer
         if not buffer:
-            self._wait_at_most(IDLE_SECONDS)
+            if self._timeout != IDLE_SECONDS:
+                self._wait_at_most(IDLE_SECONDS)
             try:
                 buffer = self.socket.recv(READ)
             except OSError:
                 return None
             if not buffer:
                 return None
+        request = self._last_head.again(buffer)
+        if request is not None:
+            self._buffer = buffer[self._last_head.end :]
+        else:
+            request = self._parse(buffer)
+        self._unread = request if request.length or request.chunked else None
+        return request
+
+    def _parse(self, buffer: bytes) -> http1.Request:
         end = http1.request_head_end(buffer)
         if end is None:
             buffer, end = self._read_rest_of_head(buffer)
-        self._buffer = buffer[end:]
-        request = http1.parse_request(buffer[:end])
-        self._unread = request if request.length or request.chunked else None
-        return request
+        head, self._buffer = buffer[:end], buffer[end:]
+        return self._last_head.remember(head, http1.parse_request(head))
 
     def _read_rest_of_head(self, buffer: bytes) -> tuple[bytes, int]:
         deadline = time.monotonic() + HEAD_SECONDS
@@ -105,8 +114,10 @@ class Client:
         length = request.length
         if request.chunked or not length:
             return b"".join(self.read_pieces(request, limit))
-        if len(self._buffer) >= length and length <= limit:
-            body, self._buffer = self._buffer[:length], self._buffer[length:]
+        buffer = self._buffer
+        if len(buffer) >= length and length <= limit:
+            # All of a buffer is not a copy of it.
+            body, self._buffer = buffer[:length], buffer[length:]
             self._unread = None
             return body
         return self._read_into(request, length, limit)

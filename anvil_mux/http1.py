@@ -12,7 +12,8 @@ only to know where the body ends; ``ChunkDecoder`` takes it off.
 Clients and engines send the same head again and again, but for its length. So a head that was found sound is
 remembered without its Content-Length line: one that differs in nothing else need not be read again, nor its
 fields be sorted into those that go on and those that do not. Only heads in which that line is the only thing
-that says where the body ends are remembered (``_may_come_again``).
+that says where the body ends are remembered (``_may_come_again``). A connection's own last head is remembered
+nearer by (``LastHead``): if it comes again, two comparisons find its end and tell all of it.
 
 What a client sends wrong is a ``BadRequest``, what an engine sends wrong a ``BackendError``. Every value that
 is written has been checked for CR, LF and NUL, also those that the caller adds. The patterns cannot backtrack
@@ -24,9 +25,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
 
@@ -36,6 +37,8 @@ MAX_FIELDS = 100
 MAX_CHUNK_LINE = 300
 MAX_TRAILER = 8 * 1024
 MAX_REMEMBERED = 4 * 1024
+MAX_DIGITS = 15
+"""Of a length."""
 REMEMBERED = 512
 
 LAST_CHUNK = b"0\r\n\r\n"
@@ -94,6 +97,8 @@ class Request:
     """The lines that go on to an engine, for a head that may come again."""
     prepared: dict[object, bytes] | None = None
     """Heads that were written with it, by what they depend on; shared by all heads that are the same."""
+    route: object = None
+    """What the server found it to ask for, noted so that the same head on this connection is not asked twice."""
 
 
 @dataclass(slots=True)
@@ -119,6 +124,46 @@ class Response:
 _Message = TypeVar("_Message", Request, Response)
 _known_requests: dict[bytes, Request] = {}
 _known_responses: dict[bytes, Response] = {}
+
+
+class LastHead(Generic[_Message]):
+    """The last head that one side of one connection sent, around the number in its Content-Length line."""
+
+    __slots__ = ("_after", "_before", "_message", "_number", "end")
+
+    def __init__(self) -> None:
+        self._before = self._after = b""
+        self._number = 0
+        self._message: _Message | None = None
+        self.end = 0
+        """Where the head ended that came again."""
+
+    def again(self, buffer: bytes) -> _Message | None:
+        """The head that ``buffer`` begins with, if it is the last one but for its length.
+
+        It is the same object each time: whoever keeps it sees the length change.
+        """
+        if not buffer.startswith(self._before):
+            return None
+        line_end = buffer.find(b"\r\n", self._number)
+        length = buffer[self._number : line_end]
+        if not (length.isdigit() and len(length) <= MAX_DIGITS and buffer.startswith(self._after, line_end)):
+            return None
+        message = self._message
+        if message is not None:
+            message.length = int(length)
+            self.end = line_end + len(self._after)
+        return message
+
+    def remember(self, head: bytes, message: _Message) -> _Message:
+        """``head`` was read as ``message``; returns what stands for it from now on."""
+        line = _LENGTH_LINE.search(head)
+        if line is None or message.prepared is None:
+            return message
+        self._number, line_end = line.span(1)
+        self._before, self._after = head[: self._number], head[line_end:]
+        self._message = replace(message)
+        return self._message
 
 
 def request_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
@@ -536,7 +581,7 @@ def _length(fields: dict[bytes, bytes], error: type[MuxError]) -> int | None:
     value = fields.get(b"content-length")
     if value is None:
         return None
-    if not value.isdigit() or len(value) > 15:
+    if not value.isdigit() or len(value) > MAX_DIGITS:
         raise error("Content-Length must be given once, as a plain number")
     return int(value)
 
