@@ -77,10 +77,15 @@ class Gateway:
 
     def serve(self, client: Client, request: http1.Request) -> bool:
         """Answers one request; False if the connection must be closed after it."""
-        request_id = api.request_id(request.fields.get(b"x-request-id"), self._ids.__next__)
+        given = request.fields.get(b"x-request-id")
+        request_id = next(self._ids) if given is None else api.request_id(given, self._ids.__next__)
         call = Call(client, request, request_id, keep=request.keep_alive and not self.draining)
         try:
-            self._answer(call)
+            route = request.route or self._find_route(call)
+            if isinstance(route, api.Route):
+                self._inference.infer(call, route)
+            else:
+                self._answer_here(call)
         except ClientGone as gone:
             call.keep, call.status, call.code = False, gone.status, gone.code
         except MuxError as error:
@@ -98,16 +103,14 @@ class Gateway:
         call.refuse(error, [])
         self._records.add(call.record())
 
-    def _answer(self, call: Call) -> None:
+    def _find_route(self, call: Call) -> api.Route | None:
+        """Where to forward the request, if anywhere; noted, because it is found in nothing but the head."""
         request = call.request
         route = api.match(request.method, request.path)
         call.api = route.api if route else api.api_of(request.path)
         self._check_origin(request)
-        if route:
-            call.route = route
-            self._inference.infer(call, route)
-        else:
-            self._answer_here(call)
+        request.route = route
+        return route
 
     def _check_origin(self, request: http1.Request) -> None:
         host = request.fields.get(b"host", b"")

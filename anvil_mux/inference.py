@@ -80,6 +80,7 @@ class Call:
         "status",
         "stream",
         "waited",
+        "waiting",
     )
 
     def __init__(self, client: Client, request: http1.Request, request_id: str, *, keep: bool) -> None:
@@ -98,6 +99,8 @@ class Call:
         """The client asked for a stream into which comments may be written."""
         self.began = False
         """The head of the stream was sent before an engine answered."""
+        self.waiting: Waiting | None = None
+        """What it does in the line of its model, once it has waited for a moment."""
 
     @property
     def chunked(self) -> bool:
@@ -242,8 +245,9 @@ class Inference:
 
     def infer(self, call: Call, route: api.Route) -> None:
         """Answers ``call`` from the engine of the model that it names."""
+        call.route, call.api = route, route.api
         if route.model_in == "query":
-            self._with_lease(call, api.model_in_query(call.request.query), b"")
+            self._send_on(call, api.model_in_query(call.request.query), b"")
             return
         coding = call.request.fields.get(b"content-encoding")
         if coding is not None and coding.lower() != b"identity":
@@ -256,7 +260,7 @@ class Inference:
             body = self.read_json(call)
             name, stream = api.model_and_stream(body)
             call.stream = stream and route.streams
-            self._with_lease(call, name, body)
+            self._send_on(call, name, body)
 
     def read_json(self, call: Call) -> bytes | bytearray:
         """The body of a route that takes JSON."""
@@ -277,25 +281,23 @@ class Inference:
             spool.fill(call.client.read_pieces(request, self._config.max_upload), scanner.feed)
             scanner.finish()
             call.stream = scanner.stream and route is not None and route.streams
-            self._with_lease(call, scanner.model, spool, scanner.span)
+            self._send_on(call, scanner.model, spool, scanner.span)
 
-    def _with_lease(
+    def _send_on(
         self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None = None
     ) -> None:
         name = named or self._config.default_model
         if name is None:
             raise BadRequest("the request must name a `model`", param="model")
         call.model = self._mux.resolve(name)
-        waiting = Waiting(call, self._patience, self._mux.eta)
         try:
-            self._try(call, named, body, span, waiting)
+            self._try(call, named, body, span)
         except Unreachable:
-            self._try(call, named, body, span, waiting)
+            self._try(call, named, body, span)
 
-    def _try(
-        self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None, waiting: Waiting
-    ) -> None:
-        with self._lease(call, waiting) as lease:
+    def _try(self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None) -> None:
+        with self._lease(call) as lease:
+            call.waited += lease.waited
             backend = lease.backend
             call.backend = backend.name
             known_as = backend.served_model or call.model
@@ -306,20 +308,23 @@ class Inference:
                 self._mux.unreachable(lease)
                 raise
 
-    def _lease(self, call: Call, waiting: Waiting) -> Lease:
+    def _lease(self, call: Call) -> Lease:
         asked = time.monotonic()
         try:
-            lease = self._mux.lease(call.model, waiting.tend)
+            return self._mux.lease(call.model, lambda now: self._tend(call, now))
         except MuxError:
             call.waited += time.monotonic() - asked
             raise
-        call.waited += lease.waited
-        return lease
+
+    def _tend(self, call: Call, now: float) -> None:
+        if call.waiting is None:
+            call.waiting = Waiting(call, self._patience, self._mux.eta)
+        call.waiting.tend(now)
 
     def _forward(self, call: Call, lease: Lease, length: int, body: RequestBody) -> None:
-        request = call.request
-        with self._relay.exchange(lease, call.client.socket) as exchange:
-            response = exchange.ask(request.method, _request_head(call, lease, length), body)
+        with Exchange(self._relay, lease, call.client.socket) as exchange:
+            head = _request_head(call, lease, length)
+            response = exchange.ask(call.request.method, head, body)
             call.first_byte = time.monotonic() - call.since
             if call.began:
                 self._continue(call, lease, exchange, response)

@@ -1,6 +1,6 @@
 """One request to one engine, and its answer back.
 
-``with relay.exchange(lease, client) as exchange:`` borrows a connection to the leased backend, ``ask`` sends
+``with Exchange(relay, lease, client) as exchange:`` borrows a connection to the leased backend, ``ask`` sends
 the request and returns with the head of the answer, and ``stream`` moves a body that is not here yet through
 the pump. Leaving the block gives the connection back to the pool if it can carry another request, else closes
 it: a client that leaves ends the engine's work at once.
@@ -92,46 +92,58 @@ def has_left(client: socket) -> bool:
         return True
 
 
+class Upstream:
+    """A connection to an engine. Used by one thread at a time."""
+
+    __slots__ = ("idle_since", "last_head", "socket")
+
+    def __init__(self, connection: socket) -> None:
+        self.socket = connection
+        self.last_head: http1.LastHead[http1.Response] = http1.LastHead()
+        self.idle_since = 0.0
+
+
 class Pool:
     """Idle connections to engines, last in, first out. Any thread; list operations are atomic."""
 
     def __init__(self) -> None:
-        self._idle: defaultdict[Address, list[tuple[socket, float]]] = defaultdict(list)
+        self._idle: defaultdict[Address, list[Upstream]] = defaultdict(list)
 
-    def take(self, address: Address) -> socket | None:
+    def take(self, address: Address) -> Upstream | None:
         idle = self._idle[address]
         while idle:
             try:
-                connection, since = idle.pop()
+                upstream = idle.pop()
             except IndexError:
                 return None
-            age = time.monotonic() - since
-            if age < FRESH_SECONDS or (age < IDLE_SECONDS and _is_quiet(connection)):
-                return connection
-            connection.close()
+            age = time.monotonic() - upstream.idle_since
+            if age < FRESH_SECONDS or (age < IDLE_SECONDS and _is_quiet(upstream.socket)):
+                return upstream
+            upstream.socket.close()
         return None
 
-    def put(self, address: Address, connection: socket) -> None:
+    def put(self, address: Address, upstream: Upstream) -> None:
         idle = self._idle[address]
         if len(idle) < KEPT:
-            idle.append((connection, time.monotonic()))
+            upstream.idle_since = time.monotonic()
+            idle.append(upstream)
         else:
-            connection.close()
+            upstream.socket.close()
 
     def sweep(self) -> None:
         """Closes what idled for too long; called now and then, so that a quiet mux holds no connections."""
         for idle in list(self._idle.values()):
             oldest = time.monotonic() - IDLE_SECONDS
-            while idle and idle[0][1] < oldest:
+            while idle and idle[0].idle_since < oldest:
                 try:
-                    idle.pop(0)[0].close()
+                    idle.pop(0).socket.close()
                 except IndexError:
                     break
 
     def close(self) -> None:
         for idle in list(self._idle.values()):
             while idle:
-                idle.pop()[0].close()
+                idle.pop().socket.close()
 
 
 def _is_quiet(connection: socket) -> bool:
@@ -161,9 +173,6 @@ class Relay:
         self.timeout = timeout
         self.pool = Pool()
         self.pump = Pump(timeout, client_timeout)
-
-    def exchange(self, lease: LeaseLike, client: socket) -> Exchange:
-        return Exchange(self, lease, client)
 
     def close(self) -> None:
         self.pump.close()
@@ -197,7 +206,7 @@ class Exchange:
         self._client = client
         self._guard = allocate_lock()
         """Held to take the connection away from this exchange, and by ``sever``."""
-        self._upstream: socket | None = None
+        self._upstream: Upstream | None = None
         self._stream: Stream | None = None
         self._reusable = False
         self._deadline = 0.0
@@ -227,7 +236,7 @@ class Exchange:
                 self._stream.cut = True
             if self._upstream:
                 try:
-                    self._upstream.shutdown(SHUT_RDWR)
+                    self._upstream.socket.shutdown(SHUT_RDWR)
                 except OSError:
                     pass
 
@@ -239,14 +248,7 @@ class Exchange:
         if reusable and not self._lease.severed:
             self._relay.pool.put(self._lease.address, upstream)
         else:
-            upstream.close()
-
-    def _hold(self, upstream: socket) -> socket:
-        with self._guard:
-            self._upstream = upstream
-        if self._lease.severed:
-            raise self._lease.severed_error()
-        return upstream
+            upstream.socket.close()
 
     # The question
 
@@ -255,55 +257,66 @@ class Exchange:
         data = b""
         pooled = self._relay.pool.take(self._lease.address)
         if pooled:
-            data = self._try(self._hold(pooled), head, body)
+            data = self._try(pooled, head, body)
             if not data:
                 self._let_go(reusable=False)
         if not data:
-            data = self._try(self._hold(self._connect()), head, body)
+            data = self._try(self._connect(), head, body)
         if not data:
             raise Unreachable(f"{self._name} closed the connection without an answer.")
-        return self._read_answer(method, data)
+        response = self._read_head(method, data)
+        length = 0 if response.body == "none" else response.length
+        self.whole = response.body in ("none", "length") and length is not None and length <= WHOLE
+        if self.whole:
+            if len(self.data) != length:
+                self._read_whole(length or 0)
+            self._reusable = response.keep_alive
+        return response
 
     @property
     def _name(self) -> str:
         return f"The engine of {self._lease.backend.model}"
 
-    def _connect(self) -> socket:
+    def _connect(self) -> Upstream:
         try:
-            return connect(self._lease.address)
+            return Upstream(connect(self._lease.address))
         except OSError as error:
             if self._lease.severed:
                 raise self._lease.severed_error() from None
             raise Unreachable(f"{self._name} cannot be reached: {error}.") from None
 
-    def _try(self, upstream: socket, head: bytes, body: RequestBody) -> bytes:
+    def _try(self, upstream: Upstream, head: bytes, body: RequestBody) -> bytes:
         """The first bytes of the answer, or none if the connection failed before."""
+        with self._guard:
+            self._upstream = upstream
+        if self._lease.severed:
+            raise self._lease.severed_error()
         self._deadline = time.monotonic() + self._relay.timeout
         try:
-            self._send_request(upstream, head, body)
+            self._send_request(upstream.socket, head, body)
         except OSError:
             pass  # an engine may refuse a body early: its answer, if there is one, counts
         try:
-            return self._recv(upstream)
+            return self._recv(upstream.socket)
         except OSError:
             return b""
 
-    def _send_request(self, upstream: socket, head: bytes, body: RequestBody) -> None:
+    def _send_request(self, connection: socket, head: bytes, body: RequestBody) -> None:
         if not isinstance(body, (bytes, bytearray)):
             pieces = body
         elif len(body) <= SMALL:
             head, pieces = head + body, ()
         else:
             pieces = (body,)
-        self._send(upstream, head)
+        self._send(connection, head)
         for piece in pieces:
-            self._send(upstream, piece)
+            self._send(connection, piece)
 
-    def _send(self, upstream: socket, data: bytes | bytearray | memoryview) -> None:
+    def _send(self, connection: socket, data: bytes | bytearray | memoryview) -> None:
         left = data
         while True:
             try:
-                sent = upstream.send(left)
+                sent = connection.send(left)
             except BlockingIOError:
                 self._look()
                 continue
@@ -312,10 +325,10 @@ class Exchange:
             left = memoryview(left)[sent:]
             self._deadline = time.monotonic() + self._relay.timeout
 
-    def _recv(self, upstream: socket) -> bytes:
+    def _recv(self, connection: socket) -> bytes:
         while True:
             try:
-                data = upstream.recv(READ)
+                data = connection.recv(READ)
             except BlockingIOError:
                 self._look()
                 continue
@@ -334,39 +347,38 @@ class Exchange:
 
     # The answer
 
-    def _read_answer(self, method: str, data: bytes) -> http1.Response:
+    def _read_head(self, method: str, data: bytes) -> http1.Response:
+        assert self._upstream is not None
+        last_head = self._upstream.last_head
+        response = last_head.again(data) if method != "HEAD" else None
+        if response is not None:
+            self.data = data[last_head.end :]
+            return response
         while True:
             while (end := http1.response_head_end(data)) is None:
                 data += self._more()
-            response = http1.parse_response(data[:end], method)
-            data = data[end:]
+            head, data = data[:end], data[end:]
+            response = http1.parse_response(head, method)
             if response.status >= 200:
                 break
-        length = 0 if response.body == "none" else response.length
-        self.whole = response.body in ("none", "length") and length is not None and length <= WHOLE
-        if self.whole:
-            data = self._read_whole(data, length or 0)
-            self._reusable = response.keep_alive
         self.data = data
-        return response
+        return last_head.remember(head, response)
 
-    def _read_whole(self, data: bytes, length: int) -> bytes:
-        if len(data) < length:
-            pieces = [data]
-            missing = length - len(data)
-            while missing > 0:
-                pieces.append(self._more())
-                missing -= len(pieces[-1])
-            data = b"".join(pieces)
-        if len(data) > length:
+    def _read_whole(self, length: int) -> None:
+        pieces = [self.data]
+        missing = length - len(self.data)
+        while missing > 0:
+            pieces.append(self._more())
+            missing -= len(pieces[-1])
+        if missing < 0:
             raise BackendError(f"{self._name} sent more than it announced.")
-        return data
+        self.data = b"".join(pieces)
 
     def _more(self) -> bytes:
         assert self._upstream is not None
         self._deadline = time.monotonic() + self._relay.timeout
         try:
-            data = self._recv(self._upstream)
+            data = self._recv(self._upstream.socket)
         except OSError as error:
             raise BackendError(f"{self._name} broke off its answer: {error}.") from None
         if not data:
@@ -394,7 +406,7 @@ class Exchange:
         end = End.COMPLETE
         if not body.ended:
             with self._guard:
-                stream = self._stream = Stream(upstream, self._client, body)
+                stream = self._stream = Stream(upstream.socket, self._client, body)
             end = self._relay.pump.relay(stream)
             self.streamed = stream.relayed
             self.last = stream.last or self.last
