@@ -41,16 +41,18 @@ class Sink(Protocol):
     def add(self, entry: Served) -> object: ...
 
 
-_second = (0, "")
+_last = (0, "")
 
 
 def stamp(moment: float) -> str:
-    """RFC 3339 with milliseconds. Any thread; the last second's text is remembered."""
-    global _second
-    whole, second = int(moment), _second
-    if second[0] != whole:
-        _second = second = (whole, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(whole)))
-    return f"{second[1]}.{int(moment * 1000) % 1000:03d}Z"
+    """RFC 3339 with milliseconds. Any thread; the last one is remembered, since records come in groups."""
+    global _last
+    milliseconds, last = int(moment * 1000), _last
+    if last[0] != milliseconds:
+        second, rest = divmod(milliseconds, 1000)
+        text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        _last = last = (milliseconds, f"{text}.{rest:03d}Z")
+    return last[1]
 
 
 def json_line(r: Served) -> str:
