@@ -83,7 +83,9 @@ class Client:
         if end is None:
             buffer, end = self._read_rest_of_head(buffer)
         head, self._buffer = buffer[:end], buffer[end:]
-        return self._last_head.remember(head, http1.parse_request(head))
+        request = http1.parse_request(head)
+        self._last_head.remember(head, request)
+        return request
 
     def _read_rest_of_head(self, buffer: bytes) -> tuple[bytes, int]:
         deadline = time.monotonic() + HEAD_SECONDS

@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Generic, TypeVar
 
@@ -124,6 +124,7 @@ class Response:
 _Message = TypeVar("_Message", Request, Response)
 _known_requests: dict[bytes, Request] = {}
 _known_responses: dict[bytes, Response] = {}
+"""By their heads without the length. The ``length`` and ``route`` of what is remembered here mean nothing."""
 
 
 class LastHead(Generic[_Message]):
@@ -155,15 +156,13 @@ class LastHead(Generic[_Message]):
             self.end = line_end + len(self._after)
         return message
 
-    def remember(self, head: bytes, message: _Message) -> _Message:
-        """``head`` was read as ``message``; returns what stands for it from now on."""
+    def remember(self, head: bytes, message: _Message) -> None:
+        """``head`` was read as ``message``, which is this connection's from now on."""
         line = _LENGTH_LINE.search(head)
-        if line is None or message.prepared is None:
-            return message
-        self._number, line_end = line.span(1)
-        self._before, self._after = head[: self._number], head[line_end:]
-        self._message = replace(message)
-        return self._message
+        if line is not None and message.prepared is not None:
+            self._number, line_end = line.span(1)
+            self._before, self._after = head[: self._number], head[line_end:]
+            self._message = message
 
 
 def request_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:

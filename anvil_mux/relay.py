@@ -361,8 +361,9 @@ class Exchange:
             response = http1.parse_response(head, method)
             if response.status >= 200:
                 break
+        last_head.remember(head, response)
         self.data = data
-        return last_head.remember(head, response)
+        return response
 
     def _read_whole(self, length: int) -> None:
         pieces = [self.data]

@@ -166,6 +166,7 @@ def test_only_verbose_tells_what_single_requests_go_through(
 ) -> None:
     for verbosity, told in ((NORMAL, False), (VERBOSE, True)):
         journal = desk.open(verbosity=verbosity)
+        assert journal.tells_leases is told
         for kind in ("queued", "leased", "released"):
             journal.observe(Event(1.0, kind, "a", "a", 7))
         journal.observe(Event(2.0, "ready", "a", "a", seconds=1.0))

@@ -673,6 +673,20 @@ def real():
     assert check(log, config, slack=30.0) == []
 
 
+def test_leases_are_logged_only_for_those_who_want_them():
+    for wanted in (True, False):
+        engines, log = GatedEngines(), []
+        engines.may_load["a"].set()
+        mux = Multiplexer(Config(backends=(A, B)), engines, log=log.append, log_leases=wanted)
+        mux.start()
+        for _ in range(2):
+            with mux.lease("a"):
+                assert mux.status().leases == 1
+        mux.close()
+        kinds = ["queued", "starting", "ready", *["leased", "released"] * 2]
+        assert [event.kind for event in log] == (kinds if wanted else kinds[:3])
+
+
 def in_threads(number, run):
     threads = [threading.Thread(target=run, daemon=True) for _ in range(number)]
     for thread in threads:
