@@ -120,7 +120,11 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
         help="when a swap is worth its cost: eager, debounce, package.module:Class",
     )
     add("--on-exit", choices=("keep", "stop"), help="what happens to running engines at exit")
-    add("--pin", action="store_true", help="run on one CPU: more requests per second, engines keep all")
+    add(
+        "--pin",
+        action=argparse.BooleanOptionalAction,
+        help="serve on one CPU always, or never (default: under load, if a CPU is free); engines keep all",
+    )
     add("--access-log", metavar="FILE", default="-", help="a file, - for standard error (default), or off")
     add("--log-format", choices=("human", "json"), default="human")
     add("--event-log", metavar="FILE", help="append every event to a file that `anvil-mux simulate` reads")

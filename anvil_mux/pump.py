@@ -108,6 +108,7 @@ class Pump:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
         self._thread.start()
+        self._cpu_clock = time.pthread_getcpuclockid(self._thread.ident or 0)
 
     def __len__(self) -> int:
         return len(self._streams) // 2
@@ -122,6 +123,10 @@ class Pump:
         stream.woken.acquire()
         assert stream.end is not None
         return stream.end
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the thread; not to be called after its end."""
+        return time.clock_gettime(self._cpu_clock)
 
     def close(self) -> None:
         """Ends the thread; streams that still run are severed."""

@@ -36,6 +36,7 @@ from anvil_mux.engine import await_ready
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.eventlog import EventLog
 from anvil_mux.gateway import Gateway
+from anvil_mux.home import CPUs, Home
 from anvil_mux.journal import Journal
 from anvil_mux.learned import Learned
 from anvil_mux.metrics import Metrics
@@ -61,7 +62,8 @@ class Options:
     """A file, - for standard error, or off."""
     event_log: str | None = None
     log_format: str = "human"
-    pin: bool = False
+    pin: bool | None = None
+    """Whether the threads of connections stay on one CPU; None: while it is better (home.py)."""
     insecure: bool = False
     verbosity: int = journal.NORMAL
 
@@ -139,7 +141,13 @@ class Program:
         self._metrics = Metrics(config, lambda: self._mux.status())
         self._learned = Learned(state_folder(config.project, os.environ), say)
         with _pinned(options.pin):
-            relay = self._relay = Relay(timeout=config.upstream_timeout)
+            relay = Relay(timeout=config.upstream_timeout)
+            self._pool = relay.pool
+            self._home = Home(
+                CPUs(os.sched_getaffinity(0)),
+                adapts=options.pin is None,
+                elsewhere=relay.pump.cpu_seconds,
+            )
             self._journal = Journal(
                 self._metrics,
                 wall=self._clock.wall,
@@ -175,7 +183,13 @@ class Program:
     def _bind(self, gateway: Gateway) -> Server:
         host, port = self._config.host, self._config.port
         try:
-            return Server((host, port), gateway, self._mux, max_connections=self._config.max_connections)
+            return Server(
+                (host, port),
+                gateway,
+                self._mux,
+                max_connections=self._config.max_connections,
+                home=self._home,
+            )
         except OSError as error:
             advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
             raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
@@ -194,7 +208,8 @@ class Program:
 
     def _keep_house(self) -> None:
         """Now and then while something happens, in the journal's thread."""
-        self._relay.pool.sweep()
+        self._pool.sweep()
+        self._home.look(time.monotonic())
         self._learned.save(self._mux.costs())
 
     def _log_tail(self, backend: str) -> list[str]:
@@ -349,7 +364,7 @@ def _raise_file_limit() -> None:
 
 
 @contextmanager
-def _pinned(wanted: bool) -> Iterator[None]:
+def _pinned(wanted: bool | None) -> Iterator[None]:
     """Threads that begin within stay on one CPU, which saves them from waiting for each other's caches."""
     allowed = os.sched_getaffinity(0)
     if wanted:

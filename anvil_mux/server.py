@@ -1,14 +1,16 @@
 """The listening socket, a thread per connection, and a way to stop.
 
 A connection's thread reads a request, has the gateway answer it, and goes on while both sides keep the
-connection. A connection over the limit is told so by the accepting thread and closed. ``drain`` ends it all
-in order: no new connections, idle ones closed, waiting requests refused, running ones finished in time.
+connection; before each request it moves to where threads of connections are to run just then (home.py). A
+connection over the limit is told so by the accepting thread and closed. ``drain`` ends it all in order: no
+new connections, idle ones closed, waiting requests refused, running ones finished in time.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import os
 import socket
 import threading
 import time
@@ -21,6 +23,7 @@ from anvil_mux import api, http1
 from anvil_mux.client import Client
 from anvil_mux.errors import ClientGone, MuxError, Overloaded
 from anvil_mux.gateway import Gateway
+from anvil_mux.home import CPUs, Home
 from anvil_mux.multiplexer import Multiplexer
 
 STACK_BYTES = 512 * 1024
@@ -39,9 +42,14 @@ class Connection(BaseRequestHandler):
     def handle(self) -> None:
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         client = Client(self.request, self.client_address[0])
+        home = self.server.home
+        cpus = home.everywhere
         try:
-            while self._serve_one(client):
-                pass
+            while True:
+                if home.cpus is not cpus:
+                    cpus = home.settle()
+                if not self._serve_one(client):
+                    break
         except ClientGone:
             return
         if client.is_unread:
@@ -74,9 +82,16 @@ class Server(ThreadingHTTPServer):
     allow_reuse_address = True
 
     def __init__(
-        self, address: tuple[str, int], gateway: Gateway, mux: Multiplexer, *, max_connections: int = 2048
+        self,
+        address: tuple[str, int],
+        gateway: Gateway,
+        mux: Multiplexer,
+        *,
+        max_connections: int = 2048,
+        home: Home | None = None,
     ) -> None:
         self.gateway = gateway
+        self.home = home or Home(CPUs(os.sched_getaffinity(0)), adapts=False)
         self.connections: set[socket.socket] = set()
         self.busy: set[Connection] = set()
         """Connections within a request. Sets are changed by many threads, in single atomic operations."""

@@ -8,7 +8,7 @@ import pytest
 import anvil_mux
 
 ROWS = (
-    "errors clock http1 interpolate accesslog settings service",
+    "errors clock http1 interpolate accesslog settings service home",
     "api composefile policy preemption routing costs demand config",
     "placement residency engine compose process gpu",
     "swap multiplexer simulate workload figures clairvoyant eventlog plot study",

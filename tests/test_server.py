@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from anvil_mux import __version__, client, server
+from anvil_mux.home import CPUs
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 
 ASK_A = b'{"model":"a"}'
@@ -486,8 +488,9 @@ def test_this_machines_names_are_accepted_on_loopback(rig: Rig, host: bytes) -> 
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/models/unload"])
 def test_another_sites_page_cannot_post(rig: Rig, path: bytes) -> None:
     connection = rig.client()
-    connection.post(ASK_A, path=path, extra=b"Origin: http://evil.example\r\n")
-    assert connection.read().status == 403
+    for _ in range(3):
+        connection.post(ASK_A, path=path, extra=b"Origin: http://evil.example\r\n")
+        assert connection.read().status == 403
     assert not rig.events.of("queued")
 
 
@@ -550,3 +553,17 @@ def test_requests_are_numbered_and_harmless_ids_are_kept(rig: Rig) -> None:
     assert first.header(b"x-request-id") != second.header(b"x-request-id")
     assert connection.get(b"/livez", extra=b"X-Request-ID: mine.1\r\n").header(b"x-request-id") == b"mine.1"
     assert connection.get(b"/livez", extra=b"X-Request-ID: a b\r\n").header(b"x-request-id") != b"a b"
+
+
+# CPUs
+
+
+def test_a_connections_thread_goes_to_where_such_threads_are_to_run(rig: Rig) -> None:
+    one = CPUs({max(os.sched_getaffinity(0))})
+    connection = rig.client()
+    rig.server.home.cpus = one
+    for _ in range(2):
+        connection.send(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.read().status == 200
+    threads = [each for each in threading.enumerate() if "process_request" in each.name]
+    assert [os.sched_getaffinity(each.native_id or 0) for each in threads] == [one]
