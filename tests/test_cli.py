@@ -671,3 +671,11 @@ def test_pinned_to_one_cpu_its_engines_still_have_all(state: Path) -> None:
         threads = Path(f"/proc/{running.process.pid}/task").iterdir()
         pinned = [len(os.sched_getaffinity(int(thread.name))) == 1 for thread in threads]
         assert any(pinned)
+
+
+def test_no_thread_is_pinned_where_that_is_not_wanted(state: Path) -> None:
+    with serving(compose(state), "--no-pin", state=state) as running:
+        assert running.chat("a")[0] == 200
+        threads = Path(f"/proc/{running.process.pid}/task").iterdir()
+        everywhere = os.sched_getaffinity(0)
+        assert all(os.sched_getaffinity(int(thread.name)) == everywhere for thread in threads)
