@@ -28,6 +28,7 @@ from socket import (
     SO_RCVTIMEO,
     SO_SNDTIMEO,
     SOL_SOCKET,
+    TCP_CONGESTION,
     TCP_NODELAY,
     create_connection,
     socket,
@@ -161,6 +162,8 @@ def connect(address: Address) -> socket:
     connection = create_connection(address, CONNECT_SECONDS)
     connection.settimeout(None)
     connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+    # Engines are near: a system's choice for far networks (bbr) would set a timer for each send, to pace it.
+    connection.setsockopt(IPPROTO_TCP, TCP_CONGESTION, b"reno")
     connection.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval(LOOK_SECONDS))
     connection.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval(LOOK_SECONDS))
     return connection

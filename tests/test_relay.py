@@ -560,6 +560,13 @@ def test_an_old_connection_is_looked_at_before_it_is_used(rig: Rig, monkeypatch:
     assert pool.take(rig.engine.address) is None
 
 
+def test_what_is_sent_to_an_engine_is_not_paced(rig: Rig) -> None:
+    connection = relay.connect(rig.engine.address)
+    with connection:
+        chosen = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert chosen.rstrip(b"\0") == b"reno"
+
+
 def test_idle_connections_are_swept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.engine.answer = lambda _: JSON_OK
     client = rig.client()
