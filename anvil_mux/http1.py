@@ -98,7 +98,7 @@ class Request:
     prepared: dict[object, bytes] | None = None
     """Heads that were written with it, by what they depend on; shared by all heads that are the same."""
     route: object = None
-    """What the server found it to ask for, noted so that the same head on this connection is not asked twice."""
+    """What the server found it to ask for; noted here, it need not be found again (see ``LastHead``)."""
 
 
 @dataclass(slots=True)

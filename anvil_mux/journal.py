@@ -58,6 +58,8 @@ class Journal:
         self._request_line = json_line if form == "json" else human_line
         self._event_text = _json_event if form == "json" else _human_event
         self._verbosity = verbosity
+        self.tells_leases = verbosity >= VERBOSE
+        """Whether it does anything with ``leased`` and ``released``."""
         self._entries: deque[Event | Served | threading.Event] = deque()
         # Guards the metrics, the lines below and the taking of entries.
         self._folding = threading.Lock()
@@ -82,10 +84,9 @@ class Journal:
     def observe(self, event: Event) -> None:
         """Takes an event of the multiplexer, under its lock.
 
-        What single requests go through is not counted, and told only to those who ask for it: two entries for
-        each request would be a tenth of what it costs.
+        What single requests go through is not counted, and told only to those who ask for it.
         """
-        if event.kind not in _OF_REQUESTS or self._verbosity >= VERBOSE:
+        if event.kind not in _OF_REQUESTS or self.tells_leases:
             self._entries.append(event)
             self._some.set()
 

@@ -146,7 +146,10 @@ class _Island:
 
 
 class Multiplexer:
-    """Leases backends to requests; its keepers swap them. ``log`` takes every event, under the lock."""
+    """Leases backends to requests; its keepers swap them.
+
+    ``log`` takes every event, under the lock; without ``log_leases`` none of leases that begin and end.
+    """
 
     def __init__(
         self,
@@ -154,6 +157,7 @@ class Multiplexer:
         mechanism: Mechanism,
         *,
         log: Callable[[Event], object],
+        log_leases: bool = True,
         costs: Iterable[Cost] = (),
         clock: Clock | None = None,
     ) -> None:
@@ -171,14 +175,16 @@ class Multiplexer:
         self._waiting = 0
         self._closing: MuxError | None = None
         self._closed = False
-        self._build_islands(log)
+        self._build_islands(log, log_leases)
 
-    def _build_islands(self, log: Callable[[Event], object]) -> None:
+    def _build_islands(self, log: Callable[[Event], object], log_leases: bool) -> None:
         config = self._config
         policy = build_policy(config.policy, config.policy_settings)
         preemption = build_preemption(config.preemption, config.preemption_settings)
         for name, backends in islands(config.backends):
-            residency = Residency(name, config, backends, policy, preemption, log, self._costs)
+            residency = Residency(
+                name, config, backends, policy, preemption, log, self._costs, emit_leases=log_leases
+            )
             island = _Island(residency, self._clock.condition(self._lock), _steps_at_once(backends))
             self._islands.update(dict.fromkeys(residency.lines, island))
 
@@ -226,7 +232,7 @@ class Multiplexer:
             ticket = Ticket(self._tickets, model, now, leases=leases)
             if island.residency.request(ticket, now):
                 island.changed.notify_all()
-            if not ticket.settled:
+            if ticket.backend is None and ticket.error is None:
                 ticket.wake = self._clock.latch()
                 self._waiting += 1
         if ticket.wake:

@@ -220,6 +220,8 @@ class Residency:
         preemption: Preemption,
         emit: Callable[[Event], object],
         costs: Costs | None = None,
+        *,
+        emit_leases: bool = True,
     ) -> None:
         self.name = name
         self._placement = Placement(backends, config.gpus, preemption)
@@ -248,6 +250,8 @@ class Residency:
         self._config = config
         self._policy = policy
         self._emit = emit
+        self._emit_leases = emit_leases
+        """Whether anybody is interested in ``leased`` and ``released``; all other events are rarer."""
 
     def __repr__(self) -> str:
         seats = ", ".join(f"{s.name}: {s.state} {len(s.holders)} leases" for s in self.seats.values())
@@ -274,7 +278,7 @@ class Residency:
         demand.arrived(now)
         ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
         if ready:
-            seat = self._route(ready)
+            seat = ready[0] if len(ready) == 1 else self._route(ready)
             if not seat.holders:
                 demand.returned(now - seat.used)
             self._lease(seat, ticket, now)
@@ -305,7 +309,8 @@ class Residency:
             return False
         self._demand[ticket.model].served(now - seat.holders.pop(ticket))
         seat.last_used = now
-        self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
+        if self._emit_leases:
+            self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
         if seat.holders:
             return self.deferred is not None
         return self.deferred is not None or seat.state == "draining" or seat.backend.ttl is not None
@@ -656,8 +661,9 @@ class Residency:
         if ticket.leases:
             seat.holders[ticket] = now
             seat.last_used = now
-        size = len(seat.holders)
-        self._emit(Event(now, "leased", ticket.model, seat.name, ticket.id, size, now - ticket.since))
+        if self._emit_leases:
+            size = len(seat.holders)
+            self._emit(Event(now, "leased", ticket.model, seat.name, ticket.id, size, now - ticket.since))
 
     def _admit(self, model: str, now: float) -> None:
         ready = [seat for seat in self._replicas[model] if seat.state == "ready"]

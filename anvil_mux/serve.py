@@ -164,6 +164,7 @@ class Program:
                 config,
                 Swapper(self._runtime),
                 log=self._observe(),
+                log_leases=self._event_log is not None or self._journal.tells_leases,
                 costs=self._learned.read(config),
                 clock=self._clock,
             )
