@@ -559,7 +559,7 @@ def _logs(given: argparse.Namespace) -> int:
 
 
 def _simulate(given: argparse.Namespace) -> int:
-    from anvil_mux import study
+    from anvil_mux import plot, study
 
     policies = given.policy or study.choose_policies("all")
     if given.ratios:
@@ -568,6 +568,8 @@ def _simulate(given: argparse.Namespace) -> int:
         given.refuse("say what to run: --profile NAME, --trace FILE, --log EVENTS or --ratios")
     if given.check and not given.log:
         given.refuse("--check is for what --log names; simulations are always checked")
+    if given.plot:
+        plot.check_file(given.plot)
     config = _load(given.files) if given.files else None
     cases = [*study.profiles(given.profile, given.seeds, config)]
     cases += [study.trace(name, config) for name in given.trace]
@@ -583,8 +585,6 @@ def _simulate(given: argparse.Namespace) -> int:
         runs.append(run)
         tell(len(runs))
     if given.plot:
-        from anvil_mux import plot
-
         plot.draw([(run.title, run.log, run.config) for run in runs if run.seed == 0], given.plot)
     if given.json:
         _print_json([run.row() for run in runs])

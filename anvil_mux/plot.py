@@ -119,16 +119,23 @@ class History:
         self._states[backend] = state, now
 
 
-def draw(runs: Iterable[Drawn], path: str | os.PathLike[str]) -> None:
-    """Draws the runs side by side into a file whose name ends in .png, .svg or .pdf."""
+def check_file(path: str | os.PathLike[str]) -> None:
+    """CannotDraw if no picture can be drawn into a file of this name."""
     try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401 (only to see whether it is there)
     except ImportError:
         raise CannotDraw("drawing needs matplotlib: pip install 'anvil-mux[plot]'") from None
-    suffix = Path(path).suffix.lower()
-    if suffix not in (".png", ".svg", ".pdf"):
+    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf"):
         raise CannotDraw(f"{os.fspath(path)}: its name must end in .png, .svg or .pdf")
+
+
+def draw(runs: Iterable[Drawn], path: str | os.PathLike[str]) -> None:
+    """Draws the runs side by side into a file whose name ends in .png, .svg or .pdf."""
+    check_file(path)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    suffix = Path(path).suffix.lower()
     runs = list(runs)
     if not runs:
         raise CannotDraw("there is nothing to draw")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -210,7 +211,7 @@ def read_log(path: str, config: Config | None, warn: Callable[[str], object]) ->
     runs = eventlog.read(path, warn)
     if not runs:
         raise eventlog.BadLog(f"{path}: is empty")
-    return Recording(path, runs, config)
+    return Recording(Path(path).name, runs, config)
 
 
 def _joined(runs: Sequence[eventlog.Run]) -> list[Event]:

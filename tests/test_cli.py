@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux import __version__, cli, eventlog, plot
+from anvil_mux import __version__, cli, eventlog, plot, study
 from anvil_mux.cli import main
 from anvil_mux.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
 from anvil_mux.policy import POLICIES
@@ -346,6 +346,14 @@ def test_simulate_draws_one_picture_of_all_policies(
     )
     assert sum(event.kind == "starting" for event in runs[0][1]) == rows[0]["swaps"]
     assert runs[0][2].policy == "eager"
+
+
+def test_a_picture_that_cannot_be_drawn_is_said_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "study", lambda *_, **__: pytest.fail("it runs"))
+    assert main(["simulate", "--profile", "single", "--plot", "picture.bmp"]) == 1
+    assert "must end in .png, .svg or .pdf" in capsys.readouterr().err
 
 
 def test_whoever_sees_that_a_simulation_takes_long_is_told_how_far_it_is(
