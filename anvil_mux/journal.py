@@ -245,7 +245,7 @@ def _story(event: Event) -> str:
             cut = f", {_requests(size)} severed after {seconds:.1f} s" if size else ""
             return f"stopping{cut}"
         case "empty" | "parked":
-            return reason or ("parked" if event.kind == "parked" else "stopped")
+            return (f"parked ({reason})" if event.kind == "parked" else reason) or "stopped"
         case "stuck":
             return f"may still hold its GPUs, and is told to stop again later: {reason}"
         case "deferred":

@@ -37,6 +37,7 @@ from anvil_mux.placement import HOLDING, islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.residency import Event, Residency, Start, Step, Stop, Ticket, Wait
+from anvil_mux.swap import Loaded, Rested
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +50,8 @@ Tend = Callable[[float], None]
 class Mechanism(Protocol):
     """What the keepers call, without the lock. See swap.Swapper."""
 
-    def load(self, backend: Backend, how: str) -> str: ...
-    def evict(self, backend: Backend, how: str) -> None: ...
+    def load(self, backend: Backend, how: str) -> Loaded: ...
+    def evict(self, backend: Backend, how: str) -> Rested: ...
     def ended(self, backend: Backend) -> str | None: ...
 
 
@@ -388,7 +389,8 @@ class Multiplexer:
     def _load(self, backend: Backend, how: str) -> None:
         name = backend.name
         try:
-            address = _address(self._mechanism.load(backend, how))
+            loaded = self._mechanism.load(backend, how)
+            address = _address(loaded.url)
         except LoadError as error:
             failed = error
             self._tell(name, lambda residency, now: residency.start_failed(name, now, failed))
@@ -396,23 +398,25 @@ class Multiplexer:
             why = _text(error)
             self._tell(name, lambda residency, now: residency.stop_failed(name, now, why))
         else:
-            self._tell(name, lambda residency, now: self._started(residency, name, address, now))
+            self._tell(name, lambda residency, now: self._started(residency, name, address, loaded.how, now))
 
-    def _started(self, residency: Residency, name: str, address: tuple[str, int], now: float) -> None:
+    def _started(
+        self, residency: Residency, name: str, address: tuple[str, int], how: str, now: float
+    ) -> None:
         self._addresses[name] = address
-        residency.started(name, now)
+        residency.started(name, now, how)
 
     def _evict(self, backend: Backend, how: str, severed: tuple[Ticket, ...]) -> None:
         name = backend.name
         for ticket in severed:
             _cut(ticket)
         try:
-            self._mechanism.evict(backend, how)
+            rested = self._mechanism.evict(backend, how)
         except Exception as error:
             why = _text(error)
             self._tell(name, lambda residency, now: residency.stop_failed(name, now, why))
         else:
-            self._tell(name, lambda residency, now: residency.stopped(name, now))
+            self._tell(name, lambda r, now: r.stopped(name, now, rested.residual, rested.how))
 
     # The end
 

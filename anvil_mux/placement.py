@@ -36,6 +36,8 @@ class Seat:
     """The tickets that lease it, in order of admission, and since when."""
     residual: dict[str, int] = field(default_factory=dict)
     """GPU id -> bytes it holds while parked."""
+    rests: str = "stop"
+    """The way by which it rests while it is not resident, and has to be brought back."""
     failed_starts: int = 0
     """In a row."""
     failed_stops: int = 0
@@ -74,14 +76,17 @@ class Placement:
         return Seat(backend, holds)
 
     def missing(self, target: Seat) -> dict[str, int]:
-        """GPU id -> bytes that must be freed before ``target`` fits; negative: room to spare."""
+        """GPU id -> bytes that must be freed before ``target`` fits; negative: room to spare.
+
+        Whoever needs a GPU whole takes what those that are parked there leave of it.
+        """
         used = dict.fromkeys(target.holds, 0)
         for seat in self.seats.values():
             if seat is target:
                 continue
             amounts = seat.holds if seat.state in HOLDING else seat.residual
             for gpu, amount in amounts.items():
-                if gpu in used:
+                if gpu in used and (seat.state in HOLDING or target.holds[gpu] < self.capacity[gpu]):
                     used[gpu] += amount
         return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
 

@@ -149,6 +149,7 @@ class Start:
 
     backend: str
     how: str
+    """The way by which it rests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ class Stop:
 
     backend: str
     how: str
+    """The way to rest that is asked for; a harder one may be taken."""
     severed: tuple[Ticket, ...] = ()
 
 
@@ -357,14 +359,15 @@ class Residency:
         self._emit(Event(now, "ready", seat.model, name, reason="adopted"))
         return True
 
-    def started(self, name: str, now: float) -> None:
-        """The backend answers; its whole line is leased."""
+    def started(self, name: str, now: float, how: str = "stop") -> None:
+        """The backend answers, brought back by the way ``how``; its whole line is leased."""
         seat = self.seats[name]
         begun = seat.since
         self._enter(seat, "started", now)
         seat.loaded, seat.load_seconds = now, now - begun
         seat.failed_starts, seat.error, seat.log = 0, "", ()
-        self._learn(seat)
+        seat.rests = "stop"
+        self._learn(seat, how)
         self._end_swap_to(seat)
         self._emit(Event(now, "ready", seat.model, name, seconds=seat.load_seconds))
         self._admit(seat.model, now)
@@ -381,14 +384,19 @@ class Residency:
         self._emit(Event(now, "empty", seat.model, name, reason=f"load failed: {error.reason}"))
         self._fail_refused(now)
 
-    def stopped(self, name: str, now: float, residual: Mapping[str, int] | None = None) -> None:
-        """The backend left its GPUs; with ``residual`` (bytes by GPU) it is parked and holds only those."""
+    def stopped(
+        self, name: str, now: float, residual: Mapping[str, int] | None = None, how: str = "stop"
+    ) -> None:
+        """The backend left its GPUs by the way ``how``; unless it was stopped it is parked.
+
+        It holds nothing then but its ``residual`` (bytes by GPU).
+        """
         seat = self.seats[name]
-        kind = "empty" if residual is None else "parked"
-        self._enter(seat, "stopped" if residual is None else "parked", now)
-        seat.residual = dict(residual or {})
+        parked = how != "stop"
+        self._enter(seat, "parked" if parked else "stopped", now)
+        seat.rests, seat.residual = how, dict(residual or {}) if parked else {}
         self._unstick(seat, now)
-        self._emit(Event(now, kind, seat.model, name))
+        self._emit(Event(now, seat.state, seat.model, name, reason=how if parked else ""))
         self._fail_refused(now)
 
     def stop_failed(self, name: str, now: float, why: str) -> None:
@@ -411,7 +419,7 @@ class Residency:
             return
         self._enter(seat, "died", now)
         self._unstick(seat, now)
-        seat.error, seat.residual = why, {}
+        seat.error, seat.residual, seat.rests = why, {}, "stop"
         size = len(seat.holders)
         seat.holders.clear()
         self._emit(Event(now, "empty", seat.model, name, size=size, reason=f"died: {why}"))
@@ -488,16 +496,17 @@ class Residency:
 
     def _start(self, seat: Seat, now: float, reason: str) -> Start:
         self._enter(seat, "load", now)
-        seat.residual = {}
+        how, seat.rests, seat.residual = seat.rests, "stop", {}
         self._emit(Event(now, "starting", seat.model, seat.name, reason=reason))
-        return Start(seat.name, seat.backend.rest[0])
+        return Start(seat.name, how)
 
     def _stop(self, seat: Seat, now: float, reason: str) -> Stop:
         drained = now - seat.since if seat.state == "draining" else 0.0
+        how = "stop" if seat.state == "stuck" else seat.backend.rest[0]
         self._enter(seat, "stop", now)
         severed = self._sever(seat, now, drained)
         self._emit(Event(now, "stopping", seat.model, seat.name, 0, len(severed), drained, reason))
-        return Stop(seat.name, seat.backend.rest[0], severed)
+        return Stop(seat.name, how, severed)
 
     def _sever(self, seat: Seat, now: float, drained: float) -> tuple[Ticket, ...]:
         severed = tuple(seat.holders)
@@ -638,12 +647,12 @@ class Residency:
                 self._emit(Event(now, "ready", victim.model, victim.name, reason="reprieved"))
                 self._admit(victim.model, now)
 
-    def _learn(self, target: Seat) -> None:
+    def _learn(self, target: Seat, how: str) -> None:
         for swap in self._swaps:
             if swap.target is target:
                 source = source_of(victim.model for victim in swap.victims)
                 seconds = target.load_seconds or 0.0
-                self._costs.learn(source, target.model, target.backend.rest[0], swap.evict_seconds, seconds)
+                self._costs.learn(source, target.model, how, swap.evict_seconds, seconds)
 
     def _end_swap_to(self, seat: Seat) -> None:
         self._swaps = [swap for swap in self._swaps if swap.target is not seat]
@@ -753,14 +762,14 @@ class Residency:
             growth,
             demand.pause_seconds,
             demand.service_seconds,
-            self._cost("", seat).load_seconds,
+            self._cost("", seat, seat.backend.rest[0]).load_seconds,
         )
 
     def _line(self, model: str, target: Seat, victims: list[Seat], now: float) -> Line:
         tickets, demand = self.lines[model], self._demand[model]
         oldest, newest = next(iter(tickets)), next(reversed(tickets))
         evicts = tuple([victim.model for victim in victims])
-        cost = self._cost(source_of(evicts), target)
+        cost = self._cost(source_of(evicts), target, target.rests)
         return Line(
             model,
             len(tickets),
@@ -776,9 +785,8 @@ class Residency:
             self._priority[model],
         )
 
-    def _cost(self, source: str, target: Seat) -> Cost:
-        backend = target.backend
-        return self._costs.estimate(source, target.model, backend.rest[0], backend.engine)
+    def _cost(self, source: str, target: Seat, how: str) -> Cost:
+        return self._costs.estimate(source, target.model, how, target.backend.engine)
 
     def drains(self) -> dict[str, tuple[str, float]]:
         """Draining backend -> (the model that it makes room for, or "", and when the drain ends)."""

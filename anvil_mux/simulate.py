@@ -70,6 +70,8 @@ class Outcome(NamedTuple):
 
     seconds: float
     error: MuxError | None = None
+    how: str | None = None
+    """The way that was really taken; None: the one asked for."""
 
 
 Perform = Callable[[Start | Stop, int], Outcome]
@@ -102,8 +104,9 @@ class Engines:
         for target in config.backends:
             sources = {"": 0.0} | {other.model: self.stop_seconds for other in config.backends}
             del sources[target.model]
-            load_seconds, way = self._load_seconds(target.name), target.rest[0]
-            known += [Cost(s, target.model, way, evict, load_seconds, 1) for s, evict in sources.items()]
+            load_seconds = self._load_seconds(target.name)
+            for way in dict.fromkeys((target.rest[0], "stop")):
+                known += [Cost(s, target.model, way, evict, load_seconds, 1) for s, evict in sources.items()]
         return known
 
 
@@ -306,7 +309,7 @@ class _Simulation:
             outcome = self._perform(step, self._steps[step.backend])
             self._steps[step.backend] += 1
             self._open += 1
-            self._at(now + outcome.seconds, self._performed, (island, step, outcome.error))
+            self._at(now + outcome.seconds, self._performed, (island, step, outcome))
         self._set_alarm(island, step.until)
 
     def _set_alarm(self, island: _Island, moment: float) -> None:
@@ -324,12 +327,15 @@ class _Simulation:
         else:
             self._ask(island, now)
 
-    def _performed(self, now: float, what: tuple[_Island, Start | Stop, MuxError | None]) -> None:
-        island, step, error = what
+    def _performed(self, now: float, what: tuple[_Island, Start | Stop, Outcome]) -> None:
+        island, step, (_, error, how) = what
+        how = how or step.how
         self._open -= 1
         residency = island.residency
-        if error is None:
-            (residency.started if isinstance(step, Start) else residency.stopped)(step.backend, now)
+        if error is None and isinstance(step, Start):
+            residency.started(step.backend, now, how)
+        elif error is None:
+            residency.stopped(step.backend, now, {}, how)
         elif isinstance(step, Start) and isinstance(error, LoadError):
             residency.start_failed(step.backend, now, error)
         else:

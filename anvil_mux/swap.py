@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from anvil_mux.config import Backend
@@ -69,6 +70,27 @@ class Runtime(Protocol):
         """Ends ``watch`` and frees what this object holds; engines run on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rested:
+    """How a backend really left its GPUs."""
+
+    how: str
+    """The way that worked: the one asked for, or a harder one."""
+    residual: Mapping[str, int] = field(default_factory=dict)
+    """GPU id -> bytes that it still holds there, as far as is known."""
+    host_bytes: int = 0
+    """Host memory that it keeps while it rests; 0 when stopped or unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """How a backend really came back."""
+
+    url: str
+    how: str
+    """The way that worked: the one by which it rested, or ``stop`` for a cold start."""
+
+
 class Way(Protocol):
     """One way to rest; made with the runtime."""
 
@@ -118,7 +140,7 @@ WAYS: dict[str, Callable[[Runtime], Way]] = {
 class Swapper:
     """What the multiplexer's keepers call to perform a step, outside the lock.
 
-    load(backend, how) -> base URL once the backend answers for its model; LoadError (with the engine's last
+    load(backend, how) returns once the backend answers for its model; LoadError (with the engine's last
     lines) after it was cleaned up; BackendError if even that failed: it may still hold its GPUs.
     evict(backend, how) returns when the GPUs are free; BackendError if they may not be.
     """
@@ -127,17 +149,18 @@ class Swapper:
         self._runtime = runtime
         self._ways = {name: make(runtime) for name, make in ways.items()}
 
-    def load(self, backend: Backend, how: str = "stop") -> str:
+    def load(self, backend: Backend, how: str = "stop") -> Loaded:
         try:
-            return self._way(how).load(backend)
+            return Loaded(self._way(how).load(backend), how)
         except Exception as error:
             lines = self._log_tail(backend)
             self._clean_up(backend, error)
             raise LoadError(_reason(error), log=lines) from error
 
-    def evict(self, backend: Backend, how: str = "stop") -> None:
+    def evict(self, backend: Backend, how: str = "stop") -> Rested:
         try:
             self._way(how).evict(backend)
+            return Rested(how)
         except BackendError:
             raise
         except Exception as error:

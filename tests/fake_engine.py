@@ -21,6 +21,7 @@ from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.relay import Relay
 from anvil_mux.residency import Event
 from anvil_mux.server import Server
+from anvil_mux.swap import Loaded, Rested
 
 GUARD = 20.0
 
@@ -263,15 +264,15 @@ class Mechanism:
     failure: Exception | None = None
     end: str | None = None
 
-    def load(self, backend: Backend, how: str) -> str:
+    def load(self, backend: Backend, how: str) -> Loaded:
         self.loading.release()
         assert self.gate.wait(GUARD)
         if self.failure:
             raise self.failure
-        return self.engines[backend.name].url
+        return Loaded(self.engines[backend.name].url, how)
 
-    def evict(self, backend: Backend, how: str) -> None:
-        pass
+    def evict(self, backend: Backend, how: str) -> Rested:
+        return Rested(how)
 
     def ended(self, backend: Backend) -> str | None:
         return self.end

@@ -23,6 +23,7 @@ from anvil_mux.errors import (
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.residency import Start, Stop
 from anvil_mux.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
+from anvil_mux.swap import Loaded, Rested
 from tests.baton import BatonClock, Deadlock
 from tests.test_simulate import LAYOUTS, POLICIES, one, world
 
@@ -43,11 +44,12 @@ class VirtualEngines:
         self.calls = []
 
     def load(self, backend, how):
-        self._do(Start(backend.name, how))
-        return f"http://127.0.0.1:{1000 + len(self.calls)}"
+        outcome = self._do(Start(backend.name, how))
+        return Loaded(f"http://127.0.0.1:{1000 + len(self.calls)}", outcome.how or how)
 
     def evict(self, backend, how):
-        self._do(Stop(backend.name, how))
+        outcome = self._do(Stop(backend.name, how))
+        return Rested(outcome.how or how)
 
     def ended(self, backend):
         return "killed"
@@ -60,6 +62,7 @@ class VirtualEngines:
         if outcome.error:
             kind = getattr(self._package.errors, type(outcome.error).__name__)
             raise kind(outcome.error.message)
+        return outcome
 
 
 class Player:
@@ -646,10 +649,11 @@ class GatedEngines:
         self.loading[backend.name].set()
         if not self.may_load[backend.name].wait(30.0):
             raise LoadError("the gate stayed shut")
-        return "http://127.0.0.1:9000"
+        return Loaded("http://127.0.0.1:9000", how)
 
     def evict(self, backend, how):
         self.calls.append(f"stop {backend.name}")
+        return Rested(how)
 
     def ended(self, backend):
         return None

@@ -131,7 +131,7 @@ MUTANTS = {
     ),
     "nothing is learned from a swap": (
         "residency",
-        "        self._learn(seat)\n",
+        "        self._learn(seat, how)\n",
         "",
     ),
     "costs are learned without their direction": (

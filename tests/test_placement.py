@@ -122,7 +122,9 @@ def test_the_victims_are_those_that_the_preemption_names_among_all_that_can_go()
             gone = {seat.name for seat in found}
             for gpu, amount in placement.capacity.items():
                 stay = [s for s in others if s.name not in gone and gpu in s.holds]
-                held = sum(s.holds[gpu] if s.state in HOLDING else s.residual.get(gpu, 0) for s in stay)
+                held = sum(s.holds[gpu] for s in stay if s.state in HOLDING)
+                if target.holds.get(gpu, amount) < amount:  # else it takes what those parked there leave
+                    held += sum(s.residual.get(gpu, 0) for s in stay if s.state not in HOLDING)
                 assert gpu not in target.holds or held + target.holds[gpu] <= amount, seed
 
 
@@ -155,3 +157,9 @@ def test_what_can_never_fit_is_known_before_anything_is_drained():
 )
 def test_gpus_are_tied_by_sets_and_by_replicas(backends, expected):
     assert [(name, "".join(b.name for b in members)) for name, members in islands(backends)] == expected
+
+
+def test_who_needs_a_gpu_whole_takes_what_the_parked_leave():
+    placement = placed(one("a", vram=10), one("b"), gpus=TWENTY, a="parked")
+    placement.seats["a"].residual = {"0": 2}
+    assert placement.missing(placement.seats["b"]) == {"0": 0}

@@ -1461,7 +1461,7 @@ def reached(state):
     island.core.unload_requested("a", 0.0, "unload requested")
     island.steps(0.0)
     if state == "parked":
-        island.core.stopped("a", 0.0, {"0": 0})
+        island.core.stopped("a", 0.0, {"0": 0}, "sleep")
     elif state == "stuck":
         island.core.stop_failed("a", 0.0, "no")
     return island
@@ -1471,7 +1471,7 @@ FACTS = {
     "started": lambda core, at: core.started("a", at),
     "start_failed": lambda core, at: core.start_failed("a", at, LoadError("no")),
     "stopped": lambda core, at: core.stopped("a", at),
-    "parked": lambda core, at: core.stopped("a", at, {"0": 0}),
+    "parked": lambda core, at: core.stopped("a", at, {"0": 0}, "sleep"),
     "stop_failed": lambda core, at: core.stop_failed("a", at, "no"),
     "died": lambda core, at: core.died("a", at, "killed"),
     "adopt": lambda core, at: core.adopt("a", at),
@@ -1529,3 +1529,66 @@ def test_facts_and_questions_are_the_whole_table():
 def test_an_event_of_a_backend_is_named_after_the_state_it_enters():
     island = reached("draining")
     assert {e.kind for e in island.log if e.backend} - {"leased"} == {"starting", "ready", "draining"}
+
+
+# Ways to rest
+
+
+def rested(way):
+    """``a`` has been put out for ``b``, which then ran; it rests by ``way``."""
+    island = Island(backend("a", rest=("sleep",)), B).with_resident("a")
+    island.request("b", 1.0)
+    assert island.core.next_step(1.0) == Stop("a", "sleep")
+    island.core.stopped("a", 2.0, {"0": 0}, way)
+    assert island.steps(2.0) == ["start b"]
+    island.core.started("b", 3.0)
+    island.core.release(next(iter(island.core.seats["b"].holders)), 3.0)
+    return island
+
+
+@pytest.mark.parametrize(("way", "state"), [("sleep", "parked"), ("stop", "empty")])
+def test_a_backend_is_brought_back_by_the_way_it_really_went(way, state):
+    island = rested(way)
+    assert island.state("a") == state
+    island.request("a", 4.0)
+    assert island.steps(4.0) == ["stop b"]
+    island.core.stopped("b", 5.0)
+    assert island.core.next_step(5.0) == Start("a", way)
+
+
+def test_who_died_while_parked_is_started_from_nothing():
+    island = rested("sleep")
+    island.core.died("a", 3.5, "killed")
+    island.request("a", 4.0)
+    island.steps(4.0)
+    island.core.stopped("b", 5.0)
+    assert island.core.next_step(5.0) == Start("a", "stop")
+
+
+def test_who_could_not_be_put_out_is_stopped_and_not_asked_to_sleep_again():
+    island = Island(backend("a", rest=("sleep",)), B).with_resident("a")
+    island.request("b", 1.0)
+    island.steps(1.0)
+    island.core.stop_failed("a", 2.0, "does not stop")
+    assert island.core.next_step(10.0) == Stop("a", "stop")
+
+
+@pytest.mark.parametrize("how", ["sleep", "stop"])
+def test_a_swap_is_learned_under_the_way_that_really_brought_the_model_back(how):
+    costs = Costs()
+    island = Island(backend("a", rest=("sleep",)), B)
+    island.core._costs = costs
+    island.request("a", 0.0)
+    island.steps(0.0)
+    island.core.started("a", 7.0, how)
+    assert [(cost.target, cost.way, cost.load_seconds) for cost in costs] == [("a", how, 7.0)]
+
+
+def test_what_a_parked_model_costs_to_bring_back_is_what_its_way_costs():
+    island = rested("sleep")
+    island.core._costs.learn("b", "a", "sleep", 1.0, 0.5)
+    island.core._costs.learn("b", "a", "stop", 1.0, 60.0)
+    island.request("a", 4.0)
+    seat, other = island.core.seats["a"], island.core.seats["b"]
+    (line,) = island.core.snapshot(4.0, {"a": (seat, [other])}).lines
+    assert line.load_seconds == 0.5

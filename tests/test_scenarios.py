@@ -14,6 +14,7 @@ from anvil_mux.config import Backend, Config
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.residency import Event, Start, Step
 from anvil_mux.simulate import Outcome, Request, simulate
+from anvil_mux.swap import Rested
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 
 ASK_A = b'{"model":"a"}'
@@ -86,7 +87,7 @@ def test_the_state_shows_who_waits_and_how_the_last_load_failed(rig: Rig) -> Non
 def test_what_cannot_be_stopped_is_shown_and_nothing_is_started_on_top(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def evict(backend: Backend, how: str) -> None:
+    def evict(backend: Backend, how: str) -> Rested:
         raise BackendError("the container does not stop")
 
     monkeypatch.setattr(rig.mechanism, "evict", evict)

@@ -52,6 +52,10 @@ LAYOUTS = {
         ),
         (Gpu("0", vram=12, reserve=1),),
     ),
+    "sleepers": (
+        (one("a", "0", rest=("sleep",)), one("b", "0", rest=("sleep",)), one("c", "0", "1"), one("d", "1")),
+        (),
+    ),
     "replicas": ((one("r0", "0", model="m"), one("r1", "1", model="m"), one("a", "0"), one("b", "1")), ()),
 }
 
@@ -75,13 +79,17 @@ class Hazards:
 
     def __call__(self, step, nth):
         draw = random.Random(f"{self.seed} {step.backend} {nth}")
+        gentle = step.how == "stop" or random.Random(f"{self.seed} {step.backend} {nth} how").random() > 0.2
+        how = None if gentle else "stop"
         if isinstance(step, Start):
             seconds, fate = tick(draw.uniform(1.0, 9.0)), draw.random()
             if fate < self.stuck:
                 return Outcome(seconds, BackendError("cannot be cleaned up"))
-            return Outcome(seconds, LoadError("broken") if fate < self.stuck + self.failing_starts else None)
+            error = LoadError("broken") if fate < self.stuck + self.failing_starts else None
+            return Outcome(seconds, error, how)
         seconds = tick(draw.uniform(0.25, 2.0))
-        return Outcome(seconds, BackendError("cannot be stopped") if draw.random() < self.stuck else None)
+        error = BackendError("cannot be stopped") if draw.random() < self.stuck else None
+        return Outcome(seconds, error, how)
 
 
 def own_settings(backends, seed):
@@ -170,7 +178,7 @@ def test_the_worlds_contain_everything_that_can_happen():
     kinds = {event.kind for log in logs for event in log}
     assert kinds == {
         *("queued", "leased", "released", "gone", "failed", "deferred"),
-        *("starting", "ready", "draining", "severed", "stopping", "empty", "stuck"),
+        *("starting", "ready", "draining", "severed", "stopping", "empty", "parked", "stuck"),
     }
     reasons = {event.reason.partition(":")[0] for log in logs for event in log}
     assert {"died", "load failed", "reprieved", "overdue"} <= reasons

@@ -8,7 +8,7 @@ import pytest
 
 from anvil_mux.config import Backend
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.swap import WAYS, Stop, Swapper
+from anvil_mux.swap import WAYS, Loaded, Rested, Stop, Swapper
 from tests.test_engine import Stub, engine, serving
 
 BACKEND = Backend(name="a", model="m", engine="vllm", load_timeout=30.0)
@@ -65,7 +65,7 @@ def healthy() -> Iterator[Stub]:
 
 def test_a_load_starts_the_service_and_waits_until_it_answers(healthy: Stub):
     runtime = Notes(healthy.url)
-    assert Swapper(runtime).load(BACKEND, "stop") == healthy.url
+    assert Swapper(runtime).load(BACKEND, "stop") == Loaded(healthy.url, "stop")
     assert runtime.calls == ["start"]
     assert healthy.seen == ["GET /health", "GET /v1/models"]
 
@@ -114,7 +114,7 @@ def test_a_log_that_cannot_be_had_does_not_hide_the_failure():
 
 def test_an_eviction_stops_the_service():
     runtime = Notes()
-    Swapper(runtime).evict(BACKEND, "stop")
+    assert Swapper(runtime).evict(BACKEND, "stop") == Rested("stop")
     assert runtime.calls == ["stop"]
 
 

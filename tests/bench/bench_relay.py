@@ -44,8 +44,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from anvil_mux.swap import Loaded
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -388,13 +391,15 @@ class GatedLoad:
         self.gate = threading.Event()
         self.ended_at = 0.0
 
-    def load(self, backend: object, how: str) -> str:
+    def load(self, backend: object, how: str) -> Loaded:
+        from anvil_mux.swap import Loaded
+
         self.gate.wait()
         self.ended_at = time.monotonic()
-        return "http://127.0.0.1:9"
+        return Loaded("http://127.0.0.1:9", how)
 
-    def evict(self, backend: object, how: str) -> None:
-        """Nothing to put out."""
+    def evict(self, backend: object, how: str) -> NoReturn:
+        raise AssertionError("there is nothing to put out")
 
     def ended(self, backend: object) -> str | None:
         return None

@@ -111,13 +111,13 @@ def test_a_real_engine_is_loaded_evicted_and_loaded_again(stack: Stack):
     first = backend("model-1")
     with runtime_of(stack) as runtime:
         swapper = Swapper(runtime)
-        url = swapper.load(first, "stop")
+        url = swapper.load(first, "stop").url
         assert runtime.running() == {"model-1": url}
         assert runtime.ended(first) is None
         assert any("listening" in line or "model" in line for line in runtime.log_tail(first))
         swapper.evict(first, "stop")
         assert (runtime.running(), stack.up()) == ({}, set())
-        assert swapper.load(first, "stop").startswith("http://127.0.0.1:")
+        assert swapper.load(first, "stop").url.startswith("http://127.0.0.1:")
         assert stack.up() == {"model-1"}
 
 
@@ -294,7 +294,7 @@ def test_an_engine_without_a_published_port_is_reached(
     )
     service = backend("model-1", port=free_port, service=Service(command=tuple(command)))
     with runtime_of(stack, service) as runtime:
-        assert Swapper(runtime).load(service, "stop").endswith(f":{free_port}")
+        assert Swapper(runtime).load(service, "stop").url.endswith(f":{free_port}")
 
 
 def test_of_a_scaled_service_one_container_is_started(sleeper: Callable[..., tuple[Stack, Backend]]):
