@@ -94,6 +94,10 @@ def docker_start(id: str) -> list[str]:
     return ["docker", "start", id]
 
 
+def docker_pause(id: str) -> list[str]:
+    return ["docker", "pause", id]
+
+
 def docker_unpause(id: str) -> list[str]:
     return ["docker", "unpause", id]
 
@@ -104,6 +108,10 @@ def docker_stop(id: str, grace: float) -> list[str]:
 
 def docker_kill(id: str) -> list[str]:
     return ["docker", "kill", id]
+
+
+def docker_top(id: str) -> list[str]:
+    return ["docker", "top", id, "-eo", "pid"]
 
 
 def docker_rm(id: str) -> list[str]:
@@ -206,11 +214,32 @@ class ComposeRuntime:
         return url
 
     def stop(self, backend: Backend) -> None:
+        self._end(backend, backend.stop_timeout)
+
+    def kill(self, backend: Backend) -> None:
+        self._end(backend, None)
+
+    def _end(self, backend: Backend, grace: float | None) -> None:
         with self._lock:
             self._up.pop(backend.name, None)
         container = self._find(backend.name)
         if container is not None:
-            self._put_down(container, backend.stop_timeout)
+            self._put_down(container, grace)
+
+    def pause(self, backend: Backend) -> None:
+        self._call(docker_pause(self._running(backend).id), ASK_TIMEOUT)
+
+    def resume(self, backend: Backend) -> None:
+        container = self._running(backend)
+        if container.status == "paused":
+            self._call(docker_unpause(container.id), ASK_TIMEOUT)
+
+    def pids(self, backend: Backend) -> list[int]:
+        container = self._find(backend.name)
+        if container is None or container.status not in ("running", "paused"):
+            return []
+        lines = self._call(docker_top(container.id), ASK_TIMEOUT).split()
+        return [int(word) for word in lines if word.isdecimal()]
 
     def ended(self, backend: Backend) -> str | None:
         container = self._find(backend.name)
@@ -220,7 +249,6 @@ class ComposeRuntime:
         urls = {}
         for container in self._alive():
             if container.status == "paused":
-                # It holds its GPU either way, and as it is it would only swallow requests.
                 self._call(docker_unpause(container.id), ASK_TIMEOUT)
             backend = self._backends[container.service]
             restarting = container.status == "restarting"
@@ -308,16 +336,15 @@ class ComposeRuntime:
             raise _Gone(f"container {id[:12]} is gone")
         return container
 
-    def _put_down(self, container: Container, grace: float) -> None:
-        """Stop, kill, remove, whichever is the first after which it does not run."""
+    def _put_down(self, container: Container, grace: float | None) -> None:
+        """Stop (unless there is no grace), kill, remove: up to the first after which it does not run."""
         if container.status not in ALIVE:
             return
         why = ""
-        for argv, timeout in (
-            (docker_stop(container.id, grace), grace + STOP_SLACK),
-            (docker_kill(container.id), ASK_TIMEOUT),
-            (docker_rm(container.id), ASK_TIMEOUT),
-        ):
+        ways = [(docker_kill(container.id), ASK_TIMEOUT), (docker_rm(container.id), ASK_TIMEOUT)]
+        if grace is not None:
+            ways.insert(0, (docker_stop(container.id, grace), grace + STOP_SLACK))
+        for argv, timeout in ways:
             try:
                 self._call(argv, timeout)
             except MuxError as error:
@@ -326,6 +353,13 @@ class ComposeRuntime:
             if now is None or now.status not in ALIVE:
                 return
         raise BackendError(f"service {container.service} still runs after stop, kill and rm{why}")
+
+    def _running(self, backend: Backend) -> Container:
+        container = self._find(backend.name)
+        how = "has no container" if container is None else how_it_ended(container)
+        if container is None or how:
+            raise BackendError(f"service {backend.name} {how}")
+        return container
 
     def _find(self, service: str) -> Container | None:
         with self._lock:

@@ -68,6 +68,7 @@ class ProcessRuntime:
         digest = _digest(backend)
         record = self._record(backend.name)
         if record is not None and record.digest == digest and _alive(record):
+            _signal_session(record, signal.SIGCONT)
             self._answer_for(backend.name, record)
             return record.url
         self.stop(backend)
@@ -85,12 +86,30 @@ class ProcessRuntime:
         return record.url
 
     def stop(self, backend: Backend) -> None:
+        self._end(backend, backend.stop_timeout)
+
+    def kill(self, backend: Backend) -> None:
+        self._end(backend, 0.0)
+
+    def _end(self, backend: Backend, grace: float) -> None:
         self._answer_for(backend.name, None)
         record = self._record(backend.name)
         if record is not None:
-            _end_session(record, backend.stop_timeout)
+            _end_session(record, grace)
             self._reap(backend.name)
             self._record_file(backend.name).unlink(missing_ok=True)
+
+    def pause(self, backend: Backend) -> None:
+        if not _signal_session(self._record(backend.name), signal.SIGSTOP):
+            raise BackendError(f"service {backend.name} {self.ended(backend)}")
+
+    def resume(self, backend: Backend) -> None:
+        if not _signal_session(self._record(backend.name), signal.SIGCONT):
+            raise BackendError(f"service {backend.name} {self.ended(backend)}")
+
+    def pids(self, backend: Backend) -> list[int]:
+        record = self._record(backend.name)
+        return [] if record is None else sorted(_members(record))
 
     def ended(self, backend: Backend) -> str | None:
         record = self._record(backend.name)
@@ -106,6 +125,7 @@ class ProcessRuntime:
         for backend in self._config.backends:
             record = self._record(backend.name)
             if record is not None and _alive(record):
+                _signal_session(record, signal.SIGCONT)
                 found[backend.name] = record.url
                 self._answer_for(backend.name, record)
         return found
@@ -338,6 +358,7 @@ def _end_session(record: Record, grace: float) -> None:
                 fds = {pid: _open_pidfd(pid, opened) for pid in members}
                 for pid in members - told:
                     _tell(fds[pid], number)
+                    _tell(fds[pid], signal.SIGCONT)  # who is frozen hears no other signal
                 told |= members
                 if left <= 0:
                     break
@@ -346,6 +367,17 @@ def _end_session(record: Record, grace: float) -> None:
         else:
             return
     raise BackendError(f"process {record.pid} still runs {KILL_TIMEOUT:g} s after SIGKILL")
+
+
+def _signal_session(record: Record | None, number: signal.Signals) -> bool:
+    """Tells every process of the session, those that others start meanwhile too; False if there is none."""
+    told: set[int] = set()
+    while record is not None and (news := _members(record) - told):
+        with ExitStack() as opened:
+            for pid in news:
+                _tell(_open_pidfd(pid, opened), number)
+        told |= news
+    return bool(told)
 
 
 def _tell(fd: int | None, number: signal.Signals) -> None:

@@ -39,14 +39,26 @@ class Runtime(Protocol):
     def stop(self, backend: Backend) -> None:
         """Returns when it is really gone: grace, then kill. A service that does not run is no error."""
 
+    def kill(self, backend: Backend) -> None:
+        """The same at once, without grace."""
+
+    def pause(self, backend: Backend) -> None:
+        """Freezes the service: none of its processes runs until ``resume``, ``stop`` or ``kill``."""
+
+    def resume(self, backend: Backend) -> None:
+        """Lets a frozen service go on; one that is not frozen is no error."""
+
+    def pids(self, backend: Backend) -> list[int]:
+        """The ids that its processes have on this host; [] if it does not run."""
+
     def ended(self, backend: Backend) -> str | None:
-        """None while it runs, else how it ended, for people ("exited with code 1")."""
+        """None while it runs or is frozen, else how it ended, for people ("exited with code 1")."""
 
     def running(self) -> dict[str, str]:
         """Service name -> base URL of every service of this project that runs now.
 
-        "" where it runs but cannot be reached: it holds its GPU all the same, so stop it. These services are
-        watched from now on.
+        "" where it runs but cannot be reached: it holds its GPU all the same, so stop it. What is frozen is
+        let go on: as it is it would only swallow requests. These services are watched from now on.
         """
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:

@@ -72,7 +72,9 @@ def test_ps_asks_for_the_projects_services_and_not_for_one_off_runs():
 def test_the_hot_path_is_plain_docker():
     assert compose.docker_inspect(["c1", "c2"]) == ["docker", "container", "inspect", "c1", "c2"]
     assert compose.docker_start("c1") == ["docker", "start", "c1"]
+    assert compose.docker_pause("c1") == ["docker", "pause", "c1"]
     assert compose.docker_unpause("c1") == ["docker", "unpause", "c1"]
+    assert compose.docker_top("c1") == ["docker", "top", "c1", "-eo", "pid"]
     assert compose.docker_stop("c1", 3.5) == ["docker", "stop", "-t", "4", "c1"]
     assert compose.docker_kill("c1") == ["docker", "kill", "c1"]
     assert compose.docker_rm("c1") == ["docker", "rm", "--force", "c1"]
@@ -313,6 +315,13 @@ class Docker:
         self.end(argv[-1], 137)
         return Done(0)
 
+    def do_pause(self, argv: Sequence[str]) -> Done:
+        self.state(argv[-1]).update(Status="paused")
+        return Done(0)
+
+    def do_top(self, argv: Sequence[str]) -> Done:
+        return Done(0, "PID\n4711\n4712\n")
+
     def do_unpause(self, argv: Sequence[str]) -> Done:
         self.state(argv[-1]).update(Status="running")
         return Done(0)
@@ -330,7 +339,7 @@ class Docker:
         return container["Config"]["Labels"]["com.docker.compose.service"]  # type: ignore[no-any-return]
 
 
-VERBS = {"create", "ps", "inspect", "start", "stop", "kill", "rm", "unpause", "logs"}
+VERBS = {"create", "ps", "inspect", "start", "stop", "kill", "rm", "pause", "unpause", "top", "logs"}
 
 
 @pytest.fixture
@@ -464,6 +473,44 @@ def test_a_service_that_nothing_ends_is_an_error(docker: Docker, runtime: Compos
     docker.fails["rm"] = ["Error: could not kill: tried to kill container, but did not receive an exit event"]
     with pytest.raises(BackendError, match=r"service a still runs after stop, kill and rm.*exit event"):
         runtime.stop(A)
+
+
+def test_a_kill_has_no_grace(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1")
+    runtime.kill(A)
+    assert docker.verbs() == ["ps", "inspect", "kill", "inspect"]
+
+
+def test_a_service_is_frozen_and_let_go_on(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1")
+    runtime.pause(A)
+    assert docker.state("c1")["Status"] == "paused"
+    assert runtime.ended(A) is None
+    runtime.resume(A)
+    assert docker.state("c1")["Status"] == "running"
+    docker.verbs()
+    runtime.resume(A)
+    assert "unpause" not in docker.verbs()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_does_not_run_can_neither_be_frozen_nor_let_go_on(
+    docker: Docker, runtime: ComposeRuntime, frozen: bool
+):
+    call = runtime.resume if frozen else runtime.pause
+    with pytest.raises(BackendError, match="service a has no container"):
+        call(A)
+    docker.add("c1", status="exited", ExitCode=3)
+    with pytest.raises(BackendError, match="service a exited with code 3"):
+        call(A)
+
+
+def test_the_processes_of_a_container_are_those_of_the_host(docker: Docker, runtime: ComposeRuntime):
+    assert runtime.pids(A) == []
+    docker.add("c1")
+    assert runtime.pids(A) == [4711, 4712]
+    docker.end("c1")
+    assert runtime.pids(A) == []
 
 
 def test_a_restarting_service_is_stopped_too(docker: Docker, runtime: ComposeRuntime):

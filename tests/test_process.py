@@ -402,3 +402,76 @@ def test_a_service_that_never_ran_has_no_log(house: House):
 def test_records_and_logs_are_kept_in_the_state_folder(tmp_path: Path):
     assert state_folder("p", {"XDG_STATE_HOME": "/s"}) == Path("/s/anvil-mux/p")
     assert state_folder("p", {}) == Path.home() / ".local/state/anvil-mux/p"
+
+
+# Frozen
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def frozen(house: House) -> int:
+    """Waits until the service's first process has stopped; its id."""
+    pid = house.pid()
+    found = os.waitid(os.P_PID, pid, os.WSTOPPED)
+    assert found is not None
+    return pid
+
+
+def test_a_frozen_service_runs_no_further_and_is_not_dead(house: House):
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    runtime.pause(backend)
+    pid = frozen(house)
+    assert runtime.ended(backend) is None
+    runtime.resume(backend)
+    assert os.waitid(os.P_PID, pid, os.WCONTINUED) is not None
+
+
+def test_every_process_of_a_service_is_frozen(house: House):
+    gate = house.gate()
+    backend = shell(f"sleep 1000 & echo > {gate}; wait")
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    gate.read_text()
+    runtime.pause(backend)
+    pids = runtime.pids(backend)
+    assert len(pids) == 2
+    while {state_of(pid) for pid in pids} != {"T"}:
+        assert all(map(running, pids))
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_frozen_service_can_be_ended(house: House, how: str):
+    gate = house.gate()
+    backend = shell(f"trap 'echo told; exit' TERM; echo > {gate}; while :; do sleep 0.01; done")
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    gate.read_text()
+    runtime.pause(backend)
+    pid = frozen(house)
+    getattr(runtime, how)(backend)
+    assert not running(pid)
+    assert "told" in runtime.log_tail(backend) or how == "kill"
+    assert runtime.pids(backend) == []
+
+
+@pytest.mark.parametrize("way", ["start", "running"])
+def test_a_frozen_service_is_let_go_on_when_started_and_when_adopted(house: House, way: str):
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    url = runtime.start(backend)
+    runtime.pause(backend)
+    pid = frozen(house)
+    found = runtime.start(backend) if way == "start" else runtime.running()["a"]
+    assert found == url
+    assert os.waitid(os.P_PID, pid, os.WCONTINUED) is not None
+
+
+@pytest.mark.parametrize("call", ["pause", "resume"])
+def test_what_does_not_run_can_neither_be_frozen_nor_let_go_on(house: House, call: str):
+    backend = shell(FOREVER)
+    with pytest.raises(BackendError, match="service a does not run"):
+        getattr(house.runtime(backend), call)(backend)

@@ -251,6 +251,21 @@ def test_a_paused_container_is_thawed_when_started_and_when_adopted(stack: Stack
         assert stack.up() == set()
 
 
+def test_a_container_is_frozen_let_go_on_and_killed(stack: Stack):
+    with runtime_of(stack) as runtime:
+        runtime.start(backend("model-1"))
+        pids = runtime.pids(backend("model-1"))
+        assert inspect(stack, "model-1")["State"]["Pid"] in pids
+        runtime.pause(backend("model-1"))
+        assert inspect(stack, "model-1")["State"]["Status"] == "paused"
+        assert runtime.pids(backend("model-1")) == pids
+        runtime.resume(backend("model-1"))
+        assert inspect(stack, "model-1")["State"]["Status"] == "running"
+        runtime.pause(backend("model-1"))
+        runtime.kill(backend("model-1"))
+        assert stack.up() == set()
+
+
 def test_a_service_whose_description_changed_is_made_anew_at_first_use(
     sleeper: Callable[..., tuple[Stack, Backend]],
 ):
