@@ -235,11 +235,13 @@ class ComposeRuntime:
             self._call(docker_unpause(container.id), ASK_TIMEOUT)
 
     def pids(self, backend: Backend) -> list[int]:
-        container = self._find(backend.name)
-        if container is None or container.status not in ("running", "paused"):
-            return []
-        lines = self._call(docker_top(container.id), ASK_TIMEOUT).split()
-        return [int(word) for word in lines if word.isdecimal()]
+        with self._lock:
+            known = self._ids.get(backend.name)
+        container = None if known else self._look_up(backend.name)
+        id = known or (container.id if container else None)
+        # Of one that does not run, Docker says that it is not running.
+        done = self._run(docker_top(id), ASK_TIMEOUT) if id else Done(0)
+        return [int(word) for word in done.out.split() if word.isdecimal()]
 
     def ended(self, backend: Backend) -> str | None:
         container = self._find(backend.name)

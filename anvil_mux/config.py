@@ -174,8 +174,9 @@ def _read_project(value: Any) -> str:
 
 
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
-WAYS = ("stop",)
+WAYS = ("sleep", "sleep-2", "pause", "stop")
 """Ways to leave a GPU; swap.py has them."""
+WAY_ALIASES = {"sleep-1": "sleep"}
 
 SECONDS, TEXT, SIZE = settings.SECONDS, settings.TEXT, settings.SIZE
 COUNT = settings.whole_number(1)
@@ -226,7 +227,10 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "max_wait": Setting(SECONDS, "The same as at the top level, for this model."),
     "load_timeout": Setting(SECONDS, "How long a load may take."),
     "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),
-    "rest": Setting(settings.listed(WAYS), "Ways to leave the GPU."),
+    "rest": Setting(
+        settings.listed(WAYS, WAY_ALIASES),
+        "How it leaves its GPUs: the first of these, or stop if that fails; sleep-1 is sleep.",
+    ),
 }
 
 LABEL = "anvil."
@@ -429,6 +433,8 @@ class _Loading:
             given["port"] = self._port(described)
         variables = service.environment(described, self._variables)
         given["gpus"] = self._used(name, given.get("gpus", service.gpus(described, variables)))
+        for way in given.get("rest", ()):
+            self._check_way(name, way, service.cannot_rest(described, variables, engine, way))
         given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != model)
         backend = Backend(name, service=self._service(described, variables), **given)
         if self._process:
@@ -445,6 +451,10 @@ class _Loading:
                     f"{self._where(('services', name)).partition(': ')[0]}: service {name}: {text}"
                 )
         return backend
+
+    def _check_way(self, name: str, way: str, why_not: str) -> None:
+        if why_not:
+            self._problem(("services", name, "x-anvil", "rest"), f"{way} cannot work: {why_not}")
 
     def _port(self, described: dict[str, Any]) -> int | None:
         return (service.commanded_port if self._process else service.listens_on)(described)

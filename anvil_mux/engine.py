@@ -147,7 +147,7 @@ def await_ready(
     begun = now()
     stranger_since: float | None = None
     pause = FIRST_PAUSE
-    with _Visit(backend, url, now, deadline) as visit:
+    with Visit(backend, url, now, deadline) as visit:
         while True:
             sight = visit.look()
             if how := ended():
@@ -171,8 +171,8 @@ def await_ready(
 
 
 @dataclass
-class _Visit:
-    """Looks at one engine over one pooled connection; redirects and proxies are not followed."""
+class Visit:
+    """Talks to one engine over one pooled connection; redirects and proxies are not followed."""
 
     backend: Backend
     url: str
@@ -188,7 +188,7 @@ class _Visit:
         if key := api_key(self.backend.service):
             self.session.headers["Authorization"] = f"Bearer {key}"
 
-    def __enter__(self) -> _Visit:
+    def __enter__(self) -> Visit:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -206,21 +206,21 @@ class _Visit:
 
     def _health(self) -> Sight | None:
         path = self.engine.health
-        status, _ = self._ask("GET", path)
+        status, _ = self.ask("GET", path)
         if status < 300 or (status in (404, 405, 501) and not self.engine.must_have_health):
             return None
         return NotYet(f"{self.place}: GET {path} answers {status}")
 
     def _models(self) -> Sight | None:
         path = self.engine.models
-        status, body = self._ask("GET", path)
+        status, body = self.ask("GET", path)
         if status in (401, 403):
             return Never(
                 f"{self.place}: GET {path} answers {status}: it wants an API key. "
                 "Give it with --api-key in the service's command, or not at all"
             )
         if status in (404, 405, 501):
-            return self._probe()
+            return self.probe()
         if status >= 300:
             return NotYet(f"{self.place}: GET {path} answers {status}")
         return self._judge(_model_ids(body))
@@ -229,9 +229,9 @@ class _Visit:
         if not ids:
             return NotYet(f"{self.place} lists no model yet")
         if any(self._means(reported) for reported in ids):
-            return self._probe() if self.engine.loads_at_first_request else None
+            return self.probe() if self.engine.loads_at_first_request else None
         if self.engine.names_file and not _told(self.backend.service):
-            return self._probe()
+            return self.probe()
         reported = ", ".join(ids[:5])
         hint = (
             "" if self.engine.names_file else f" (if that is the engine you mean, set served_model: {ids[0]})"
@@ -244,11 +244,11 @@ class _Visit:
         told = _told(self.backend.service) if self.engine.names_file else ()
         return PurePosixPath(reported).name in told
 
-    def _probe(self) -> Sight | None:
-        """One token, or one embedding: whichever of its routes the engine has."""
+    def probe(self) -> Sight | None:
+        """One token, or one embedding: whichever of its routes the engine has. None: it was answered."""
         why, routes = "", 0
         for path, body in _probes(self.model):
-            status, answer = self._ask("POST", path, body, self.deadline - self.now())
+            status, answer = self.ask("POST", path, body, self.deadline - self.now())
             if status < 300:
                 return None
             routes += status not in (404, 405)
@@ -264,7 +264,7 @@ class _Visit:
             )
         return NotYet(why)
 
-    def _ask(
+    def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = POLL_TIMEOUT
     ) -> tuple[int, bytes]:
         """Status and the first bytes of the answer; whoever drips it out is cut at the time-out."""

@@ -22,14 +22,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 from typing import TextIO
 
-from anvil_mux import __version__, eventlog, journal
+from anvil_mux import __version__, control, eventlog, gpu, journal
 from anvil_mux.clock import Clock
 from anvil_mux.config import Backend, Config
 from anvil_mux.engine import await_ready
@@ -45,7 +45,7 @@ from anvil_mux.process import ProcessRuntime, state_folder
 from anvil_mux.relay import Relay
 from anvil_mux.residency import Event
 from anvil_mux.server import Server
-from anvil_mux.swap import Runtime, Swapper
+from anvil_mux.swap import SLEEPS, Runtime, Swapper
 
 ADOPT_SECONDS = 5.0
 """How long an engine that runs already may take to answer."""
@@ -162,7 +162,7 @@ class Program:
                 self._event_log = EventLog(events, eventlog.header(config, self._clock.wall(0.0)), say)
             self._mux = Multiplexer(
                 config,
-                Swapper(self._runtime),
+                Swapper(self._runtime, probe=gpu.probe if gpu.probe().readings else None),
                 log=self._observe(),
                 log_leases=self._event_log is not None or self._journal.tells_leases,
                 costs=self._learned.read(config),
@@ -283,6 +283,9 @@ class Program:
         """Why a running engine cannot be taken over; "" if it can."""
         if not url:
             return "it cannot be reached"
+        with suppress(MuxError):  # one that does not answer is waited for below
+            if control.is_asleep(backend, url):
+                return f"it sleeps; the next request for {backend.model} loads it anew"
         try:
             await_ready(
                 backend,
@@ -290,6 +293,8 @@ class Program:
                 ended=partial(self._runtime.ended, backend),
                 deadline=time.monotonic() + ADOPT_SECONDS,
             )
+            if any(way in SLEEPS for way in backend.rest):
+                control.probe(backend, url)  # some sleep without saying so
         except MuxError:
             silent = f"it did not answer for {backend.model} within {ADOPT_SECONDS:g} s"
             return f"{silent} (perhaps it was still loading); the next request loads it anew"

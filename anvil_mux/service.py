@@ -247,6 +247,43 @@ def _counted(ids: str | tuple[str, ...] | None) -> bool:
     return isinstance(ids, tuple) and ids == tuple(str(index) for index in range(len(ids)))
 
 
+# Rest
+
+LOADS_A_MODEL = ("-m", "--model", "-mu", "--model-url", "-hf", "-hfr", "--hf-repo", "-dr", "--docker-repo")
+LOADS_A_MODEL_BY = ("LLAMA_ARG_MODEL", "LLAMA_ARG_MODEL_URL", "LLAMA_ARG_HF_REPO", "LLAMA_ARG_DOCKER_REPO")
+SLEEP_FLAGS = {
+    "vllm": ("--enable-sleep-mode",),
+    "sglang": ("--enable-memory-saver", "--enable-weights-cpu-backup"),
+}
+
+
+def cannot_rest(service: Service, variables: Mapping[str, str], engine: str, way: str) -> str:
+    """Why the service cannot leave its GPUs by this way, as far as it says; "" if it can."""
+    if way == "pause" and reserves_gpu(service):
+        return "what is frozen keeps its GPU memory"
+    if way not in ("sleep", "sleep-2"):
+        return ""
+    if engine not in ("vllm", "sglang", "ollama", "llamacpp"):
+        return f"engine {engine} cannot be told to sleep; vllm, sglang, ollama and llamacpp can"
+    if way == "sleep-2" and engine != "vllm":
+        return f"{engine} cannot drop its weights and read them again; take sleep"
+    words = argv(service)
+    if engine == "vllm" and variables.get("VLLM_SERVER_DEV_MODE") != "1":
+        return 'vLLM has its sleep routes only with environment: {VLLM_SERVER_DEV_MODE: "1"}'
+    if engine == "llamacpp" and _loads_a_model(words, variables):
+        return "llama-server unloads in router mode only, without a model of its own: give it --models-dir"
+    # Flags may also come from an image's own command, or from a file.
+    missing = [flag for flag in SLEEP_FLAGS.get(engine, ()) if flag not in words]
+    if missing and words and not any(word.startswith("--config") for word in words):
+        return f"add {' '.join(missing)} to its command"
+    return ""
+
+
+def _loads_a_model(words: Sequence[str], variables: Mapping[str, str]) -> bool:
+    given = {word.partition("=")[0] for word in words}
+    return bool(given & set(LOADS_A_MODEL)) or any(name in variables for name in LOADS_A_MODEL_BY)
+
+
 # What bites
 
 SLEEPERS = ("vllm", "sglang")

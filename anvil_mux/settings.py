@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -157,9 +157,9 @@ def _read_chosen_setting(value: Any) -> object:
         return FLAGS.get(value.lower(), value)
 
 
-def listed(known: Collection[str]) -> Kind:
+def listed(known: Collection[str], aliases: Mapping[str, str]) -> Kind:
     def read(value: Any) -> tuple[str, ...]:
-        names = _read_names(value)
+        names = tuple(dict.fromkeys(aliases.get(name, name) for name in _read_names(value)))
         for name in names:
             if name not in known:
                 raise ValueError(f"unknown: {name}; {nearest(name, known)}")

@@ -1,23 +1,37 @@
 """HOW a backend takes and leaves its GPUs.
 
-A way to rest is an object with ``load``, ``evict`` and ``estimate``; ``WAYS`` names them. ``Stop`` is the one
-that every engine and runtime can do. ``Swapper`` puts the same guarantee around all of them: a load either
-ends in a backend that answers for its model, or the backend is gone again, or the caller is told that it may
-still hold its GPUs.
+A way to rest is an object with ``load`` and ``evict``, made with the ``Tools`` that all share; ``WAYS`` names
+them. ``Stop`` is the one that every engine and runtime can do. ``Swapper`` puts the same guarantee
+around all of them:
+
+A load ends in a backend that answers for its model, or the backend is gone again, or the caller is told that
+it may still hold its GPUs. One that does not come back by the way it rests is stopped and started anew within
+the same load.
+
+An eviction ends in GPUs that are free, as far as they can be read (freed.py): what an engine says is not
+believed. Where a way fails, or frees nothing, the next harder one is taken: stop, then kill. What even that
+does not end is a BackendError.
 
 The engine's last log lines are read before the clean-up, because the clean-up may take the log with it.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from anvil_mux.config import Backend
+from anvil_mux import control
+from anvil_mux.config import WAY_ALIASES, Backend
 from anvil_mux.engine import await_ready
 from anvil_mux.errors import BackendError, LoadError, MuxError
+from anvil_mux.freed import Held, Memory, host_bytes
+from anvil_mux.gpu import Gpus
+
+log = logging.getLogger(__name__)
 
 LOG_LINES = 20
 
@@ -87,7 +101,7 @@ class Rested:
     """How a backend really left its GPUs."""
 
     how: str
-    """The way that worked: the one asked for, or a harder one."""
+    """The way that worked: the one asked for, or ``stop`` where a harder one was needed."""
     residual: Mapping[str, int] = field(default_factory=dict)
     """GPU id -> bytes that it still holds there, as far as is known."""
     host_bytes: int = 0
@@ -103,50 +117,148 @@ class Loaded:
     """The way that worked: the one by which it rested, or ``stop`` for a cold start."""
 
 
+Told = Callable[[Backend, str, float], object]
+"""(backend, phase, seconds): load, ready, probe on the way in; evict, verify on the way out."""
+
+
+class Tools:
+    """What ways work with."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        told: Told | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self.now = now
+        self.sleep = sleep
+        self._told = told
+        self._urls: dict[str, str] = {}  # one keeper at a time writes a backend's entry
+
+    @contextmanager
+    def phase(self, backend: Backend, name: str) -> Iterator[None]:
+        """Reports what is done within, however that ends."""
+        begun = self.now()
+        try:
+            yield
+        finally:
+            if self._told:
+                self._told(backend, name, self.now() - begun)
+
+    def start(self, backend: Backend) -> str:
+        """Starts the service, or finds it running; its URL."""
+        url = self._urls[backend.name] = self.runtime.start(backend)
+        return url
+
+    def url(self, backend: Backend) -> str:
+        """Where the running service is reached; BackendError if it is not."""
+        url = self._urls.get(backend.name) or self.runtime.running().get(backend.name)
+        if not url:
+            raise BackendError(f"{backend.name} cannot be reached")
+        self._urls[backend.name] = url
+        return url
+
+
 class Way(Protocol):
-    """One way to rest; made with the runtime."""
+    """One way to rest."""
+
+    frees: ClassVar[bool]
+    """Whether it gives GPU memory back. False: for engines that hold none."""
 
     def load(self, backend: Backend) -> str:
-        """Base URL of the backend once it answers for its model; a MuxError if it does not."""
+        """Base URL of the backend once it answers for its model; an error if it does not."""
 
     def evict(self, backend: Backend) -> None:
-        """Returns when its GPUs are free; BackendError if they may not be."""
-
-    def estimate(self, backend: Backend) -> float | None:
-        """Seconds that the next load will take, None before the first."""
+        """Returns when it rests, as far as the engine says; an error if it does not."""
 
 
 class Stop:
     """The service is stopped, and started from nothing."""
 
-    def __init__(self, runtime: Runtime, now: Callable[[], float] = time.monotonic) -> None:
-        self._runtime = runtime
-        self._now = now
-        self._seconds: dict[str, float] = {}  # one keeper at a time writes a backend's entry
+    frees: ClassVar[bool] = True
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
 
     def load(self, backend: Backend) -> str:
-        begun = self._now()
-        url = self._runtime.start(backend)
-        await_ready(
-            backend,
-            url,
-            ended=lambda: self._runtime.ended(backend),
-            deadline=begun + backend.load_timeout,
-            now=self._now,
-        )
-        self._seconds[backend.name] = self._now() - begun
+        tools = self._tools
+        begun = tools.now()
+        with tools.phase(backend, "load"):
+            url = tools.start(backend)
+        with tools.phase(backend, "ready"):
+            await_ready(
+                backend,
+                url,
+                ended=lambda: tools.runtime.ended(backend),
+                deadline=begun + backend.load_timeout,
+                now=tools.now,
+                sleep=tools.sleep,
+            )
+            if any(way in SLEEPS for way in backend.rest) and control.is_asleep(backend, url):
+                # It ran already, asleep; or it is one that loads nothing by itself.
+                control.wake(backend, url, control.UNKNOWN)
         return url
 
     def evict(self, backend: Backend) -> None:
-        self._runtime.stop(backend)
-
-    def estimate(self, backend: Backend) -> float | None:
-        return self._seconds.get(backend.name)
+        self._tools.runtime.stop(backend)
 
 
-WAYS: dict[str, Callable[[Runtime], Way]] = {
+class Sleep:
+    """The engine keeps running without its GPU memory; the weights stay in host memory."""
+
+    frees: ClassVar[bool] = True
+    level: ClassVar[int] = 1
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+
+    def load(self, backend: Backend) -> str:
+        url = self._tools.url(backend)
+        with self._tools.phase(backend, "load"):
+            control.wake(backend, url, self.level)
+        with self._tools.phase(backend, "probe"):
+            control.probe(backend, url)
+        return url
+
+    def evict(self, backend: Backend) -> None:
+        control.sleep(backend, self._tools.url(backend), self.level)
+
+
+class DeepSleep(Sleep):
+    """The engine keeps running without its GPU memory and its weights; they are read again from disk."""
+
+    level: ClassVar[int] = 2
+
+
+class Pause:
+    """The service is frozen as it is; for engines that hold no GPU memory."""
+
+    frees: ClassVar[bool] = False
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+
+    def load(self, backend: Backend) -> str:
+        url = self._tools.url(backend)
+        with self._tools.phase(backend, "load"):
+            self._tools.runtime.resume(backend)
+        with self._tools.phase(backend, "probe"):
+            control.probe(backend, url)
+        return url
+
+    def evict(self, backend: Backend) -> None:
+        self._tools.runtime.pause(backend)
+
+
+WAYS: dict[str, Callable[[Tools], Way]] = {
+    "sleep": Sleep,
+    "sleep-2": DeepSleep,
+    "pause": Pause,
     "stop": Stop,
 }
+SLEEPS = ("sleep", "sleep-2")
 
 
 class Swapper:
@@ -155,28 +267,63 @@ class Swapper:
     load(backend, how) returns once the backend answers for its model; LoadError (with the engine's last
     lines) after it was cleaned up; BackendError if even that failed: it may still hold its GPUs.
     evict(backend, how) returns when the GPUs are free; BackendError if they may not be.
+    ``probe`` reads the GPUs (gpu.probe); None: evictions are believed. ``told`` learns what phases took.
     """
 
-    def __init__(self, runtime: Runtime, ways: Mapping[str, Callable[[Runtime], Way]] = WAYS) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        ways: Mapping[str, Callable[[Tools], Way]] = WAYS,
+        *,
+        probe: Callable[[], Gpus] | None = None,
+        told: Told | None = None,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._runtime = runtime
-        self._ways = {name: make(runtime) for name, make in ways.items()}
+        self._now = now
+        self._tools = Tools(runtime, now, sleep, told)
+        self._ways = {name: make(self._tools) for name, make in ways.items()}
+        self._memory = Memory(probe, now, sleep)
+        self._seconds: dict[tuple[str, str], float] = {}  # one keeper at a time writes a backend's entries
 
     def load(self, backend: Backend, how: str = "stop") -> Loaded:
+        """``how``: the way by which it rests."""
+        if how != "stop":
+            try:
+                return self._load(backend, how)
+            except Exception as error:
+                log.warning(
+                    "%s did not come back by %s and is started anew: %s", backend.name, how, _reason(error)
+                )
+                self._clean_up(backend, error)
         try:
-            return Loaded(self._way(how).load(backend), how)
+            return self._load(backend, "stop")
         except Exception as error:
             lines = self._log_tail(backend)
             self._clean_up(backend, error)
             raise LoadError(_reason(error), log=lines) from error
 
     def evict(self, backend: Backend, how: str = "stop") -> Rested:
-        try:
-            self._way(how).evict(backend)
-            return Rested(how)
-        except BackendError:
-            raise
-        except Exception as error:
-            raise BackendError(f"{backend.name} may still hold its GPUs: {_reason(error)}") from error
+        """``how``: the way that is wanted."""
+        how = WAY_ALIASES.get(how, how)
+        way = self._way(how)
+        held = self._held(backend, resident=True) if way.frees else Held()
+        if how != "stop":
+            try:
+                return self._evict(backend, how, way.evict, held)
+            except Exception as error:
+                log.warning("%s did not rest by %s and is stopped: %s", backend.name, how, _reason(error))
+        return self._put_down(backend, held)
+
+    def demote(self, backend: Backend, how: str, to: str) -> Rested:
+        """From resting by ``how`` to resting by ``to``.
+
+        Whoever sleeps cannot go to a deeper sleep without waking, which would need its GPUs: it is stopped.
+        """
+        if to != "stop":
+            log.warning("%s rests by %s and cannot go over to %s: stopped", backend.name, how, to)
+        return self._put_down(backend, self._held(backend, resident=False))
 
     def ended(self, backend: Backend) -> str | None:
         """How it ended, for people; None while it runs, and while that cannot be told."""
@@ -186,7 +333,45 @@ class Swapper:
             return None
 
     def estimate(self, backend: Backend, how: str = "stop") -> float | None:
-        return self._way(how).estimate(backend)
+        """Seconds that the last load by this way took; None before the first."""
+        return self._seconds.get((backend.name, WAY_ALIASES.get(how, how)))
+
+    def _load(self, backend: Backend, how: str) -> Loaded:
+        how = WAY_ALIASES.get(how, how)
+        begun = self._now()
+        url = self._way(how).load(backend)
+        self._seconds[backend.name, how] = self._now() - begun
+        return Loaded(url, how)
+
+    def _put_down(self, backend: Backend, held: Held) -> Rested:
+        """Stops it, or kills it; BackendError if not even that frees its GPUs."""
+        try:
+            return self._evict(backend, "stop", self._way("stop").evict, held)
+        except Exception as error:
+            why = _reason(error)
+            log.warning("%s could not be stopped and is killed: %s", backend.name, why)
+        try:
+            return self._evict(backend, "stop", self._runtime.kill, held)
+        except Exception as error:
+            text = f"{backend.name} may still hold its GPUs: {why}; then killed: {_reason(error)}"
+            raise BackendError(text) from error
+
+    def _evict(self, backend: Backend, how: str, evict: Callable[[Backend], None], held: Held) -> Rested:
+        with self._tools.phase(backend, "evict"):
+            evict(backend)
+        runs = how != "stop"
+        with self._tools.phase(backend, "verify"):
+            left = self._memory.left(held, runs=runs)
+        if not runs:
+            return Rested(how)
+        return Rested(how, dict.fromkeys(backend.gpus, 0) | left, host_bytes(held.pids))
+
+    def _held(self, backend: Backend, *, resident: bool) -> Held:
+        """What it holds on its GPUs; nothing is known where that cannot be asked."""
+        try:
+            return self._memory.held(backend, lambda: self._runtime.pids(backend), resident=resident)
+        except MuxError:
+            return Held()
 
     def _way(self, how: str) -> Way:
         if how not in self._ways:
@@ -195,10 +380,10 @@ class Swapper:
 
     def _clean_up(self, backend: Backend, error: Exception) -> None:
         try:
-            self._runtime.stop(backend)
-        except Exception as worse:
+            self._put_down(backend, self._held(backend, resident=False))
+        except BackendError as worse:
             raise BackendError(
-                f"{_reason(error)}; and then it could not be stopped: {_reason(worse)}"
+                f"{_reason(error)}; and then it could not be stopped: {worse.message}"
             ) from worse
 
     def _log_tail(self, backend: Backend) -> list[str]:

@@ -320,6 +320,8 @@ class Docker:
         return Done(0)
 
     def do_top(self, argv: Sequence[str]) -> Done:
+        if self.state(argv[2])["Status"] not in ("running", "paused"):
+            return Done(1, "", f"Error response from daemon: container {argv[2]} is not running")
         return Done(0, "PID\n4711\n4712\n")
 
     def do_unpause(self, argv: Sequence[str]) -> Done:

@@ -520,6 +520,55 @@ def test_swap_partners_may_share_a_port(tmp_path: Path) -> None:
     assert [each.port for each in plain(tmp_path, text).backends] == [5, 5]
 
 
+# Ways to rest
+
+VLLM = "image: vllm, environment: {VLLM_SERVER_DEV_MODE: '1'}"
+CANNOT_REST = [
+    ("image: x, x-anvil: {rest: [sleep]}", "sleep cannot work: engine openai cannot be told to sleep"),
+    ("image: tabbyapi, x-anvil: {rest: sleep}", "engine tabbyapi cannot be told to sleep"),
+    ("image: ollama, x-anvil: {rest: [sleep-2]}", "sleep-2 cannot work: ollama cannot drop its weights"),
+    (f"{VLLM}, command: --model m, x-anvil: {{rest: sleep}}", "add --enable-sleep-mode to its command"),
+    ("image: vllm, command: --enable-sleep-mode, x-anvil: {rest: sleep}", "VLLM_SERVER_DEV_MODE"),
+    (
+        "image: sglang, command: --enable-memory-saver, x-anvil: {rest: sleep}",
+        "add --enable-weights-cpu-backup to its command",
+    ),
+    ("image: llama.cpp, command: -m x.gguf, x-anvil: {rest: sleep}", "unloads in router mode only"),
+    (
+        "image: llama.cpp, environment: {LLAMA_ARG_HF_REPO: x/y}, x-anvil: {rest: sleep}",
+        "unloads in router mode only",
+    ),
+    ("image: x, gpus: [{count: 1}], x-anvil: {rest: pause}", "what is frozen keeps its GPU memory"),
+]
+CAN_REST = [
+    f"{VLLM}, command: --model m --enable-sleep-mode, x-anvil: {{rest: [sleep, sleep-2, stop]}}",
+    f"{VLLM}, x-anvil: {{rest: [sleep, stop]}}",
+    f"{VLLM}, command: --config f.yaml, x-anvil: {{rest: [sleep, stop]}}",
+    "image: sglang, command: --enable-memory-saver --enable-weights-cpu-backup, x-anvil: {rest: sleep}",
+    "image: llama.cpp, command: --models-dir /models, x-anvil: {rest: sleep}",
+    "image: ollama, x-anvil: {rest: sleep}",
+    "image: x, x-anvil: {gpus: ['0'], rest: pause}",
+]
+
+
+@pytest.mark.parametrize(("service", "says"), CANNOT_REST)
+def test_a_way_that_cannot_work_is_refused_with_the_reason(tmp_path: Path, service: str, says: str) -> None:
+    (problem,) = problems(tmp_path, f"services: {{a: {{{service}}}}}")
+    assert "services.a.x-anvil.rest: " in problem
+    assert says in problem
+
+
+@pytest.mark.parametrize("service", CAN_REST)
+def test_a_way_that_can_work_is_taken(tmp_path: Path, service: str) -> None:
+    (backend,) = plain(tmp_path, f"services: {{a: {{{service}}}}}").backends
+    assert backend.rest != ("stop",)
+
+
+def test_sleep_1_is_another_name_of_sleep(tmp_path: Path) -> None:
+    (backend,) = plain(tmp_path, "services: {a: {image: ollama, x-anvil: {rest: [sleep-1, sleep]}}}").backends
+    assert backend.rest == ("sleep",)
+
+
 # What bites
 
 QUIET = "profiles: [llm], ports: ['127.0.0.1::80'], gpus: [{count: 1}]"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from anvil_mux import config
 from anvil_mux.config import Backend
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.swap import WAYS, Loaded, Rested, Stop, Swapper
@@ -27,6 +28,21 @@ class Notes:
         self.calls.append(call)
         if call in self.fails:
             raise self.fails[call]
+
+    def kill(self, backend: Backend) -> None:
+        self._note("kill")
+
+    def pause(self, backend: Backend) -> None:
+        self._note("pause")
+
+    def resume(self, backend: Backend) -> None:
+        self._note("resume")
+
+    def pids(self, backend: Backend) -> list[int]:
+        return []
+
+    def problem(self) -> str:
+        return ""
 
     def start(self, backend: Backend) -> str:
         self._note("start")
@@ -99,8 +115,11 @@ def test_even_a_foreign_exception_is_cleaned_up_after():
 
 def test_a_clean_up_that_fails_says_that_the_gpus_may_be_held():
     runtime = Notes()
-    runtime.fails = {"start": LoadError("no image"), "stop": BackendError("cannot be stopped")}
-    with pytest.raises(BackendError, match="no image; and then it could not be stopped: cannot be stopped"):
+    no = BackendError("cannot be stopped")
+    runtime.fails = {"start": LoadError("no image"), "stop": no, "kill": no}
+    with pytest.raises(
+        BackendError, match=r"no image; and then it could not be stopped: .*cannot be stopped"
+    ):
         Swapper(runtime).load(BACKEND, "stop")
 
 
@@ -121,9 +140,10 @@ def test_an_eviction_stops_the_service():
 @pytest.mark.parametrize("error", [BackendError("stuck"), OSError("stuck")])
 def test_an_eviction_that_fails_is_a_backend_error(error: Exception):
     runtime = Notes()
-    runtime.fails["stop"] = error
+    runtime.fails = {"stop": error, "kill": error}
     with pytest.raises(BackendError, match="stuck"):
         Swapper(runtime).evict(BACKEND, "stop")
+    assert runtime.calls == ["stop", "kill"]
 
 
 def test_how_a_backend_ended_is_passed_on_and_unknown_where_it_cannot_be_told():
@@ -137,10 +157,10 @@ def test_how_a_backend_ended_is_passed_on_and_unknown_where_it_cannot_be_told():
 
 def test_an_estimate_is_what_the_last_load_took(healthy: Stub):
     clock = iter(range(100))
-    stop = Stop(Notes(healthy.url), now=lambda: float(next(clock)))
-    assert stop.estimate(BACKEND) is None
-    stop.load(BACKEND)
-    seconds = stop.estimate(BACKEND)
+    swapper = Swapper(Notes(healthy.url), now=lambda: float(next(clock)))
+    assert swapper.estimate(BACKEND) is None
+    swapper.load(BACKEND)
+    seconds = swapper.estimate(BACKEND)
     assert seconds is not None
     assert seconds >= 1.0
 
@@ -157,17 +177,16 @@ def test_a_failed_load_leaves_the_estimate_alone(healthy: Stub):
 
 
 def test_an_unknown_way_lists_the_known_ones():
-    assert list(WAYS) == ["stop"]
-    with pytest.raises(BackendError, match="unknown way to rest 'nap'; known: stop"):
+    assert tuple(WAYS) == config.WAYS
+    with pytest.raises(BackendError, match="unknown way to rest 'nap'; known: sleep, sleep-2, pause, stop"):
         Swapper(Notes()).evict(BACKEND, "nap")
 
 
-def test_another_way_has_the_same_guarantee():
+def test_another_way_has_the_same_guarantee(healthy: Stub):
     class Nap(Stop):
         def load(self, backend: Backend) -> str:
             raise TimeoutError("did not wake")
 
-    runtime = Notes()
-    with pytest.raises(LoadError, match="TimeoutError: did not wake"):
-        Swapper(runtime, {"nap": Nap}).load(BACKEND, "nap")
-    assert runtime.calls == ["log_tail", "stop"]
+    runtime = Notes(healthy.url)
+    assert Swapper(runtime, {**WAYS, "nap": Nap}).load(BACKEND, "nap") == Loaded(healthy.url, "stop")
+    assert runtime.calls == ["stop", "start"]

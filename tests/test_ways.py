@@ -1,0 +1,378 @@
+"""Ways to rest, as specifications: through the Swapper, with engines that sleep and fail as the real ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from anvil_mux import control, swap
+from anvil_mux.config import Backend
+from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.freed import PATIENCE
+from anvil_mux.swap import Loaded, Rested, Swapper
+from tests.sleepy_engine import CONTEXT, GIB, GUARD, House, Ledger, SleepyEngine
+from tests.test_engine import Waiting
+
+A = Backend("a", "model-a", ("0",), engine="vllm", rest=("sleep", "stop"), load_timeout=20.0)
+B = replace(A, name="b", model="model-b")
+KINDS = tuple(control.CONTROLS)
+
+
+class Scene:
+    """A swapper on a house of sleepy engines with one GPU, in virtual time but for what HTTP takes."""
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self.house = House(ledger)
+        self.time = Waiting()
+        self.phases: list[str] = []
+        self.swapper = Swapper(
+            self.house,
+            probe=self.house.ledger.probe,
+            told=lambda backend, phase, seconds: self.phases.append(f"{phase} {backend.name}"),
+            now=self.time.now,
+            sleep=self.time.sleep,
+        )
+
+    def resident(self, backend: Backend, *faults: str) -> SleepyEngine:
+        self.house.faults[backend.name] = set(faults)
+        assert self.swapper.load(backend, "stop").how == "stop"
+        self.house.calls.clear()
+        self.phases.clear()
+        return self.house.engines[backend.name]
+
+    @property
+    def used(self) -> int:
+        return self.house.ledger.used()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.house.close()
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that hang are given up soon."""
+    for limit in ("SLEEP_TIMEOUT", "WAKE_TIMEOUT", "PROBE_TIMEOUT"):
+        monkeypatch.setattr(control, limit, 1.0)
+
+
+# As it should be
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_models_take_turns_by_sleeping_and_neither_is_started_again(scene: Scene, kind: str) -> None:
+    first, second = replace(A, engine=kind), replace(B, engine=kind)
+    scene.resident(first)
+    scene.swapper.evict(first, "sleep")
+    scene.resident(second)
+    for out, back in [(second, first), (first, second)] * 2:
+        assert scene.swapper.evict(out, "sleep") == Rested("sleep", {"0": CONTEXT})
+        loaded = scene.swapper.load(back, "sleep")
+        assert loaded == Loaded(scene.house.engines[back.name].url, "sleep")
+    assert scene.house.calls == []
+    assert scene.house.ledger.most <= 24 * GIB
+
+
+def test_the_phases_of_a_swap_are_told(scene: Scene) -> None:
+    scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    scene.swapper.load(A, "sleep")
+    assert scene.phases == ["evict a", "verify a", "load a", "probe a"]
+
+
+def test_a_cold_start_has_phases_too(scene: Scene) -> None:
+    scene.swapper.load(A, "stop")
+    assert scene.phases == ["load a", "ready a"]
+
+
+def test_a_model_answers_a_token_before_its_wake_counts(scene: Scene) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    engine.asked.clear()
+    scene.swapper.load(A, "sleep")
+    assert engine.asked[-1] == "POST /v1/chat/completions"
+
+
+def test_the_token_is_asked_for_by_the_engines_own_name_for_the_model(scene: Scene) -> None:
+    backend = replace(A, served_model="org/inside")
+    scene.resident(backend)
+    scene.swapper.evict(backend, "sleep")
+    assert scene.swapper.load(backend, "sleep").how == "sleep"
+
+
+def test_weights_that_were_dropped_are_read_again(scene: Scene) -> None:
+    engine = scene.resident(A)
+    assert scene.swapper.evict(A, "sleep-2").how == "sleep-2"
+    assert engine.garbage
+    assert scene.swapper.load(A, "sleep-2").how == "sleep-2"
+    assert not engine.garbage
+
+
+def test_sleep_1_is_another_name_of_sleep(scene: Scene) -> None:
+    scene.resident(A)
+    assert scene.swapper.evict(A, "sleep-1").how == "sleep"
+    assert scene.swapper.load(A, "sleep-1").how == "sleep"
+
+
+def test_a_paused_service_is_frozen_and_let_go_on(scene: Scene) -> None:
+    scene.resident(A)
+    assert scene.swapper.evict(A, "pause") == Rested("pause", {"0": 0})
+    assert scene.house.frozen == {"a"}
+    assert scene.swapper.load(A, "pause").how == "pause"
+    assert scene.house.calls == ["pause a", "resume a"]
+
+
+def test_a_slow_first_sleep_is_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SLEEP_TIMEOUT", GUARD)
+    engine = scene.resident(A)
+    engine.may_sleep = threading.Event()
+    rested: list[Rested] = []
+    thread = threading.Thread(target=lambda: rested.append(scene.swapper.evict(A, "sleep")))
+    thread.start()
+    assert not rested
+    engine.may_sleep.set()
+    thread.join(GUARD)
+    assert [each.how for each in rested] == ["sleep"]
+
+
+def test_what_each_way_of_loading_took_is_known(scene: Scene) -> None:
+    assert scene.swapper.estimate(A, "sleep") is None
+    scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    assert scene.swapper.estimate(A, "sleep") is None
+    scene.swapper.load(A, "sleep")
+    assert scene.swapper.estimate(A, "sleep") == scene.swapper.estimate(A, "sleep-1") == 0.0
+    assert scene.swapper.estimate(A, "stop") == 0.0
+
+
+def test_a_sleeper_is_stopped_when_it_is_demoted(scene: Scene) -> None:
+    scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    assert scene.swapper.demote(A, "sleep", "stop") == Rested("stop")
+    assert (scene.house.calls, scene.used) == (["stop a"], 0)
+
+
+def test_a_sleeper_cannot_sink_deeper_without_waking_and_is_stopped(scene: Scene) -> None:
+    scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    assert scene.swapper.demote(A, "sleep", "sleep-2").how == "stop"
+
+
+def test_a_sleeper_has_given_up_what_is_declared_for_it_and_is_not_waited_for_again() -> None:
+    scene = Scene(Ledger(processes=False))
+    backend = replace(A, vram=18 * GIB)
+    scene.resident(backend)
+    scene.swapper.evict(backend, "sleep")
+    before = scene.time.now()
+    scene.swapper.demote(backend, "sleep", "stop")
+    assert scene.time.now() == before
+    scene.house.close()
+
+
+def test_what_a_sleeper_keeps_in_host_memory_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scene.resident(A)
+    monkeypatch.setattr(swap, "host_bytes", lambda pids: {frozenset([engine.pid]): 16 * GIB}[pids])
+    assert scene.swapper.evict(A, "sleep").host_bytes == 16 * GIB
+    assert scene.swapper.demote(A, "sleep", "stop").host_bytes == 0
+
+
+# Sleeps that fail
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", ["sleep hangs", "sleep dies", "has no sleep routes"])
+def test_who_does_not_fall_asleep_is_stopped(scene: Scene, kind: str, fault: str) -> None:
+    backend = replace(A, engine=kind)
+    engine = scene.resident(backend)
+    engine.faults.add(fault)
+    assert scene.swapper.evict(backend, "sleep") == Rested("stop")
+    assert (scene.house.calls, scene.used) == (["stop a"], 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sleep_that_frees_nothing_is_no_sleep(
+    scene: Scene, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = replace(A, engine=kind)
+    engine = scene.resident(backend)
+    engine.faults.add("sleep frees nothing")
+    before = scene.time.now()
+    assert scene.swapper.evict(backend, "sleep") == Rested("stop")
+    assert scene.time.now() - before == PATIENCE
+    assert set(scene.time.pauses[-20:]) == {0.25}
+    assert (scene.house.calls, scene.used) == (["stop a"], 0)
+    assert "still holds 18.5 GiB of 18.5 GiB on GPU 0" in caplog.text
+
+
+def test_memory_that_comes_back_late_is_waited_for(scene: Scene) -> None:
+    engine = scene.resident(A)
+    engine.faults.add("sleep frees nothing")
+    scene.time._then = [lambda: None, lambda: None, engine._account]
+    assert scene.swapper.evict(A, "sleep") == Rested("sleep", {"0": CONTEXT})
+    assert scene.time.pauses[-3:] == [0.25] * 3
+
+
+def test_where_no_gpu_can_be_read_the_engine_is_believed(scene: Scene) -> None:
+    engine = scene.resident(A)
+    engine.faults.add("sleep frees nothing")
+    swapper = Swapper(scene.house)
+    assert swapper.evict(A, "sleep") == Rested("sleep", {"0": 0})
+
+
+def test_where_processes_cannot_be_read_what_is_declared_must_become_free() -> None:
+    scene = Scene(Ledger(processes=False))
+    backend = replace(A, vram=18 * GIB)
+    scene.resident(backend)
+    assert scene.swapper.evict(backend, "sleep") == Rested("sleep", {"0": 0})
+    scene.swapper.load(backend, "sleep")
+    scene.house.engines["a"].faults.add("sleep frees nothing")
+    assert scene.swapper.evict(backend, "sleep") == Rested("stop")
+    scene.house.close()
+
+
+@pytest.mark.parametrize("fault", ["refuses to stop", "worker survives stop"])
+def test_who_cannot_be_stopped_is_killed(scene: Scene, fault: str) -> None:
+    scene.resident(A, fault, "sleep hangs")
+    assert scene.swapper.evict(A, "sleep") == Rested("stop")
+    assert (scene.house.calls, scene.used) == (["stop a", "kill a"], 0)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [("refuses to stop", "refuses to be killed"), ("worker survives stop", "worker survives kill")],
+)
+def test_who_survives_even_that_may_still_hold_its_gpus(scene: Scene, faults: tuple[str, ...]) -> None:
+    scene.resident(A, *faults)
+    with pytest.raises(BackendError, match="a may still hold its GPUs"):
+        scene.swapper.evict(A, "stop")
+
+
+def test_a_stranger_that_takes_the_memory_at_once_makes_nobody_stuck(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.resident(A)
+    stop = scene.house.stop
+
+    def stop_and_take(backend: Backend) -> None:
+        stop(backend)
+        scene.house.ledger.hold(100_000_999, ("0",), 20 * GIB)
+
+    monkeypatch.setattr(scene.house, "stop", stop_and_take)
+    assert scene.swapper.evict(A, "stop") == Rested("stop")
+    assert "memory of an engine that has ended is not free" in caplog.text
+
+
+def test_an_engine_that_crashed_before_it_was_put_out_is_cleaned_up(scene: Scene) -> None:
+    engine = scene.resident(A)
+    engine.end("was killed (code 137)")
+    assert scene.swapper.evict(A, "sleep") == Rested("stop")
+
+
+# Wakes that fail
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", ["wake answers 500", "wake hangs", "wake dies", "answers nothing"])
+def test_who_does_not_wake_is_stopped_and_started_anew_within_the_load(
+    scene: Scene, kind: str, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = replace(A, engine=kind)
+    first = scene.resident(backend)
+    scene.swapper.evict(backend, "sleep")
+    first.faults.add(fault)
+    loaded = scene.swapper.load(backend, "sleep")
+    second = scene.house.engines["a"]
+    assert second is not first
+    assert loaded == Loaded(second.url, "stop")
+    assert scene.house.calls == ["stop a", "start a"]
+    assert "a did not come back by sleep and is started anew" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["wake is partial", "status is nonsense"])
+def test_a_wake_that_is_not_complete_is_no_wake(scene: Scene, fault: str) -> None:
+    first = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    first.faults.add(fault)
+    assert scene.swapper.load(A, "sleep").how == "stop"
+    assert scene.used == 18 * GIB + CONTEXT
+
+
+def test_a_second_wake_from_level_two_that_fails_is_a_cold_start(scene: Scene) -> None:
+    engine = scene.resident(A)
+    for _ in range(2):
+        scene.swapper.evict(A, "sleep-2")
+        assert scene.swapper.load(A, "sleep-2").how == "sleep-2"
+    scene.swapper.evict(A, "sleep-2")
+    engine.faults.add("wake answers 500")
+    assert scene.swapper.load(A, "sleep-2").how == "stop"
+
+
+def test_who_was_woken_by_somebody_else_is_not_trusted(scene: Scene) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    engine.asleep = set()
+    assert scene.swapper.load(A, "sleep").how == "stop"
+
+
+def test_who_died_while_parked_is_started_anew(scene: Scene) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    engine.end("was killed (code 137)")
+    assert scene.swapper.load(A, "sleep").how == "stop"
+
+
+def test_a_wake_whose_engine_cannot_be_stopped_may_still_hold_its_gpus(scene: Scene) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    engine.faults |= {"wake answers 500", "refuses to stop", "refuses to be killed"}
+    with pytest.raises(BackendError, match=r"POST /wake_up answers 500.*could not be stopped"):
+        scene.swapper.load(A, "sleep")
+    assert "start a" not in scene.house.calls
+
+
+def test_a_cold_start_after_a_failed_wake_may_fail_as_any_other(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "sleep")
+    engine.faults.add("wake dies")
+
+    def start(backend: Backend) -> str:
+        raise LoadError("no image")
+
+    monkeypatch.setattr(scene.house, "start", start)
+    with pytest.raises(LoadError, match="no image"):
+        scene.swapper.load(A, "sleep")
+
+
+def test_a_paused_service_that_does_not_answer_again_is_started_anew(scene: Scene) -> None:
+    engine = scene.resident(A)
+    scene.swapper.evict(A, "pause")
+    engine.faults.add("answers nothing")
+    assert scene.swapper.load(A, "pause").how == "stop"
+
+
+# Found asleep
+
+
+@pytest.mark.parametrize("kind", ["vllm", "ollama", "llamacpp"])
+def test_a_service_that_is_found_asleep_when_it_is_started_is_woken(scene: Scene, kind: str) -> None:
+    backend = replace(A, engine=kind)
+    engine = scene.resident(backend)
+    control.sleep(backend, engine.url, 1)
+    assert scene.swapper.load(backend, "stop").how == "stop"
+    assert not engine.asleep
+    assert scene.house.engines["a"] is engine
+
+
+def test_one_that_was_adopted_can_be_put_to_sleep(scene: Scene) -> None:
+    engine = scene.resident(A)
+    swapper = Swapper(scene.house, probe=scene.house.ledger.probe)
+    assert swapper.evict(A, "sleep").how == "sleep"
+    assert swapper.load(A, "sleep") == Loaded(engine.url, "sleep")
