@@ -433,8 +433,7 @@ class _Loading:
             given["port"] = self._port(described)
         variables = service.environment(described, self._variables)
         given["gpus"] = self._used(name, given.get("gpus", service.gpus(described, variables)))
-        for way in given.get("rest", ()):
-            self._check_way(name, way, service.cannot_rest(described, variables, engine, way))
+        self._check_rest(name, described, variables, given)
         given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != model)
         backend = Backend(name, service=self._service(described, variables), **given)
         if self._process:
@@ -452,9 +451,12 @@ class _Loading:
                 )
         return backend
 
-    def _check_way(self, name: str, way: str, why_not: str) -> None:
-        if why_not:
-            self._problem(("services", name, "x-anvil", "rest"), f"{way} cannot work: {why_not}")
+    def _check_rest(
+        self, name: str, described: dict[str, Any], variables: dict[str, str], given: Mapping[str, Any]
+    ) -> None:
+        for way in given.get("rest", ()):
+            if why := service.cannot_rest(described, variables, given["engine"], way):
+                self._problem(("services", name, "x-anvil", "rest"), f"{way} cannot work: {why}")
 
     def _port(self, described: dict[str, Any]) -> int | None:
         return (service.commanded_port if self._process else service.listens_on)(described)

@@ -849,7 +849,7 @@ def test_every_shipped_file_loads_without_a_warning(file: Path) -> None:
 
 def test_the_shipped_files_show_what_they_say() -> None:
     shipped = {file.stem: load([file], compose=None, environ={}) for file in SHIPPED}
-    assert set(shipped) == {"demo", "llamacpp", "vllm-pair", "sglang", "tensor-parallel"}
+    assert set(shipped) == {"demo", "demo-sleep", "llamacpp", "vllm-pair", "sglang", "tensor-parallel"}
     assert shipped["demo"].runtime == "process"
     assert [each.gpus for each in shipped["vllm-pair"].backends] == [("0",), ("0",)]
     assert [each.engine for each in shipped["vllm-pair"].backends] == ["vllm", "vllm"]

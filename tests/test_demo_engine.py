@@ -258,3 +258,55 @@ def test_the_openai_client_understands_it(engine: Engine) -> None:
         assert len(client.embeddings.create(model="m", input="x").data[0].embedding) == 8
         with pytest.raises(openai.NotFoundError, match="this is m, not n"):
             client.chat.completions.create(model="n", messages=messages)
+
+
+# Sleep
+
+
+@pytest.fixture
+def sleeper(make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Engine:
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    flags = ("--enable-sleep-mode", "--load-seconds", "0", "--wake-seconds", "0")
+    return make(*flags, "--tokens-per-second", "10000")
+
+
+def says(engine: Engine) -> str:
+    return str(engine.post("/v1/chat/completions", SAY)["choices"][0]["message"]["content"])
+
+
+def test_without_sleep_mode_it_has_no_such_routes(engine: Engine) -> None:
+    assert engine.ask("GET", "/is_sleeping")[0] == 404
+    assert engine.ask("POST", "/sleep?level=1")[0] == 404
+
+
+def test_it_is_healthy_while_it_sleeps_and_says_so_only_when_asked(sleeper: Engine) -> None:
+    assert sleeper.ask("POST", "/sleep?level=1") == (200, b"")
+    assert sleeper.ask("GET", "/health")[0] == sleeper.ask("GET", "/v1/models")[0] == 200
+    assert json.loads(sleeper.ask("GET", "/is_sleeping")[1]) == {"is_sleeping": True}
+    sleeper.ask("POST", "/wake_up")
+    assert json.loads(sleeper.ask("GET", "/is_sleeping")[1]) == {"is_sleeping": False}
+    assert says(sleeper).startswith("This is m.")
+
+
+def test_a_request_hangs_until_it_is_woken(sleeper: Engine) -> None:
+    sleeper.ask("POST", "/sleep")
+    connection = sleeper.connect()
+    connection.request("POST", "/v1/chat/completions", json.dumps(SAY))
+    sleeper.ask("POST", "/wake_up")
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+@pytest.mark.parametrize("reload", [True, False])
+def test_from_level_two_it_needs_its_weights_again(sleeper: Engine, reload: bool) -> None:
+    sleeper.ask("POST", "/sleep?level=2")
+    sleeper.ask("POST", "/wake_up?tags=weights")
+    assert json.loads(sleeper.ask("GET", "/is_sleeping")[1]) == {"is_sleeping": True}
+    if reload:
+        sleeper.ask("POST", "/collective_rpc", {"method": "reload_weights"})
+    sleeper.ask("POST", "/wake_up?tags=kv_cache")
+    assert says(sleeper) == ("This is m. You said: Hello there" if reload else "!!!!")
+
+
+def test_it_cannot_be_woken_twice(sleeper: Engine) -> None:
+    assert sleeper.ask("POST", "/wake_up")[0] == 500

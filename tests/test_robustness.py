@@ -24,12 +24,17 @@ TIMEOUT = 120.0
 A, B = "a", "b"
 
 
-@pytest.fixture(scope="module")
-def mux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+@pytest.fixture(scope="module", params=["stop", "sleep", "sleep-2"])
+def mux(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("robustness")
     file = folder / "compose.yaml"
-    engine = {"working_dir": str(ROOT), "x-anvil": {"gpus": ["0"]}}
-    flags = ["--load-seconds", "0.1", "--tokens-per-second", "2000"]
+    engine = {
+        "working_dir": str(ROOT),
+        "environment": {"VLLM_SERVER_DEV_MODE": "1"},
+        "x-anvil": {"gpus": ["0"], "engine": "vllm", "rest": [request.param]},
+    }
+    flags = ["--enable-sleep-mode", "--load-seconds", "0.1", "--wake-seconds", "0"]
+    flags += ["--tokens-per-second", "2000"]
     services = {
         name: {**engine, "command": ["bin/demo-engine", "--model", name, *flags], "image": "none"}
         for name in (A, B)
