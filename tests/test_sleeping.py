@@ -133,3 +133,19 @@ def test_two_models_without_gpu_memory_take_turns_frozen(tmp_path: Path) -> None
         for name in "ababab":
             assert says(mux, name).startswith(f"This is {name}.")
         assert Path(f"/proc/{pid(tmp_path, 'a')}/stat").read_text().split()[2] == "T"
+
+
+def test_a_frozen_engine_that_is_found_at_the_start_is_let_go_on_and_kept(tmp_path: Path) -> None:
+    frozen = {"x-anvil": {"gpus": ["0"], "rest": ["pause"]}}
+    file = compose(tmp_path, a=frozen, b=frozen)
+    first = serve(file, "--on-exit", "keep", state=tmp_path)
+    try:
+        says(first, "a")
+    finally:
+        first.stop()
+    kept = pid(tmp_path, "a")
+    os.kill(kept, signal.SIGSTOP)
+    with serving(file, state=tmp_path) as mux:
+        assert states(mux) == {"a": "ready", "b": "empty"}
+        assert says(mux, "a").startswith("This is a.")
+        assert pid(tmp_path, "a") == kept

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import requests
 
 from anvil_mux import control, swap
-from anvil_mux.config import Backend
+from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.freed import PATIENCE
+from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.residency import Event
 from anvil_mux.swap import Loaded, Rested, Swapper
 from tests.sleepy_engine import CONTEXT, GIB, GUARD, House, Ledger, SleepyEngine
 from tests.test_engine import Waiting
@@ -376,3 +379,89 @@ def test_one_that_was_adopted_can_be_put_to_sleep(scene: Scene) -> None:
     swapper = Swapper(scene.house, probe=scene.house.ledger.probe)
     assert swapper.evict(A, "sleep").how == "sleep"
     assert swapper.load(A, "sleep") == Loaded(engine.url, "sleep")
+
+
+# Behind the multiplexer
+
+
+class Traffic:
+    """Clients of a multiplexer whose two models share a GPU of 24 GiB and sleep."""
+
+    def __init__(self, house: House) -> None:
+        self.house = house
+        self.log: list[Event] = []
+        config = Config(backends=(A, B), gpus=(Gpu("0", vram=24 * GIB),), policy="eager")
+        self.mux = Multiplexer(config, Swapper(house, probe=house.ledger.probe), log=self.log.append)
+        self.mux.start()
+        self.answers: list[tuple[str, int, str]] = []
+
+    def ask(self, model: str) -> None:
+        with self.mux.lease(model) as lease:
+            url = "http://{}:{}/v1/chat/completions".format(*lease.address)
+            answer = requests.post(url, json={"model": model}, timeout=GUARD)
+            content = answer.json()["choices"][0]["message"]["content"]
+            self.answers.append((model, answer.status_code, content))
+
+    def flood(self, *models: str) -> list[threading.Thread]:
+        threads = [threading.Thread(target=self.ask, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        return threads
+
+
+@pytest.fixture
+def traffic() -> Iterator[Traffic]:
+    house = House()
+    made = Traffic(house)
+    yield made
+    made.mux.refuse()
+    made.mux.close()
+    house.close()
+
+
+def test_a_flood_during_a_slow_sleep_reaches_no_sleeper(
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "SLEEP_TIMEOUT", GUARD)
+    traffic.ask("model-a")
+    engine = traffic.house.engines["a"]
+    engine.may_sleep = threading.Event()
+    asleep = threading.Event()
+    monkeypatch.setattr(engine, "_give", lambda parts, give=engine._give: (asleep.set(), give(parts)))
+    first = traffic.flood("model-b")
+    assert asleep.wait(GUARD)
+    more = traffic.flood(*["model-a", "model-b"] * 10)
+    engine.may_sleep.set()
+    for thread in (*first, *more):
+        thread.join(GUARD)
+    assert sorted(traffic.answers) == [("model-a", 200, "Hello")] * 11 + [("model-b", 200, "Hello")] * 11
+    assert traffic.house.calls == ["start a", "start b"]
+    assert traffic.house.ledger.most <= 24 * GIB
+
+
+def test_models_that_alternate_under_load_sleep_and_wake_and_never_share_the_gpu(traffic: Traffic) -> None:
+    for _ in range(5):
+        for thread in traffic.flood(*["model-a", "model-b"] * 4):
+            thread.join(GUARD)
+    assert {answer[1:] for answer in traffic.answers} == {(200, "Hello")}
+    assert len(traffic.answers) == 40
+    assert traffic.house.calls == ["start a", "start b"]
+    assert traffic.house.ledger.most <= 24 * GIB
+    assert {event.reason for event in traffic.log if event.kind == "parked"} == {"sleep"}
+
+
+def test_an_engine_that_dies_while_resident_is_replaced(traffic: Traffic) -> None:
+    traffic.ask("model-a")
+    traffic.house.engines["a"].end("was killed (code 137)")
+    traffic.mux.died("a", "was killed (code 137)")
+    traffic.ask("model-a")
+    assert traffic.house.calls == ["start a", "start a"]
+
+
+def test_a_wake_that_fails_costs_its_clients_a_cold_start_and_nothing_else(traffic: Traffic) -> None:
+    traffic.ask("model-a")
+    traffic.ask("model-b")
+    traffic.house.engines["a"].faults.add("wake answers 500")
+    traffic.ask("model-a")
+    assert traffic.house.calls == ["start a", "start b", "stop a", "start a"]
+    assert [cost.way for cost in traffic.mux.costs() if cost.target == "model-a"] == ["stop", "stop"]

@@ -1,0 +1,107 @@
+"""Ways to rest with real llama-servers in real containers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from anvil_mux import control
+from anvil_mux.config import Service
+from anvil_mux.errors import BackendError
+from anvil_mux.swap import Loaded, Rested, Swapper
+from tests.docker.conftest import Stack
+from tests.docker.test_compose_runtime import (
+    PATIENCE,
+    MakeStack,
+    backend,
+    docker,
+    inspect,
+    runtime_of,
+    watching,
+)
+
+FIRST, SECOND = backend("model-1", rest=("pause",)), backend("model-2", rest=("pause",))
+ROUTER = {
+    "command": ["llama-server", "--models-dir", "/m", "--host", "0.0.0.0", "--port", "8080", "-c", "1024"]
+}
+ROUTED = backend("model-1", rest=("sleep",), served_model="tiny", service=Service(command=("llama-server",)))
+
+
+@pytest.fixture
+def stack(llamacpp_compose: MakeStack, tmp_path: Path) -> Stack:
+    return llamacpp_compose(tmp_path, models=2)
+
+
+@pytest.fixture
+def routed(llamacpp_compose: MakeStack, tmp_path: Path) -> Stack:
+    return llamacpp_compose(tmp_path, models=1, services={"model-1": ROUTER})
+
+
+def status(stack: Stack, model: str) -> str:
+    return str(inspect(stack, model)["State"]["Status"])
+
+
+def test_two_containers_take_turns_frozen(stack: Stack) -> None:
+    with runtime_of(stack) as runtime:
+        swapper = Swapper(runtime)
+        swapper.load(FIRST, "stop")
+        swapper.evict(FIRST, "pause")
+        swapper.load(SECOND, "stop")
+        started = [inspect(stack, model)["State"]["StartedAt"] for model in stack.models]
+        for out, back in [(SECOND, FIRST), (FIRST, SECOND)] * 2:
+            assert swapper.evict(out, "pause") == Rested("pause")
+            assert swapper.load(back, "pause").how == "pause"
+            assert (status(stack, out.name), status(stack, back.name)) == ("paused", "running")
+        assert [inspect(stack, model)["State"]["StartedAt"] for model in stack.models] == started
+
+
+def test_a_container_that_is_killed_while_frozen_is_reported_and_started_anew(stack: Stack) -> None:
+    with runtime_of(stack) as runtime, watching(runtime) as deaths:
+        swapper = Swapper(runtime)
+        swapper.load(FIRST, "stop")
+        swapper.evict(FIRST, "pause")
+        docker(stack, "kill", stack.container("model-1"))
+        assert deaths.get(timeout=PATIENCE) == "model-1"
+        assert swapper.load(FIRST, "pause").how == "stop"
+
+
+def test_a_frozen_container_is_stopped_when_it_is_demoted(stack: Stack) -> None:
+    with runtime_of(stack) as runtime:
+        swapper = Swapper(runtime)
+        swapper.load(FIRST, "stop")
+        swapper.evict(FIRST, "pause")
+        assert swapper.demote(FIRST, "pause", "stop") == Rested("stop")
+        assert stack.up() == set()
+
+
+def test_a_container_that_is_gone_while_it_rests_is_started_anew(stack: Stack) -> None:
+    with runtime_of(stack) as runtime:
+        swapper = Swapper(runtime)
+        swapper.load(FIRST, "stop")
+        swapper.evict(FIRST, "pause")
+        docker(stack, "rm", "--force", stack.container("model-1"))
+        assert swapper.load(FIRST, "pause").how == "stop"
+
+
+def test_a_real_router_unloads_its_model_and_loads_it_again(routed: Stack) -> None:
+    with runtime_of(routed, ROUTED) as runtime:
+        swapper = Swapper(runtime)
+        url = swapper.load(ROUTED, "stop").url
+        assert control.is_asleep(ROUTED, url) is False
+        with_model = len(runtime.pids(ROUTED))
+        assert swapper.evict(ROUTED, "sleep") == Rested("sleep")
+        assert control.is_asleep(ROUTED, url) is True
+        assert len(runtime.pids(ROUTED)) < with_model
+        assert swapper.load(ROUTED, "sleep") == Loaded(url, "sleep")
+        assert control.is_asleep(ROUTED, url) is False
+
+
+def test_a_real_server_with_a_model_of_its_own_cannot_sleep_and_is_stopped(stack: Stack) -> None:
+    with runtime_of(stack) as runtime:
+        swapper = Swapper(runtime)
+        url = swapper.load(FIRST, "stop").url
+        with pytest.raises(BackendError, match="POST /models/unload answers 404"):
+            control.sleep(FIRST, url, 1)
+        assert swapper.evict(FIRST, "sleep") == Rested("stop")
+        assert stack.up() == set()
