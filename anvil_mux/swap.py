@@ -252,13 +252,8 @@ class Pause:
         self._tools.runtime.pause(backend)
 
 
-WAYS: dict[str, Callable[[Tools], Way]] = {
-    "sleep": Sleep,
-    "sleep-2": DeepSleep,
-    "pause": Pause,
-    "stop": Stop,
-}
-SLEEPS = ("sleep", "sleep-2")
+SLEEPS: dict[str, type[Sleep]] = {"sleep": Sleep, "sleep-2": DeepSleep}
+WAYS: dict[str, Callable[[Tools], Way]] = {**SLEEPS, "pause": Pause, "stop": Stop}
 
 
 class Swapper:
@@ -308,10 +303,10 @@ class Swapper:
         """``how``: the way that is wanted."""
         how = WAY_ALIASES.get(how, how)
         way = self._way(how)
-        held = self._held(backend, resident=True) if way.frees else Held()
+        held = self._held(backend, resident=True)
         if how != "stop":
             try:
-                return self._evict(backend, how, way.evict, held)
+                return self._rest(backend, how, way, held)
             except Exception as error:
                 log.warning("%s did not rest by %s and is stopped: %s", backend.name, how, _reason(error))
         return self._put_down(backend, held)
@@ -343,28 +338,34 @@ class Swapper:
         self._seconds[backend.name, how] = self._now() - begun
         return Loaded(url, how)
 
+    def _rest(self, backend: Backend, how: str, way: Way, held: Held) -> Rested:
+        with self._tools.phase(backend, "evict"):
+            way.evict(backend)
+        left = held.bytes if held.pids else {}
+        if way.frees:
+            with self._tools.phase(backend, "verify"):
+                left = self._memory.left(held, runs=True)
+        return Rested(how, {**dict.fromkeys(backend.gpus, 0), **left}, host_bytes(held.pids))
+
     def _put_down(self, backend: Backend, held: Held) -> Rested:
         """Stops it, or kills it; BackendError if not even that frees its GPUs."""
         try:
-            return self._evict(backend, "stop", self._way("stop").evict, held)
+            return self._end(backend, self._way("stop").evict, held)
         except Exception as error:
             why = _reason(error)
             log.warning("%s could not be stopped and is killed: %s", backend.name, why)
         try:
-            return self._evict(backend, "stop", self._runtime.kill, held)
+            return self._end(backend, self._runtime.kill, held)
         except Exception as error:
             text = f"{backend.name} may still hold its GPUs: {why}; then killed: {_reason(error)}"
             raise BackendError(text) from error
 
-    def _evict(self, backend: Backend, how: str, evict: Callable[[Backend], None], held: Held) -> Rested:
+    def _end(self, backend: Backend, end: Callable[[Backend], None], held: Held) -> Rested:
         with self._tools.phase(backend, "evict"):
-            evict(backend)
-        runs = how != "stop"
+            end(backend)
         with self._tools.phase(backend, "verify"):
-            left = self._memory.left(held, runs=runs)
-        if not runs:
-            return Rested(how)
-        return Rested(how, dict.fromkeys(backend.gpus, 0) | left, host_bytes(held.pids))
+            self._memory.left(held, runs=False)
+        return Rested("stop")
 
     def _held(self, backend: Backend, *, resident: bool) -> Held:
         """What it holds on its GPUs; nothing is known where that cannot be asked."""

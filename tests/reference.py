@@ -9,7 +9,7 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
-from anvil_mux import api, cli, config, engine, errors, metrics, policy, preemption, residency, swap
+from anvil_mux import api, cli, config, control, engine, errors, metrics, policy, preemption, residency, swap
 from anvil_mux.config import Backend, Config
 from anvil_mux.multiplexer import Status
 
@@ -60,8 +60,17 @@ def choices() -> Iterable[str]:
     yield from ("## Preemptions", "", *_registry(preemption.PREEMPTIONS), "")
     rows = [(f"`{name}`", _first_sentence(way)) for name, way in swap.WAYS.items()]
     yield from ("## Ways to rest", "", *_table(("name", "what it does"), rows), "")
-    engines = [(f"`{name}`", str(made.port), f"`{made.health}`") for name, made in engine.ENGINES.items()]
-    yield from ("## Engines", "", *_table(("name", "port", "readiness"), engines), "")
+    engines = [
+        (f"`{name}`", str(made.port), f"`{made.health}`", _sleeps(name))
+        for name, made in engine.ENGINES.items()
+    ]
+    yield from ("## Engines", "", *_table(("name", "port", "readiness", "can rest by"), engines), "")
+
+
+def _sleeps(name: str) -> str:
+    found = control.CONTROLS.get(name)
+    ways = [f"`{way}`" for way, made in swap.SLEEPS.items() if found and made.level in found.levels]
+    return ", ".join([*ways, "`stop`"])
 
 
 def routes() -> Iterable[str]:

@@ -123,9 +123,9 @@ def test_sleep_1_is_another_name_of_sleep(scene: Scene) -> None:
     assert scene.swapper.load(A, "sleep-1").how == "sleep"
 
 
-def test_a_paused_service_is_frozen_and_let_go_on(scene: Scene) -> None:
+def test_a_paused_service_is_frozen_and_let_go_on_and_keeps_what_it_holds(scene: Scene) -> None:
     scene.resident(A)
-    assert scene.swapper.evict(A, "pause") == Rested("pause", {"0": 0})
+    assert scene.swapper.evict(A, "pause") == Rested("pause", {"0": 18 * GIB + CONTEXT})
     assert scene.house.frozen == {"a"}
     assert scene.swapper.load(A, "pause").how == "pause"
     assert scene.house.calls == ["pause a", "resume a"]
