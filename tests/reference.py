@@ -64,13 +64,13 @@ def choices() -> Iterable[str]:
         (f"`{name}`", str(made.port), f"`{made.health}`", _sleeps(name))
         for name, made in engine.ENGINES.items()
     ]
-    yield from ("## Engines", "", *_table(("name", "port", "readiness", "can rest by"), engines), "")
+    yield from ("## Engines", "", *_table(("name", "port", "readiness", "sleeps by"), engines), "")
 
 
 def _sleeps(name: str) -> str:
     found = control.CONTROLS.get(name)
     ways = [f"`{way}`" for way, made in swap.SLEEPS.items() if found and made.level in found.levels]
-    return ", ".join([*ways, "`stop`"])
+    return ", ".join(ways)
 
 
 def routes() -> Iterable[str]:
