@@ -157,6 +157,21 @@ class BackendError(MuxError):
     status, code = 502, "backend_unavailable"
 
 
+class CheckpointFailed(BackendError):
+    """GPU memory could not be moved to host memory, or back.
+
+    ``lost`` are the processes that can only be killed now; all others run as before.
+    """
+
+    code = "checkpoint_failed"
+
+    def __init__(self, message: str, *, lost: Iterable[int] = ()) -> None:
+        self.lost = tuple(lost)
+        if self.lost:
+            message = f"{message}; lost: {', '.join(map(str, self.lost))}"
+        super().__init__(message)
+
+
 class RefusedByEngine(MuxError):
     """An engine refused a request whose stream had begun; its own words are the client's to read.
 

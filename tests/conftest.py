@@ -1,11 +1,13 @@
-"""Fixtures of the tests over sockets."""
+"""Fixtures that several files use: engines over sockets, and the CUDA driver's stand-ins."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.fake_cuda import COMPILER, FakeCuda, build_library
 from tests.fake_engine import Rig
 
 
@@ -25,3 +27,20 @@ def make_rig() -> Iterator[Callable[..., Rig]]:
 @pytest.fixture
 def rig(make_rig: Callable[..., Rig]) -> Rig:
     return make_rig()
+
+
+@pytest.fixture(scope="session")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stand-in for libcuda."""
+    if COMPILER is None:
+        pytest.skip("the stand-in for libcuda needs a C compiler")
+    return build_library(tmp_path_factory.mktemp("libcuda"))
+
+
+@pytest.fixture
+def cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """What the stand-ins know, in tests with a process that looks for it."""
+    folder = tmp_path / "cuda"
+    folder.mkdir()
+    monkeypatch.setenv("FAKE_CUDA", str(folder))
+    return FakeCuda(folder)

@@ -10,7 +10,7 @@ import anvil_mux
 ROWS = (
     "errors clock http1 interpolate accesslog settings service home",
     "api composefile policy preemption routing costs demand config",
-    "placement residency engine control compose process gpu freed",
+    "placement residency engine control compose process gpu freed driver checkpoint",
     "swap multiplexer simulate workload figures clairvoyant eventlog plot study",
     "pump relay metrics journal learned client",
     "inference gateway server",
