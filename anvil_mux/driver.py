@@ -125,8 +125,8 @@ class Driver:
         return answer["value"]
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environ = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
         # The driver restores a process only if its caller sees every GPU.
+        environ = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
         package = Path(__file__).resolve().parent.parent
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package), environ.get("PYTHONPATH")]))
         self._rest, self._complaints = b"", os.memfd_create("complaints")
@@ -166,10 +166,10 @@ class Driver:
         assert self._child.stdout is not None
         if question:
             self._child.stdin.write(question)
-        fd = self._child.stdout.fileno()
+        poll, fd = select.poll(), self._child.stdout.fileno()
+        poll.register(fd, select.POLLIN)
         while b"\n" not in self._rest:
-            left = max(0.0, deadline - time.monotonic())
-            if not select.select([fd], [], [], left)[0]:
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
                 return None
             piece = os.read(fd, 65536)
             if not piece:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -202,6 +203,19 @@ def test_a_child_that_cannot_be_started_is_told(connect: Callable[..., Driver], 
     driver._command[0] = str(tmp_path / "no-python")
     with pytest.raises(BackendError, match=r"cannot be started: .*no-python"):
         driver.tool()
+
+
+def test_a_program_with_many_open_files_may_ask(driver: Driver, cuda: FakeCuda) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    try:
+        with ExitStack() as opened:
+            for _ in range(1100):  # select() ends at 1024
+                opened.enter_context(open("/dev/null"))
+            assert driver.tool() in ("library", "program")
+    finally:
+        driver.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_nothing_of_a_conversation_is_left(driver: Driver, cuda: FakeCuda) -> None:
