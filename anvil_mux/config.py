@@ -107,7 +107,7 @@ class Config:
     """compose | process"""
     policy: str = "adaptive"
     policy_settings: dict[str, object] = field(default_factory=dict)
-    preemption: str = "lru"
+    preemption: str = "cost"
     preemption_settings: dict[str, object] = field(default_factory=dict)
     host: str = "127.0.0.1"
     port: int = 9292

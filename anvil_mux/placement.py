@@ -8,7 +8,7 @@ state: ``Seat.state`` is written by the residency alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,10 +90,16 @@ class Placement:
                     used[gpu] += amount
         return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
 
-    def victims(self, target: Seat, busy: set[str], staying: Set[str] = frozenset()) -> list[Seat] | None:
+    def victims(
+        self,
+        target: Seat,
+        busy: set[str],
+        staying: Set[str] = frozenset(),
+        loss: Callable[[Seat], float] = lambda _: 0.0,
+    ) -> list[Seat] | None:
         """Who must go so that ``target`` fits, touching no ``busy`` GPU; None if that cannot be now.
 
-        Backends that are ``staying`` may not go, nor pinned ones.
+        Backends that are ``staying`` may not go, nor pinned ones. ``loss``: see preemption.Candidate.
         """
         if not busy.isdisjoint(target.holds):
             return None
@@ -109,8 +115,8 @@ class Placement:
         if len(seats) < 2:
             return self._at_most(seats, target)
         candidates = [
-            whom.Candidate(seat.name, seat.holds, len(seat.holders), seat.used, seat.backend.priority)
-            for seat in seats
+            whom.Candidate(s.name, s.holds, len(s.holders), s.used, s.backend.priority, loss(s))
+            for s in seats
         ]
         chosen = whom.victims(self._preemption, candidates, self.missing(target))
         return None if chosen is None else [self.seats[name] for name in chosen]

@@ -27,6 +27,8 @@ class Candidate:
     leases: int
     last_used: float
     priority: int = 0
+    loss: float = 0.0
+    """Arrivals per second for it, times the seconds of loading it again: what its going costs."""
 
 
 class Preemption(Protocol):
@@ -41,7 +43,28 @@ class LeastRecentlyUsed:
         return (candidate.priority, candidate.leases > 0, candidate.last_used, candidate.backend)
 
 
-PREEMPTIONS: dict[str, type] = {"lru": LeastRecentlyUsed}
+@dataclass(frozen=True)
+class LeastLoss:
+    """Low priority first, then idle ones, then the one that is seldom asked for and quick to load again."""
+
+    def order(self, candidate: Candidate) -> tuple[int, bool, float, float, str]:
+        one = candidate
+        return (one.priority, one.leases > 0, one.loss, one.last_used, one.backend)
+
+
+@dataclass(frozen=True)
+class LeastDemand:
+    """Low priority first, then the one with the fewest requests, then the least recently used.
+
+    As SwapServeLLM has it.
+    """
+
+    def order(self, candidate: Candidate) -> tuple[int, int, float, str]:
+        one = candidate
+        return (one.priority, one.leases, one.last_used, one.backend)
+
+
+PREEMPTIONS: dict[str, type] = {"cost": LeastLoss, "lru": LeastRecentlyUsed, "demand_lru": LeastDemand}
 
 
 def build_preemption(name: str, settings: Mapping[str, object] | None = None) -> Preemption:

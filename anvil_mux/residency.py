@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -581,7 +582,7 @@ class Residency:
         """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
         best: _Plan | None = None
         for seat in self._loadable(model, now):
-            victims = self._placement.victims(seat, busy, staying)
+            victims = self._placement.victims(seat, busy, staying, partial(self._loss, now))
             if victims is not None and (best is None or len(victims) < len(best[1])):
                 best = seat, victims
         return best
@@ -784,6 +785,10 @@ class Residency:
             self._max_wait[model],
             self._priority[model],
         )
+
+    def _loss(self, now: float, seat: Seat) -> float:
+        rate, _ = self._demand[seat.model].rates(now)
+        return rate * self._cost("", seat, seat.backend.rest[0]).load_seconds
 
     def _cost(self, source: str, target: Seat, how: str) -> Cost:
         return self._costs.estimate(source, target.model, how, target.backend.engine)

@@ -5,13 +5,22 @@ import random
 
 import pytest
 
-from anvil_mux.preemption import Candidate, LeastRecentlyUsed, build_preemption, victims
+from anvil_mux.config import Backend, Config, Gpu
+from anvil_mux.preemption import (
+    Candidate,
+    LeastDemand,
+    LeastLoss,
+    LeastRecentlyUsed,
+    build_preemption,
+    victims,
+)
+from anvil_mux.simulate import Engines, Request, simulate
 
 LRU = LeastRecentlyUsed()
 
 
-def on(name, holds, *, leases=0, last_used=0.0, priority=0):
-    return Candidate(name, holds, leases, last_used, priority)
+def on(name, holds, *, leases=0, last_used=0.0, priority=0, loss=0.0):
+    return Candidate(name, holds, leases, last_used, priority, loss)
 
 
 OLD = on("old", {"0": 4}, last_used=1.0)
@@ -54,6 +63,48 @@ def test_the_least_recently_used_go_and_nobody_in_vain(candidates, missing, expe
     assert victims(LRU, candidates, missing) == expected
 
 
+CHEAP = on("cheap", {"0": 4}, last_used=9.0, loss=0.5)
+DEAR = on("dear", {"0": 4}, last_used=1.0, loss=7.0)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "expected"),
+    [
+        ([DEAR, CHEAP], ["cheap", "dear"]),
+        ([DEAR, BUSY], ["dear", "busy"]),
+        ([NEW, OLD], ["old", "new"]),
+        ([DEAR, LOW, HIGH], ["low", "dear", "high"]),
+    ],
+)
+def test_those_go_first_whose_going_costs_least(candidates, expected):
+    assert [one.backend for one in sorted(candidates, key=LeastLoss().order)] == expected
+
+
+FEW = on("few", {"0": 4}, leases=1, last_used=50.0)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "expected"),
+    [
+        ([BUSY, FEW], ["few", "busy"]),
+        ([FEW, NEW, OLD], ["old", "new", "few"]),
+        ([OLD, LOW, HIGH], ["low", "old", "high"]),
+    ],
+)
+def test_those_go_first_with_the_fewest_requests_as_the_paper_has_it(candidates, expected):
+    assert [one.backend for one in sorted(candidates, key=LeastDemand().order)] == expected
+
+
+@pytest.mark.parametrize(("preemption", "gone"), [("cost", "seldom"), ("lru", "often")])
+def test_a_model_that_is_often_asked_for_stays_though_another_was_used_later(preemption, gone):
+    backends = tuple(Backend(name, name, ("0",), vram=4) for name in ("often", "seldom", "other"))
+    config = Config(backends, (Gpu("0", vram=10),), policy="eager", preemption=preemption)
+    asked = [Request(float(n), "often", 0.5) for n in range(20, 40)]
+    trace = [*asked, Request(41.0, "seldom", 0.5), Request(45.0, "other", 0.5)]
+    log = simulate(config, trace, Engines(other_load_seconds=2.0), resident=["often", "seldom"])
+    assert [event.model for event in log if event.kind == "draining"] == [gone]
+
+
 def test_the_order_in_which_candidates_are_listed_does_not_matter():
     for listed in itertools.permutations([OLD, NEW, BUSY, PAIR, HIGH]):
         assert victims(LRU, listed, {"0": 6}) == ("old", "pair")
@@ -89,5 +140,6 @@ def test_it_finds_victims_whenever_there_are_any_and_none_is_superfluous():
 
 def test_a_preemption_is_built_by_name():
     assert build_preemption("lru") == LRU
-    with pytest.raises(ValueError, match="unknown preemption 'dice'; known: lru"):
+    assert build_preemption("cost") == LeastLoss()
+    with pytest.raises(ValueError, match="unknown preemption 'dice'; known: cost, lru, demand_lru"):
         build_preemption("dice")
