@@ -116,8 +116,8 @@ MUTANTS = {
     ),
     "whoever has the highest priority is put out": (
         "preemption",
-        "return (candidate.priority,",
-        "return (-candidate.priority,",
+        "return (one.priority, one.leases > 0,",
+        "return (-one.priority, one.leases > 0,",
     ),
     "plans are kept though another line has begun": (
         "residency",
