@@ -16,7 +16,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -233,6 +234,23 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
         "Times in the table are in seconds: from the first arrival to the last answer (MAKESPAN), of all "
         "evictions and loads together (SWAPPING), and waits. BUSY is the part of the makespan in which "
         "something was in service. Exit code 1: an invariant is broken."
+    )
+
+
+def _add_bench(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("what", choices=("swap",), help="what a swap takes, and how much of that is anvil-mux's own share")
+    _add_files(command)
+    add("--repeat", type=_positive, default=5, metavar="N", help="measure each swap N times (default 5)")
+    add("--csv", metavar="FILE", help="write every swap to a file")
+    add("--plot", metavar="FILE", help="draw the phases (needs matplotlib)")
+    _add_json(command)
+    command.epilog = (
+        "Swaps between all backends of the file that cannot stay side by side, in each way that they may "
+        "rest, through a multiplexer and by hand in turn. It stops what runs of the project, and leaves "
+        "nothing running. Times are medians in seconds, from the last lease's end to the first byte of the "
+        "next answer; COLD/BACK is a cold start over the way back, both until that byte. Exit code 1: "
+        "something could not be measured."
     )
 
 
@@ -637,6 +655,48 @@ def _blame(runs: Iterable[study.Run]) -> int:
     return code
 
 
+# bench
+
+
+def _bench(given: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from anvil_mux import bench
+
+    config = _load(given.files)
+    with ExitStack() as outputs:
+        # Whether they can be written is known before the long work begins.
+        file = outputs.enter_context(_written(given.csv)) if given.csv else None
+        figure = None
+        if given.plot:
+            from anvil_mux import plot
+
+            figure = outputs.enter_context(plot.picture(given.plot))
+        swaps, failed = bench.measure(config, given.repeat, _say)
+        rows = bench.figures(swaps)
+        if file:
+            bench.write_csv(swaps, file)
+        if figure:
+            bars = {f"{row.backend}, {row.way}": row.phases for row in rows}
+            plot.draw_phases(bars, [row.by_hand_seconds for row in rows], figure)
+    if given.json:
+        _print_json([asdict(row) for row in rows])
+    elif rows:
+        head, *lines = bench.table(rows)
+        _print_table(head, lines)
+    return max([_complain(f"not measured: {why}", FAILED) for why in failed], default=0)
+
+
+@contextmanager
+def _written(path: str) -> Iterator[TextIO]:
+    try:
+        file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115 (closed by the with below)
+    except OSError as error:
+        raise MuxError(f"{path} cannot be written: {error.strerror}") from None
+    with file:
+        yield file
+
+
 def _version(given: argparse.Namespace) -> int:
     if given.json:
         _print_json({"version": __version__, "python": sys.version.split()[0]})
@@ -657,6 +717,7 @@ COMMANDS: dict[str, tuple[str, Run, Add]] = {
     "unload": ("Put a model out", _unload_model, _add_model),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
     "simulate": ("Run traffic under each policy in virtual time", _simulate, _add_simulate),
+    "bench": ("Measure what swaps take, on the real engines", _bench, _add_bench),
     "version": ("Show the version", _version, _add_json),
 }
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -130,22 +131,45 @@ def check_file(path: str | os.PathLike[str]) -> None:
 
 
 def draw(runs: Iterable[Drawn], path: str | os.PathLike[str]) -> None:
-    """Draws the runs side by side into a file whose name ends in .png, .svg or .pdf."""
+    """Draws the runs side by side into a file."""
+    runs = list(runs)
+    if not runs:
+        raise CannotDraw("there is nothing to draw")
+    with picture(path) as figure:
+        _Picture(figure, runs).draw()
+
+
+@contextmanager
+def picture(path: str | os.PathLike[str]) -> Iterator[Figure]:
+    """A figure that is saved at the end, in a file whose name ends in .png, .svg or .pdf."""
     check_file(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     suffix = Path(path).suffix.lower()
-    runs = list(runs)
-    if not runs:
-        raise CannotDraw("there is nothing to draw")
     with rc_context(_STYLE):
         figure = Figure(layout="constrained")
-        _Picture(figure, runs).draw()
+        yield figure
         try:
             figure.savefig(path, dpi=130, metadata={} if suffix == ".png" else _UNDATED[suffix])
         except OSError as error:
             raise CannotDraw(f"{os.fspath(path)} cannot be written: {error.strerror}") from None
+
+
+def draw_phases(bars: Mapping[str, Mapping[str, float]], marks: Sequence[float], figure: Figure) -> None:
+    """A bar for each name, of phases that follow each other, with a mark at another total to compare."""
+    axes = figure.subplots()
+    figure.set_size_inches(7.0, 1.3 + 0.35 * len(bars))
+    begins = [0.0] * len(bars)
+    phases = list(dict.fromkeys(phase for bar in bars.values() for phase in bar))
+    for phase, colour in zip(phases, (*COLOURS, *[OTHER] * len(phases)), strict=False):
+        seconds = [bar.get(phase, 0.0) for bar in bars.values()]
+        axes.barh(list(bars), seconds, left=begins, height=0.6, color=colour, label=phase.replace("_", " "))
+        begins = [begin + more for begin, more in zip(begins, seconds, strict=True)]
+    axes.plot(marks, range(len(bars)), color=INK, marker="|", linestyle="", markersize=16, label="by hand")
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    figure.legend(loc="outside lower center", ncols=len(phases) + 1, frameon=False)
 
 
 _STYLE: Any = {

@@ -91,7 +91,7 @@ def serve(config: Config, options: Options) -> int:
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _raise_file_limit()
     signals = Signals()
-    with _locked(config), _access_log(options) as access, _event_log(options) as events:
+    with locked(config), _access_log(options) as access, _event_log(options) as events:
         program = Program(config, options, access, events)
         program.adopt()
         program.start()
@@ -382,7 +382,7 @@ def _pinned(wanted: bool | None) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(config: Config) -> Iterator[None]:
+def locked(config: Config) -> Iterator[None]:
     """One anvil-mux per project. The kernel lets go of the lock however the program ends."""
     folder = state_folder(config.project, os.environ)
     try:
