@@ -1,10 +1,10 @@
 """What a swap takes, phase by phase, and how much of that is ours: ``anvil-mux bench swap``.
 
-Backends that put each other out form a ring, and a round swaps to each of them in turn: once through a real
-``Multiplexer`` on the real runtime, then once by hand. Both rounds begin and end with the same backend in
-place, so they follow each other many times, and what the machine does meanwhile troubles both alike. A
-backend that puts nobody out is a ring of its own: it is put out and loaded again. The first round is not
-counted, since it makes containers and fills caches.
+Backends that put each other out form a ring, and a round swaps to each of them in turn: through a real
+``Multiplexer`` on the real runtime, and by hand. Either begins and ends with the same backend in place, so
+they follow each other many times, each first in every other round, and what the machine does meanwhile
+troubles both alike. A backend that puts nobody out is a ring of its own: it is put out and loaded again. The
+first round is not counted, since it makes containers and fills caches.
 
 A swap begins when the last lease of the model that must go ends, while a request for the other already waits,
 and ends with the first byte of that request's answer. Its phases follow each other without a gap:
@@ -74,6 +74,8 @@ BUSY_PAUSE = 0.1
 DOCKER_SECONDS = 60.0
 
 Address = tuple[str, int]
+_Pair = tuple[Backend, Backend]
+"""One that goes and one that comes."""
 
 
 class Told(NamedTuple):
@@ -247,14 +249,21 @@ class _Ring:
             try:
                 pool.submit(self._ask_multiplexer, self._members[-1]).result()
                 for number in range(repeat + 1):
-                    by_mux = [self._swap(before, after, pool) for before, after in pairs]
-                    by_hand = [self._swap_by_hand(before, after) for before, after in pairs]
-                    for (before, after), phases, seconds in zip(pairs, by_mux, by_hand, strict=True):
-                        swaps.append(Swap(after.name, before.name, self._way, number, phases, seconds))
+                    swaps += self._round(number, pairs, pool)
                     self._tell_progress(number, repeat, swaps[-len(pairs) :])
             finally:
                 self._end()
         return [swap for swap in swaps if swap.round]
+
+    def _round(self, number: int, pairs: Sequence[_Pair], pool: ThreadPoolExecutor) -> list[Swap]:
+        if number % 2:
+            by_hand = [self._swap_by_hand(*pair) for pair in pairs]
+            by_mux = [self._swap(*pair, pool) for pair in pairs]
+        else:
+            by_mux = [self._swap(*pair, pool) for pair in pairs]
+            by_hand = [self._swap_by_hand(*pair) for pair in pairs]
+        both = zip(pairs, by_mux, by_hand, strict=True)
+        return [Swap(b.name, a.name, self._way, number, took, seconds) for (a, b), took, seconds in both]
 
     def _tell_progress(self, number: int, repeat: int, swaps: Iterable[Swap]) -> None:
         took = ", ".join(f"{s.backend} {s.total_seconds:.2f} s ({s.by_hand_seconds:.2f})" for s in swaps)
@@ -284,10 +293,7 @@ class _Ring:
             answer = pool.submit(self._ask_multiplexer, after)
             while not self._under_way.wait(BUSY_PAUSE) and not answer.done():
                 pass
-        answered = answer.result()
-        if self._way != "stop" and not any(event.kind == "parked" for event in self._log):
-            raise BackendError(f"{before.name} had to be stopped, because it did not rest by {self._way}")
-        return phases(self._log, answered, self._told)
+        return phases(self._log, answer.result(), self._told, self._way)
 
     def _observe(self, event: Event) -> None:
         """Called under the multiplexer's lock."""
@@ -421,19 +427,21 @@ QUESTIONS = (
 # Figures
 
 
-def phases(log: Iterable[Event], answered: float, told: Iterable[Told] = ()) -> dict[str, float]:
-    """The seconds of one swap by phase: its events from the last lease's end on, and the first byte."""
+def phases(
+    log: Iterable[Event], answered: float, told: Iterable[Told] = (), way: str = "stop"
+) -> dict[str, float]:
+    """The seconds of one swap by phase: its events from the last lease's end on, and the first byte.
+
+    BackendError if the model that went did not rest in the way that was wanted.
+    """
     events = iter(log)
     since = _next(events, "released", "severed").at
     found: defaultdict[str, float] = defaultdict(float)
-    ends = (
-        ("drain", ("stopping",)),
-        ("evict", ("empty", "parked")),
-        ("load", ("ready",)),
-        ("first_token", ()),
-    )
-    for phase, kinds in ends:
-        until = _next(events, *kinds).at if kinds else answered
+    for phase, kinds in ENDS:
+        end = _next(events, *kinds) if kinds else None
+        if end and end.kind == "empty" and way != "stop":
+            raise BackendError(f"{end.backend} had to be stopped: it did not rest by {way}")
+        until = end.at if end else answered
         found[phase] += until - since
         for part in told:
             if since < part.at <= until and part.phase != phase:

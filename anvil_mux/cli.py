@@ -237,9 +237,12 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_bench(command: argparse.ArgumentParser) -> None:
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    about = "What a swap takes, and how much of that is anvil-mux's own share"
+    command = parser.add_subparsers(metavar="WHAT", required=True).add_parser(
+        "swap", help=about, description=f"{about}."
+    )
     add = command.add_argument
-    add("what", choices=("swap",), help="what a swap takes, and how much of that is anvil-mux's own share")
     _add_files(command)
     add("--repeat", type=_positive, default=5, metavar="N", help="measure each swap N times (default 5)")
     add("--csv", metavar="FILE", help="write every swap to a file")
