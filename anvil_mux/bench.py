@@ -219,7 +219,7 @@ class _Ring:
         self._say = say
         self._members = [_plain(member, way) for member in members]
         patience = sum(each.load_timeout + each.stop_timeout + SLACK_SECONDS for each in self._members)
-        self._swapper = Swapper(runtime)
+        self._swapper = Swapper(runtime, told=self._tell)
         self._hand: _Hand = _Docker(config.project) if config.runtime == "compose" else runtime
         self._mux = Multiplexer(
             replace(
@@ -233,7 +233,6 @@ class _Ring:
             self._swapper,
             log=self._observe,
         )
-        self._addresses: dict[str, Address] = {}
         self._questions: dict[str, _Question] = {}
         # Of the swap that is being measured:
         self._log: list[Event] = []
@@ -253,7 +252,11 @@ class _Ring:
                     self._tell_progress(number, repeat, swaps[-len(pairs) :])
             finally:
                 self._end()
-        return [swap for swap in swaps if swap.round]
+        counted = [swap for swap in swaps if swap.round]
+        for swap in counted:
+            if self._way != "stop" and "ready" in swap.phases:
+                raise BackendError(f"{swap.backend} had to be started anew: it did not wake by {self._way}")
+        return counted
 
     def _round(self, number: int, pairs: Sequence[_Pair], pool: ThreadPoolExecutor) -> list[Swap]:
         if number % 2:
@@ -302,9 +305,12 @@ class _Ring:
         if not self._missing:
             self._under_way.set()
 
+    def _tell(self, backend: Backend, phase: str, seconds: float) -> None:
+        """Called by a keeper."""
+        self._told.append(Told(time.monotonic(), phase, seconds))
+
     def _ask_multiplexer(self, backend: Backend) -> float:
         with self._mux.lease(backend.name) as lease:
-            self._addresses[backend.name] = lease.address
             return self._ask(backend, lease.address)
 
     # By hand
@@ -313,13 +319,15 @@ class _Ring:
         begun = time.monotonic()
         if self._way == "stop":
             self._hand.stop(before)
-            parts = urlsplit(self._hand.start(after))
-            address = parts.hostname or "", parts.port or 80
+            url = self._hand.start(after)
         else:
             self._swapper.evict(before, self._way)
-            self._swapper.load(after, self._way)
-            address = self._addresses[after.name]
-        return self._ask_until_answered(after, address) - begun
+            loaded = self._swapper.load(after, self._way)
+            if loaded.how == "stop":
+                raise BackendError(f"{after.name} had to be started anew: it did not wake by {self._way}")
+            url = loaded.url
+        parts = urlsplit(url)
+        return self._ask_until_answered(after, (parts.hostname or "", parts.port or 80)) - begun
 
     def _ask_until_answered(self, backend: Backend, address: Address) -> float:
         deadline = time.monotonic() + backend.load_timeout

@@ -220,6 +220,42 @@ def test_people_see_how_far_it_is_and_then_a_table(
     assert "first token" in picture.read_text()
 
 
+def test_a_frozen_model_is_measured_beside_its_cold_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    for about in content["services"].values():
+        about["x-anvil"]["rest"] = ["pause"]
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    rows = measured(capsys, file, "--repeat", 1)
+    assert [row["way"] for row in rows] == ["pause", "pause", "stop", "stop"]
+    for row in rows:
+        parts = ["load", "probe"] if row["way"] == "pause" else ["verify", "load", "ready"]
+        assert list(row["phases"]) == ["drain", "evict", *parts, "first_token"]
+        assert sum(row["phases"].values()) == pytest.approx(row["total_seconds"])
+        assert row["own_share_seconds"] == pytest.approx(row["total_seconds"] - row["by_hand_seconds"])
+    assert running(file) == {}
+
+
+def test_who_does_not_wake_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resume(runtime: ProcessRuntime, backend: Backend) -> None:
+        raise BackendError("it is frozen solid")
+
+    monkeypatch.setattr(ProcessRuntime, "resume", resume)
+    file = compose(tmp_path)
+    file.write_text(
+        file.read_text().replace("x-anvil:\n      gpus", "x-anvil:\n      rest: [pause]\n      gpus")
+    )
+    assert main(["bench", "swap", "--json", str(file), "--repeat", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert {row["way"] for row in json.loads(out)} == {"stop"}
+    assert "not measured: small, large by pause: " in err
+    assert running(file) == {}
+
+
 def test_a_project_that_is_served_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = compose(tmp_path)
     with serving(file, state=tmp_path) as mux:

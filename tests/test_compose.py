@@ -8,9 +8,12 @@ import queue
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingUnixStreamServer
 from typing import Any
 
 import pytest
@@ -737,3 +740,59 @@ def test_a_log_is_followed(docker: Docker):
     runtime = ComposeRuntime(CONFIG, run=docker, spawn=spawn)
     assert list(runtime.follow_log(A)) == ["one", "two"]
     assert list(runtime.follow_log(B)) == []
+
+
+# The engine itself, where it is on this machine
+
+
+@contextmanager
+def docker_engine(path: Path, containers: dict[str, Any]) -> Iterator[None]:
+    """Answers inspects at a socket."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = containers.get(self.path)
+            self.send_response(404 if found is None else 200)
+            self.end_headers()
+            self.wfile.write(json.dumps(found or {"message": "No such container"}).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    class Server(ThreadingUnixStreamServer):
+        daemon_threads = True
+
+    with Server(str(path), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join(PATIENCE)
+
+
+def docker_program(folder: Path, *lines: str) -> dict[str, str]:
+    """An environment whose docker program lists two containers, and otherwise does as told."""
+    program = folder / "docker"
+    program.write_text("\n".join(["#!/bin/sh", '[ "$1" = ps ] && echo c1 c2 && exit 0', *lines, ""]))
+    program.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "DOCKER_HOST": f"unix://{folder}/docker.sock"}
+
+
+def test_an_engine_on_this_machine_is_asked_without_the_docker_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    environ = docker_program(tmp_path, "exit 9")
+    monkeypatch.setenv("PATH", environ["PATH"])
+    runtime = ComposeRuntime(CONFIG, environ=environ)
+    with docker_engine(tmp_path / "docker.sock", {"/containers/c1/json": INSPECTED}):
+        assert runtime.running() == {"a": "http://127.0.0.1:32775"}
+
+
+def test_an_engine_that_does_not_answer_is_asked_by_the_docker_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    environ = docker_program(tmp_path, f"echo '{json.dumps([INSPECTED])}'")
+    monkeypatch.setenv("PATH", environ["PATH"])
+    assert ComposeRuntime(CONFIG, environ=environ).running() == {"a": "http://127.0.0.1:32775"}

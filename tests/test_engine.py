@@ -122,16 +122,20 @@ def test_the_served_model_counts_where_it_differs_from_our_name():
         ready(backend, stub.url, Waiting())
 
 
-def test_looks_are_quick_at_first_and_then_twice_a_second():
+@pytest.mark.parametrize("load_seconds", [0.1, 1.0, 10.0, 20.0, 200.0])
+def test_a_look_is_late_by_a_hundredth_of_the_load_and_a_tenth_of_a_second_at_most(load_seconds: float):
     with engine(**{"GET_/health": 503, "GET_/v1/models": serving("qwen3")}) as stub:
+        waiting = Waiting()
 
-        def loaded() -> None:
-            stub.answers["GET /health"] = 200
+        def pause(seconds: float) -> None:
+            waiting.sleep(seconds)
+            if waiting.time >= 1000.0 + load_seconds:
+                stub.answers["GET /health"] = 200
 
-        waiting = Waiting(*[lambda: None] * 6, loaded)
-        ready(VLLM, stub.url, waiting)
-    assert waiting.pauses == [0.05, 0.1, 0.2, 0.4, 0.5, 0.5, 0.5]
+        await_ready(VLLM, stub.url, ended=lambda: None, deadline=1e9, now=waiting.now, sleep=pause)
+    assert waiting.time - 1000.0 - load_seconds <= min(max(0.02, load_seconds / 100), 0.1)
     assert stub.seen.count("GET /v1/models") == 1
+    assert len(waiting.pauses) <= 10 * load_seconds + 200
 
 
 def test_an_engine_that_ended_fails_at_once_and_says_how():
