@@ -570,6 +570,9 @@ class _Loading:
                 )
 
     def _take_turns(self, one: Backend, other: Backend) -> bool:
+        """Whether they never run at once; whoever rests without being stopped keeps its port."""
+        if {*one.rest, *other.rest} != {"stop"}:
+            return False
         common = set(one.gpus) & set(other.gpus)
         return any(not _fit((one, other), _room(self._gpus[gpu])) for gpu in common)
 

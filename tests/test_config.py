@@ -520,6 +520,13 @@ def test_swap_partners_may_share_a_port(tmp_path: Path) -> None:
     assert [each.port for each in plain(tmp_path, text).backends] == [5, 5]
 
 
+def test_swap_partners_that_sleep_may_not_share_a_port(tmp_path: Path) -> None:
+    shared = "command: x --port 5, x-anvil: {gpus: ['0'], rest: pause}"
+    text = f"x-anvil: {{runtime: process}}\nservices: {{a: {{{shared}}}, b: {{{shared}}}}}"
+    (problem,) = problems(tmp_path, text)
+    assert "port 5 is also that of a, and both may run at once" in problem
+
+
 # Ways to rest
 
 VLLM = "image: vllm, environment: {VLLM_SERVER_DEV_MODE: '1'}"
