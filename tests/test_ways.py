@@ -448,6 +448,12 @@ def test_models_that_alternate_under_load_sleep_and_wake_and_never_share_the_gpu
     assert traffic.house.calls == ["start a", "start b"]
     assert traffic.house.ledger.most <= 24 * GIB
     assert {event.reason for event in traffic.log if event.kind == "parked"} == {"sleep"}
+    learned = {(cost.source, cost.target, cost.way) for cost in traffic.mux.costs()}
+    assert learned >= {
+        ("model-a", "model-b", "sleep"),
+        ("model-b", "model-a", "sleep"),
+        ("", "model-a", "stop"),
+    }
 
 
 def test_an_engine_that_dies_while_resident_is_replaced(traffic: Traffic) -> None:
