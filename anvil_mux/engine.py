@@ -206,7 +206,7 @@ class Visit:
             what = "nothing listens there yet" if refused else "connections are closed without an answer"
             return NotYet(f"{self.place}: {what}")
         finally:
-            # llama-server was seen to stop 0.1 s later if a connection outlived its loading, nobody knows why.
+            # llama-server was seen to stop 0.1 s later if a connection outlived its loading.
             self.session.close()
 
     def _health(self) -> Sight | None:

@@ -24,7 +24,7 @@ TIMEOUT = 120.0
 A, B = "a", "b"
 
 
-@pytest.fixture(scope="module", params=["stop", "sleep", "sleep-2"])
+@pytest.fixture(scope="module", params=["stop", "sleep"])
 def mux(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("robustness")
     file = folder / "compose.yaml"
