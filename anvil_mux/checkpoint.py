@@ -63,6 +63,8 @@ class Parked:
     """Processes whose GPU memory rests in host memory."""
 
     pids: tuple[int, ...]
+    bytes: int = 0
+    """What they held on the GPUs before, as far as NVML told."""
 
 
 class Checkpointer:
@@ -122,8 +124,9 @@ class Checkpointer:
     def park(self, pids: Iterable[int]) -> Parked:
         """Returns when the processes have let their GPUs go; CheckpointFailed when they run again."""
         group = tuple(sorted(set(pids)))
+        held = self._probe().used_by(group).values()
         self._perform(group, ("lock", "checkpoint"), ("restore", "unlock"))
-        return Parked(group)
+        return Parked(group, sum(each or 0 for each in held))
 
     def restore(self, parked: Parked) -> None:
         """Returns when the processes run with their memory back on the GPUs; else CheckpointFailed."""

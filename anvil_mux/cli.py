@@ -290,7 +290,7 @@ def _serve(given: argparse.Namespace) -> int:
         "policy": given.policy,
         "on_exit": given.on_exit,
     }
-    config = _load(given.files, overrides)
+    config = _load(given.files, overrides, here=True)
     config = replace(
         config, host=given.host or config.host, port=config.port if given.port is None else given.port
     )
@@ -307,7 +307,10 @@ def _serve(given: argparse.Namespace) -> int:
     return serve(config, options)
 
 
-def _load(files: Sequence[str], overrides: Mapping[str, object] | None = None) -> Config:
+def _load(
+    files: Sequence[str], overrides: Mapping[str, object] | None = None, *, here: bool = False
+) -> Config:
+    """``here``: it has to work on this machine."""
     from anvil_mux import config
 
     present = {}
@@ -317,11 +320,22 @@ def _load(files: Sequence[str], overrides: Mapping[str, object] | None = None) -
         for reading in probe().readings:
             gpu = config.Gpu(reading.id, vram=reading.total)
             present[reading.id] = present[reading.uuid] = gpu
-    return config.load(files or config.find_files(Path.cwd()), present=present, overrides=overrides)
+    return config.load(
+        files or config.find_files(Path.cwd()),
+        present=present,
+        overrides=overrides,
+        judge=_why_not_checkpoint if here else None,
+    )
+
+
+def _why_not_checkpoint(gpus: Sequence[str], insist: bool) -> str | None:
+    from anvil_mux.checkpoint import Checkpointer
+
+    return Checkpointer().why_not(gpus, insist=insist)
 
 
 def _check(given: argparse.Namespace) -> int:
-    config = _load(given.files)
+    config = _load(given.files, here=True)
     warnings = [*config.warnings, *_missing_images(config)]
     rows = [_backend_row(config, backend) for backend in config.backends]
     if given.json:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import combinations
 from pathlib import Path
@@ -91,6 +91,8 @@ class Backend:
     """Grace before SIGKILL."""
     rest: tuple[str, ...] = ("stop",)
     """Ways to leave the GPU, see swap.py."""
+    checkpoint_anyway: bool = False
+    """Whether it may be checkpointed although it holds several GPUs."""
     service: Service = Service()
 
 
@@ -174,9 +176,12 @@ def _read_project(value: Any) -> str:
 
 
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
-WAYS = ("sleep", "sleep-2", "pause", "stop")
+WAYS = ("sleep", "sleep-2", "checkpoint", "pause", "stop")
 """Ways to leave a GPU; swap.py has them."""
 WAY_ALIASES = {"sleep-1": "sleep"}
+
+Judge = Callable[[Sequence[str], bool], str | None]
+"""(GPUs, whether several are allowed): why a service on them cannot be checkpointed here; None if it can."""
 
 SECONDS, TEXT, SIZE = settings.SECONDS, settings.TEXT, settings.SIZE
 COUNT = settings.whole_number(1)
@@ -231,6 +236,9 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         settings.listed(WAYS, WAY_ALIASES),
         "How it leaves its GPUs: the first of these, or stop if that fails; sleep-1 is sleep.",
     ),
+    "checkpoint_anyway": Setting(
+        settings.FLAG, "Checkpoint it although it holds several GPUs, from which engines often do not return."
+    ),
 }
 
 LABEL = "anvil."
@@ -263,11 +271,13 @@ def load(
     compose: Compose | None = run_compose,
     present: Mapping[str, Gpu] | None = None,
     overrides: Mapping[str, object] | None = None,
+    judge: Judge | None = None,
 ) -> Config:
     """The configuration in these files, or ConfigError with everything that is wrong with it.
 
     ``present``: the GPUs that this machine has, by index and by UUID, where they can be asked.
     ``overrides``: keys of ``SETTINGS`` as the command line gave them; None means not given.
+    ``judge``: asked about services that are to be checkpointed; None: the file is not for this machine.
     """
     if not paths:
         raise ConfigError(["no compose file is given"])
@@ -280,7 +290,7 @@ def load(
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return _Loading(documents, environ, present or {}, overrides or {}).load(compose)
+    return _Loading(documents, environ, present or {}, overrides or {}, judge).load(compose)
 
 
 class _Loading:
@@ -292,10 +302,12 @@ class _Loading:
         environ: Mapping[str, str],
         present: Mapping[str, Gpu],
         overrides: Mapping[str, object],
+        judge: Judge | None,
     ) -> None:
         self._documents = documents
         self._environ = environ
         self._present = present
+        self._judge = judge
         self._overrides = {key: value for key, value in overrides.items() if value is not None}
         self._problems: list[str] = []
         self._warnings: list[str] = []
@@ -455,7 +467,10 @@ class _Loading:
         self, name: str, described: dict[str, Any], variables: dict[str, str], given: Mapping[str, Any]
     ) -> None:
         for way in given.get("rest", ()):
-            if why := service.cannot_rest(described, variables, given["engine"], way):
+            why = service.cannot_rest(described, variables, given["engine"], way)
+            if way == "checkpoint" and self._judge:
+                why = why or self._judge(given["gpus"], given.get("checkpoint_anyway", False)) or ""
+            if why:
                 self._problem(("services", name, "x-anvil", "rest"), f"{way} cannot work: {why}")
 
     def _port(self, described: dict[str, Any]) -> int | None:

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import TextIO
 
 from anvil_mux import __version__, control, eventlog, gpu, journal
+from anvil_mux.checkpoint import Checkpointer
 from anvil_mux.clock import Clock
 from anvil_mux.config import Backend, Config
 from anvil_mux.engine import await_ready
@@ -45,7 +46,7 @@ from anvil_mux.process import ProcessRuntime, state_folder
 from anvil_mux.relay import Relay
 from anvil_mux.residency import Event
 from anvil_mux.server import Server
-from anvil_mux.swap import SLEEPS, Runtime, Swapper
+from anvil_mux.swap import Runtime, Swapper, may_sleep
 
 ADOPT_SECONDS = 5.0
 """How long an engine that runs already may take to answer."""
@@ -283,6 +284,8 @@ class Program:
         """Why a running engine cannot be taken over; "" if it can."""
         if not url:
             return "it cannot be reached"
+        if "checkpoint" in backend.rest and (why := self._checkpointed(backend)):
+            return why
         with suppress(MuxError):  # one that does not answer is waited for below
             if control.is_asleep(backend, url):
                 return f"it sleeps; the next request for {backend.model} loads it anew"
@@ -293,12 +296,20 @@ class Program:
                 ended=partial(self._runtime.ended, backend),
                 deadline=time.monotonic() + ADOPT_SECONDS,
             )
-            if any(way in SLEEPS for way in backend.rest):
+            if may_sleep(backend):
                 control.probe(backend, url)  # some sleep without saying so
         except MuxError:
             silent = f"it did not answer for {backend.model} within {ADOPT_SECONDS:g} s"
             return f"{silent} (perhaps it was still loading); the next request loads it anew"
         return ""
+
+    def _checkpointed(self, backend: Backend) -> str:
+        """Why one that may be checkpointed cannot be taken over: its GPUs may belong to another by now."""
+        try:
+            parked = Checkpointer().find_parked(self._runtime.pids(backend))
+        except MuxError as error:
+            return f"nobody knows whether it is checkpointed: {error.message}"
+        return f"it is checkpointed; the next request for {backend.model} loads it anew" if parked else ""
 
     def _stop_engine(self, backend: Backend, why: str) -> bool:
         say(f"stopping {backend.name}: {why}")

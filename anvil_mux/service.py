@@ -255,12 +255,16 @@ SLEEP_FLAGS = {
     "vllm": ("--enable-sleep-mode",),
     "sglang": ("--enable-memory-saver", "--enable-weights-cpu-backup"),
 }
+UNIFIED_MEMORY = "GGML_CUDA_ENABLE_UNIFIED_MEMORY"
+"""Makes llama.cpp allocate memory that the CUDA driver moves to and fro."""
 
 
 def cannot_rest(service: Service, variables: Mapping[str, str], engine: str, way: str) -> str:
     """Why the service cannot leave its GPUs by this way, as far as it says; "" if it can."""
     if way == "pause" and reserves_gpu(service):
         return "what is frozen keeps its GPU memory"
+    if way == "checkpoint" and UNIFIED_MEMORY in variables:
+        return f"the driver cannot checkpoint unified memory; take {UNIFIED_MEMORY} out of its environment"
     if way not in ("sleep", "sleep-2"):
         return ""
     if engine not in ("vllm", "sglang", "ollama", "llamacpp"):

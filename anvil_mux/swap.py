@@ -10,7 +10,8 @@ the same load.
 
 An eviction ends in GPUs that are free, as far as they can be read (freed.py): what an engine says is not
 believed. Where a way fails, or frees nothing, the next harder one is taken: stop, then kill. What even that
-does not end is a BackendError.
+does not end is a BackendError. What is to be frozen is frozen after that: nothing can be done to its GPU
+memory any more.
 
 The engine's last log lines are read before the clean-up, because the clean-up may take the log with it.
 """
@@ -24,7 +25,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from anvil_mux import control
+from anvil_mux import control, service
+from anvil_mux.checkpoint import Checkpointer
 from anvil_mux.config import WAY_ALIASES, Backend
 from anvil_mux.engine import await_ready
 from anvil_mux.errors import BackendError, LoadError, MuxError
@@ -118,7 +120,7 @@ class Loaded:
 
 
 Told = Callable[[Backend, str, float], object]
-"""(backend, phase, seconds): load, ready, probe on the way in; evict, verify on the way out."""
+"""(backend, phase, seconds): load, ready, probe on the way in; evict, verify, freeze on the way out."""
 
 
 class Tools:
@@ -130,10 +132,12 @@ class Tools:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         told: Told | None = None,
+        checkpointer: Checkpointer | None = None,
     ) -> None:
         self.runtime = runtime
         self.now = now
         self.sleep = sleep
+        self.checkpointer = checkpointer or Checkpointer(now=now, wait=sleep)
         self._told = told
         self._urls: dict[str, str] = {}  # one keeper at a time writes a backend's entry
 
@@ -166,18 +170,24 @@ class Way(Protocol):
 
     frees: ClassVar[bool]
     """Whether it gives GPU memory back. False: for engines that hold none."""
+    freezes: ClassVar[bool]
+    """Whether the service is frozen once its memory is free."""
 
     def load(self, backend: Backend) -> str:
         """Base URL of the backend once it answers for its model; an error if it does not."""
 
-    def evict(self, backend: Backend) -> None:
-        """Returns when it rests, as far as the engine says; an error if it does not."""
+    def evict(self, backend: Backend) -> int:
+        """Returns when its GPUs are free, as far as the engine says; an error if they are not.
+
+        The bytes that were taken from the GPUs to host memory, 0 where only the engine knows.
+        """
 
 
 class Stop:
     """The service is stopped, and started from nothing."""
 
     frees: ClassVar[bool] = True
+    freezes: ClassVar[bool] = False
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -196,19 +206,21 @@ class Stop:
                 now=tools.now,
                 sleep=tools.sleep,
             )
-            if any(way in SLEEPS for way in backend.rest) and control.is_asleep(backend, url):
+            if may_sleep(backend) and control.is_asleep(backend, url):
                 # It ran already, asleep; or it is one that loads nothing by itself.
                 control.wake(backend, url, control.UNKNOWN)
         return url
 
-    def evict(self, backend: Backend) -> None:
+    def evict(self, backend: Backend) -> int:
         self._tools.runtime.stop(backend)
+        return 0
 
 
 class Sleep:
     """The engine keeps running without its GPU memory; the weights stay in host memory."""
 
     frees: ClassVar[bool] = True
+    freezes: ClassVar[bool] = False
     level: ClassVar[int] = 1
 
     def __init__(self, tools: Tools) -> None:
@@ -222,8 +234,9 @@ class Sleep:
             control.probe(backend, url)
         return url
 
-    def evict(self, backend: Backend) -> None:
+    def evict(self, backend: Backend) -> int:
         control.sleep(backend, self._tools.url(backend), self.level)
+        return 0
 
 
 class DeepSleep(Sleep):
@@ -232,10 +245,44 @@ class DeepSleep(Sleep):
     level: ClassVar[int] = 2
 
 
+class Checkpoint:
+    """The CUDA driver moves GPU memory to host memory; then the service is frozen.
+
+    An engine that can sleep does so first: what it drops, such as its cache, need not be moved. Its processes
+    are looked for each time, since engines replace them. Where none uses CUDA, it is only frozen.
+    """
+
+    frees: ClassVar[bool] = True
+    freezes: ClassVar[bool] = True
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+
+    def load(self, backend: Backend) -> str:
+        tools, url = self._tools, self._tools.url(backend)
+        with tools.phase(backend, "load"):
+            tools.runtime.resume(backend)
+            if parked := tools.checkpointer.find_parked(tools.runtime.pids(backend)):
+                tools.checkpointer.restore(parked)
+            if sleeps_first(backend):
+                control.wake(backend, url, Sleep.level)
+        with tools.phase(backend, "probe"):
+            control.probe(backend, url)
+        return url
+
+    def evict(self, backend: Backend) -> int:
+        tools = self._tools
+        if sleeps_first(backend):
+            control.sleep(backend, tools.url(backend), Sleep.level)
+        pids = tools.checkpointer.find(tools.runtime.pids(backend))
+        return tools.checkpointer.park(pids).bytes if pids else 0
+
+
 class Pause:
     """The service is frozen as it is; for engines that hold no GPU memory."""
 
     frees: ClassVar[bool] = False
+    freezes: ClassVar[bool] = True
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -248,12 +295,36 @@ class Pause:
             control.probe(backend, url)
         return url
 
-    def evict(self, backend: Backend) -> None:
-        self._tools.runtime.pause(backend)
+    def evict(self, backend: Backend) -> int:
+        return 0
 
 
 SLEEPS: dict[str, type[Sleep]] = {"sleep": Sleep, "sleep-2": DeepSleep}
-WAYS: dict[str, Callable[[Tools], Way]] = {**SLEEPS, "pause": Pause, "stop": Stop}
+WAYS: dict[str, Callable[[Tools], Way]] = {
+    **SLEEPS,
+    "checkpoint": Checkpoint,
+    "pause": Pause,
+    "stop": Stop,
+}
+
+
+def sleeps_first(backend: Backend) -> bool:
+    """Whether it goes to sleep before its memory is moved: its ladder has that, or its command allows it.
+
+    Only engines that keep their weights then; the others would have to read them again.
+    """
+    if backend.engine not in service.SLEEPERS:
+        return False
+    command = backend.service.command
+    told = set(service.SLEEP_FLAGS[backend.engine]) <= set(command)
+    variables = dict(backend.service.environment)
+    can = told and not service.cannot_rest({"command": [*command]}, variables, backend.engine, "sleep")
+    return can or "sleep" in backend.rest
+
+
+def may_sleep(backend: Backend) -> bool:
+    """Whether one that runs may be found asleep."""
+    return any(way in SLEEPS or (way == "checkpoint" and sleeps_first(backend)) for way in backend.rest)
 
 
 class Swapper:
@@ -274,10 +345,11 @@ class Swapper:
         told: Told | None = None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        checkpointer: Checkpointer | None = None,
     ) -> None:
         self._runtime = runtime
         self._now = now
-        self._tools = Tools(runtime, now, sleep, told)
+        self._tools = Tools(runtime, now, sleep, told, checkpointer)
         self._ways = {name: make(self._tools) for name, make in ways.items()}
         self._memory = Memory(probe, now, sleep)
         self._seconds: dict[tuple[str, str], float] = {}  # one keeper at a time writes a backend's entries
@@ -340,12 +412,15 @@ class Swapper:
 
     def _rest(self, backend: Backend, how: str, way: Way, held: Held) -> Rested:
         with self._tools.phase(backend, "evict"):
-            way.evict(backend)
+            moved = way.evict(backend)
         left = held.bytes if held.pids else {}
         if way.frees:
             with self._tools.phase(backend, "verify"):
                 left = self._memory.left(held, runs=True)
-        return Rested(how, {**dict.fromkeys(backend.gpus, 0), **left}, host_bytes(held.pids))
+        if way.freezes:
+            with self._tools.phase(backend, "freeze"):
+                self._runtime.pause(backend)
+        return Rested(how, {**dict.fromkeys(backend.gpus, 0), **left}, max(moved, host_bytes(held.pids)))
 
     def _put_down(self, backend: Backend, held: Held) -> Rested:
         """Stops it, or kills it; BackendError if not even that frees its GPUs."""
@@ -360,7 +435,7 @@ class Swapper:
             text = f"{backend.name} may still hold its GPUs: {why}; then killed: {_reason(error)}"
             raise BackendError(text) from error
 
-    def _end(self, backend: Backend, end: Callable[[Backend], None], held: Held) -> Rested:
+    def _end(self, backend: Backend, end: Callable[[Backend], object], held: Held) -> Rested:
         with self._tools.phase(backend, "evict"):
             end(backend)
         with self._tools.phase(backend, "verify"):

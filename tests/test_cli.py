@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux import __version__, cli, eventlog, plot, study
+from anvil_mux import __version__, checkpoint, cli, eventlog, plot, study
 from anvil_mux.cli import main
 from anvil_mux.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
 from anvil_mux.policy import POLICIES
@@ -159,6 +159,19 @@ def test_check_names_every_problem_and_exits_with_78(
     assert "drain_timeout" in seen.err
     assert main(["check", "--json", str(file)]) == 78
     assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
+
+
+@pytest.mark.parametrize("command", ["check", "serve"])
+def test_a_checkpoint_that_this_machine_cannot_do_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setattr(checkpoint.Checkpointer, "why_not", lambda *_, **__: "needs NVIDIA driver 570")
+    file = tmp_path / "compose.yaml"
+    service = {"command": "x", "x-anvil": {"gpus": ["0"], "rest": ["checkpoint", "stop"]}}
+    file.write_text(yaml.safe_dump({"x-anvil": {"runtime": "process"}, "services": {"a": service}}))
+    assert main([command, str(file)]) == 78
+    assert "a.x-anvil.rest: checkpoint cannot work: needs NVIDIA driver 570" in capsys.readouterr().err
+    assert main(["config", str(file)]) == 0
 
 
 def test_a_compose_file_is_found_upward(

@@ -546,6 +546,10 @@ CANNOT_REST = [
         "unloads in router mode only",
     ),
     ("image: x, gpus: [{count: 1}], x-anvil: {rest: pause}", "what is frozen keeps its GPU memory"),
+    (
+        "image: llama.cpp, environment: {GGML_CUDA_ENABLE_UNIFIED_MEMORY: 1}, x-anvil: {rest: checkpoint}",
+        "checkpoint cannot work: the driver cannot checkpoint unified memory",
+    ),
 ]
 CAN_REST = [
     f"{VLLM}, command: --model m --enable-sleep-mode, x-anvil: {{rest: [sleep, sleep-2, stop]}}",
@@ -555,6 +559,7 @@ CAN_REST = [
     "image: llama.cpp, command: --models-dir /models, x-anvil: {rest: sleep}",
     "image: ollama, x-anvil: {rest: sleep}",
     "image: x, x-anvil: {gpus: ['0'], rest: pause}",
+    "image: x, x-anvil: {gpus: ['0', '1'], rest: [checkpoint, stop]}",
 ]
 
 
@@ -569,6 +574,27 @@ def test_a_way_that_cannot_work_is_refused_with_the_reason(tmp_path: Path, servi
 def test_a_way_that_can_work_is_taken(tmp_path: Path, service: str) -> None:
     (backend,) = plain(tmp_path, f"services: {{a: {{{service}}}}}").backends
     assert backend.rest != ("stop",)
+
+
+def test_a_checkpoint_that_cannot_work_on_this_machine_is_refused_where_it_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    text = """
+        services:
+          a: {x-anvil: {gpus: ['0'], rest: [checkpoint, stop]}}
+          b: {x-anvil: {gpus: ['0', '1'], rest: [checkpoint, stop]}}
+          c: {x-anvil: {gpus: ['0', '1'], rest: [checkpoint, stop], checkpoint_anyway: true}}
+          d: {x-anvil: {gpus: ['0', '1'], rest: [sleep, stop], engine: ollama}}
+    """
+    asked = []
+
+    def judge(gpus: Sequence[str], insist: bool) -> str | None:
+        asked.append((gpus, insist))
+        return "holds several GPUs" if len(gpus) > 1 and not insist else None
+
+    (problem,) = problems(tmp_path, text, judge=judge)
+    assert problem.endswith(":4: services.b.x-anvil.rest: checkpoint cannot work: holds several GPUs")
+    assert asked == [(("0",), False), (("0", "1"), False), (("0", "1"), True)]
 
 
 def test_sleep_1_is_another_name_of_sleep(tmp_path: Path) -> None:

@@ -178,7 +178,9 @@ def test_a_failed_load_leaves_the_estimate_alone(healthy: Stub):
 
 def test_an_unknown_way_lists_the_known_ones():
     assert tuple(WAYS) == config.WAYS
-    with pytest.raises(BackendError, match="unknown way to rest 'nap'; known: sleep, sleep-2, pause, stop"):
+    with pytest.raises(
+        BackendError, match="unknown way to rest 'nap'; known: sleep, sleep-2, checkpoint, pause, stop"
+    ):
         Swapper(Notes()).evict(BACKEND, "nap")
 
 

@@ -5,23 +5,65 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import requests
 
-from anvil_mux import control, swap
-from anvil_mux.config import Backend, Config, Gpu
+from anvil_mux import control, serve, swap
+from anvil_mux.checkpoint import Checkpointer, is_frozen
+from anvil_mux.config import Backend, Config, Gpu, Service
+from anvil_mux.driver import Driver
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.freed import PATIENCE
+from anvil_mux.gpu import Gpus
 from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.process import ProcessRuntime
 from anvil_mux.residency import Event
-from anvil_mux.swap import Loaded, Rested, Swapper
+from anvil_mux.swap import Loaded, Rested, Swapper, sleeps_first
+from tests.fake_cuda import FakeCuda
+from tests.fake_gpu import FakeGpus
 from tests.sleepy_engine import CONTEXT, GIB, GUARD, House, Ledger, SleepyEngine
+from tests.test_checkpoint import Driven
 from tests.test_engine import Waiting
 
 A = Backend("a", "model-a", ("0",), engine="vllm", rest=("sleep", "stop"), load_timeout=20.0)
 B = replace(A, name="b", model="model-b")
+PARKED = replace(A, rest=("checkpoint", "stop"))
 KINDS = tuple(control.CONTROLS)
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Parker(Driven):
+    """A CUDA driver of which the engines of a house are the processes; they all hold memory of GPU 0."""
+
+    def __init__(self, house: House) -> None:
+        super().__init__()
+        self.states = {}
+        self.frees = True
+        self._house = house
+        self._moved: dict[int, int] = {}
+
+    def __enter__(self) -> Driven:
+        for engine in self._house.engines.values():
+            self.states.setdefault(engine.pid, "running")
+        return super().__enter__()
+
+    def act(self, action: str, pid: int) -> None:
+        super().act(action, pid)
+        self._house.calls.append(action)
+        ledger = self._house.ledger
+        if action == "checkpoint":
+            self._moved[pid] = sum(
+                used or 0 for each in ledger.probe().readings for p, used in each.processes if p == pid
+            )
+        if action in ("checkpoint", "restore") and self.frees:
+            ledger.hold(pid, ("0",), 0 if action == "checkpoint" else self._moved[pid])
+
+
+def checkpointer(driver: Parker) -> Checkpointer:
+    return Checkpointer(cast(Any, lambda: driver), driver._house.ledger.probe, wait=lambda _: None)
 
 
 class Scene:
@@ -31,13 +73,21 @@ class Scene:
         self.house = House(ledger)
         self.time = Waiting()
         self.phases: list[str] = []
+        self.driver = Parker(self.house)
+        self.tells_reads = False
         self.swapper = Swapper(
             self.house,
-            probe=self.house.ledger.probe,
+            probe=self.read,
             told=lambda backend, phase, seconds: self.phases.append(f"{phase} {backend.name}"),
             now=self.time.now,
             sleep=self.time.sleep,
+            checkpointer=checkpointer(self.driver),
         )
+
+    def read(self) -> Gpus:
+        if self.tells_reads and self.house.calls[-1:] != ["read"]:
+            self.house.calls.append("read")
+        return self.house.ledger.probe()
 
     def resident(self, backend: Backend, *faults: str) -> SleepyEngine:
         self.house.faults[backend.name] = set(faults)
@@ -361,6 +411,271 @@ def test_a_paused_service_that_does_not_answer_again_is_started_anew(scene: Scen
     assert scene.swapper.load(A, "pause").how == "stop"
 
 
+# Checkpoints
+
+
+def posts(calls: list[str]) -> list[str]:
+    return [call for call in calls if not call.startswith("GET")]
+
+
+def test_what_sleeps_is_parked_and_frozen_once_its_memory_is_free_and_comes_back_in_reverse(
+    scene: Scene,
+) -> None:
+    backend = replace(PARKED, rest=("checkpoint", "sleep", "stop"))
+    engine = scene.resident(backend)
+    calls = engine.asked = scene.house.calls
+    scene.tells_reads = True
+    assert scene.swapper.evict(backend, "checkpoint") == Rested("checkpoint", {"0": 0}, CONTEXT)
+    assert posts(calls) == ["read", "POST /sleep?level=1&mode=abort", "lock", "checkpoint", "read", "pause a"]
+    assert scene.used == 0
+    calls.clear()
+    assert scene.swapper.load(backend, "checkpoint") == Loaded(engine.url, "checkpoint")
+    assert posts(calls) == [
+        "resume a",
+        "restore",
+        "unlock",
+        "POST /wake_up",
+        "POST /reset_prefix_cache",
+        "POST /v1/chat/completions",
+    ]
+    assert scene.used == 18 * GIB + CONTEXT
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "ollama", "openai"])
+def test_who_cannot_sleep_goes_with_all_that_it_holds(scene: Scene, kind: str) -> None:
+    backend = replace(PARKED, engine=kind)
+    scene.resident(backend)
+    held = scene.used
+    for _ in range(3):
+        assert scene.swapper.evict(backend, "checkpoint") == Rested("checkpoint", {"0": 0}, held)
+        assert (scene.used, scene.house.frozen) == (0, {"a"})
+        assert scene.swapper.load(backend, "checkpoint").how == "checkpoint"
+        assert scene.house.frozen == set()
+    assert not {"start a", "stop a"} & set(scene.house.calls)
+
+
+def test_the_phases_of_a_checkpoint_are_told(scene: Scene) -> None:
+    scene.resident(PARKED)
+    scene.swapper.evict(PARKED, "checkpoint")
+    scene.swapper.load(PARKED, "checkpoint")
+    assert scene.phases == ["evict a", "verify a", "freeze a", "load a", "probe a"]
+
+
+FLAG = Service(command=("vllm", "serve", "m", "--enable-sleep-mode"))
+SAVER = ("launch", "--enable-memory-saver", "--enable-weights-cpu-backup")
+
+
+@pytest.mark.parametrize(
+    ("engine", "rest", "service", "expected"),
+    [
+        ("vllm", ("checkpoint", "stop"), Service(), False),
+        ("vllm", ("checkpoint", "sleep", "stop"), Service(), True),
+        ("vllm", ("checkpoint", "stop"), FLAG, False),  # has no sleep routes
+        ("vllm", ("checkpoint",), replace(FLAG, environment=(("VLLM_SERVER_DEV_MODE", "1"),)), True),
+        ("sglang", ("checkpoint", "stop"), Service(command=SAVER), True),
+        ("sglang", ("checkpoint", "stop"), Service(command=SAVER[:2]), False),
+        ("ollama", ("checkpoint", "sleep", "stop"), Service(), False),  # would read its weights again
+        ("openai", ("checkpoint", "stop"), Service(), False),
+    ],
+)
+def test_who_sleeps_before_it_is_parked(
+    engine: str, rest: tuple[str, ...], service: Service, expected: bool
+) -> None:
+    assert sleeps_first(replace(A, engine=engine, rest=rest, service=service)) is expected
+
+
+def test_who_uses_no_cuda_is_only_frozen(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scene.resident(PARKED)
+    scene.house.ledger.hold(engine.pid, ("0",), 0)
+    monkeypatch.setattr(scene.driver, "uses_cuda", lambda pid: False)
+    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("checkpoint", {"0": 0})
+    assert scene.swapper.load(PARKED, "checkpoint").how == "checkpoint"
+    assert scene.house.calls == ["pause a", "resume a"]
+
+
+def test_the_processes_are_found_anew_each_time(scene: Scene) -> None:
+    engine = scene.resident(PARKED)
+    scene.swapper.evict(PARKED, "checkpoint")
+    scene.swapper.load(PARKED, "checkpoint")
+    scene.house.ledger.hold(engine.pid, ("0",), 0)
+    engine.pid += 1000
+    scene.house.ledger.hold(engine.pid, ("0",), GIB)
+    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("checkpoint", {"0": 0}, GIB)
+    assert scene.driver.states[engine.pid] == "checkpointed"
+
+
+def test_a_checkpoint_that_frees_nothing_is_none_and_is_not_frozen(scene: Scene) -> None:
+    scene.resident(PARKED)
+    scene.driver.frees = False
+    before = scene.time.now()
+    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("stop")
+    assert scene.time.now() - before == PATIENCE
+    assert (scene.house.calls, scene.used) == (["lock", "checkpoint", "stop a"], 0)
+
+
+def test_a_lock_that_times_out_leaves_a_whole_engine_that_is_stopped_in_order(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = scene.resident(PARKED)
+    worker = engine.pid + 1000
+    scene.house.ledger.hold(worker, ("0",), GIB)
+    scene.driver.states[worker] = "running"
+    monkeypatch.setattr(scene.house, "pids", lambda backend: [engine.pid, worker])
+    scene.driver.faults["lock", worker] = None
+    states: list[set[str]] = []
+
+    def stop(backend: Backend) -> None:
+        states.append(set(scene.driver.states.values()))
+        scene.house.ledger.hold(worker, ("0",), 0)
+        House.stop(scene.house, backend)
+
+    monkeypatch.setattr(scene.house, "stop", stop)
+    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("stop")
+    assert states == [{"running"}]
+    assert scene.house.calls == ["lock", "unlock", "stop a"]
+    assert f"lock of process {worker}: refused" in caplog.text
+
+
+@pytest.mark.parametrize("left", [None, "failed"])
+def test_who_cannot_be_checkpointed_is_stopped(scene: Scene, left: str | None) -> None:
+    engine = scene.resident(PARKED)
+    scene.driver.faults["checkpoint", engine.pid] = left
+    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("stop")
+    assert scene.house.calls[-1] == "stop a"
+    assert "pause a" not in scene.house.calls
+
+
+def test_who_does_not_fall_asleep_first_is_stopped_unparked(scene: Scene) -> None:
+    backend = replace(PARKED, rest=("checkpoint", "sleep", "stop"))
+    scene.resident(backend).faults.add("sleep hangs")
+    assert scene.swapper.evict(backend, "checkpoint") == Rested("stop")
+    assert scene.house.calls == ["stop a"]
+
+
+def test_who_cannot_be_frozen_is_stopped(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.resident(PARKED)
+
+    def pause(backend: Backend) -> None:
+        raise BackendError("Docker does not answer")
+
+    monkeypatch.setattr(scene.house, "pause", pause)
+    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("stop")
+    assert scene.house.calls == ["lock", "checkpoint", "stop a"]
+
+
+@pytest.mark.parametrize("left", [None, "failed"])
+def test_who_cannot_be_restored_is_started_anew_within_the_load(
+    scene: Scene, left: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = scene.resident(PARKED)
+    scene.swapper.evict(PARKED, "checkpoint")
+    scene.house.calls.clear()
+    scene.driver.faults["restore", first.pid] = left
+    loaded = scene.swapper.load(PARKED, "checkpoint")
+    assert loaded == Loaded(scene.house.engines["a"].url, "stop")
+    assert scene.house.calls == ["resume a", "stop a", "start a"]
+    assert "a did not come back by checkpoint and is started anew" in caplog.text
+    assert scene.used == 18 * GIB + CONTEXT
+
+
+@pytest.mark.parametrize("fault", ["wake answers 500", "answers nothing"])
+def test_who_is_restored_and_gives_no_token_is_started_anew(scene: Scene, fault: str) -> None:
+    backend = replace(PARKED, rest=("checkpoint", "sleep", "stop"))
+    engine = scene.resident(backend)
+    scene.swapper.evict(backend, "checkpoint")
+    engine.faults.add(fault)
+    assert scene.swapper.load(backend, "checkpoint").how == "stop"
+
+
+def test_a_checkpointed_engine_that_died_is_started_anew(scene: Scene) -> None:
+    engine = scene.resident(PARKED)
+    scene.swapper.evict(PARKED, "checkpoint")
+    engine.end("was killed (code 137)")
+    del scene.driver.states[engine.pid]
+    assert scene.swapper.load(PARKED, "checkpoint").how == "stop"
+
+
+# Checkpoints of real processes, with the stand-in for libcuda
+
+
+class Shop:
+    """A real engine that uses the CUDA stand-in, and the GPU as NVML would show it."""
+
+    def __init__(self, folder: Path, libcuda: Path, cuda: FakeCuda) -> None:
+        command = (str(ROOT / "bin" / "demo-engine"), "--model", "model-a", "--load-seconds", "0.1")
+        self.backend = replace(PARKED, service=Service(command=command))
+        self.config = Config(
+            (self.backend,), (Gpu("0"),), "shop", (str(folder / "compose.yaml"),), "process", port=0
+        )
+        self.runtime = ProcessRuntime(self.config)
+        self.cuda = cuda
+        self.checkpointer = Checkpointer(lambda: Driver(library=str(libcuda)), self.probe)
+        self.swapper = Swapper(self.runtime, probe=self.probe, checkpointer=self.checkpointer)
+        self.pid = 0
+
+    def probe(self) -> Gpus:
+        gpus = FakeGpus(24 * GIB)
+        if self.pid and self.cuda.state(self.pid) in ("running", "locked"):
+            gpus.hold(self.pid, 0, GIB)
+        return gpus()
+
+    def open(self) -> str:
+        loaded = self.swapper.load(self.backend, "stop")
+        (self.pid,) = self.runtime.pids(self.backend)
+        self.cuda.process(self.pid)
+        return loaded.url
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libcuda: Path, cuda: FakeCuda) -> Iterator[Shop]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    made = Shop(tmp_path, libcuda, cuda)
+    yield made
+    made.runtime.kill(made.backend)
+    made.runtime.close()
+
+
+def test_a_real_engine_is_parked_frozen_and_comes_back(shop: Shop) -> None:
+    url = shop.open()
+    for _ in range(2):
+        rested = shop.swapper.evict(shop.backend, "checkpoint")
+        assert (rested.how, rested.residual, rested.host_bytes) == ("checkpoint", {"0": 0}, GIB)
+        assert shop.cuda.state(shop.pid) == "checkpointed"
+        while not is_frozen(shop.pid):  # a signal is not obeyed at once
+            assert shop.runtime.ended(shop.backend) is None
+        assert shop.swapper.load(shop.backend, "checkpoint") == Loaded(url, "checkpoint")
+        assert shop.runtime.pids(shop.backend) == [shop.pid]
+    calls = [call.split()[0] for call in shop.cuda.calls()]
+    assert calls == ["lock", "checkpoint", "restore", "unlock"] * 2
+
+
+def test_a_checkpointed_engine_that_is_found_at_the_start_is_stopped(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shop.open()
+    assert shop.swapper.evict(shop.backend, "checkpoint").how == "checkpoint"
+    adopt(shop, monkeypatch)
+    assert shop.runtime.running() == {}
+    assert "stopping a: it is checkpointed; the next request for model-a" in capsys.readouterr().err
+
+
+def test_a_running_engine_that_may_be_checkpointed_is_adopted(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = shop.open()
+    adopt(shop, monkeypatch)
+    assert shop.runtime.running() == {"a": url}
+
+
+def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a new anvil-mux does with what it finds."""
+    monkeypatch.setattr(serve, "Checkpointer", lambda: shop.checkpointer)
+    program = serve.Program(shop.config, serve.Options(access_log="off"), None)
+    program.adopt()
+    program.start()
+    program.stop()
+
+
 # Found asleep
 
 
@@ -387,11 +702,13 @@ def test_one_that_was_adopted_can_be_put_to_sleep(scene: Scene) -> None:
 class Traffic:
     """Clients of a multiplexer whose two models share a GPU of 24 GiB and sleep."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: House, way: str = "sleep") -> None:
         self.house = house
         self.log: list[Event] = []
-        config = Config(backends=(A, B), gpus=(Gpu("0", vram=24 * GIB),), policy="eager")
-        self.mux = Multiplexer(config, Swapper(house, probe=house.ledger.probe), log=self.log.append)
+        backends = tuple(replace(each, rest=(way, "stop")) for each in (A, B))
+        config = Config(backends=backends, gpus=(Gpu("0", vram=24 * GIB),), policy="eager")
+        swapper = Swapper(house, probe=house.ledger.probe, checkpointer=checkpointer(Parker(house)))
+        self.mux = Multiplexer(config, swapper, log=self.log.append)
         self.mux.start()
         self.answers: list[tuple[str, int, str]] = []
 
@@ -417,6 +734,21 @@ def traffic() -> Iterator[Traffic]:
     made.mux.refuse()
     made.mux.close()
     house.close()
+
+
+def test_models_that_alternate_under_load_are_parked_and_restored() -> None:
+    traffic = Traffic(House(), "checkpoint")
+    for _ in range(3):
+        for thread in traffic.flood(*["model-a", "model-b"] * 4):
+            thread.join(GUARD)
+    traffic.mux.refuse()
+    traffic.mux.close()
+    traffic.house.close()
+    assert {answer[1:] for answer in traffic.answers} == {(200, "Hello")}
+    assert len(traffic.answers) == 24
+    assert not {"stop a", "stop b"} & set(traffic.house.calls)
+    assert traffic.house.ledger.most <= 24 * GIB
+    assert {event.reason for event in traffic.log if event.kind == "parked"} == {"checkpoint"}
 
 
 def test_a_flood_during_a_slow_sleep_reaches_no_sleeper(
