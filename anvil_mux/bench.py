@@ -55,7 +55,7 @@ from anvil_mux.residency import Event, Residency
 from anvil_mux.serve import build_runtime, locked
 from anvil_mux.swap import Runtime, Swapper
 
-PHASES = ("drain", "evict", "verify", "load", "ready", "probe", "first_token")
+PHASES = ("drain", "evict", "verify", "freeze", "load", "ready", "probe", "first_token")
 """In this order they are shown; others that a mechanism tells of follow."""
 ENDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("drain", ("stopping",)),
@@ -64,7 +64,7 @@ ENDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("first_token", ()),
 )
 """Phases that follow each other, and the events with which they end."""
-OUT = frozenset(("drain", "evict", "verify"))
+OUT = frozenset(("drain", "evict", "verify", "freeze"))
 """Those of the model that goes."""
 ASK_PAUSE = 0.01
 """By hand: between two attempts to get an answer."""

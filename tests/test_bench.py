@@ -231,7 +231,7 @@ def test_a_frozen_model_is_measured_beside_its_cold_start(
     rows = measured(capsys, file, "--repeat", 1)
     assert [row["way"] for row in rows] == ["pause", "pause", "stop", "stop"]
     for row in rows:
-        parts = ["load", "probe"] if row["way"] == "pause" else ["verify", "load", "ready"]
+        parts = ["freeze", "load", "probe"] if row["way"] == "pause" else ["verify", "load", "ready"]
         assert list(row["phases"]) == ["drain", "evict", *parts, "first_token"]
         assert sum(row["phases"].values()) == pytest.approx(row["total_seconds"])
         assert row["own_share_seconds"] == pytest.approx(row["total_seconds"] - row["by_hand_seconds"])
