@@ -305,7 +305,8 @@ class Adaptive:
         line = max(seen.lines, key=_urgency) if len(seen.lines) > 1 else seen.lines[0]
         turn = _Turn(seen, line)
         expected, enough = turn.expected, turn.enough()
-        why = f"{line.waiting} waiting, {expected:.1f} by then, {max(enough, 0.0):.1f} are worth a swap"
+        many = f"{expected:.1f} expected by its load, {max(enough, 0.0):.1f} are worth it"
+        why = f"{line.waiting} waiting, {many}"
         if expected >= enough:
             answered = min(line.newest, turn.last_used) + self.pause
             if answered <= seen.now:
