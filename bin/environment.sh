@@ -67,18 +67,21 @@ usable() {
     "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
 }
 
+# The distribution's Python comes first: it is built with profiles, which one made on the spot mostly is not, and
+# serves some more requests for it.
 find_python() {
-    local seen='there is no python3'
-    for python in ${PYTHON:-python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
+    local seen='there is no python3' lacks=''
+    for python in ${PYTHON:-/usr/bin/python3 python3 python3.14 python3.13 python3.12 python3.11 python3.10}; do
         command -v "$python" >/dev/null || continue
         if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
             seen="$python is $("$python" --version 2>&1)"
         elif "$python" -c 'import venv, ensurepip' 2>/dev/null; then
             return
         else
-            die "$python cannot make environments; on Debian and Ubuntu: apt install python3-venv"
+            lacks=$python
         fi
     done
+    if [ "$lacks" ]; then die "$lacks cannot make environments; on Debian and Ubuntu: apt install python3-venv"; fi
     die "needs Python 3.10 or newer, and $seen; on Debian and Ubuntu: apt install python3 python3-venv" \
         "(or name another: PYTHON=/path/to/python3)"
 }
