@@ -16,7 +16,6 @@ policy would have done with it.
 
 from __future__ import annotations
 
-import gzip
 import json
 import logging
 import math
@@ -35,7 +34,7 @@ from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.errors import MuxError
 from anvil_mux.residency import KINDS, Event
 from anvil_mux.simulate import Request
-from anvil_mux.workload import Workload
+from anvil_mux.workload import UNREADABLE, Workload, lines
 
 log = logging.getLogger(__name__)
 
@@ -237,12 +236,8 @@ def read(path: str | os.PathLike[str], warn: Callable[[str], object] = log.warni
 
 def _lines(path: str | os.PathLike[str]) -> Iterator[str]:
     try:
-        with open(path, "rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-        opener: Callable[..., Any] = gzip.open if packed else open
-        with opener(path, "rt", encoding="utf-8", errors="replace") as lines:
-            yield from lines
-    except (OSError, EOFError) as error:
+        yield from lines(path)
+    except UNREADABLE as error:
         raise BadLog(f"{os.fspath(path)}: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -208,20 +209,26 @@ def read(path: Path) -> Workload:
     """The workload of a file; BadWorkload names the line that cannot be used."""
     reading = _Reading()
     try:
-        for line in _text(path).split("\n"):
+        for line in lines(path):
             reading.take(line)
         return reading.workload()
     except ValueError as error:
-        raise BadWorkload(f"{path}:{reading.number}: {error}") from None
-    except (OSError, EOFError, zlib.error) as error:
+        raise BadWorkload(f"{path}:{max(reading.number, 1)}: {error}") from None
+    except UNREADABLE as error:
         raise BadWorkload(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _text(path: Path) -> str:
-    content = path.read_bytes()
-    if content[:2] == b"\x1f\x8b":
-        content = gzip.decompress(content)
-    return content.decode(errors="replace")
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""What ``lines`` may raise."""
+
+
+def lines(path: str | os.PathLike[str]) -> Iterator[str]:
+    """The lines of a text file, which may be compressed with gzip."""
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    opener: Callable[..., Any] = gzip.open if packed else open
+    with opener(path, "rt", encoding="utf-8", errors="replace") as text:
+        yield from text
 
 
 def _parsed(line: str) -> dict[str, Any]:

@@ -114,6 +114,14 @@ def test_the_header_tells_everything_that_events_depend_on_and_no_secret() -> No
     assert config_of(json.loads(text)) == replace(told, backends=without)
 
 
+def test_a_compressed_log_that_is_damaged_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    packed = tmp_path / "events.jsonl.gz"
+    whole = gzip.compress(b'{"anvil_mux": "1"}\n' * 100)
+    packed.write_bytes(whole[:10] + b"\xff" + whole[11:])  # no such block type
+    with pytest.raises(BadLog, match=r"events\.jsonl\.gz"):
+        read(packed)
+
+
 def test_each_start_of_the_program_is_a_run(file: Path) -> None:
     written(file, [Event(1.0, "queued", "a", ticket=1)], began=10.0)
     written(file, [Event(0.5, "queued", "b", ticket=1)], began=500.0)
