@@ -170,7 +170,7 @@ class Run(Protocol):
 Spawn = Callable[[Sequence[str]], "subprocess.Popen[str]"]
 
 
-class _UnixConnection(http.client.HTTPConnection):
+class UnixConnection(http.client.HTTPConnection):
     """To the Docker Engine itself: an inspect takes it 2 ms, and the docker program 30."""
 
     def __init__(self, path: str, timeout: float) -> None:
@@ -416,7 +416,7 @@ class ComposeRuntime:
         """The same without the docker program; None: that has to be asked."""
         if self._socket is None:
             return None
-        connection = _UnixConnection(self._socket, timeout=ASK_TIMEOUT)
+        connection = UnixConnection(self._socket, timeout=ASK_TIMEOUT)
         found = []
         try:
             for id in ids:

@@ -787,8 +787,7 @@ class Residency:
         )
 
     def _loss(self, now: float, seat: Seat) -> float:
-        rate, _ = self._demand[seat.model].rates(now)
-        return rate * self._cost("", seat, seat.backend.rest[0]).load_seconds
+        return self._demand[seat.model].rate(now) * self._cost("", seat, seat.backend.rest[0]).load_seconds
 
     def _cost(self, source: str, target: Seat, how: str) -> Cost:
         return self._costs.estimate(source, target.model, how, target.backend.engine)

@@ -7,15 +7,8 @@ import pytest
 from anvil_mux.figures import figures
 from anvil_mux.residency import Event
 from anvil_mux.simulate import Death, Engines, Request, simulate
-from tests.test_simulate import LAYOUTS, Config
+from tests.test_simulate import LAYOUTS, TWO, Config
 
-TWO = Config(
-    policy="eager",
-    backends=LAYOUTS["two on one GPU"][0],
-    drain_timeout=5.0,
-    queue_timeout=50.0,
-    max_wait=20.0,
-)
 ENGINES = Engines({"a": 3.0, "b": 6.0}, stop_seconds=0.5)
 
 

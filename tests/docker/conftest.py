@@ -21,7 +21,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -36,6 +35,8 @@ from urllib.parse import quote, urlsplit
 import pytest
 import yaml
 
+from anvil_mux.compose import UnixConnection
+
 HERE = Path(__file__).resolve().parent
 REAL = HERE.parent / "real"
 MODELS = HERE.parent.parent / ".cache" / "models"
@@ -48,17 +49,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _is_here(item):
             item.add_marker("docker")
     items.sort(key=_is_here)
-
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(self._path)
 
 
 class Engine:
@@ -108,7 +98,7 @@ class Engine:
     def _connection(self) -> http.client.HTTPConnection:
         url = urlsplit(self.host)
         if url.scheme == "unix":
-            return _UnixConnection(url.path, timeout=30)
+            return UnixConnection(url.path, timeout=30)
         if url.scheme == "tcp":
             return http.client.HTTPConnection(url.hostname or "", url.port, timeout=30)
         raise ValueError(f"cannot speak to a Docker Engine at {self.host}: neither unix:// nor tcp://")
