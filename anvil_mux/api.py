@@ -586,6 +586,7 @@ _STATUS_VALUES = {
     "draining": "loaded",
     "starting": "loading",
     "parked": "sleeping",
+    "demoting": "sleeping",
     "failed": "failed",
     "stuck": "failed",
 }

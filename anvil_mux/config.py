@@ -90,7 +90,13 @@ class Backend:
     stop_timeout: float = 10.0
     """Grace before SIGKILL."""
     rest: tuple[str, ...] = ("stop",)
-    """Ways to leave the GPU, see swap.py."""
+    """Ways to leave the GPU, from the lightest to the deepest: see swap.py and ladder.py."""
+    demote_after: float | None = None
+    """Seconds on one rung of ``rest`` after which it is taken to the next; None: it may stay."""
+    ram: int | None = None
+    """Bytes of host memory that it needs while it runs; None: as was measured, if it was."""
+    prepare: bool = False
+    """Loaded once at the start, before anybody asks for it."""
     checkpoint_anyway: bool = False
     """Whether it may be checkpointed although it holds several GPUs."""
     service: Service = Service()
@@ -129,6 +135,10 @@ class Config:
     max_upload: int = 512 << 20
     """Bytes of a multipart request body, spooled to disk."""
     default_model: str | None = None
+    host_memory: int | None = None
+    """Bytes of host memory for all engines, running and parked; None: as much as there is."""
+    prepare: bool = False
+    """Whether every backend is loaded once at the start, unless it says otherwise."""
     on_exit: str = "keep"
     """keep | stop: what happens to running engines at exit."""
     warnings: tuple[str, ...] = ()
@@ -209,6 +219,10 @@ SETTINGS: dict[str, Setting] = {
     "max_body": Setting(SIZE, "The largest JSON request."),
     "max_upload": Setting(SIZE, "The largest multipart request (audio, images)."),
     "default_model": Setting(TEXT, "Who serves requests that name no model."),
+    "host_memory": Setting(
+        settings.MEMORY, "Host memory for all engines, running and parked; by default 9/10 of the machine's."
+    ),
+    "prepare": Setting(settings.FLAG, "Load every model once at the start, before anybody asks."),
     "on_exit": Setting(settings.one_of("keep", "stop"), "What happens to running engines at exit."),
 }
 
@@ -234,8 +248,12 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),
     "rest": Setting(
         settings.listed(WAYS, WAY_ALIASES),
-        "How it leaves its GPUs: the first of these, or stop if that fails; sleep-1 is sleep.",
+        "How it leaves its GPUs, from the lightest way down (sleep-1 is sleep); by default what its command "
+        "allows: sleep, stop or just stop.",
     ),
+    "demote_after": Setting(SECONDS, "Rest on one rung of `rest` before it is taken to the next; or never."),
+    "ram": Setting(settings.MEMORY, "Host memory that it needs while it runs; by default as measured."),
+    "prepare": Setting(settings.FLAG, "The same as at the top level, for this model."),
     "checkpoint_anyway": Setting(
         settings.FLAG, "Checkpoint it although it holds several GPUs, from which engines often do not return."
     ),
@@ -253,6 +271,8 @@ def describe(table: Mapping[str, Setting]) -> Iterator[tuple[str, str, str, str]
         "listen": f"{_default(Config, 'host')}:{_default(Config, 'port')}",
         "project": None,
     }
+    if owner is Backend:
+        special["rest"] = None
     for key, setting in table.items():
         default = special[key] if key in special else _default(owner, key)
         text = f"{default >> 20}MiB" if setting.kind is SIZE else settings.plain(default)
@@ -319,6 +339,7 @@ class _Loading:
         content = combine(self._documents, self._environ, None if self._wants_process() else compose)
         self._warnings += content.warnings
         values = self._top_level(content.settings)
+        self._prepare = values.get("prepare", _default(Config, "prepare"))
         values.setdefault("project", content.project or _default(Config, "project"))
         self._plain = content.plain
         self._process = values.get("runtime", _default(Config, "runtime")) == "process"
@@ -445,6 +466,8 @@ class _Loading:
             given["port"] = self._port(described)
         variables = service.environment(described, self._variables)
         given["gpus"] = self._used(name, given.get("gpus", service.gpus(described, variables)))
+        given.setdefault("prepare", self._prepare)
+        given.setdefault("rest", service.lightest_rest(described, variables, engine))
         self._check_rest(name, described, variables, given)
         given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != model)
         backend = Backend(name, service=self._service(described, variables), **given)
@@ -466,7 +489,11 @@ class _Loading:
     def _check_rest(
         self, name: str, described: dict[str, Any], variables: dict[str, str], given: Mapping[str, Any]
     ) -> None:
-        for way in given.get("rest", ()):
+        ladder = given["rest"]
+        if list(ladder) != sorted(ladder, key=WAYS.index):
+            down = ", ".join(sorted(ladder, key=WAYS.index))
+            self._problem(("services", name, "x-anvil", "rest"), f"goes down a ladder: write [{down}]")
+        for way in ladder:
             why = service.cannot_rest(described, variables, given["engine"], way)
             if way == "checkpoint" and self._judge:
                 why = why or self._judge(given["gpus"], given.get("checkpoint_anyway", False)) or ""

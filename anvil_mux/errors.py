@@ -95,6 +95,13 @@ class DoesNotFit(MuxError):
     retry = False
 
 
+class HostMemoryShort(MuxError):
+    """A load would need more of the host's memory than those that run leave."""
+
+    status, code = 503, "host_memory_short"
+    retry_after = 30.0
+
+
 class Overloaded(MuxError):
     """A capacity limit was met. Says "overloaded" because some clients retry on that word alone."""
 

@@ -72,6 +72,7 @@ _OF_CONFIG = (
     "queue_timeout",
     "max_wait",
     "max_queue",
+    "host_memory",
 )
 _NOT_OF_BACKEND = ("service",)
 """A service's environment may hold keys."""

@@ -187,7 +187,7 @@ def _write(descriptor: int, text: str) -> None:
 
 
 _OF_REQUESTS = frozenset(("queued", "leased", "released", "gone", "failed"))
-_NORMAL = frozenset(("starting", "ready", "draining", "stopping", "parked", "empty", "deferred"))
+_NORMAL = frozenset(("starting", "ready", "draining", "stopping", "parked", "demoting", "empty", "deferred"))
 
 
 def _is_failure(event: Event) -> bool:
@@ -246,6 +246,8 @@ def _story(event: Event) -> str:
             return f"stopping{cut}"
         case "empty" | "parked":
             return (f"parked ({reason})" if event.kind == "parked" else reason) or "stopped"
+        case "demoting":
+            return f"goes to a deeper rest: {reason}"
         case "stuck":
             return f"may still hold its GPUs, and is told to stop again later: {reason}"
         case "deferred":

@@ -33,10 +33,11 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
+from anvil_mux.ladder import Host
 from anvil_mux.placement import HOLDING, islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
-from anvil_mux.residency import Event, Residency, Start, Step, Stop, Ticket, Wait
+from anvil_mux.residency import Demote, Event, Residency, Start, Step, Stop, Ticket, Wait
 from anvil_mux.swap import Loaded, Rested
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Mechanism(Protocol):
 
     def load(self, backend: Backend, how: str) -> Loaded: ...
     def evict(self, backend: Backend, how: str) -> Rested: ...
+    def demote(self, backend: Backend, how: str, to: str) -> Rested: ...
     def ended(self, backend: Backend) -> str | None: ...
 
 
@@ -172,6 +174,7 @@ class Multiplexer:
         self._islands: dict[str, _Island] = {}  # model -> island; the islands' residencies too
         self._addresses: dict[str, tuple[str, int]] = {}  # backend -> where it was last seen to listen
         self._costs = Costs(costs)
+        self._host = Host(config.host_memory)
         self._tickets = 0
         self._waiting = 0
         self._closing: MuxError | None = None
@@ -184,7 +187,15 @@ class Multiplexer:
         preemption = build_preemption(config.preemption, config.preemption_settings)
         for name, backends in islands(config.backends):
             residency = Residency(
-                name, config, backends, policy, preemption, log, self._costs, emit_leases=log_leases
+                name,
+                config,
+                backends,
+                policy,
+                preemption,
+                log,
+                self._costs,
+                self._host,
+                emit_leases=log_leases,
             )
             island = _Island(residency, self._clock.condition(self._lock), _steps_at_once(backends))
             self._islands.update(dict.fromkeys(residency.lines, island))
@@ -343,9 +354,11 @@ class Multiplexer:
     def _tell(self, backend: str, fact: Callable[[Residency, float], object]) -> None:
         with self._lock:
             island = self._islands[self._backends[backend].model]
+            changes = self._host.changes
             fact(island.residency, self._clock.now())
             self._wake_settled(island)
             island.changed.notify_all()
+            self._ask_others(changes)
 
     def _wake_settled(self, island: _Island) -> None:
         settled, island.residency.settled = island.residency.settled, []
@@ -370,6 +383,9 @@ class Multiplexer:
                     self._load(self._backends[name], how)
                 case Stop(name, how, severed):
                     self._evict(self._backends[name], how, severed)
+                case Demote(name, how, to):
+                    backend = self._backends[name]
+                    self._rest(backend, partial(self._mechanism.demote, backend, how, to))
                 case None:
                     return
 
@@ -378,13 +394,21 @@ class Multiplexer:
         with self._lock:
             while not self._closed:
                 now = self._clock.now()
+                changes = self._host.changes
                 step = island.residency.next_step(now)
                 self._wake_settled(island)
+                self._ask_others(changes)
                 if not isinstance(step, Wait):
                     island.changed.notify_all()
                     return step
                 island.changed.wait(None if step.until == FOREVER else step.until - now)
             return None
+
+    def _ask_others(self, changes: int) -> None:
+        """What one island does with the host's memory, which had so many changes before, concerns all."""
+        if self._host.budget is not None and self._host.changes != changes:
+            for island in self._each_island():
+                island.changed.notify_all()
 
     def _load(self, backend: Backend, how: str) -> None:
         name = backend.name
@@ -407,16 +431,21 @@ class Multiplexer:
         residency.started(name, now, how)
 
     def _evict(self, backend: Backend, how: str, severed: tuple[Ticket, ...]) -> None:
-        name = backend.name
         for ticket in severed:
             _cut(ticket)
+        self._rest(backend, partial(self._mechanism.evict, backend, how))
+
+    def _rest(self, backend: Backend, perform: Callable[[], Rested]) -> None:
+        name = backend.name
         try:
-            rested = self._mechanism.evict(backend, how)
+            rested = perform()
         except Exception as error:
             why = _text(error)
             self._tell(name, lambda residency, now: residency.stop_failed(name, now, why))
         else:
-            self._tell(name, lambda r, now: r.stopped(name, now, rested.residual, rested.how))
+            self._tell(
+                name, lambda r, now: r.stopped(name, now, rested.residual, rested.how, rested.host_bytes)
+            )
 
     # The end
 
@@ -496,7 +525,8 @@ def _steps_at_once(backends: list[Backend]) -> int:
     """How many keepers an island needs, so that no drain and no retry waits for a free one."""
     if any(backend.vram or not backend.gpus for backend in backends):
         return len(backends)
-    return len({gpu for backend in backends for gpu in backend.gpus})
+    parks = any(backend.rest != ("stop",) for backend in backends)  # a demotion delays no swap
+    return len({gpu for backend in backends for gpu in backend.gpus}) + parks
 
 
 def _model_state(residency: Residency, model: str) -> ModelState:
@@ -515,7 +545,7 @@ def _model_state(residency: Residency, model: str) -> ModelState:
     )
 
 
-_SHOWN = ("ready", "draining", "starting", "stopping", "stuck", "parked", "empty")
+_SHOWN = ("ready", "draining", "starting", "stopping", "stuck", "demoting", "parked", "empty")
 """Of several backends of one model, the state shown is the first of these."""
 
 

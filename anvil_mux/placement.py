@@ -8,7 +8,7 @@ state: ``Seat.state`` is written by the residency alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,16 @@ class Seat:
     """GPU id -> bytes it holds while parked."""
     rests: str = "stop"
     """The way by which it rests while it is not resident, and has to be brought back."""
+    rung: str = ""
+    """The way by which it is to leave next; "": as high on its ladder as host memory allows."""
+    coming: bool = False
+    """It is the target of a swap."""
+    ram: int = 0
+    """Bytes of host memory that it needs while it runs, as far as is known."""
+    host_bytes: int = 0
+    """Bytes of host memory that it keeps while parked."""
+    kept: dict[str, int] = field(default_factory=dict)
+    """Way -> ``host_bytes`` when it last rested by it."""
     failed_starts: int = 0
     """In a row."""
     failed_stops: int = 0
@@ -52,6 +62,12 @@ class Seat:
 
     def __post_init__(self) -> None:
         self.name, self.model = self.backend.name, self.backend.model
+        self.ram = self.backend.ram or 0
+
+    @property
+    def occupies(self) -> dict[str, int]:
+        """GPU id -> bytes it holds now."""
+        return self.holds if self.state in HOLDING else self.residual
 
     @property
     def used(self) -> float:
@@ -84,9 +100,8 @@ class Placement:
         for seat in self.seats.values():
             if seat is target:
                 continue
-            amounts = seat.holds if seat.state in HOLDING else seat.residual
-            for gpu, amount in amounts.items():
-                if gpu in used and (seat.state in HOLDING or target.holds[gpu] < self.capacity[gpu]):
+            for gpu, amount in seat.occupies.items():
+                if gpu in used and (seat.state in HOLDING or not self._needs_whole(target, gpu)):
                     used[gpu] += amount
         return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
 
@@ -99,26 +114,54 @@ class Placement:
     ) -> list[Seat] | None:
         """Who must go so that ``target`` fits, touching no ``busy`` GPU; None if that cannot be now.
 
-        Backends that are ``staying`` may not go, nor pinned ones. ``loss``: see preemption.Candidate.
+        Residents go, and those parked ones whose residual is in the way. Backends that are ``staying`` may
+        not go, nor pinned ones. ``loss``: see preemption.Candidate.
         """
         if not busy.isdisjoint(target.holds):
             return None
         seats = [
             seat
-            for seat in self.seats.values()
-            if seat.state == "ready"
-            and not seat.backend.pin
-            and seat.name not in staying
-            and not target.holds.keys().isdisjoint(seat.holds)
-            and busy.isdisjoint(seat.holds)
+            for seat in self._evictable(busy, staying)
+            if not target.holds.keys().isdisjoint(seat.holds)
+            and (seat.state == "ready" or self._in_the_way(seat, target))
         ]
         if len(seats) < 2:
             return self._at_most(seats, target)
+        return self._choose([(seat, seat.occupies) for seat in seats], self.missing(target), loss)
+
+    def sparing_host(
+        self,
+        short: int,
+        but: Collection[Seat],
+        busy: set[str],
+        staying: Set[str] = frozenset(),
+        loss: Callable[[Seat], float] = lambda _: 0.0,
+    ) -> list[Seat] | None:
+        """Which residents, ``but`` some, must go so that ``short`` bytes of host memory become free."""
+        seats = [s for s in self._evictable(busy, staying) if s.state == "ready" and s not in but and s.ram]
+        return self._choose([(seat, {"host": seat.ram}) for seat in seats], {"host": short}, loss)
+
+    def _evictable(self, busy: set[str], staying: Set[str]) -> Iterator[Seat]:
+        return (
+            seat
+            for seat in self.seats.values()
+            if seat.state in ("ready", "parked")
+            and not seat.backend.pin
+            and seat.name not in staying
+            and busy.isdisjoint(seat.holds)
+        )
+
+    def _choose(
+        self,
+        seats: Iterable[tuple[Seat, Mapping[str, int]]],
+        missing: Mapping[str, int],
+        loss: Callable[[Seat], float],
+    ) -> list[Seat] | None:
         candidates = [
-            whom.Candidate(s.name, s.holds, len(s.holders), s.used, s.backend.priority, loss(s))
-            for s in seats
+            whom.Candidate(s.name, frees, len(s.holders), s.used, s.backend.priority, loss(s))
+            for s, frees in seats
         ]
-        chosen = whom.victims(self._preemption, candidates, self.missing(target))
+        chosen = whom.victims(self._preemption, candidates, missing)
         return None if chosen is None else [self.seats[name] for name in chosen]
 
     def _at_most(self, seats: list[Seat], target: Seat) -> list[Seat] | None:
@@ -127,9 +170,35 @@ class Placement:
         for gpu, amount in self.missing(target).items():
             if amount > 0:
                 needed = True
-                if not seats or seats[0].holds.get(gpu, 0) < amount:
+                if not seats or seats[0].occupies.get(gpu, 0) < amount:
                     return None
         return seats if needed else []
+
+    def fits(self, target: Seat) -> bool:
+        """Whether nobody needs to go."""
+        return all(amount <= 0 for amount in self.missing(target).values())
+
+    def clings(self, parked: Seat, target: Seat) -> bool:
+        """Whether one that could not be stopped leaves no room for ``target``."""
+        if not parked.failed_stops:
+            return False
+        return any(
+            target.holds.get(gpu, 0) + amount > self.capacity[gpu]
+            for gpu, amount in parked.residual.items()
+            if gpu in target.holds and not self._needs_whole(target, gpu)
+        )
+
+    def _in_the_way(self, parked: Seat, target: Seat) -> bool:
+        """Not of whoever takes what others leave of the whole GPU, and not if it cannot be stopped."""
+        if parked is target or parked.failed_stops:
+            return False
+        return any(
+            amount and gpu in target.holds and not self._needs_whole(target, gpu)
+            for gpu, amount in parked.residual.items()
+        )
+
+    def _needs_whole(self, target: Seat, gpu: str) -> bool:
+        return target.backend.vram is None or self.capacity[gpu] == 1
 
     def never_fits(self, target: Seat) -> str:
         """Why ``target`` could not be loaded even if all that is not pinned went; "" if it could."""

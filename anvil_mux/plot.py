@@ -110,7 +110,7 @@ class History:
                 self.waits[event.ticket] = Wait(now - event.seconds, event.seconds, event.model, end)
             case "severed" if event.ticket in self.waits:
                 self.waits[event.ticket] = self.waits[event.ticket]._replace(end="severed")
-            case "starting" | "ready" | "draining" | "stopping" | "stuck" | "empty" | "parked":
+            case "starting" | "ready" | "draining" | "stopping" | "stuck" | "empty" | "parked" | "demoting":
                 self._enter(event.backend, event.kind, now)
 
     def _enter(self, backend: str, state: str, now: float) -> None:

@@ -10,8 +10,13 @@ Each backend of the island has one state; TRANSITIONS is the whole table and ``_
 
     empty --load--> starting --started--> ready --swap--> draining --stop--> stopping --> empty | parked
                                             ^-----reprieve---'
+    parked --demote--> demoting --> empty | parked
 
 A ``_Swap`` ties a target to the victims that make room for it. Its GPUs are in no other swap until it ends.
+After each eviction it is asked again who is in the way: nobody goes who need not.
+
+What nobody waits for is an errand: a load into free room that prepares a backend, or wakes one on its way to
+a deeper rest (ladder.py). It is begun only while nothing else is to be done.
 
 Invariants:
  1. The GPUs a backend needs are its own from ``Start`` until its ``stopped``; the sum of what residents and
@@ -32,7 +37,7 @@ After a failed start there is no rollback: the backend is empty, and the next qu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -41,7 +46,8 @@ from anvil_mux import routing
 from anvil_mux.config import Backend, Config
 from anvil_mux.costs import Cost, Costs, source_of
 from anvil_mux.demand import Demand
-from anvil_mux.errors import DoesNotFit, LoadError, MuxError, Stuck
+from anvil_mux.errors import DoesNotFit, HostMemoryShort, LoadError, MuxError, Stuck
+from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at
 from anvil_mux.placement import HOLDING, Placement, Seat
 from anvil_mux.policy import (
     FOREVER,
@@ -75,6 +81,10 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("draining", "died"): "empty",
     ("parked", "died"): "empty",
     ("stuck", "died"): "empty",
+    ("parked", "demote"): "demoting",
+    ("demoting", "stopped"): "empty",
+    ("demoting", "parked"): "parked",
+    ("demoting", "stop_failed"): "parked",
 }
 """(state, what happened) -> state. Anything else is a mistake of the caller and changes nothing."""
 
@@ -90,6 +100,7 @@ KINDS = {
     "stopping": "a backend is told to leave its GPUs; `seconds` is what the drain took",
     "empty": "a backend holds nothing; with a `reason` it failed to load, or died",
     "parked": "a backend left its GPUs without being stopped",
+    "demoting": "a parked backend is taken one rung down its ladder",
     "stuck": "a backend could not be stopped and may hold its GPUs",
     "starting": "a backend is being loaded",
     "ready": "a backend may be leased; `seconds` is what the load took",
@@ -100,6 +111,10 @@ COOL_DOWN_SECONDS = 5.0
 MAX_COOL_DOWN_SECONDS = 300.0
 STUCK_RETRY_SECONDS = 5.0
 MAX_STUCK_RETRY_SECONDS = 60.0
+
+
+ERRAND = "errand: "
+"""How the reason of a load begins that nobody waits for."""
 
 
 class Event(NamedTuple):
@@ -117,7 +132,7 @@ class Event(NamedTuple):
     """What it took: the wait of a ticket, the load of a backend, the drain of a victim."""
     reason: str = ""
     target: str = ""
-    """The model that a draining backend makes room for."""
+    """The model that a draining or demoting backend makes room for."""
 
 
 class Ticket:
@@ -164,28 +179,44 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class Demote:
+    """Take a parked backend further down, then report ``stopped`` or ``stop_failed``."""
+
+    backend: str
+    how: str
+    """The way by which it rests."""
+    to: str
+    """The deeper way that is asked for; an even deeper one may be taken."""
+
+
+@dataclass(frozen=True, slots=True)
 class Wait:
     """Nothing to do before ``until`` or the next fact."""
 
     until: float
 
 
-Step = Start | Stop | Wait
+Step = Start | Stop | Demote | Wait
 
 
 @dataclass(eq=False, slots=True)
 class _Swap:
     target: Seat | None
     victims: list[Seat]
+    """Those that have not left yet."""
     until: float
     """End of the drain."""
     reason: str
     begun: bool = False
     """A victim was told to stop: no reprieve any more."""
+    errand: bool = False
+    """Nobody waits for the target."""
     emptied: float = FOREVER
     """When the last drain ended."""
     evict_seconds: float = 0.0
     """What putting the victims out took after that."""
+    gone: list[str] = field(default_factory=list)
+    """The models of those that have left."""
 
     def gpus(self) -> set[str]:
         held = set(self.target.holds) if self.target else set()
@@ -223,6 +254,7 @@ class Residency:
         preemption: Preemption,
         emit: Callable[[Event], object],
         costs: Costs | None = None,
+        host: Host | None = None,
         *,
         emit_leases: bool = True,
     ) -> None:
@@ -246,6 +278,11 @@ class Residency:
         self._swaps: list[_Swap] = []
         self._idlers = [seat for seat in self.seats.values() if seat.backend.ttl is not None]
         self._stayers = [seat for seat in self.seats.values() if seat.backend.min_residency]
+        self._parkers = [seat for seat in self.seats.values() if seat.backend.rest != ("stop",)]
+        self._unprepared = [seat for seat in self.seats.values() if seat.backend.prepare]
+        self._host = host or Host()
+        for seat in self.seats.values():
+            self._host.join(seat, self._worth)
         self._demand = {model: Demand() for model in self.lines}
         self._max_wait = max_waits(self.seats.values(), config)
         self._priority = {m: max(s.backend.priority for s in seats) for m, seats in self._replicas.items()}
@@ -364,14 +401,21 @@ class Residency:
         """The backend answers, brought back by the way ``how``; its whole line is leased."""
         seat = self.seats[name]
         begun = seat.since
+        wanted = bool(self.lines[seat.model])
         self._enter(seat, "started", now)
         seat.loaded, seat.load_seconds = now, now - begun
         seat.failed_starts, seat.error, seat.log = 0, "", ()
         seat.rests = "stop"
+        if how == "stop":
+            seat.ram = seat.backend.ram or 0
         self._learn(seat, how)
         self._end_swap_to(seat)
         self._emit(Event(now, "ready", seat.model, name, seconds=seat.load_seconds))
         self._admit(seat.model, now)
+        if wanted:
+            seat.rung = ""
+        elif seat.rung:
+            self._begin((None, [seat]), now, f"woken on its way to {seat.rung}")
         self._fail_refused(now)  # what does not fit beside it, if it is pinned
 
     def start_failed(self, name: str, now: float, error: LoadError) -> None:
@@ -380,35 +424,51 @@ class Residency:
         self._enter(seat, "start_failed", now)
         seat.failed_starts += 1
         seat.retry_at = now + cool_down(seat.failed_starts)
-        seat.error, seat.log = error.reason, error.log
+        seat.error, seat.log, seat.rung = error.reason, error.log, ""
         self._end_swap_to(seat)
         self._emit(Event(now, "empty", seat.model, name, reason=f"load failed: {error.reason}"))
         self._fail_refused(now)
 
     def stopped(
-        self, name: str, now: float, residual: Mapping[str, int] | None = None, how: str = "stop"
+        self,
+        name: str,
+        now: float,
+        residual: Mapping[str, int] | None = None,
+        how: str = "stop",
+        host_bytes: int = 0,
     ) -> None:
         """The backend left its GPUs by the way ``how``; unless it was stopped it is parked.
 
-        It holds nothing then but its ``residual`` (bytes by GPU).
+        It holds nothing then but its ``residual`` (bytes by GPU) and ``host_bytes`` of the host's memory.
         """
         seat = self.seats[name]
         parked = how != "stop"
         self._enter(seat, "parked" if parked else "stopped", now)
-        seat.rests, seat.residual = how, dict(residual or {}) if parked else {}
+        seat.rests, seat.rung, seat.residual = how, "", dict(residual or {}) if parked else {}
+        seat.host_bytes = host_bytes if parked else 0
+        if parked and host_bytes:
+            seat.kept[how] = host_bytes
+            if how in PINS:
+                seat.ram = max(seat.ram, host_bytes)
         self._unstick(seat, now)
+        self._leave_swaps(seat)
         self._emit(Event(now, seat.state, seat.model, name, reason=how if parked else ""))
         self._fail_refused(now)
 
     def stop_failed(self, name: str, now: float, why: str) -> None:
-        """The backend may still hold its GPUs; nothing is started there until a later stop succeeds."""
+        """The backend may still hold its GPUs; nothing is started there until a later stop succeeds.
+
+        One that was parked holds what it held, and stays so.
+        """
         seat = self.seats[name]
         seat.failed_starts += seat.state == "starting"
         self._enter(seat, "stop_failed", now)
         seat.failed_stops += 1
         seat.retry_at = now + _pause(STUCK_RETRY_SECONDS, seat.failed_stops, MAX_STUCK_RETRY_SECONDS)
-        seat.error = why
-        self._emit(Event(now, "stuck", seat.model, name, reason=why))
+        seat.error, seat.rung = why, ""
+        if seat.state == "parked":
+            why = f"it stays as it is: {why}"
+        self._emit(Event(now, seat.state, seat.model, name, reason=why))
         for swap in [s for s in self._swaps if s.target is seat or seat in s.victims]:
             self._dissolve(swap, now)
         self._fail_refused(now)
@@ -420,10 +480,17 @@ class Residency:
             return
         self._enter(seat, "died", now)
         self._unstick(seat, now)
-        seat.error, seat.residual, seat.rests = why, {}, "stop"
+        self._leave_swaps(seat)
+        seat.error, seat.residual, seat.rests, seat.host_bytes, seat.rung = why, {}, "stop", 0, ""
         size = len(seat.holders)
         seat.holders.clear()
         self._emit(Event(now, "empty", seat.model, name, size=size, reason=f"died: {why}"))
+
+    def _leave_swaps(self, victim: Seat) -> None:
+        for swap in self._swaps:
+            if victim in swap.victims:
+                swap.victims.remove(victim)
+                swap.gone.append(victim.model)
 
     def _unstick(self, seat: Seat, now: float) -> None:
         """It left its GPUs; a start that had failed cools down from now on."""
@@ -441,11 +508,13 @@ class Residency:
                 if self._ask_policy(self._plans, now):
                     continue
                 return self._wait(self._plans_hold_until, now)
-            step = self._advance(now) or self._retry_stuck(now)
+            step = self._advance(now) or self._retry_stuck(now) or self._demote_next(now)
             if step:
                 return step
             waiting = self._waiting()
-            if not (self._put_out_idle(now) or self._begin_swap(waiting, now)):
+            if not (
+                self._put_out_idle(now) or self._begin_swap(waiting, now) or self._run_errand(waiting, now)
+            ):
                 until = self._next_moment(waiting, now)
                 if self._plans_can_hold():
                     self._plans_hold_until = until
@@ -456,7 +525,7 @@ class Residency:
 
         Not where a drain or an idle time waits for a lease to end, or where there is a choice of victims.
         """
-        if self._swaps or self._idlers or not self._plans:
+        if self._swaps or self._idlers or not self._plans or self._host.budget is not None:
             return False
         return sum([seat.state == "ready" for seat in self.seats.values()]) < 2
 
@@ -465,29 +534,111 @@ class Residency:
 
     def _advance(self, now: float) -> Step | None:
         for swap in tuple(self._swaps):
-            if swap.target and not swap.begun and not self.lines[swap.target.model]:
+            if swap.target and not (swap.begun or swap.errand or self.lines[swap.target.model]):
                 self._dissolve(swap, now)
                 continue
-            for victim in swap.victims:
-                if victim.state == "draining" and (not victim.holders or now >= swap.until):
-                    swap.begun = True
-                    swap.emptied = now
-                    return self._stop(victim, now, swap.reason)
-            if any(victim.state in HOLDING for victim in swap.victims):
+            if step := self._put_out(swap, now):
+                return step
+            if swap.victims:
                 continue
             if swap.target is None:
-                self._swaps.remove(swap)
+                self._end(swap)
             elif swap.target.state != "starting":
-                swap.begun = True
-                swap.evict_seconds = max(now - swap.emptied, 0.0)
-                return self._start(swap.target, now, swap.reason)
+                if not self._has_room(swap, swap.target, now):
+                    if step := self._put_out(swap, now):
+                        return step
+                elif self._host.has_room():  # else a sleeper yields first
+                    swap.begun = True
+                    swap.evict_seconds = max(now - swap.emptied, 0.0)
+                    return self._start(swap.target, now, swap.reason)
         return None
+
+    def _put_out(self, swap: _Swap, now: float) -> Step | None:
+        """The next victim, once its leases are gone or its drain is over; the parked ones come last."""
+        draining = [victim for victim in swap.victims if victim.state == "draining"]
+        if draining and swap.target and self._fits(swap.target):
+            for victim in draining:  # those before them freed more than was known
+                swap.victims.remove(victim)
+                self._reprieve(victim, now)
+            return None
+        for victim in draining:
+            if not victim.holders or now >= swap.until:
+                swap.begun = True
+                swap.emptied = now
+                return self._stop(victim, now, swap.reason)
+        if draining or swap.target is None:
+            return None
+        for victim in [victim for victim in swap.victims if victim.state == "parked"]:
+            if not self._fits(swap.target):
+                swap.begun = True
+                return self._demote(victim, now, "its memory is needed", swap.target.model)
+            swap.victims.remove(victim)
+        return None
+
+    def _fits(self, target: Seat) -> bool:
+        return self._placement.fits(target) and self._host.short(target) <= 0
+
+    def _has_room(self, swap: _Swap, target: Seat, now: float) -> bool:
+        """Whether the target fits now that its victims are gone; if not, others must go as well."""
+        if self._fits(target):
+            return True
+        more = self._victims(target, self._busy(swap), frozenset(), now)
+        if more is None:
+            self._dissolve(swap, now)
+        else:
+            swap.until = now + self._config.drain_timeout
+            swap.victims += more
+            self._drain(swap, more, now, self._config.drain_timeout)
+        return False
 
     def _retry_stuck(self, now: float) -> Step | None:
         for seat in self.seats.values():
             if seat.state == "stuck" and now >= seat.retry_at:
                 return self._stop(seat, now, "trying again to stop it")
         return None
+
+    def _demote_next(self, now: float) -> Step | None:
+        """A parked backend that rests too high for too long, or for the host's memory."""
+        seat = self._host.yields(now)
+        if seat is not None and seat is self.seats.get(seat.name):
+            return self._demote(seat, now, "host memory is short")
+        for seat in self._parkers:
+            until = demoted_at(seat)
+            if until is None or until > now or seat.coming or self.lines[seat.model]:
+                continue
+            if DESCENTS.get((seat.rests, to := below(seat, may_wake=self._is_calm(seat)))):
+                seat.rung = to
+                self._begin((seat, []), now, f"{ERRAND}on its way to {to}", errand=True)
+                return self._advance(now)
+            return self._demote(seat, now, f"it rested by {seat.rests} for {now - seat.since:.0f} s")
+        return None
+
+    def _run_errand(self, waiting: list[Ticket], now: float) -> bool:
+        """Begins to load the next backend that is to be prepared, if nothing else is to be done.
+
+        Nobody who has had work is put out for that.
+        """
+        while self._unprepared and not waiting and not self._swaps:
+            seat = self._unprepared[0]
+            victims = self._victims(seat, set(), frozenset(), now)
+            failed = seat.state != "empty" or seat.retry_at > now or victims is None
+            if failed or any(victim.last_used > victim.loaded for victim in victims or ()):
+                self._unprepared.pop(0)
+            elif any(_stays_until(victim) > now for victim in victims or ()):
+                return False
+            elif victims:
+                for victim in victims:
+                    self._begin((None, [victim]), now, f"room to prepare {seat.model}")
+                return True
+            else:
+                self._unprepared.pop(0)
+                self._begin((seat, []), now, f"{ERRAND}prepared before anybody asks", errand=True)
+                return True
+        return False
+
+    def _is_calm(self, seat: Seat) -> bool:
+        """Whether nobody has or wants the GPUs of a parked backend."""
+        return not self._swaps and not self._waiting() and self._placement.fits(seat)
 
     def _put_out_idle(self, now: float) -> bool:
         idle = [seat for seat in self._idlers if _idle_until(seat) <= now < FOREVER]
@@ -497,14 +648,22 @@ class Residency:
 
     def _start(self, seat: Seat, now: float, reason: str) -> Start:
         self._enter(seat, "load", now)
-        how, seat.rests, seat.residual = seat.rests, "stop", {}
+        how, seat.rests, seat.residual, seat.host_bytes = seat.rests, "stop", {}, 0
         self._emit(Event(now, "starting", seat.model, seat.name, reason=reason))
         return Start(seat.name, how)
 
+    def _demote(self, seat: Seat, now: float, reason: str, target: str = "") -> Demote:
+        to = "stop" if seat.failed_stops else below(seat, may_wake=False)
+        self._enter(seat, "demote", now)
+        seat.rung = to
+        self._emit(Event(now, "demoting", seat.model, seat.name, reason=reason, target=target))
+        return Demote(seat.name, seat.rests, to)
+
     def _stop(self, seat: Seat, now: float, reason: str) -> Stop:
         drained = now - seat.since if seat.state == "draining" else 0.0
-        how = "stop" if seat.state == "stuck" else seat.backend.rest[0]
+        how = "stop" if seat.state == "stuck" else seat.rung or self._host.rung(seat)
         self._enter(seat, "stop", now)
+        seat.rung = how
         severed = self._sever(seat, now, drained)
         self._emit(Event(now, "stopping", seat.model, seat.name, 0, len(severed), drained, reason))
         return Stop(seat.name, how, severed)
@@ -522,13 +681,14 @@ class Residency:
         moments = [first.since + self._max_wait[first.model] for first in waiting]
         for seat in self._idlers:
             moments.append(_idle_until(seat))
-        for seat in self._stayers if waiting else ():
+        for seat in self._stayers if waiting or self._unprepared else ():
             moments.append(_stays_until(seat))
+        moments += [until for seat in self._parkers if (until := demoted_at(seat)) is not None]
         for swap in self._swaps:
             if any(victim.state == "draining" for victim in swap.victims):
                 moments.append(swap.until)
         for seat in self.seats.values():
-            if seat.retry_at > now and (seat.state == "stuck" or self.lines[seat.model]):
+            if seat.retry_at > now and (seat.state in ("stuck", "parked") or self.lines[seat.model]):
                 moments.append(seat.retry_at)
         return min([moment for moment in moments if moment > now], default=FOREVER)
 
@@ -536,35 +696,42 @@ class Residency:
 
     def _begin_swap(self, waiting: list[Ticket], now: float) -> bool:
         """Begins at most one swap: that of the oldest overdue line, else what the policy proposes."""
-        busy = {gpu for swap in self._swaps for gpu in swap.gpus()}
-        for first in waiting:
-            if first.since + self._max_wait[first.model] > now:
-                continue
-            if plan := self._plan(first.model, busy, now):
-                self._begin(plan, now, "overdue")
-                return True
-            for seat in self._loadable(first.model, now):
-                busy.update(seat.holds)
+        busy = self._busy()
+        if self._serve_overdue(waiting, busy, now):
+            return True
         staying = {seat.name for seat in self._stayers if _stays_until(seat) > now}
         plans: dict[str, _Plan] = {}
         held = []
         for first in waiting:
             if plan := self._plan(first.model, busy, now, staying):
                 plans[first.model] = plan
-            elif staying and self._plan(first.model, busy, now):
-                held.append(first)
+            elif staying and (plan := self._plan(first.model, busy, now)):
+                held.append((first, plan[1]))
         self._plans = plans
         if self._ask_policy(plans, now):
             return True
         if held and not plans:
-            self._tell_of_stay(held[0], now)
+            self._tell_of_stay(*held[0], now)
         return False
 
-    def _tell_of_stay(self, first: Ticket, now: float) -> None:
+    def _serve_overdue(self, waiting: list[Ticket], busy: set[str], now: float) -> bool:
+        """Ends the wait of the oldest overdue line; the GPUs of those that must wait on become ``busy``."""
+        for first in waiting:
+            if first.since + self._max_wait[first.model] > now:
+                continue
+            if plan := self._plan(first.model, busy, now):
+                self._begin(plan, now, "overdue")
+                return True
+            if error := self._lack_of_host(first.model, busy):
+                self._fail_line(first.model, error, now)
+                return True
+            for seat in self._loadable(first.model, now):
+                busy.update(seat.holds)
+        return False
+
+    def _tell_of_stay(self, first: Ticket, victims: list[Seat], now: float) -> None:
         """The line of ``first`` waits because those in its way may stay."""
-        wanted = {gpu for seat in self._replicas[first.model] for gpu in seat.holds}
-        stays = {seat.name: _stays_until(seat) for seat in self._stayers if seat.holds.keys() & wanted}
-        stays = {name: until for name, until in stays.items() if until > now}
+        stays = {seat.name: until for seat in victims if (until := _stays_until(seat)) > now}
         until = min(max(stays.values()), first.since + self._max_wait[first.model])
         self._defer(first.model, Stay(until, f"{' and '.join(stays)} may stay for min_residency"), now)
 
@@ -582,14 +749,27 @@ class Residency:
         """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
         best: _Plan | None = None
         for seat in self._loadable(model, now):
-            victims = self._placement.victims(seat, busy, staying, partial(self._loss, now))
+            victims = self._victims(seat, busy, staying, now)
             if victims is not None and (best is None or len(victims) < len(best[1])):
                 best = seat, victims
         return best
 
+    def _victims(self, target: Seat, busy: set[str], staying: Set[str], now: float) -> list[Seat] | None:
+        """Who must go so that there is room on the GPUs and in the host's memory."""
+        loss = partial(self._loss, now)
+        victims = self._placement.victims(target, busy, staying, loss)
+        if victims is None or (short := self._host.short(target, victims)) <= 0:
+            return victims
+        more = self._placement.sparing_host(short, victims, busy, staying, loss)
+        return None if more is None else victims + more
+
+    def _busy(self, but: _Swap | None = None) -> set[str]:
+        """The GPUs that are in some swap."""
+        return {gpu for swap in self._swaps if swap is not but for gpu in swap.gpus()}
+
     def _loadable(self, model: str, now: float) -> list[Seat]:
         seats = self._replicas[model]
-        return [seat for seat in seats if seat.state in ("empty", "parked") and seat.retry_at <= now]
+        return [s for s in seats if s.state == "parked" or (s.state == "empty" and s.retry_at <= now)]
 
     def _ask_policy(self, plans: Mapping[str, _Plan], now: float) -> bool:
         self.deferred, self._ask_again = None, FOREVER
@@ -628,35 +808,57 @@ class Residency:
         now: float,
         reason: str,
         drain_timeout: float | None = None,
+        *,
+        errand: bool = False,
     ) -> None:
         self._plans_hold_until = -FOREVER
         target, victims = plan
         drain = self._config.drain_timeout if drain_timeout is None else drain_timeout
-        self._swaps.append(_Swap(target, victims, now + drain, reason))
-        model = target.model if target else ""
+        swap = _Swap(target, [*victims], now + drain, reason, errand=errand)
+        self._swaps.append(swap)
+        if target:
+            target.coming = True
+            self._host.changes += 1
+        self._drain(swap, victims, now, drain)
+
+    def _drain(self, swap: _Swap, victims: list[Seat], now: float, drain: float) -> None:
+        """Closes the gates of the victims that are resident."""
+        model = swap.target.model if swap.target else ""
         for victim in victims:
-            self._enter(victim, "swap", now)
-            size = len(victim.holders)
-            self._emit(Event(now, "draining", victim.model, victim.name, 0, size, drain, reason, model))
+            if victim.state == "ready":
+                self._enter(victim, "swap", now)
+                size, reason = len(victim.holders), swap.reason
+                self._emit(Event(now, "draining", victim.model, victim.name, 0, size, drain, reason, model))
 
     def _dissolve(self, swap: _Swap, now: float) -> None:
         """Ends a swap before its target was started; victims that only drained stay resident."""
-        self._swaps.remove(swap)
+        self._end(swap)
         for victim in swap.victims:
             if victim.state == "draining":
-                self._enter(victim, "reprieve", now)
-                self._emit(Event(now, "ready", victim.model, victim.name, reason="reprieved"))
-                self._admit(victim.model, now)
+                self._reprieve(victim, now)
+
+    def _end(self, swap: _Swap) -> None:
+        self._plans_hold_until = -FOREVER
+        self._swaps.remove(swap)
+        if swap.target:
+            swap.target.coming = False
+            self._host.changes += 1
+
+    def _reprieve(self, victim: Seat, now: float) -> None:
+        self._enter(victim, "reprieve", now)
+        self._emit(Event(now, "ready", victim.model, victim.name, reason="reprieved"))
+        self._admit(victim.model, now)
 
     def _learn(self, target: Seat, how: str) -> None:
         for swap in self._swaps:
             if swap.target is target:
-                source = source_of(victim.model for victim in swap.victims)
+                source = source_of(swap.gone)
                 seconds = target.load_seconds or 0.0
                 self._costs.learn(source, target.model, how, swap.evict_seconds, seconds)
 
     def _end_swap_to(self, seat: Seat) -> None:
-        self._swaps = [swap for swap in self._swaps if swap.target is not seat]
+        for swap in [swap for swap in self._swaps if swap.target is seat]:
+            self._end(swap)
 
     # Ends of tickets
 
@@ -719,16 +921,33 @@ class Residency:
         if seat.state not in ("empty", "parked", "stuck"):
             return None
         for other in self.seats.values():
-            if other.state == "stuck" and (other is seat or other.holds.keys() & seat.holds.keys()):
+            if self._is_stuck_before(other, seat):
                 whose = "" if other is seat else f" and holds a GPU of {seat.model}"
                 text = f"{other.name} could not be stopped{whose}: {other.error}"
                 return Stuck(text, retry_after=other.retry_at - now)
-        if seat.retry_at > now:
+        if seat.state == "empty" and seat.retry_at > now:
             pause = seat.retry_at - now
             text = f"{seat.name} failed to load and is not tried again for {pause:.0f} s: {seat.error}"
             return LoadError(text, log=seat.log, retry_after=pause)
-        why = self._placement.never_fits(seat)
+        why = self._placement.never_fits(seat) or self._host.never_fits(seat)
         return DoesNotFit(f"{seat.name} cannot be loaded: {why}.") if why else None
+
+    def _is_stuck_before(self, other: Seat, seat: Seat) -> bool:
+        """Whether ``seat`` cannot be loaded because ``other`` cannot be stopped."""
+        if other.state == "parked":
+            return other is not seat and self._placement.clings(other, seat)
+        return other.state == "stuck" and (other is seat or bool(other.holds.keys() & seat.holds.keys()))
+
+    def _lack_of_host(self, model: str, busy: set[str]) -> MuxError | None:
+        """Why a line that is overdue is not served: other islands run in the memory of the host."""
+        may_go = ("ready", "draining", "stopping")
+        others = [seat for seat in self.seats.values() if seat.state in may_go and not seat.backend.pin]
+        for seat in self._replicas[model]:
+            short = self._host.short(seat, others)
+            if short > 0 and seat.state in ("empty", "parked") and busy.isdisjoint(seat.holds):
+                who = ", ".join(f"{name} has {_gib(each)}" for name, each in self._host.insisting(seat))
+                return HostMemoryShort(f"{seat.name} lacks {_gib(short)} of host memory: {who}.")
+        return None
 
     # State
 
@@ -740,6 +959,7 @@ class Residency:
             raise ValueError(f"{seat.name} is {seat.state}: `{what}` cannot happen to it") from None
         seat.since = now
         self._plans_hold_until = -FOREVER
+        self._host.changes += 1
 
     def snapshot(self, now: float, plans: Mapping[str, _Plan]) -> Snapshot:
         """What the policy may know; ``plans`` are the swaps that could begin now, oldest line first."""
@@ -787,7 +1007,15 @@ class Residency:
         )
 
     def _loss(self, now: float, seat: Seat) -> float:
-        return self._demand[seat.model].rate(now) * self._cost("", seat, seat.backend.rest[0]).load_seconds
+        """What putting it out costs: its arrivals per second, times the seconds of loading it again."""
+        way = "stop" if seat.state == "parked" else seat.backend.rest[0]
+        return self._demand[seat.model].rate(now) * self._cost("", seat, way).load_seconds
+
+    def _worth(self, seat: Seat, now: float) -> tuple[bool, int, float, float]:
+        """How much it deserves to rest high: see ladder.Host."""
+        cold = self._cost("", seat, "stop").load_seconds
+        loss = self._demand[seat.model].rate(now) * cold
+        return bool(self.lines[seat.model]), seat.backend.priority, loss, seat.used
 
     def _cost(self, source: str, target: Seat, how: str) -> Cost:
         return self._costs.estimate(source, target.model, how, target.backend.engine)
@@ -823,7 +1051,11 @@ def max_waits(seats: Iterable[Seat], config: Config) -> dict[str, float]:
     return limits
 
 
+def _gib(amount: int) -> str:
+    return f"{amount / (1 << 30):.1f} GiB"
+
+
 def _swapping(swap: _Swap, target: Seat) -> Swapping:
     seats = [seat for seat in (*swap.victims, target) if seat.state in ("draining", "stopping", "starting")]
     state, since = (seats[0].state, seats[0].since) if seats else ("stopping", swap.emptied)
-    return Swapping(target.model, tuple(victim.model for victim in swap.victims), state, since)
+    return Swapping(target.model, (*swap.gone, *(victim.model for victim in swap.victims)), state, since)

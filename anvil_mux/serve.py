@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
 from types import FrameType
@@ -135,6 +135,8 @@ class Program:
     def __init__(
         self, config: Config, options: Options, access: int | None, events: int | None = None
     ) -> None:
+        if config.host_memory is None:
+            config = replace(config, host_memory=spare_memory())
         self._config = config
         self._options = options
         self._clock = Clock()
@@ -353,6 +355,14 @@ class Program:
             list(pool.map(lambda pair: self._stop_engine(*pair), unfit))
         names = ", ".join(backend.name for backend in left)
         say(f"stopped; kept running for the next start (on_exit: keep): {names}" if left else "stopped")
+
+
+def spare_memory() -> int | None:
+    """Bytes of host memory that engines may have if nobody says how many; None: the machine does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 9 // 10
+    except (ValueError, OSError):
+        return None
 
 
 def _requests(count: int) -> str:

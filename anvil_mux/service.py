@@ -283,6 +283,13 @@ def cannot_rest(service: Service, variables: Mapping[str, str], engine: str, way
     return ""
 
 
+def lightest_rest(service: Service, variables: Mapping[str, str], engine: str) -> tuple[str, ...]:
+    """How a service leaves its GPUs if nobody says how: asleep if its owner gave it what that takes."""
+    told = set(SLEEP_FLAGS.get(engine, ())) <= set(argv(service))
+    sleeps = engine in ("vllm", "sglang", "ollama") and told
+    return ("sleep", "stop") if sleeps and not cannot_rest(service, variables, engine, "sleep") else ("stop",)
+
+
 def _loads_a_model(words: Sequence[str], variables: Mapping[str, str]) -> bool:
     given = {word.partition("=")[0] for word in words}
     return bool(given & set(LOADS_A_MODEL)) or any(name in variables for name in LOADS_A_MODEL_BY)

@@ -17,16 +17,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from anvil_mux.config import Config
 from anvil_mux.costs import Cost, Costs
 from anvil_mux.errors import LoadError, MuxError, WaitedTooLong
+from anvil_mux.ladder import Host
 from anvil_mux.placement import HOLDING, Placement, islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.residency import (
+    ERRAND,
     TRANSITIONS,
+    Demote,
     Event,
     Residency,
     Start,
@@ -72,9 +76,13 @@ class Outcome(NamedTuple):
     error: MuxError | None = None
     how: str | None = None
     """The way that was really taken; None: the one asked for."""
+    residual: Mapping[str, int] = MappingProxyType({})
+    """GPU id -> bytes that it still holds, if it was parked."""
+    host_bytes: int = 0
+    """Host memory that it keeps, if it was parked."""
 
 
-Perform = Callable[[Start | Stop, int], Outcome]
+Perform = Callable[[Start | Stop | Demote, int], Outcome]
 """The outcome of the n-th step (from 0) on its backend."""
 
 Follow = Callable[[Request, float], Iterable[Request]]
@@ -90,10 +98,10 @@ class Engines:
     other_load_seconds: float = 10.0
     stop_seconds: float = 1.0
 
-    def __call__(self, step: Start | Stop, nth: int) -> Outcome:
-        if isinstance(step, Stop):
-            return Outcome(self.stop_seconds)
-        return Outcome(self._load_seconds(step.backend))
+    def __call__(self, step: Start | Stop | Demote, nth: int) -> Outcome:
+        if isinstance(step, Start):
+            return Outcome(self._load_seconds(step.backend))
+        return Outcome(self.stop_seconds)
 
     def _load_seconds(self, backend: str) -> float:
         return self.load_seconds.get(backend, self.other_load_seconds)
@@ -173,10 +181,14 @@ class _Simulation:
         self._waiting = 0
         self._models = {backend.name: backend.model for backend in config.backends}
         self._islands: dict[str, _Island] = {}
+        self._host = Host(config.host_memory)
+        self._host_seen = 0
         policy = build_policy(config.policy, config.policy_settings)
         preemption = build_preemption(config.preemption, config.preemption_settings)
         for name, backends in islands(config.backends):
-            residency = Residency(name, config, backends, policy, preemption, self.log.append, costs)
+            residency = Residency(
+                name, config, backends, policy, preemption, self.log.append, costs, self._host
+            )
             island = _Island(residency)
             self._islands.update(dict.fromkeys(island.residency.lines, island))
 
@@ -294,6 +306,13 @@ class _Simulation:
     # Steps
 
     def _ask(self, island: _Island, now: float) -> None:
+        self._ask_alone(island, now)
+        while self._host.budget is not None and self._host.changes != self._host_seen:
+            self._host_seen = self._host.changes
+            for each in dict.fromkeys(self._islands.values()):
+                self._ask_alone(each, now)
+
+    def _ask_alone(self, island: _Island, now: float) -> None:
         residency = island.residency
         while True:
             step = residency.next_step(now)
@@ -327,15 +346,15 @@ class _Simulation:
         else:
             self._ask(island, now)
 
-    def _performed(self, now: float, what: tuple[_Island, Start | Stop, Outcome]) -> None:
-        island, step, (_, error, how) = what
-        how = how or step.how
+    def _performed(self, now: float, what: tuple[_Island, Start | Stop | Demote, Outcome]) -> None:
+        island, step, (_, error, how, residual, host_bytes) = what
+        how = how or (step.to if isinstance(step, Demote) else step.how)
         self._open -= 1
         residency = island.residency
         if error is None and isinstance(step, Start):
             residency.started(step.backend, now, how)
         elif error is None:
-            residency.stopped(step.backend, now, {}, how)
+            residency.stopped(step.backend, now, residual, how, host_bytes)
         elif isinstance(step, Start) and isinstance(error, LoadError):
             residency.start_failed(step.backend, now, error)
         else:
@@ -377,6 +396,8 @@ class _Checker:
         self._admitting = ""
         self._calm_until = 0.0  # before it no line is overdue
         self._groups = [{b.name for b in group} for _, group in islands(config.backends)]
+        if config.host_memory is not None:  # one island may wait for another
+            self._groups = [set(self._seats)]
 
     def read(self, event: Event) -> None:
         self._claim(event.at >= self._now, event, "time goes backwards")
@@ -429,6 +450,8 @@ class _Checker:
         elif event.kind == "draining":
             self._claim(not event.target or bool(self._lines[event.target]), event, "for nobody")
             self._drains[name] = event.at, event.seconds, event.target
+        elif event.kind == "demoting" and event.target:
+            self._begin(event.target, event)
         elif event.kind in ("empty", "parked"):
             self._leave(event)
 
@@ -438,13 +461,15 @@ class _Checker:
             event.at - since <= limit + self._slack, event, "the drain lasted longer than drain_timeout"
         )
         if event.kind == "stopping" and target:
-            self._claim(
-                bool(self._lines[target]) or target in self._begun, event, f"nobody waits for {target}"
-            )
-            self._begun.add(target)
+            self._begin(target, event)
+
+    def _begin(self, target: str, event: Event) -> None:
+        waited = bool(self._lines[target]) or target in self._begun
+        self._claim(waited, event, f"nobody waits for {target}")
+        self._begun.add(target)
 
     def _start(self, event: Event) -> None:
-        asked = self._lines[event.model] or event.model in self._begun
+        asked = self._lines[event.model] or event.model in self._begun or event.reason.startswith(ERRAND)
         self._begun.discard(event.model)
         self._claim(bool(asked), event, "nobody waits for it")
         self._claim(event.at >= self._retry_at.get(event.backend, 0.0), event, "before its cool-down ended")

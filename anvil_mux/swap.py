@@ -265,15 +265,20 @@ class Checkpoint:
             if parked := tools.checkpointer.find_parked(tools.runtime.pids(backend)):
                 tools.checkpointer.restore(parked)
             if sleeps_first(backend):
-                control.wake(backend, url, Sleep.level)
+                # It may have come here by way of a deeper sleep.
+                control.wake(backend, url, control.UNKNOWN if "sleep-2" in backend.rest else Sleep.level)
         with tools.phase(backend, "probe"):
             control.probe(backend, url)
         return url
 
     def evict(self, backend: Backend) -> int:
-        tools = self._tools
         if sleeps_first(backend):
-            control.sleep(backend, tools.url(backend), Sleep.level)
+            control.sleep(backend, self._tools.url(backend), Sleep.level)
+        return self.park(backend)
+
+    def park(self, backend: Backend) -> int:
+        """The rest of it, for one that is asleep already."""
+        tools = self._tools
         pids = tools.checkpointer.find(tools.runtime.pids(backend))
         return tools.checkpointer.park(pids).bytes if pids else 0
 
@@ -378,19 +383,26 @@ class Swapper:
         held = self._held(backend, resident=True)
         if how != "stop":
             try:
-                return self._rest(backend, how, way, held)
+                return self._rest(backend, how, way, way.evict, held)
             except Exception as error:
                 log.warning("%s did not rest by %s and is stopped: %s", backend.name, how, _reason(error))
         return self._put_down(backend, held)
 
     def demote(self, backend: Backend, how: str, to: str) -> Rested:
-        """From resting by ``how`` to resting by ``to``.
+        """From resting by ``how`` to resting by ``to`` without waking; where that fails it is stopped.
 
-        Whoever sleeps cannot go to a deeper sleep without waking, which would need its GPUs: it is stopped.
+        Who sleeps can be checkpointed as it is; to go to a deeper sleep it would have to be woken.
         """
-        if to != "stop":
+        held = self._held(backend, resident=False)
+        way = self._way(WAY_ALIASES.get(to, to))
+        if isinstance(way, Checkpoint) and how in SLEEPS:
+            try:
+                return self._rest(backend, to, way, way.park, held)
+            except Exception as error:
+                log.warning("%s could not be checkpointed and is stopped: %s", backend.name, _reason(error))
+        elif to != "stop":
             log.warning("%s rests by %s and cannot go over to %s: stopped", backend.name, how, to)
-        return self._put_down(backend, self._held(backend, resident=False))
+        return self._put_down(backend, held)
 
     def ended(self, backend: Backend) -> str | None:
         """How it ended, for people; None while it runs, and while that cannot be told."""
@@ -410,9 +422,11 @@ class Swapper:
         self._seconds[backend.name, how] = self._now() - begun
         return Loaded(url, how)
 
-    def _rest(self, backend: Backend, how: str, way: Way, held: Held) -> Rested:
+    def _rest(
+        self, backend: Backend, how: str, way: Way, leave: Callable[[Backend], int], held: Held
+    ) -> Rested:
         with self._tools.phase(backend, "evict"):
-            moved = way.evict(backend)
+            moved = leave(backend)
         left = held.bytes if held.pids else {}
         if way.frees:
             with self._tools.phase(backend, "verify"):

@@ -129,7 +129,8 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
           {listen: "0.0.0.0:80", runtime: process, project: p, gpus: ["0"], preemption: lru,
            policy: {name: debounce, quiet: "2"}, drain_timeout: 0, queue_timeout: 1m, max_wait: 2,
            max_queue: 3, max_connections: 4, upstream_timeout: 5, loading_grace: 6, max_body: 1MiB,
-           max_upload: 2MB, default_model: a, on_exit: stop}
+           max_upload: 2MB, default_model: a, on_exit: stop,
+           host_memory: 64GiB, prepare: yes}
         services: {a: {command: [a], x-anvil: {}}}
     """
     found = plain(tmp_path, text)
@@ -139,6 +140,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert (found.max_connections, found.upstream_timeout, found.loading_grace) == (4, 5, 6)
     assert (found.max_body, found.max_upload) == (1 << 20, 2_000_000)
     assert (found.default_model, found.on_exit) == ("a", "stop")
+    assert (found.host_memory, found.prepare, found.backends[0].prepare) == (64 << 30, True, True)
     assert not {key for key, origin in found.origins.items() if origin == "default"}
 
 
@@ -160,7 +162,7 @@ def test_the_documentation_names_key_type_default_and_meaning() -> None:
     assert rows["drain_timeout"][:2] == ["seconds", "30"]
     assert rows["max_body"][:2] == ["size", "64MiB"]
     rows = {key: rest for key, *rest in config.describe(config.SERVICE_SETTINGS)}
-    assert rows["rest"][1] == "stop"
+    assert rows["rest"][1] == ""
     assert rows["priority"][:2] == ["whole number", "0"]
     assert [rows[key][:2] for key in ("ttl", "max_wait")] == [["seconds", ""]] * 2
     assert rows["min_residency"][:2] == ["seconds", "0"]

@@ -10,7 +10,7 @@ import anvil_mux
 ROWS = (
     "errors clock http1 interpolate accesslog settings service home",
     "api composefile policy preemption routing costs demand config",
-    "placement residency engine control compose process gpu freed driver checkpoint",
+    "placement ladder residency engine control compose process gpu freed driver checkpoint",
     "swap multiplexer simulate workload figures clairvoyant eventlog plot study",
     "pump relay metrics journal learned client",
     "inference gateway server",
@@ -19,7 +19,7 @@ ROWS = (
 ORDER = [module for row in ROWS for module in row.split()]
 """Each module imports only modules that stand before it."""
 
-CORE = ("residency", "placement", "policy", "preemption", "routing", "costs", "demand")
+CORE = ("residency", "ladder", "placement", "policy", "preemption", "routing", "costs", "demand")
 FORBIDDEN = {
     "threading",
     "time",

@@ -108,10 +108,12 @@ def test_the_victims_are_those_that_the_preemption_names_among_all_that_can_go()
             seat.last_used = draw.random()
         busy = {gpu for seat in others if seat.state == "stopping" for gpu in seat.holds}
         staying = {seat.name for seat in others if draw.random() < 0.2}
+        shares = target.backend.vram is not None
         able = [
-            Candidate(seat.name, seat.holds, 0, seat.used, seat.backend.priority)
+            Candidate(seat.name, seat.occupies, 0, seat.used, seat.backend.priority)
             for seat in others
-            if seat.state == "ready" and not seat.backend.pin and seat.name not in staying
+            if seat.state == "ready" or (seat.state == "parked" and shares)
+            if not seat.backend.pin and seat.name not in staying
             if seat.holds.keys() & target.holds.keys() and not seat.holds.keys() & busy
         ]
         named = victims(LeastRecentlyUsed(), able, placement.missing(target))

@@ -9,6 +9,7 @@ from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Costs
 from anvil_mux.demand import Demand
 from anvil_mux.errors import DoesNotFit, LoadError, Stuck, WaitedTooLong
+from anvil_mux.ladder import Host
 from anvil_mux.placement import islands
 from anvil_mux.policy import POLICIES, Stay, SwapTo, Unload, build_policy
 from anvil_mux.preemption import build_preemption
@@ -35,7 +36,8 @@ class Island:
         policy = policy or build_policy(self.config.policy, self.config.policy_settings)
         self.costs = Costs()
         lru = build_preemption("lru")
-        self.core = Residency(name, self.config, members, policy, lru, self.log.append, self.costs)
+        host = Host(self.config.host_memory)
+        self.core = Residency(name, self.config, members, policy, lru, self.log.append, self.costs, host)
         self.ids = itertools.count(1)
         self.until = inf
 
@@ -1443,14 +1445,15 @@ def test_at_the_end_every_waiting_request_fails_with_the_reason_given():
 
 def reached(state):
     """An island whose backend a is in ``state``."""
+    one = backend("a", rest=("sleep",), demote_after=1.5)
     if state == "empty":
-        return Island(A, B)
+        return Island(one, B)
     if state == "starting":
-        island = Island(A, B)
+        island = Island(one, B)
         island.request("a", 0.0)
         island.steps(0.0)
         return island
-    island = Island(A, B).with_resident("a")
+    island = Island(one, B).with_resident("a")
     if state == "ready":
         return island
     if state == "draining":
@@ -1460,8 +1463,9 @@ def reached(state):
         return island
     island.core.unload_requested("a", 0.0, "unload requested")
     island.steps(0.0)
-    if state == "parked":
+    if state in ("parked", "demoting"):
         island.core.stopped("a", 0.0, {"0": 0}, "sleep")
+        assert state == "parked" or island.steps(1.5) == ["demote a"]
     elif state == "stuck":
         island.core.stop_failed("a", 0.0, "no")
     return island
@@ -1476,7 +1480,7 @@ FACTS = {
     "died": lambda core, at: core.died("a", at, "killed"),
     "adopt": lambda core, at: core.adopt("a", at),
 }
-STATES = ("empty", "starting", "ready", "draining", "stopping", "parked", "stuck")
+STATES = ("empty", "starting", "ready", "draining", "stopping", "parked", "demoting", "stuck")
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -1509,6 +1513,7 @@ QUESTIONS = {
     ("draining", "reprieve"): lambda island: island.core.give_up(next(iter(island.core.lines["b"])), 1.0),
     ("draining", "stop"): lambda island: island.core.release(next(iter(island.core.seats["a"].holders)), 1.0),
     ("stuck", "stop"): lambda island: None,
+    ("parked", "demote"): lambda island: None,
 }
 
 

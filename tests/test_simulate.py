@@ -56,9 +56,52 @@ LAYOUTS = {
         (one("a", "0", rest=("sleep",)), one("b", "0", rest=("sleep",)), one("c", "0", "1"), one("d", "1")),
         (),
     ),
+    "a ladder": (
+        (
+            one("a", "0", rest=("sleep", "sleep-2", "stop"), demote_after=4.0029296875),
+            one("b", "0", rest=("sleep", "checkpoint"), demote_after=9.0029296875, prepare=True),
+            one("c", "0", "1", rest=("sleep",), prepare=True),
+            one("d", "1", prepare=True),
+        ),
+        (),
+    ),
+    "sleepers that share": (
+        (
+            one("a", "0", vram=5, rest=("sleep",), prepare=True),
+            one("b", "0", vram=5, rest=("sleep", "sleep-2"), demote_after=6.0029296875, ram=2),
+            one("c", "0", vram=8, rest=("checkpoint",)),
+            one("d", "0", vram=11, ram=3),
+        ),
+        (Gpu("0", vram=12, reserve=1),),
+    ),
+    "short of host memory": (
+        (
+            one("a", "0", ram=3, rest=("sleep",)),
+            one("b", "0", ram=5, rest=("sleep", "checkpoint")),
+            one("c", "1", ram=4, rest=("sleep", "stop")),
+            one("d", "1", ram=12),
+            one("t", "0", "1", ram=2),
+        ),
+        (),
+    ),
+    "islands short of host memory": (
+        (
+            one("a", "0", ram=3, rest=("sleep",)),
+            one("b", "0", ram=5, rest=("sleep", "checkpoint")),
+            one("c", "1", ram=4, rest=("sleep", "stop")),
+            one("d", "1", ram=12),
+            one("t", "2", "3", ram=2),
+            one("u", "2", ram=6, rest=("sleep",)),
+            one("v", "3", ram=6),
+        ),
+        (),
+    ),
     "replicas": ((one("r0", "0", model="m"), one("r1", "1", model="m"), one("a", "0"), one("b", "1")), ()),
 }
 
+
+HOST_MEMORY = {"short of host memory": 13, "islands short of host memory": 15, "sleepers that share": 12}
+"""Layout -> bytes; every sleeper keeps 4."""
 
 HOLDS = ({"quiet": 1.125, "max_hold": 10.125}, {"quiet": 40.125, "max_hold": 90.125})
 """The second holds a swap for longer than most lines may wait."""
@@ -72,8 +115,10 @@ def tick(seconds):
 class Hazards:
     """Engines whose steps take random times and sometimes fail; the same for the same seed, in any order."""
 
-    def __init__(self, seed, *, failing_starts=0.0, stuck=0.0):
+    def __init__(self, seed, *, failing_starts=0.0, stuck=0.0, residuals=None, host_bytes=0):
         self.seed = seed
+        self.residuals = residuals or {}
+        self.host_bytes = host_bytes
         self.failing_starts = failing_starts
         self.stuck = stuck
 
@@ -89,7 +134,8 @@ class Hazards:
             return Outcome(seconds, error, how)
         seconds = tick(draw.uniform(0.25, 2.0))
         error = BackendError("cannot be stopped") if draw.random() < self.stuck else None
-        return Outcome(seconds, error, how)
+        residual = self.residuals.get(step.backend, {})
+        return Outcome(seconds, error, how, residual, self.host_bytes)
 
 
 def own_settings(backends, seed):
@@ -125,8 +171,15 @@ def world(layout, policy, seed, requests=60):
         queue_timeout=draw.choice((25.0625, 600.0625)),
         max_wait=draw.choice((8.03125, 60.03125)),
         max_queue=draw.choice((6, 1000, 1000)),
+        host_memory=HOST_MEMORY.get(layout),
     )
-    engines = Hazards(seed, failing_starts=draw.choice((0.0, 0.3)), stuck=draw.choice((0.0, 0.15)))
+    engines = Hazards(
+        seed,
+        failing_starts=draw.choice((0.0, 0.3)),
+        stuck=draw.choice((0.0, 0.15)),
+        residuals={backend.name: dict.fromkeys(backend.gpus, 2) for backend in backends if backend.vram},
+        host_bytes=4 if layout in HOST_MEMORY else 0,
+    )
     impatient, mishaps = draw.choice((0.0, 0.4)), draw.choice((0.0, 0.1))
     models = sorted({backend.model for backend in backends})
     weights = [draw.choice((1, 1, 4)) for _ in models]
@@ -179,13 +232,15 @@ def test_the_worlds_contain_everything_that_can_happen():
     assert kinds == {
         *("queued", "leased", "released", "gone", "failed", "deferred"),
         *("starting", "ready", "draining", "severed", "stopping", "empty", "parked", "stuck"),
+        "demoting",
     }
     reasons = {event.reason.partition(":")[0] for log in logs for event in log}
     assert {"died", "load failed", "reprieved", "overdue"} <= reasons
     assert {"unload requested", "trying again to stop it"} <= reasons
     assert {"idle for 3.00781 s", "idle for 20.0078 s"} <= reasons
     assert {"a may stay for min_residency", "a and b may stay for min_residency"} <= reasons
-    assert {"waited_too_long", "load_failed", "stuck", "does_not_fit"} <= reasons
+    assert {"waited_too_long", "load_failed", "stuck", "does_not_fit", "host_memory_short"} <= reasons
+    assert {"errand", "host memory is short", "its memory is needed"} <= reasons
 
 
 def test_the_same_trace_gives_the_same_log():

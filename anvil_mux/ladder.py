@@ -1,0 +1,161 @@
+"""HOW DEEP: how far down its ladder a backend rests, and what all of them may keep of the host's memory.
+
+A backend's ``rest`` is a ladder. It leaves its GPUs by the first rung, and is taken one rung down when it has
+rested for ``demote_after``, or when host memory is short and no other sleeper is worth less. The last rung is
+always ``stop``. A sleeper that is often called rests for short times and is worth much, so it stays high.
+
+Not every rung can be reached from the one above without waking: ``DESCENTS`` has those that can be reached at
+all, and whether the backend needs its GPUs for it. Those rungs are passed over while others have the GPUs.
+
+``Host`` counts what engines keep of the host's memory, running and parked, over all islands. Its invariant:
+what is parked is never parked so high that the sum exceeds the budget. Running engines do not yield; a load
+that would not fit beside them is refused before anything is drained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from anvil_mux.config import Backend
+from anvil_mux.placement import HOLDING, Seat
+
+DESCENTS: dict[tuple[str, str], bool] = {
+    ("sleep", "sleep-2"): True,
+    ("sleep", "checkpoint"): False,
+    ("sleep-2", "checkpoint"): False,
+}
+"""(way by which it rests, deeper way) -> whether it is woken for that. Everything can be stopped as it is."""
+
+KEEPS_WEIGHTS = frozenset(("sleep", "checkpoint"))
+"""Ways that move GPU memory to host memory."""
+
+PINS = frozenset(("sleep",))
+"""Ways after which an engine keeps the host memory even when it is awake again (vLLM)."""
+
+Worth = Callable[[Seat, float], Any]
+"""What it is worth at a moment that a backend rests as high as it does; the least yields first."""
+
+
+def rungs(backend: Backend) -> tuple[str, ...]:
+    """The whole ladder, from the top down."""
+    return tuple(dict.fromkeys((*backend.rest, "stop")))
+
+
+def below(seat: Seat, *, may_wake: bool) -> str:
+    """The next rung for a parked backend; ``may_wake``: its GPUs are free for it."""
+    ladder = rungs(seat.backend)
+    deeper = ladder[ladder.index(seat.rests) + 1 :] if seat.rests in ladder else ()
+    for way in deeper:
+        wakes = DESCENTS.get((seat.rests, way))
+        if wakes is False or (wakes and may_wake):
+            return way
+    return "stop"
+
+
+def demoted_at(seat: Seat) -> float | None:
+    """When a parked backend has rested long enough; None: it may rest as it does."""
+    after = seat.backend.demote_after
+    return None if after is None or seat.state != "parked" else max(seat.since + after, seat.retry_at)
+
+
+class Host:
+    """The host's memory: who keeps how much of it. Shared by the islands, guarded like them."""
+
+    def __init__(self, budget: int | None = None) -> None:
+        self.budget = budget
+        """Bytes; None: nobody counts."""
+        self.changes = 0
+        """How often somebody's share changed: then every island is to be asked again."""
+        self._seats: dict[str, tuple[Seat, Worth]] = {}
+
+    def join(self, seat: Seat, worth: Worth) -> None:
+        self._seats[seat.name] = seat, worth
+
+    def short(self, target: Seat, leaving: Collection[Seat] = ()) -> int:
+        """Bytes that are missing to run ``target``, even if every sleeper were stopped; at most 0 if none."""
+        if self.budget is None:
+            return 0
+        staying = (seat for seat, _ in self._seats.values() if seat is not target and seat not in leaving)
+        return target.ram + sum(map(_insists_on, staying)) - self.budget
+
+    def never_fits(self, target: Seat) -> str:
+        """Why it could not run even if nothing else did; "" if it could."""
+        if self.budget is None or target.ram <= self.budget:
+            return ""
+        return f"it needs {_gib(target.ram)} of host memory; engines may have {_gib(self.budget)}"
+
+    def insisting(self, but: Seat) -> list[tuple[str, int]]:
+        """Who else keeps host memory and does not yield it, and how much, the largest first."""
+        amounts = [(name, _insists_on(seat)) for name, (seat, _) in self._seats.items() if seat is not but]
+        return sorted(((name, amount) for name, amount in amounts if amount), key=lambda each: -each[1])
+
+    def rung(self, seat: Seat) -> str:
+        """The highest rung on which there is room for a backend that leaves its GPUs now."""
+        if self.budget is None:
+            return seat.backend.rest[0]
+        others = sum(self._kept(s) for s, _ in self._seats.values() if s is not seat)
+        fits = (way for way in rungs(seat.backend) if others + _parked_bytes(seat, way) <= (self.budget or 0))
+        return next(fits, "stop")
+
+    def has_room(self) -> bool:
+        """Whether all that is kept, and all that is about to be, fits as it is."""
+        return self.budget is None or sum(self._kept(seat) for seat, _ in self._seats.values()) <= self.budget
+
+    def yields(self, now: float) -> Seat | None:
+        """The parked backend that must go one rung down, because host memory is or will be short."""
+        if self.budget is None:
+            return None
+        excess = sum(self._promised(seat) for seat, _ in self._seats.values()) - self.budget
+        if excess <= 0:
+            return None
+        leaving = [(worth(seat, now), name) for name, (seat, worth) in self._seats.items() if _leaves(seat)]
+        for _, name in sorted(leaving):
+            seat, _ = self._seats[name]
+            if seat.state == "parked" and seat.retry_at <= now:
+                return seat
+            excess -= self._promised(seat)  # it takes a lower rung by itself when its drain has ended
+            if excess <= 0:
+                return None
+        return None
+
+    def _kept(self, seat: Seat) -> int:
+        """Bytes that a backend keeps now, or is about to."""
+        if seat.state == "stopping":
+            return max(seat.ram, _parked_bytes(seat, seat.rung))
+        if seat.state in HOLDING or seat.coming:
+            return max(seat.ram, seat.host_bytes)
+        return seat.host_bytes
+
+    def _promised(self, seat: Seat) -> int:
+        """Bytes that a backend will keep when what is under way has ended."""
+        if seat.state == "demoting":
+            return _parked_bytes(seat, seat.rung)
+        if seat.state == "draining":
+            return max(seat.ram, _parked_bytes(seat, seat.backend.rest[0]))
+        return self._kept(seat)
+
+
+def _insists_on(seat: Seat) -> int:
+    """Bytes that a backend keeps because it runs, or because it cannot be stopped."""
+    if seat.state in HOLDING or seat.coming:
+        return seat.ram
+    return seat.host_bytes if seat.failed_stops else 0
+
+
+def _leaves(seat: Seat) -> bool:
+    return seat.state in ("parked", "draining") and not seat.coming
+
+
+def _parked_bytes(seat: Seat, way: str) -> int:
+    """What a backend keeps of host memory while it rests, as last seen, or else what it holds on its GPUs."""
+    if way == "stop":
+        return 0
+    if way in seat.kept:
+        return seat.kept[way]
+    moved = sum(seat.holds.values()) if way in KEEPS_WEIGHTS else 0
+    return seat.ram + moved
+
+
+def _gib(amount: int) -> str:
+    return f"{amount / (1 << 30):.1f} GiB"

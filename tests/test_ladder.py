@@ -1,0 +1,341 @@
+"""How deep what is parked rests, and who yields the memory of the host."""
+
+import pytest
+
+from anvil_mux.config import Gpu
+from anvil_mux.errors import DoesNotFit, HostMemoryShort
+from anvil_mux.ladder import Host, below, rungs
+from anvil_mux.placement import HOLDING, Seat
+from anvil_mux.residency import Demote, Start, Stop
+from anvil_mux.simulate import Engines, Outcome, Request, _Simulation
+from tests.test_residency import Island, backend
+from tests.test_simulate import HOST_MEMORY, LAYOUTS, world
+
+LADDER = ("sleep", "sleep-2", "checkpoint", "stop")
+
+
+def asleep(island, name, at, how="sleep", **holds):
+    """Puts an idle resident to rest."""
+    island.core.unload_requested(name, at, "unload requested")
+    step = island.core.next_step(at)
+    assert isinstance(step, Stop)
+    island.core.stopped(name, at, how=how, **holds)
+    return island
+
+
+# Rungs
+
+
+@pytest.mark.parametrize(
+    ("rests", "may_wake", "expected"),
+    [
+        ("sleep", True, "sleep-2"),
+        ("sleep", False, "checkpoint"),
+        ("sleep-2", False, "checkpoint"),
+        ("checkpoint", True, "stop"),
+        ("pause", True, "stop"),
+    ],
+)
+def test_the_rung_below_is_the_next_that_can_be_reached(rests, may_wake, expected):
+    seat = Seat(backend("a", rest=LADDER), {"0": 1}, rests=rests)
+    assert below(seat, may_wake=may_wake) == expected
+
+
+def test_every_ladder_ends_with_a_stop():
+    assert rungs(backend("a", rest=("sleep",))) == ("sleep", "stop")
+    assert rungs(backend("a")) == ("stop",)
+
+
+# Resting for long
+
+
+def sleeper(*ladder, after=10.0, others=()):
+    """``a`` sleeps since 1.0 on a free GPU."""
+    island = Island(backend("a", rest=ladder, demote_after=after), *others).with_resident("a")
+    return asleep(island, "a", 1.0)
+
+
+def test_a_sleeper_is_demoted_when_its_time_on_the_rung_is_over():
+    island = sleeper("sleep")
+    assert island.steps(1.0) == []
+    assert island.until == 11.0
+    assert island.core.next_step(11.0) == Demote("a", "sleep", "stop")
+    assert island.state("a") == "demoting"
+    island.core.stopped("a", 12.0)
+    assert island.state("a") == "empty"
+    island.sound()
+
+
+def test_a_sleeper_without_demote_after_sleeps_on():
+    island = sleeper("sleep", after=None)
+    assert island.steps(1e6) == []
+
+
+def test_each_rung_has_its_own_time():
+    island = sleeper("sleep", "checkpoint")
+    assert island.core.next_step(11.0) == Demote("a", "sleep", "checkpoint")
+    island.core.stopped("a", 12.0, how="checkpoint")
+    assert island.steps(21.0) == []
+    assert island.core.next_step(22.0) == Demote("a", "checkpoint", "stop")
+
+
+def test_a_sleeper_is_woken_for_a_deeper_sleep_while_its_gpu_is_free():
+    island = sleeper("sleep", "sleep-2")
+    assert island.core.next_step(11.0) == Start("a", "sleep")
+    island.core.started("a", 12.0, "sleep")
+    assert island.core.next_step(12.0) == Stop("a", "sleep-2")
+    island.core.stopped("a", 13.0, how="sleep-2")
+    assert island.core.seats["a"].rests == "sleep-2"
+    island.sound()
+
+
+def test_it_is_stopped_instead_while_another_has_its_gpu():
+    island = sleeper("sleep", "sleep-2", others=(backend("b"),))
+    island.request("b", 2.0)
+    assert island.steps(2.0) == ["start b"]
+    island.core.started("b", 3.0)
+    assert island.core.next_step(11.0) == Demote("a", "sleep", "stop")
+
+
+def test_who_is_asked_for_on_the_way_down_stays_up():
+    island = sleeper("sleep", "sleep-2")
+    assert island.steps(11.0) == ["start a"]
+    ticket = island.request("a", 11.5)
+    island.core.started("a", 12.0, "sleep")
+    assert ticket.backend == "a"
+    island.core.release(ticket, 13.0)
+    assert island.steps(13.0) == []
+    assert asleep(island, "a", 20.0).core.seats["a"].rests == "sleep"
+
+
+def test_who_is_waited_for_is_not_demoted():
+    island = sleeper("sleep", others=(backend("b"),))
+    island.request("b", 2.0)
+    island.steps(2.0)
+    island.request("a", 10.5)
+    assert island.steps(11.0) == []
+
+
+def test_who_cannot_be_demoted_stays_parked_and_is_stopped_later():
+    island = sleeper("sleep", "checkpoint")
+    island.steps(11.0)
+    island.core.stop_failed("a", 12.0, "no")
+    assert (island.state("a"), island.core.seats["a"].rests) == ("parked", "sleep")
+    assert island.steps(16.0) == []
+    assert island.core.next_step(22.0) == Demote("a", "sleep", "stop")
+
+
+# Memory of a shared GPU
+
+
+def sharing():
+    """``a`` sleeps and keeps 2 of the 10 bytes of GPU 0."""
+    a, b, c = backend("a", vram=6, rest=("sleep",)), backend("b", vram=8), backend("c", vram=9)
+    island = Island(a, b, c, gpus=(Gpu("0", vram=10),)).with_resident("a")
+    return asleep(island, "a", 1.0, residual={"0": 2})
+
+
+def test_a_sleeper_is_left_alone_while_there_is_room_beside_its_residual():
+    island = sharing()
+    island.request("b", 2.0)
+    assert island.steps(2.0) == ["start b"]
+
+
+def test_a_sleeper_whose_residual_is_in_the_way_is_put_down_first():
+    island = sharing()
+    island.request("c", 2.0)
+    assert island.steps(2.0) == ["demote a"]
+    island.core.stopped("a", 3.0)
+    assert island.steps(3.0) == ["start c"]
+    island.core.started("c", 4.0)
+    island.sound()
+
+
+def test_a_victim_that_keeps_more_than_the_target_leaves_room_for_is_put_down_as_well():
+    a, b = backend("a", vram=6, rest=("sleep",)), backend("b", vram=9)
+    island = Island(a, b, gpus=(Gpu("0", vram=10),)).with_resident("a")
+    island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    island.core.stopped("a", 2.0, {"0": 3}, "sleep")
+    assert island.steps(2.0) == ["demote a"]
+    island.core.stopped("a", 3.0)
+    assert island.steps(3.0) == ["start b"]
+
+
+def test_a_victim_that_is_not_needed_any_more_stays():
+    """Both must go for ``c``; while they drain, ``d`` dies and leaves room enough."""
+    a, b, d = (backend(name, vram=3) for name in "abd")
+    island = Island(a, b, backend("c", vram=6), d, gpus=(Gpu("0", vram=9),))
+    for name in "abd":
+        island.with_resident(name)
+    held = {name: island.request(name, 1.0) for name in "ab"}
+    island.core.seats["d"].last_used = 2.0
+    island.request("c", 3.0)
+    island.steps(3.0)
+    draining = [name for name, state in island.states().items() if state == "draining"]
+    assert len(draining) == 1, "the idle one is stopped at once"
+    stopping = next(name for name, state in island.states().items() if state == "stopping")
+    island.core.stopped(stopping, 4.0)
+    other = next(name for name in "abd" if name not in (*draining, stopping))
+    island.core.died(other, 5.0, "killed")
+    assert island.steps(5.0) == ["start c"]
+    assert island.state(draining[0]) == "ready"
+    for ticket in held.values():
+        island.core.release(ticket, 6.0)
+
+
+# The host's memory
+
+
+def short(budget, *backends):
+    return Island(*backends, host_memory=budget)
+
+
+def test_the_least_valuable_sleeper_yields_when_host_memory_is_short():
+    a, b = (backend(name, str(n), "9", rest=("sleep",)) for n, name in enumerate("ab"))
+    island = short(10, a, b).with_resident("a")
+    for name in "ab":
+        island.costs.learn("", name, "stop", 0.0, 10.0)
+    for at in range(1, 40):
+        island.core.release(island.request("a", at / 10), at / 10)
+    asleep(island, "a", 4.0, host_bytes=6)
+    island.with_resident("b", 5.0)
+    island.core.unload_requested("b", 6.0, "unload requested")
+    assert island.core.next_step(6.0) == Stop("b", "sleep")
+    island.core.stopped("b", 7.0, how="sleep", host_bytes=6)
+    assert island.core.next_step(7.0) == Demote("b", "sleep", "stop")
+    assert island.state("a") == "parked"
+
+
+def test_who_will_not_fit_asleep_takes_the_first_rung_on_which_there_is_room():
+    a = backend("a", rest=("sleep", "sleep-2", "stop"), ram=2)
+    island = short(5, a).with_resident("a")
+    seat = island.core.seats["a"]
+    seat.kept = {"sleep": 8, "sleep-2": 3}
+    island.core.unload_requested("a", 1.0, "unload requested")
+    assert island.core.next_step(1.0) == Stop("a", "sleep-2")
+
+
+def test_what_needs_more_host_memory_than_there_is_fails_at_once():
+    ticket = short(5, backend("a", ram=6)).request("a", 1.0)
+    assert isinstance(ticket.error, DoesNotFit)
+    assert "host memory" in ticket.error.message
+
+
+def test_a_resident_on_another_gpu_goes_when_the_host_has_no_room_for_both():
+    island = short(10, backend("a", "0", ram=6), backend("b", "1", ram=6), backend("t", "0", "1"))
+    island.with_resident("a")
+    island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    island.core.stopped("a", 2.0)
+    assert island.steps(2.0) == ["start b"]
+
+
+def test_a_line_that_other_islands_leave_no_host_memory_is_refused_when_it_is_overdue():
+    a, b = backend("a", "0", ram=6), backend("b", "1", ram=6)
+    host = Host(10)
+    other = Seat(a, {"0": 1}, state="ready")
+    host.join(other, lambda seat, now: 0.0)
+    island = short(10, b)
+    host.join(island.core.seats["b"], lambda seat, now: 0.0)
+    island.core._host = host
+    ticket = island.request("b", 1.0)
+    assert island.steps(1.0) == []
+    assert ticket.error is None
+    assert island.steps(61.0) == []
+    assert isinstance(ticket.error, HostMemoryShort)
+    assert "a has" in ticket.error.message
+
+
+class Audited(_Simulation):
+    """Adds up what is held after everything that happens."""
+
+    def _ask_alone(self, island, now):
+        super()._ask_alone(island, now)
+        residencies = {id(each): each.residency for each in self._islands.values()}.values()
+        seats = [seat for residency in residencies for seat in residency.seats.values()]
+        for residency in residencies:
+            for gpu, capacity in residency._placement.capacity.items():
+                used = sum(seat.occupies.get(gpu, 0) for seat in residency.seats.values())
+                assert used <= capacity or capacity == 1, (now, gpu)
+        kept = sum(seat.ram if seat.state in HOLDING else seat.host_bytes for seat in seats)
+        self.most = max(self.most, kept)
+
+
+@pytest.mark.parametrize("layout", HOST_MEMORY)
+def test_what_all_hold_never_exceeds_gpu_or_host(layout):
+    for seed in range(40):
+        config, trace, engines = world(layout, "eager", seed)
+        audited = Audited(config, engines, None, None)
+        audited.most = 0
+        for seat, _ in audited._host._seats.values():
+            seat.kept = dict.fromkeys(LADDER[:-1], 4)
+        audited.run(trace)
+        assert 0 < audited.most <= config.host_memory, seed
+
+
+def test_the_layouts_are_short_of_memory_indeed():
+    for layout, budget in HOST_MEMORY.items():
+        backends, _ = LAYOUTS[layout]
+        assert sum(max(one.ram or 0, 4) for one in backends) > budget
+
+
+# Preparing
+
+
+def test_every_backend_is_loaded_once_before_anybody_asks():
+    a, b = backend("a", rest=("sleep",), prepare=True), backend("b", prepare=True)
+    island = Island(a, b)
+    assert island.steps(0.0) == ["start a"]
+    island.core.started("a", 3.0)
+    assert island.steps(3.0) == ["stop a"]
+    island.core.stopped("a", 4.0, how="sleep")
+    assert island.steps(4.0) == ["start b"]
+    island.core.started("b", 9.0)
+    assert island.steps(9.0) == []
+    assert island.states() == {"a": "parked", "b": "ready"}
+    island.sound()
+
+
+def test_requests_go_before_preparing():
+    island = Island(backend("a", prepare=True), backend("b"))
+    island.request("b", 0.0)
+    assert island.steps(0.0) == ["start b"]
+    island.core.started("b", 1.0)
+    island.core.release(next(iter(island.core.seats["b"].holders)), 2.0)
+    assert island.steps(2.0) == [], "who has had work is not put out for it"
+
+
+def test_what_fails_to_load_is_not_prepared_again():
+    from anvil_mux.errors import LoadError
+
+    island = Island(backend("a", prepare=True))
+    island.steps(0.0)
+    island.core.start_failed("a", 1.0, LoadError("broken"))
+    assert island.steps(1e6) == []
+
+
+def test_a_request_joins_the_load_that_prepares_its_model():
+    island = Island(backend("a", prepare=True))
+    assert island.steps(0.0) == ["start a"]
+    ticket = island.request("a", 1.0)
+    island.core.started("a", 3.0)
+    assert ticket.backend == "a"
+
+
+def test_the_first_user_of_a_prepared_model_waits_for_a_wake_only():
+    """In virtual time: waking takes 0.5 s, a cold start 30 s."""
+
+    def perform(step, nth):
+        if isinstance(step, Start):
+            return Outcome(0.5 if step.how == "sleep" else 30.0)
+        return Outcome(0.25)
+
+    from anvil_mux.config import Config
+    from anvil_mux.simulate import simulate
+
+    sleepers = tuple(backend(name, rest=("sleep",), prepare=True) for name in "abc")
+    config = Config(backends=sleepers, policy="eager")
+    log = simulate(config, [Request(200.0, "a", 1.0), Request(210.0, "b", 1.0)], perform)
+    assert [e.seconds for e in log if e.kind == "leased"] == [0.75, 0.75]
+    assert Engines().stop_seconds == 1.0
