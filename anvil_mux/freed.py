@@ -41,6 +41,16 @@ class Held:
     """Its processes, if ``bytes`` is known of them; empty: it is declared."""
 
 
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What became of that; only GPUs that could be read."""
+
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    """What it holds still."""
+    freed: Mapping[str, int] = field(default_factory=dict)
+    """What it gave back: by its processes' account, or else as the GPU's free memory rose."""
+
+
 class Memory:
     """Reads GPUs through ``probe``; None: there are none to be read."""
 
@@ -69,8 +79,8 @@ class Memory:
         known = {gpu: amount for gpu, amount in amounts.items() if amount}
         return Held(known, {gpu: readings[gpu].free or 0 for gpu in known}, own)
 
-    def left(self, held: Held, *, runs: bool) -> dict[str, int]:
-        """GPU id -> bytes still held, once that is little enough; BackendError if it does not become so.
+    def left(self, held: Held, *, runs: bool) -> Left:
+        """What is still held, once that is little enough; BackendError if it does not become so.
 
         ``runs``: the backend runs on, asleep or the like.
         """
@@ -84,19 +94,20 @@ class Memory:
             else:
                 full = [gpu for gpu in left if held.pids and left[gpu]]
                 late = full or [gpu for gpu in left if not _risen(held, gpu, readings[gpu])]
+            if late and self._now() >= until:
+                self._judge(held, left, full)
+                late = []
             if not late:
-                return left if runs else {}
-            if self._now() >= until:
-                return self._judge(held, left, full)
+                freed = {gpu: _freed(held, gpu, reading, left[gpu]) for gpu, reading in readings.items()}
+                return Left(left if runs else {}, freed)
             self._sleep(PAUSE)
 
-    def _judge(self, held: Held, left: Mapping[str, int], full: list[str]) -> dict[str, int]:
+    def _judge(self, held: Held, left: Mapping[str, int], full: list[str]) -> None:
         """What to make of memory that was not freed in time."""
         if full:
             what = ", ".join(f"{_gib(left[gpu])} of {_gib(held.bytes[gpu])} on GPU {gpu}" for gpu in full)
             raise BackendError(f"after {PATIENCE:g} s it still holds {what}")
         log.warning("GPU %s: memory of an engine that has ended is not free", ", ".join(left))
-        return {}
 
     def _read(self, gpus: Iterable[str]) -> dict[str, Reading]:
         found = self._probe() if self._probe and gpus else Gpus()
@@ -105,7 +116,10 @@ class Memory:
 
 
 def host_bytes(pids: Iterable[int]) -> int:
-    """Host memory of processes, without the files that they have mapped; 0 for those that are gone."""
+    """Host memory of processes, without the files that they have mapped; 0 for those that are gone.
+
+    What several share counts for each: telling that apart takes the kernel 12 ms per GiB, and it is little.
+    """
     total = 0
     for pid in pids:
         try:
@@ -127,6 +141,12 @@ def _left(held: Held, gpu: str, reading: Reading) -> int:
     if held.pids:
         return _amount(reading, held.pids) or 0
     return max(held.bytes[gpu] - ((reading.free or 0) - held.free[gpu]), 0)
+
+
+def _freed(held: Held, gpu: str, reading: Reading, left: int) -> int:
+    """``left`` is what it holds still, or what of that which was declared for it has not become free."""
+    risen = (reading.free or 0) - held.free[gpu]
+    return max(held.bytes[gpu] - left if held.pids else risen, 0)
 
 
 def _risen(held: Held, gpu: str, reading: Reading) -> bool:

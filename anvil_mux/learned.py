@@ -1,4 +1,4 @@
-"""What was learned, kept across restarts: what swaps cost.
+"""What was learned, kept across restarts: what swaps cost, and what backends hold.
 
 One file in the state folder, replaced as a whole, so that a program that is killed leaves the old one. If it
 cannot be read, that is said and forgotten: everything in it can be learned again. It holds JSON, but lacks
@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from anvil_mux.config import Config
 from anvil_mux.costs import Cost
+from anvil_mux.footprint import Footprint
 
 VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the file says."""
+
+    costs: Sequence[Cost] = ()
+    footprints: Sequence[Footprint] = ()
 
 
 class Learned:
@@ -25,29 +35,26 @@ class Learned:
     def __init__(self, folder: Path, complain: Callable[[str], object]) -> None:
         self._file = folder / "learned"
         self._complain: Callable[[str], object] | None = complain
-        self._saved: Sequence[Cost] = ()
+        self._saved = Known()
 
-    def read(self, config: Config) -> Sequence[Cost]:
-        """What is known of the models that are still served."""
-        models = {backend.model for backend in config.backends}
+    def read(self, config: Config) -> Known:
+        """What is known of models and backends that are still served, on the GPUs that they still have."""
         try:
             content = json.loads(self._file.read_text())
-            if content["version"] != VERSION:
-                return ()
-            costs = [Cost(**about) for about in content["costs"]]
-            self._saved = [cost for cost in costs if cost.target in models and cost.seconds >= 0.0]
+            if content["version"] == VERSION:
+                self._saved = Known(_costs(content, config), _footprints(content, config))
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             self._say(f"{self._file} cannot be read, so what swaps cost is learned anew: {error}")
         return self._saved
 
-    def save(self, costs: Sequence[Cost]) -> None:
+    def save(self, known: Known) -> None:
         """Writes what has changed since it was read or saved."""
-        if costs == self._saved:
+        if known == self._saved:
             return
-        self._saved = costs
-        content = {"version": VERSION, "costs": [asdict(cost) for cost in costs]}
+        self._saved = known
+        content = {"version": VERSION, **asdict(known)}
         fresh = self._file.with_name("learned.new")
         try:
             fresh.write_text(json.dumps(content, indent=1))
@@ -59,3 +66,21 @@ class Learned:
         if self._complain:
             self._complain(text)
             self._complain = None
+
+
+def _costs(content: Mapping[str, Any], config: Config) -> list[Cost]:
+    models = {backend.model for backend in config.backends}
+    costs = [Cost(**about) for about in content["costs"]]
+    return [cost for cost in costs if cost.target in models and cost.seconds >= 0.0]
+
+
+def _footprints(content: Mapping[str, Any], config: Config) -> list[Footprint]:
+    gpus = {backend.name: set(backend.gpus) for backend in config.backends}
+    found = [Footprint(**about) for about in content.get("footprints", ())]  # a file may lack them
+    return [each for each in found if each.backend in gpus and _is_sound(each, gpus[each.backend])]
+
+
+def _is_sound(footprint: Footprint, gpus: set[str]) -> bool:
+    held, residual = footprint.held, footprint.residual
+    amounts = [*held.values(), *residual.values(), footprint.host_bytes]
+    return held.keys() == residual.keys() <= gpus and all(amount >= 0 for amount in amounts)

@@ -33,6 +33,7 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
+from anvil_mux.footprint import Footprint, Footprints
 from anvil_mux.ladder import Host
 from anvil_mux.placement import HOLDING, islands
 from anvil_mux.policy import FOREVER, build_policy
@@ -162,6 +163,7 @@ class Multiplexer:
         log: Callable[[Event], object],
         log_leases: bool = True,
         costs: Iterable[Cost] = (),
+        footprints: Iterable[Footprint] = (),
         clock: Clock | None = None,
     ) -> None:
         self._config = config
@@ -175,6 +177,7 @@ class Multiplexer:
         self._addresses: dict[str, tuple[str, int]] = {}  # backend -> where it was last seen to listen
         self._costs = Costs(costs)
         self._host = Host(config.host_memory)
+        self._footprints = Footprints(footprints)
         self._tickets = 0
         self._waiting = 0
         self._closing: MuxError | None = None
@@ -443,9 +446,13 @@ class Multiplexer:
             why = _text(error)
             self._tell(name, lambda residency, now: residency.stop_failed(name, now, why))
         else:
-            self._tell(
-                name, lambda r, now: r.stopped(name, now, rested.residual, rested.how, rested.host_bytes)
-            )
+            self._tell(name, lambda residency, now: self._stopped(residency, name, rested, now))
+
+    def _stopped(self, residency: Residency, name: str, rested: Rested, now: float) -> None:
+        if not residency.seats[name].failed_stops:  # else an earlier attempt may have freed some of it
+            how, residual, kept = rested.how, rested.residual, rested.host_bytes
+            self._footprints.learn(name, how, rested.freed, residual, kept)
+        residency.stopped(name, now, rested.residual, rested.how, rested.host_bytes)
 
     # The end
 
@@ -495,6 +502,11 @@ class Multiplexer:
         """What swaps cost, as far as was learned."""
         with self._lock:
             return list(self._costs)
+
+    def footprints(self) -> list[Footprint]:
+        """What backends held, and kept while they rested, as it was measured."""
+        with self._lock:
+            return list(self._footprints)
 
     def loading(self) -> list[str]:
         """The backends that are being loaded."""

@@ -39,7 +39,7 @@ from anvil_mux.eventlog import EventLog
 from anvil_mux.gateway import Gateway
 from anvil_mux.home import CPUs, Home
 from anvil_mux.journal import Journal
-from anvil_mux.learned import Learned
+from anvil_mux.learned import Known, Learned
 from anvil_mux.metrics import Metrics
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.process import ProcessRuntime, state_folder
@@ -163,12 +163,14 @@ class Program:
             self._event_log: EventLog | None = None
             if events is not None:
                 self._event_log = EventLog(events, eventlog.header(config, self._clock.wall(0.0)), say)
+            known = self._learned.read(config)
             self._mux = Multiplexer(
                 config,
                 Swapper(self._runtime, probe=gpu.probe if gpu.probe().readings else None),
                 log=self._observe(),
                 log_leases=self._event_log is not None or self._journal.tells_leases,
-                costs=self._learned.read(config),
+                costs=known.costs,
+                footprints=known.footprints,
                 clock=self._clock,
             )
             gateway = Gateway(
@@ -214,7 +216,7 @@ class Program:
         """Now and then while something happens, in the journal's thread."""
         self._pool.sweep()
         self._home.look(time.monotonic())
-        self._learned.save(self._mux.costs())
+        self._learned.save(Known(self._mux.costs(), self._mux.footprints()))
 
     def _log_tail(self, backend: str) -> list[str]:
         return next((self._runtime.log_tail(b) for b in self._config.backends if b.name == backend), [])

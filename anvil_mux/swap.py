@@ -30,7 +30,7 @@ from anvil_mux.checkpoint import Checkpointer
 from anvil_mux.config import WAY_ALIASES, Backend
 from anvil_mux.engine import await_ready
 from anvil_mux.errors import BackendError, LoadError, MuxError
-from anvil_mux.freed import Held, Memory, host_bytes
+from anvil_mux.freed import Held, Left, Memory, host_bytes
 from anvil_mux.gpu import Gpus
 
 log = logging.getLogger(__name__)
@@ -108,6 +108,8 @@ class Rested:
     """GPU id -> bytes that it still holds there, as far as is known."""
     host_bytes: int = 0
     """Host memory that it keeps while it rests; 0 when stopped or unknown."""
+    freed: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """GPU id -> bytes that it gave back there, measured; empty where that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,14 +429,23 @@ class Swapper:
     ) -> Rested:
         with self._tools.phase(backend, "evict"):
             moved = leave(backend)
-        left = held.bytes if held.pids else {}
+        left = Left(held.bytes, dict.fromkeys(held.bytes, 0)) if held.pids else Left()
         if way.frees:
             with self._tools.phase(backend, "verify"):
                 left = self._memory.left(held, runs=True)
+        # Docker does not look into what is frozen, and processes may have been replaced by others.
+        kept = max(moved, host_bytes(self._pids(backend)))
         if way.freezes:
             with self._tools.phase(backend, "freeze"):
                 self._runtime.pause(backend)
-        return Rested(how, {**dict.fromkeys(backend.gpus, 0), **left}, max(moved, host_bytes(held.pids)))
+        return Rested(how, {**dict.fromkeys(backend.gpus, 0), **left.bytes}, kept, left.freed)
+
+    def _pids(self, backend: Backend) -> list[int]:
+        """Its processes; none where they cannot be asked for."""
+        try:
+            return self._runtime.pids(backend)
+        except MuxError:
+            return []
 
     def _put_down(self, backend: Backend, held: Held) -> Rested:
         """Stops it, or kills it; BackendError if not even that frees its GPUs."""
@@ -453,8 +464,8 @@ class Swapper:
         with self._tools.phase(backend, "evict"):
             end(backend)
         with self._tools.phase(backend, "verify"):
-            self._memory.left(held, runs=False)
-        return Rested("stop")
+            left = self._memory.left(held, runs=False)
+        return Rested("stop", freed=left.freed)
 
     def _held(self, backend: Backend, *, resident: bool) -> Held:
         """What it holds on its GPUs; nothing is known where that cannot be asked."""

@@ -8,7 +8,7 @@ import pytest
 
 from anvil_mux.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.freed import Held, Memory, host_bytes
+from anvil_mux.freed import Held, Left, Memory, host_bytes
 from anvil_mux.gpu import Gpus
 from tests.sleepy_engine import GIB, Ledger
 from tests.test_engine import Waiting
@@ -50,7 +50,7 @@ def test_a_sleeper_has_to_give_up_most_of_what_is_no_context(
     held = desk.held()
     desk.holds(after)
     if enough:
-        assert desk.memory.left(held, runs=True) == dict.fromkeys("01", int(after * GIB))
+        assert desk.memory.left(held, runs=True).bytes == dict.fromkeys("01", int(after * GIB))
         assert desk.time.pauses == []
     else:
         with pytest.raises(BackendError, match=r"after 5 s it still holds .* on GPU 0, .* on GPU 1"):
@@ -74,7 +74,24 @@ def test_of_who_was_stopped_nothing_may_be_left() -> None:
     with pytest.raises(BackendError, match=r"0.1 GiB of 10.0 GiB on GPU 0"):
         desk.memory.left(held, runs=False)
     desk.holds(0)
-    assert desk.memory.left(held, runs=False) == {}
+    assert desk.memory.left(held, runs=False) == Left({}, dict.fromkeys("01", 10 * GIB))
+
+
+def test_what_a_sleeper_gave_back_is_its_own_whatever_others_took() -> None:
+    desk = Desk()
+    desk.holds(10)
+    held = desk.held()
+    desk.holds(1)
+    desk.ledger.hold(PID + 1, ("0",), 6 * GIB)
+    assert desk.memory.left(held, runs=True).freed == dict.fromkeys("01", 9 * GIB)
+
+
+def test_where_processes_cannot_be_read_what_was_given_back_is_what_became_free() -> None:
+    desk = Desk(processes=False)
+    desk.holds(6)
+    held = desk.held(Backend("a", "a", ("0",), vram=8 * GIB))
+    desk.holds(0)
+    assert desk.memory.left(held, runs=False) == Left({}, {"0": 6 * GIB})
 
 
 def test_what_somebody_else_holds_is_not_the_backends() -> None:
@@ -95,7 +112,7 @@ def test_what_is_declared_counts_where_processes_cannot_be_read_and_only_of_resi
 @pytest.mark.parametrize("memory", [Memory(), Memory(Gpus)])
 def test_without_a_gpu_to_be_read_nobody_asks_for_processes(memory: Memory) -> None:
     assert memory.held(A, lambda: pytest.fail("asked"), resident=True) == Held()
-    assert memory.left(Held(), runs=True) == {}
+    assert memory.left(Held(), runs=True) == Left()
 
 
 def test_host_memory_is_that_of_the_processes_that_are_there() -> None:

@@ -9,7 +9,7 @@ import anvil_mux
 
 ROWS = (
     "errors clock http1 interpolate accesslog settings service home",
-    "api composefile policy preemption routing costs demand config",
+    "api composefile policy preemption routing costs footprint demand config",
     "placement ladder residency engine control compose process gpu freed driver checkpoint",
     "swap multiplexer simulate workload figures clairvoyant eventlog plot study",
     "pump relay metrics journal learned client",
@@ -19,7 +19,7 @@ ROWS = (
 ORDER = [module for row in ROWS for module in row.split()]
 """Each module imports only modules that stand before it."""
 
-CORE = ("residency", "ladder", "placement", "policy", "preemption", "routing", "costs", "demand")
+CORE = ("residency", "ladder", "placement", "policy", "preemption", "routing", "costs", "footprint", "demand")
 FORBIDDEN = {
     "threading",
     "time",

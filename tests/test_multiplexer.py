@@ -10,6 +10,7 @@ from anvil_mux import errors, multiplexer, residency
 from anvil_mux.config import Config, Gpu
 from anvil_mux.costs import Cost
 from anvil_mux.errors import (
+    BackendError,
     BadRequest,
     ClientGone,
     Draining,
@@ -20,6 +21,7 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
+from anvil_mux.footprint import Footprint
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.residency import Demote, Event, Start, Stop
 from anvil_mux.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
@@ -237,6 +239,40 @@ class Stage:
 
     def kinds(self, *kinds):
         return [f"{e.kind} {e.backend or e.model}" for e in self.log if e.kind in kinds]
+
+
+def test_what_a_backend_held_is_learned_when_it_leaves():
+    stage = Stage()
+    stage.engines.evict = lambda backend, how: Rested("sleep", {"0": 2}, 16, {"0": 18})
+    stage.request(0.0, "a")
+    stage.request(10.0, "b")
+    seen = []
+
+    def main(stage):
+        stage.clock.sleep(30.0)
+        seen.extend(stage.mux.footprints())
+
+    stage.play(main)
+    assert seen == [Footprint("a", "sleep", {"0": 20}, {"0": 2}, 16, 1)]
+
+
+def test_nothing_is_learned_from_what_one_held_that_could_not_be_stopped_at_first():
+    stage, answers = Stage(), [BackendError("still runs"), Rested("stop", freed={"0": 3})]
+
+    def evict(backend, how):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def main(stage):
+        stage.clock.sleep(60.0)
+        assert (answers, stage.mux.footprints()) == ([], [])
+
+    stage.engines.evict = evict
+    stage.request(0.0, "a")
+    stage.request(10.0, "b")
+    stage.play(main)
 
 
 SEEDS = pytest.mark.parametrize("seed", range(5))

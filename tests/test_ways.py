@@ -228,9 +228,38 @@ def test_a_sleeper_has_given_up_what_is_declared_for_it_and_is_not_waited_for_ag
     scene.house.close()
 
 
+@pytest.mark.parametrize(
+    ("how", "freed"),
+    [("sleep", 18 * GIB), ("checkpoint", 18 * GIB + CONTEXT), ("pause", 0), ("stop", 18 * GIB + CONTEXT)],
+)
+def test_what_was_given_back_is_measured(scene: Scene, how: str, freed: int) -> None:
+    scene.resident(A)
+    rested = scene.swapper.evict(A, how)
+    assert (rested.how, rested.freed) == (how, {"0": freed})
+
+
+def test_who_is_stopped_because_it_did_not_sleep_gave_back_all_that_it_held(scene: Scene) -> None:
+    engine = scene.resident(A)
+    engine.faults.add("sleep dies")
+    assert scene.swapper.evict(A, "sleep").freed == {"0": 18 * GIB + CONTEXT}
+
+
+def test_nothing_is_measured_where_no_gpu_can_be_read(scene: Scene) -> None:
+    scene.resident(A)
+    assert Swapper(scene.house).evict(A, "sleep").freed == {}
+
+
+def test_host_memory_is_told_where_no_gpu_can_be_read_too(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = scene.resident(A)
+    monkeypatch.setattr(swap, "host_bytes", lambda pids: {engine.pid: 16 * GIB}[pids[0]])
+    assert Swapper(scene.house).evict(A, "sleep").host_bytes == 16 * GIB
+
+
 def test_what_a_sleeper_keeps_in_host_memory_is_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = scene.resident(A)
-    monkeypatch.setattr(swap, "host_bytes", lambda pids: {frozenset([engine.pid]): 16 * GIB}[pids])
+    monkeypatch.setattr(swap, "host_bytes", lambda pids: {engine.pid: 16 * GIB}[pids[0]])
     assert scene.swapper.evict(A, "sleep").host_bytes == 16 * GIB
     assert scene.swapper.demote(A, "sleep", "stop").host_bytes == 0
 

@@ -1,0 +1,70 @@
+"""What backends hold, and what they keep while they rest, as it was measured when they left.
+
+A footprint belongs to a backend and a way to rest. It is that of the last time, no average: what an engine
+takes is settled by its settings, and a mean of before and after a change of them was never true. What could
+not be read is not in it. Not thread-safe: whoever shares it between islands guards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes, by GPU and in host memory."""
+
+    backend: str
+    way: str
+    held: Mapping[str, int] = field(default_factory=dict)
+    """GPU id -> what it held while it was resident."""
+    residual: Mapping[str, int] = field(default_factory=dict)
+    """GPU id -> what it held still while it rested; for the same GPUs."""
+    host_bytes: int = 0
+    """What it kept in host memory while it rested; 0 where that is not known."""
+    times: int = 0
+    """How often it was measured."""
+
+
+class Footprints:
+    """All that were measured."""
+
+    def __init__(self, known: Iterable[Footprint] = ()) -> None:
+        self._known: dict[tuple[str, str], Footprint] = {}  # the newest last
+        self._held: dict[str, Mapping[str, int]] = {}
+        for footprint in known:
+            self._remember(footprint)
+
+    def __iter__(self) -> Iterator[Footprint]:
+        return iter(self._known.values())
+
+    def learn(
+        self,
+        backend: str,
+        way: str,
+        freed: Mapping[str, int],
+        residual: Mapping[str, int],
+        host_bytes: int = 0,
+    ) -> None:
+        """The backend left its GPUs by this way; ``freed`` is what it gave back, where that was read."""
+        if not freed and not host_bytes:
+            return
+        left = {gpu: residual.get(gpu, 0) for gpu in freed}
+        held = {gpu: amount + left[gpu] for gpu, amount in freed.items()}
+        old = self._known.pop((backend, way), None)
+        times = old.times + 1 if old else 1
+        self._remember(Footprint(backend, way, held, left, host_bytes, times))
+
+    def held(self, backend: str) -> Mapping[str, int]:
+        """GPU id -> what it held there when it last left; empty where that was never read."""
+        return self._held.get(backend, {})
+
+    def resting(self, backend: str, way: str) -> Footprint | None:
+        """What it keeps while it rests by this way, as of the last time."""
+        return self._known.get((backend, way))
+
+    def _remember(self, footprint: Footprint) -> None:
+        self._known[footprint.backend, footprint.way] = footprint
+        if footprint.held:
+            self._held[footprint.backend] = footprint.held
