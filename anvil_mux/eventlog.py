@@ -210,6 +210,8 @@ def _line(event: Event) -> str:
         text += f',"reason":{quoted(event.reason)}'
     if event.target:
         text += f',"target":{quoted(event.target)}'
+    if event.way:
+        text += f',"way":{quoted(event.way)}'
     return text + "}\n"
 
 

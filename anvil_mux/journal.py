@@ -21,7 +21,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from anvil_mux.accesslog import Served, human_line, json_line, stamp
-from anvil_mux.metrics import Metrics
+from anvil_mux.config import Backend
+from anvil_mux.metrics import Metrics, Phase
 from anvil_mux.residency import Event
 
 GATHER_SECONDS = 0.1
@@ -60,7 +61,7 @@ class Journal:
         self._verbosity = verbosity
         self.tells_leases = verbosity >= VERBOSE
         """Whether it does anything with ``leased`` and ``released``."""
-        self._entries: deque[Event | Served | threading.Event] = deque()
+        self._entries: deque[Event | Phase | Served | threading.Event] = deque()
         # Guards the metrics, the lines below and the taking of entries.
         self._folding = threading.Lock()
         self._lines: list[str] = []  # of requests, not written yet
@@ -89,6 +90,11 @@ class Journal:
         if event.kind not in _OF_REQUESTS or self.tells_leases:
             self._entries.append(event)
             self._some.set()
+
+    def told(self, backend: Backend, phase: str, seconds: float) -> None:
+        """Takes a phase of a swap, in the thread of the keeper that performs it. See swap.Told."""
+        self._entries.append(Phase(backend.model, phase, seconds))
+        self._some.set()
 
     def flush(self) -> None:
         """Waits until what was added before is counted and written."""
@@ -151,7 +157,7 @@ class Journal:
             entry = self._entries[0] if self._entries else None
             if entry and not isinstance(entry, Served):
                 self._entries.popleft()
-            if isinstance(entry, Event):
+            if isinstance(entry, (Event, Phase)):
                 self._count(entry)
         if lines:
             _write(STDERR if self._access is None else self._access, "".join(lines))
@@ -160,11 +166,14 @@ class Journal:
         if isinstance(entry, threading.Event):
             entry.set()
 
-    def _count(self, event: Event) -> None:
+    def _count(self, entry: Event | Phase) -> None:
         try:
-            self._metrics.observe(event)
+            if isinstance(entry, Event):
+                self._metrics.observe(entry)
+            else:
+                self._metrics.took(entry)
         except Exception:
-            self._lines.append(f"journal: {event}\n{traceback.format_exc()}")
+            self._lines.append(f"journal: {entry}\n{traceback.format_exc()}")
 
     def _tell(self, event: Event) -> str:
         """What is to be told of an event. An engine's last lines may take a while, so nothing is held."""
@@ -186,7 +195,7 @@ def _write(descriptor: int, text: str) -> None:
         pass  # a full disk or a closed pipe must not end the service
 
 
-_OF_REQUESTS = frozenset(("queued", "leased", "released", "gone", "failed"))
+_OF_REQUESTS = frozenset(("queued", "leased", "released"))
 _NORMAL = frozenset(("starting", "ready", "draining", "stopping", "parked", "demoting", "empty", "deferred"))
 
 
@@ -214,6 +223,7 @@ def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
         "seconds": round(event.seconds, 3) if event.seconds < float("inf") else None,
         "reason": event.reason,
         "target": event.target,
+        "way": event.way,
         "engine_log": list(tail),
     }
     return json.dumps({key: value for key, value in line.items() if value not in ("", 0, [], None)}) + "\n"

@@ -1,15 +1,19 @@
 """Events and access records -> Prometheus.
 
-``observe`` is a fold over the residency's events and ``served`` counts one finished request. Both only add to
-plain numbers, because they are called for every request; the numbers become metric families when somebody
-asks for them. What is true at this moment (states, lines, leases) is not counted along but read from
-``status`` at the scrape. One thread calls ``observe`` and ``served`` (journal.py's), any thread ``render``.
+``observe`` is a fold over the residency's events, ``took`` notes what a phase of a swap took and ``served``
+counts one finished request. They only add to plain numbers, because they are called for every request; the
+numbers become metric families when somebody asks for them. What is true at this moment (states, lines,
+leases) is not counted along but read from ``status`` at the scrape. One thread at a time calls ``observe``,
+``took`` and ``served`` (journal.py sees to that), any thread ``render``.
 
-A swap is taken apart into phases that follow one another without a gap, so that their sum is what the swap
-took: drain (from its beginning until its last victim is told to stop), evict (until that is gone) and load
-(until the target answers). A load into free room has the last one only.
+The phases of a swap belong to the model that goes through them: a victim's are drain, evict, verify (until
+its memory is really free) and freeze; cooldown (the policy held the swap back, and the victims served on),
+load, ready (until its engine answers) and probe (a first token) are those of the model that comes. Of one
+model they follow one another; of several victims they run side by side. Events tell of cooldown and drain,
+swap.py of the others, those of attempts that failed too.
 
-Labels are bounded: models are configured ids or "unknown", routes those of the allow-list or "other".
+Labels are bounded: models are configured ids or "unknown", routes those of the allow-list or "other", reasons
+those listed here.
 """
 
 from __future__ import annotations
@@ -18,9 +22,9 @@ import math
 import platform
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
@@ -37,6 +41,7 @@ from prometheus_client.utils import floatToGoString
 from anvil_mux import __version__, api
 from anvil_mux.accesslog import Served
 from anvil_mux.config import Config
+from anvil_mux.costs import Cost
 from anvil_mux.multiplexer import Status
 from anvil_mux.residency import TRANSITIONS, Event
 
@@ -46,10 +51,29 @@ BUCKETS = (
 )
 """A token takes milliseconds, a cold start of a large model minutes."""
 STATES = sorted({state for state, _ in TRANSITIONS} | set(TRANSITIONS.values()))
-NONE, SEVERAL, UNKNOWN = "none", "several", "unknown"
+NONE, SEVERAL, UNKNOWN, OTHER = "none", "several", "unknown", "other"
+DEFERRALS = {
+    "min_residency": "may stay for min_residency",
+    "policy_failed": "the policy failed",
+    "in_use": "was just in use",
+    "too_few": "are worth it",
+    "swap_cost": "for as long as a swap costs",
+    "more_awaited": "more may come",
+    "not_quiet": "has been quiet for",
+    "slice": "the slice of",
+}
+"""Label -> what the reason of such a deferral says; the reasons of other policies are "other"."""
 
 Labels = tuple[str, ...]
 _BOUNDS = [floatToGoString(bound) for bound in (*BUCKETS, math.inf)]  # type: ignore[no-untyped-call]
+
+
+class Phase(NamedTuple):
+    """A part of a swap that is over."""
+
+    model: str
+    name: str
+    seconds: float
 
 
 class Histogram:
@@ -84,7 +108,7 @@ class Histograms(dict[Labels, Histogram]):
 
 @dataclass(eq=False, slots=True)
 class _Leaving:
-    """A backend on its way out: when it began to drain, was told to stop, was gone."""
+    """A backend on its way out: since when, and when it was told to stop."""
 
     model: str
     target: str
@@ -92,13 +116,13 @@ class _Leaving:
     cause: str
     since: float
     stopping: float | None = None
-    gone: float | None = None
 
 
 @dataclass(eq=False, slots=True)
 class _Loading:
     model: str
     since: float
+    way: str
     victims: list[_Leaving] = field(default_factory=list)
 
     @property
@@ -110,8 +134,11 @@ class _Loading:
 class Metrics:
     """One registry of its own; a Prometheus collector."""
 
-    def __init__(self, config: Config, status: Callable[[], Status]) -> None:
+    def __init__(
+        self, config: Config, status: Callable[[], Status], costs: Callable[[], Iterable[Cost]] = tuple
+    ) -> None:
         self._status = status
+        self._costs = costs
         self._models = {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
         self._routes = _route_labels()
         self._requests: Counter[tuple[str, str, int]] = Counter()
@@ -126,6 +153,7 @@ class Metrics:
         self._severed: Counter[Labels] = Counter()
         self._deferrals: Counter[Labels] = Counter()
         self._evictions: Counter[Labels] = Counter()
+        self._held: dict[str, tuple[int, float]] = {}  # model -> the first of its line, held back since
         self._leaving: dict[str, _Leaving] = {}
         self._loading: dict[str, _Loading] = {}
         self.registry = CollectorRegistry()
@@ -153,7 +181,11 @@ class Metrics:
             if record.first_byte:
                 self._first_bytes[by_model].observe(record.first_byte)
 
-    # Events
+    # Events and phases
+
+    def took(self, phase: Phase) -> None:
+        """A phase of a swap is over, however it ended."""
+        self._phases[phase.model, phase.name].observe(phase.seconds)
 
     def observe(self, event: Event) -> None:
         """An event happened; they come in order."""
@@ -162,25 +194,29 @@ class Metrics:
             fold(self, event)
 
     def _on_starting(self, event: Event) -> None:
+        self._end_hold(event.model, event.at)
         victims = self._leaving_for(event.model)
-        self._loading[event.backend] = _Loading(event.model, event.at, victims)
+        self._loading[event.backend] = _Loading(event.model, event.at, event.way, victims)
 
     def _on_ready(self, event: Event) -> None:
         loading = self._loading.pop(event.backend, None)
         if loading:
+            loading.way = event.way
             self._end_load(loading, "ok", event.at)
-            self._time_phases(loading, event.at)
         else:
             self._end_drain(event.backend, "reprieved")
 
     def _on_draining(self, event: Event) -> None:
-        cause = "swap" if event.target else _CAUSES.get(event.reason, "policy")
+        cause = "swap" if event.target else _cause(event.reason)
+        if event.target:
+            self._end_hold(event.target, event.at)
         self._leaving[event.backend] = _Leaving(event.model, event.target, cause, event.at)
 
     def _on_stopping(self, event: Event) -> None:
         leaving = self._leaving.get(event.backend)
         if leaving:
             leaving.stopping = event.at
+            self.took(Phase(event.model, "drain", event.seconds))
 
     def _on_gone(self, event: Event) -> None:
         loading = self._loading.pop(event.backend, None)
@@ -192,7 +228,6 @@ class Metrics:
             self._leaving.pop(event.backend, None)
         else:
             self._evictions[event.model, leaving.cause] += 1
-            leaving.gone = event.at
             if not leaving.target:
                 del self._leaving[event.backend]
 
@@ -207,7 +242,13 @@ class Metrics:
         self._severed[event.model,] += 1
 
     def _on_deferred(self, event: Event) -> None:
-        self._deferrals[event.model,] += 1
+        self._held[event.model] = event.ticket, event.at
+        self._deferrals[event.model, _deferral(event.reason)] += 1
+
+    def _on_given_up(self, event: Event) -> None:
+        held = self._held.get(event.model)
+        if held and held[0] == event.ticket:
+            del self._held[event.model]
 
     _FOLDS: dict[str, Callable[[Metrics, Event], None]] = {
         "starting": _on_starting,
@@ -219,7 +260,15 @@ class Metrics:
         "stuck": _on_stuck,
         "severed": _on_severed,
         "deferred": _on_deferred,
+        "gone": _on_given_up,
+        "failed": _on_given_up,
     }
+
+    def _end_hold(self, target: str, now: float) -> None:
+        """The swap to ``target`` is not held back, or not any more."""
+        held = self._held.pop(target, None)
+        if held:
+            self.took(Phase(target, "cooldown", now - held[1]))
 
     def _leaving_for(self, target: str) -> list[_Leaving]:
         """Takes out the victims of the swap to ``target``."""
@@ -231,22 +280,13 @@ class Metrics:
         leaving = self._leaving.pop(victim, None)
         if leaving and leaving.target:
             others = self._leaving_for(leaving.target)
-            self._swaps[_source([leaving, *others]), leaving.target, result] += 1
+            self._swaps[_source([leaving, *others]), leaving.target, NONE, result] += 1
 
     def _end_load(self, loading: _Loading, result: str, now: float) -> None:
         self._loads[loading.model, result] += 1
         self._load_seconds[loading.model, result].observe(now - loading.since)
-        self._swaps[_source(loading.victims), loading.model, result] += 1
+        self._swaps[_source(loading.victims), loading.model, loading.way or NONE, result] += 1
         self._swap_seconds[result,].observe(now - loading.begun)
-
-    def _time_phases(self, loading: _Loading, ready: float) -> None:
-        victims, begun, emptied = loading.victims, loading.begun, loading.since
-        if victims:
-            stopping = max(victim.stopping or begun for victim in victims)
-            emptied = max(victim.gone or begun for victim in victims)
-            self._phases["drain",].observe(stopping - begun)
-            self._phases["evict",].observe(emptied - stopping)
-        self._phases["load",].observe(ready - emptied)
 
     # The scrape
 
@@ -291,8 +331,9 @@ class Metrics:
         )
         yield _counter(
             "anvil_swaps",
-            "Swaps (drain + evict + load) by how they ended: ok, failed, stuck, reprieved.",
-            "from to result",
+            "Swaps (drain + evict + load) by how the model came back and how they ended: ok, failed, "
+            "stuck, reprieved.",
+            "from to way result",
             self._swaps,
         )
         yield _histogram(
@@ -303,17 +344,20 @@ class Metrics:
         )
         yield _histogram(
             "anvil_swap_phase_seconds",
-            "The phases of swaps that succeeded; they add up.",
-            "phase",
+            "What models went through: cooldown, drain, evict, verify, freeze, load, ready, probe.",
+            "model phase",
             self._phases,
         )
         yield _counter(
             "anvil_severed_requests", "Requests cut because a drain ended.", "model", self._severed
         )
-        yield _counter("anvil_deferrals", "Swaps that the policy put off.", "model", self._deferrals)
+        yield _counter(
+            "anvil_deferrals", "Swaps that were put off, by reason.", "model reason", self._deferrals
+        )
         yield _counter(
             "anvil_evictions", "Models that left their GPUs, by reason.", "model reason", self._evictions
         )
+        yield _of_costs(self._costs(), set(self._models.values()))
 
 
 def _source(victims: list[_Leaving]) -> str:
@@ -321,7 +365,30 @@ def _source(victims: list[_Leaving]) -> str:
     return NONE if not models else models.pop() if len(models) == 1 else SEVERAL
 
 
+def _cause(reason: str) -> str:
+    """Why a backend leaves that makes room for nobody."""
+    if reason.startswith("idle for"):
+        return "idle"
+    return _CAUSES.get(reason, "policy")
+
+
 _CAUSES = {"unload requested": "unload", "it does not answer": "unreachable"}
+
+
+def _deferral(reason: str) -> str:
+    return next((label for label, said in DEFERRALS.items() if said in reason), OTHER)
+
+
+def _of_costs(costs: Iterable[Cost], models: Container[str]) -> Metric:
+    """Where several make room, only the dearest direction stands for all."""
+    dearest: dict[tuple[str, str, str], float] = {}
+    for cost in costs:
+        source = cost.source if cost.source in models else SEVERAL if cost.source else NONE
+        key = source, cost.target, cost.way
+        dearest[key] = max(cost.seconds, dearest.get(key, 0.0))
+    return _gauge(
+        "anvil_swap_cost_seconds", "What a swap costs, without its drain, as learned.", "from to way", dearest
+    )
 
 
 def _route_labels() -> dict[str, str]:

@@ -133,6 +133,8 @@ class Event(NamedTuple):
     reason: str = ""
     target: str = ""
     """The model that a draining or demoting backend makes room for."""
+    way: str = ""
+    """How a backend is loaded, or was: the way by which it rested."""
 
 
 class Ticket:
@@ -410,7 +412,7 @@ class Residency:
             seat.ram = seat.backend.ram or 0
         self._learn(seat, how)
         self._end_swap_to(seat)
-        self._emit(Event(now, "ready", seat.model, name, seconds=seat.load_seconds))
+        self._emit(Event(now, "ready", seat.model, name, seconds=seat.load_seconds, way=how))
         self._admit(seat.model, now)
         if wanted:
             seat.rung = ""
@@ -649,7 +651,7 @@ class Residency:
     def _start(self, seat: Seat, now: float, reason: str) -> Start:
         self._enter(seat, "load", now)
         how, seat.rests, seat.residual, seat.host_bytes = seat.rests, "stop", {}, 0
-        self._emit(Event(now, "starting", seat.model, seat.name, reason=reason))
+        self._emit(Event(now, "starting", seat.model, seat.name, reason=reason, way=how))
         return Start(seat.name, how)
 
     def _demote(self, seat: Seat, now: float, reason: str, target: str = "") -> Demote:

@@ -141,7 +141,7 @@ class Program:
         self._options = options
         self._clock = Clock()
         self._runtime = build_runtime(config)
-        self._metrics = Metrics(config, lambda: self._mux.status())
+        self._metrics = Metrics(config, lambda: self._mux.status(), lambda: self._mux.costs())
         self._learned = Learned(state_folder(config.project, os.environ), say)
         with _pinned(options.pin):
             relay = Relay(timeout=config.upstream_timeout)
@@ -166,7 +166,11 @@ class Program:
             known = self._learned.read(config)
             self._mux = Multiplexer(
                 config,
-                Swapper(self._runtime, probe=gpu.probe if gpu.probe().readings else None),
+                Swapper(
+                    self._runtime,
+                    probe=gpu.probe if gpu.probe().readings else None,
+                    told=self._journal.told,
+                ),
                 log=self._observe(),
                 log_leases=self._event_log is not None or self._journal.tells_leases,
                 costs=known.costs,

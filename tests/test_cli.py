@@ -663,7 +663,7 @@ def test_the_metrics_have_every_request_that_was_answered(state: Path) -> None:
             assert running.chat(model)[0] == 200
         assert running.answered() == 3
         text = running.request("GET", "/metrics")[2]
-    assert 'anvil_swaps_total{from="a",result="ok",to="b"} 1.0' in text
+    assert 'anvil_swaps_total{from="a",result="ok",to="b",way="stop"} 1.0' in text
     assert 'anvil_model_state{model="a",state="ready"} 1.0' in text
 
 

@@ -104,6 +104,14 @@ def test_a_probe_is_no_news_while_all_is_well(desk: Desk) -> None:
     assert value(desk.metrics, "anvil_requests_total", model="unknown", route="/healthz", code="200") == 1
 
 
+def test_phases_are_counted_and_not_told(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    journal = desk.open(verbosity=VERBOSE)
+    journal.told(CONFIG.backends[0], "verify", 1.5)
+    journal.flush()
+    counted = value(desk.metrics, "anvil_swap_phase_seconds_sum", model="a", phase="verify")
+    assert (counted, capfd.readouterr().err) == (1.5, "")
+
+
 def test_events_are_told_in_the_order_in_which_they_came(
     desk: Desk, capfd: pytest.CaptureFixture[str]
 ) -> None:

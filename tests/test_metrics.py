@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 
 from anvil_mux import api
 from anvil_mux.accesslog import Served
 from anvil_mux.config import Backend, Config, Gpu
-from anvil_mux.metrics import BUCKETS, STATES, Metrics
+from anvil_mux.costs import Cost
+from anvil_mux.metrics import BUCKETS, OTHER, STATES, Metrics, Phase, _deferral
 from anvil_mux.multiplexer import ModelState, Status
 from anvil_mux.policy import POLICIES
 from anvil_mux.preemption import PREEMPTIONS
 from anvil_mux.residency import Event, Residency, Start, Stop, Ticket
+from anvil_mux.simulate import Engines, Request, simulate
 
 CONFIG = Config(
     backends=(
@@ -45,10 +48,15 @@ def value(of: Metrics, name: str, **labels: str) -> float | None:
     return of.registry.get_sample_value(name, labels)
 
 
-def phases(of: Metrics) -> dict[str, float | None]:
-    return {
-        phase: value(of, "anvil_swap_phase_seconds_sum", phase=phase) for phase in ("drain", "evict", "load")
-    }
+def phases(of: Metrics) -> dict[tuple[str, str], float]:
+    """(model, phase) -> seconds, of those that occurred."""
+    family = next(f for f in of.registry.collect() if f.name == "anvil_swap_phase_seconds")
+    sums = [sample for sample in family.samples if sample.name.endswith("_sum")]
+    return {(sample.labels["model"], sample.labels["phase"]): sample.value for sample in sums}
+
+
+def swaps(of: Metrics, source: str, target: str, way: str, result: str) -> float | None:
+    return value(of, "anvil_swaps_total", **{"from": source, "to": target, "way": way, "result": result})
 
 
 def record(**changed: object) -> Served:
@@ -94,7 +102,7 @@ class History:
         return ticket
 
 
-def test_the_phases_of_a_swap_add_up_to_its_duration() -> None:
+def test_a_swap_is_counted_and_timed() -> None:
     history = History()
     island = history.island
     leased = history.load("a", 0.0, 10.0)
@@ -106,14 +114,10 @@ def test_the_phases_of_a_swap_add_up_to_its_duration() -> None:
     assert isinstance(island.next_step(27.5), Start)
     island.started("b", 40.0)
     seen = history.metrics
-    assert phases(seen) == {"drain": 3.0, "evict": 4.0, "load": 10.0 + 13.0}
-    assert (
-        value(seen, "anvil_swap_duration_seconds_sum", result="ok")
-        == 10.0 + 20.0
-        == sum(filter(None, phases(seen).values()))
-    )
-    assert value(seen, "anvil_swaps_total", **{"from": "none", "to": "a", "result": "ok"}) == 1
-    assert value(seen, "anvil_swaps_total", **{"from": "a", "to": "b", "result": "ok"}) == 1
+    assert phases(seen) == {("a", "drain"): 3.0}
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 10.0 + 20.0
+    assert swaps(seen, "none", "a", "stop", "ok") == 1
+    assert swaps(seen, "a", "b", "stop", "ok") == 1
     assert value(seen, "anvil_evictions_total", model="a", reason="swap") == 1
     assert value(seen, "anvil_model_load_duration_seconds_sum", model="b", result="ok") == 12.5
     assert value(seen, "anvil_model_loads_total", model="b", result="ok") == 1
@@ -132,8 +136,8 @@ def test_a_swap_of_several_victims_is_one_swap() -> None:
     assert isinstance(island.next_step(15.0), Start)
     island.started("both", 20.0)
     seen = history.metrics
-    assert value(seen, "anvil_swaps_total", **{"from": "several", "to": "both", "result": "ok"}) == 1
-    assert phases(seen) == {"drain": 1.0, "evict": 4.0, "load": 1.0 + 1.0 + 5.0}
+    assert swaps(seen, "several", "both", "stop", "ok") == 1
+    assert phases(seen) == {("a", "drain"): 0.0, ("c", "drain"): 1.0}
     assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0 + 1.0 + 10.0
 
 
@@ -143,16 +147,15 @@ def test_a_load_that_fails_is_a_failed_swap_and_is_timed_apart() -> None:
             Event(1.0, "draining", "a", "a", target="b"),
             Event(2.0, "stopping", "a", "a"),
             Event(3.0, "empty", "a", "a"),
-            Event(3.0, "starting", "b", "b"),
+            Event(3.0, "starting", "b", "b", way="sleep"),
             Event(9.0, "empty", "b", "b", reason="load failed: exited with code 1"),
         ]
     )
     assert value(seen, "anvil_model_loads_total", model="b", result="failed") == 1
-    assert value(seen, "anvil_swaps_total", **{"from": "a", "to": "b", "result": "failed"}) == 1
+    assert swaps(seen, "a", "b", "sleep", "failed") == 1
     assert value(seen, "anvil_model_load_duration_seconds_sum", model="b", result="failed") == 6.0
     assert value(seen, "anvil_swap_duration_seconds_sum", result="failed") == 8.0
     assert value(seen, "anvil_swap_duration_seconds_count", result="ok") is None
-    assert phases(seen) == {"drain": None, "evict": None, "load": None}
     assert value(seen, "anvil_evictions_total", model="b", reason="died") is None
 
 
@@ -163,12 +166,94 @@ def test_an_unload_is_an_eviction_and_no_part_of_a_later_swap() -> None:
             Event(2.0, "stopping", "a", "a"),
             Event(3.0, "empty", "a", "a"),
             Event(100.0, "starting", "b", "b"),
-            Event(101.0, "ready", "b", "b", seconds=1.0),
+            Event(101.0, "ready", "b", "b", seconds=1.0, way="stop"),
         ]
     )
     assert value(seen, "anvil_evictions_total", model="a", reason="unload") == 1
     assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
-    assert value(seen, "anvil_swaps_total", **{"from": "none", "to": "b", "result": "ok"}) == 1
+    assert swaps(seen, "none", "b", "stop", "ok") == 1
+
+
+def test_who_leaves_because_nobody_uses_it_is_idle() -> None:
+    leaving = Event(1.0, "draining", "a", "a", reason="idle for 60 s")
+    seen = told([leaving, Event(1.0, "stopping", "a", "a"), Event(2.0, "empty", "a", "a")])
+    assert value(seen, "anvil_evictions_total", model="a", reason="idle") == 1
+
+
+def test_a_swap_is_counted_by_the_way_that_really_brought_the_model_back() -> None:
+    starting = Event(1.0, "starting", "b", "b", way="sleep")
+    assert (
+        swaps(told([starting, Event(2.0, "ready", "b", "b", way="sleep")]), "none", "b", "sleep", "ok") == 1
+    )
+    assert swaps(told([starting, Event(2.0, "ready", "b", "b", way="stop")]), "none", "b", "stop", "ok") == 1
+
+
+def test_what_the_mechanism_tells_of_its_phases_is_counted_by_model() -> None:
+    seen = metrics()
+    for phase in (Phase("a", "evict", 2.0), Phase("a", "evict", 3.0), Phase("b", "probe", 0.5)):
+        seen.took(phase)
+    assert phases(seen) == {("a", "evict"): 5.0, ("b", "probe"): 0.5}
+
+
+def deferred(at: float, model: str, ticket: int, reason: str = "more may come") -> Event:
+    return Event(at, "deferred", model, "", ticket, 1, 5.0, reason)
+
+
+def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down() -> None:
+    seen = told(
+        [
+            deferred(1.0, "b", 7),
+            Event(3.5, "draining", "a", "a", target="b"),
+            Event(4.0, "starting", "b", "b"),
+            deferred(5.0, "c", 8),
+            Event(9.0, "starting", "c", "c"),
+            Event(20.0, "starting", "a", "a"),
+        ]
+    )
+    assert phases(seen) == {("b", "cooldown"): 2.5, ("c", "cooldown"): 4.0}
+
+
+@pytest.mark.parametrize("kind", ["gone", "failed"])
+def test_a_swap_is_not_held_back_for_those_that_have_left(kind: str) -> None:
+    left = [deferred(1.0, "b", 7), Event(2.0, kind, "b", ticket=7)]
+    assert phases(told([*left, Event(900.0, "starting", "b", "b")])) == {}
+    again = [*left, deferred(3.0, "b", 9), Event(3.5, kind, "b", ticket=8), Event(5.0, "starting", "b", "b")]
+    assert phases(told(again)) == {("b", "cooldown"): 2.0}
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "min_residency"])
+def test_every_deferral_has_a_class_of_its_own(policy: str) -> None:
+    backends = [
+        replace(backend, min_residency=5.0 * (policy == "min_residency")) for backend in CONFIG.backends
+    ]
+    config = replace(CONFIG, backends=tuple(backends), policy=policy if policy in POLICIES else "eager")
+    trace = [Request(at / 4, "ab"[at // 3 % 2], 2.0) for at in range(200)]
+    reasons = {
+        event.reason for event in simulate(config, trace, Engines({}, 3.0)) if event.kind == "deferred"
+    }
+    assert bool(reasons) is (policy != "eager")
+    assert not [reason for reason in reasons if _deferral(reason) == OTHER]
+
+
+def test_the_reasons_of_other_policies_share_one_label() -> None:
+    seen = told([deferred(1.0, "b", 1, f"it is {hour} o'clock") for hour in range(24)])
+    assert value(seen, "anvil_deferrals_total", model="b", reason="other") == 24
+
+
+def test_what_was_learned_of_swaps_is_shown_and_several_victims_are_one_label() -> None:
+    costs = [
+        Cost("", "a", "stop", 0.0, 9.0, 1),
+        Cost("a", "b", "sleep", 0.5, 1.0, 3),
+        Cost("a+c", "both", "stop", 1.0, 4.0, 1),
+        Cost("b+c", "both", "stop", 1.0, 7.0, 1),
+    ]
+    seen = Metrics(CONFIG, nothing, lambda: costs)
+    family = next(f for f in seen.registry.collect() if f.name == "anvil_swap_cost_seconds")
+    assert {tuple(sample.labels.values()): sample.value for sample in family.samples} == {
+        ("none", "a", "stop"): 9.0,
+        ("a", "b", "sleep"): 1.5,
+        ("several", "both", "stop"): 8.0,
+    }
 
 
 def test_an_adopted_backend_is_no_load() -> None:
@@ -186,7 +271,7 @@ def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
             Event(3.0, "starting", "both", "both"),
         ]
     )
-    assert value(seen, "anvil_swaps_total", **{"from": "several", "to": "both", "result": "reprieved"}) == 1
+    assert swaps(seen, "several", "both", "none", "reprieved") == 1
     assert value(seen, "anvil_evictions_total", model="a", reason="swap") is None
 
 
@@ -201,7 +286,7 @@ def test_a_victim_that_cannot_be_stopped_ends_its_swap() -> None:
             Event(11.0, "ready", "b", "b", seconds=1.0),
         ]
     )
-    assert value(seen, "anvil_swaps_total", **{"from": "a", "to": "b", "result": "stuck"}) == 1
+    assert swaps(seen, "a", "b", "none", "stuck") == 1
     assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
 
 
@@ -226,17 +311,19 @@ def test_the_target_of_a_swap_may_have_colons_in_its_name() -> None:
         Event(1.0, "stopping", "a", "a"),
         Event(2.0, "empty", "a", "a"),
         Event(2.0, "starting", "qwen: 8b", "q8"),
-        Event(3.0, "ready", "qwen: 8b", "q8"),
+        Event(3.0, "ready", "qwen: 8b", "q8", way="stop"),
     ):
         seen.observe(event)
-    assert value(seen, "anvil_swaps_total", **{"from": "a", "to": "qwen: 8b", "result": "ok"}) == 1
+    assert swaps(seen, "a", "qwen: 8b", "stop", "ok") == 1
 
 
 def test_severed_requests_and_deferrals_are_counted_by_model() -> None:
     severed = Event(1.0, "severed", "a", "a", 7, 1, 30.0)
-    seen = told([severed, severed, Event(1.0, "deferred", "b", "", 1, 1, 5.0, "line not quiet")])
+    seen = told(
+        [severed, severed, Event(1.0, "deferred", "b", "", 1, 1, 5.0, "no line has been quiet for 1 s yet")]
+    )
     assert value(seen, "anvil_severed_requests_total", model="a") == 2
-    assert value(seen, "anvil_deferrals_total", model="b") == 1
+    assert value(seen, "anvil_deferrals_total", model="b", reason="not_quiet") == 1
 
 
 def test_a_served_request_is_counted_with_its_times() -> None:
