@@ -32,6 +32,7 @@ from datetime import datetime
 from functools import partial
 from typing import IO, Any, Protocol
 
+from anvil_mux import gpu
 from anvil_mux.config import Backend, Config
 from anvil_mux.engine import listen_port
 from anvil_mux.errors import BackendError, LoadError, MuxError
@@ -206,6 +207,7 @@ class ComposeRuntime:
         # Guards the fields below; held for single reads and writes only.
         self._lock = threading.Lock()
         self._ids: dict[str, str] = {}  # of the containers that were created, or found fit, by this object
+        self._owners: dict[str, str] = {}  # container that ran -> its service
         self._up: dict[str, tuple[str, str]] = {}  # the runs that `watch` answers for
         self._events: subprocess.Popen[str] | None = None
         self._problem = ""  # written by `watch` alone
@@ -221,6 +223,7 @@ class ComposeRuntime:
         url = base_url(container, listen_port(backend))
         with self._lock:
             self._ids[backend.name] = container.id
+            self._owners[container.id] = backend.name
             self._up[backend.name] = container.run
         if url is None:
             how = how_it_ended(container) or (
@@ -259,6 +262,11 @@ class ComposeRuntime:
         done = self._run(docker_top(id), ASK_TIMEOUT) if id else Done(0)
         return [int(word) for word in done.out.split() if word.isdecimal()]
 
+    def owner(self, pid: int) -> str | None:
+        id = gpu.container(pid)
+        with self._lock:
+            return self._owners.get(id) if id else None
+
     def ended(self, backend: Backend) -> str | None:
         container = self._find(backend.name)
         return "has no container" if container is None else how_it_ended(container)
@@ -272,6 +280,7 @@ class ComposeRuntime:
             restarting = container.status == "restarting"
             urls[backend.name] = "" if restarting else base_url(container, listen_port(backend)) or ""
             with self._lock:
+                self._owners[container.id] = backend.name
                 self._up[backend.name] = container.run
         return urls
 

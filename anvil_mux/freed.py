@@ -18,7 +18,7 @@ from pathlib import Path
 
 from anvil_mux.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.gpu import Gpus, Reading
+from anvil_mux.gpu import Gpus, Reading, strangers
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +52,16 @@ class Left:
 
 
 class Memory:
-    """Reads GPUs through ``probe``; None: there are none to be read."""
+    """Reads GPUs through ``probe``; None: there are none to be read. ``owner``: see swap.Runtime."""
 
     def __init__(
         self,
         probe: Callable[[], Gpus] | None = None,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        owner: Callable[[int], str | None] = lambda _: None,
     ) -> None:
+        self._owner = owner
         self._probe = probe
         self._now = now
         self._sleep = sleep
@@ -106,8 +108,14 @@ class Memory:
         """What to make of memory that was not freed in time."""
         if full:
             what = ", ".join(f"{_gib(left[gpu])} of {_gib(held.bytes[gpu])} on GPU {gpu}" for gpu in full)
-            raise BackendError(f"after {PATIENCE:g} s it still holds {what}")
-        log.warning("GPU %s: memory of an engine that has ended is not free", ", ".join(left))
+            raise BackendError(f"after {PATIENCE:g} s it still holds {what}{self.others(left)}")
+        gpus = ", ".join(left)
+        log.warning("GPU %s: memory of an engine that has ended is not free%s", gpus, self.others(left))
+
+    def others(self, gpus: Iterable[str]) -> str:
+        """The end of a sentence: which processes that are none of ours hold memory there, if any do."""
+        found = strangers(self._read(gpus).values(), lambda pid: self._owner(pid) is not None)
+        return "".join(f"; {stranger}" for stranger in found)
 
     def _read(self, gpus: Iterable[str]) -> dict[str, Reading]:
         found = self._probe() if self._probe and gpus else Gpus()

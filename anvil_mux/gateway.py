@@ -22,8 +22,10 @@ from anvil_mux.accesslog import Sink
 from anvil_mux.client import Client
 from anvil_mux.config import Config
 from anvil_mux.errors import BadRequest, ClientGone, MuxError, NotFound
+from anvil_mux.gpu import Stranger
 from anvil_mux.http1 import Field
 from anvil_mux.inference import JSON, Call, Inference, Patience
+from anvil_mux.lookout import Seen, Sight
 from anvil_mux.multiplexer import GpuState, ModelState, Multiplexer
 from anvil_mux.relay import Relay
 
@@ -48,11 +50,14 @@ class Gateway:
         metrics: Callable[[str], tuple[str, bytes]],
         checks: Mapping[str, Callable[[], str]] | None = None,
         patience: Patience | None = None,
+        sight: Callable[[], Sight] = dict,
     ) -> None:
         self._mux = mux
         self._inference = Inference(config, mux, relay, patience or Patience(grace=config.loading_grace))
         self._records = records
         self._metrics = metrics
+        self._sight = sight
+        """What the GPUs hold, from memory."""
         self._checks = checks or {}
         """name -> what is wrong with it, from memory; nothing when it is well."""
         self._ids = map((secrets.token_hex(5) + "-%x").__mod__, itertools.count(1))
@@ -177,6 +182,7 @@ class Gateway:
         status = self._mux.status()
         problems = {name: why for name, why in self._problems().items() if why}
         ready = [model.model for model in status.models if model.state == "ready"]
+        sight = self._sight()
         state = {
             "status": "unhealthy" if problems else "ok",
             "version": __version__,
@@ -185,7 +191,7 @@ class Gateway:
             "waiting": status.waiting,
             "leases": status.leases,
             "models": {model.model: _model_state(model) for model in status.models},
-            "gpus": {gpu.gpu: _gpu_state(gpu) for gpu in status.gpus},
+            "gpus": {gpu.gpu: _gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
             "resident": ready[0] if ready else None,
             "registry": [model.model for model in status.models],
         }
@@ -238,7 +244,7 @@ def _model_state(model: ModelState) -> dict[str, object]:
     }
 
 
-def _gpu_state(gpu: GpuState) -> dict[str, object]:
+def _gpu_state(gpu: GpuState, seen: Seen) -> dict[str, object]:
     draining = {
         "target": gpu.draining_target or None,
         "leases": gpu.draining_leases,
@@ -249,6 +255,21 @@ def _gpu_state(gpu: GpuState) -> dict[str, object]:
         "residents": list(gpu.residents),
         "state": gpu.state,
         "draining": draining if gpu.state == "draining" else None,
+        "used": seen.used,
+        "total": gpu.total if seen.total is None else seen.total,
+        "reserve": gpu.reserve,
+        "users": dict(seen.users),
+        "strangers": [_stranger(each) for each in seen.strangers],
+        "residuals": dict(gpu.residuals),
+    }
+
+
+def _stranger(stranger: Stranger) -> dict[str, object]:
+    return {
+        "pid": stranger.pid,
+        "name": stranger.command,
+        "bytes": stranger.used,
+        "container": stranger.container or None,
     }
 
 

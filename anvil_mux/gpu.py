@@ -102,13 +102,16 @@ class Stranger:
         return f"{who}{where} holds {held} of GPU {self.gpu}"
 
 
-def strangers(readings: Iterable[Reading], ours: Collection[int]) -> list[Stranger]:
-    """Whoever else holds memory of these GPUs, the greatest first."""
+def strangers(readings: Iterable[Reading], is_ours: Callable[[int], bool]) -> list[Stranger]:
+    """Whoever else holds memory of these GPUs, the greatest first.
+
+    Processes that cannot be seen from here are left out: they may be ours, under another id.
+    """
     found = [
-        Stranger(reading.id, pid, used, command(pid), container(pid) or "")
+        Stranger(reading.id, pid, used, name, container(pid) or "")
         for reading in readings
         for pid, used in reading.processes
-        if pid not in ours
+        if not is_ours(pid) and (name := command(pid))
     ]
     return sorted(found, key=lambda each: -(each.used or 0))
 

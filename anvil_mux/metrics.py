@@ -42,6 +42,7 @@ from anvil_mux import __version__, api
 from anvil_mux.accesslog import Served
 from anvil_mux.config import Config
 from anvil_mux.costs import Cost
+from anvil_mux.lookout import Seen, Sight
 from anvil_mux.multiplexer import Status
 from anvil_mux.residency import TRANSITIONS, Event
 
@@ -135,10 +136,15 @@ class Metrics:
     """One registry of its own; a Prometheus collector."""
 
     def __init__(
-        self, config: Config, status: Callable[[], Status], costs: Callable[[], Iterable[Cost]] = tuple
+        self,
+        config: Config,
+        status: Callable[[], Status],
+        costs: Callable[[], Iterable[Cost]] = tuple,
+        sight: Callable[[], Sight] = dict,
     ) -> None:
         self._status = status
         self._costs = costs
+        self._sight = sight
         self._models = {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
         self._routes = _route_labels()
         self._requests: Counter[tuple[str, str, int]] = Counter()
@@ -315,7 +321,9 @@ class Metrics:
             self._waits,
         )
         yield from self._of_swaps()
-        yield from _of_status(self._status())
+        status = self._status()
+        yield from _of_models(status)
+        yield from _of_gpus(status, self._sight())
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: registering must not ask for the status of a multiplexer that is not there yet."""
@@ -398,7 +406,7 @@ def _route_labels() -> dict[str, str]:
     return labels | {path: path for path in own.split()}
 
 
-def _of_status(status: Status) -> Iterator[Metric]:
+def _of_models(status: Status) -> Iterator[Metric]:
     models = status.models
     inflight = {(m.model,): float(m.leases) for m in models}
     yield _gauge("anvil_inflight_requests", "Requests that hold a lease.", "model", inflight)
@@ -408,7 +416,29 @@ def _of_status(status: Status) -> Iterator[Metric]:
     yield _gauge("anvil_model_state", "1 for the state that the model is in.", "model state", states)
 
 
+def _of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
+    gpus = status.gpus
+    held = {(gpu.gpu,): float(len(gpu.residents)) for gpu in gpus}
+    yield _gauge("anvil_gpu_residents", "Backends that hold the GPU.", "gpu", held)
+    seen = {gpu.gpu: sight.get(gpu.gpu, Seen()) for gpu in gpus}
+    total = {gpu.gpu: gpu.total if seen[gpu.gpu].total is None else seen[gpu.gpu].total for gpu in gpus}
+    yield _bytes("anvil_gpu_memory_total_bytes", "Memory of the GPU, where it is known.", total)
+    used = {gpu: each.used for gpu, each in seen.items()}
+    yield _bytes("anvil_gpu_memory_used_bytes", "What is used of it, by anybody.", used)
+    reserve = {gpu.gpu: gpu.reserve for gpu in gpus}
+    yield _bytes("anvil_gpu_memory_reserve_bytes", "What no backend is given of it.", reserve)
+    foreign = {gpu: sum(s.used or 0 for s in each.strangers) for gpu, each in seen.items() if gpu in sight}
+    yield _bytes("anvil_gpu_memory_stranger_bytes", "What processes hold that are none of ours.", foreign)
+    kept = {gpu.gpu: sum(amount for _, amount in gpu.residuals) for gpu in gpus}
+    yield _bytes("anvil_gpu_memory_residual_bytes", "What backends that rest hold still.", kept)
+
+
 _L = TypeVar("_L", bound=Labels)
+
+
+def _bytes(name: str, text: str, values: Mapping[str, int | None]) -> Metric:
+    """By GPU, without those of which it is not known."""
+    return _gauge(name, text, "gpu", {(gpu,): float(n) for gpu, n in values.items() if n is not None})
 
 
 def _counter(name: str, text: str, labels: str, values: Mapping[_L, int]) -> Metric:

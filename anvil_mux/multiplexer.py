@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from anvil_mux.clock import Clock, Condition
-from anvil_mux.config import Backend, Config
+from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Cost, Costs
 from anvil_mux.errors import (
     BadRequest,
@@ -125,6 +125,12 @@ class GpuState:
     draining_target: str
     draining_leases: int
     drain_seconds_left: float
+    total: int | None = None
+    """Bytes, where they are known."""
+    reserve: int = 0
+    """Bytes that no backend gets."""
+    residuals: tuple[tuple[str, int], ...] = ()
+    """Backends that rest, and the bytes that they hold here still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,9 +526,16 @@ class Multiplexer:
             now = self._clock.now()
             residencies = [island.residency for island in self._each_island()]
             models = tuple(_model_state(r, model) for r in residencies for model in r.lines)
-            gpus = tuple(_gpu_state(r, gpu, now) for r in residencies for gpu in r.gpus)
+            gpus = tuple(self._gpu_state(r, gpu, now) for r in residencies for gpu in r.gpus)
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
         return Status(now, models, gpus, waiting, leases)
+
+    def _gpu_state(self, residency: Residency, gpu: str, now: float) -> GpuState:
+        about = next((each for each in self._config.gpus if each.id == gpu), Gpu(gpu))
+        seats = residency.seats.values()
+        residuals = tuple((s.name, s.residual[gpu]) for s in seats if s.residual.get(gpu))
+        shown = _gpu_state(residency, gpu, now)
+        return replace(shown, total=about.vram, reserve=about.reserve, residuals=residuals)
 
 
 def _cut(ticket: Ticket) -> None:

@@ -111,6 +111,14 @@ class ProcessRuntime:
         record = self._record(backend.name)
         return [] if record is None else sorted(_members(record))
 
+    def owner(self, pid: int) -> str | None:
+        seen = _stat(pid)
+        for backend in self._config.backends:
+            record = self._record(backend.name) if seen else None
+            if seen and record and record.pid == seen[1] and not _is_replaced(record):
+                return backend.name
+        return None
+
     def ended(self, backend: Backend) -> str | None:
         record = self._record(backend.name)
         if record is not None and _alive(record):
@@ -333,10 +341,14 @@ def _alive(record: Record) -> bool:
     return seen is not None and seen[2] == record.started and seen[0] not in "ZX"
 
 
+def _is_replaced(record: Record) -> bool:
+    leader = _stat(record.pid)
+    return leader is not None and leader[2] != record.started
+
+
 def _members(record: Record) -> set[int]:
     """The processes of the record's session that run; none if a stranger has its id by now."""
-    leader = _stat(record.pid)
-    if leader is not None and leader[2] != record.started:
+    if _is_replaced(record):
         return set()
     members = set()
     for entry in os.listdir("/proc"):

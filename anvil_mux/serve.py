@@ -40,6 +40,7 @@ from anvil_mux.gateway import Gateway
 from anvil_mux.home import CPUs, Home
 from anvil_mux.journal import Journal
 from anvil_mux.learned import Known, Learned
+from anvil_mux.lookout import Lookout
 from anvil_mux.metrics import Metrics
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.process import ProcessRuntime, state_folder
@@ -141,7 +142,9 @@ class Program:
         self._options = options
         self._clock = Clock()
         self._runtime = build_runtime(config)
-        self._metrics = Metrics(config, lambda: self._mux.status(), lambda: self._mux.costs())
+        self._metrics = Metrics(
+            config, lambda: self._mux.status(), lambda: self._mux.costs(), lambda: self._lookout.sight()
+        )
         self._learned = Learned(state_folder(config.project, os.environ), say)
         with _pinned(options.pin):
             relay = Relay(timeout=config.upstream_timeout)
@@ -164,11 +167,12 @@ class Program:
             if events is not None:
                 self._event_log = EventLog(events, eventlog.header(config, self._clock.wall(0.0)), say)
             known = self._learned.read(config)
+            self._has_gpus = bool(gpu.probe().readings)
             self._mux = Multiplexer(
                 config,
                 Swapper(
                     self._runtime,
-                    probe=gpu.probe if gpu.probe().readings else None,
+                    probe=gpu.probe if self._has_gpus else None,
                     told=self._journal.told,
                 ),
                 log=self._observe(),
@@ -177,6 +181,8 @@ class Program:
                 footprints=known.footprints,
                 clock=self._clock,
             )
+            used = {id for backend in config.backends for id in backend.gpus}
+            self._lookout = Lookout(used, self._runtime.owner)
             gateway = Gateway(
                 config,
                 self._mux,
@@ -184,6 +190,7 @@ class Program:
                 self._journal,
                 metrics=self._journal.scrape,
                 checks={config.runtime: self._runtime.problem},
+                sight=self._lookout.sight,
             )
             self._server = self._bind(gateway)
         host, port = self._server.server_address[:2]
@@ -229,6 +236,8 @@ class Program:
         # Keepers start engines, which inherit what their thread may run on: they are never pinned.
         self._mux.start()
         self._clock.spawn(self._watch, "watch")
+        if self._has_gpus:
+            self._clock.spawn(self._lookout.run, "lookout")
         with _pinned(self._options.pin):
             self._clock.spawn(self._accept, "acceptor")
 

@@ -19,6 +19,7 @@ The engine's last log lines are read before the clean-up, because the clean-up m
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,12 @@ from anvil_mux.gpu import Gpus
 log = logging.getLogger(__name__)
 
 LOG_LINES = 20
+SHORT_OF_MEMORY = re.compile(
+    r"out ?of ?(device ?)?memory|(cuda|hip)malloc failed|(failed|unable) to allocate|free memory on device|"
+    r"no available memory|(not enough|insufficient) memory",
+    re.IGNORECASE,
+)
+"""How engines say that a GPU's memory does not suffice, in the reason of a failed load or its last lines."""
 
 
 class Runtime(Protocol):
@@ -66,6 +73,12 @@ class Runtime(Protocol):
 
     def pids(self, backend: Backend) -> list[int]:
         """The ids that its processes have on this host; [] if it does not run."""
+
+    def owner(self, pid: int) -> str | None:
+        """The service that a process of this host belongs to, None if to none of ours.
+
+        Told from memory and /proc alone, without Docker.
+        """
 
     def ended(self, backend: Backend) -> str | None:
         """None while it runs or is frozen, else how it ended, for people ("exited with code 1")."""
@@ -358,7 +371,7 @@ class Swapper:
         self._now = now
         self._tools = Tools(runtime, now, sleep, told, checkpointer)
         self._ways = {name: make(self._tools) for name, make in ways.items()}
-        self._memory = Memory(probe, now, sleep)
+        self._memory = Memory(probe, now, sleep, lambda pid: runtime.owner(pid))
         self._seconds: dict[tuple[str, str], float] = {}  # one keeper at a time writes a backend's entries
 
     def load(self, backend: Backend, how: str = "stop") -> Loaded:
@@ -375,8 +388,11 @@ class Swapper:
             return self._load(backend, "stop")
         except Exception as error:
             lines = self._log_tail(backend)
+            why = _reason(error)
+            if any(map(SHORT_OF_MEMORY.search, (why, *lines))):
+                why += self._memory.others(backend.gpus)
             self._clean_up(backend, error)
-            raise LoadError(_reason(error), log=lines) from error
+            raise LoadError(why, log=lines) from error
 
     def evict(self, backend: Backend, how: str = "stop") -> Rested:
         """``how``: the way that is wanted."""

@@ -350,6 +350,9 @@ class House:
         engine = self.engines.get(backend.name)
         return [] if engine is None else [engine.pid]
 
+    def owner(self, pid: int) -> str | None:
+        return next((name for name, engine in self.engines.items() if engine.pid == pid), None)
+
     def ended(self, backend: Backend) -> str | None:
         engine = self.engines.get(backend.name)
         return "does not run" if engine is None else engine.how

@@ -518,6 +518,27 @@ def test_the_processes_of_a_container_are_those_of_the_host(docker: Docker, runt
     assert runtime.pids(A) == []
 
 
+def test_a_process_belongs_to_the_service_whose_container_it_runs_in(
+    docker: Docker, runtime: ComposeRuntime, monkeypatch: pytest.MonkeyPatch
+):
+    docker.add("c1")
+    containers = {4711: "c1", 4712: "somebody else's"}
+    monkeypatch.setattr(compose.gpu, "container", containers.get)
+    assert runtime.owner(4711) is None
+    runtime.running()
+    docker.verbs()
+    assert [runtime.owner(pid) for pid in (4711, 4712, 4713)] == ["a", None, None]
+    runtime.stop(A)
+    assert runtime.owner(4711) == "a"  # it may not be gone yet
+
+
+def test_nobody_asks_docker_whose_a_process_is(docker: Docker, runtime: ComposeRuntime):
+    runtime.start(A)
+    docker.verbs()
+    runtime.owner(os.getpid())
+    assert docker.verbs() == []
+
+
 def test_a_restarting_service_is_stopped_too(docker: Docker, runtime: ComposeRuntime):
     docker.add("c1", status="restarting")
     runtime.stop(A)

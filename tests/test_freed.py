@@ -94,6 +94,27 @@ def test_where_processes_cannot_be_read_what_was_given_back_is_what_became_free(
     assert desk.memory.left(held, runs=False) == Left({}, {"0": 6 * GIB})
 
 
+def test_strangers_are_named_where_memory_is_not_freed(caplog: pytest.LogCaptureFixture) -> None:
+    desk, me = Desk(), os.getpid()
+    desk.holds(10)
+    held = desk.held()
+    desk.ledger.hold(me, ("0",), 3 * GIB)
+    named = rf"; process {me} \(.+\) holds 3.0 GiB of GPU 0$"
+    with pytest.raises(BackendError, match=named):
+        desk.memory.left(held, runs=True)
+    desk.holds(0)
+    desk.ledger.hold(me, ("0", "1"), 9 * GIB)
+    desk.memory.left(held, runs=False)
+    assert f"is not free; process {me}" in caplog.text
+
+
+def test_our_own_are_no_strangers() -> None:
+    desk, me = Desk(), os.getpid()
+    desk.ledger.hold(me, ("0",), 3 * GIB)
+    memory = Memory(desk.ledger.probe, owner={me: "b"}.get)
+    assert (memory.others(["0"]), Memory().others(["0"])) == ("", "")
+
+
 def test_what_somebody_else_holds_is_not_the_backends() -> None:
     desk = Desk()
     desk.holds(4)

@@ -201,14 +201,15 @@ def test_a_process_that_is_gone_has_neither_container_nor_name(tmp_path: Path) -
     assert command(41, tmp_path) == ""
 
 
-def test_strangers_are_named_the_greatest_first() -> None:
-    gone, me = (1 << 22) + 1, os.getpid()
+def test_strangers_that_can_be_seen_are_named_the_greatest_first() -> None:
+    gone, parent, me = (1 << 22) + 1, os.getppid(), os.getpid()
     gpus = FakeGpus(24 << 30)
     gpus.hold(gone, 0, 1 << 30)
+    gpus.hold(parent, 0, 2 << 30)
     gpus.hold(me, 0, 3 << 30)
     gpus.hold(77, 0, 5 << 30)
-    found = strangers(gpus().readings, ours={77})
-    assert [(each.pid, each.used) for each in found] == [(me, 3 << 30), (gone, 1 << 30)]
+    found = strangers(gpus().readings, lambda pid: pid == 77)
+    assert [(each.pid, each.used) for each in found] == [(me, 3 << 30), (parent, 2 << 30)]
     assert found[0].command == Path("/proc/self/comm").read_text().strip()
 
 

@@ -10,7 +10,7 @@ import anvil_mux
 ROWS = (
     "errors clock http1 interpolate accesslog settings service home",
     "api composefile policy preemption routing costs footprint demand config",
-    "placement ladder residency engine control compose process gpu freed driver checkpoint",
+    "placement ladder residency engine control gpu compose process freed lookout driver checkpoint",
     "swap multiplexer simulate workload figures clairvoyant eventlog plot study",
     "pump relay metrics journal learned client",
     "inference gateway server",

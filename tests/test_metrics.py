@@ -11,8 +11,10 @@ from anvil_mux import api
 from anvil_mux.accesslog import Served
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Cost
+from anvil_mux.gpu import Stranger
+from anvil_mux.lookout import Seen
 from anvil_mux.metrics import BUCKETS, OTHER, STATES, Metrics, Phase, _deferral
-from anvil_mux.multiplexer import ModelState, Status
+from anvil_mux.multiplexer import GpuState, ModelState, Status
 from anvil_mux.policy import POLICIES
 from anvil_mux.preemption import PREEMPTIONS
 from anvil_mux.residency import Event, Residency, Start, Stop, Ticket
@@ -380,6 +382,28 @@ def test_gauges_show_the_moment_of_the_scrape() -> None:
     shown = {state: first["anvil_model_state", state] for state in STATES}
     assert shown == {**dict.fromkeys(STATES, 0.0), "starting": 1.0}
     assert value(seen, "anvil_model_state", model="a", state="ready") == 1
+
+
+def test_gpus_are_shown_with_who_uses_them() -> None:
+    gpus = (
+        GpuState("0", ("a",), "ready", "", 0, 0.0, 24, 2, (("b", 3), ("c", 1))),
+        GpuState("1", (), "empty", "", 0, 0.0),
+    )
+    strangers = (Stranger("0", 41, 5), Stranger("0", 42, None))
+    sight = {"0": Seen(20, 25, {"a": 11}, strangers)}
+    seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0), sight=lambda: sight)
+    names = ("total", "used", "reserve", "stranger", "residual")
+    shown = [value(seen, f"anvil_gpu_memory_{name}_bytes", gpu="0") for name in names]
+    assert shown == [25, 20, 2, 5, 4]
+    unseen = [value(seen, f"anvil_gpu_memory_{name}_bytes", gpu="1") for name in names]
+    assert unseen == [None, None, 0, None, 0]
+    assert [value(seen, "anvil_gpu_residents", gpu=gpu) for gpu in "01"] == [1, 0]
+
+
+def test_what_is_declared_of_a_gpu_counts_where_it_cannot_be_read() -> None:
+    gpus = (GpuState("0", (), "empty", "", 0, 0.0, 24),)
+    seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0))
+    assert value(seen, "anvil_gpu_memory_total_bytes", gpu="0") == 24
 
 
 @pytest.mark.parametrize(

@@ -443,6 +443,19 @@ def test_every_process_of_a_service_is_frozen(house: House):
         assert all(map(running, pids))
 
 
+def test_a_process_belongs_to_the_service_that_it_was_started_for(house: House):
+    gate = house.gate()
+    backend = shell(f"sleep 1000 & echo > {gate}; wait")
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    gate.read_text()
+    pids = runtime.pids(backend)
+    assert [runtime.owner(pid) for pid in pids] == [backend.name] * 2
+    assert runtime.owner(os.getpid()) is None
+    runtime.stop(backend)
+    assert [runtime.owner(pid) for pid in pids] == [None] * 2
+
+
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_a_frozen_service_can_be_ended(house: House, how: str):
     gate = house.gate()

@@ -12,7 +12,11 @@ from collections.abc import Callable
 import pytest
 
 from anvil_mux import __version__, client, server
+from anvil_mux.config import Backend, Gpu
+from anvil_mux.gpu import Stranger
 from anvil_mux.home import CPUs
+from anvil_mux.lookout import Seen
+from anvil_mux.swap import Rested
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 
 ASK_A = b'{"model":"a"}'
@@ -363,6 +367,32 @@ def test_healthz_tells_the_whole_state(rig: Rig) -> None:
     assert state["gpus"]["0"]["draining"] is None
     assert state["resident"] == "a"
     assert state["registry"] == ["a", "org/b"]
+
+
+def test_healthz_shows_who_uses_a_gpu(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(gpus=(Gpu("0", vram=24, reserve=2),))
+    gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
+    assert (gpu["used"], gpu["total"], gpu["reserve"], gpu["strangers"]) == (None, 24, 2, [])
+    stranger = Stranger("0", 41, 5, "python3", "f00")
+    rig.gateway._sight = lambda: {"0": Seen(20, 25, {"a": 11}, (stranger,))}
+    gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
+    assert (gpu["used"], gpu["total"], gpu["users"]) == (20, 25, {"a": 11})
+    assert gpu["strangers"] == [{"pid": 41, "name": "python3", "bytes": 5, "container": "f00"}]
+
+
+def test_healthz_shows_what_sleepers_hold_still(make_rig: Callable[..., Rig]) -> None:
+    backends = (
+        Backend("a", "a", ("0",), rest=("sleep", "stop")),
+        Backend("b", "org/b", ("0",), served_model="b-inside"),
+    )
+    rig = make_rig(backends=backends)
+    rig.mechanism.evict = lambda backend, how: Rested(how, {"0": 7})
+    rig.engine.answer = rig.other.answer = lambda _: JSON_OK
+    connection = rig.client()
+    for body in (ASK_A, b'{"model":"org/b"}'):
+        connection.post(body)
+        connection.read()
+    assert json.loads(connection.get(b"/healthz").body)["gpus"]["0"]["residuals"] == {"a": 7}
 
 
 def test_healthz_shows_a_drain(rig: Rig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -348,6 +350,53 @@ def test_a_stranger_that_takes_the_memory_at_once_makes_nobody_stuck(
     monkeypatch.setattr(scene.house, "stop", stop_and_take)
     assert scene.swapper.evict(A, "stop") == Rested("stop")
     assert "memory of an engine that has ended is not free" in caplog.text
+
+
+def test_a_load_that_fails_for_want_of_memory_names_who_else_has_it(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.house.ledger.hold(os.getpid(), ("0",), 20 * GIB)
+    monkeypatch.setattr(scene.house, "start", lambda backend: failing("exited with code 1"))
+    monkeypatch.setattr(scene.house, "log_tail", lambda *_: ["torch.OutOfMemoryError: CUDA out of memory."])
+    with pytest.raises(LoadError) as caught:
+        scene.swapper.load(A, "stop")
+    [named] = re.findall(
+        rf"^exited with code 1; process {os.getpid()} .+ holds 20.0 GiB of GPU 0$", caught.value.reason
+    )
+    assert named == caught.value.reason
+    monkeypatch.setattr(scene.house, "log_tail", lambda *_: ["No such file: model.gguf"])
+    with pytest.raises(LoadError) as caught:
+        scene.swapper.load(A, "stop")
+    assert caught.value.reason == "exited with code 1"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "ValueError: Free memory on device (3.2/23.7 GiB) on startup is less than desired",
+        "alloc_buffer: allocating 4403 MiB on device 0: cudaMalloc failed: out of memory",
+        "ValueError: No available memory for the cache blocks.",
+        "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
+        "vk::Device::allocateMemory: ErrorOutOfDeviceMemory",
+    ],
+)
+def test_engines_say_in_many_ways_that_memory_is_short(line: str) -> None:
+    assert swap.SHORT_OF_MEMORY.search(line)
+
+
+def failing(why: str) -> str:
+    raise LoadError(why)
+
+
+def test_who_sleeps_on_the_same_gpu_is_no_stranger(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = scene.resident(B)
+    monkeypatch.setattr(engine, "pid", os.getpid())
+    scene.house.ledger.hold(os.getpid(), ("0",), GIB)
+    monkeypatch.setattr(scene.house, "start", lambda backend: failing("CUDA out of memory"))
+    with pytest.raises(LoadError) as caught:
+        scene.swapper.load(A, "stop")
+    assert caught.value.reason == "CUDA out of memory"
 
 
 def test_an_engine_that_crashed_before_it_was_put_out_is_cleaned_up(scene: Scene) -> None:
