@@ -261,6 +261,7 @@ def _gpu_state(gpu: GpuState, seen: Seen) -> dict[str, object]:
         "users": dict(seen.users),
         "strangers": [_stranger(each) for each in seen.strangers],
         "residuals": dict(gpu.residuals),
+        "reserved_for": list(gpu.reserved_for),
     }
 
 

@@ -420,6 +420,10 @@ def _of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
     gpus = status.gpus
     held = {(gpu.gpu,): float(len(gpu.residents)) for gpu in gpus}
     yield _gauge("anvil_gpu_residents", "Backends that hold the GPU.", "gpu", held)
+    promised = {(gpu.gpu, model): 1.0 for gpu in gpus for model in gpu.reserved_for}
+    yield _gauge(
+        "anvil_gpu_reserved", "1 while a swap under way keeps the GPU for the model.", "gpu model", promised
+    )
     seen = {gpu.gpu: sight.get(gpu.gpu, Seen()) for gpu in gpus}
     total = {gpu.gpu: gpu.total if seen[gpu.gpu].total is None else seen[gpu.gpu].total for gpu in gpus}
     yield _bytes("anvil_gpu_memory_total_bytes", "Memory of the GPU, where it is known.", total)

@@ -131,6 +131,8 @@ class GpuState:
     """Bytes that no backend gets."""
     residuals: tuple[tuple[str, int], ...] = ()
     """Backends that rest, and the bytes that they hold here still."""
+    reserved_for: tuple[str, ...] = ()
+    """The models that a swap under way keeps it for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -534,8 +536,14 @@ class Multiplexer:
         about = next((each for each in self._config.gpus if each.id == gpu), Gpu(gpu))
         seats = residency.seats.values()
         residuals = tuple((s.name, s.residual[gpu]) for s in seats if s.residual.get(gpu))
-        shown = _gpu_state(residency, gpu, now)
-        return replace(shown, total=about.vram, reserve=about.reserve, residuals=residuals)
+        promised = residency.promises().get(gpu, ())
+        return replace(
+            _gpu_state(residency, gpu, now),
+            total=about.vram,
+            reserve=about.reserve,
+            residuals=residuals,
+            reserved_for=promised,
+        )
 
 
 def _cut(ticket: Ticket) -> None:

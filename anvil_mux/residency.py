@@ -1022,6 +1022,14 @@ class Residency:
     def _cost(self, source: str, target: Seat, how: str) -> Cost:
         return self._costs.estimate(source, target.model, how, target.backend.engine)
 
+    def promises(self) -> dict[str, tuple[str, ...]]:
+        """GPU -> the models that a swap under way keeps it for, until it is theirs."""
+        kept: dict[str, tuple[str, ...]] = {}
+        for swap in self._swaps:
+            if swap.target and swap.target.state not in HOLDING:
+                kept |= {gpu: (*kept.get(gpu, ()), swap.target.model) for gpu in swap.target.holds}
+        return kept
+
     def drains(self) -> dict[str, tuple[str, float]]:
         """Draining backend -> (the model that it makes room for, or "", and when the drain ends)."""
         return {

@@ -387,7 +387,7 @@ def test_gauges_show_the_moment_of_the_scrape() -> None:
 def test_gpus_are_shown_with_who_uses_them() -> None:
     gpus = (
         GpuState("0", ("a",), "ready", "", 0, 0.0, 24, 2, (("b", 3), ("c", 1))),
-        GpuState("1", (), "empty", "", 0, 0.0),
+        GpuState("1", (), "empty", "", 0, 0.0, reserved_for=("both",)),
     )
     strangers = (Stranger("0", 41, 5), Stranger("0", 42, None))
     sight = {"0": Seen(20, 25, {"a": 11}, strangers)}
@@ -398,6 +398,10 @@ def test_gpus_are_shown_with_who_uses_them() -> None:
     unseen = [value(seen, f"anvil_gpu_memory_{name}_bytes", gpu="1") for name in names]
     assert unseen == [None, None, 0, None, 0]
     assert [value(seen, "anvil_gpu_residents", gpu=gpu) for gpu in "01"] == [1, 0]
+    family = next(f for f in seen.registry.collect() if f.name == "anvil_gpu_reserved")
+    assert [(sample.labels, sample.value) for sample in family.samples] == [
+        ({"gpu": "1", "model": "both"}, 1)
+    ]
 
 
 def test_what_is_declared_of_a_gpu_counts_where_it_cannot_be_read() -> None:

@@ -241,6 +241,21 @@ class Stage:
         return [f"{e.kind} {e.backend or e.model}" for e in self.log if e.kind in kinds]
 
 
+def test_a_gpu_is_reserved_from_the_beginning_of_its_swap_until_it_is_the_targets():
+    stage, seen = Stage(), {}
+
+    def promised():
+        [gpu] = stage.mux.status().gpus
+        seen[stage.clock.now()] = gpu.reserved_for
+
+    stage.request(0.0, "a", 10.0)  # ready at 4, released at 14
+    stage.request(6.0, "b")  # a is stopped from 14 to 15, b is loaded from 15 to 21
+    for moment in (5.0, 7.0, 14.5, 16.0, 30.0):
+        stage.later(moment, promised)
+    stage.play(lambda stage: stage.clock.sleep(40.0))
+    assert seen == {5.0: (), 7.0: ("b",), 14.5: ("b",), 16.0: (), 30.0: ()}
+
+
 def test_what_a_backend_held_is_learned_when_it_leaves():
     stage = Stage()
     stage.engines.evict = lambda backend, how: Rested("sleep", {"0": 2}, 16, {"0": 18})

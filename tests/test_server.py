@@ -401,9 +401,11 @@ def test_healthz_shows_a_drain(rig: Rig) -> None:
     asked = rig.engine.next()
     second.post(b'{"model":"org/b"}')
     rig.events.wait("draining")
-    draining = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]["draining"]
+    gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
+    draining = gpu["draining"]
     assert (draining["target"], draining["leases"]) == ("org/b", 1)
     assert 0 < draining["seconds_left"] <= 30
+    assert gpu["reserved_for"] == ["org/b"]
     asked.send(JSON_OK)
     rig.other.next().send(JSON_OK)
     assert second.read().status == 200
