@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +27,7 @@ from anvil_mux.gpu import Stranger
 from anvil_mux.http1 import Field
 from anvil_mux.inference import JSON, Call, Inference, Patience
 from anvil_mux.lookout import Seen, Sight
-from anvil_mux.multiplexer import GpuState, ModelState, Multiplexer
+from anvil_mux.multiplexer import BackendState, Deferral, GpuState, ModelState, Multiplexer
 from anvil_mux.relay import Relay
 
 TEXT = (b"Content-Type", b"text/plain; charset=utf-8")
@@ -238,10 +239,45 @@ def _model_state(model: ModelState) -> dict[str, object]:
         "backend": model.backend,
         "gpus": list(model.gpus),
         "waiting": model.waiting,
+        "oldest_wait_seconds": _rounded(model.oldest_wait),
         "leases": model.leases,
+        "draining": _draining(model),
+        "deferred": _deferral(model.deferred) if model.deferred else None,
         "last_error": model.last_error or None,
         "load_seconds": model.load_seconds,
+        "backends": {backend.backend: _backend_state(backend) for backend in model.backends},
     }
+
+
+def _draining(model: ModelState) -> dict[str, object] | None:
+    if model.draining_target is None:
+        return None
+    left = _rounded(model.drain_seconds_left)
+    return {"target": model.draining_target or None, "leases": model.leases, "seconds_left": left}
+
+
+def _deferral(deferral: Deferral) -> dict[str, object]:
+    return {"seconds_left": _rounded(deferral.seconds_left), "reason": deferral.reason}
+
+
+def _backend_state(backend: BackendState) -> dict[str, object]:
+    return {
+        "state": backend.state,
+        "state_seconds": _rounded(backend.state_seconds),
+        "gpus": list(backend.gpus),
+        "leases": backend.leases,
+        "rests": backend.rests or None,
+        "idle_seconds": _rounded(backend.idle_seconds),
+        "load_seconds": backend.load_seconds,
+        "retry_seconds": _rounded(backend.retry_seconds),
+        "error": backend.error or None,
+        "log": list(backend.log),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    """JSON knows no infinity: without an end is null, like unknown."""
+    return None if seconds is None or math.isinf(seconds) else round(seconds, 1)
 
 
 def _gpu_state(gpu: GpuState, seen: Seen) -> dict[str, object]:

@@ -35,7 +35,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.footprint import Footprint, Footprints
 from anvil_mux.ladder import Host
-from anvil_mux.placement import HOLDING, islands
+from anvil_mux.placement import HOLDING, Seat, islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.residency import Demote, Event, Residency, Start, Step, Stop, Ticket, Wait
@@ -100,6 +100,37 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
+class BackendState:
+    """One backend as /healthz shows it."""
+
+    backend: str
+    state: str
+    state_seconds: float | None
+    """How long it has been in its state; None: since the start."""
+    gpus: tuple[str, ...]
+    leases: int
+    rests: str
+    """The way by which it rests while it is parked, else ""."""
+    idle_seconds: float | None
+    """Since its last request ended, if none runs."""
+    load_seconds: float | None
+    retry_seconds: float
+    """Until it may be loaded, or is stopped, again after a failure."""
+    error: str
+    log: tuple[str, ...]
+    """The engine's last lines, if its load failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deferral:
+    """Why a line waits although its swap could begin."""
+
+    seconds_left: float
+    """May be infinite: until something changes."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ModelState:
     """One model as /healthz and /v1/models show it."""
 
@@ -113,6 +144,13 @@ class ModelState:
     leases: int
     last_error: str
     load_seconds: float | None
+    oldest_wait: float | None = None
+    """Seconds that the first in line has waited."""
+    draining_target: str | None = None
+    """What it makes room for while it drains; "" for nobody."""
+    drain_seconds_left: float = 0.0
+    deferred: Deferral | None = None
+    backends: tuple[BackendState, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,7 +565,7 @@ class Multiplexer:
         with self._lock:
             now = self._clock.now()
             residencies = [island.residency for island in self._each_island()]
-            models = tuple(_model_state(r, model) for r in residencies for model in r.lines)
+            models = tuple(_model_state(r, model, now) for r in residencies for model in r.lines)
             gpus = tuple(self._gpu_state(r, gpu, now) for r in residencies for gpu in r.gpus)
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
         return Status(now, models, gpus, waiting, leases)
@@ -562,9 +600,11 @@ def _steps_at_once(backends: list[Backend]) -> int:
     return len({gpu for backend in backends for gpu in backend.gpus}) + parks
 
 
-def _model_state(residency: Residency, model: str) -> ModelState:
+def _model_state(residency: Residency, model: str, now: float) -> ModelState:
     seats = residency.seats_of(model)
     seat = min(seats, key=lambda seat: _SHOWN.index(seat.state))
+    first = next(iter(residency.lines[model]), None)
+    target, until = residency.drains().get(seat.name, (None, now))
     return ModelState(
         model=model,
         state=seat.state,
@@ -575,6 +615,35 @@ def _model_state(residency: Residency, model: str) -> ModelState:
         leases=sum(len(seat.holders) for seat in seats),
         last_error=seat.error,
         load_seconds=seat.load_seconds,
+        oldest_wait=now - first.since if first else None,
+        draining_target=target,
+        drain_seconds_left=max(until - now, 0.0),
+        deferred=_deferral(residency, model, now),
+        backends=tuple(_backend_state(each, now) for each in seats),
+    )
+
+
+def _deferral(residency: Residency, model: str, now: float) -> Deferral | None:
+    if residency.deferred is None or residency.deferred[0] != model or not residency.lines[model]:
+        return None
+    stay = residency.deferred[1]
+    return Deferral(max(stay.until - now, 0.0), stay.reason)
+
+
+def _backend_state(seat: Seat, now: float) -> BackendState:
+    idle = seat.state == "ready" and not seat.holders
+    return BackendState(
+        backend=seat.name,
+        state=seat.state,
+        state_seconds=now - seat.since if seat.since > -FOREVER else None,
+        gpus=seat.backend.gpus,
+        leases=len(seat.holders),
+        rests=seat.rests if seat.state == "parked" else "",
+        idle_seconds=now - seat.used if idle else None,
+        load_seconds=seat.load_seconds,
+        retry_seconds=max(seat.retry_at - now, 0.0),
+        error=seat.error,
+        log=seat.log,
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from anvil_mux import __version__, client, server
 from anvil_mux.config import Backend, Gpu
+from anvil_mux.errors import LoadError
 from anvil_mux.gpu import Stranger
 from anvil_mux.home import CPUs
 from anvil_mux.lookout import Seen
@@ -406,9 +407,54 @@ def test_healthz_shows_a_drain(rig: Rig) -> None:
     assert (draining["target"], draining["leases"]) == ("org/b", 1)
     assert 0 < draining["seconds_left"] <= 30
     assert gpu["reserved_for"] == ["org/b"]
+    models = json.loads(rig.client().get(b"/healthz").body)["models"]
+    assert models["a"]["draining"]["target"] == "org/b"
+    assert models["org/b"]["waiting"] == 1
+    assert models["org/b"]["oldest_wait_seconds"] >= 0
     asked.send(JSON_OK)
     rig.other.next().send(JSON_OK)
     assert second.read().status == 200
+
+
+def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(policy="debounce", policy_settings={"quiet": 600.0, "max_hold": 600.0}, max_wait=600.0)
+    first, second = rig.client(), rig.client()
+    first.post(ASK_A)
+    asked = rig.engine.next()
+    second.post(b'{"model":"org/b"}')
+    rig.events.wait("deferred")
+    models = json.loads(rig.client().get(b"/healthz").body)["models"]
+    assert models["a"]["deferred"] is None
+    assert models["org/b"]["deferred"]["reason"] == "no line has been quiet for 600 s yet"
+    assert 0 < models["org/b"]["deferred"]["seconds_left"] <= 600
+    second.leave()
+    asked.send(JSON_OK)
+
+
+def test_healthz_has_the_last_lines_of_an_engine_that_failed(rig: Rig) -> None:
+    rig.mechanism.failure = LoadError("exited with code 1", log=("no such file", "bye"))
+    connection = rig.client()
+    connection.post(ASK_A)
+    assert connection.read().status == 503
+    model = json.loads(connection.get(b"/healthz").body)["models"]["a"]
+    backend = model["backends"]["a"]
+    assert model["last_error"] == backend["error"] == "exited with code 1"
+    assert backend["log"] == ["no such file", "bye"]
+    assert (backend["state"], 0 < backend["retry_seconds"] <= 5) == ("empty", True)
+
+
+def test_healthz_tells_how_a_parked_backend_rests(rig: Rig) -> None:
+    rig.mechanism.evict = lambda backend, how: Rested("sleep")
+    rig.engine.answer = rig.other.answer = lambda _: JSON_OK
+    connection = rig.client()
+    for body in (ASK_A, b'{"model":"org/b"}'):
+        connection.post(body)
+        connection.read()
+    rig.events.wait("released", 2)
+    models = json.loads(connection.get(b"/healthz").body)["models"]
+    assert [models[m]["backends"][b]["rests"] for m, b in (("a", "a"), ("org/b", "b"))] == ["sleep", None]
+    assert models["org/b"]["backends"]["b"]["idle_seconds"] >= 0
+    assert models["a"]["backends"]["a"]["idle_seconds"] is None
 
 
 def test_readyz_lists_its_checks_when_asked(rig: Rig) -> None:
