@@ -3,8 +3,8 @@
 ``observe`` is a fold over the residency's events, ``took`` notes what a phase of a swap took and ``served``
 counts one finished request. They only add to plain numbers, because they are called for every request; the
 numbers become metric families when somebody asks for them. What is true at this moment (states, lines,
-leases) is not counted along but read from ``status`` at the scrape. One thread at a time calls ``observe``,
-``took`` and ``served`` (journal.py sees to that), any thread ``render``.
+leases, memory) is not counted along but read at the scrape (gauges.py). One thread at a time calls
+``observe``, ``took`` and ``served`` (journal.py sees to that), any thread ``render``.
 
 The phases of a swap belong to the model that goes through them: a victim's are drain, evict, verify (until
 its memory is really free) and freeze; cooldown (the policy held the swap back, and the victims served on),
@@ -22,7 +22,7 @@ import math
 import platform
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -30,7 +30,6 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.core import (
     CounterMetricFamily,
-    GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
@@ -38,21 +37,24 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.utils import floatToGoString
 
-from anvil_mux import __version__, api
+from anvil_mux import __version__, api, gauges
 from anvil_mux.accesslog import Served
 from anvil_mux.config import Config
 from anvil_mux.costs import Cost
-from anvil_mux.lookout import Seen, Sight
+from anvil_mux.footprint import Footprint
+from anvil_mux.gauges import NONE, SEVERAL
+from anvil_mux.lookout import Sight
 from anvil_mux.multiplexer import Status
-from anvil_mux.residency import TRANSITIONS, Event
+from anvil_mux.residency import Event
 
 BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0),
 )
 """A token takes milliseconds, a cold start of a large model minutes."""
-STATES = sorted({state for state, _ in TRANSITIONS} | set(TRANSITIONS.values()))
-NONE, SEVERAL, UNKNOWN, OTHER = "none", "several", "unknown", "other"
+UNKNOWN, OTHER = "unknown", "other"
+RESULTS = ("ok", "failed", "stuck")
+"""Of loads."""
 DEFERRALS = {
     "min_residency": "may stay for min_residency",
     "policy_failed": "the policy failed",
@@ -140,10 +142,12 @@ class Metrics:
         config: Config,
         status: Callable[[], Status],
         costs: Callable[[], Iterable[Cost]] = tuple,
+        footprints: Callable[[], Iterable[Footprint]] = tuple,
         sight: Callable[[], Sight] = dict,
     ) -> None:
         self._status = status
         self._costs = costs
+        self._footprints = footprints
         self._sight = sight
         self._models = {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
         self._routes = _route_labels()
@@ -162,6 +166,7 @@ class Metrics:
         self._held: dict[str, tuple[int, float]] = {}  # model -> the first of its line, held back since
         self._leaving: dict[str, _Leaving] = {}
         self._loading: dict[str, _Loading] = {}
+        self._begin_at_zero()
         self.registry = CollectorRegistry()
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         ProcessCollector(registry=self.registry)
@@ -172,6 +177,15 @@ class Metrics:
         """The content type and the text that a scraper with this Accept header gets."""
         encode, content_type = choose_encoder(accept)
         return content_type, encode(self.registry)
+
+    def _begin_at_zero(self) -> None:
+        """What a rate is asked of must be there before it first grows, or Prometheus misses that."""
+        for model in set(self._models.values()):
+            self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
+            self._severed[model,] = 0
+            for result in RESULTS:
+                self._loads[model, result] = 0
+        self._swap_seconds |= {(result,): Histogram() for result in RESULTS}
 
     # Requests
 
@@ -321,9 +335,11 @@ class Metrics:
             self._waits,
         )
         yield from self._of_swaps()
+        yield from gauges.of_costs(self._costs(), set(self._models.values()))
+        yield from gauges.of_footprints(self._footprints())
         status = self._status()
-        yield from _of_models(status)
-        yield from _of_gpus(status, self._sight())
+        yield from gauges.of_models(status)
+        yield from gauges.of_gpus(status, self._sight())
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: registering must not ask for the status of a multiplexer that is not there yet."""
@@ -365,7 +381,6 @@ class Metrics:
         yield _counter(
             "anvil_evictions", "Models that left their GPUs, by reason.", "model reason", self._evictions
         )
-        yield _of_costs(self._costs(), set(self._models.values()))
 
 
 def _source(victims: list[_Leaving]) -> str:
@@ -387,18 +402,6 @@ def _deferral(reason: str) -> str:
     return next((label for label, said in DEFERRALS.items() if said in reason), OTHER)
 
 
-def _of_costs(costs: Iterable[Cost], models: Container[str]) -> Metric:
-    """Where several make room, only the dearest direction stands for all."""
-    dearest: dict[tuple[str, str, str], float] = {}
-    for cost in costs:
-        source = cost.source if cost.source in models else SEVERAL if cost.source else NONE
-        key = source, cost.target, cost.way
-        dearest[key] = max(cost.seconds, dearest.get(key, 0.0))
-    return _gauge(
-        "anvil_swap_cost_seconds", "What a swap costs, without its drain, as learned.", "from to way", dearest
-    )
-
-
 def _route_labels() -> dict[str, str]:
     """Path of a request -> its route: one for all spellings."""
     labels = {path: next(iter(methods.values())).path for path, methods in api.ROUTES.items()}
@@ -406,54 +409,11 @@ def _route_labels() -> dict[str, str]:
     return labels | {path: path for path in own.split()}
 
 
-def _of_models(status: Status) -> Iterator[Metric]:
-    models = status.models
-    inflight = {(m.model,): float(m.leases) for m in models}
-    yield _gauge("anvil_inflight_requests", "Requests that hold a lease.", "model", inflight)
-    queued = {(m.model,): float(m.waiting) for m in models}
-    yield _gauge("anvil_queued_requests", "Requests that wait in a line.", "model", queued)
-    states = {(m.model, state): float(m.state == state) for m in models for state in STATES}
-    yield _gauge("anvil_model_state", "1 for the state that the model is in.", "model state", states)
-
-
-def _of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
-    gpus = status.gpus
-    held = {(gpu.gpu,): float(len(gpu.residents)) for gpu in gpus}
-    yield _gauge("anvil_gpu_residents", "Backends that hold the GPU.", "gpu", held)
-    promised = {(gpu.gpu, model): 1.0 for gpu in gpus for model in gpu.reserved_for}
-    yield _gauge(
-        "anvil_gpu_reserved", "1 while a swap under way keeps the GPU for the model.", "gpu model", promised
-    )
-    seen = {gpu.gpu: sight.get(gpu.gpu, Seen()) for gpu in gpus}
-    total = {gpu.gpu: gpu.total if seen[gpu.gpu].total is None else seen[gpu.gpu].total for gpu in gpus}
-    yield _bytes("anvil_gpu_memory_total_bytes", "Memory of the GPU, where it is known.", total)
-    used = {gpu: each.used for gpu, each in seen.items()}
-    yield _bytes("anvil_gpu_memory_used_bytes", "What is used of it, by anybody.", used)
-    reserve = {gpu.gpu: gpu.reserve for gpu in gpus}
-    yield _bytes("anvil_gpu_memory_reserve_bytes", "What no backend is given of it.", reserve)
-    foreign = {gpu: sum(s.used or 0 for s in each.strangers) for gpu, each in seen.items() if gpu in sight}
-    yield _bytes("anvil_gpu_memory_stranger_bytes", "What processes hold that are none of ours.", foreign)
-    kept = {gpu.gpu: sum(amount for _, amount in gpu.residuals) for gpu in gpus}
-    yield _bytes("anvil_gpu_memory_residual_bytes", "What backends that rest hold still.", kept)
-
-
 _L = TypeVar("_L", bound=Labels)
-
-
-def _bytes(name: str, text: str, values: Mapping[str, int | None]) -> Metric:
-    """By GPU, without those of which it is not known."""
-    return _gauge(name, text, "gpu", {(gpu,): float(n) for gpu, n in values.items() if n is not None})
 
 
 def _counter(name: str, text: str, labels: str, values: Mapping[_L, int]) -> Metric:
     family = CounterMetricFamily(name, text, labels=labels.split())
-    for key, value in list(values.items()):
-        family.add_metric(key, value)
-    return family
-
-
-def _gauge(name: str, text: str, labels: str, values: Mapping[_L, float]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels.split())
     for key, value in list(values.items()):
         family.add_metric(key, value)
     return family

@@ -143,7 +143,11 @@ class Program:
         self._clock = Clock()
         self._runtime = build_runtime(config)
         self._metrics = Metrics(
-            config, lambda: self._mux.status(), lambda: self._mux.costs(), lambda: self._lookout.sight()
+            config,
+            lambda: self._mux.status(),
+            costs=lambda: self._mux.costs(),
+            footprints=lambda: self._mux.footprints(),
+            sight=lambda: self._lookout.sight(),
         )
         self._learned = Learned(state_folder(config.project, os.environ), say)
         with _pinned(options.pin):

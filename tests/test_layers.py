@@ -12,7 +12,7 @@ ROWS = (
     "api composefile policy preemption routing costs footprint demand config",
     "placement ladder residency engine control gpu compose process freed lookout driver checkpoint",
     "swap multiplexer simulate workload figures clairvoyant eventlog plot study",
-    "pump relay metrics journal learned client",
+    "pump relay gauges metrics journal learned client",
     "inference gateway server",
     "serve bench cli __main__",
 )

@@ -11,9 +11,11 @@ from anvil_mux import api
 from anvil_mux.accesslog import Served
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Cost
+from anvil_mux.footprint import Footprint
+from anvil_mux.gauges import STATES
 from anvil_mux.gpu import Stranger
 from anvil_mux.lookout import Seen
-from anvil_mux.metrics import BUCKETS, OTHER, STATES, Metrics, Phase, _deferral
+from anvil_mux.metrics import BUCKETS, OTHER, Metrics, Phase, _deferral
 from anvil_mux.multiplexer import GpuState, ModelState, Status
 from anvil_mux.policy import POLICIES
 from anvil_mux.preemption import PREEMPTIONS
@@ -157,7 +159,7 @@ def test_a_load_that_fails_is_a_failed_swap_and_is_timed_apart() -> None:
     assert swaps(seen, "a", "b", "sleep", "failed") == 1
     assert value(seen, "anvil_model_load_duration_seconds_sum", model="b", result="failed") == 6.0
     assert value(seen, "anvil_swap_duration_seconds_sum", result="failed") == 8.0
-    assert value(seen, "anvil_swap_duration_seconds_count", result="ok") is None
+    assert value(seen, "anvil_swap_duration_seconds_count", result="ok") == 0
     assert value(seen, "anvil_evictions_total", model="b", reason="died") is None
 
 
@@ -242,6 +244,20 @@ def test_the_reasons_of_other_policies_share_one_label() -> None:
     assert value(seen, "anvil_deferrals_total", model="b", reason="other") == 24
 
 
+def test_what_backends_hold_is_shown_as_it_was_last_measured() -> None:
+    known = [
+        Footprint("a", "sleep", {"0": 19}, {"0": 1}, 16, 2),
+        Footprint("a", "stop", {"0": 20}, {"0": 0}, 0, 1),
+        Footprint("b", "sleep-2", {}, {}, 3, 1),
+    ]
+    seen = Metrics(CONFIG, nothing, footprints=lambda: known)
+    assert value(seen, "anvil_backend_memory_bytes", backend="a", gpu="0") == 20
+    assert value(seen, "anvil_backend_residual_bytes", backend="a", way="sleep", gpu="0") == 1
+    assert value(seen, "anvil_backend_host_bytes", backend="a", way="sleep") == 16
+    assert value(seen, "anvil_backend_host_bytes", backend="b", way="sleep-2") == 3
+    assert value(seen, "anvil_backend_host_bytes", backend="a", way="stop") is None
+
+
 def test_what_was_learned_of_swaps_is_shown_and_several_victims_are_one_label() -> None:
     costs = [
         Cost("", "a", "stop", 0.0, 9.0, 1),
@@ -260,7 +276,7 @@ def test_what_was_learned_of_swaps_is_shown_and_several_victims_are_one_label() 
 
 def test_an_adopted_backend_is_no_load() -> None:
     seen = told([Event(1.0, "ready", "a", "a", reason="adopted")])
-    assert value(seen, "anvil_model_loads_total", model="a", result="ok") is None
+    assert value(seen, "anvil_model_loads_total", model="a", result="ok") == 0
 
 
 def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
@@ -351,6 +367,16 @@ def test_labels_never_come_from_clients() -> None:
         seen.served(record(path=path))
     counted = next(f for f in seen.registry.collect() if f.name == "anvil_requests")
     assert {sample.labels["route"] for sample in counted.samples} == routes | {"other"}
+
+
+def test_what_a_rate_is_asked_of_begins_at_zero() -> None:
+    seen = metrics()
+    for model in ("a", "b", "c", "both"):
+        assert value(seen, "anvil_queue_wait_seconds_count", model=model) == 0
+        assert value(seen, "anvil_time_to_first_byte_seconds_count", model=model) == 0
+        assert value(seen, "anvil_severed_requests_total", model=model) == 0
+        assert value(seen, "anvil_model_loads_total", model=model, result="failed") == 0
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="stuck") == 0
 
 
 def test_a_bucket_counts_what_is_at_most_its_bound() -> None:
