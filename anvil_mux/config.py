@@ -70,6 +70,8 @@ class Backend:
     """Ids of the GPUs that it needs, all of them; empty: it needs none and is never put out for another."""
     vram: int | None = None
     """Bytes that it holds on each of its GPUs; None: it needs them whole."""
+    vram_measured: bool = False
+    """It needs what it held when it last left its GPUs; whole GPUs until that is known."""
     engine: str = "openai"
     port: int | None = None
     """Where it listens, inside the container (None: the engine's own port) or on loopback (None: $PORT)."""
@@ -173,7 +175,12 @@ def _read_used_gpus(value: Any) -> str | tuple[str, ...]:
     return service.ALL if value == service.ALL else settings.NAMES.read(value)
 
 
-def _read_vram(value: Any) -> int:
+MEASURED = "measured"
+
+
+def _read_vram(value: Any) -> int | str:
+    if value == MEASURED:
+        return MEASURED
     if amount := settings.MEMORY.read(value):
         return int(amount)
     raise ValueError("must be more than 0; leave it out if the model needs its GPU whole")
@@ -233,7 +240,10 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         Kind("list of ids, or all", _read_used_gpus),
         "The GPUs it needs, all of them; by default those that the service reserves.",
     ),
-    "vram": Setting(Kind("size", _read_vram), "What it holds on each of its GPUs; by default all of it."),
+    "vram": Setting(
+        Kind("size, or measured", _read_vram),
+        "What it holds on each of its GPUs; measured: what it held when it last left; by default all of it.",
+    ),
     "engine": Setting(settings.one_of(*ENGINES), "The program inside; by default what the image says."),
     "port": Setting(
         settings.PORT, "Where the engine listens; by default the service's port, or the engine's."
@@ -455,21 +465,15 @@ class _Loading:
             raise ValueError("its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any")
         if self._plain and "env_file" in described:
             self._problem(("services", name, "env_file"), interpolate.NEED_COMPOSE)
-        model = given.setdefault("model", settings.TEXT.read(name))
-        engine = given.setdefault("engine", service.engine(described))
-        names = service.served_model(described, engine)
-        if names and model not in names:
-            given.setdefault("served_model", names[0])
-        if grace := described.get("stop_grace_period"):
-            given.setdefault("stop_timeout", settings.read_seconds(grace))
-        if "port" not in given:
-            given["port"] = self._port(described)
+        engine = self._fill_in(name, described, given)
         variables = service.environment(described, self._variables)
         given["gpus"] = self._used(name, given.get("gpus", service.gpus(described, variables)))
         given.setdefault("prepare", self._prepare)
         given.setdefault("rest", service.lightest_rest(described, variables, engine))
         self._check_rest(name, described, variables, given)
-        given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != model)
+        if given.get("vram") == MEASURED:
+            given |= {"vram": None, "vram_measured": True}
+        given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != given["model"])
         backend = Backend(name, service=self._service(described, variables), **given)
         if self._process:
             self._host_ports[name] = {backend.port} if backend.port else set()
@@ -485,6 +489,19 @@ class _Loading:
                     f"{self._where(('services', name)).partition(': ')[0]}: service {name}: {text}"
                 )
         return backend
+
+    def _fill_in(self, name: str, described: dict[str, Any], given: dict[str, Any]) -> str:
+        """What the service itself says of settings that are not given; its engine."""
+        model = given.setdefault("model", settings.TEXT.read(name))
+        engine = given.setdefault("engine", service.engine(described))
+        names = service.served_model(described, engine)
+        if names and model not in names:
+            given.setdefault("served_model", names[0])
+        if grace := described.get("stop_grace_period"):
+            given.setdefault("stop_timeout", settings.read_seconds(grace))
+        if "port" not in given:
+            given["port"] = self._port(described)
+        return str(engine)
 
     def _check_rest(
         self, name: str, described: dict[str, Any], variables: dict[str, str], given: Mapping[str, Any]
@@ -613,7 +630,7 @@ class _Loading:
 
     def _take_turns(self, one: Backend, other: Backend) -> bool:
         """Whether they never run at once; whoever rests without being stopped keeps its port."""
-        if {*one.rest, *other.rest} != {"stop"}:
+        if {*one.rest, *other.rest} != {"stop"} or one.vram_measured or other.vram_measured:
             return False
         common = set(one.gpus) & set(other.gpus)
         return any(not _fit((one, other), _room(self._gpus[gpu])) for gpu in common)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from anvil_mux.config import Backend
+from anvil_mux.footprint import Footprints
 from anvil_mux.placement import HOLDING, Seat
 
 DESCENTS: dict[tuple[str, str], bool] = {
@@ -62,7 +63,8 @@ def demoted_at(seat: Seat) -> float | None:
 class Host:
     """The host's memory: who keeps how much of it. Shared by the islands, guarded like them."""
 
-    def __init__(self, budget: int | None = None) -> None:
+    def __init__(self, budget: int | None = None, footprints: Footprints | None = None) -> None:
+        self._footprints = footprints or Footprints()
         self.budget = budget
         """Bytes; None: nobody counts."""
         self.changes = 0
@@ -95,7 +97,7 @@ class Host:
         if self.budget is None:
             return seat.backend.rest[0]
         others = sum(self._kept(s) for s, _ in self._seats.values() if s is not seat)
-        fits = (way for way in rungs(seat.backend) if others + _parked_bytes(seat, way) <= (self.budget or 0))
+        fits = (way for way in rungs(seat.backend) if others + self._parked(seat, way) <= (self.budget or 0))
         return next(fits, "stop")
 
     def has_room(self) -> bool:
@@ -122,7 +124,7 @@ class Host:
     def _kept(self, seat: Seat) -> int:
         """Bytes that a backend keeps now, or is about to."""
         if seat.state == "stopping":
-            return max(seat.ram, _parked_bytes(seat, seat.rung))
+            return max(seat.ram, self._parked(seat, seat.rung))
         if seat.state in HOLDING or seat.coming:
             return max(seat.ram, seat.host_bytes)
         return seat.host_bytes
@@ -130,10 +132,19 @@ class Host:
     def _promised(self, seat: Seat) -> int:
         """Bytes that a backend will keep when what is under way has ended."""
         if seat.state == "demoting":
-            return _parked_bytes(seat, seat.rung)
+            return self._parked(seat, seat.rung)
         if seat.state == "draining":
-            return max(seat.ram, _parked_bytes(seat, seat.backend.rest[0]))
+            return max(seat.ram, self._parked(seat, seat.backend.rest[0]))
         return self._kept(seat)
+
+    def _parked(self, seat: Seat, way: str) -> int:
+        """Bytes that a backend keeps while it rests: as last measured, or else what it takes along."""
+        if way == "stop":
+            return 0
+        last = self._footprints.resting(seat.name, way)
+        if last and last.host_bytes:
+            return last.host_bytes
+        return seat.ram + (sum(seat.holds.values()) if way in KEEPS_WEIGHTS else 0)
 
 
 def _insists_on(seat: Seat) -> int:
@@ -145,16 +156,6 @@ def _insists_on(seat: Seat) -> int:
 
 def _leaves(seat: Seat) -> bool:
     return seat.state in ("parked", "draining") and not seat.coming
-
-
-def _parked_bytes(seat: Seat, way: str) -> int:
-    """What a backend keeps of host memory while it rests, as last seen, or else what it holds on its GPUs."""
-    if way == "stop":
-        return 0
-    if way in seat.kept:
-        return seat.kept[way]
-    moved = sum(seat.holds.values()) if way in KEEPS_WEIGHTS else 0
-    return seat.ram + moved
 
 
 def _gib(amount: int) -> str:

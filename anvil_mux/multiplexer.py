@@ -222,8 +222,8 @@ class Multiplexer:
         self._islands: dict[str, _Island] = {}  # model -> island; the islands' residencies too
         self._addresses: dict[str, tuple[str, int]] = {}  # backend -> where it was last seen to listen
         self._costs = Costs(costs)
-        self._host = Host(config.host_memory)
         self._footprints = Footprints(footprints)
+        self._host = Host(config.host_memory, self._footprints)
         self._tickets = 0
         self._waiting = 0
         self._closing: MuxError | None = None
@@ -244,6 +244,7 @@ class Multiplexer:
                 log,
                 self._costs,
                 self._host,
+                self._footprints,
                 emit_leases=log_leases,
             )
             island = _Island(residency, self._clock.condition(self._lock), _steps_at_once(backends))
@@ -492,13 +493,8 @@ class Multiplexer:
             why = _text(error)
             self._tell(name, lambda residency, now: residency.stop_failed(name, now, why))
         else:
-            self._tell(name, lambda residency, now: self._stopped(residency, name, rested, now))
-
-    def _stopped(self, residency: Residency, name: str, rested: Rested, now: float) -> None:
-        if not residency.seats[name].failed_stops:  # else an earlier attempt may have freed some of it
-            how, residual, kept = rested.how, rested.residual, rested.host_bytes
-            self._footprints.learn(name, how, rested.freed, residual, kept)
-        residency.stopped(name, now, rested.residual, rested.how, rested.host_bytes)
+            left = rested.residual, rested.how, rested.host_bytes, rested.freed
+            self._tell(name, lambda residency, now: residency.stopped(name, now, *left))
 
     # The end
 
@@ -594,7 +590,7 @@ def _cut(ticket: Ticket) -> None:
 
 def _steps_at_once(backends: list[Backend]) -> int:
     """How many keepers an island needs, so that no drain and no retry waits for a free one."""
-    if any(backend.vram or not backend.gpus for backend in backends):
+    if any(backend.vram or backend.vram_measured or not backend.gpus for backend in backends):
         return len(backends)
     parks = any(backend.rest != ("stop",) for backend in backends)  # a demotion delays no swap
     return len({gpu for backend in backends for gpu in backend.gpus}) + parks

@@ -42,12 +42,12 @@ class Seat:
     """The way by which it is to leave next; "": as high on its ladder as host memory allows."""
     coming: bool = False
     """It is the target of a swap."""
+    whole: bool = True
+    """It needs its GPUs to itself."""
     ram: int = 0
     """Bytes of host memory that it needs while it runs, as far as is known."""
     host_bytes: int = 0
     """Bytes of host memory that it keeps while parked."""
-    kept: dict[str, int] = field(default_factory=dict)
-    """Way -> ``host_bytes`` when it last rested by it."""
     failed_starts: int = 0
     """In a row."""
     failed_stops: int = 0
@@ -62,6 +62,7 @@ class Seat:
 
     def __post_init__(self) -> None:
         self.name, self.model = self.backend.name, self.backend.model
+        self.whole = self.backend.vram is None
         self.ram = self.backend.ram or 0
 
     @property
@@ -90,6 +91,12 @@ class Placement:
             whole = self.capacity.setdefault(gpu, 1)
             holds[gpu] = backend.vram if backend.vram and whole > 1 else whole
         return Seat(backend, holds)
+
+    def measure(self, seat: Seat, held: Mapping[str, int]) -> None:
+        """What the backend held when it last left, by GPU: it counts for one that is to be measured."""
+        if seat.backend.vram_measured and held.keys() >= seat.holds.keys():
+            seat.holds = {gpu: min(max(held[gpu], 1), self.capacity[gpu]) for gpu in seat.holds}
+            seat.whole = False
 
     def missing(self, target: Seat) -> dict[str, int]:
         """GPU id -> bytes that must be freed before ``target`` fits; negative: room to spare.
@@ -198,7 +205,7 @@ class Placement:
         )
 
     def _needs_whole(self, target: Seat, gpu: str) -> bool:
-        return target.backend.vram is None or self.capacity[gpu] == 1
+        return target.whole or self.capacity[gpu] == 1
 
     def never_fits(self, target: Seat) -> str:
         """Why ``target`` could not be loaded even if all that is not pinned went; "" if it could."""

@@ -47,6 +47,7 @@ from anvil_mux.config import Backend, Config
 from anvil_mux.costs import Cost, Costs, source_of
 from anvil_mux.demand import Demand
 from anvil_mux.errors import DoesNotFit, HostMemoryShort, LoadError, MuxError, Stuck
+from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at
 from anvil_mux.placement import HOLDING, Placement, Seat
 from anvil_mux.policy import (
@@ -257,6 +258,7 @@ class Residency:
         emit: Callable[[Event], object],
         costs: Costs | None = None,
         host: Host | None = None,
+        footprints: Footprints | None = None,
         *,
         emit_leases: bool = True,
     ) -> None:
@@ -283,8 +285,10 @@ class Residency:
         self._parkers = [seat for seat in self.seats.values() if seat.backend.rest != ("stop",)]
         self._unprepared = [seat for seat in self.seats.values() if seat.backend.prepare]
         self._host = host or Host()
+        self._footprints = footprints or Footprints()
         for seat in self.seats.values():
             self._host.join(seat, self._worth)
+            self._placement.measure(seat, self._footprints.held(seat.name))
         self._demand = {model: Demand() for model in self.lines}
         self._max_wait = max_waits(self.seats.values(), config)
         self._priority = {m: max(s.backend.priority for s in seats) for m, seats in self._replicas.items()}
@@ -438,20 +442,23 @@ class Residency:
         residual: Mapping[str, int] | None = None,
         how: str = "stop",
         host_bytes: int = 0,
+        freed: Mapping[str, int] | None = None,
     ) -> None:
         """The backend left its GPUs by the way ``how``; unless it was stopped it is parked.
 
         It holds nothing then but its ``residual`` (bytes by GPU) and ``host_bytes`` of the host's memory.
+        ``freed`` is what it gave back, where that was read.
         """
         seat = self.seats[name]
         parked = how != "stop"
+        if seat.state == "stopping" and not seat.failed_stops:  # else an earlier attempt freed some of it
+            self._footprints.learn(name, how, freed or {}, residual or {}, host_bytes if parked else 0)
+            self._placement.measure(seat, self._footprints.held(name))
         self._enter(seat, "parked" if parked else "stopped", now)
         seat.rests, seat.rung, seat.residual = how, "", dict(residual or {}) if parked else {}
         seat.host_bytes = host_bytes if parked else 0
-        if parked and host_bytes:
-            seat.kept[how] = host_bytes
-            if how in PINS:
-                seat.ram = max(seat.ram, host_bytes)
+        if how in PINS:
+            seat.ram = max(seat.ram, host_bytes)
         self._unstick(seat, now)
         self._leave_swaps(seat)
         self._emit(Event(now, seat.state, seat.model, name, reason=how if parked else ""))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from anvil_mux.config import Config
 from anvil_mux.costs import Cost, Costs
 from anvil_mux.errors import LoadError, MuxError, WaitedTooLong
+from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import Host
 from anvil_mux.placement import HOLDING, Placement, islands
 from anvil_mux.policy import FOREVER, build_policy
@@ -181,13 +182,14 @@ class _Simulation:
         self._waiting = 0
         self._models = {backend.name: backend.model for backend in config.backends}
         self._islands: dict[str, _Island] = {}
-        self._host = Host(config.host_memory)
+        footprints = Footprints()
+        self._host = Host(config.host_memory, footprints)
         self._host_seen = 0
         policy = build_policy(config.policy, config.policy_settings)
         preemption = build_preemption(config.preemption, config.preemption_settings)
         for name, backends in islands(config.backends):
             residency = Residency(
-                name, config, backends, policy, preemption, self.log.append, costs, self._host
+                name, config, backends, policy, preemption, self.log.append, costs, self._host, footprints
             )
             island = _Island(residency)
             self._islands.update(dict.fromkeys(island.residency.lines, island))

@@ -153,7 +153,9 @@ def test_the_tables_cover_the_dataclasses() -> None:
     }
     fields = {special.get(name, name) for name in Config.__dataclass_fields__}
     assert fields - {"backends", "files", "warnings", "origins"} == set(config.SETTINGS)
-    assert set(config.Backend.__dataclass_fields__) - {"name", "service"} == set(config.SERVICE_SETTINGS)
+    assert set(config.Backend.__dataclass_fields__) - {"name", "service", "vram_measured"} == set(
+        config.SERVICE_SETTINGS
+    )
 
 
 def test_the_documentation_names_key_type_default_and_meaning() -> None:
@@ -1004,3 +1006,34 @@ def test_compose_merges_files_and_the_last_x_anvil_counts(tmp_path: Path, compos
 
 def test_flag_values_are_found_in_both_spellings() -> None:
     assert list(service.flag_values(("x", "--a", "1", "--a=2", "--a"), "--a")) == ["1", "2", ""]
+
+
+def test_vram_may_be_measured(tmp_path: Path) -> None:
+    text = "services: {a: {image: x, x-anvil: {gpus: ['0'], vram: measured}}}"
+    (backend,) = plain(tmp_path, text).backends
+    assert (backend.vram, backend.vram_measured) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("described", "expected"),
+    [
+        (
+            "image: vllm/vllm-openai, command: [--enable-sleep-mode], environment: {VLLM_SERVER_DEV_MODE: 1}",
+            "sleep",
+        ),
+        ("image: vllm/vllm-openai, command: [--enable-sleep-mode]", "stop"),
+        ("image: vllm/vllm-openai, environment: {VLLM_SERVER_DEV_MODE: 1}", "stop"),
+        ("image: ollama/ollama", "sleep"),
+        ("image: ggml-org/llama.cpp:server", "stop"),
+    ],
+)
+def test_who_is_allowed_to_sleep_sleeps_unless_told_otherwise(
+    tmp_path: Path, described: str, expected: str
+) -> None:
+    (backend,) = plain(tmp_path, f"services: {{a: {{{described}, x-anvil: {{}}}}}}").backends
+    assert backend.rest[0] == expected
+
+
+def test_a_ladder_goes_down(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"goes down a ladder: write \[checkpoint, stop\]"):
+        plain(tmp_path, "services: {a: {image: x, x-anvil: {rest: [stop, checkpoint]}}}")

@@ -1,5 +1,7 @@
 """How deep what is parked rests, and who yields the memory of the host."""
 
+import itertools
+
 import pytest
 
 from anvil_mux.config import Gpu
@@ -184,6 +186,18 @@ def test_a_victim_that_is_not_needed_any_more_stays():
         island.core.release(ticket, 6.0)
 
 
+def test_who_is_to_be_measured_has_its_gpu_to_itself_until_it_has_left_it_once():
+    a, b = backend("a", vram_measured=True), backend("b", vram=4)
+    island = Island(a, b, gpus=(Gpu("0", vram=10),)).with_resident("a")
+    island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    island.core.stopped("a", 2.0, freed={"0": 6})
+    assert island.steps(2.0) == ["start b"]
+    island.core.started("b", 3.0)
+    island.request("a", 4.0)
+    assert island.steps(4.0) == ["start a"], "6 and 4 fit on 10"
+
+
 # The host's memory
 
 
@@ -210,8 +224,8 @@ def test_the_least_valuable_sleeper_yields_when_host_memory_is_short():
 def test_who_will_not_fit_asleep_takes_the_first_rung_on_which_there_is_room():
     a = backend("a", rest=("sleep", "sleep-2", "stop"), ram=2)
     island = short(5, a).with_resident("a")
-    seat = island.core.seats["a"]
-    seat.kept = {"sleep": 8, "sleep-2": 3}
+    island.footprints.learn("a", "sleep", {}, {}, host_bytes=8)
+    island.footprints.learn("a", "sleep-2", {}, {}, host_bytes=3)
     island.core.unload_requested("a", 1.0, "unload requested")
     assert island.core.next_step(1.0) == Stop("a", "sleep-2")
 
@@ -268,8 +282,8 @@ def test_what_all_hold_never_exceeds_gpu_or_host(layout):
         config, trace, engines = world(layout, "eager", seed)
         audited = Audited(config, engines, None, None)
         audited.most = 0
-        for seat, _ in audited._host._seats.values():
-            seat.kept = dict.fromkeys(LADDER[:-1], 4)
+        for name, way in itertools.product(audited._host._seats, LADDER[:-1]):
+            audited._host._footprints.learn(name, way, {}, {}, host_bytes=4)
         audited.run(trace)
         assert 0 < audited.most <= config.host_memory, seed
 

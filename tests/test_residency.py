@@ -9,6 +9,7 @@ from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Costs
 from anvil_mux.demand import Demand
 from anvil_mux.errors import DoesNotFit, LoadError, Stuck, WaitedTooLong
+from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import Host
 from anvil_mux.placement import islands
 from anvil_mux.policy import POLICIES, Stay, SwapTo, Unload, build_policy
@@ -36,8 +37,18 @@ class Island:
         policy = policy or build_policy(self.config.policy, self.config.policy_settings)
         self.costs = Costs()
         lru = build_preemption("lru")
-        host = Host(self.config.host_memory)
-        self.core = Residency(name, self.config, members, policy, lru, self.log.append, self.costs, host)
+        self.footprints = Footprints()
+        self.core = Residency(
+            name,
+            self.config,
+            members,
+            policy,
+            lru,
+            self.log.append,
+            self.costs,
+            Host(self.config.host_memory, self.footprints),
+            self.footprints,
+        )
         self.ids = itertools.count(1)
         self.until = inf
 
