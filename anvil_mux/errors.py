@@ -95,6 +95,13 @@ class DoesNotFit(MuxError):
     retry = False
 
 
+class GpuMemoryShort(MuxError):
+    """Programs that are none of ours hold the GPU memory that a load would need."""
+
+    status, code = 503, "gpu_memory_short"
+    retry_after = 30.0
+
+
 class HostMemoryShort(MuxError):
     """A load would need more of the host's memory than those that run leave."""
 

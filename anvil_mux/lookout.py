@@ -1,7 +1,8 @@
 """Who uses the GPUs, looked at in a thread of its own and answered from memory.
 
 NVML may take long, or hang: ``sight`` never waits for it. It says when it was asked, and for a while after
-that the thread looks once a second; when nobody asks any more, it rests.
+that the thread looks once a second; when nobody asks any more, it looks now and then, to tell what strangers
+hold: that is not to be had for a model.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from anvil_mux.gpu import Gpus, Reading, Stranger
 
 EVERY_SECONDS = 1.0
 WATCHED_SECONDS = 60.0
-"""How long after a question it goes on to look."""
+"""How long after a question it goes on to look as often."""
+SELDOM_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,10 @@ Sight = Mapping[str, Seen]
 
 
 class Lookout:
-    """``owner`` says to which of our services a process of this host belongs; see swap.Runtime."""
+    """``owner`` says to which of our services a process of this host belongs; see swap.Runtime.
+
+    ``tell`` learns after every look how many bytes strangers hold, by GPU.
+    """
 
     def __init__(
         self,
@@ -44,7 +49,10 @@ class Lookout:
         owner: Callable[[int], str | None],
         probe: Callable[[], Gpus] = gpu.probe,
         now: Callable[[], float] = time.monotonic,
+        *,
+        tell: Callable[[Mapping[str, int]], object] = lambda held: None,
     ) -> None:
+        self._tell = tell
         self._gpus = tuple(gpus)
         self._owner = owner
         self._probe = probe
@@ -66,11 +74,13 @@ class Lookout:
         found = self._probe()
         readings = {gpu: found.find(gpu) for gpu in self._gpus}
         self._sight = {gpu: self._seen(reading) for gpu, reading in readings.items() if reading}
+        held = {gpu: sum(each.used or 0 for each in seen.strangers) for gpu, seen in self._sight.items()}
+        self._tell({gpu: amount for gpu, amount in held.items() if amount})
 
     def run(self) -> None:
-        """The thread's life: looks while somebody asks."""
+        """The thread's life."""
         while not self._closed.is_set():
-            self._wanted.wait()
+            self._wanted.wait(SELDOM_SECONDS)
             self.look()
             self.may_rest()
             self._closed.wait(EVERY_SECONDS)

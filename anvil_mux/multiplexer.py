@@ -359,6 +359,13 @@ class Multiplexer:
         if backend in self._backends:
             self._tell(backend, lambda residency, now: residency.died(backend, now, why))
 
+    def strangers_hold(self, held: Mapping[str, int]) -> None:
+        """Programs that are none of ours hold so many bytes of these GPUs."""
+        with self._lock:
+            for island in self._each_island():
+                if island.residency.strangers_hold(held):
+                    island.changed.notify_all()
+
     def unreachable(self, lease: Lease) -> None:
         """A request could not reach its backend: that died, or it is put out to be loaded anew.
 

@@ -81,6 +81,8 @@ class Placement:
 
     def __init__(self, backends: Iterable[Backend], gpus: Iterable[Gpu], preemption: whom.Preemption) -> None:
         self.capacity = {gpu.id: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
+        self.strangers: Mapping[str, int] = {}
+        """GPU id -> bytes that programs hold there which are none of ours."""
         self.seats = {backend.name: self._seat(backend) for backend in backends}
         self._pinned = [seat for seat in self.seats.values() if seat.backend.pin]
         self._preemption = preemption
@@ -101,9 +103,11 @@ class Placement:
     def missing(self, target: Seat) -> dict[str, int]:
         """GPU id -> bytes that must be freed before ``target`` fits; negative: room to spare.
 
-        Whoever needs a GPU whole takes what those that are parked there leave of it.
+        Whoever needs a GPU whole takes what strangers and those that are parked there leave of it.
         """
-        used = dict.fromkeys(target.holds, 0)
+        used = {
+            gpu: 0 if self._needs_whole(target, gpu) else self.strangers.get(gpu, 0) for gpu in target.holds
+        }
         for seat in self.seats.values():
             if seat is target:
                 continue
@@ -206,6 +210,16 @@ class Placement:
 
     def _needs_whole(self, target: Seat, gpu: str) -> bool:
         return target.whole or self.capacity[gpu] == 1
+
+    def strangers_before(self, target: Seat) -> str:
+        """Who leaves no room for ``target`` although everybody who can go went; "" if nobody."""
+        pinned = [seat for seat in self._pinned if seat is not target and seat.state in HOLDING]
+        for gpu, need in target.holds.items():
+            taken = 0 if self._needs_whole(target, gpu) else self.strangers.get(gpu, 0)
+            if taken and need + taken + sum(seat.holds.get(gpu, 0) for seat in pinned) > self.capacity[gpu]:
+                text = f"it needs {need / (1 << 30):.1f} GiB of GPU {gpu}"
+                return f"{text}, where other programs hold {taken / (1 << 30):.1f} GiB (see /healthz)"
+        return ""
 
     def never_fits(self, target: Seat) -> str:
         """Why ``target`` could not be loaded even if all that is not pinned went; "" if it could."""

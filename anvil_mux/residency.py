@@ -46,7 +46,7 @@ from anvil_mux import routing
 from anvil_mux.config import Backend, Config
 from anvil_mux.costs import Cost, Costs, source_of
 from anvil_mux.demand import Demand
-from anvil_mux.errors import DoesNotFit, HostMemoryShort, LoadError, MuxError, Stuck
+from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, LoadError, MuxError, Stuck
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at
 from anvil_mux.placement import HOLDING, Placement, Seat
@@ -501,6 +501,18 @@ class Residency:
                 swap.victims.remove(victim)
                 swap.gone.append(victim.model)
 
+    def strangers_hold(self, held: Mapping[str, int]) -> bool:
+        """Programs that are none of ours hold so many bytes, by GPU; whether that is news.
+
+        Not believed while a backend comes or goes: its processes may be taken for somebody else's.
+        """
+        moving = any(seat.state in ("starting", "stopping", "demoting") for seat in self.seats.values())
+        if moving or held == self._placement.strangers:
+            return False
+        self._placement.strangers = held
+        self._plans_hold_until = -FOREVER
+        return True
+
     def _unstick(self, seat: Seat, now: float) -> None:
         """It left its GPUs; a start that had failed cools down from now on."""
         seat.failed_stops = 0
@@ -731,7 +743,7 @@ class Residency:
             if plan := self._plan(first.model, busy, now):
                 self._begin(plan, now, "overdue")
                 return True
-            if error := self._lack_of_host(first.model, busy):
+            if error := self._lack_of_memory(first.model, busy):
                 self._fail_line(first.model, error, now)
                 return True
             for seat in self._loadable(first.model, now):
@@ -947,13 +959,17 @@ class Residency:
             return other is not seat and self._placement.clings(other, seat)
         return other.state == "stuck" and (other is seat or bool(other.holds.keys() & seat.holds.keys()))
 
-    def _lack_of_host(self, model: str, busy: set[str]) -> MuxError | None:
-        """Why a line that is overdue is not served: other islands run in the memory of the host."""
+    def _lack_of_memory(self, model: str, busy: set[str]) -> MuxError | None:
+        """Why a line that is overdue is not served: others than this island's backends have the memory."""
         may_go = ("ready", "draining", "stopping")
         others = [seat for seat in self.seats.values() if seat.state in may_go and not seat.backend.pin]
         for seat in self._replicas[model]:
+            if seat.state not in ("empty", "parked") or not busy.isdisjoint(seat.holds):
+                continue
+            if strangers := self._placement.strangers_before(seat):
+                return GpuMemoryShort(f"{seat.name} cannot be loaded: {strangers}.")
             short = self._host.short(seat, others)
-            if short > 0 and seat.state in ("empty", "parked") and busy.isdisjoint(seat.holds):
+            if short > 0:
                 who = ", ".join(f"{name} has {_gib(each)}" for name, each in self._host.insisting(seat))
                 return HostMemoryShort(f"{seat.name} lacks {_gib(short)} of host memory: {who}.")
         return None

@@ -186,7 +186,7 @@ class Program:
                 clock=self._clock,
             )
             used = {id for backend in config.backends for id in backend.gpus}
-            self._lookout = Lookout(used, self._runtime.owner)
+            self._lookout = Lookout(used, self._runtime.owner, tell=self._mux.strangers_hold)
             gateway = Gateway(
                 config,
                 self._mux,

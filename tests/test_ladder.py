@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from anvil_mux.config import Gpu
-from anvil_mux.errors import DoesNotFit, HostMemoryShort
+from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort
 from anvil_mux.ladder import Host, below, rungs
 from anvil_mux.placement import HOLDING, Seat
 from anvil_mux.residency import Demote, Start, Stop
@@ -353,3 +353,42 @@ def test_the_first_user_of_a_prepared_model_waits_for_a_wake_only():
     log = simulate(config, [Request(200.0, "a", 1.0), Request(210.0, "b", 1.0)], perform)
     assert [e.seconds for e in log if e.kind == "leased"] == [0.75, 0.75]
     assert Engines().stop_seconds == 1.0
+
+
+# Strangers
+
+
+def test_memory_that_strangers_hold_is_not_given_away():
+    a, b = backend("a", vram=5), backend("b", vram=5)
+    island = Island(a, b, gpus=(Gpu("0", vram=10),)).with_resident("a")
+    assert island.core.strangers_hold({"0": 3})
+    assert not island.core.strangers_hold({"0": 3})
+    island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+
+
+def test_an_engine_that_starts_is_not_taken_for_a_stranger():
+    island = Island(backend("a", vram=5), backend("b", vram=5), gpus=(Gpu("0", vram=10),))
+    island.request("a", 1.0)
+    island.steps(1.0)
+    assert not island.core.strangers_hold({"0": 5})
+
+
+def test_a_line_that_strangers_leave_no_room_is_refused_when_it_is_overdue():
+    island = Island(backend("a", vram=8), gpus=(Gpu("0", vram=10),))
+    island.core.strangers_hold({"0": 3})
+    ticket = island.request("a", 1.0)
+    assert island.steps(1.0) == []
+    assert island.steps(61.0) == []
+    assert isinstance(ticket.error, GpuMemoryShort)
+    other = island.request("a", 62.0)
+    island.core.strangers_hold({})
+    assert island.steps(63.0) == ["start a"]
+    assert other.error is None
+
+
+def test_who_takes_a_gpu_whole_takes_what_strangers_leave():
+    island = Island(backend("a"), gpus=(Gpu("0", vram=10),))
+    island.core.strangers_hold({"0": 3})
+    island.request("a", 1.0)
+    assert island.steps(1.0) == ["start a"]

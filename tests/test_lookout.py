@@ -41,6 +41,15 @@ def test_a_gpu_goes_by_the_id_that_the_configuration_gives_it() -> None:
     assert {gpu: seen.total for gpu, seen in look.sight().items()} == {"GPU-00000001": 2 * GIB}
 
 
+def test_what_strangers_hold_is_told_after_every_look() -> None:
+    gpus, told = FakeGpus(24 * GIB, 24 * GIB), []
+    look = Lookout(["0", "1"], owner, gpus, tell=told.append)
+    gpus.hold(ME, 0, 3 * GIB)
+    gpus.hold(41, 1, GIB)
+    look.look()
+    assert told == [{"0": 3 * GIB}]
+
+
 def test_gpus_that_vanish_are_seen_no_more() -> None:
     gpus = FakeGpus(GIB)
     look = Lookout(["0"], owner, gpus)
