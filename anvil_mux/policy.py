@@ -4,7 +4,7 @@ A policy is a frozen dataclass whose fields are its settings and whose ``decide`
 ``Snapshot`` of one island to a ``Decision``. It never waits, draws no random numbers and keeps no state, so
 that the simulator, the tests and the program ask exactly the same question. ``Stay(until)`` is how a policy
 waits: the question is asked again at that moment, and before it whenever a line or a swap has changed, or a
-lease has ended while a line waits.
+lease has ended while a line waits (``Stay.leases`` says for which leases that would change nothing).
 
 The policy proposes, the residency disposes: bounded drains, ``max_wait``, gates and cool-downs hold under
 any policy, even a wrong one.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
@@ -104,6 +104,9 @@ class Stay:
 
     until: float = FOREVER
     reason: str = ""
+    leases: float = field(default=FOREVER, compare=False)
+    """The answer holds while each resident keeps so many leases, so that the end of one is no reason to ask
+    again. 0: leases do not matter; by default each may matter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,8 @@ class Debounce:
                 return SwapTo(line.model, f"{line.waiting} waiting, {self._why(line, seen.now)}")
         if not due:
             return Stay()
-        return Stay(min(moment for moment, _ in due), f"no line has been quiet for {self.quiet:g} s yet")
+        until = min([moment for moment, _ in due])
+        return Stay(until, f"no line has been quiet for {self.quiet:g} s yet", leases=0)
 
     def _due(self, line: Line) -> float:
         if not line.evicts:
@@ -200,7 +204,7 @@ class CostAware:
             if until <= seen.now:
                 return SwapTo(line.model, reason)
             stays.append((until, reason))
-        return Stay(*min(stays)) if stays else Stay()
+        return Stay(*min(stays), leases=0) if stays else Stay()
 
     def _until(self, line: Line, since: float, now: float) -> tuple[float, str]:
         """From when on the line may have its swap, and why then; ``since``: when its victims were up."""
@@ -240,12 +244,14 @@ class TimeSlice:
             if not line.evicts:
                 return SwapTo(line.model, f"{line.waiting} waiting, room is free")
         waiting = sum([line.waiting for line in seen.lines])
-        slices: dict[tuple[str, ...], float] = {}
-        ends = []
+        slices: dict[tuple[str, ...], tuple[float, float]] = {}
+        ends, least = [], FOREVER
         for line in seen.lines:
             if line.evicts not in slices:
-                slices[line.evicts] = self._end(line.evicts, seen, waiting)
-            ends.append((min(slices[line.evicts], line.oldest + line.max_wait), line))
+                slices[line.evicts] = self._ends(line.evicts, seen, waiting)
+            end, shortest = slices[line.evicts]
+            ends.append((min(end, line.oldest + line.max_wait), line))
+            least = min(least, shortest)
         over = [line for end, line in ends if end <= seen.now]
         if over:
             most = max(over, key=lambda line: (line.priority, line.waiting))
@@ -255,16 +261,21 @@ class TimeSlice:
         if not ends:
             return Stay()
         end, line = min(ends, key=lambda pair: pair[0])
-        return Stay(end, f"the slice of {' and '.join(line.evicts)} is not over")
+        leases = 0 if end <= least else FOREVER
+        return Stay(end, f"the slice of {' and '.join(line.evicts)} is not over", leases)
 
-    def _end(self, evicts: tuple[str, ...], seen: Snapshot, waiting: int) -> float:
-        """When the last of those that would go has had its slice."""
-        ends = [each.since + self._slice(each, waiting) for each in seen.residents if each.model in evicts]
-        return max(ends, default=seen.now)
+    def _ends(self, evicts: tuple[str, ...], seen: Snapshot, waiting: int) -> tuple[float, float]:
+        """When the last of those that would go has had its slice, and when it had if nobody leased it."""
+        end = least = -FOREVER
+        for each in seen.residents:
+            if each.model in evicts:
+                shortest = self.least * each.reload_seconds
+                end = max(end, each.since + max(self._share(each, waiting), shortest))
+                least = max(least, each.since + shortest)
+        return (end, least) if end > -FOREVER else (seen.now, seen.now)
 
-    def _slice(self, resident: Resident, waiting: int) -> float:
-        share = resident.leases / (resident.leases + waiting)
-        return max(self.period * share, self.least * resident.reload_seconds)
+    def _share(self, resident: Resident, waiting: int) -> float:
+        return self.period * (resident.leases / (resident.leases + waiting))
 
 
 @dataclass(frozen=True)
@@ -304,15 +315,14 @@ class Adaptive:
                 overdue = limit
         line = max(seen.lines, key=_urgency) if len(seen.lines) > 1 else seen.lines[0]
         turn = _Turn(seen, line)
-        expected, enough = turn.expected, turn.enough()
-        many = f"{expected:.1f} expected by its load, {max(enough, 0.0):.1f} are worth it"
-        why = f"{line.waiting} waiting, {many}"
-        if expected >= enough:
-            answered = min(line.newest, turn.last_used) + self.pause
-            if answered <= seen.now:
-                return SwapTo(line.model, why)
-            return Stay(min(answered, overdue), f"{why}; {' and '.join(line.evicts)} was just in use")
-        return Stay(min(seen.now + max(self.pause, turn.seconds / 5), turn.quiet(), overdue), why)
+        worth = turn.enough if turn.enough > 0.0 else 0.0
+        why = f"{line.waiting} waiting, {turn.expected:.1f} expected by its load, {worth:.1f} are worth it"
+        if turn.expected < turn.enough:
+            return Stay(min(seen.now + max(self.pause, turn.seconds / 5), turn.quiet, overdue), why)
+        answered = min(line.newest, turn.last_used) + self.pause
+        if answered <= seen.now:
+            return SwapTo(line.model, why)
+        return Stay(min(answered, overdue), f"{why}; {' and '.join(line.evicts)} was just in use")
 
 
 def _urgency(line: Line) -> tuple[int, float]:
@@ -321,87 +331,79 @@ def _urgency(line: Line) -> tuple[int, float]:
 
 
 class _Turn:
-    """What it would take to let a line have its turn, and the residents theirs after that."""
+    """What it would take to let a line have its turn, and the residents theirs after that.
 
-    __slots__ = (
-        "_going", "_growth", "_leases", "_lost", "_now", "_service", "expected", "last_used", "seconds",
-    )  # fmt: skip
+    Nearly every request asks for one, so that it looks at each line and each resident once.
+    """
+
+    __slots__ = ("enough", "expected", "last_used", "quiet", "seconds")
 
     def __init__(self, seen: Snapshot, line: Line) -> None:
+        going = [resident for resident in seen.residents if resident.model in line.evicts]
+        leases, lost, service, back, self.last_used, self.quiet, clients = _together(going, seen.now)
         waiting, growth = 0, 0.0
         for each in seen.lines:
             waiting += each.waiting
             growth += each.growth
-        self._now, self._growth = seen.now, growth if growth > 1e-6 else 1e-6
-        self._going = [resident for resident in seen.residents if resident.model in line.evicts]
-        back = self._add_up()
-        drain = self._service * math.log1p(self._leases)  # about the longest of so many leases
+        if growth < 1e-6:
+            growth = 1e-6
+        drain = service * math.log1p(leases)  # about the longest of so many leases
         swap_seconds = line.evict_seconds + line.load_seconds
-        self.expected = waiting + self._growth * (drain + swap_seconds)
+        self.expected = expected = waiting + growth * (drain + swap_seconds)
         """How many will wait when its model is there."""
-        served = (line.service_seconds or self._service) * math.log1p(self.expected)
-        self.seconds = swap_seconds + back + self._service / 2 + served
+        served = (line.service_seconds or service) * math.log1p(expected)
+        self.seconds = seconds = swap_seconds + back + service / 2 + served
         """All that is lost between two turns of the residents."""
-
-    def _add_up(self) -> float:
-        """Sums over the residents that go; returns what the longest of their loads will take."""
-        leases, lost, service, back, last_used = 0, 0.0, 0.0, 0.0, -FOREVER
-        for resident in self._going:
-            leases += resident.leases
-            lost += resident.growth
-            service = max(service, resident.service_seconds)
-            back = max(back, resident.reload_seconds)
-            last_used = max(last_used, resident.last_used)
-        self._leases, self._lost, self._service, self.last_used = leases, lost, service or 1.0, last_used
-        return back
-
-    def enough(self) -> float:
+        enough = seconds * math.sqrt(growth * lost)
+        for rate, resident_for in clients:
+            enough += rate * seconds * seconds / (seconds + resident_for)
+        drained = lost * seconds + expected  # request-seconds lost per second of a drain
+        if leases:
+            enough += _patience(leases, lost, service, growth, drained)
+        else:
+            enough -= math.sqrt(2 * growth * drained * service)
+        self.enough = enough
         """How many have to wait then."""
-        rhythm = self.seconds * math.sqrt(self._growth * self._lost) + self._custom()
-        drained = self._lost * self.seconds + self.expected  # request-seconds lost per second of a drain
-        if not self._leases:
-            return rhythm - math.sqrt(2 * self._growth * drained * self._service)
-        return rhythm + self._patience(drained)
-
-    def _custom(self) -> float:
-        """What the residents' clients will ask for only if they are answered."""
-        return sum([self._returns(resident) for resident in self._going])
-
-    def _returns(self, resident: Resident) -> float:
-        if resident.growth >= resident.rate:
-            return 0.0
-        if not resident.leases and self._now >= _quiet(resident):
-            return 0.0
-        closed = 1.0 - resident.growth / resident.rate
-        rate = max(resident.leases, 1) / (resident.pause_seconds + (resident.service_seconds or 1.0))
-        served = max(self._now - resident.since, 0.0)
-        return closed * rate * self.seconds * self.seconds / (self.seconds + served)
-
-    def quiet(self) -> float:
-        """The next moment at which one of the residents is believed to be idle for good."""
-        soonest = FOREVER
-        for resident in self._going:
-            if not resident.leases and self._now < _quiet(resident) < soonest:
-                soonest = _quiet(resident)
-        return soonest
-
-    def _patience(self, drained: float) -> float:
-        """What waiting for fewer leases saves per second: most for one, as each next takes longer to come."""
-        seconds = self._passage()
-        saved = drained * self._service / self._leases
-        return max((saved - self._growth * seconds * seconds / 2) / seconds, 0.0)
-
-    def _passage(self) -> float:
-        """Seconds until there is one lease fewer, while more come."""
-        lost, service, seconds = self._lost, self._service, 0.0
-        for leases in range(self._leases + 10, self._leases - 1, -1):
-            seconds = (1.0 + lost * seconds) * service / leases
-        return min(seconds, 1e4)
 
 
-def _quiet(resident: Resident) -> float:
-    """When it is believed to be idle for good, if nobody asks for it before."""
-    return resident.last_used + PAUSES * resident.pause_seconds
+_Clients = list[tuple[float, float]]
+"""How often they ask while they are answered, and for how long their model has served."""
+
+
+def _together(going: list[Resident], now: float) -> tuple[int, float, float, float, float, float, _Clients]:
+    """What the residents that go add up to.
+
+    Leases, growth, the longest answer and load, the last use, the next moment at which one is believed to be
+    idle for good, and the clients that ask only if they are answered.
+    """
+    leases, lost, service, back, last_used, quiet = 0, 0.0, 0.0, 0.0, -FOREVER, FOREVER
+    clients = []
+    for _, _, since, held, used, rate, growth, pause, service_seconds, reload_seconds in going:
+        leases += held
+        lost += growth
+        if service_seconds > service:
+            service = service_seconds
+        if reload_seconds > back:
+            back = reload_seconds
+        if used > last_used:
+            last_used = used
+        idle = used + PAUSES * pause
+        if not held and now < idle < quiet:
+            quiet = idle
+        if growth < rate and (held or now < idle):
+            asked = (held or 1) / (pause + (service_seconds or 1.0))
+            clients.append(((1.0 - growth / rate) * asked, max(now - since, 0.0)))
+    return leases, lost, service or 1.0, back, last_used, quiet, clients
+
+
+def _patience(leases: int, lost: float, service: float, growth: float, drained: float) -> float:
+    """What waiting for fewer leases saves per second: most for one, as each next takes longer to come."""
+    load, seconds = lost * service, 0.0  # until there is one lease fewer, while more come
+    for held in range(leases + 10, leases - 1, -1):
+        seconds = (service + load * seconds) / held
+    seconds = min(seconds, 1e4)
+    saved = drained * service / leases
+    return max((saved - growth * seconds * seconds / 2) / seconds, 0.0)
 
 
 PAUSES = 2.0
@@ -437,7 +439,7 @@ def build(registry: Mapping[str, type], what: str, name: str, settings: Mapping[
         raise ValueError(f"unknown {what} {name!r}; known: {', '.join(registry)} (or package.module:Class)")
     if not is_dataclass(cls):
         raise ValueError(f"{what} {name}: is not a dataclass")
-    known = {field.name: field for field in fields(cls)}
+    known = {each.name: each for each in fields(cls)}
     for key, value in settings.items():
         if key not in known:
             raise ValueError(f"{what} {name}: unknown setting {key!r}; known: {', '.join(known) or 'none'}")

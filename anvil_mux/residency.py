@@ -232,8 +232,16 @@ class _Swap:
 _AGE = attrgetter("since", "id")
 """Of a ticket."""
 
-_Plan = tuple[Seat, list[Seat]]
-"""A backend to load, and the victims that make room for it."""
+
+class _Plan(NamedTuple):
+    """A backend to load, and the victims that make room for it."""
+
+    target: Seat
+    victims: list[Seat]
+    evicts: tuple[str, ...]
+    """The victims' models."""
+    source: str
+    """Their name in the costs."""
 
 
 def cool_down(failed_starts: int) -> float:
@@ -279,6 +287,7 @@ class Residency:
         self._replicas: dict[str, list[Seat]] = {model: [] for model in self.lines}
         for seat in self.seats.values():
             self._replicas[seat.model].append(seat)
+        self._ready: list[Seat] = []
         self._swaps: list[_Swap] = []
         self._idlers = [seat for seat in self.seats.values() if seat.backend.ttl is not None]
         self._stayers = [seat for seat in self.seats.values() if seat.backend.min_residency]
@@ -329,12 +338,11 @@ class Residency:
                 demand.returned(now - seat.used)
             self._lease(seat, ticket, now)
             return False
-        error = self._refusal(ticket.model, now)
-        if error:
-            self._fail(ticket, error, now)
-            return False
         line = self.lines[ticket.model]
-        if not line:
+        if not line:  # a line that nobody can serve any more has failed already
+            if error := self._refusal(ticket.model, now):
+                self._fail(ticket, error, now)
+                return False
             self._plans_hold_until = -FOREVER
             self._note_pause(ticket.model, now)
         line[ticket] = None
@@ -357,9 +365,11 @@ class Residency:
         seat.last_used = now
         if self._emit_leases:
             self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
-        if seat.holders:
-            return self.deferred is not None
-        return self.deferred is not None or seat.state == "draining" or seat.backend.ttl is not None
+        deferred, leases = self.deferred, len(seat.holders)
+        asked = deferred is not None and (leases < deferred[1].leases or now >= self._plans_hold_until)
+        if leases:
+            return asked
+        return asked or seat.state == "draining" or seat.backend.ttl is not None
 
     def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
         """A waiting request ended by itself: its client left, or ``error`` says why it fails."""
@@ -548,7 +558,7 @@ class Residency:
         """
         if self._swaps or self._idlers or not self._plans or self._host.budget is not None:
             return False
-        return sum([seat.state == "ready" for seat in self.seats.values()]) < 2
+        return len(self._ready) < 2
 
     def _wait(self, until: float, now: float) -> Wait:
         return Wait(self._ask_again if now < self._ask_again < until else until)
@@ -768,12 +778,15 @@ class Residency:
 
     def _plan(self, model: str, busy: set[str], now: float, staying: Set[str] = frozenset()) -> _Plan | None:
         """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
-        best: _Plan | None = None
+        best: tuple[Seat, list[Seat]] | None = None
         for seat in self._loadable(model, now):
             victims = self._victims(seat, busy, staying, now)
             if victims is not None and (best is None or len(victims) < len(best[1])):
                 best = seat, victims
-        return best
+        if best is None:
+            return None
+        evicts = tuple([victim.model for victim in best[1]])
+        return _Plan(*best, evicts, source_of(evicts))
 
     def _victims(self, target: Seat, busy: set[str], staying: Set[str], now: float) -> list[Seat] | None:
         """Who must go so that there is room on the GPUs and in the host's memory."""
@@ -794,19 +807,19 @@ class Residency:
 
     def _ask_policy(self, plans: Mapping[str, _Plan], now: float) -> bool:
         self.deferred, self._ask_again = None, FOREVER
-        match self._decide(self.snapshot(now, plans)):
-            case SwapTo(model, reason) if model in plans:
-                self._begin(plans[model], now, reason)
-                return True
-            case Unload(model, reason) if model in self._replicas:
-                seats = [s for s in self._replicas[model] if s.state == "ready" and not s.backend.pin]
-                for seat in seats:
-                    self._begin((None, [seat]), now, reason)
-                return bool(seats)
-            case Stay(until) as stay:
-                self._ask_again = until
-                if plans:
-                    self._defer(next(iter(plans)), stay, now)
+        decision = self._decide(self.snapshot(now, plans))
+        if isinstance(decision, Stay):
+            self._ask_again = decision.until
+            if plans:
+                self._defer(next(iter(plans)), decision, now)
+        elif isinstance(decision, SwapTo) and decision.model in plans:
+            self._begin(plans[decision.model], now, decision.reason)
+            return True
+        elif isinstance(decision, Unload) and decision.model in self._replicas:
+            seats = [s for s in self._replicas[decision.model] if s.state == "ready" and not s.backend.pin]
+            for seat in seats:
+                self._begin((None, [seat]), now, decision.reason)
+            return bool(seats)
         return False
 
     def _decide(self, seen: Snapshot) -> Decision:
@@ -825,7 +838,7 @@ class Residency:
 
     def _begin(
         self,
-        plan: tuple[Seat | None, list[Seat]],
+        plan: _Plan | tuple[None, list[Seat]],
         now: float,
         reason: str,
         drain_timeout: float | None = None,
@@ -833,7 +846,7 @@ class Residency:
         errand: bool = False,
     ) -> None:
         self._plans_hold_until = -FOREVER
-        target, victims = plan
+        target, victims = plan[:2]
         drain = self._config.drain_timeout if drain_timeout is None else drain_timeout
         swap = _Swap(target, [*victims], now + drain, reason, errand=errand)
         self._swaps.append(swap)
@@ -983,17 +996,18 @@ class Residency:
         except KeyError:
             raise ValueError(f"{seat.name} is {seat.state}: `{what}` cannot happen to it") from None
         seat.since = now
+        self._ready = [seat for seat in self.seats.values() if seat.state == "ready"]
         self._plans_hold_until = -FOREVER
         self._host.changes += 1
 
     def snapshot(self, now: float, plans: Mapping[str, _Plan]) -> Snapshot:
         """What the policy may know; ``plans`` are the swaps that could begin now, oldest line first."""
-        residents = [self._resident(seat, now) for seat in self.seats.values() if seat.state == "ready"]
-        lines = [self._line(model, *plan, now) for model, plan in plans.items()]
+        residents = [self._resident(seat, now) for seat in self._ready]
+        lines = [self._line(model, plan, now) for model, plan in plans.items()]
         if len(lines) > 1:
             lines.sort(key=lambda line: -line.priority)
-        swapping = [_swapping(swap, swap.target) for swap in self._swaps if swap.target]
-        return Snapshot(now, self.name, tuple(residents), tuple(lines), tuple(swapping))
+        swaps = [_swapping(swap, swap.target) for swap in self._swaps if swap.target] if self._swaps else ()
+        return Snapshot(now, self.name, tuple(residents), tuple(lines), tuple(swaps))
 
     def _resident(self, seat: Seat, now: float) -> Resident:
         demand = self._demand[seat.model]
@@ -1011,21 +1025,21 @@ class Residency:
             self._cost("", seat, seat.backend.rest[0]).load_seconds,
         )
 
-    def _line(self, model: str, target: Seat, victims: list[Seat], now: float) -> Line:
-        tickets, demand = self.lines[model], self._demand[model]
+    def _line(self, model: str, plan: _Plan, now: float) -> Line:
+        tickets, demand, target = self.lines[model], self._demand[model], plan.target
         oldest, newest = next(iter(tickets)), next(reversed(tickets))
-        evicts = tuple([victim.model for victim in victims])
-        cost = self._cost(source_of(evicts), target, target.rests)
+        cost = self._cost(plan.source, target, target.rests)
+        _, growth = demand.rates(now, len(tickets), now - oldest.since)
         return Line(
             model,
             len(tickets),
             oldest.since,
             newest.since,
-            evicts,
+            plan.evicts,
             cost.evict_seconds,
             cost.load_seconds,
             cost.swaps > 0,
-            demand.growth(now, len(tickets), now - oldest.since),
+            growth,
             demand.service_seconds,
             self._max_wait[model],
             self._priority[model],

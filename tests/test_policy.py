@@ -197,6 +197,11 @@ def test_cost_aware_decides_anew_when_the_window_is_over():
     assert policy.decide(reloaded) == Stay(108.5, SERVES)
 
 
+@pytest.mark.parametrize("policy", [Debounce(quiet=2.0), CostAware(), CostAware(serving_window=False)])
+def test_debounce_and_cost_aware_need_not_be_asked_when_a_lease_ends(policy):
+    assert policy.decide(at_100(PAIR)).leases == 0
+
+
 # time_slice
 
 
@@ -251,6 +256,17 @@ NOT_OVER = "the slice of a is not over"
 )
 def test_time_slice_shares_the_time_out_by_requests(snapshot, decision):
     assert TimeSlice().decide(snapshot) == decision
+
+
+def test_time_slice_need_not_be_asked_when_a_lease_ends_before_the_shortest_slice_is_over():
+    short, long = replace(SLICED, leases=1, since=99.0), replace(SLICED, leases=3, since=99.0)
+    pair = replace(ONE, waiting=9)
+    assert [TimeSlice().decide(at_100(pair, residents=(each,))) for each in (short, long)] == [
+        Stay(105.0, NOT_OVER),
+        Stay(105.0, NOT_OVER),
+    ]
+    assert TimeSlice().decide(at_100(pair, residents=(short,))).leases == 0
+    assert TimeSlice().decide(at_100(ONE, residents=(long,))).leases == FOREVER
 
 
 # adaptive. A load of 9 s there and of 3 s back; b's line grows slowly, a is asked for once a second.
@@ -575,6 +591,37 @@ def test_a_line_has_its_swap_in_the_end_if_the_policy_is_asked_whenever_it_wants
             snapshot = replace(snapshot, now=decision.until)
         else:
             pytest.fail(f"seed {seed}: it stays for ever")
+
+
+def moved_on(seed, snapshot, decision):
+    """What a policy may be shown before its answer runs out, with the leases that it named."""
+    draw = random.Random(seed)
+    now = snapshot.now + 0.99 * draw.random() * min(decision.until - snapshot.now, 1e4)
+    residents = tuple(
+        replace(
+            resident,
+            leases=decision.leases + draw.choice((0, 0, 1, 50)),
+            last_used=now,
+            rate=draw.choice((0.0, 300.0)),
+            growth=draw.choice((0.0, 300.0)),
+            pause_seconds=draw.choice((0.0, 90.0)),
+            service_seconds=draw.choice((0.001, 90.0)),
+        )
+        for resident in snapshot.residents
+    )
+    return replace(snapshot, now=now, residents=residents)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_answer_holds_for_the_leases_that_it_says_it_holds_for(name):
+    policy = build_policy(name)
+    for seed in range(3000):
+        snapshot = drawn(seed)
+        decision = policy.decide(snapshot)
+        if isinstance(decision, Stay) and decision.leases < FOREVER:
+            later = policy.decide(moved_on(seed, snapshot, decision))
+            assert isinstance(later, Stay), f"seed {seed}"
+            assert later.until >= decision.until, f"seed {seed}"
 
 
 @pytest.mark.parametrize("name", POLICIES)

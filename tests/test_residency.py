@@ -1156,6 +1156,39 @@ class Watched:
         return next(seen.lines for seen in reversed(self.seen) if seen.lines)
 
 
+class Holds:
+    """Stays, and says up to how many leases that holds."""
+
+    def __init__(self, leases):
+        self.leases = leases
+
+    def decide(self, seen):
+        return Stay(99.0, "held", self.leases)
+
+
+@pytest.mark.parametrize(
+    ("leases", "asked"),
+    [(0, [False] * 4), (2, [False, False, True, True]), (9, [True] * 4), (inf, [True] * 4)],
+)
+def test_the_end_of_a_lease_asks_the_policy_unless_its_answer_holds_for_those_left(leases, asked):
+    island = Island(A, B, policy=Holds(leases))
+    island.core.adopt("a", 0.0)
+    held = [island.request("a", 1.0) for _ in range(4)]
+    island.request("b", 2.0)
+    island.steps(2.0)
+    assert [island.core.release(ticket, 3.0) for ticket in held] == asked
+
+
+def test_the_end_of_a_lease_asks_the_policy_anyway_where_it_may_change_who_would_go():
+    island = Island(*(backend(name, vram=4) for name in "abc"), gpus=TEN, policy=Holds(0))
+    island.core.adopt("a", 0.0)
+    island.core.adopt("b", 0.0)
+    held = [island.request("a", 1.0) for _ in range(2)]
+    island.request("c", 2.0)
+    island.steps(2.0)
+    assert [island.core.release(ticket, 3.0) for ticket in held] == [True, True]
+
+
 # Settings per model: priority and max_wait
 
 
@@ -1605,6 +1638,6 @@ def test_what_a_parked_model_costs_to_bring_back_is_what_its_way_costs():
     island.core._costs.learn("b", "a", "sleep", 1.0, 0.5)
     island.core._costs.learn("b", "a", "stop", 1.0, 60.0)
     island.request("a", 4.0)
-    seat, other = island.core.seats["a"], island.core.seats["b"]
-    (line,) = island.core.snapshot(4.0, {"a": (seat, [other])}).lines
+    (line,) = island.core.snapshot(4.0, {"a": island.core._plan("a", set(), 4.0)}).lines
+    assert line.evicts == ("b",)
     assert line.load_seconds == 0.5
