@@ -807,6 +807,8 @@ class Residency:
 
     def _ask_policy(self, plans: Mapping[str, _Plan], now: float) -> bool:
         self.deferred, self._ask_again = None, FOREVER
+        if not plans and not self._ready:
+            return False  # nothing to be loaded, nothing to be put out
         decision = self._decide(self.snapshot(now, plans))
         if isinstance(decision, Stay):
             self._ask_again = decision.until
@@ -991,12 +993,14 @@ class Residency:
 
     def _enter(self, seat: Seat, what: str, now: float) -> None:
         """The only writer of a seat's state."""
+        before = seat.state
         try:
-            seat.state = TRANSITIONS[seat.state, what]
+            seat.state = TRANSITIONS[before, what]
         except KeyError:
-            raise ValueError(f"{seat.name} is {seat.state}: `{what}` cannot happen to it") from None
+            raise ValueError(f"{seat.name} is {before}: `{what}` cannot happen to it") from None
         seat.since = now
-        self._ready = [seat for seat in self.seats.values() if seat.state == "ready"]
+        if "ready" in (before, seat.state):
+            self._ready = [each for each in self.seats.values() if each.state == "ready"]
         self._plans_hold_until = -FOREVER
         self._host.changes += 1
 

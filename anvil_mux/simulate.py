@@ -201,9 +201,11 @@ class _Simulation:
     def run(self, trace: Iterable[Request | Unloading | Death]) -> None:
         for island in dict.fromkeys(self._islands.values()):
             self._ask(island, 0.0)
+        heap = self._heap
         for entry in trace:
-            while self._heap and self._heap[0][0] <= entry.at:
-                self._happen()
+            while heap and heap[0][0] <= entry.at:
+                now, _, call, argument = heappop(heap)
+                call(now, argument)
             match entry:
                 case Request():
                     self._arrive(entry)
@@ -211,15 +213,12 @@ class _Simulation:
                     self._unload(self._islands[model], model, at)
                 case Death(at, backend):
                     self._die(self._islands[self._models[backend]], backend, at)
-        while self._heap and self._open:
-            self._happen()
+        while heap and self._open:
+            now, _, call, argument = heappop(heap)
+            call(now, argument)
 
     def _at(self, moment: float, call: Callable[[float, Any], None], argument: object) -> None:
         heappush(self._heap, (moment, next(self._order), call, argument))
-
-    def _happen(self) -> None:
-        now, _, call, argument = heappop(self._heap)
-        call(now, argument)
 
     # Facts
 

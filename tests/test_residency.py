@@ -1128,7 +1128,7 @@ def test_a_model_that_ran_before_counts_as_resident_for_long():
     island.core.adopt("a", 50.0)
     island.request("b", 51.0)
     assert island.steps(51.0) == ["stop a"]
-    assert [(r.model, r.since, r.last_used) for r in watched.seen[-2].residents] == [("a", -inf, 50.0)]
+    assert [(r.model, r.since, r.last_used) for r in watched.seen[0].residents] == [("a", -inf, 50.0)]
 
 
 @pytest.mark.parametrize("policy", ["cost_aware", "time_slice"])
@@ -1154,6 +1154,23 @@ class Watched:
     def lines(self):
         """The last that it saw."""
         return next(seen.lines for seen in reversed(self.seen) if seen.lines)
+
+
+def test_the_policy_is_not_asked_where_there_is_nothing_to_load_and_nothing_to_put_out():
+    watched = Watched()
+    island = Island(A, B, policy=watched)
+    assert island.steps(0.0) == []
+    island.core.adopt("a", 0.0)
+    island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    asked = len(watched.seen)
+    island.request("a", 2.0)
+    island.core.stopped("a", 3.0)
+    assert island.steps(3.0) == ["start b"]
+    assert len(watched.seen) == asked == 1
+    island.core.started("b", 4.0)
+    assert island.steps(4.0) == []
+    assert len(watched.seen) > asked
 
 
 class Holds:
