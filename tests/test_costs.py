@@ -9,6 +9,7 @@ from anvil_mux.costs import (
     ALPHA,
     FIRST_EVICT_SECONDS,
     FIRST_LOAD_SECONDS,
+    FIRST_RETURN_SECONDS,
     OTHER_FIRST_LOAD_SECONDS,
     Cost,
     Costs,
@@ -30,6 +31,13 @@ def estimated(costs, source, target, way="stop", engine="openai"):
         ("sglang", "stop", 60.0),
         ("llamacpp", "stop", 10.0),
         ("openai", "stop", OTHER_FIRST_LOAD_SECONDS),
+        ("vllm", "sleep", 2.0),
+        ("sglang", "sleep", 4.0),
+        ("vllm", "sleep-2", 10.0),
+        ("sglang", "sleep-2", 10.0),
+        ("vllm", "checkpoint", 5.0),
+        ("llamacpp", "checkpoint", 5.0),
+        ("openai", "pause", 0.5),
         ("vllm", "no such way", OTHER_FIRST_LOAD_SECONDS),
     ],
 )
@@ -42,6 +50,22 @@ def test_the_first_estimate_comes_from_the_engine_and_the_way_of_loading(engine,
 def test_first_loads_are_those_of_known_engines_and_ways():
     assert {engine for engine, _ in FIRST_LOAD_SECONDS} <= set(config.ENGINES)
     assert {way for _, way in FIRST_LOAD_SECONDS} <= set(config.WAYS)
+    assert {*FIRST_RETURN_SECONDS, "stop"} == set(config.WAYS)
+
+
+@pytest.mark.parametrize("engine", config.ENGINES)
+def test_no_way_to_rest_is_believed_to_take_longer_to_return_from_than_a_cold_start(engine):
+    (_, cold, _) = estimated(Costs(), "", "a", "stop", engine)
+    for way in config.WAYS:
+        assert estimated(Costs(), "", "a", way, engine)[1] <= cold
+
+
+def test_what_a_return_took_by_one_way_says_nothing_of_a_first_one_by_another():
+    costs = Costs()
+    costs.learn("b", "a", "stop", 1.0, 90.0)
+    assert estimated(costs, "b", "a", "checkpoint", "vllm") == (1.0, FIRST_RETURN_SECONDS["checkpoint"], 0)
+    costs.learn("b", "a", "checkpoint", 3.0, 7.0)
+    assert estimated(costs, "b", "a", "checkpoint", "vllm") == (3.0, 7.0, 1)
 
 
 def test_the_first_swap_counts_in_full_and_later_ones_by_their_weight():
@@ -71,7 +95,7 @@ def test_a_new_direction_is_estimated_from_the_models_other_loads_and_the_victim
     assert estimated(costs, "c", "b", engine="vllm") == (FIRST_EVICT_SECONDS, 50.0, 0)
     assert estimated(costs, "", "b", engine="vllm") == (0.0, 50.0, 0)
     assert estimated(costs, "a", "c", engine="vllm") == (3.0, 60.0, 0)
-    assert estimated(costs, "a", "b", "sleep", "vllm") == (3.0, OTHER_FIRST_LOAD_SECONDS, 0)
+    assert estimated(costs, "a", "b", "sleep", "vllm") == (3.0, FIRST_RETURN_SECONDS["sleep"], 0)
 
 
 def test_a_load_into_free_room_teaches_nothing_of_evictions():
