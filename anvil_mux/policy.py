@@ -358,12 +358,12 @@ class _Turn:
         for rate, resident_for in clients:
             enough += rate * seconds * seconds / (seconds + resident_for)
         drained = lost * seconds + expected  # request-seconds lost per second of a drain
-        if leases:
-            enough += _patience(leases, lost, service, growth, drained)
-        else:
+        if not leases:
             enough -= math.sqrt(2 * growth * drained * service)
+        elif enough <= expected:  # else it is not the moment, whatever else it takes
+            enough += _patience(leases, lost, service, growth, drained)
         self.enough = enough
-        """How many have to wait then."""
+        """How many have to wait then; if more than are expected, at least so many."""
 
 
 _Clients = list[tuple[float, float]]

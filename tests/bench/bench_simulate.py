@@ -11,7 +11,8 @@ through all rows, so that no row has a busy minute of the machine to itself. Apa
 check of the log against every invariant, and the figures that are made of it. `anvil-mux simulate` does all
 three. The promise is 50,000 requests/s for the simulation.
 
-A policy is slow where it holds swaps back: then it is asked about every request that waits and every answer.
+A policy is slow where it holds swaps back: then it is asked about every request that waits and about every
+answer, unless it says that answers make no difference to it.
 
 Nothing here passes or fails: a missed target is a finding, not an error.
 """
