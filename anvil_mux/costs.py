@@ -24,11 +24,14 @@ FIRST_LOAD_SECONDS = {
     ("llamacpp", "stop"): 10.0,
     ("ollama", "stop"): 10.0,
     ("sglang", "sleep"): 4.0,
+    ("llamacpp", "sleep"): 5.0,
+    ("ollama", "sleep"): 5.0,
 }
 """(engine, way) -> what a first load takes, where the engine says more than the way does.
 
 Cold starts of vLLM take 25 to 130 s (llmux, reports 1 and 2). SGLang's weights come back from host memory at
-about 5 GB/s: 3 s for 16 GB; 4.9 s were seen in a training job on 8 H100 (torch_memory_saver).
+about 5 GB/s: 3 s for 16 GB; 4.9 s were seen in a training job on 8 H100 (torch_memory_saver). Those of
+Ollama and llama.cpp are read again: 2 to 6 s out of the page cache, 13 to 42 s from disk for 7 to 14B.
 """
 FIRST_RETURN_SECONDS = {"sleep": 2.0, "sleep-2": 10.0, "checkpoint": 5.0, "pause": 0.5}
 """Way -> what a first load takes with any other engine.

@@ -33,6 +33,8 @@ def estimated(costs, source, target, way="stop", engine="openai"):
         ("openai", "stop", OTHER_FIRST_LOAD_SECONDS),
         ("vllm", "sleep", 2.0),
         ("sglang", "sleep", 4.0),
+        ("llamacpp", "sleep", 5.0),
+        ("ollama", "sleep", 5.0),
         ("vllm", "sleep-2", 10.0),
         ("sglang", "sleep-2", 10.0),
         ("vllm", "checkpoint", 5.0),
