@@ -73,7 +73,7 @@ class Seat:
     @property
     def used(self) -> float:
         """When it last had work, or became resident."""
-        return max(self.last_used, self.loaded)
+        return self.last_used if self.last_used > self.loaded else self.loaded
 
 
 class Placement:

@@ -317,10 +317,11 @@ class _Simulation:
         residency = island.residency
         while True:
             step = residency.next_step(now)
-            for ticket in residency.settled:
-                self._waiting -= 1
-                self._go_on(ticket, now)
-            residency.settled.clear()
+            if residency.settled:
+                for ticket in residency.settled:
+                    self._waiting -= 1
+                    self._go_on(ticket, now)
+                residency.settled.clear()
             if isinstance(step, Wait):
                 break
             if isinstance(step, Stop):
