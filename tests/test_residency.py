@@ -791,6 +791,27 @@ def test_a_line_that_a_pinned_load_shut_out_is_refused_and_blocks_nobody():
     island.sound()
 
 
+@pytest.mark.parametrize("loads", [True, False])
+def test_who_joins_a_line_while_a_pinned_load_is_under_way_shares_its_fate(loads):
+    pinned, large = backend("p", vram=6, pin=True), backend("l", vram=5)
+    island = Island(pinned, large, gpus=TEN, policy=PinnedFirst())
+    line = [island.request("l", 0.0)]
+    island.request("p", 1.0)
+    assert island.steps(1.0) == ["start p"]
+    line.append(island.request("l", 1.5))
+    assert not any(ticket.settled for ticket in line)
+    if loads:
+        island.core.started("p", 2.0)
+        assert [type(ticket.error) for ticket in line] == [DoesNotFit, DoesNotFit]
+        return
+    island.core.start_failed("p", 2.0, LoadError("no"))
+    assert not any(ticket.settled for ticket in line)
+    assert island.steps(60.0) == ["start l"]  # overdue: this policy would not
+    island.core.started("l", 61.0)
+    assert [ticket.backend for ticket in line] == ["l", "l"]
+    island.sound()
+
+
 class PinnedFirst:
     def decide(self, seen):
         wanted = [line.model for line in seen.lines if line.model != "l"]
