@@ -398,7 +398,7 @@ class Residency:
         """Put out what serves ``model`` (or only ``backend``) after its drain; False: nothing to put out."""
         seats = [s for s in self._replicas[model] if s.state == "ready" and backend in ("", s.name)]
         for seat in seats:
-            self._begin((None, [seat]), now, why, drain_timeout)
+            self._begin(None, [seat], now, why, drain_timeout)
         return bool(seats)
 
     # Facts from the engines
@@ -431,7 +431,7 @@ class Residency:
         if wanted:
             seat.rung = ""
         elif seat.rung:
-            self._begin((None, [seat]), now, f"woken on its way to {seat.rung}")
+            self._begin(None, [seat], now, f"woken on its way to {seat.rung}")
         self._fail_refused(now)  # what does not fit beside it, if it is pinned
 
     def start_failed(self, name: str, now: float, error: LoadError) -> None:
@@ -639,7 +639,7 @@ class Residency:
                 continue
             if DESCENTS.get((seat.rests, to := below(seat, may_wake=self._is_calm(seat)))):
                 seat.rung = to
-                self._begin((seat, []), now, f"{ERRAND}on its way to {to}", errand=True)
+                self._begin(seat, [], now, f"{ERRAND}on its way to {to}", errand=True)
                 return self._advance(now)
             return self._demote(seat, now, f"it rested by {seat.rests} for {now - seat.since:.0f} s")
         return None
@@ -659,11 +659,11 @@ class Residency:
                 return False
             elif victims:
                 for victim in victims:
-                    self._begin((None, [victim]), now, f"room to prepare {seat.model}")
+                    self._begin(None, [victim], now, f"room to prepare {seat.model}")
                 return True
             else:
                 self._unprepared.pop(0)
-                self._begin((seat, []), now, f"{ERRAND}prepared before anybody asks", errand=True)
+                self._begin(seat, [], now, f"{ERRAND}prepared before anybody asks", errand=True)
                 return True
         return False
 
@@ -674,7 +674,7 @@ class Residency:
     def _put_out_idle(self, now: float) -> bool:
         idle = [seat for seat in self._idlers if _idle_until(seat) <= now < FOREVER]
         for seat in idle:
-            self._begin((None, [seat]), now, f"idle for {seat.backend.ttl:g} s")
+            self._begin(None, [seat], now, f"idle for {seat.backend.ttl:g} s")
         return bool(idle)
 
     def _start(self, seat: Seat, now: float, reason: str) -> Start:
@@ -751,7 +751,7 @@ class Residency:
             if first.since + self._max_wait[first.model] > now:
                 continue
             if plan := self._plan(first.model, busy, now):
-                self._begin(plan, now, "overdue")
+                self._begin(plan.target, plan.victims, now, "overdue")
                 return True
             if error := self._lack_of_memory(first.model, busy):
                 self._fail_line(first.model, error, now)
@@ -815,12 +815,13 @@ class Residency:
             if plans:
                 self._defer(next(iter(plans)), decision, now)
         elif isinstance(decision, SwapTo) and decision.model in plans:
-            self._begin(plans[decision.model], now, decision.reason)
+            plan = plans[decision.model]
+            self._begin(plan.target, plan.victims, now, decision.reason)
             return True
         elif isinstance(decision, Unload) and decision.model in self._replicas:
             seats = [s for s in self._replicas[decision.model] if s.state == "ready" and not s.backend.pin]
             for seat in seats:
-                self._begin((None, [seat]), now, decision.reason)
+                self._begin(None, [seat], now, decision.reason)
             return bool(seats)
         return False
 
@@ -840,7 +841,8 @@ class Residency:
 
     def _begin(
         self,
-        plan: _Plan | tuple[None, list[Seat]],
+        target: Seat | None,
+        victims: list[Seat],
         now: float,
         reason: str,
         drain_timeout: float | None = None,
@@ -848,7 +850,6 @@ class Residency:
         errand: bool = False,
     ) -> None:
         self._plans_hold_until = -FOREVER
-        target, victims = plan[:2]
         drain = self._config.drain_timeout if drain_timeout is None else drain_timeout
         swap = _Swap(target, [*victims], now + drain, reason, errand=errand)
         self._swaps.append(swap)
