@@ -84,7 +84,7 @@ def build_runtime(config: Config) -> Runtime:
 
 def say(text: str) -> None:
     """A message to whoever started the program."""
-    print(f"anvil-mux: {text}", file=sys.stderr, flush=True)
+    print(f"anvil-mux: {text}\n", end="", file=sys.stderr, flush=True)  # in one piece: several threads say
 
 
 def serve(config: Config, options: Options) -> int:

@@ -1,4 +1,8 @@
-"""A real `anvil-mux serve` for tests: a process of its own on a loopback port of its own."""
+"""A real `anvil-mux serve` for tests: a process of its own on a loopback port of its own.
+
+Much happens behind an answer: its lease ends, it is counted and logged, and what the program prints comes
+through a pipe. A test that wants to see such a thing waits for it, with ``tells``, ``answered`` or ``seen``.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +14,25 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 START_TIMEOUT = 60.0
 STOP_TIMEOUT = 90.0
+SEEN_TIMEOUT = 60.0
+
+T = TypeVar("T")
+
+
+def seen(look: Callable[[], T], holds: Callable[[T], object]) -> T:
+    """What ``look`` says once it ``holds``, looked at again and again; in the end what it said last."""
+    give_up = time.monotonic() + SEEN_TIMEOUT
+    while not holds(found := look()) and time.monotonic() < give_up:
+        pass
+    return found
 
 
 class Running:
@@ -27,7 +43,8 @@ class Running:
         self.command = command
         self.output: list[str] = []
         self.port = 0
-        self._listening = threading.Event()
+        self._changed = threading.Condition()
+        self._over = False
         self._reader = threading.Thread(target=self._read, name="serve-output", daemon=True)
         self._reader.start()
 
@@ -35,16 +52,27 @@ class Running:
         assert self.process.stdout
         with self.process.stdout as lines:
             for line in lines:
-                self.output.append(line.rstrip("\n"))
-                found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
-                if found and not self.port:
-                    self.port = int(found[1])
-                    self._listening.set()
-        self._listening.set()
+                with self._changed:
+                    self.output.append(line.rstrip("\n"))
+                    self._changed.notify_all()
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def tells(self, pattern: str) -> re.Match[str]:
+        """Waits until it has printed a line in which ``pattern`` is found."""
+
+        def found() -> re.Match[str] | None:
+            return next(filter(None, (re.search(pattern, line) for line in self.output)), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or self._over, START_TIMEOUT)
+            told = found()
+        assert told, f"it does not tell {pattern}:\n" + "\n".join(self.output)
+        return told
 
     def wait_until_listening(self) -> None:
-        self._listening.wait(START_TIMEOUT)
-        assert self.port, "it did not start:\n" + "\n".join(self.output)
+        self.port = int(self.tells(r"http://127\.0\.0\.1:(\d+)")[1])
 
     def request(
         self,
@@ -72,11 +100,15 @@ class Running:
         messages = [{"role": "user", "content": "Say hello."}]
         return self.request("POST", "/v1/chat/completions", {"model": model, "messages": messages, **more})
 
-    def answered(self) -> int:
-        """Requests answered with 200 on routes of models, as /metrics counts them."""
-        text = self.request("GET", "/metrics")[2]
-        found = re.findall(r'^anvil_requests_total\{.*code="200".*route="/v1/.*"\} (\S+)$', text, re.M)
-        return int(sum(map(float, found)))
+    def answered(self, at_least: int = 0) -> int:
+        """Requests answered with 200 on routes of models, once /metrics counts ``at_least`` so many."""
+
+        def counted() -> int:
+            text = self.request("GET", "/metrics")[2]
+            found = re.findall(r'^anvil_requests_total\{.*code="200".*route="/v1/.*"\} (\S+)$', text, re.M)
+            return int(sum(map(float, found)))
+
+        return seen(counted, lambda count: count >= at_least)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """Signals it, and returns its exit code once it has ended."""
@@ -102,7 +134,7 @@ def serving(
 def serve(file: Path, *flags: str, state: Path, environ: Mapping[str, str] | None = None) -> Running:
     """Starts anvil-mux and returns when it listens; the caller stops it."""
     command = [sys.executable, "-m", "anvil_mux", "serve", str(file), "--port", "0", *flags]
-    env = {**os.environ, "XDG_STATE_HOME": str(state), "PYTHONUNBUFFERED": "1", **(environ or {})}
+    env = {**os.environ, "XDG_STATE_HOME": str(state), **(environ or {})}
     process = subprocess.Popen(
         command,
         env=env,

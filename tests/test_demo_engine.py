@@ -125,10 +125,13 @@ def test_sigterm_ends_it_cleanly_even_while_it_streams(make: Callable[..., Engin
 def test_its_port_can_come_from_the_environment(
     make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setenv("PORT", str(port))
-    assert make("--load-seconds", "0", port="").port == port
+    with socket.socket() as held:
+        # Bound and not listening: engines may reuse the address, nobody else is given the port.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        monkeypatch.setenv("PORT", str(port))
+        assert make("--load-seconds", "0", port="").port == port
 
 
 def test_models_lists_its_one_model(engine: Engine) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from anvil_mux import journal as journal_room
 from anvil_mux.config import Backend, Config
 from anvil_mux.journal import _OF_REQUESTS, NORMAL, QUIET, VERBOSE, Journal, _level
 from anvil_mux.metrics import Metrics
@@ -39,7 +40,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    monkeypatch.setattr(journal_room, "FLUSH_SECONDS", 60.0)
     made = Desk(tmp_path)
     yield made
     for journal in made.journals:

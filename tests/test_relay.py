@@ -387,12 +387,13 @@ def test_a_silent_engine_is_given_up_within_a_stream(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("anvil_mux.pump.SWEEP_SECONDS", 0.02)
-    rig = make_rig(upstream_timeout=0.3)
+    rig = make_rig()
     client = rig.client()
     client.post(STREAM_A)
     asked = rig.engine.next()
     asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
     client.read_until(b"data: 1\n\n\r\n")
+    monkeypatch.setattr(rig.relay.pump, "_silence", 0.05)
     content, clean = client.read_chunks()
     assert not clean
     assert "silent" in error_in(content)["message"]
@@ -554,6 +555,7 @@ def test_an_old_connection_is_looked_at_before_it_is_used(rig: Rig, monkeypatch:
     asked = rig.engine.next()
     asked.send(JSON_OK)
     client.read()
+    rig.events.wait("released")
     asked.close()
     assert asked.was_left()
     pool = rig.relay.pool

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from anvil_mux.process import state_folder
-from tests.running import Running, serve, serving
+from tests.running import Running, seen, serve, serving
 
 ROOT = Path(__file__).resolve().parent.parent
-LOOKS = 2000
-"""How often a state is looked at before it is given up."""
 
 
 def compose(folder: Path, **services: dict[str, Any]) -> Path:
@@ -61,8 +58,8 @@ def pid(folder: Path, name: str) -> int:
     return int(json.loads(record.read_text())["pid"])
 
 
-def becomes(question: Callable[[], object], answer: object) -> None:
-    assert any(question() == answer for _ in range(LOOKS)), question()
+def process_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def test_two_models_on_one_gpu_take_turns_by_sleeping(tmp_path: Path) -> None:
@@ -95,7 +92,7 @@ def test_an_engine_that_is_killed_while_parked_is_started_anew(tmp_path: Path) -
         says(mux, "b")
         assert states(mux)["a"] == "parked"
         os.kill(pid(tmp_path, "a"), signal.SIGKILL)
-        becomes(lambda: states(mux)["a"], "empty")
+        assert seen(lambda: states(mux)["a"], lambda state: state != "parked") == "empty"
         assert says(mux, "a").startswith("This is a.")
 
 
@@ -132,7 +129,8 @@ def test_two_models_without_gpu_memory_take_turns_frozen(tmp_path: Path) -> None
     with serving(compose(tmp_path, a=frozen, b=frozen), state=tmp_path) as mux:
         for name in "ababab":
             assert says(mux, name).startswith(f"This is {name}.")
-        assert Path(f"/proc/{pid(tmp_path, 'a')}/stat").read_text().split()[2] == "T"
+        frozen_pid = pid(tmp_path, "a")
+        assert seen(lambda: process_state(frozen_pid), lambda state: state == "T") == "T"
 
 
 def test_a_frozen_engine_that_is_found_at_the_start_is_let_go_on_and_kept(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_of_two_engines_on_one_gpu_one_is_adopted_and_the_other_stopped(stack: S
         assert mux.get("/healthz")["resident"] == "model-1"
         for model in stack.models:
             assert ask(mux, model) == ""
-        assert "stopping model-2: it cannot stay beside the others" in "\n".join(mux.output)
+        mux.tells("stopping model-2: it cannot stay beside the others")
         assert run_of(stack, "model-1") == run
 
 
