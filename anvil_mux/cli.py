@@ -678,7 +678,7 @@ def _blame(runs: Iterable[study.Run]) -> int:
 def _bench(given: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from anvil_mux import bench
+    from anvil_mux import bench, tally
 
     config = _load(given.files)
     with ExitStack() as outputs:
@@ -690,16 +690,16 @@ def _bench(given: argparse.Namespace) -> int:
 
             figure = outputs.enter_context(plot.picture(given.plot))
         swaps, failed = bench.measure(config, given.repeat, _say)
-        rows = bench.figures(swaps)
+        rows = tally.figures(swaps)
         if file:
-            bench.write_csv(swaps, file)
+            tally.write_csv(swaps, file)
         if figure:
             bars = {f"{row.backend}, {row.way}": row.phases for row in rows}
             plot.draw_phases(bars, [row.by_hand_seconds for row in rows], figure)
     if given.json:
         _print_json([asdict(row) for row in rows])
     elif rows:
-        head, *lines = bench.table(rows)
+        head, *lines = tally.table(rows)
         _print_table(head, lines)
     return max([_complain(f"not measured: {why}", FAILED) for why in failed], default=0)
 

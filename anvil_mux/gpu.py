@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -156,6 +157,29 @@ def probe(nvml: ModuleType | Any | None = pynvml) -> Gpus:
         # Not only NVMLError: with a driver half removed the library itself breaks.
         return Gpus(why_none=f"NVML: {error}")
     return Gpus(readings, None if readings else "NVML reports no GPU", driver)
+
+
+LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""PCIe generation -> bytes per second of a lane, one way."""
+
+
+def buses(nvml: Any = pynvml) -> dict[str, float]:
+    """GPU id -> the bytes per second that its PCIe link can carry one way, where NVML knows; never raises.
+
+    The link at its best, since an idle GPU turns it down.
+    """
+    found = {}
+    try:
+        with _session(nvml):
+            for index in range(nvml.nvmlDeviceGetCount()):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                generation = _answer(nvml, partial(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle))
+                lanes = _answer(nvml, partial(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle))
+                if lanes and generation in LANE:
+                    found[str(index)] = lanes * LANE[generation]
+    except Exception:
+        pass  # as in `probe`, which says why
+    return found
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The benchmark of swaps: its figures from literal logs, and the command on demo engines."""
+"""The benchmark of swaps: who is measured with whom, and the command on demo engines."""
 
 from __future__ import annotations
 
@@ -13,103 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
-from anvil_mux import bench, config
-from anvil_mux.bench import Swap, Told
+from anvil_mux import bench, config, gpu
 from anvil_mux.cli import main
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError
 from anvil_mux.process import ProcessRuntime
-from anvil_mux.residency import Event
 from tests.running import serving
 
 ROOT = Path(__file__).resolve().parent.parent
-
-# Figures
-
-LOG = [
-    Event(7.0, "leased", "a", "a", 1, 1),
-    Event(8.0, "draining", "a", "a", target="b"),
-    Event(8.5, "queued", "b", ticket=2, size=1),
-    Event(10.0, "released", "a", "a", 1),
-    Event(10.5, "stopping", "a", "a"),
-    Event(12.0, "empty", "a", "a"),
-    Event(12.0, "starting", "b", "b"),
-    Event(20.0, "ready", "b", "b", seconds=8.0),
-    Event(20.0, "leased", "b", "b", 2, 1),
-    Event(23.0, "released", "b", "b", 2),
-]
-
-
-def test_phases_follow_each_other_from_the_last_leases_end_to_the_first_byte() -> None:
-    assert bench.phases(LOG, 21.0) == {"drain": 0.5, "evict": 1.5, "load": 8.0, "first_token": 1.0}
-
-
-def test_what_the_mechanism_tells_is_taken_out_of_the_phase_in_which_it_happened() -> None:
-    told = [
-        Told(11.0, "evict", 0.5),
-        Told(12.0, "verify", 1.0),
-        Told(13.0, "load", 1.0),
-        Told(17.0, "ready", 4.0),
-        Told(20.0, "probe", 3.0),
-    ]
-    found = bench.phases(LOG, 21.0, told)
-    assert found == {
-        "drain": 0.5,
-        "evict": 0.5,
-        "verify": 1.0,
-        "load": 1.0,
-        "ready": 4.0,
-        "probe": 3.0,
-        "first_token": 1.0,
-    }
-    assert sum(found.values()) == 11.0
-
-
-def test_who_had_to_be_stopped_did_not_rest_in_the_way_that_is_measured() -> None:
-    parked = [event._replace(kind="parked") if event.kind == "empty" else event for event in LOG]
-    assert bench.phases(parked, 21.0, way="sleep") == bench.phases(LOG, 21.0)
-    with pytest.raises(BackendError, match="a had to be stopped: it did not rest by sleep"):
-        bench.phases(LOG, 21.0, way="sleep")
-
-
-def test_half_a_swap_is_none() -> None:
-    with pytest.raises(BackendError, match="no event ready"):
-        bench.phases(LOG[:-3], 21.0)
-
-
-def swap(number: int, way: str, load: float, by_hand: float, **told: float) -> Swap:
-    return Swap("b", "a", way, number, {"evict": 1.0, "load": load, **told}, by_hand)
-
-
-def test_figures_are_medians_and_the_own_share_that_of_the_differences() -> None:
-    swaps = [swap(1, "stop", 9.0, 9.5), swap(2, "stop", 19.0, 19.0), swap(3, "stop", 4.0, 4.9)]
-    [row] = bench.figures(swaps)
-    assert (row.backend, row.replaces, row.way, row.swaps) == ("b", "a", "stop", 3)
-    assert row.phases == {"evict": 1.0, "load": 9.0}
-    assert (row.total_seconds, row.by_hand_seconds) == (10.0, 9.5)
-    assert row.own_share_seconds == 0.5
-    assert row.cold_start_ratio == 1.0
-
-
-def test_a_way_back_is_compared_with_a_cold_start() -> None:
-    asleep, cold = bench.figures([swap(1, "sleep", 1.5, 3.0, probe=0.5), swap(1, "stop", 8.0, 9.0)])
-    assert (asleep.way, asleep.cold_start_ratio) == ("sleep", 4.0)
-    assert cold.cold_start_ratio == 1.0
-    [alone] = bench.figures([swap(1, "sleep", 1.5, 3.0)])
-    assert alone.cold_start_ratio is None
-
-
-def test_the_table_has_a_column_for_each_phase_that_occurs() -> None:
-    rows = bench.figures([swap(1, "stop", 8.0, 8.75), swap(1, "sleep", 1.5, 3.0, probe=0.5, thaw=0.25)])
-    assert bench.table(rows) == [
-        (
-            *("BACKEND", "REPLACES", "WAY", "EVICT", "LOAD", "PROBE", "THAW"),
-            *("TOTAL", "BY-HAND", "OWN-SHARE", "COLD/BACK"),
-        ),
-        ("b", "a", "stop", "1.000", "8.000", "", "", "9.000", "8.750", "250 ms", "1.0"),
-        ("b", "a", "sleep", "1.000", "1.500", "0.500", "0.250", "3.250", "3.000", "250 ms", "3.6"),
-    ]
-
+GIB = 1 << 30
 
 # Who is measured with whom
 
@@ -236,6 +148,39 @@ def test_a_frozen_model_is_measured_beside_its_cold_start(
         assert sum(row["phases"].values()) == pytest.approx(row["total_seconds"])
         assert row["own_share_seconds"] == pytest.approx(row["total_seconds"] - row["by_hand_seconds"])
     assert running(file) == {}
+
+
+def test_memory_that_comes_back_is_weighed_against_the_bus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs holds 3 GiB; a GPU that tells so has a link of 16 GB/s."""
+
+    def probe() -> gpu.Gpus:
+        pids = [json.loads(each.read_text())["pid"] for each in tmp_path.glob("anvil-mux/*/*.json")]
+        here = tuple((pid, 3 * GIB) for pid in pids if Path(f"/proc/{pid}").exists())
+        return gpu.Gpus((gpu.Reading("0", "GPU-0", "fake", 24 * GIB, 3 * GIB * len(here), here),))
+
+    monkeypatch.setattr(gpu, "probe", probe)
+    monkeypatch.setattr(gpu, "buses", lambda: {"0": 16e9})
+    for row in measured(capsys, compose(tmp_path), "--repeat", 1):
+        seconds = row["phases"]["load"] + row["phases"]["ready"]
+        assert (row["bytes"], row["bus_bytes_per_second"]) == (3 * GIB, 16e9)
+        assert row["bytes_per_second"] == pytest.approx(3 * GIB / seconds)
+
+
+def test_where_no_gpu_tells_it_declared_memory_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    content["x-anvil"]["gpus"] = {"0": {"vram": "4GiB"}}
+    content["services"]["large"]["x-anvil"]["vram"] = "3GiB"
+    content["services"]["small"]["x-anvil"]["vram"] = "2GiB"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    rows = {row["backend"]: row for row in measured(capsys, file, "--repeat", 1)}
+    assert {name: row["bytes"] for name, row in rows.items()} == {"small": 2 * GIB, "large": 3 * GIB}
+    assert rows["large"]["bytes_per_second"] > 0
+    assert rows["large"]["bus_bytes_per_second"] is None
 
 
 def test_who_does_not_wake_is_told(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from anvil_mux.gpu import Gpus, Reading, Stranger, command, container, probe, strangers
+from anvil_mux.gpu import Gpus, Reading, Stranger, buses, command, container, probe, strangers
 from tests.fake_gpu import FakeGpus
 
 FIRST, SECOND = "GPU-aaaa-1111", "GPU-abbb-2222"
@@ -64,6 +64,14 @@ class Nvml:
 
     def nvmlDeviceGetPersistenceMode(self, handle: int) -> int:
         return 1
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
+        return 4
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
+        if handle:
+            raise self.NVMLError("Not Supported")
+        return 16
 
     def nvmlSystemGetDriverVersion(self) -> str:
         return "570.86.15"
@@ -217,3 +225,12 @@ def test_a_stranger_is_described_for_people() -> None:
     known = Stranger("0", 4711, 3 << 30, "python3", ID)
     assert str(known) == "process 4711 (python3) in container 0123456789ab holds 3.0 GiB of GPU 0"
     assert str(Stranger("1", 4711, None)) == "process 4711 holds memory of GPU 1"
+
+
+def test_a_bus_is_as_fast_as_its_generation_and_its_lanes():
+    assert buses(Nvml()) == {"0": pytest.approx(31.5e9, rel=0.001)}
+
+
+@pytest.mark.parametrize("nvml", [None, object()])
+def test_without_a_driver_no_bus_is_known(nvml: object):
+    assert buses(nvml) == {}

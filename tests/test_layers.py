@@ -14,7 +14,7 @@ ROWS = (
     "swap multiplexer simulate workload figures clairvoyant eventlog plot study",
     "pump relay gauges metrics journal learned client",
     "inference gateway server",
-    "serve bench cli __main__",
+    "serve tally byhand bench cli __main__",
 )
 ORDER = [module for row in ROWS for module in row.split()]
 """Each module imports only modules that stand before it."""
