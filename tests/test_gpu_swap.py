@@ -150,6 +150,22 @@ def test_without_pytorch_it_says_so(tmp_path: Path) -> None:
     assert report["why_not"] in said
 
 
+def test_without_a_driver_either_it_says_that_too(tmp_path: Path) -> None:
+    for module in ("torch", "pynvml"):
+        (tmp_path / f"{module}.py").write_text("raise ImportError('not here')")
+    done = subprocess.run(
+        [SCRIPT.parents[2] / "bin" / "bench", "swap", "--gpu"],
+        env={**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    said = json.loads(done.stdout)["why_not"]
+    assert said.startswith("PyTorch is not installed for ")
+    assert said.endswith("nor is any GPU seen (the Python package nvidia-ml-py is not installed)")
+
+
 def test_without_a_gpu_it_says_so(stand_ins: list[str]) -> None:
     code, report, said = bench(*stand_ins, FAKE_NONE="1")
     assert (code, report) == (1, {"ran": False, "why_not": "PyTorch 2.9.0 sees no CUDA GPU 0"})

@@ -386,7 +386,8 @@ def describe(gpu: int) -> Result:
         raise BenchError("PyTorch could not be asked for the GPU (its own words stand above)")
     about = dict(json.loads(done.stdout))
     if "why_not" in about:
-        raise BenchError(about["why_not"])
+        unseen = probe().why_none
+        raise BenchError(about["why_not"] + (f"; nor is any GPU seen ({unseen})" if unseen else ""))
     if probe().find(about["uuid"]) is None:
         about["uuid"] = str(gpu)
     return about
