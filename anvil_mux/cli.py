@@ -695,7 +695,7 @@ def _bench(given: argparse.Namespace) -> int:
             tally.write_csv(swaps, file)
         if figure:
             bars = {f"{row.backend}, {row.way}": row.phases for row in rows}
-            plot.draw_phases(bars, [row.by_hand_seconds for row in rows], figure)
+            plot.draw_phases(bars, tally.names(rows), [row.by_hand_seconds for row in rows], figure)
     if given.json:
         _print_json([asdict(row) for row in rows])
     elif rows:

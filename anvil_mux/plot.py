@@ -51,6 +51,8 @@ COLUMNS, ROWS = 800, 200
 """Into how many parts the axes are divided where there is too much to draw."""
 HATCHED = 1 / 60
 """The least part of the width at which a bar is hatched."""
+SEEN = 1 / 200
+"""The least part of the longest bar at which a phase can be seen."""
 
 
 class CannotDraw(MuxError):
@@ -156,20 +158,35 @@ def picture(path: str | os.PathLike[str]) -> Iterator[Figure]:
             raise CannotDraw(f"{os.fspath(path)} cannot be written: {error.strerror}") from None
 
 
-def draw_phases(bars: Mapping[str, Mapping[str, float]], marks: Sequence[float], figure: Figure) -> None:
-    """A bar for each name, of phases that follow each other, with a mark at another total to compare."""
+def draw_phases(
+    bars: Mapping[str, Mapping[str, float]], order: Sequence[str], marks: Sequence[float], figure: Figure
+) -> None:
+    """A bar for each name, of phases that follow each other, with a mark at another total to compare.
+
+    Phases that nobody could see are left out.
+    """
     axes = figure.subplots()
     figure.set_size_inches(7.0, 1.3 + 0.35 * len(bars))
+    least = SEEN * max(sum(bar.values()) for bar in bars.values())
+    phases = [phase for phase in order if any(bar.get(phase, 0.0) >= least for bar in bars.values())]
     begins = [0.0] * len(bars)
-    phases = list(dict.fromkeys(phase for bar in bars.values() for phase in bar))
+    entries: list[Any] = []
     for phase, colour in zip(phases, (*COLOURS, *[OTHER] * len(phases)), strict=False):
         seconds = [bar.get(phase, 0.0) for bar in bars.values()]
-        axes.barh(list(bars), seconds, left=begins, height=0.6, color=colour, label=phase.replace("_", " "))
+        entries.append(axes.barh(list(bars), seconds, left=begins, height=0.6, color=colour))
         begins = [begin + more for begin, more in zip(begins, seconds, strict=True)]
-    axes.plot(marks, range(len(bars)), color=INK, marker="|", linestyle="", markersize=16, label="by hand")
+    entries += axes.plot(marks, range(len(bars)), color=INK, marker="|", linestyle="", markersize=16)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    figure.legend(loc="outside lower center", ncols=len(phases) + 1, frameon=False)
+    labels = [*(phase.replace("_", " ") for phase in phases), "by hand"]
+    columns = _columns(labels, figure)
+    figure.legend(entries, labels, loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _columns(labels: Sequence[str], figure: Figure) -> int:
+    """How many entries of a legend fit into a row, all rows being alike."""
+    wanted = sum(LEGEND_INCHES[0] + LEGEND_INCHES[1] * len(label) for label in labels)
+    return math.ceil(len(labels) / math.ceil(wanted / figure.get_figwidth()))
 
 
 _STYLE: Any = {
@@ -324,9 +341,7 @@ class _Picture:
                 shown.append(
                     Line2D([], [], color=INK, marker=_MARKS[end], linestyle="", markersize=4, label=name)
                 )
-        wanted = sum(LEGEND_INCHES[0] + LEGEND_INCHES[1] * len(entry.get_label()) for entry in shown)
-        rows = math.ceil(wanted / self._figure.get_figwidth())
-        columns = math.ceil(len(shown) / rows)
+        columns = _columns([entry.get_label() for entry in shown], self._figure)
         self._figure.legend(handles=shown, loc="outside lower center", ncols=columns, frameon=False)
 
 

@@ -206,6 +206,19 @@ def test_the_time_is_marked_a_few_times_in_round_numbers(end: float, unit: str, 
 # What cannot be drawn
 
 
+# Phases of swaps
+
+
+def test_phases_stand_in_their_order_and_those_that_nobody_could_see_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "swaps.svg"
+    bars = {"a": {"load": 1.0, "first_token": 0.5}, "b": {"drain": 0.001, "load": 1.0, "ready": 2.0}}
+    with mpl.rc_context({"svg.fonttype": "none"}), plot.picture(file) as figure:
+        plot.draw_phases(bars, ("drain", "load", "ready", "first_token"), [1.4, 3.0], figure)
+    told = re.findall(r"<text[^>]*>([^<]+)</text>", file.read_text())
+    assert told[-4:] == ["load", "ready", "first token", "by hand"]
+    assert told.count("a") == told.count("b") == 1
+
+
 def test_without_matplotlib_the_advice_is_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
