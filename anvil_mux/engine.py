@@ -32,6 +32,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.1
 PAUSE_SHARE = 0.01
 """Of the time that a load took so far: what a look may come too late by."""
 POLL_TIMEOUT = 5.0
+LEAST_TIMEOUT = 0.2
+"""What an answer may take even just before the deadline."""
 STRANGER_PATIENCE = 20.0
 """Seconds that the list of models may name another model before that is final."""
 MOST_BYTES = 64 << 10
@@ -273,7 +275,7 @@ class Visit:
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = POLL_TIMEOUT
     ) -> tuple[int, bytes]:
         """Status and the first bytes of the answer; whoever drips it out is cut at the time-out."""
-        timeout = max(min(timeout, self.deadline - self.now()), FIRST_PAUSE)
+        timeout = max(min(timeout, self.deadline - self.now()), LEAST_TIMEOUT)
         give_up = time.monotonic() + timeout
         answer = bytearray()
         with self.session.request(

@@ -13,9 +13,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from anvil_mux import engine as engine_room
 from anvil_mux.config import Backend, Service
 from anvil_mux.engine import ENGINES, api_key, await_ready, find_engine, listen_port
 from anvil_mux.errors import LoadError
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual time is over in no time, but servers answer in real time."""
+    monkeypatch.setattr(engine_room, "LEAST_TIMEOUT", 30.0)
 
 
 class Waiting:
@@ -231,7 +238,8 @@ def test_nothing_listens_until_the_deadline():
     assert f"of 2 s: port {port}: nothing listens there yet" in caught.value.reason
 
 
-def test_a_port_that_accepts_and_says_nothing_is_bounded():
+def test_a_port_that_accepts_and_says_nothing_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_room, "LEAST_TIMEOUT", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(LoadError) as caught:
         ready(VLLM, f"http://127.0.0.1:{silent.getsockname()[1]}", Waiting(), seconds=0.1)
     assert "accepts connections but does not answer" in caught.value.reason

@@ -71,6 +71,7 @@ def test_the_state_shows_who_waits_and_how_the_last_load_failed(rig: Rig) -> Non
     for client in waiting:
         client.post(ASK_A)
     rig.events.wait("queued", 3)
+    rig.events.wait("starting")
     state = healthz(rig)["models"]["a"]
     assert (state["state"], state["waiting"], state["leases"]) == ("starting", 3, 0)
     rig.mechanism.failure = LoadError("out of memory")
