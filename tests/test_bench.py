@@ -52,6 +52,19 @@ def test_replicas_and_pinned_models_are_measured_too() -> None:
     assert ring_names(a, b) == [("stop", ["a", "b"])]
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llamacpp", [("pause", ["one", "two"]), ("stop", ["one", "two"])]),
+        ("vllm", [("sleep", ["vllm"]), ("stop", ["vllm"])]),
+    ],
+)
+def test_real_engines_are_measured_in_these_ways(name: str, expected: list[tuple[str, list[str]]]) -> None:
+    file = ROOT / "tests" / "real" / f"{name}.yaml"
+    found = config.load([file], environ={"ANVIL_VLLM_PYTHON": "python3"}, compose=None)
+    assert ring_names(*found.backends, gpus=found.gpus) == expected
+
+
 # The command
 
 
