@@ -254,8 +254,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "nothing running. Times are medians in seconds, from the last lease's end to the first byte of the "
         "next answer. OWN-SHARE is what a swap took longer than by hand, and half of the swaps are within "
         "HALF-WITHIN: the machine's noise. COLD/BACK is a cold start over the way back, both until that "
-        "byte. GIB is the GPU memory that came back, BUS what the GPU's link could carry in a second. Exit code 1: "
-        "something could not be measured."
+        "byte. GIB is the GPU memory that came back, BUS what the GPU's link could carry in a second. "
+        "Exit code 1: something could not be measured."
     )
 
 

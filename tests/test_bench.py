@@ -9,6 +9,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import yaml
@@ -22,6 +23,7 @@ from tests.running import serving
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 1 << 30
+GUARD = 60.0
 
 # Who is measured with whom
 
@@ -166,19 +168,32 @@ def test_a_frozen_model_is_measured_beside_its_cold_start(
 def test_memory_that_comes_back_is_weighed_against_the_bus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What runs holds 3 GiB; a GPU that tells so has a link of 16 GB/s."""
+    """Engines hold 3 GiB, and 1 GiB asleep; their GPU tells so and has a link of 16 GB/s."""
+
+    def held(engine: dict[str, Any]) -> int:
+        asleep = urlopen(f"{engine['url']}/is_sleeping", timeout=GUARD).read()
+        return GIB if b"true" in asleep else 3 * GIB
 
     def probe() -> gpu.Gpus:
-        pids = [json.loads(each.read_text())["pid"] for each in tmp_path.glob("anvil-mux/*/*.json")]
-        here = tuple((pid, 3 * GIB) for pid in pids if Path(f"/proc/{pid}").exists())
-        return gpu.Gpus((gpu.Reading("0", "GPU-0", "fake", 24 * GIB, 3 * GIB * len(here), here),))
+        engines = [json.loads(each.read_text()) for each in tmp_path.glob("anvil-mux/*/*.json")]
+        here = tuple((each["pid"], held(each)) for each in engines)
+        used = sum(amount for _, amount in here)
+        return gpu.Gpus((gpu.Reading("0", "GPU-0", "fake", 24 * GIB, used, here),))
 
     monkeypatch.setattr(gpu, "probe", probe)
     monkeypatch.setattr(gpu, "buses", lambda: {"0": 16e9})
-    for row in measured(capsys, compose(tmp_path), "--repeat", 1):
-        seconds = row["phases"]["load"] + row["phases"]["ready"]
-        assert (row["bytes"], row["bus_bytes_per_second"]) == (3 * GIB, 16e9)
-        assert row["bytes_per_second"] == pytest.approx(3 * GIB / seconds)
+    file = compose(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    for about in content["services"].values():
+        about["command"] += ["--enable-sleep-mode", "--wake-seconds", "0.01"]
+        about["environment"] = {"VLLM_SERVER_DEV_MODE": "1"}
+        about["x-anvil"] |= {"engine": "vllm", "rest": ["sleep"]}
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    for row in measured(capsys, file, "--repeat", 1):
+        seconds = row["phases"]["load"] + row["phases"].get("ready", 0.0)
+        assert row["bytes"] == (2 if row["way"] == "sleep" else 3) * GIB
+        assert row["bytes_per_second"] == pytest.approx(row["bytes"] / seconds)
+        assert row["bus_bytes_per_second"] == 16e9
 
 
 def test_where_no_gpu_tells_it_declared_memory_counts(
