@@ -99,7 +99,7 @@ def _stay_together(config: Config, a: Backend, b: Backend) -> bool:
 
 
 def _plain(backend: Backend, way: str) -> Backend:
-    """The same service, without what would hold back a swap; replicas become models of their own."""
+    """The same service, without what would hold back a swap or make one; replicas become models of their own."""
     return replace(
         backend,
         model=backend.name,
@@ -111,6 +111,8 @@ def _plain(backend: Backend, way: str) -> Backend:
         min_residency=0.0,
         max_wait=None,
         rest=(way,),
+        demote_after=None,
+        prepare=False,
     )
 
 

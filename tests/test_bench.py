@@ -196,6 +196,19 @@ def test_memory_that_comes_back_is_weighed_against_the_bus(
         assert row["bus_bytes_per_second"] == 16e9
 
 
+def test_who_is_to_be_prepared_or_demoted_is_measured_like_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    for about in content["services"].values():
+        about["x-anvil"] |= {"rest": ["pause", "stop"], "prepare": True, "demote_after": 0.01}
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    rows = measured(capsys, file, "--repeat", 1)
+    assert [row["way"] for row in rows] == ["pause", "pause", "stop", "stop"]
+    assert running(file) == {}
+
+
 def test_where_no_gpu_tells_it_declared_memory_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
