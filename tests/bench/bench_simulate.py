@@ -20,6 +20,7 @@ Nothing here passes or fails: a missed target is a finding, not an error.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -120,6 +121,7 @@ def _work(cases: Sequence[Case], policy: str) -> tuple[float, ...]:
     for case in cases:
         made, config = case.workload, replace(case.config, policy=policy)
         engines, resident = made.engines(config), made.residents(config)
+        gc.collect()  # or this run is charged with what a larger one before it has left
         began = time.process_time()
         log = simulate(config, made.requests, engines, resident=resident)
         simulated = time.process_time()
