@@ -99,7 +99,7 @@ def _stay_together(config: Config, a: Backend, b: Backend) -> bool:
 
 
 def _plain(backend: Backend, way: str) -> Backend:
-    """The same service, without what would hold back a swap or make one; replicas become models of their own."""
+    """The same service, without what would hold back a swap or make one; replicas become single models."""
     return replace(
         backend,
         model=backend.name,

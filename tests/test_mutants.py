@@ -119,7 +119,8 @@ MUTANTS = {
     ),
     "a min_residency holds overdue lines as well": (
         "residency",
-        "            if plan := self._plan(first.model, busy, now):\n                self._begin(plan.target, plan.victims, now,",
+        "            if plan := self._plan(first.model, busy, now):\n"
+        "                self._begin(plan.target, plan.victims, now,",
         "            stay = {s.name for s in self._stayers if _stays_until(s) > now}\n"
         "            if plan := self._plan(first.model, busy, now, stay):\n"
         "                self._begin(plan.target, plan.victims, now,",
