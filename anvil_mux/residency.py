@@ -42,13 +42,14 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from anvil_mux import routing
+from anvil_mux import pipeline
 from anvil_mux.config import Backend, Config
 from anvil_mux.costs import Cost, Costs, source_of
 from anvil_mux.demand import Demand
 from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, LoadError, MuxError, Stuck
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at
+from anvil_mux.ledger import Ledger, Member
 from anvil_mux.placement import HOLDING, Placement, Seat
 from anvil_mux.policy import (
     FOREVER,
@@ -63,6 +64,7 @@ from anvil_mux.policy import (
     Unload,
 )
 from anvil_mux.preemption import Preemption
+from anvil_mux.routing import Choice, Work
 
 TRANSITIONS: dict[tuple[str, str], str] = {
     ("empty", "load"): "starting",
@@ -138,18 +140,38 @@ class Event(NamedTuple):
     """How a backend is loaded, or was: the way by which it rested."""
 
 
+NO_WORK = Work()
+
+
 class Ticket:
     """One request's identity, from its arrival to its end. Guarded like the residency that it is told to."""
 
-    __slots__ = ("backend", "cut", "error", "id", "leases", "model", "severed", "since", "wake")
+    __slots__ = (
+        "backend",
+        "choice",
+        "cut",
+        "error",
+        "id",
+        "leases",
+        "model",
+        "severed",
+        "since",
+        "wake",
+        "work",
+    )
 
-    def __init__(self, id: int, model: str, since: float, *, leases: bool = True) -> None:
+    def __init__(
+        self, id: int, model: str, since: float, *, leases: bool = True, work: Work = NO_WORK
+    ) -> None:
         self.id = id
         self.model = model
         self.since = since
+        self.work = work
         self.leases = leases
         """False: it only wants the model loaded."""
         self.backend: str | None = None
+        self.choice: Choice | None = None
+        """Why that backend, where the model has several."""
         self.error: MuxError | None = None
         self.severed = False
         self.wake: Any = None
@@ -288,6 +310,7 @@ class Residency:
         for seat in self.seats.values():
             self._replicas[seat.model].append(seat)
         self._ready: list[Seat] = []
+        self._ledgers = {m: _ledger(seats) for m, seats in self._replicas.items() if len(seats) > 1}
         self._swaps: list[_Swap] = []
         self._idlers = [seat for seat in self.seats.values() if seat.backend.ttl is not None]
         self._stayers = [seat for seat in self.seats.values() if seat.backend.min_residency]
@@ -333,7 +356,7 @@ class Residency:
         demand.arrived(now)
         ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
         if ready:
-            seat = ready[0] if len(ready) == 1 else self._route(ready)
+            seat = self._route(ready, ticket)
             if not seat.holders:
                 demand.returned(now - seat.used)
             self._lease(seat, ticket, now)
@@ -363,6 +386,8 @@ class Residency:
             return False
         self._demand[ticket.model].served(now - seat.holders.pop(ticket))
         seat.last_used = now
+        if ticket.choice:
+            self._ledgers[ticket.model].ended(ticket)
         if self._emit_leases:
             self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
         deferred, leases = self.deferred, len(seat.holders)
@@ -899,11 +924,12 @@ class Residency:
 
     # Ends of tickets
 
-    def _route(self, ready: list[Seat]) -> Seat:
-        if len(ready) == 1:
+    def _route(self, ready: list[Seat], ticket: Ticket) -> Seat:
+        ledger = self._ledgers.get(ticket.model)
+        if ledger is None or not ticket.leases:
             return ready[0]
-        choice = routing.choose([routing.Replica(seat.name, len(seat.holders)) for seat in ready])
-        return self.seats[choice.backend]
+        ticket.choice = ledger.choose(ticket, ticket.work, [seat.name for seat in ready])
+        return self.seats[ticket.choice.backend] if ticket.choice else ready[0]
 
     def _lease(self, seat: Seat, ticket: Ticket, now: float) -> None:
         ticket.backend = seat.name
@@ -911,8 +937,9 @@ class Residency:
             seat.holders[ticket] = now
             seat.last_used = now
         if self._emit_leases:
-            size = len(seat.holders)
-            self._emit(Event(now, "leased", ticket.model, seat.name, ticket.id, size, now - ticket.since))
+            size, waited = len(seat.holders), now - ticket.since
+            why = ticket.choice.reason if ticket.choice else ""
+            self._emit(Event(now, "leased", ticket.model, seat.name, ticket.id, size, waited, why))
 
     def _admit(self, model: str, now: float) -> None:
         ready = [seat for seat in self._replicas[model] if seat.state == "ready"]
@@ -920,7 +947,7 @@ class Residency:
         if line:
             self._demand[model].admitted(len(line), now - next(iter(line)).since)
         for ticket in line:
-            self._lease(self._route(ready), ticket, now)
+            self._lease(self._route(ready, ticket), ticket, now)
         self.settled += line
         line.clear()
 
@@ -1004,6 +1031,8 @@ class Residency:
             self._ready = [each for each in self.seats.values() if each.state == "ready"]
         self._plans_hold_until = -FOREVER
         self._host.changes += 1
+        if seat.state not in ("ready", "draining") and seat.model in self._ledgers:
+            self._ledgers[seat.model].forget(seat.name)
 
     def snapshot(self, now: float, plans: Mapping[str, _Plan]) -> Snapshot:
         """What the policy may know; ``plans`` are the swaps that could begin now, oldest line first."""
@@ -1080,6 +1109,10 @@ class Residency:
             for victim in swap.victims
             if victim.state == "draining"
         }
+
+
+def _ledger(seats: list[Seat]) -> Ledger:
+    return Ledger(pipeline.build(pipeline.DEFAULT), [Member(seat.name) for seat in seats])
 
 
 def _idle_until(seat: Seat) -> float:

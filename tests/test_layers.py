@@ -9,8 +9,8 @@ import anvil_mux
 
 ROWS = (
     "errors clock http1 interpolate accesslog settings service home",
-    "api composefile policy preemption routing costs footprint demand config",
-    "placement ladder residency engine control gpu compose process freed lookout driver checkpoint",
+    "api composefile policy preemption routing prefix pipeline costs footprint demand config",
+    "placement ladder ledger residency engine control gpu compose process freed lookout driver checkpoint",
     "swap multiplexer simulate workload figures clairvoyant eventlog plot study",
     "pump relay gauges metrics journal learned client",
     "inference gateway server",
@@ -19,7 +19,19 @@ ROWS = (
 ORDER = [module for row in ROWS for module in row.split()]
 """Each module imports only modules that stand before it."""
 
-CORE = ("residency", "ladder", "placement", "policy", "preemption", "routing", "costs", "footprint", "demand")
+CORE = (
+    "residency",
+    "ladder",
+    "placement",
+    "policy",
+    "preemption",
+    "routing",
+    "prefix",
+    "ledger",
+    "costs",
+    "footprint",
+    "demand",
+)
 FORBIDDEN = {
     "threading",
     "time",

@@ -1,0 +1,155 @@
+"""What each replica of one model has to do, as counted from our own leases and streams.
+
+A choice charges its replica at once, so that the next request sees it. The input that a replica has not in
+its cache counts as prefill until the first byte of the answer, and all its tokens as decode from then on
+until the end. Requests are identities held in a dict, never counts, so an end that comes twice, or after the
+replica was forgotten, changes nothing, and all counts are 0 when nobody is left.
+
+No lock and no clock: the residency calls it under the multiplexer's lock, the simulator from its loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from anvil_mux.prefix import Prefixes
+from anvil_mux.routing import Choice, Memory, Replica, Routing, Work, choose
+
+KV_TOKENS = 131_072
+"""What a cache is taken to hold where nobody says."""
+
+
+class Member(NamedTuple):
+    """What does not change of a replica."""
+
+    backend: str
+    infer_type: str = "neutral"
+    kv_tokens: int | None = None
+    """How many tokens its cache holds; None: not known."""
+    node: str = ""
+    unit: str = ""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One request at its replica."""
+
+    work: Work
+    missing: int
+    """Tokens of its input that were not in the cache."""
+    answering: bool = False
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a replica has to do."""
+
+    member: Member
+    entries: dict[Hashable, _Entry] = field(default_factory=dict)
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    decode_batch: int = 0
+    num_tokens: int = 0
+
+
+class Ledger:
+    """The accounts, the caches and the memory of the replicas of one model."""
+
+    def __init__(self, routing: Routing, members: Iterable[Member]) -> None:
+        self.routing = routing
+        self._accounts = {member.backend: _Account(member) for member in members}
+        self._where: dict[Hashable, str] = {}
+        self._memory = Memory()
+        self.prefixes = Prefixes(self._accounts)
+
+    def __repr__(self) -> str:
+        return f"<Ledger {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"
+
+    def view(self, work: Work, among: Sequence[str], failed: Sequence[str] = ()) -> list[Replica]:
+        """The replicas as a choice for ``work`` sees them; those that ``failed`` cannot be chosen."""
+        hits = self.prefixes.hits(work.blocks, among) if work.blocks else {}
+        replicas = [self._replica(name, work, hits.get(name, 0)) for name in among]
+        replicas += [self._replica(name, work, 0)._replace(schedulable=False) for name in failed]
+        return replicas
+
+    def _replica(self, name: str, work: Work, blocks: int) -> Replica:
+        account = self._accounts[name]
+        member = account.member
+        total, answering = len(account.entries), account.decode_batch
+        return Replica(
+            name,
+            member.infer_type,
+            True,
+            0.0,
+            member.node,
+            member.unit,
+            total,
+            total - answering,
+            account.prefill_tokens,
+            account.decode_tokens,
+            answering,
+            account.num_tokens,
+            min(blocks * work.block_tokens, work.tokens),
+            member.kv_tokens or 0,
+        )
+
+    def choose(
+        self, key: Hashable, work: Work, among: Sequence[str], failed: Sequence[str] = ()
+    ) -> Choice | None:
+        """One of ``among``, charged with ``work`` under ``key`` until it ended; None if none is left."""
+        choice = choose(self.routing, work, self.view(work, among, failed), self._memory)
+        if choice:
+            self._memory.note(work, choice)
+            self._charge(key, work, choice)
+        return choice
+
+    def _charge(self, key: Hashable, work: Work, choice: Choice) -> None:
+        account = self._accounts[choice.backend]
+        entry = _Entry(work, max(work.tokens - choice.hit_tokens, 0))
+        account.entries[key] = entry
+        account.prefill_tokens += entry.missing
+        account.num_tokens += work.tokens
+        self._where[key] = choice.backend
+        if work.blocks:
+            capacity = (account.member.kv_tokens or KV_TOKENS) // work.block_tokens
+            self.prefixes.use(choice.backend, work.blocks, capacity)
+
+    def first_byte(self, key: Hashable) -> None:
+        """Its prefill is done."""
+        account, entry = self._find(key)
+        if account and entry and not entry.answering:
+            entry.answering = True
+            account.prefill_tokens -= entry.missing
+            account.decode_tokens += entry.work.tokens
+            account.decode_batch += 1
+
+    def ended(self, key: Hashable, cached_tokens: int | None = None) -> None:
+        """Whatever the end was. ``cached_tokens``: what its engine says that its cache held of the input."""
+        account, entry = self._find(key)
+        if account is None or entry is None:
+            return
+        del account.entries[key], self._where[key]
+        account.num_tokens -= entry.work.tokens
+        if entry.answering:
+            account.decode_tokens -= entry.work.tokens
+            account.decode_batch -= 1
+        else:
+            account.prefill_tokens -= entry.missing
+
+    def forget(self, backend: str) -> None:
+        """It stopped, slept, was swapped or died: it has nothing to do, and nothing in its cache."""
+        account = self._accounts[backend]
+        for key in account.entries:
+            del self._where[key]
+        self._accounts[backend] = _Account(account.member)
+        self._memory.forget(backend)
+        self.prefixes.clear(backend)
+
+    def _find(self, key: Hashable) -> tuple[_Account | None, _Entry | None]:
+        backend = self._where.get(key)
+        if backend is None:
+            return None, None
+        account = self._accounts[backend]
+        return account, account.entries[key]
