@@ -159,6 +159,9 @@ def _add_config(command: argparse.ArgumentParser) -> None:
     _add_json(command)
     command.add_argument("--show-origin", action="store_true", help="say where each value comes from")
     command.add_argument("--docs", action="store_true", help="describe every setting, as Markdown tables")
+    command.add_argument(
+        "--routing", action="store_true", help="show the routing policies, as they would be written"
+    )
 
 
 def _add_address(command: argparse.ArgumentParser) -> None:
@@ -391,6 +394,8 @@ def _config(given: argparse.Namespace) -> int:
         _print_docs("x-anvil at the top level", describe(SETTINGS))
         _print_docs("x-anvil on a service", describe(SERVICE_SETTINGS))
         return 0
+    if given.routing:
+        return _print_routing(given)
     config = _load(given.files)
     values = {key: _value(config, key) for key in SETTINGS}
     if given.json:
@@ -418,7 +423,39 @@ def _value(config: Config, key: str) -> Any:
             settings = getattr(config, f"{key}_settings")
             name = getattr(config, key)
             return {"name": name, **settings} if settings else name
+        case "routing" if config.routing_policies:
+            return {"default": config.routing, "policies": config.routing_policies}
     return getattr(config, key)
+
+
+def _print_routing(given: argparse.Namespace) -> int:
+    """The policies that are shipped, and those of the compose file if there is one."""
+    import yaml
+
+    from anvil_mux import pipeline
+    from anvil_mux.composefile import FILE_NAMES
+
+    found = given.files or any((place / name).is_file() for place in _here_and_above() for name in FILE_NAMES)
+    config = _load(given.files) if found else None
+    own = config.routing_policies if config else {}
+    default = config.routing if config else pipeline.DEFAULT
+    models = {b.model: b.routing or default for b in config.backends} if config else {}
+    if given.json:
+        _print_json({"default": default, "models": models, "policies": {**pipeline.shipped(), **own}})
+        return 0
+    print(pipeline.text())
+    if own:
+        print("# Those of the compose file.\n")
+        print(yaml.safe_dump(own, sort_keys=False))
+    print(f"# The default is {default}.")
+    for model, name in models.items():
+        print(f"# {model}: {name}")
+    return 0
+
+
+def _here_and_above() -> Sequence[Path]:
+    here = Path.cwd()
+    return (here, *here.parents)
 
 
 def _print_docs(title: str, rows: Iterable[Sequence[str]]) -> None:

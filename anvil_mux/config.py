@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from anvil_mux import interpolate, service, settings
+from anvil_mux import interpolate, pipeline, service, settings
 from anvil_mux.composefile import Compose, combine, run_compose
 from anvil_mux.composefile import find_files as find_files
 from anvil_mux.errors import ConfigError
@@ -88,6 +88,10 @@ class Backend:
     """Seconds after its load in which it is not put out for a line that is not overdue."""
     max_wait: float | None = None
     """Its line's own ``Config.max_wait``."""
+    routing: str | None = None
+    """The policy by which its model's replicas are chosen; None: ``Config.routing``."""
+    kv_tokens: int | None = None
+    """How many tokens its engine's cache holds; None: not known."""
     load_timeout: float = 600.0
     stop_timeout: float = 10.0
     """Grace before SIGKILL."""
@@ -119,6 +123,9 @@ class Config:
     policy_settings: dict[str, object] = field(default_factory=dict)
     preemption: str = "cost"
     preemption_settings: dict[str, object] = field(default_factory=dict)
+    routing: str = pipeline.DEFAULT
+    routing_policies: dict[str, Any] = field(default_factory=dict)
+    """Those of the compose file, as they are written."""
     host: str = "127.0.0.1"
     port: int = 9292
     drain_timeout: float = 30.0
@@ -192,6 +199,18 @@ def _read_project(value: Any) -> str:
     return str(value)
 
 
+def _read_routing(value: Any) -> tuple[str, dict[str, Any]]:
+    if not isinstance(value, dict):
+        return settings.TEXT.read(value), {}
+    for key in value:
+        if key not in ("default", "policies"):
+            raise ValueError(f"unknown key {key}; {settings.nearest(key, ('default', 'policies'))}")
+    policies = value.get("policies") or {}
+    if not isinstance(policies, dict):
+        raise ValueError(f"policies must hold {{name: policy}}, not {settings.show(policies)}")
+    return settings.TEXT.read(value.get("default") or pipeline.DEFAULT), policies
+
+
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
 WAYS = ("sleep", "sleep-2", "checkpoint", "pause", "stop")
 """Ways to leave a GPU; swap.py has them."""
@@ -216,6 +235,10 @@ SETTINGS: dict[str, Setting] = {
     ),
     "policy": Setting(settings.CHOSEN, "When a swap is worth its cost."),
     "preemption": Setting(settings.CHOSEN, "Whom to put out."),
+    "routing": Setting(
+        Kind("name, or {default: name, policies: {name: policy}}", _read_routing),
+        "Which of a model's replicas gets a request (see docs/routing.md).",
+    ),
     "drain_timeout": Setting(SECONDS, "How long a swap waits for requests that run; 0: not at all."),
     "queue_timeout": Setting(SECONDS, "The longest wait of a request for its model."),
     "max_wait": Setting(SECONDS, "A line older than this gets its swap, whatever the policy says."),
@@ -254,6 +277,8 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "ttl": Setting(SECONDS, "Idle time after which it is put out though nobody waits; by default never."),
     "min_residency": Setting(SECONDS, "How long it stays after a load, unless a line is overdue."),
     "max_wait": Setting(SECONDS, "The same as at the top level, for this model."),
+    "routing": Setting(TEXT, "The routing policy of its model; replicas have the same."),
+    "kv_tokens": Setting(COUNT, "How many tokens its engine's cache holds, for the choice among replicas."),
     "load_timeout": Setting(SECONDS, "How long a load may take."),
     "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),
     "rest": Setting(
@@ -360,6 +385,7 @@ class _Loading:
         for gpu in sorted(used, key=lambda id: (len(id), id)):
             self._gpus.setdefault(gpu, self._known(Gpu(gpu)))
         self._check_settings(values, backends)
+        self._check_routing(values, backends)
         self._check_names(backends)
         self._check_room(backends)
         self._check_ports(backends, values.get("port", _default(Config, "port")))
@@ -405,6 +431,8 @@ class _Loading:
         for key in ("policy", "preemption"):
             if key in values:
                 values[key], values[f"{key}_settings"] = values[key]
+        if "routing" in values:
+            values["routing"], values["routing_policies"] = values["routing"]
         return values
 
     def _given(self, key: str, setting: Setting, value: object, origin: str) -> dict[str, Any]:
@@ -461,8 +489,7 @@ class _Loading:
         return [(name, found[name]) for name in dict.fromkeys((*names, *found)) if name in found]
 
     def _backend(self, name: str, described: dict[str, Any], given: dict[str, Any]) -> Backend:
-        if not SERVICE_NAME.fullmatch(name):
-            raise ValueError("its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any")
+        _check_service(name, described)
         if self._plain and "env_file" in described:
             self._problem(("services", name, "env_file"), interpolate.NEED_COMPOSE)
         engine = self._fill_in(name, described, given)
@@ -570,6 +597,35 @@ class _Loading:
                 "default_model", f"no service serves {default}; {settings.nearest(default, names)}"
             )
 
+    def _check_routing(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
+        own = values.get("routing_policies", {})
+        needs = {name: self._needs(name, written) for name, written in own.items()}
+        known = (*pipeline.shipped(), *own)
+        default = values.get("routing", pipeline.DEFAULT)
+        if default not in known:
+            self._problem_of_setting("routing", f"no policy {default}; {settings.nearest(default, known)}")
+        models: dict[str, tuple[str, str]] = {}
+        for backend in backends:
+            key = ("services", backend.name, "x-anvil", "routing")
+            name = backend.routing or default
+            if backend.routing and name not in known:
+                self._problem(key, f"no policy {name}; {settings.nearest(name, known)}")
+            first, other = models.setdefault(backend.model, (backend.name, name))
+            if other != name:
+                self._problem(key, f"is {name}, but {first}, a replica of the same model, has {other}")
+            if "kv_tokens" in needs.get(name, ()) and not backend.kv_tokens:
+                self._problem(("services", backend.name), f"needs kv_tokens, because routing is {name}")
+
+    def _needs(self, name: str, written: object) -> frozenset[str]:
+        """What a policy of the file's own needs of a service; its problems are told."""
+        key = ("x-anvil", "routing", "policies", name)
+        if name in pipeline.shipped():
+            self._problem(key, "is the name of a policy that is shipped; call it otherwise")
+        made, problems = pipeline.compile(name, written)
+        for path, text in problems:
+            self._problem((*key, *path), text)
+        return made.needs
+
     def _check_names(self, backends: Sequence[Backend]) -> None:
         owners = {backend.model: backend.model for backend in backends}
         for backend in backends:
@@ -650,6 +706,16 @@ class _Loading:
 
     def _where(self, key: Key) -> str:
         return max(reversed(self._documents), key=lambda document: document.knows(key)).where(key)
+
+
+def _check_service(name: str, described: dict[str, Any]) -> None:
+    if not SERVICE_NAME.fullmatch(name):
+        raise ValueError("its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any")
+    if service.copies(described) > 1:
+        raise ValueError(
+            "is scaled, but only one container of a service is used: write a service for each replica, "
+            "each with the same x-anvil: {model: ...}"
+        )
 
 
 def _room(gpu: Gpu) -> int | None:

@@ -35,21 +35,27 @@ Problem = tuple[Path, str]
 PARTS = ("metrics", "filters", "selector")
 
 
+def text() -> str:
+    """The policies that come with the program, as they are written."""
+    return files("anvil_mux").joinpath("routing.yaml").read_text(encoding="utf-8")
+
+
 @cache
 def shipped() -> dict[str, Any]:
-    """The policies that come with the program, as they are written."""
-    found = yaml.safe_load(files("anvil_mux").joinpath("routing.yaml").read_text(encoding="utf-8"))
+    """The same, read."""
+    found = yaml.safe_load(text())
     assert isinstance(found, dict)
     return found
 
 
-@cache
-def build(name: str) -> Routing:
-    """A policy that is shipped; ValueError names those that are."""
-    if name not in shipped():
-        raise ValueError(f"unknown routing policy {name}; {nearest(name, shipped())}")
-    made, problems = compile(name, shipped()[name])
-    assert not problems, problems
+def build(name: str, own: Mapping[str, object] | None = None) -> Routing:
+    """The policy called ``name``, one of ``own`` or one that is shipped; ValueError if there is a problem."""
+    known = {**shipped(), **(own or {})}
+    if name not in known:
+        raise ValueError(f"unknown routing policy {name}; {nearest(name, known)}")
+    made, problems = compile(name, known[name])
+    if problems:
+        raise ValueError("; ".join(f"{'.'.join((name, *path))}: {text}" for path, text in problems))
     return made
 
 
@@ -76,8 +82,8 @@ class _Reading:
 
     problems: list[Problem] = field(default_factory=list)
     needs: set[str] = field(default_factory=set)
-    named: dict[str, Metric] = field(default_factory=dict)
-    """Metrics by the pipeline's own names."""
+    named: dict[str, Metric | None] = field(default_factory=dict)
+    """Metrics by the pipeline's own names; None: there was a problem with it."""
     used: dict[Metric, None] = field(default_factory=dict)
 
     def problem(self, path: Path, text: str) -> None:
@@ -113,13 +119,19 @@ class _Reading:
                 for name, each in written.items():
                     if name in routing.METRICS:
                         self.problem((*path, str(name)), "is the name of a metric already; call it otherwise")
-                    elif metric := self._metric(each, (*path, str(name))):
-                        del self.used[metric]
-                        metric = Metric(str(name), metric.of, metric.higher)
-                        self.named[metric.name] = metric
-                        self.used[metric] = None
+                    else:
+                        self.named[str(name)] = self._named(str(name), each, (*path, str(name)))
             case _:
                 self.problem(path, f"must be a list, or names for metrics, not {show(written)}")
+
+    def _named(self, name: str, written: object, path: Path) -> Metric | None:
+        metric = self._metric(written, path)
+        if metric is None:
+            return None
+        self.used.pop(metric, None)
+        metric = Metric(name, metric.of, metric.higher)
+        self.used[metric] = None
+        return metric
 
     def _metric(self, written: object, path: Path) -> Metric | None:
         if isinstance(written, str) and written in self.named:
@@ -212,10 +224,11 @@ class _Reading:
             return self._ranking(value, path)
         if kind == Mapping[Metric, float]:
             return self._weights(value, path)
-        text = _misfit(value, kind)
-        if text:
-            self.problem(path, f"must be {text}, not {show(value)}")
-        return float(value) if kind is float and not text else value
+        value = _plain(value, kind)
+        if wanted := _misfit(value, kind):
+            self.problem(path, f"must be {wanted}, not {show(value)}")
+            return None
+        return float(value) if kind is float else value
 
     def _ranking(self, value: object, path: Path) -> tuple[Metric | None, ...]:
         if not isinstance(value, list) or not value:
@@ -230,8 +243,9 @@ class _Reading:
         weights = {}
         for name, weight in value.items():
             metric = self._metric(name, (*path, str(name)))
-            if text := _misfit(weight, float):
-                self.problem((*path, str(name)), f"must be {text}, not {show(weight)}")
+            weight = _plain(weight, float)
+            if wanted := _misfit(weight, float):
+                self.problem((*path, str(name)), f"must be {wanted}, not {show(weight)}")
             elif metric:
                 weights[metric] = float(weight)
         return weights
@@ -245,6 +259,16 @@ def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
         for name, parameter in signature(function).parameters.items()
         if parameter.kind is Parameter.KEYWORD_ONLY
     }
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """Variables give text: the number or the flag that it means, if ``kind`` is one."""
+    if isinstance(value, str) and kind in (bool, int, float):
+        try:
+            return {"true": True, "false": False}[value] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            pass
+    return value
 
 
 def _misfit(value: Any, kind: Any) -> str:

@@ -310,7 +310,7 @@ class Residency:
         for seat in self.seats.values():
             self._replicas[seat.model].append(seat)
         self._ready: list[Seat] = []
-        self._ledgers = {m: _ledger(seats) for m, seats in self._replicas.items() if len(seats) > 1}
+        self._ledgers = {m: _ledger(seats, config) for m, seats in self._replicas.items() if len(seats) > 1}
         self._swaps: list[_Swap] = []
         self._idlers = [seat for seat in self.seats.values() if seat.backend.ttl is not None]
         self._stayers = [seat for seat in self.seats.values() if seat.backend.min_residency]
@@ -1111,8 +1111,10 @@ class Residency:
         }
 
 
-def _ledger(seats: list[Seat]) -> Ledger:
-    return Ledger(pipeline.build(pipeline.DEFAULT), [Member(seat.name) for seat in seats])
+def _ledger(seats: list[Seat], config: Config) -> Ledger:
+    policy = seats[0].backend.routing or config.routing
+    members = [Member(seat.name, kv_tokens=seat.backend.kv_tokens) for seat in seats]
+    return Ledger(pipeline.build(policy, config.routing_policies), members)
 
 
 def _idle_until(seat: Seat) -> float:

@@ -94,6 +94,14 @@ def commanded_port(service: Service) -> int | None:
     return int(ports[-1]) if ports else None
 
 
+def copies(service: Service) -> int:
+    """How many containers Compose makes of it."""
+    deploy = service.get("deploy")
+    asked = deploy.get("replicas") if isinstance(deploy, Mapping) else None
+    given = str(service.get("scale", asked if asked is not None else 1))
+    return int(given) if given.isdigit() else 1
+
+
 def engine(service: Service) -> str:
     """The engine family by the image, or by the program where there is none that says it."""
     image = str(service.get("image") or "").partition("@")[0]

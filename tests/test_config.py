@@ -129,7 +129,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
           {listen: "0.0.0.0:80", runtime: process, project: p, gpus: ["0"], preemption: lru,
            policy: {name: debounce, quiet: "2"}, drain_timeout: 0, queue_timeout: 1m, max_wait: 2,
            max_queue: 3, max_connections: 4, upstream_timeout: 5, loading_grace: 6, max_body: 1MiB,
-           max_upload: 2MB, default_model: a, on_exit: stop,
+           max_upload: 2MB, default_model: a, on_exit: stop, routing: lmetric,
            host_memory: 64GiB, prepare: yes}
         services: {a: {command: [a], x-anvil: {}}}
     """
@@ -139,7 +139,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert (found.drain_timeout, found.queue_timeout, found.max_wait, found.max_queue) == (0, 60, 2, 3)
     assert (found.max_connections, found.upstream_timeout, found.loading_grace) == (4, 5, 6)
     assert (found.max_body, found.max_upload) == (1 << 20, 2_000_000)
-    assert (found.default_model, found.on_exit) == ("a", "stop")
+    assert (found.default_model, found.on_exit, found.routing) == ("a", "stop", "lmetric")
     assert (found.host_memory, found.prepare, found.backends[0].prepare) == (64 << 30, True, True)
     assert not {key for key, origin in found.origins.items() if origin == "default"}
 
@@ -150,6 +150,7 @@ def test_the_tables_cover_the_dataclasses() -> None:
         "port": "listen",
         "policy_settings": "policy",
         "preemption_settings": "preemption",
+        "routing_policies": "routing",
     }
     fields = {special.get(name, name) for name in Config.__dataclass_fields__}
     assert fields - {"backends", "files", "warnings", "origins"} == set(config.SETTINGS)
@@ -1037,3 +1038,59 @@ def test_who_is_allowed_to_sleep_sleeps_unless_told_otherwise(
 def test_a_ladder_goes_down(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"goes down a ladder: write \[checkpoint, stop\]"):
         plain(tmp_path, "services: {a: {image: x, x-anvil: {rest: [stop, checkpoint]}}}")
+
+
+ROUTED = """
+    x-anvil:
+      runtime: process
+      routing:
+        default: mine
+        policies:
+          mine:
+            metrics: {tax: {kappa_work: {kappa: "${KAPPA:-1e-6}"}}}
+            filters: [schedulability, {metric: {metric: tax, threshold: 9000}}]
+            selector: {metric: {by: [tax, num_requests]}}
+    services:
+      a: {command: [a], x-anvil: {model: m, kv_tokens: 4096}}
+      b: {command: [b], x-anvil: {model: m, routing: mine}}
+      c: {command: [c], x-anvil: {routing: sticky}}
+"""
+
+
+def test_a_routing_policy_of_the_file_can_be_the_default_or_a_models_own(tmp_path: Path) -> None:
+    found = plain(tmp_path, ROUTED)
+    assert found.routing == "mine"
+    assert found.routing_policies["mine"]["filters"][0] == "schedulability"
+    assert [(b.routing, b.kv_tokens) for b in found.backends] == [
+        (None, 4096),
+        ("mine", None),
+        ("sticky", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "text"),
+    [
+        ("schedulability,", "schedulable,", 9, "policies.mine.filters.0: unknown filter schedulable"),
+        ("default: mine", "default: mime", 4, "no policy mime; did you mean mine?"),
+        ("routing: sticky", "routing: stick", 14, "services.c.x-anvil.routing: no policy stick"),
+        (
+            "routing: mine}",
+            "routing: lmetric}",
+            14,
+            "is lmetric, but a, a replica of",
+        ),
+        ("kappa_work: {kappa", "kappa_work: {k", 8, "unknown setting of kappa_work; known: kappa"),
+        ("          mine:\n", "          sticky:\n", 7, "is the name of a policy that is shipped"),
+        ("metric: tax,", "metric: kv_cache_usage_ratio_projected,", 13, "services.b: needs kv_tokens"),
+        ("c: {command: [c],", "c: {command: [c], scale: 2,", 14, "services.c: is scaled, but only one"),
+        ("c: {command: [c],", "c: {command: [c], deploy: {replicas: 2},", 14, "services.c: is scaled"),
+    ],
+)
+def test_what_is_wrong_with_routing_is_told_with_its_line(
+    tmp_path: Path, old: str, new: str, line: int, text: str
+) -> None:
+    assert old in ROUTED
+    with pytest.raises(ConfigError) as caught:
+        plain(tmp_path, ROUTED.replace(old, new))
+    assert any(f":{line}: " in each and text in each for each in caught.value.problems), caught.value.problems
