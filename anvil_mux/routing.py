@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 INFER_TYPES = ("neutral", "prefill", "decode")
-MAX_SESSIONS = 100_000
+MAX_SESSIONS = 10_000
 """Sessions whose replica is remembered."""
 
 

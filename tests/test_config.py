@@ -1077,7 +1077,7 @@ def test_a_routing_policy_of_the_file_can_be_the_default_or_a_models_own(tmp_pat
         (
             "routing: mine}",
             "routing: lmetric}",
-            14,
+            13,
             "is lmetric, but a, a replica of",
         ),
         ("kappa_work: {kappa", "kappa_work: {k", 8, "unknown setting of kappa_work; known: kappa"),

@@ -1,0 +1,134 @@
+"""What replicas have to do, as counted from leases and streams."""
+
+from __future__ import annotations
+
+import random
+
+from anvil_mux import pipeline
+from anvil_mux.ledger import Ledger, Member
+from anvil_mux.routing import Replica, Work
+
+NAMES = ("a", "b", "c")
+LONG = Work(2048, (1, 2, 3, 4))
+SHORT = Work(100)
+
+
+def ledger(policy: str = "least_prefill_work", **settings: int) -> Ledger:
+    return Ledger(pipeline.build(policy), [Member(name, **settings) for name in NAMES])  # type: ignore[arg-type]
+
+
+def chosen(made: Ledger, key: object, work: Work = LONG, among: tuple[str, ...] = NAMES) -> str:
+    choice = made.choose(key, work, among)
+    assert choice is not None
+    return choice.backend
+
+
+def state(made: Ledger, work: Work = LONG) -> dict[str, Replica]:
+    return {replica.backend: replica for replica in made.view(work, NAMES)}
+
+
+def test_a_choice_is_charged_before_the_next_one_looks() -> None:
+    made = ledger()
+    assert [chosen(made, key, SHORT) for key in range(4)] == ["a", "b", "c", "a"]
+    assert state(made)["a"] == Replica("a", num_requests=2, num_waiting_requests=2, prefill_tokens=200,
+                                       num_tokens=200)  # fmt: skip
+
+
+def test_the_first_byte_turns_prefill_into_decode_and_the_end_releases_both() -> None:
+    made = ledger()
+    chosen(made, 1, among=("a",))
+    made.first_byte(1)
+    made.first_byte(1)
+    held = state(made)["a"]
+    assert (held.prefill_tokens, held.decode_tokens, held.decode_batch, held.num_tokens) == (0, 2048, 1, 2048)
+    assert (held.num_requests, held.num_waiting_requests, held.hit_tokens) == (1, 0, 2048)
+    made.ended(1)
+    made.ended(1)
+    assert state(made)["a"] == Replica("a", hit_tokens=2048)
+
+
+def test_only_what_is_not_cached_counts_as_prefill() -> None:
+    made = ledger()
+    chosen(made, 1, among=("a",))
+    chosen(made, 2, Work(2600, (1, 2, 3, 4, 5)), among=("a",))
+    assert state(made)["a"].prefill_tokens == 2048 + 552
+
+
+def test_a_returning_request_follows_its_cache() -> None:
+    made = ledger()
+    assert chosen(made, 1) == "a"
+    made.ended(1)
+    assert [chosen(made, 2), chosen(made, 3, SHORT)] == ["a", "b"]
+
+
+def test_a_replica_that_is_forgotten_has_nothing_to_do_and_nothing_cached() -> None:
+    made = ledger()
+    chosen(made, 1, LONG._replace(session="s"), among=("a",))
+    chosen(made, 2, among=("b",))
+    made.forget("a")
+    made.first_byte(1)
+    made.ended(1)
+    assert state(made)["a"] == Replica("a")
+    assert state(made)["b"].num_requests == 1
+
+
+def test_a_session_is_not_sent_back_to_a_replica_that_lost_its_cache() -> None:
+    made = ledger("sticky")
+    session = SHORT._replace(session="s")
+    assert chosen(made, 1, session) == "a"
+    assert chosen(made, 2, session) == "a"
+    made.forget("a")
+    chosen(made, 3, among=("a",))
+    assert chosen(made, 4, session) == "b"
+
+
+def test_what_is_cached_is_bounded_by_what_the_engine_holds() -> None:
+    made = ledger(kv_tokens=1024)
+    chosen(made, 1, among=("a",))
+    assert state(made)["a"].hit_tokens == 1024
+
+
+def test_replicas_that_failed_are_seen_and_not_chosen() -> None:
+    made = ledger("least_prefill_work")
+    choice = made.choose(1, SHORT, ("b", "c"), failed=("a",))
+    assert choice is not None
+    assert (choice.backend, choice.removed) == ("b", (("c", "metric"), ("a", "schedulability")))
+
+
+def test_nothing_is_charged_when_nobody_is_left() -> None:
+    made = ledger()
+    assert made.choose(1, SHORT, (), failed=NAMES) is None
+    assert all(replica.num_requests == 0 for replica in made.view(SHORT, NAMES))
+
+
+def test_counts_are_never_negative_and_nothing_is_left_of_any_history() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        made = ledger(rng.choice(list(pipeline.shipped())))
+        for key in range(150):
+            chain = rng.choice([(1, 2, 3, 4), (1, 2, 7), ()])
+            work = Work(rng.randrange(4000), chain, session=rng.choice(["", "s", "t"]))
+            made.choose(key, work, rng.sample(NAMES, rng.randrange(1, 4)))
+            for _ in range(rng.randrange(3)):
+                fact = rng.choice([made.first_byte, made.ended, made.ended])
+                fact(rng.randrange(150))
+            if rng.random() < 0.05:
+                made.forget(rng.choice(NAMES))
+            for held in made.view(work, NAMES):
+                counts = held[6:12]
+                assert all(isinstance(count, int) and count >= 0 for count in counts)
+                assert held.num_requests == held.num_waiting_requests + held.decode_batch
+        for key in rng.sample(range(150), 150):
+            made.ended(key)
+        assert [held[6:12] for held in made.view(SHORT, NAMES)] == [(0,) * 6] * 3
+
+
+def test_the_same_history_gives_the_same_choices() -> None:
+    def run() -> list[str]:
+        rng, made, found = random.Random(2), ledger("power_of_two"), []
+        for key in range(200):
+            found.append(chosen(made, key, Work(rng.randrange(4000))))
+            made.ended(rng.randrange(key + 1))
+        return found
+
+    assert run() == run()
