@@ -180,6 +180,28 @@ def model_and_stream(body: bytes | bytearray) -> tuple[str | None, bool]:
     return _checked(model), found.stream
 
 
+def usage(tail: bytes) -> tuple[int | None, int | None]:
+    """(tokens of the input, how many of them were cached), as the end of an answer says; None if it does not.
+
+    OpenAI and most engines count what was cached as part of the input, Anthropic beside it.
+    """
+    found = {key: int(value) for key, value in _USAGE.findall(tail)}
+    cached = found.get(b"cached_tokens", found.get(b"cache_n"))
+    if b"prompt_tokens" in found:
+        return found[b"prompt_tokens"], cached
+    given = found.get(b"input_tokens")
+    beside = found.get(b"cache_read_input_tokens")
+    if given is None or beside is None:
+        return given, cached
+    return given + beside, beside
+
+
+_USAGE = re.compile(
+    rb'(?<!\\)"(prompt_tokens|input_tokens|cached_tokens|cache_read_input_tokens|cache_n)"'
+    rb" ?: ?([0-9]{1,9})(?![0-9])"
+)
+
+
 def model_replaced(body: bytes | bytearray, new: str) -> tuple[bytes | memoryview, ...]:
     """``body`` in pieces, with ``new`` as its model, every other byte as it was; copies nothing large."""
     found = _scan(body)

@@ -621,6 +621,8 @@ class _Loading:
         key = ("x-anvil", "routing", "policies", name)
         if name in pipeline.shipped():
             self._problem(key, "is the name of a policy that is shipped; call it otherwise")
+        if not pipeline.NAME.fullmatch(str(name)):
+            self._problem(key, "a name may hold letters, digits, . _ + and - only")
         made, problems = pipeline.compile(name, written)
         for path, text in problems:
             self._problem((*key, *path), text)

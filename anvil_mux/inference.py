@@ -8,6 +8,8 @@ Three things may come between:
   (``Waiting.tend``). A stream is begun after a grace, with comment lines as keep-alive; from then on every
   failure is an event in the stream. Any other request is silent until shortly before its client gives up.
 * The engine is gone before a byte. The multiplexer is told, and the request tries once more on a new lease.
+  Where the model has other replicas, a request of which the client has seen nothing moves to one of them
+  also if its engine was put out, or broke off what only we had read.
 * The answer breaks off: the engine died, was silent for too long, or was put out when the drain ended. The
   client gets an error event of its API and then the connection is cut, never a clean end.
 """
@@ -18,15 +20,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from anvil_mux import api, http1
+from anvil_mux import api, http1, prefix
 from anvil_mux.accesslog import Served
 from anvil_mux.client import Client, Spool
 from anvil_mux.config import Config
-from anvil_mux.errors import BackendError, BadRequest, ClientGone, ModelLoading, MuxError, RefusedByEngine
+from anvil_mux.errors import (
+    BackendError,
+    BadRequest,
+    ClientGone,
+    ModelLoading,
+    MuxError,
+    RefusedByEngine,
+    Severed,
+)
 from anvil_mux.http1 import Field
 from anvil_mux.multiplexer import Lease, Multiplexer
 from anvil_mux.pump import End
-from anvil_mux.relay import Exchange, Relay, RequestBody, Unreachable, has_left
+from anvil_mux.relay import BrokenOff, Exchange, Relay, RequestBody, Unreachable, has_left
+from anvil_mux.residency import NO_WORK
+from anvil_mux.routing import Work
 
 JSON = (b"Content-Type", b"application/json")
 STREAM_HEADERS = [
@@ -34,6 +46,8 @@ STREAM_HEADERS = [
     (b"Cache-Control", b"no-cache"),
     (b"X-Accel-Buffering", b"no"),
 ]
+SESSION = b"x-session-id"
+"""The header by which a client says which conversation a request belongs to."""
 MAX_QUOTED = 2000
 """Bytes of an engine's error that an error event repeats."""
 MAX_PREPARED = 8
@@ -64,6 +78,7 @@ class Call:
     """One request, and what is known of its answer so far. Used by one thread."""
 
     __slots__ = (
+        "answered",
         "api",
         "backend",
         "began",
@@ -75,12 +90,14 @@ class Call:
         "request",
         "request_id",
         "route",
+        "routed",
         "sent",
         "since",
         "status",
         "stream",
         "waited",
         "waiting",
+        "work",
     )
 
     def __init__(self, client: Client, request: http1.Request, request_id: str, *, keep: bool) -> None:
@@ -99,6 +116,11 @@ class Call:
         """The client asked for a stream into which comments may be written."""
         self.began = False
         """The head of the stream was sent before an engine answered."""
+        self.answered = False
+        """The client was sent something of what an engine answered."""
+        self.work = NO_WORK
+        self.routed = ""
+        """Which of several replicas answers, and why."""
         self.waiting: Waiting | None = None
         """What it does in the line of its model, once it has waited for a moment."""
 
@@ -118,9 +140,12 @@ class Call:
     def own_headers(self) -> list[Field]:
         """What every answer carries."""
         value = self.request_id.encode("ascii")
+        headers = [(b"X-Request-ID", value)]
         if self.api == "anthropic":
-            return [(b"X-Request-ID", value), (b"request-id", value)]
-        return [(b"X-Request-ID", value)]
+            headers.append((b"request-id", value))
+        if self.routed:
+            headers.append((b"X-Anvil-Backend", self.routed.encode("ascii", "replace")))
+        return headers
 
     def send(self, data: bytes) -> None:
         self.client.send(data)
@@ -290,16 +315,31 @@ class Inference:
         if name is None:
             raise BadRequest("the request must name a `model`", param="model")
         call.model = self._mux.resolve(name)
-        try:
-            self._try(call, named, body, span)
-        except Unreachable:
-            self._try(call, named, body, span)
+        retries = self._mux.replicas(call.model)
+        if retries > 1:
+            call.work = self._work(call, body)
+        while True:
+            try:
+                return self._try(call, named, body, span)
+            except Unreachable:
+                if not retries:
+                    raise
+                retries -= 1
+
+    def _work(self, call: Call, body: Body) -> Work:
+        """What the choice among replicas goes by."""
+        session = call.request.fields.get(SESSION, b"").decode("ascii", "replace")[:256]
+        per_token = self._mux.bytes_per_token(call.model)
+        if isinstance(body, Spool):
+            return Work(tokens=round(len(body) / per_token), session=session)
+        return prefix.read(call.model, body, per_token, session)
 
     def _try(self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None) -> None:
         with self._lease(call) as lease:
             call.waited += lease.waited
             backend = lease.backend
             call.backend = backend.name
+            call.routed = f"{backend.name}; {lease.why}" if lease.why else ""
             known_as = backend.served_model or call.model
             length, pieces = (len(body), body) if known_as == named else _renamed(body, known_as, span)
             try:
@@ -307,11 +347,16 @@ class Inference:
             except Unreachable:
                 self._mux.unreachable(lease)
                 raise
+            except (BrokenOff, Severed) as error:
+                if call.answered or not self._mux.has_another(lease):
+                    raise
+                self._mux.unreachable(lease)
+                raise Unreachable(error.message) from None
 
     def _lease(self, call: Call) -> Lease:
         asked = time.monotonic()
         try:
-            return self._mux.lease(call.model, lambda now: self._tend(call, now))
+            return self._mux.lease(call.model, lambda now: self._tend(call, now), call.work)
         except MuxError:
             call.waited += time.monotonic() - asked
             raise
@@ -341,6 +386,7 @@ class Inference:
         chunked = length is None and call.chunked
         call.keep = call.keep and (chunked or length is not None)
         first = exchange.begin(response, chunked=chunked)
+        call.answered = bool(first)
         call.send(_response_head(call, response, length=length, chunked=chunked) + first)
         self._move(call, lease, exchange, response, events=length is None and _is_events(response))
 
@@ -348,7 +394,9 @@ class Inference:
         """The head went out while the model was loading, so what the engine says must be events."""
         if response.status >= 300 or not _is_events(response):
             raise _engine_error(call.model, response.status, exchange.data)
-        call.send(exchange.begin(response, chunked=call.chunked))
+        first = exchange.begin(response, chunked=call.chunked)
+        call.answered = bool(first)
+        call.send(first)
         self._move(call, lease, exchange, response, events=True)
 
     def _move(
@@ -368,7 +416,11 @@ class Inference:
             case End.STALLED:
                 error = BackendError(f"The engine of {call.model} went silent within its answer.")
             case End.DIED:
-                error = BackendError(f"The engine of {call.model} broke off its answer.")
+                error = BrokenOff(f"The engine of {call.model} broke off its answer.")
+        call.answered = call.answered or exchange.streamed > 0
+        if events and not call.answered and end is not End.STALLED:
+            call.began = True
+            raise error
         call.keep, call.code = False, error.code
         if events and exchange.aligned:
             call.break_off(error, last=exchange.last_payload)
@@ -404,7 +456,7 @@ def _response_head(
     call: Call, response: http1.Response, *, length: int | None = None, chunked: bool = False
 ) -> bytes:
     """The head for the client: but for its last two lines the same for all answers with the same head."""
-    if length is None or response.prepared is None or call.api == "anthropic":
+    if length is None or response.prepared is None or call.routed or call.api == "anthropic":
         return http1.forward_response_head(
             response, length=length, chunked=chunked, connection=call.connection, extra=call.own_headers
         )

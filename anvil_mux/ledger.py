@@ -2,8 +2,11 @@
 
 A choice charges its replica at once, so that the next request sees it. The input that a replica has not in
 its cache counts as prefill until the first byte of the answer, and all its tokens as decode from then on
-until the end. Requests are identities held in a dict, never counts, so an end that comes twice, or after the
-replica was forgotten, changes nothing, and all counts are 0 when nobody is left.
+until the end. What engines say at the end of an answer (tokens, and how many of them were cached) corrects
+how long a token is taken to be, and how much a replica's cache to hold.
+
+Requests are identities held in a dict, never counts, so an end that comes twice, or after the replica was
+forgotten, changes nothing, and all counts are 0 when nobody is left.
 
 No lock and no clock: the residency calls it under the multiplexer's lock, the simulator from its loop.
 """
@@ -14,11 +17,16 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from anvil_mux.prefix import Prefixes
+from anvil_mux.prefix import BYTES_PER_TOKEN, Prefixes
 from anvil_mux.routing import Choice, Memory, Replica, Routing, Work, choose
 
 KV_TOKENS = 131_072
 """What a cache is taken to hold where nobody says."""
+LEARN = 0.1
+"""The weight of one answer in the mean length of a token."""
+BYTES_LEAST, BYTES_MOST = 1.0, 16.0
+SURPRISES = 3
+"""So many answers in a row that found less cached than was thought make the cache thought smaller."""
 
 
 class Member(NamedTuple):
@@ -37,9 +45,13 @@ class _Entry:
     """One request at its replica."""
 
     work: Work
-    missing: int
-    """Tokens of its input that were not in the cache."""
+    hit: int
+    """Tokens of its input that were thought to be in the cache."""
     answering: bool = False
+
+    @property
+    def missing(self) -> int:
+        return max(self.work.tokens - self.hit, 0)
 
 
 @dataclass(slots=True)
@@ -52,6 +64,12 @@ class _Account:
     decode_tokens: int = 0
     decode_batch: int = 0
     num_tokens: int = 0
+    kv_tokens: int = 0
+    """How many tokens its cache is thought to hold."""
+    surprises: int = 0
+
+    def __post_init__(self) -> None:
+        self.kv_tokens = self.member.kv_tokens or KV_TOKENS
 
 
 class Ledger:
@@ -62,6 +80,8 @@ class Ledger:
         self._accounts = {member.backend: _Account(member) for member in members}
         self._where: dict[Hashable, str] = {}
         self._memory = Memory()
+        self.bytes_per_token = BYTES_PER_TOKEN
+        """Written as all here; whoever only reads it needs no lock."""
         self.prefixes = Prefixes(self._accounts)
 
     def __repr__(self) -> str:
@@ -107,14 +127,13 @@ class Ledger:
 
     def _charge(self, key: Hashable, work: Work, choice: Choice) -> None:
         account = self._accounts[choice.backend]
-        entry = _Entry(work, max(work.tokens - choice.hit_tokens, 0))
+        entry = _Entry(work, choice.hit_tokens)
         account.entries[key] = entry
         account.prefill_tokens += entry.missing
         account.num_tokens += work.tokens
         self._where[key] = choice.backend
         if work.blocks:
-            capacity = (account.member.kv_tokens or KV_TOKENS) // work.block_tokens
-            self.prefixes.use(choice.backend, work.blocks, capacity)
+            self.prefixes.use(choice.backend, work.blocks, account.kv_tokens // work.block_tokens)
 
     def first_byte(self, key: Hashable) -> None:
         """Its prefill is done."""
@@ -125,8 +144,10 @@ class Ledger:
             account.decode_tokens += entry.work.tokens
             account.decode_batch += 1
 
-    def ended(self, key: Hashable, cached_tokens: int | None = None) -> None:
-        """Whatever the end was. ``cached_tokens``: what its engine says that its cache held of the input."""
+    def ended(
+        self, key: Hashable, cached_tokens: int | None = None, prompt_tokens: int | None = None
+    ) -> None:
+        """Whatever the end was; the tokens are what the engine says of the input."""
         account, entry = self._find(key)
         if account is None or entry is None:
             return
@@ -137,6 +158,29 @@ class Ledger:
             account.decode_batch -= 1
         else:
             account.prefill_tokens -= entry.missing
+        if prompt_tokens:
+            self._measure(entry.work, prompt_tokens)
+        if cached_tokens is not None:
+            self._compare(account, entry, cached_tokens)
+
+    def _measure(self, work: Work, prompt_tokens: int) -> None:
+        if work.size:
+            measured = min(max(work.size / prompt_tokens, BYTES_LEAST), BYTES_MOST)
+            self.bytes_per_token += LEARN * (measured - self.bytes_per_token)
+
+    def _compare(self, account: _Account, entry: _Entry, cached_tokens: int) -> None:
+        """A cache that repeatedly held less than was thought is smaller than was thought."""
+        block, full = entry.work.block_tokens, account.member.kv_tokens or KV_TOKENS
+        if cached_tokens > entry.hit - 2 * block:
+            account.surprises = 0
+            account.kv_tokens = min(account.kv_tokens + full // 16, full)
+            return
+        account.surprises += 1
+        if account.surprises == SURPRISES:
+            account.surprises = 0
+            held = self.prefixes.size(account.member.backend) * block
+            account.kv_tokens = max(held * 3 // 4, full // 8)
+            self.prefixes.use(account.member.backend, (), account.kv_tokens // block)
 
     def forget(self, backend: str) -> None:
         """It stopped, slept, was swapped or died: it has nothing to do, and nothing in its cache."""

@@ -13,12 +13,14 @@ happens while the lock is held. Any thread may call any public method.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from anvil_mux import api
 from anvil_mux.clock import Clock, Condition
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Cost, Costs
@@ -38,13 +40,16 @@ from anvil_mux.ladder import Host
 from anvil_mux.placement import HOLDING, Seat, islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
-from anvil_mux.residency import Demote, Event, Residency, Start, Step, Stop, Ticket, Wait
+from anvil_mux.residency import NO_WORK, Demote, Event, Residency, Start, Step, Stop, Ticket, Wait
+from anvil_mux.routing import Work
 from anvil_mux.swap import Loaded, Rested
 
 log = logging.getLogger(__name__)
 
 TEND_SECONDS = 0.25
 """How often a waiting request looks at its client."""
+TAIL = 4096
+"""Bytes at the end of an answer in which its engine says what it took."""
 
 Tend = Callable[[float], None]
 
@@ -61,7 +66,7 @@ class Mechanism(Protocol):
 class Lease:
     """One request's hold on a resident backend. A context manager; leaving it releases, once."""
 
-    __slots__ = ("_mux", "_ticket", "address", "backend", "waited")
+    __slots__ = ("_mux", "_tail", "_ticket", "address", "backend", "waited")
 
     def __init__(
         self, mux: Multiplexer, ticket: Ticket, backend: Backend, address: tuple[str, int], waited: float
@@ -72,12 +77,28 @@ class Lease:
         self.address = address
         self.waited = waited
         """Seconds in the line."""
+        self._tail = b""
 
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._mux._release(self._ticket)
+        self._mux._release(self._ticket, self._tail)
+
+    @property
+    def why(self) -> str:
+        """Why this backend, where the model has several."""
+        return self._ticket.choice.why if self._ticket.choice else ""
+
+    @property
+    def watch(self) -> Callable[[bytes], None] | None:
+        """To be called with the bytes of the answer, in order, by any thread; None: they are of no use."""
+        return self._heard if self._ticket.choice else None
+
+    def _heard(self, data: bytes) -> None:
+        if not self._tail:
+            self._mux._first_byte(self._ticket)
+        self._tail = (self._tail + data)[-TAIL:]
 
     @property
     def severed(self) -> bool:
@@ -216,6 +237,7 @@ class Multiplexer:
         self._mechanism = mechanism
         self._clock = clock or Clock()
         self._backends = {backend.name: backend for backend in config.backends}
+        self._replicas = Counter(backend.model for backend in config.backends)
         self._names = {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
         # The lock guards everything below it. It is held for microseconds: no I/O, no engine, no Docker.
         self._lock = self._clock.lock()
@@ -266,13 +288,29 @@ class Multiplexer:
         except KeyError:
             raise UnknownModel(name, self._islands) from None
 
-    def lease(self, model: str, tend: Tend | None = None) -> Lease:
+    def replicas(self, model: str) -> int:
+        """How many backends serve it."""
+        return self._replicas[model]
+
+    def bytes_per_token(self, model: str) -> float:
+        """Of a model with several backends."""
+        return self._islands[model].residency.bytes_per_token(model)
+
+    def has_another(self, lease: Lease) -> bool:
+        """Whether a request may be sent to another backend of its model without waiting for a load."""
+        with self._lock:
+            seats = self._islands[lease.backend.model].residency.seats_of(lease.backend.model)
+            return any(seat.state == "ready" and seat.name != lease.backend.name for seat in seats)
+
+    def lease(self, model: str, tend: Tend | None = None, work: Work = NO_WORK) -> Lease:
         """Blocks until ``model`` is resident, then holds it. Raises MuxError.
+
+        ``work`` is what is known of the request, where the model has several backends.
 
         ``tend(now)`` is called without the lock a few times a second while the request waits. What it raises
         ends the wait and propagates; ClientGone is how it says that nobody wants the answer any more.
         """
-        ticket = self._ask_for(model, tend, leases=True)
+        ticket = self._ask_for(model, tend, leases=True, work=work)
         name = ticket.backend
         assert name is not None
         waited = self._clock.now() - ticket.since if ticket.wake else 0.0
@@ -282,7 +320,7 @@ class Multiplexer:
         """Blocks until ``model`` is resident without leasing it; waits and fails like a request."""
         self._ask_for(model, tend, leases=False)
 
-    def _ask_for(self, model: str, tend: Tend | None, *, leases: bool) -> Ticket:
+    def _ask_for(self, model: str, tend: Tend | None, *, leases: bool, work: Work = NO_WORK) -> Ticket:
         with self._lock:
             now = self._clock.now()
             island = self._islands[model]
@@ -291,7 +329,7 @@ class Multiplexer:
             if self._waiting >= self._config.max_queue and not island.residency.is_ready(model):
                 raise Overloaded(f"overloaded: {self._waiting} requests wait for models already. Try again.")
             self._tickets += 1
-            ticket = Ticket(self._tickets, model, now, leases=leases)
+            ticket = Ticket(self._tickets, model, now, leases=leases, work=work)
             if island.residency.request(ticket, now):
                 island.changed.notify_all()
             if ticket.backend is None and ticket.error is None:
@@ -346,11 +384,16 @@ class Multiplexer:
         self._waiting -= 1
         island.changed.notify_all()
 
-    def _release(self, ticket: Ticket) -> None:
+    def _release(self, ticket: Ticket, tail: bytes = b"") -> None:
+        usage = api.usage(tail) if tail else (None, None)
         with self._lock:
             island = self._islands[ticket.model]
-            if island.residency.release(ticket, self._clock.now()):
+            if island.residency.release(ticket, self._clock.now(), usage):
                 island.changed.notify_all()
+
+    def _first_byte(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._islands[ticket.model].residency.first_byte(ticket)
 
     # Facts from outside
 

@@ -12,6 +12,7 @@ The policies that are shipped (routing.yaml) are read by the same functions.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -25,6 +26,8 @@ from anvil_mux import routing
 from anvil_mux.routing import INFER_TYPES, Filter, Metric, Pipeline, Routing, Selector, Sweep
 from anvil_mux.settings import nearest, show
 
+NAME = re.compile(r"[A-Za-z0-9._+-]+")
+"""Of a policy and of a metric: both appear in headers."""
 DEFAULT = "least_prefill_work"
 """The policy of models that name none."""
 
@@ -117,7 +120,9 @@ class _Reading:
                     self._metric(each, (*path, str(index)))
             case dict():
                 for name, each in written.items():
-                    if name in routing.METRICS:
+                    if not NAME.fullmatch(str(name)):
+                        self.problem((*path, str(name)), "a name may hold letters, digits, . _ + and - only")
+                    elif name in routing.METRICS:
                         self.problem((*path, str(name)), "is the name of a metric already; call it otherwise")
                     else:
                         self.named[str(name)] = self._named(str(name), each, (*path, str(name)))

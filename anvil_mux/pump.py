@@ -23,6 +23,7 @@ import select
 import threading
 import time
 from _thread import allocate_lock
+from collections.abc import Callable
 from enum import Enum
 from socket import MSG_DONTWAIT, SHUT_RDWR, socket
 from typing import Protocol
@@ -67,12 +68,28 @@ class Body(Protocol):
 class Stream:
     """One body on its way from an engine to a client."""
 
-    __slots__ = ("active", "body", "client", "cut", "end", "last", "pending", "relayed", "upstream", "woken")
+    __slots__ = (
+        "active",
+        "body",
+        "client",
+        "cut",
+        "end",
+        "last",
+        "pending",
+        "relayed",
+        "upstream",
+        "watch",
+        "woken",
+    )
 
-    def __init__(self, upstream: socket, client: socket, body: Body) -> None:
+    def __init__(
+        self, upstream: socket, client: socket, body: Body, watch: Callable[[bytes], None] | None = None
+    ) -> None:
         self.upstream = upstream
         self.client = client
         self.body = body
+        self.watch = watch
+        """Called with what the engine sends, by the pump's thread."""
         self.pending = b""
         """What the client has not taken yet; the engine is not read meanwhile."""
         self.last = b""
@@ -173,6 +190,8 @@ class Pump:
             return
         stream.active = now
         if data:
+            if stream.watch is not None:
+                stream.watch(data)
             try:
                 sent = stream.client.send(data, MSG_DONTWAIT)
             except BlockingIOError:

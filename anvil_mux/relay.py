@@ -65,6 +65,10 @@ class Unreachable(BackendError):
     """No byte of an answer came; the request may be sent to another backend."""
 
 
+class BrokenOff(BackendError):
+    """The connection ended within an answer."""
+
+
 class LeaseLike(Protocol):
     """What the relay uses of a lease."""
 
@@ -74,6 +78,8 @@ class LeaseLike(Protocol):
     def address(self) -> Address: ...
     @property
     def severed(self) -> bool: ...
+    @property
+    def watch(self) -> Callable[[bytes], None] | None: ...
     def severed_error(self) -> MuxError: ...
     def on_severed(self, cut: Callable[[], None]) -> None: ...
 
@@ -274,6 +280,8 @@ class Exchange:
             if len(self.data) != length:
                 self._read_whole(length or 0)
             self._reusable = response.keep_alive
+            if watch := self._lease.watch:
+                watch(self.data)
         return response
 
     @property
@@ -384,15 +392,17 @@ class Exchange:
         try:
             data = self._recv(self._upstream.socket)
         except OSError as error:
-            raise BackendError(f"{self._name} broke off its answer: {error}.") from None
+            raise BrokenOff(f"{self._name} broke off its answer: {error}.") from None
         if not data:
-            raise BackendError(f"{self._name} broke off its answer.")
+            raise BrokenOff(f"{self._name} broke off its answer.")
         return data
 
     def begin(self, response: http1.Response, *, chunked: bool) -> bytes:
         """The first bytes of a body that is not whole, for a client that gets it chunked or not."""
         self._chunked = chunked
         self._body = body = body_of(response, chunked=chunked)
+        if self.data and (watch := self._lease.watch):
+            watch(self.data)
         first = body.feed(self.data) if self.data else b""
         self.last = first
         return first
@@ -410,7 +420,7 @@ class Exchange:
         end = End.COMPLETE
         if not body.ended:
             with self._guard:
-                stream = self._stream = Stream(upstream.socket, self._client, body)
+                stream = self._stream = Stream(upstream.socket, self._client, body, self._lease.watch)
             end = self._relay.pump.relay(stream)
             self.streamed = stream.relayed
             self.last = stream.last or self.last

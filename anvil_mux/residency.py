@@ -46,7 +46,15 @@ from anvil_mux import pipeline
 from anvil_mux.config import Backend, Config
 from anvil_mux.costs import Cost, Costs, source_of
 from anvil_mux.demand import Demand
-from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, LoadError, MuxError, Stuck
+from anvil_mux.errors import (
+    DoesNotFit,
+    GpuMemoryShort,
+    HostMemoryShort,
+    LoadError,
+    MuxError,
+    Overloaded,
+    Stuck,
+)
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at
 from anvil_mux.ledger import Ledger, Member
@@ -356,7 +364,10 @@ class Residency:
         demand.arrived(now)
         ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
         if ready:
-            seat = self._route(ready, ticket)
+            seat = self._route(ready, ticket, now)
+            if seat is None:
+                self._fail(ticket, _nobody_takes(ticket.model), now)
+                return False
             if not seat.holders:
                 demand.returned(now - seat.used)
             self._lease(seat, ticket, now)
@@ -379,15 +390,29 @@ class Residency:
         if idle and used > -FOREVER and all(seat.loaded <= used for seat in self.seats.values()):
             self._demand[model].returned(now - used)
 
-    def release(self, ticket: Ticket, now: float) -> bool:
-        """A lease ended. Late after a severed drain, or twice, is harmless."""
+    def first_byte(self, ticket: Ticket) -> None:
+        """The first byte of an answer came; of interest where a model has several backends."""
+        if ticket.choice:
+            self._ledgers[ticket.model].first_byte(ticket)
+
+    def bytes_per_token(self, model: str) -> float:
+        """As engines' counts have it. Any thread may ask, at any time."""
+        return self._ledgers[model].bytes_per_token
+
+    def release(
+        self, ticket: Ticket, now: float, usage: tuple[int | None, int | None] = (None, None)
+    ) -> bool:
+        """A lease ended. Late after a severed drain, or twice, is harmless.
+
+        ``usage``: tokens of the input and how many were cached, if the engine said so.
+        """
         seat = self.seats[ticket.backend] if ticket.backend else None
         if seat is None or ticket not in seat.holders:
             return False
         self._demand[ticket.model].served(now - seat.holders.pop(ticket))
         seat.last_used = now
         if ticket.choice:
-            self._ledgers[ticket.model].ended(ticket)
+            self._ledgers[ticket.model].ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
         if self._emit_leases:
             self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
         deferred, leases = self.deferred, len(seat.holders)
@@ -924,12 +949,13 @@ class Residency:
 
     # Ends of tickets
 
-    def _route(self, ready: list[Seat], ticket: Ticket) -> Seat:
+    def _route(self, ready: list[Seat], ticket: Ticket, now: float) -> Seat | None:
         ledger = self._ledgers.get(ticket.model)
         if ledger is None or not ticket.leases:
             return ready[0]
-        ticket.choice = ledger.choose(ticket, ticket.work, [seat.name for seat in ready])
-        return self.seats[ticket.choice.backend] if ticket.choice else ready[0]
+        failed = [s.name for s in self._replicas[ticket.model] if s.state == "stuck" or s.retry_at > now]
+        choice = ticket.choice = ledger.choose(ticket, ticket.work, [seat.name for seat in ready], failed)
+        return self.seats[choice.backend] if choice else None
 
     def _lease(self, seat: Seat, ticket: Ticket, now: float) -> None:
         ticket.backend = seat.name
@@ -938,7 +964,7 @@ class Residency:
             seat.last_used = now
         if self._emit_leases:
             size, waited = len(seat.holders), now - ticket.since
-            why = ticket.choice.reason if ticket.choice else ""
+            why = ticket.choice.why if ticket.choice else ""
             self._emit(Event(now, "leased", ticket.model, seat.name, ticket.id, size, waited, why))
 
     def _admit(self, model: str, now: float) -> None:
@@ -947,7 +973,10 @@ class Residency:
         if line:
             self._demand[model].admitted(len(line), now - next(iter(line)).since)
         for ticket in line:
-            self._lease(self._route(ready, ticket), ticket, now)
+            if seat := self._route(ready, ticket, now):
+                self._lease(seat, ticket, now)
+            else:
+                self._fail(ticket, _nobody_takes(model), now)
         self.settled += line
         line.clear()
 
@@ -1115,6 +1144,12 @@ def _ledger(seats: list[Seat], config: Config) -> Ledger:
     policy = seats[0].backend.routing or config.routing
     members = [Member(seat.name, kv_tokens=seat.backend.kv_tokens) for seat in seats]
     return Ledger(pipeline.build(policy, config.routing_policies), members)
+
+
+def _nobody_takes(model: str) -> Overloaded:
+    return Overloaded(
+        f"overloaded: the routing policy of {model} lets none of its replicas take more. Try again."
+    )
 
 
 def _idle_until(seat: Seat) -> float:

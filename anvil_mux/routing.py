@@ -38,6 +38,8 @@ class Work(NamedTuple):
     session: str = ""
     infer_type: str = "neutral"
     """Which stage is to be placed: neutral (all of it), prefill or decode."""
+    size: int = 0
+    """Bytes of its input; 0: not known."""
 
 
 class Replica(NamedTuple):
@@ -76,6 +78,13 @@ class Choice(NamedTuple):
     removed: tuple[tuple[str, str], ...] = ()
     """(every other replica, the step that removed it)"""
     hit_tokens: int = 0
+
+    @property
+    def why(self) -> str:
+        """In one line."""
+        passed = "" if self.passed == "normal" else f" ({self.passed})"
+        others = ", ".join([f"{backend} ({step})" for backend, step in self.removed])
+        return f"{self.policy}{passed}: {self.reason}" + (f"; not {others}" if others else "")
 
 
 @dataclass(slots=True)

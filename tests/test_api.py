@@ -612,3 +612,25 @@ def test_what_an_engine_said_of_a_refusal_stands_in_the_error_of_every_api(name:
 )
 def test_what_is_no_error_object_is_not_taken_for_one(body: bytes) -> None:
     assert api.error_said(body) is None
+
+
+@pytest.mark.parametrize(
+    ("tail", "found"),
+    [
+        (
+            b'"usage": {"prompt_tokens": 12, "prompt_tokens_details": {"cached_tokens": 8}}',
+            (12, 8),
+        ),
+        (b'"usage":{"prompt_tokens":12,"completion_tokens":3}', (12, None)),
+        (b'"usage":{"input_tokens":5,"cache_read_input_tokens":90,"output_tokens":1}', (95, 90)),
+        (b'"usage":{"input_tokens":50,"input_tokens_details":{"cached_tokens":32}}', (50, 32)),
+        (b'"timings":{"cache_n":236,"prompt_n":1},"usage":{"prompt_tokens":237}', (237, 236)),
+        (b'"content":"\\"prompt_tokens\\": 3"', (None, None)),
+        (b'"usage":{"prompt_tokens":99999999999}', (None, None)),
+        (b"", (None, None)),
+    ],
+)
+def test_the_end_of_an_answer_says_how_many_tokens_went_in_and_were_cached(
+    tail: bytes, found: tuple[int | None, int | None]
+) -> None:
+    assert api.usage(tail) == found

@@ -132,3 +132,27 @@ def test_the_same_history_gives_the_same_choices() -> None:
         return found
 
     assert run() == run()
+
+
+def test_the_length_of_a_token_is_learned_from_what_engines_count() -> None:
+    made = ledger()
+    for key in range(100):
+        chosen(made, key, Work(1000, size=4000))
+        made.ended(key, prompt_tokens=1600)
+    assert abs(made.bytes_per_token - 2.5) < 0.01
+    made.choose("odd", Work(1000, size=4000), NAMES)
+    made.ended("odd", prompt_tokens=1)  # an engine that counts differently does not spoil it
+    assert made.bytes_per_token < 4.0
+
+
+def test_a_cache_that_holds_less_than_was_thought_is_thought_smaller_and_recovers() -> None:
+    made = ledger(kv_tokens=8 * 512)
+    blocks = tuple(range(8))
+    for key in range(4):
+        chosen(made, key, Work(4096, blocks), among=("a",))
+        made.ended(key, cached_tokens=0)
+    assert state(made, Work(4096, blocks))["a"].hit_tokens == 6 * 512
+    for key in range(4, 8):
+        chosen(made, key, Work(4096, blocks), among=("a",))
+        made.ended(key, cached_tokens=3072)
+    assert state(made, Work(4096, blocks))["a"].hit_tokens == 7 * 512

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
+from typing import Any
 
-from anvil_mux.prefix import Prefixes
+import pytest
+
+from anvil_mux.prefix import BLOCK_BYTES, Prefixes, read
+from anvil_mux.routing import Work
 
 
 def test_a_hit_is_as_long_as_the_beginning_that_is_there() -> None:
@@ -91,3 +96,97 @@ def test_it_agrees_with_lists_over_random_histories() -> None:
             asked = rng.choice(chains)
             assert prefixes.hits(asked, among) == plain.hits(asked, among)
             assert prefixes.size(replica) <= capacity
+
+
+# A request as blocks
+
+LONG = "All work and no play makes Jack a dull boy. " * 200
+
+
+def chat(*contents: str, **more: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": each} for each in contents], **more}
+
+
+def work(document: object, session: str = "", model: str = "m") -> Work:
+    return read(model, json.dumps(document).encode(), 4.0, session)
+
+
+def common(one: Work, other: Work) -> int:
+    pairs = zip(one.blocks, other.blocks, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.blocks), len(other.blocks)))
+
+
+def test_blocks_are_the_full_ones_of_the_prompt_and_tokens_a_quarter_of_its_bytes() -> None:
+    made = work(chat(LONG))
+    assert len(made.blocks) == made.size // BLOCK_BYTES == 4
+    assert made.tokens == round(made.size / 4)
+    assert made.block_tokens == 512
+    assert len(set(made.blocks)) == 4
+
+
+def test_a_conversation_that_goes_on_begins_with_the_same_blocks() -> None:
+    one, more = work(chat(LONG)), work(chat(LONG, "And then?", LONG))
+    assert common(one, more) == 4
+    assert len(more.blocks) == 8
+
+
+def test_what_is_not_in_the_prompt_changes_nothing() -> None:
+    plain = work(chat(LONG))
+    assert work(chat(LONG, stream=True, temperature=0.1, max_tokens=3)).blocks == plain.blocks
+    swapped = json.dumps({"messages": [{"content": LONG, "role": "user"}], "model": "m"}, indent=1)
+    assert read("m", swapped.encode(), 4.0).blocks == plain.blocks
+
+
+@pytest.mark.parametrize("part", [{"tools": [{"name": "t"}]}, {"system": "s"}, {"cache_salt": "x"}])
+def test_what_comes_first_in_the_prompt_changes_every_block(part: dict[str, Any]) -> None:
+    assert common(work(chat(LONG)), work(chat(LONG, **part))) == 0
+
+
+def test_models_do_not_share_blocks() -> None:
+    assert common(work(chat(LONG)), work(chat(LONG), model="other")) == 0
+
+
+def test_a_difference_changes_all_blocks_after_it() -> None:
+    changed = LONG[:5000] + "x" + LONG[5001:]
+    assert common(work(chat(LONG)), work(chat(changed))) == 2
+
+
+def test_text_of_completions_and_other_apis_counts_too() -> None:
+    for document in (
+        {"prompt": LONG},
+        {"input": LONG},
+        {"prompt": list(range(3000))},
+        {"instructions": LONG},
+    ):
+        assert work(document).blocks
+
+
+def test_an_image_counts_little_but_is_told_from_another() -> None:
+    def image(data: str) -> dict[str, Any]:
+        url = {"url": f"data:image/png;base64,{data}"}
+        return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": url}]}]}
+
+    one, other = work(image("A" * 100_000)), work(image("B" * 100_000))
+    assert one.tokens == other.tokens < 100
+    text = chat(LONG)["messages"]
+    assert common(work(image("A" * 9000) | {"tools": text}), work(image("B" * 9000) | {"tools": text})) == 4
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"\xff", b"{", b"[" * 100_000])
+def test_what_is_no_request_counts_by_its_length(body: bytes) -> None:
+    assert read("m", body, 4.0, "s") == Work(tokens=round(len(body) / 4), session="s", size=len(body))
+
+
+@pytest.mark.parametrize(
+    ("more", "session"),
+    [
+        ({}, ""),
+        ({"prompt_cache_key": "k"}, "k"),
+        ({"prompt_cache_key": 3}, ""),
+        ({"metadata": {"user_id": "u"}}, "u"),
+        ({"metadata": "x"}, ""),
+    ],
+)
+def test_a_session_is_what_the_client_calls_it(more: dict[str, Any], session: str) -> None:
+    assert work(chat("hi", **more)).session == session
+    assert work(chat("hi", **more), session="header").session == "header"

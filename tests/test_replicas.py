@@ -1,0 +1,202 @@
+"""Several backends of one model, over real sockets, with engines whose bytes the test sends."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from anvil_mux.config import Backend, Gpu
+from tests.fake_engine import JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
+
+ASK = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
+STREAM = b'{"model":"m","stream":true}'
+LONG = json.dumps({"model": "m", "messages": [{"role": "user", "content": "so it goes " * 2000}]}).encode()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = fleet("least_prefill_work")
+    yield made
+    made.close()
+
+
+def fleet(policy: str) -> Rig:
+    """Two replicas, a and b, resident."""
+    backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)))
+    made = Rig(backends=backends, gpus=(Gpu("0"), Gpu("1")), routing=policy)
+    assert made.mux.adopt({"a": made.engine.url, "b": made.other.url}) == []
+    return made
+
+
+def ask(rig: Rig, body: bytes = ASK, extra: bytes = b"") -> RawClient:
+    client = rig.client()
+    client.post(body, extra=extra)
+    return client
+
+
+def answered(client: RawClient, asked: Asked) -> bytes:
+    """The replica that answered, and why."""
+    asked.send(JSON_OK)
+    answer = client.read()
+    assert answer.status == 200
+    return answer.header(b"x-anvil-backend") or b""
+
+
+def test_an_answer_and_the_log_say_which_replica_it_was_and_why(rig: Rig) -> None:
+    client = ask(rig)
+    told = answered(client, rig.engine.next())
+    assert told.startswith(b"a; least_prefill_work: cache_aware_all_prefills_tokens_num ")
+    assert told.endswith(b", num_requests 0; not b (metric)")
+    assert rig.events.wait("leased").reason == told[3:].decode()
+
+
+def test_a_model_with_one_backend_says_nothing_of_routing() -> None:
+    rig = Rig()
+    try:
+        assert answered(ask(rig, b'{"model":"a"}'), rig.engine.next()) == b""
+    finally:
+        rig.close()
+
+
+def test_a_request_goes_where_less_is_waiting(rig: Rig) -> None:
+    first, second = ask(rig), rig.engine.next()
+    assert answered(ask(rig), rig.other.next())[:1] == b"b"
+    assert answered(first, second)[:1] == b"a"
+
+
+def test_a_conversation_returns_to_the_replica_that_knows_it(rig: Rig) -> None:
+    answered(ask(rig, LONG), rig.engine.next())
+    rig.events.wait("released")
+    answered(ask(rig), rig.other.next())
+    rig.events.wait("released", 2)
+    assert b"cache_aware_all_prefills_tokens_num" in answered(ask(rig, LONG), rig.engine.next())
+
+
+def test_a_session_named_in_a_header_stays() -> None:
+    rig = fleet("sticky")
+    try:
+        held, waiting = ask(rig, extra=b"X-Session-ID: s\r\n"), rig.engine.next()
+        again = ask(rig, extra=b"X-Session-ID: s\r\n")
+        assert b"its session's replica" in answered(again, rig.engine.next())
+        answered(ask(rig), rig.other.next())
+        answered(held, waiting)
+    finally:
+        rig.close()
+
+
+def test_the_first_byte_of_a_stream_says_that_its_prefill_is_done(rig: Rig) -> None:
+    client = ask(rig, LONG.replace(b'{"model"', b'{"stream":true,"model"', 1))
+    streaming = rig.engine.next()
+    streaming.send(SSE_HEAD)
+    client.read_until(b"\r\n\r\n")
+    assert answered(ask(rig), rig.other.next())[:1] == b"b"  # the head alone says nothing
+    streaming.send(chunk(b"data: {}\n\n"))
+    client.read_until(b"data: {}\n\n\r\n")
+    told = answered(ask(rig, LONG), rig.engine.next())
+    left = re.search(rb"tokens_num (\d+), num_requests 1;", told)
+    assert left is not None
+    assert int(left[1]) < 512  # what does not fill a block
+    streaming.send(chunk(b""))
+    assert client.read_chunks() == (b"", True)
+
+
+def test_what_an_engine_says_of_tokens_is_learned(rig: Rig) -> None:
+    before = rig.mux.bytes_per_token("m")
+    client, body = ask(rig, LONG), b'{"usage":{"prompt_tokens":22000}}'
+    rig.engine.next().send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body), body)
+    client.read()
+    rig.events.wait("released")
+    assert rig.mux.bytes_per_token("m") < before
+
+
+# What becomes of a request when its replica goes
+
+
+def test_a_request_without_a_byte_moves_when_its_replica_dies(rig: Rig) -> None:
+    rig.mechanism.end = "killed"
+    client = ask(rig)
+    rig.engine.next().reset()
+    assert answered(client, rig.other.next())[:1] == b"b"
+
+
+def test_an_answer_that_only_we_have_seen_begins_anew_elsewhere(rig: Rig) -> None:
+    rig.mechanism.end = "killed"
+    client = ask(rig)
+    asked = rig.engine.next()
+    asked.send(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{")
+    asked.reset()
+    assert answered(client, rig.other.next())[:1] == b"b"
+
+
+@pytest.mark.parametrize("sent", [b"", SSE_HEAD], ids=["nothing", "head"])
+def test_a_stream_without_content_moves_and_its_client_sees_one_answer(rig: Rig, sent: bytes) -> None:
+    rig.mechanism.end = "killed"
+    client = ask(rig, STREAM)
+    asked = rig.engine.next()
+    asked.send(sent)
+    if sent:
+        client.read_until(b"\r\n\r\n")
+    asked.reset()
+    rig.other.next().send(SSE_HEAD, chunk(b"data: 1\n\n"), chunk(b""))
+    if not sent:
+        assert b"200 OK" in client.read_until(b"\r\n\r\n")
+    assert client.read_chunks() == (b"data: 1\n\n", True)
+
+
+def test_a_stream_that_has_begun_breaks_off_with_an_error(rig: Rig) -> None:
+    rig.mechanism.end = "killed"
+    client = ask(rig, STREAM)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    client.read_until(b"data: 1\n\n\r\n")
+    asked.reset()
+    body, clean = client.read_chunks()
+    assert b"broke off" in body
+    assert not clean
+    assert rig.other.asked.empty()
+
+
+def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig: Rig) -> None:
+    """It does not answer another request, so it is put out at once, with all that it has."""
+    client = ask(rig)
+    rig.engine.next()
+    lost = ask(rig, LONG)
+    rig.other.next()
+    third = ask(rig)
+    rig.engine.next().reset()
+    found = [rig.other.next() for _ in range(2)]
+    for asked in found:
+        asked.send(JSON_OK)
+    assert {client.read().status, third.read().status} == {200}
+    lost.leave()
+
+
+def test_the_last_replica_that_dies_leaves_an_error_or_is_loaded_again(rig: Rig) -> None:
+    rig.mechanism.end = "killed"
+    client = ask(rig)
+    rig.engine.next().reset()
+    rig.other.next().reset()
+    reloaded = rig.engine.next()
+    assert answered(client, reloaded)[:1] == b"a"
+
+
+def test_a_policy_that_lets_nobody_take_more_is_an_overload() -> None:
+    policy = {
+        "filters": [{"metric": {"metric": "num_requests", "threshold": 1, "in_fallback": True}}],
+        "selector": "round_robin",
+    }
+    backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)))
+    rig = Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})
+    try:
+        rig.mux.adopt({"a": rig.engine.url, "b": rig.other.url})
+        clients = [ask(rig), ask(rig)]
+        asked = [rig.engine.next(), rig.other.next()]
+        refused = ask(rig).read()
+        assert refused.status == 503
+        assert b"overloaded" in refused.body
+        assert [answered(*pair)[:1] for pair in zip(clients, asked, strict=True)] == [b"a", b"b"]
+    finally:
+        rig.close()
