@@ -115,6 +115,10 @@ class Ledger:
             member.kv_tokens or 0,
         )
 
+    def waiting(self, backend: str) -> list[Hashable]:
+        """The requests that it does not answer yet, in the order in which they came."""
+        return [key for key, entry in self._accounts[backend].entries.items() if not entry.answering]
+
     def choose(
         self, key: Hashable, work: Work, among: Sequence[str], failed: Sequence[str] = ()
     ) -> Choice | None:

@@ -86,6 +86,30 @@ class Swapping(NamedTuple):
     """When it entered that state."""
 
 
+class Spill(NamedTuple):
+    """A resident model with more to do than it can, and another replica of it that could be loaded now.
+
+    Its GPUs are free, or held by idle backends of other models, and no line waits on the island.
+    """
+
+    model: str
+    backend: str
+    waiting: int
+    """Requests that wait at a replica, behind another one, for the first byte of their answers."""
+    waited_seconds: float
+    """All of them together."""
+    evicts: tuple[str, ...] = ()
+    """The models that would be put out; empty when there is room."""
+    evict_seconds: float = 0.0
+    load_seconds: float = 10.0
+    reload_seconds: float = 0.0
+    """What loading those again would take that are put out."""
+
+    @property
+    def cost_seconds(self) -> float:
+        return self.evict_seconds + self.load_seconds + self.reload_seconds
+
+
 class Snapshot(NamedTuple):
     """What a policy may know of an island."""
 
@@ -96,6 +120,7 @@ class Snapshot(NamedTuple):
     """Highest priority first, then oldest first; only those whose swap could begin now."""
     swapping: tuple[Swapping, ...] = ()
     """Swaps under way, on other GPUs than those the lines need."""
+    spills: tuple[Spill, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +155,32 @@ Decision = Stay | SwapTo | Unload
 
 class Policy(Protocol):
     def decide(self, seen: Snapshot) -> Decision: ...
+
+
+def decide(policy: Policy, seen: Snapshot) -> Decision:
+    """What ``policy`` says; if that is to stay, another replica of a busy model may still be worth a load."""
+    decision = policy.decide(seen)
+    if not seen.spills or not isinstance(decision, Stay):
+        return decision
+    other = spill_over(seen)
+    return Stay(min(decision.until, other.until), decision.reason) if isinstance(other, Stay) else other
+
+
+def spill_over(seen: Snapshot) -> SwapTo | Stay:
+    """Another replica, once those that wait have waited together for as long as it takes to have it.
+
+    Whatever comes after, that is at most twice what the best choice would have cost.
+    """
+    soonest = FOREVER
+    for spill in seen.spills:
+        missing = spill.cost_seconds - spill.waited_seconds
+        if missing <= TINY_SECONDS:
+            return SwapTo(spill.model, f"{spill.waiting} wait at busy replicas")
+        soonest = min(soonest, seen.now + missing / spill.waiting)
+    return Stay(soonest)
+
+
+TINY_SECONDS = 1e-6
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ Each backend of the island has one state; TRANSITIONS is the whole table and ``_
 A ``_Swap`` ties a target to the victims that make room for it. Its GPUs are in no other swap until it ends.
 After each eviction it is asked again who is in the way: nobody goes who need not.
 
-What nobody waits for is an errand: a load into free room that prepares a backend, or wakes one on its way to
-a deeper rest (ladder.py). It is begun only while nothing else is to be done.
+What no line waits for is an errand: a load into free room that prepares a backend, or wakes one on its way to
+a deeper rest (ladder.py), or another replica of a busy model. It is begun only while no line waits.
 
 Invariants:
  1. The GPUs a backend needs are its own from ``Start`` until its ``stopped``; the sum of what residents and
@@ -26,6 +26,7 @@ Invariants:
  4. A drain lasts at most ``drain_timeout``; what is left is severed, counted, logged.
  5. When a model becomes ready its whole line is leased before the policy is asked again.
  6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished.
+    Who waits behind others at a busy replica waits for another one, if nobody on the island waits for a load.
  7. A line older than ``max_wait`` is overdue: whatever the policy says, its swap begins as soon as its GPUs
     are in no other swap, oldest line first, and nobody younger takes those GPUs meanwhile.
  8. A backend that failed to start is not tried before its cool-down ends; its requests fail at once.
@@ -66,10 +67,12 @@ from anvil_mux.policy import (
     Policy,
     Resident,
     Snapshot,
+    Spill,
     Stay,
     Swapping,
     SwapTo,
     Unload,
+    decide,
 )
 from anvil_mux.preemption import Preemption
 from anvil_mux.routing import Choice, Work
@@ -371,7 +374,7 @@ class Residency:
             if not seat.holders:
                 demand.returned(now - seat.used)
             self._lease(seat, ticket, now)
-            return False
+            return ticket.choice is not None and self._spill(ticket.model, now) is not None
         line = self.lines[ticket.model]
         if not line:  # a line that nobody can serve any more has failed already
             if error := self._refusal(ticket.model, now):
@@ -606,7 +609,7 @@ class Residency:
 
         Not where a drain or an idle time waits for a lease to end, or where there is a choice of victims.
         """
-        if self._swaps or self._idlers or not self._plans or self._host.budget is not None:
+        if self._swaps or self._idlers or self._ledgers or not self._plans or self._host.budget is not None:
             return False
         return len(self._ready) < 2
 
@@ -859,7 +862,8 @@ class Residency:
         self.deferred, self._ask_again = None, FOREVER
         if not plans and not self._ready:
             return False  # nothing to be loaded, nothing to be put out
-        decision = self._decide(self.snapshot(now, plans))
+        spills = {} if plans else self._spills(now)
+        decision = self._decide(self.snapshot(now, plans, spills))
         if isinstance(decision, Stay):
             self._ask_again = decision.until
             if plans:
@@ -868,6 +872,10 @@ class Residency:
             plan = plans[decision.model]
             self._begin(plan.target, plan.victims, now, decision.reason)
             return True
+        elif isinstance(decision, SwapTo) and decision.model in spills:
+            plan = spills[decision.model][0]
+            self._begin(plan.target, plan.victims, now, decision.reason, errand=True)
+            return True
         elif isinstance(decision, Unload) and decision.model in self._replicas:
             seats = [s for s in self._replicas[decision.model] if s.state == "ready" and not s.backend.pin]
             for seat in seats:
@@ -875,9 +883,50 @@ class Residency:
             return bool(seats)
         return False
 
+    def _spills(self, now: float) -> dict[str, tuple[_Plan, Spill]]:
+        """Busy models of which another replica could be loaded, unless anybody waits for a load."""
+        if not self._ledgers or any(self.lines.values()):
+            return {}
+        found = {}
+        for model in self._ledgers:
+            if spill := self._spill(model, now):
+                found[model] = spill
+        return found
+
+    def _spill(self, model: str, now: float) -> tuple[_Plan, Spill] | None:
+        loadable = self._loadable(model, now)
+        if not loadable or model in self._coming():
+            return None
+        behind = [
+            now - seat.holders[ticket]
+            for seat in self._replicas[model]
+            if seat.state == "ready"
+            for ticket in self._ledgers[model].waiting(seat.name)[1:]
+        ]
+        if not behind:
+            return None
+        used = {seat.name for seat in self.seats.values() if seat.holders or seat.model == model}
+        staying = used | {seat.name for seat in self._stayers if _stays_until(seat) > now}
+        plan = self._plan(model, self._busy(), now, staying)
+        if plan is None:
+            return None
+        cost = self._cost(plan.source, plan.target, plan.target.rests)
+        reload = sum([self._cost("", victim, victim.backend.rest[0]).load_seconds for victim in plan.victims])
+        spill = Spill(
+            model,
+            plan.target.name,
+            len(behind),
+            sum(behind),
+            plan.evicts,
+            cost.evict_seconds,
+            cost.load_seconds,
+            reload,
+        )
+        return plan, spill
+
     def _decide(self, seen: Snapshot) -> Decision:
         try:
-            return self._policy.decide(seen)
+            return decide(self._policy, seen)
         except Exception as error:  # anybody's code; max_wait serves every line all the same
             return Stay(reason=f"the policy failed: {error!r}")
 
@@ -1063,14 +1112,20 @@ class Residency:
         if seat.state not in ("ready", "draining") and seat.model in self._ledgers:
             self._ledgers[seat.model].forget(seat.name)
 
-    def snapshot(self, now: float, plans: Mapping[str, _Plan]) -> Snapshot:
+    def snapshot(
+        self,
+        now: float,
+        plans: Mapping[str, _Plan],
+        spills: Mapping[str, tuple[_Plan, Spill]] = {},
+    ) -> Snapshot:
         """What the policy may know; ``plans`` are the swaps that could begin now, oldest line first."""
         residents = [self._resident(seat, now) for seat in self._ready]
         lines = [self._line(model, plan, now) for model, plan in plans.items()]
         if len(lines) > 1:
             lines.sort(key=lambda line: -line.priority)
         swaps = [_swapping(swap, swap.target) for swap in self._swaps if swap.target] if self._swaps else ()
-        return Snapshot(now, self.name, tuple(residents), tuple(lines), tuple(swaps))
+        spilling = tuple([spill for _, spill in spills.values()])
+        return Snapshot(now, self.name, tuple(residents), tuple(lines), tuple(swaps), spilling)
 
     def _resident(self, seat: Seat, now: float) -> Resident:
         demand = self._demand[seat.model]

@@ -245,6 +245,8 @@ class _Simulation:
         ask = island.residency.request(ticket, now)
         if ticket.settled:
             self._go_on(ticket, now)
+            if ask:
+                self._ask(island, now)
             return
         self._waiting += 1
         self._limit_wait(ticket, now)
@@ -450,7 +452,7 @@ class _Checker:
             self._admitting = event.model
             self._failed_starts[name] = 0
         elif event.kind == "draining":
-            self._claim(not event.target or bool(self._lines[event.target]), event, "for nobody")
+            self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
             self._drains[name] = event.at, event.seconds, event.target
         elif event.kind == "demoting" and event.target:
             self._begin(event.target, event)
@@ -466,20 +468,26 @@ class _Checker:
             self._begin(target, event)
 
     def _begin(self, target: str, event: Event) -> None:
-        waited = bool(self._lines[target]) or target in self._begun
-        self._claim(waited, event, f"nobody waits for {target}")
+        wanted = self._is_wanted(target) or target in self._begun
+        self._claim(wanted, event, f"nobody waits for {target}")
         self._begun.add(target)
 
     def _start(self, event: Event) -> None:
-        asked = self._lines[event.model] or event.model in self._begun or event.reason.startswith(ERRAND)
+        errand = event.reason.startswith(ERRAND)
+        wanted = errand or self._is_wanted(event.model) or event.model in self._begun
         self._begun.discard(event.model)
-        self._claim(bool(asked), event, "nobody waits for it")
+        self._claim(wanted, event, "nobody waits for it")
         self._claim(event.at >= self._retry_at.get(event.backend, 0.0), event, "before its cool-down ended")
         used: Counter[str] = Counter()
         for name, seat in self._seats.items():
             used.update(seat.holds if self._states[name] in HOLDING else {})
         for gpu, amount in used.items():
             self._claim(amount <= self._capacity[gpu], event, f"GPU {gpu} is overfull")
+
+    def _is_wanted(self, model: str) -> bool:
+        """It has a line, or a replica at which requests wait behind each other."""
+        ready = [n for n, s in self._seats.items() if s.model == model and self._states[n] == "ready"]
+        return bool(self._lines[model]) or any(len(self._leases[name]) > 1 for name in ready)
 
     def _leave(self, event: Event) -> None:
         name = event.backend

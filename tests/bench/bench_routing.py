@@ -41,14 +41,17 @@ def choice_seconds(policy: str) -> float:
 
     def choose() -> None:
         choice = ledger.choose("new", WORK, names)
-        assert choice and choice.why
+        assert choice is not None
+        assert choice.why
         ledger.ended("new")
 
     return _seconds(choose)
 
 
 def read_seconds() -> float:
-    messages = [{"role": "user", "content": f"{number:06} " + "word and so on " * 270} for number in range(128)]
+    messages = [
+        {"role": "user", "content": f"{number:06} " + "word and so on " * 270} for number in range(128)
+    ]
     body = json.dumps({"model": "m", "messages": messages}).encode()
     return _seconds(lambda: prefix.read("m", body, 4.0))
 
