@@ -862,6 +862,97 @@ def test_replicas_share_the_load_and_any_of_them_serves_the_line():
     assert [island.request("m", 1.0).backend for _ in range(4)] == ["r0", "r1", "r0", "r1"]
 
 
+# Another replica of a busy model. Nothing is known of loads here, so one is taken to last 10 s.
+
+
+def busy(*more, requests=3, **settings):
+    """r0 is resident and has some requests, since moment 0; r1 could be loaded on GPU 1."""
+    replicas = backend("r0", "0", model="m"), backend("r1", "1", model="m")
+    island = Island(*replicas, *more, **settings)
+    island.core.adopt("r0", 0.0)
+    held = [island.request("m", 0.0) for _ in range(requests)]
+    return island, held
+
+
+def test_another_replica_is_loaded_once_the_waiting_have_waited_together_for_a_load():
+    island, _ = busy()
+    assert island.steps(0.0) == []
+    assert island.until == 5.0  # two wait behind the first
+    assert island.steps(5.0) == ["start r1"]
+    assert island.log[-1].reason == "2 wait at busy replicas"
+    island.core.started("r1", 15.0)
+    assert island.request("m", 15.0).backend == "r1"
+    assert island.steps(15.0) == []
+    island.sound()
+
+
+def test_a_request_that_waits_behind_nobody_loads_no_other_replica():
+    island, _ = busy(requests=1)
+    assert island.steps(0.0) == []
+    assert island.until == inf
+    assert island.steps(1000.0) == []
+
+
+def test_requests_that_are_answered_do_not_wait():
+    island, held = busy()
+    for ticket in held[:2]:
+        island.core.first_byte(ticket)
+    assert island.steps(100.0) == []
+    island.core.release(held[0], 100.0)
+    assert island.steps(100.0) == []
+
+
+def test_a_request_that_begins_to_wait_asks_for_the_next_step():
+    island, _ = busy(requests=1)
+    assert island.core.request(Ticket(8, "m", 1.0), 1.0)
+    assert island.steps(1.0) == []
+    assert island.until == 11.0
+
+
+def test_no_backend_with_requests_is_put_out_for_another_replica():
+    island, held = busy(backend("b", "1"))
+    island.core.adopt("b", 0.0)
+    other = island.request("b", 0.0)
+    assert island.steps(1000.0) == []
+    island.core.release(other, 1000.0)
+    assert island.steps(1000.0) == ["stop b"]
+    island.core.stopped("b", 1001.0)
+    for ticket in held:
+        island.core.release(ticket, 1001.0)
+    assert island.steps(1001.0) == ["start r1"]  # what is begun is finished
+
+
+def test_putting_out_an_idle_model_costs_its_load_too():
+    island, _ = busy(backend("b", "1"))
+    island.core.adopt("b", 0.0)
+    assert island.steps(0.0) == []
+    assert island.until == (1.0 + 10.0 + 10.0) / 2  # evict, load, load b again
+
+
+def test_a_pinned_model_is_not_put_out_for_another_replica():
+    island, _ = busy(backend("b", "1", pin=True))
+    island.core.adopt("b", 0.0)
+    assert island.steps(1000.0) == []
+
+
+def test_a_line_goes_before_another_replica():
+    island, _ = busy(backend("b", "1"))
+    island.request("b", 1000.0)
+    assert island.steps(1000.0) == ["start b"]
+    island.core.started("b", 1010.0)
+    assert island.steps(1010.0) == []
+
+
+def test_a_policy_may_ask_for_another_replica_itself():
+    class AtOnce:
+        def decide(self, seen):
+            return SwapTo(seen.spills[0].model, "mine") if seen.spills else Stay()
+
+    island, _ = busy(policy=AtOnce())
+    assert island.steps(0.0) == ["start r1"]
+    assert island.log[-1].reason == "mine"
+
+
 def test_the_replica_that_puts_nobody_out_is_loaded():
     island = Island(backend("r0", "0", model="m"), backend("r1", "1", model="m"), backend("a", "0"))
     island.core.adopt("a", 0.0)
