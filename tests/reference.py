@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
-from anvil_mux import api, cli, config, control, engine, errors, metrics, policy, preemption, residency, swap
+from anvil_mux import (
+    api,
+    cli,
+    config,
+    control,
+    engine,
+    errors,
+    metrics,
+    pipeline,
+    policy,
+    preemption,
+    residency,
+    routing,
+    swap,
+)
 from anvil_mux.config import Backend, Config
 from anvil_mux.multiplexer import Status
 
@@ -67,6 +81,27 @@ def choices() -> Iterable[str]:
     yield from ("## Engines", "", *_table(("name", "port", "readiness", "sleeps by"), engines), "")
 
 
+def steps() -> Iterable[str]:
+    names = ", ".join(f"`{name}`" for name in pipeline.shipped())
+    yield from ("## Routing", "", "How they fit together: routing.md.", "", f"Policies: {names}.", "")
+    filters = {**routing.FILTERS, **routing.SWEEPS}
+    kinds = {"Metrics": routing.METRICS, "Filters": filters, "Selectors": routing.SELECTORS}
+    for title, registry in kinds.items():
+        rows = [(f"`{name}`", _first_sentence(step), _arguments(step)) for name, step in registry.items()]
+        yield from (f"### {title}", "", *_table(("name", "meaning", "settings (default)"), rows), "")
+
+
+def _arguments(step: Callable[..., object]) -> str:
+    given = [p for p in inspect.signature(step).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return ", ".join(
+        f"`{p.name}`" + (f" ({_default(p.default)})" if p.default is not p.empty else "") for p in given
+    )
+
+
+def _default(value: object) -> str:
+    return config.settings.plain(value) or '""'
+
+
 def _sleeps(name: str) -> str:
     found = control.CONTROLS.get(name)
     ways = [f"`{way}`" for way, made in swap.SLEEPS.items() if found and made.level in found.levels]
@@ -106,7 +141,7 @@ def error_codes() -> Iterable[str]:
     return ["## Errors", "", *_table(("code", "status", "meaning"), rows), ""]
 
 
-SECTIONS = (commands, settings, choices, routes, events, metric_names, error_codes)
+SECTIONS = (commands, settings, choices, steps, routes, events, metric_names, error_codes)
 
 
 def _registry(registry: dict[str, type]) -> list[str]:

@@ -29,8 +29,12 @@ def test_the_diagram_is_the_transition_table() -> None:
     assert {(start, what): end for start, end, what in drawn} == residency.TRANSITIONS
 
 
-@pytest.mark.parametrize("snippet", [text for kind, text in BLOCKS if kind == "yaml"])
-def test_compose_files_in_the_readme_load(snippet: str, tmp_path: Path) -> None:
+PAGES = (README, (ROOT / "docs" / "routing.md").read_text())
+EXAMPLES = [text for page in PAGES for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)]
+
+
+@pytest.mark.parametrize("snippet", EXAMPLES)
+def test_compose_files_in_the_documents_load(snippet: str, tmp_path: Path) -> None:
     file = tmp_path / "compose.yaml"
     file.write_text(snippet)
     assert config.load([file], environ={}, compose=None).backends

@@ -54,6 +54,20 @@ def test_only_what_is_not_cached_counts_as_prefill() -> None:
     assert state(made)["a"].prefill_tokens == 2048 + 552
 
 
+def test_the_choice_of_the_documentation() -> None:
+    """docs/routing.md, "A choice, step by step"."""
+    made = ledger()
+    known = tuple(range(20))
+    for key, (tokens, backend) in enumerate([(12_000, "a"), (4_500, "a"), (4_500, "a"), (3_000, "b")]):
+        chosen(made, key, Work(tokens, known if tokens == 12_000 else ()), among=(backend,))
+    made.ended(0)
+    made.first_byte(3)
+    choice = made.choose("new", Work(12_000, (*known, 20, 21)), ("a", "b"))
+    assert choice is not None
+    assert choice.backend == "a"
+    assert choice.reason == "cache_aware_all_prefills_tokens_num 10760, num_requests 2"
+
+
 def test_a_returning_request_follows_its_cache() -> None:
     made = ledger()
     assert chosen(made, 1) == "a"

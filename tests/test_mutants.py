@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +18,8 @@ SOURCE = Path(anvil_mux.__file__).parent
 MUTANTS = {
     "a release wakes no keeper": (
         "multiplexer",
-        "            if island.residency.release(ticket, self._clock.now()):\n",
-        "            if island.residency.release(ticket, self._clock.now()) and False:\n",
+        "            if island.residency.release(ticket, self._clock.now(), usage):\n",
+        "            if island.residency.release(ticket, self._clock.now(), usage) and False:\n",
     ),
     "an admitted request is not woken": (
         "multiplexer",
@@ -38,14 +39,24 @@ MUTANTS = {
     ),
     "only the first of a line is admitted": (
         "residency",
-        "ticket, now)\n        self.settled += line\n        line.clear()\n\n    def _fail(",
-        "ticket, now)\n            break\n        self.settled += list(line)[:1]\n"
+        "(model), now)\n        self.settled += line\n        line.clear()\n\n    def _fail(",
+        "(model), now)\n            break\n        self.settled += list(line)[:1]\n"
         "        line.pop(next(iter(line), None), None)\n\n    def _fail(",
     ),
     "a swap for nobody is not reprieved": (
         "residency",
         "            if swap.target and not (swap.begun or swap.errand or self.lines[swap.target.model]):\n",
         "            if False:\n",
+    ),
+    "the moment at which another replica is worth its load is forgotten": (
+        "policy",
+        "return Stay(min(decision.until, other.until), decision.reason) if",
+        "return decision if",
+    ),
+    "a replica that was put out keeps its requests in the ledger": (
+        "residency",
+        "            self._ledgers[seat.model].forget(seat.name)\n",
+        "            pass\n",
     ),
     "a drain has no end": (
         "residency",
@@ -183,6 +194,7 @@ def copied(folder, name, mutant=None):
             assert text.count(mutant[1]) == 1, f"the text to replace is not in {path.name} exactly once"
             text = text.replace(mutant[1], mutant[2])
         (target / path.name).write_text(text.replace("anvil_mux", name))
+    shutil.copy(SOURCE / "routing.yaml", target)
     modules = ("errors", "residency", "multiplexer")
     return SimpleNamespace(**{module: importlib.import_module(f"{name}.{module}") for module in modules})
 
