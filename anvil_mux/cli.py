@@ -175,6 +175,23 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     _add_address(command)
 
 
+def _add_profile(command: argparse.ArgumentParser) -> None:
+    _add_model(command)
+    command.add_argument("-o", "--output", metavar="FILE", help="where to write it; by default to stdout")
+    command.add_argument("--repeat", type=int, default=3, metavar="N", help="requests for each figure (3)")
+    command.add_argument(
+        "--prompts", type=_sizes, default=None, metavar="N,N", help="lengths of prompts, in tokens"
+    )
+    command.add_argument("--batches", type=_sizes, default=None, metavar="N,N", help="requests at once")
+    command.add_argument(
+        "--lengths", type=_sizes, default=None, metavar="N,N", help="lengths of those, in tokens"
+    )
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({max(int(word), 1) for word in text.split(",")}))
+
+
 def _add_logs(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="a model, or the service of a replica")
     command.add_argument("--file", action="append", dest="files", default=[], help="compose file")
@@ -531,6 +548,26 @@ def _unload_model(given: argparse.Namespace) -> int:
     return _done(given, "leaves as soon as its requests have ended")
 
 
+def _profile(given: argparse.Namespace) -> int:
+    from anvil_mux import profiler
+
+    engine = profiler.Profiler(_url(given), given.model, os.environ.get("OPENAI_API_KEY", ""))
+    found = profiler.measure(
+        engine,
+        _say,
+        prompts=given.prompts or profiler.PROMPTS,
+        batches=given.batches or profiler.BATCHES,
+        lengths=given.lengths or profiler.LENGTHS,
+        repeat=max(given.repeat, 1),
+    )
+    if given.output:
+        Path(given.output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        _say(f"written to {given.output}; use it: x-anvil: {{profile: {given.output}}}")
+    else:
+        _print_json(found)
+    return 0
+
+
 def _done(given: argparse.Namespace, what: str) -> int:
     if given.json:
         _print_json({"model": given.model, "success": True})
@@ -773,6 +810,7 @@ COMMANDS: dict[str, tuple[str, Run, Add]] = {
     "unload": ("Put a model out", _unload_model, _add_model),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
     "simulate": ("Run traffic under each policy in virtual time", _simulate, _add_simulate),
+    "profile": ("Measure how fast a model's engine is, for routing", _profile, _add_profile),
     "bench": ("Measure what swaps take, on the real engines", _bench, _add_bench),
     "version": ("Show the version", _version, _add_json),
 }

@@ -32,6 +32,7 @@ from anvil_mux.errors import ConfigError
 from anvil_mux.interpolate import Document, Key
 from anvil_mux.policy import build_policy
 from anvil_mux.preemption import build_preemption
+from anvil_mux.profile import Profile, read
 from anvil_mux.settings import Kind, Setting
 
 
@@ -92,6 +93,8 @@ class Backend:
     """The policy by which its model's replicas are chosen; None: ``Config.routing``."""
     kv_tokens: int | None = None
     """How many tokens its engine's cache holds; None: not known."""
+    profile: Profile | None = None
+    """How fast it was measured to be."""
     load_timeout: float = 600.0
     stop_timeout: float = 10.0
     """Grace before SIGKILL."""
@@ -279,6 +282,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "max_wait": Setting(SECONDS, "The same as at the top level, for this model."),
     "routing": Setting(TEXT, "The routing policy of its model; replicas have the same."),
     "kv_tokens": Setting(COUNT, "How many tokens its engine's cache holds, for the choice among replicas."),
+    "profile": Setting(Kind("file", TEXT.read), "How fast it is, as `anvil-mux profile` measured it."),
     "load_timeout": Setting(SECONDS, "How long a load may take."),
     "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),
     "rest": Setting(
@@ -500,6 +504,8 @@ class _Loading:
         self._check_rest(name, described, variables, given)
         if given.get("vram") == MEASURED:
             given |= {"vram": None, "vram_measured": True}
+        if "profile" in given:
+            given["profile"] = self._profile(name, given["profile"])
         given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != given["model"])
         backend = Backend(name, service=self._service(described, variables), **given)
         if self._process:
@@ -543,6 +549,18 @@ class _Loading:
                 why = why or self._judge(given["gpus"], given.get("checkpoint_anyway", False)) or ""
             if why:
                 self._problem(("services", name, "x-anvil", "rest"), f"{way} cannot work: {why}")
+
+    def _profile(self, name: str, file: str) -> Profile | None:
+        """The profile in a file, whose path begins at the folder of the first compose file."""
+        path = self._documents[0].file.parent / file
+        try:
+            return read(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            text = f"{path} cannot be read: {error.strerror}"
+        except ValueError as error:
+            text = f"{path}: {error}"
+        self._problem(("services", name, "x-anvil", "profile"), text)
+        return None
 
     def _port(self, described: dict[str, Any]) -> int | None:
         return (service.commanded_port if self._process else service.listens_on)(described)
@@ -599,7 +617,8 @@ class _Loading:
 
     def _check_routing(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
         own = values.get("routing_policies", {})
-        needs = {name: self._needs(name, written) for name, written in own.items()}
+        needs = {name: pipeline.build(name).needs for name in pipeline.shipped()}
+        needs |= {name: self._needs(name, written) for name, written in own.items()}
         known = (*pipeline.shipped(), *own)
         default = values.get("routing", pipeline.DEFAULT)
         if default not in known:
@@ -613,8 +632,9 @@ class _Loading:
             first, other = models.setdefault(backend.model, (backend.name, name))
             if other != name:
                 self._problem(key, f"is {name}, but {first}, a replica of the same model, has {other}")
-            if "kv_tokens" in needs.get(name, ()) and not backend.kv_tokens:
-                self._problem(("services", backend.name), f"needs kv_tokens, because routing is {name}")
+            for need in sorted(needs.get(name, ())):
+                if not getattr(backend, need):
+                    self._problem(("services", backend.name), f"needs {need}, because routing is {name}")
 
     def _needs(self, name: str, written: object) -> frozenset[str]:
         """What a policy of the file's own needs of a service; its problems are told."""

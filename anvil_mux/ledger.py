@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from anvil_mux.prefix import BYTES_PER_TOKEN, Prefixes
+from anvil_mux.profile import Profile
 from anvil_mux.routing import Choice, Memory, Replica, Routing, Work, choose
 
 KV_TOKENS = 131_072
@@ -38,6 +39,7 @@ class Member(NamedTuple):
     """How many tokens its cache holds; None: not known."""
     node: str = ""
     unit: str = ""
+    profile: Profile | None = None
 
 
 @dataclass(slots=True)
@@ -113,6 +115,7 @@ class Ledger:
             account.num_tokens,
             min(blocks * work.block_tokens, work.tokens),
             member.kv_tokens or 0,
+            member.profile,
         )
 
     def waiting(self, backend: str) -> list[Hashable]:

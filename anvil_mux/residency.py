@@ -1197,7 +1197,8 @@ class Residency:
 
 def _ledger(seats: list[Seat], config: Config) -> Ledger:
     policy = seats[0].backend.routing or config.routing
-    members = [Member(seat.name, kv_tokens=seat.backend.kv_tokens) for seat in seats]
+    backends = [seat.backend for seat in seats]
+    members = [Member(b.name, kv_tokens=b.kv_tokens, profile=b.profile) for b in backends]
     return Ledger(pipeline.build(policy, config.routing_policies), members)
 
 

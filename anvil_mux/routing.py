@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from anvil_mux.profile import Profile
+
 INFER_TYPES = ("neutral", "prefill", "decode")
 MAX_SESSIONS = 10_000
 """Sessions whose replica is remembered."""
@@ -67,6 +69,8 @@ class Replica(NamedTuple):
     """Of this request's input, how many are in its cache."""
     kv_tokens: int = 0
     """How many its cache holds; 0: not known."""
+    profile: Profile | None = None
+    """How fast it was measured to be."""
 
 
 class Choice(NamedTuple):
@@ -193,6 +197,22 @@ def kv_cache_usage_ratio_projected(work: Work, replica: Replica) -> float:
     return replica.num_tokens / replica.kv_tokens if replica.kv_tokens else math.inf
 
 
+def predicted_ttft(work: Work, replica: Replica) -> float:
+    """Milliseconds to the first byte of this request's answer, by the replica's profile."""
+    if replica.profile is None:
+        return math.inf
+    tokens = cache_aware_all_prefills_tokens_num(work, replica)
+    return replica.profile.first_token(tokens, replica.decode_batch, replica.decode_tokens)
+
+
+def predicted_tpot(work: Work, replica: Replica) -> float:
+    """Milliseconds for each further token of its answer, by the replica's profile."""
+    if replica.profile is None:
+        return math.inf
+    batch = replica.decode_batch + 1
+    return replica.profile.next_token(batch, (replica.decode_tokens + work.tokens) / batch)
+
+
 def lmetric(
     work: Work, replica: Replica, *, plus: float = 0.0, least: float = 0.0, decode_weight: float = 0.0
 ) -> float:
@@ -228,6 +248,8 @@ METRICS: dict[str, Callable[..., float]] = {
     "all_decodes_tokens_num": all_decodes_tokens_num,
     "decode_batch_size": decode_batch_size,
     "kv_cache_usage_ratio_projected": kv_cache_usage_ratio_projected,
+    "predicted_ttft": predicted_ttft,
+    "predicted_tpot": predicted_tpot,
     "lmetric": lmetric,
     "kappa_work": kappa_work,
     "bucket": bucket,
@@ -237,7 +259,11 @@ METRICS: dict[str, Callable[..., float]] = {
 HIGHER = frozenset(["kv_cache_hit_len"])
 """Metrics of which more is better."""
 
-NEEDS = {"kv_cache_usage_ratio_projected": "kv_tokens"}
+NEEDS = {
+    "kv_cache_usage_ratio_projected": "kv_tokens",
+    "predicted_ttft": "profile",
+    "predicted_tpot": "profile",
+}
 """Metric -> the setting of a service without which it says nothing."""
 
 

@@ -9,12 +9,12 @@ import anvil_mux
 
 ROWS = (
     "errors clock http1 interpolate accesslog settings service home",
-    "api composefile policy preemption routing prefix pipeline costs footprint demand config",
+    "api composefile policy preemption profile routing prefix pipeline costs footprint demand config",
     "placement ladder ledger residency engine control gpu compose process freed lookout driver checkpoint",
     "swap multiplexer simulate workload figures clairvoyant eventlog plot study",
     "pump relay gauges metrics journal learned client",
     "inference gateway server",
-    "serve tally byhand bench cli __main__",
+    "serve tally byhand bench profiler cli __main__",
 )
 ORDER = [module for row in ROWS for module in row.split()]
 """Each module imports only modules that stand before it."""
@@ -25,6 +25,7 @@ CORE = (
     "placement",
     "policy",
     "preemption",
+    "profile",
     "routing",
     "prefix",
     "ledger",

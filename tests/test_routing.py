@@ -10,9 +10,13 @@ import pytest
 import yaml
 
 from anvil_mux import pipeline, routing
+from anvil_mux.profile import Profile
 from anvil_mux.routing import Memory, Metric, Replica, Work, choose, explain
 
 WORK = Work(tokens=1000, session="s")
+PROFILE = Profile(
+    ((0, 0.0), (8192, 819.2)), ((1, ((0, 5.0), (1_000_000, 5.0))), (100, ((0, 20.0), (1_000_000, 30.0))))
+)
 
 BUSY = Replica("busy", num_requests=4, num_waiting_requests=2, prefill_tokens=3000, decode_tokens=8000,
                decode_batch=2, num_tokens=14000, hit_tokens=0)  # fmt: skip
@@ -21,7 +25,7 @@ WARM = Replica("warm", num_requests=2, num_waiting_requests=1, prefill_tokens=50
 COLD = Replica("cold", num_requests=1, num_waiting_requests=0, prefill_tokens=0, decode_tokens=90_000,
                decode_batch=1, num_tokens=90_000, hit_tokens=0)  # fmt: skip
 IDLE = Replica("idle")
-FLEET = (BUSY, WARM, COLD, IDLE)
+FLEET = tuple(replica._replace(profile=PROFILE) for replica in (BUSY, WARM, COLD, IDLE))
 
 
 def pick(policy: str, replicas: tuple[Replica, ...] = FLEET, work: Work = WORK, **memory: object) -> str:
@@ -60,6 +64,7 @@ def order(policy: str, work: Work = WORK) -> list[str]:
         ("sticky", ["idle", "cold", "warm", "busy"]),
         ("flood", ["busy", "warm", "cold", "idle"]),
         ("load_balance", ["cold", "idle", "warm", "busy"]),
+        ("slo", ["warm", "idle", "cold", "busy"]),  # 65, 100, 105, 410 ms
     ],
 )
 def test_a_fixed_fleet_is_ranked(policy: str, expected: list[str]) -> None:
@@ -82,12 +87,13 @@ METRICS = {
     "all_decodes_tokens_num": [8000, 4000, 90_000, 0],
     "decode_batch_size": [2, 1, 1, 0],
     "lmetric": [16_000, 1200, 1000, 0],
+    "predicted_ttft": [405.151919, 65.0, 105.0, 100.0],
 }
 
 
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_of_a_fixed_fleet(name: str) -> None:
-    assert [routing.METRICS[name](WORK, replica) for replica in FLEET] == METRICS[name]
+    assert [routing.METRICS[name](WORK, replica) for replica in FLEET] == pytest.approx(METRICS[name])
 
 
 def test_the_projected_use_of_the_cache_is_a_share_of_what_it_holds() -> None:
@@ -128,6 +134,7 @@ def fleet(rng: random.Random, size: int = 6) -> tuple[Replica, ...]:
                 decode_batch=answering,
                 num_tokens=count(90_000),
                 hit_tokens=rng.choice([0, 512, 1000]),
+                profile=PROFILE,
             )
         )
     return tuple(replicas)

@@ -1,0 +1,105 @@
+"""How fast an engine is, measured: the time to a first token by the length of a prompt, the time for each
+further token by how many requests are answered at once and how long they are.
+
+``anvil-mux profile`` measures and writes such a file, in the form of Llumnix's profiles; routing predicts
+with it. Between what was measured lines are drawn; what is less than all of it takes as long as the least. Of
+what is more nothing is said (infinity): an engine never seen with so many requests may do anything.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+CHUNK = 8192
+"""Tokens that an engine takes at once, where the file does not say."""
+
+Line = tuple[tuple[float, float], ...]
+"""Points of a line, from left to right."""
+
+
+class Profile(NamedTuple):
+    """Milliseconds, as measured."""
+
+    ttft: Line
+    """Tokens of a prompt -> until its first token."""
+    tpot: tuple[tuple[int, Line], ...]
+    """Requests answered at once -> tokens in each of them -> for each further token."""
+    chunk: int = CHUNK
+
+    def first_token(self, tokens: float, batch: float, batch_tokens: float) -> float:
+        """For ``tokens`` that are to be computed, in chunks, each beside the answers under way."""
+        whole, rest = divmod(tokens, self.chunk)
+        beside = self.next_token(batch, batch_tokens / batch) if batch else 0.0
+        steps = whole * (_on(self.ttft, self.chunk) + beside) if whole else 0.0
+        return steps + (_on(self.ttft, rest) + beside if rest else 0.0)
+
+    def next_token(self, batch: float, tokens_each: float) -> float:
+        """While ``batch`` requests of so many tokens each are answered."""
+        sizes = [size for size, _ in self.tpot]
+        right = bisect_left(sizes, batch)
+        if right == len(sizes):
+            return math.inf
+        _, line = self.tpot[right]
+        if sizes[right] == batch or right == 0:
+            return _on(line, tokens_each)
+        left = self.tpot[right - 1]
+        return _on(((left[0], _on(left[1], tokens_each)), (sizes[right], _on(line, tokens_each))), batch)
+
+
+def _on(line: Line, x: float) -> float:
+    """The height of ``line`` at ``x``; infinity beyond its end."""
+    right = bisect_left(line, (x,))
+    if right == len(line):
+        return math.inf
+    x1, y1 = line[right]
+    if x1 == x or right == 0:
+        return y1
+    x0, y0 = line[right - 1]
+    if math.isinf(y0):
+        return y0
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def read(text: str) -> Profile:
+    """The profile in the text of a file; ValueError says what is wrong with it."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    ttft = [(_number(row, "tokens_num"), _number(row, "p50")) for row in _rows(found, "ttft")]
+    tpot: dict[float, list[tuple[float, float]]] = defaultdict(list)
+    for row in _rows(found, "tpot"):
+        tpot[_number(row, "batch_size")].append((_number(row, "tokens_per_request"), _number(row, "p50")))
+    about = found.get("metadata")
+    chunk = about.get("max_num_batched_tokens", CHUNK) if isinstance(about, dict) else CHUNK
+    if not isinstance(chunk, int) or chunk < 1:
+        raise ValueError("metadata.max_num_batched_tokens must be a whole number of at least 1")
+    batches = [(int(size), _line(points, "tpot")) for size, points in sorted(tpot.items())]
+    return Profile(_line([(0.0, 0.0), *ttft], "ttft"), tuple(batches), chunk)
+
+
+def _rows(found: Any, part: str) -> list[dict[str, Any]]:
+    about = found.get(part) if isinstance(found, dict) else None
+    rows = about.get("results") if isinstance(about, dict) else None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"must hold {part}.results, a list of measurements")
+    return rows
+
+
+def _number(row: dict[str, Any], key: str) -> float:
+    value = row.get(key)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"{key} must be a number of at least 0 in every measurement")
+    return float(value)
+
+
+def _line(points: Sequence[tuple[float, float]], part: str) -> Line:
+    line = tuple(sorted(points))
+    if len({x for x, _ in line}) < len(line):
+        raise ValueError(f"{part}.results holds two measurements of the same point")
+    return line
