@@ -331,8 +331,10 @@ class Inference:
         session = call.request.fields.get(SESSION, b"").decode("ascii", "replace")[:256]
         per_token = self._mux.bytes_per_token(call.model)
         if isinstance(body, Spool):
-            return Work(tokens=round(len(body) / per_token), session=session)
-        return prefix.read(call.model, body, per_token, session)
+            work = Work(tokens=round(len(body) / per_token), session=session)
+        else:
+            work = prefix.read(call.model, body, per_token, session)
+        return work._replace(stream=call.stream)
 
     def _try(self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None) -> None:
         with self._lease(call) as lease:
@@ -348,7 +350,9 @@ class Inference:
                 self._mux.unreachable(lease)
                 raise
             except (BrokenOff, Severed) as error:
-                if call.answered or not self._mux.has_another(lease):
+                if lease.taken_back:
+                    call.work = call.work._replace(stream=False)  # once is enough
+                elif call.answered or not self._mux.has_another(lease):
                     raise
                 self._mux.unreachable(lease)
                 raise Unreachable(error.message) from None

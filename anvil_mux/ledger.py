@@ -132,6 +132,45 @@ class Ledger:
             self._charge(key, work, choice)
         return choice
 
+    def better_off(self, to: str, among: Sequence[str]) -> list[Hashable]:
+        """Requests that wait elsewhere behind others, and that the policy would send ``to`` now.
+
+        The last of each line first, and never more than are left. What is not streamed may be nearly done: it
+        stays.
+        """
+        found: list[Hashable] = []
+        moved = self._replica(to, Work(), 0)
+        for name in among:
+            behind = self.waiting(name)[1:] if name != to else []
+            for left, key in zip(range(len(behind), 0, -1), reversed(behind), strict=True):
+                entry = self._accounts[name].entries[key]
+                if not entry.work.stream:
+                    continue
+                if left <= moved.num_waiting_requests:
+                    break
+                hits = self.prefixes.hits(entry.work.blocks, [to]).get(to, 0) * entry.work.block_tokens
+                target = moved._replace(hit_tokens=min(hits, entry.work.tokens))
+                pair = [self._without(name, entry, found), target]
+                choice = choose(self.routing, entry.work, pair, self._memory)
+                if choice is None or choice.backend != to:
+                    break
+                found.append(key)
+                moved = _with(moved, entry.work, target.hit_tokens)
+        return found
+
+    def _without(self, name: str, entry: _Entry, gone: Sequence[Hashable]) -> Replica:
+        """The replica of ``entry`` as it would be if that, and those that are ``gone``, were not there."""
+        replica = self._replica(name, entry.work, 0)._replace(hit_tokens=entry.hit)
+        entries = self._accounts[name].entries
+        for each in (entry, *[entries[key] for key in gone if key in entries]):
+            replica = replica._replace(
+                num_requests=replica.num_requests - 1,
+                num_waiting_requests=replica.num_waiting_requests - 1,
+                prefill_tokens=replica.prefill_tokens - each.missing,
+                num_tokens=replica.num_tokens - each.work.tokens,
+            )
+        return replica
+
     def _charge(self, key: Hashable, work: Work, choice: Choice) -> None:
         account = self._accounts[choice.backend]
         entry = _Entry(work, choice.hit_tokens)
@@ -204,3 +243,12 @@ class Ledger:
             return None, None
         account = self._accounts[backend]
         return account, account.entries[key]
+
+
+def _with(replica: Replica, work: Work, hit_tokens: int) -> Replica:
+    return replica._replace(
+        num_requests=replica.num_requests + 1,
+        num_waiting_requests=replica.num_waiting_requests + 1,
+        prefill_tokens=replica.prefill_tokens + max(work.tokens - hit_tokens, 0),
+        num_tokens=replica.num_tokens + work.tokens,
+    )

@@ -91,19 +91,28 @@ class Lease:
         return self._ticket.choice.why if self._ticket.choice else ""
 
     @property
-    def watch(self) -> Callable[[bytes], None] | None:
-        """To be called with the bytes of the answer, in order, by any thread; None: they are of no use."""
+    def watch(self) -> Callable[[bytes], bool] | None:
+        """To be called with the bytes of the answer, in order, by any thread; None: they are of no use.
+
+        False: the request was taken back before its first byte came, and the client must not see it.
+        """
         return self._heard if self._ticket.choice else None
 
-    def _heard(self, data: bytes) -> None:
-        if not self._tail:
-            self._mux._first_byte(self._ticket)
+    def _heard(self, data: bytes) -> bool:
+        if not self._tail and not self._mux._first_byte(self._ticket):
+            return False
         self._tail = (self._tail + data)[-TAIL:]
+        return True
 
     @property
     def severed(self) -> bool:
         """The drain ended before this request did; whatever it still does is cut."""
         return self._ticket.severed
+
+    @property
+    def taken_back(self) -> bool:
+        """It was severed because a better replica became free: the request has to be leased anew."""
+        return self._ticket.taken_back
 
     def on_severed(self, cut: Callable[[], None]) -> None:
         """``cut`` is called from another thread, outside the lock, when the lease is severed.
@@ -390,10 +399,20 @@ class Multiplexer:
             island = self._islands[ticket.model]
             if island.residency.release(ticket, self._clock.now(), usage):
                 island.changed.notify_all()
+            taken_back = self._taken_back(island)
+        for each in taken_back:
+            _cut(each)
 
-    def _first_byte(self, ticket: Ticket) -> None:
+    def _taken_back(self, island: _Island) -> list[Ticket]:
+        """Under the lock: those that are to be cut outside of it."""
+        found = island.residency.taken_back
+        if found:
+            island.residency.taken_back = []
+        return found
+
+    def _first_byte(self, ticket: Ticket) -> bool:
         with self._lock:
-            self._islands[ticket.model].residency.first_byte(ticket)
+            return self._islands[ticket.model].residency.first_byte(ticket)
 
     # Facts from outside
 
@@ -457,8 +476,11 @@ class Multiplexer:
             changes = self._host.changes
             fact(island.residency, self._clock.now())
             self._wake_settled(island)
+            taken_back = self._taken_back(island)
             island.changed.notify_all()
             self._ask_others(changes)
+        for ticket in taken_back:
+            _cut(ticket)
 
     def _wake_settled(self, island: _Island) -> None:
         settled, island.residency.settled = island.residency.settled, []

@@ -83,13 +83,13 @@ class Stream:
     )
 
     def __init__(
-        self, upstream: socket, client: socket, body: Body, watch: Callable[[bytes], None] | None = None
+        self, upstream: socket, client: socket, body: Body, watch: Callable[[bytes], bool] | None = None
     ) -> None:
         self.upstream = upstream
         self.client = client
         self.body = body
         self.watch = watch
-        """Called with what the engine sends, by the pump's thread."""
+        """Called with what the engine sends, by the pump's thread; False: the client must not see it."""
         self.pending = b""
         """What the client has not taken yet; the engine is not read meanwhile."""
         self.last = b""
@@ -190,8 +190,9 @@ class Pump:
             return
         stream.active = now
         if data:
-            if stream.watch is not None:
-                stream.watch(data)
+            if stream.watch is not None and not stream.watch(data):
+                self._end(stream, End.SEVERED)
+                return
             try:
                 sent = stream.client.send(data, MSG_DONTWAIT)
             except BlockingIOError:

@@ -79,7 +79,7 @@ class LeaseLike(Protocol):
     @property
     def severed(self) -> bool: ...
     @property
-    def watch(self) -> Callable[[bytes], None] | None: ...
+    def watch(self) -> Callable[[bytes], bool] | None: ...
     def severed_error(self) -> MuxError: ...
     def on_severed(self, cut: Callable[[], None]) -> None: ...
 
@@ -280,8 +280,7 @@ class Exchange:
             if len(self.data) != length:
                 self._read_whole(length or 0)
             self._reusable = response.keep_alive
-            if watch := self._lease.watch:
-                watch(self.data)
+            self._tell(self.data)
         return response
 
     @property
@@ -401,11 +400,18 @@ class Exchange:
         """The first bytes of a body that is not whole, for a client that gets it chunked or not."""
         self._chunked = chunked
         self._body = body = body_of(response, chunked=chunked)
-        if self.data and (watch := self._lease.watch):
-            watch(self.data)
+        if self.data:
+            self._tell(self.data)
         first = body.feed(self.data) if self.data else b""
         self.last = first
         return first
+
+    def _tell(self, data: bytes) -> None:
+        """What came of the body before anything was sent to the client."""
+        watch = self._lease.watch
+        if watch is not None and not watch(data):
+            self._reusable = False
+            raise self._lease.severed_error()
 
     @property
     def last_payload(self) -> bytes:

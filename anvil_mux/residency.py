@@ -167,6 +167,7 @@ class Ticket:
         "model",
         "severed",
         "since",
+        "taken_back",
         "wake",
         "work",
     )
@@ -185,6 +186,8 @@ class Ticket:
         """Why that backend, where the model has several."""
         self.error: MuxError | None = None
         self.severed = False
+        self.taken_back = False
+        """It was severed to be sent to another replica."""
         self.wake: Any = None
         """The driver's: how to wake whoever waits for this ticket."""
         self.cut: Callable[[], None] | None = None
@@ -309,6 +312,8 @@ class Residency:
         self.lines: dict[str, dict[Ticket, None]] = {seat.model: {} for seat in self.seats.values()}
         self.settled: list[Ticket] = []
         """Tickets that ended after waiting in a line; whoever drives the residency takes and wakes them."""
+        self.taken_back: list[Ticket] = []
+        """Tickets that ended at a replica that had not begun with them; the driver takes and cuts them."""
         self.deferred: tuple[str, Stay] | None = None
         """The model whose swap the policy holds back, and until when and why."""
         self._ask_again = FOREVER
@@ -393,10 +398,10 @@ class Residency:
         if idle and used > -FOREVER and all(seat.loaded <= used for seat in self.seats.values()):
             self._demand[model].returned(now - used)
 
-    def first_byte(self, ticket: Ticket) -> None:
-        """The first byte of an answer came; of interest where a model has several backends."""
-        if ticket.choice:
-            self._ledgers[ticket.model].first_byte(ticket)
+    def first_byte(self, ticket: Ticket) -> bool:
+        """The first byte of an answer came, of a model with several backends; False: it comes too late."""
+        self._ledgers[ticket.model].first_byte(ticket)
+        return not ticket.severed
 
     def bytes_per_token(self, model: str) -> float:
         """As engines' counts have it. Any thread may ask, at any time."""
@@ -418,6 +423,8 @@ class Residency:
             self._ledgers[ticket.model].ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
         if self._emit_leases:
             self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
+        if ticket.choice and not seat.holders and seat.state == "ready":
+            self._take_back(seat, now)
         deferred, leases = self.deferred, len(seat.holders)
         asked = deferred is not None and (leases < deferred[1].leases or now >= self._plans_hold_until)
         if leases:
@@ -485,6 +492,8 @@ class Residency:
             seat.rung = ""
         elif seat.rung:
             self._begin(None, [seat], now, f"woken on its way to {seat.rung}")
+        if seat.state == "ready" and seat.model in self._ledgers:
+            self._take_back(seat, now)
         self._fail_refused(now)  # what does not fit beside it, if it is pinned
 
     def start_failed(self, name: str, now: float, error: LoadError) -> None:
@@ -1028,6 +1037,23 @@ class Residency:
                 self._fail(ticket, _nobody_takes(model), now)
         self.settled += line
         line.clear()
+
+    def _take_back(self, idle: Seat, now: float) -> None:
+        """Requests that wait behind others, and would be better off at ``idle``, are sent anew."""
+        ready = [seat.name for seat in self._replicas[idle.model] if seat.state == "ready"]
+        ledger = self._ledgers[idle.model]
+        for ticket in ledger.better_off(idle.name, ready):
+            assert isinstance(ticket, Ticket)
+            assert ticket.backend is not None
+            seat = self.seats[ticket.backend]
+            del seat.holders[ticket]
+            ledger.ended(ticket)
+            ticket.severed = ticket.taken_back = True
+            self.taken_back.append(ticket)
+            if self._emit_leases:
+                why = f"taken back for {idle.name}"
+                size = len(seat.holders)
+                self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, size, reason=why))
 
     def _fail(self, ticket: Ticket, error: MuxError, now: float) -> None:
         ticket.error = error

@@ -42,6 +42,8 @@ class Work(NamedTuple):
     """Which stage is to be placed: neutral (all of it), prefill or decode."""
     size: int = 0
     """Bytes of its input; 0: not known."""
+    stream: bool = False
+    """The first byte of its answer says that its prefill is done."""
 
 
 class Replica(NamedTuple):

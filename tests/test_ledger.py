@@ -96,6 +96,37 @@ def test_a_session_is_not_sent_back_to_a_replica_that_lost_its_cache() -> None:
     assert chosen(made, 4, session) == "b"
 
 
+def streams(made: Ledger, *sizes: int, backend: str = "a") -> None:
+    """Streamed requests at a replica, with their sizes as keys."""
+    for size in sizes:
+        chosen(made, size, Work(size, stream=True), among=(backend,))
+
+
+def test_an_idle_replica_takes_requests_that_wait_behind_others_until_both_have_as_many() -> None:
+    made = ledger()
+    streams(made, 1000, 1001, 1002, 1003, 1004)
+    assert made.better_off("b", NAMES) == [1004, 1003]
+    streams(made, 900, 901, backend="b")
+    assert made.better_off("b", NAMES) == [1004]
+
+
+def test_a_request_stays_where_the_policy_would_send_it_again() -> None:
+    made = ledger()
+    chosen(made, "first", LONG, among=("a",))
+    made.first_byte("first")
+    chosen(made, 1, Work(100), among=("a",))
+    chosen(made, 2, LONG._replace(stream=True), among=("a",))
+    assert made.better_off("b", NAMES) == []  # all of it is cached here
+
+
+def test_what_is_answered_not_streamed_or_first_in_line_is_not_taken_back() -> None:
+    made = ledger()
+    streams(made, 1000, 1001)
+    made.first_byte(1001)
+    chosen(made, "whole", Work(5000), among=("a",))
+    assert made.better_off("b", NAMES) == []
+
+
 def test_what_is_cached_is_bounded_by_what_the_engine_holds() -> None:
     made = ledger(kv_tokens=1024)
     chosen(made, 1, among=("a",))

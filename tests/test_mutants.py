@@ -39,9 +39,9 @@ MUTANTS = {
     ),
     "only the first of a line is admitted": (
         "residency",
-        "(model), now)\n        self.settled += line\n        line.clear()\n\n    def _fail(",
+        "(model), now)\n        self.settled += line\n        line.clear()\n\n    def _take_back(",
         "(model), now)\n            break\n        self.settled += list(line)[:1]\n"
-        "        line.pop(next(iter(line), None), None)\n\n    def _fail(",
+        "        line.pop(next(iter(line), None), None)\n\n    def _take_back(",
     ),
     "a swap for nobody is not reprieved": (
         "residency",

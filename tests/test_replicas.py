@@ -174,6 +174,22 @@ def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig: Rig) ->
     lost.leave()
 
 
+def test_a_stream_that_waits_is_taken_back_when_another_replica_is_idle(rig: Rig) -> None:
+    """Two at each; those at b end, and the second one at a moves, unseen by its client."""
+    clients, asked = [], []
+    for engine in (rig.engine, rig.other) * 2:
+        clients.append(ask(rig, STREAM))
+        asked.append(engine.next())
+    for each in (asked[1], asked[3]):
+        each.send(SSE_HEAD, chunk(b"data: b\n\n"), chunk(b""))
+    rig.other.next().send(SSE_HEAD, chunk(b"data: moved\n\n"), chunk(b""))
+    assert asked[2].was_left()
+    asked[0].send(SSE_HEAD, chunk(b"data: a\n\n"), chunk(b""))
+    for client, word in zip(clients, (b"a", b"b", b"moved", b"b"), strict=True):
+        client.read_until(b"\r\n\r\n")
+        assert client.read_chunks() == (b"data: %b\n\n" % word, True)
+
+
 def test_the_last_replica_that_dies_leaves_an_error_or_is_loaded_again(rig: Rig) -> None:
     rig.mechanism.end = "killed"
     client = ask(rig)

@@ -15,6 +15,7 @@ from anvil_mux.placement import islands
 from anvil_mux.policy import POLICIES, Stay, SwapTo, Unload, build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.residency import TRANSITIONS, Residency, Start, Stop, Ticket, Wait
+from anvil_mux.routing import Work
 from anvil_mux.simulate import Engines, Request, check, simulate
 
 
@@ -927,6 +928,57 @@ def test_putting_out_an_idle_model_costs_its_load_too():
     island.core.adopt("b", 0.0)
     assert island.steps(0.0) == []
     assert island.until == (1.0 + 10.0 + 10.0) / 2  # evict, load, load b again
+
+
+def streamed(island, at, *backends):
+    """Streamed requests, in this order at these replicas (the others being out of the choice)."""
+    tickets = []
+    for name in backends:
+        ticket = Ticket(next(island.ids), "m", at, work=Work(tokens=100, stream=True))
+        island.core.request(ticket, at)
+        assert ticket.backend == name
+        tickets.append(ticket)
+    return tickets
+
+
+def test_requests_that_wait_behind_others_are_taken_back_when_another_replica_comes():
+    island = Island(backend("r0", "0", model="m"), backend("r1", "1", model="m"))
+    island.core.adopt("r0", 0.0)
+    first, second, third = streamed(island, 0.0, "r0", "r0", "r0")
+    assert island.steps(5.0) == ["start r1"]
+    island.core.started("r1", 15.0)
+    assert island.core.taken_back == [third]
+    assert third.severed
+    assert third.taken_back
+    assert island.log[-1].reason == "taken back for r1"
+    assert not island.core.release(third, 15.0)
+    assert list(island.core.seats["r0"].holders) == [first, second]
+    assert streamed(island, 15.0, "r1")
+    island.sound()
+
+
+def test_a_replica_that_becomes_idle_takes_one_that_waits():
+    island = Island(backend("r0", "0", model="m"), backend("r1", "1", model="m"))
+    for name in ("r0", "r1"):
+        island.core.adopt(name, 0.0)
+    tickets = streamed(island, 0.0, "r0", "r1", "r0", "r1", "r0")
+    island.core.release(tickets[1], 1.0)
+    assert island.core.taken_back == []
+    island.core.release(tickets[3], 2.0)
+    assert island.core.taken_back == [tickets[4]]
+    island.sound()
+
+
+def test_a_first_byte_after_a_request_was_taken_back_comes_too_late():
+    island = Island(backend("r0", "0", model="m"), backend("r1", "1", model="m"))
+    island.core.adopt("r0", 0.0)
+    first, second, third = streamed(island, 0.0, "r0", "r0", "r0")
+    assert island.core.first_byte(first)
+    island.core.adopt("r1", 1.0)
+    island.core.release(streamed(island, 1.0, "r1")[0], 2.0)
+    assert island.core.taken_back == [third]
+    assert not island.core.first_byte(third)
+    assert island.core.first_byte(second)
 
 
 def test_a_pinned_model_is_not_put_out_for_another_replica():
