@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import yaml
 
 from anvil_mux.config import Backend, Gpu
-from tests.fake_engine import JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
+from tests.running import serving
+
+DEMO = Path(__file__).resolve().parent.parent / "bin" / "demo-engine"
 
 ASK = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
 STREAM = b'{"model":"m","stream":true}'
@@ -216,3 +225,48 @@ def test_a_policy_that_lets_nobody_take_more_is_an_overload() -> None:
         assert [answered(*pair)[:1] for pair in zip(clients, asked, strict=True)] == [b"a", b"b"]
     finally:
         rig.close()
+
+
+# A real anvil-mux before three demo engines
+
+
+def three(folder: Path) -> Path:
+    command = [str(DEMO), "--model", "m", "--load-seconds", "0", "--tokens-per-second", "20"]
+    services = {
+        name: {"command": command, "image": "none", "x-anvil": {"model": "m", "gpus": [], "prepare": True}}
+        for name in ("r0", "r1", "r2")
+    }
+    file = folder / "compose.yaml"
+    file.write_text(
+        yaml.safe_dump({"name": "three", "x-anvil": {"runtime": "process"}, "services": services})
+    )
+    return file
+
+
+def test_an_engine_that_is_killed_under_load_loses_no_request_that_had_not_begun(tmp_path: Path) -> None:
+    """Thirty answers in one piece at three replicas, one of which is killed among them."""
+    state = tmp_path / "state"
+    with serving(three(tmp_path), state=state) as mux, ThreadPoolExecutor(30) as pool:
+        seen: set[str] = set()
+        until(lambda: seen.add(served_by(mux.chat("m", max_tokens=1)[1])) or len(seen) == 3)
+        asked = [pool.submit(mux.chat, "m", max_tokens=40) for _ in range(30)]
+        until(lambda: mux.get("/healthz")["models"]["m"]["leases"] == 30)
+        about = json.loads((state / "anvil-mux" / "three" / "r1.json").read_text())
+        os.kill(about["pid"], signal.SIGKILL)
+        answers = [each.result(GUARD * 3) for each in asked]
+    assert [status for status, _, _ in answers] == [200] * 30
+    assert {served_by(headers) for _, headers, _ in answers} >= {"r0", "r2"}
+
+
+def served_by(headers: Mapping[str, str]) -> str:
+    return headers["x-anvil-backend"].partition(";")[0]
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Waits, asking again and again."""
+    pause = threading.Event()
+    for _ in range(int(GUARD / 0.05)):
+        if true():
+            return
+        pause.wait(0.05)
+    raise AssertionError("it never came true")
