@@ -399,15 +399,13 @@ class Multiplexer:
             island = self._islands[ticket.model]
             if island.residency.release(ticket, self._clock.now(), usage):
                 island.changed.notify_all()
-            taken_back = self._taken_back(island)
+            taken_back = island.residency.taken_back and self._taken_back(island)
         for each in taken_back:
             _cut(each)
 
     def _taken_back(self, island: _Island) -> list[Ticket]:
         """Under the lock: those that are to be cut outside of it."""
-        found = island.residency.taken_back
-        if found:
-            island.residency.taken_back = []
+        found, island.residency.taken_back = island.residency.taken_back, []
         return found
 
     def _first_byte(self, ticket: Ticket) -> bool:

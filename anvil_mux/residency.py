@@ -372,14 +372,15 @@ class Residency:
         demand.arrived(now)
         ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
         if ready:
-            seat = self._route(ready, ticket, now)
+            routed = ticket.leases and ticket.model in self._ledgers
+            seat = self._route(ready, ticket, now) if routed else ready[0]
             if seat is None:
                 self._fail(ticket, _nobody_takes(ticket.model), now)
                 return False
             if not seat.holders:
                 demand.returned(now - seat.used)
             self._lease(seat, ticket, now)
-            return ticket.choice is not None and self._spill(ticket.model, now) is not None
+            return routed and self._spill(ticket.model, now) is not None
         line = self.lines[ticket.model]
         if not line:  # a line that nobody can serve any more has failed already
             if error := self._refusal(ticket.model, now):
