@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from anvil_mux import __version__
 from anvil_mux.errors import BackendError, ConfigError, MuxError
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from anvil_mux import study
     from anvil_mux.clairvoyant import Ratio
     from anvil_mux.config import Backend, Config
+    from anvil_mux.fleet import Engine
+
+T = TypeVar("T")
 
 FAILED, NOT_RUNNING, BAD_CONFIG, INTERRUPTED = 1, 3, 78, 130
 DEFAULT_URL = "http://127.0.0.1:9292"
@@ -36,6 +39,7 @@ ASK_SECONDS = 10.0
 PROGRESS_SECONDS = 2.0
 DOCKER_SECONDS = 5.0
 BROKEN_SHOWN = 5
+TTFT_AXIS = "mean time to the first byte (s, simulated)"
 
 
 class NotRunning(MuxError):
@@ -209,8 +213,13 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
         "by default every model has GPU 0 to itself",
     )
     add(
+        "--routing",
+        action="store_true",
+        help="instead: the prompts of each --trace under each routing policy, on replicas of one model",
+    )
+    add(
         "--profile",
-        type=_chosen("profiles"),
+        type=_profiles,
         default=(),
         metavar="NAME[,NAME]",
         help="traffic made to order: single, balanced, bursty, dominant, interleave, mixed, or all",
@@ -220,15 +229,16 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a workload file, or the name of one that is shipped; may be repeated",
+        help="a workload file, or the name of one that is shipped; may be repeated. With --routing: "
+        "claude_code_le64k, claude_code_le131k, mooncake_conversation_600s, or a file",
     )
     add("--log", metavar="EVENTS", help="the clients of an event log, as `serve --event-log` writes it")
     add(
         "--policy",
-        type=_chosen("policies"),
         metavar="NAME[,NAME]",
         help="the policies to compare; by default all: every one that needs no settings. "
-        "clairvoyant knows the future, of 12 requests at most",
+        "clairvoyant knows the future, of 12 requests at most. With --routing: those of "
+        "`config --routing`, and of the compose files",
     )
     add(
         "--seeds",
@@ -247,13 +257,34 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
         "(default 1000); MEAN-AHEAD: over the best that puts models out before anybody waits for another",
     )
     add("--check", action="store_true", help="check whether --log breaks an invariant")
-    add("--plot", metavar="FILE", help="draw who was resident, the lines and the waits (needs matplotlib)")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw who was resident, the lines and the waits, or with --routing the means of each policy "
+        "(needs matplotlib)",
+    )
+    add("--replicas", type=_positive, metavar="N", help="with --routing: how many replicas (default 8)")
+    add(
+        "--sessions",
+        type=_counts,
+        metavar="N[,N]",
+        help="with --routing: so many sessions of a trace, drawn anew for each seed (default: all)",
+    )
+    add(
+        "--engine",
+        type=_engine,
+        metavar="KEY=VALUE[,..]",
+        help="with --routing: what a replica can do, as kv_tokens=100000; the others of docs/routing.md",
+    )
+    add("--csv", metavar="FILE", help="with --routing: write every run to a file")
     _add_json(command)
     command.set_defaults(refuse=command.error)
     command.epilog = (
         "Times in the table are in seconds: from the first arrival to the last answer (MAKESPAN), of all "
         "evictions and loads together (SWAPPING), and waits. BUSY is the part of the makespan in which "
-        "something was in service. Exit code 1: an invariant is broken."
+        "something was in service. Exit code 1: an invariant is broken. With --routing they are in ms: to "
+        "the first byte (TTFT), to the last (E2E), between tokens (TPOT); HIT is the part of the input that "
+        "was cached, BALANCE the most requests of a replica over the least."
     )
 
 
@@ -279,19 +310,27 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _chosen(what: str) -> Callable[[str], tuple[str, ...]]:
-    """Reads a list of profiles or policies."""
+def _profiles(names: str) -> tuple[str, ...]:
+    from anvil_mux import study
 
-    def read(names: str) -> tuple[str, ...]:
-        from anvil_mux import study
+    return _read(study.choose_profiles, names)
 
-        choose = {"profiles": study.choose_profiles, "policies": study.choose_policies}[what]
-        try:
-            return choose(names)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
 
-    return read
+def _engine(settings: str) -> Engine:
+    from anvil_mux import contest
+
+    return _read(contest.read_engine, settings)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(map(_positive, text.split(",")))
+
+
+def _read(read: Callable[[str], T], text: str) -> T:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _positive(text: str) -> int:
@@ -672,13 +711,12 @@ def _logs(given: argparse.Namespace) -> int:
 def _simulate(given: argparse.Namespace) -> int:
     from anvil_mux import plot, study
 
-    policies = given.policy or study.choose_policies("all")
+    if given.routing:
+        return _simulate_routing(given)
+    policies = _policies(given, study.choose_policies)
     if given.ratios:
         return _ratios(given, policies)
-    if not (given.profile or given.trace or given.log):
-        given.refuse("say what to run: --profile NAME, --trace FILE, --log EVENTS or --ratios")
-    if given.check and not given.log:
-        given.refuse("--check is for what --log names; simulations are always checked")
+    _refuse_what_makes_no_sense(given)
     if given.plot:
         plot.check_file(given.plot)
     config = _load(given.files) if given.files else None
@@ -702,6 +740,54 @@ def _simulate(given: argparse.Namespace) -> int:
     else:
         _print_table(study.HEAD, study.table(runs))
     return _blame(runs)
+
+
+def _refuse_what_makes_no_sense(given: argparse.Namespace) -> None:
+    if not (given.profile or given.trace or given.log):
+        given.refuse("say what to run: --profile NAME, --trace FILE, --log EVENTS or --ratios")
+    if given.check and not given.log:
+        given.refuse("--check is for what --log names; simulations are always checked")
+    for name in ("replicas", "sessions", "engine", "csv"):
+        if getattr(given, name):
+            given.refuse(f"--{name} is for --routing")
+
+
+def _policies(given: argparse.Namespace, choose: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
+    try:
+        return choose(given.policy or "all")
+    except ValueError as error:
+        given.refuse(f"argument --policy: {error}")
+        raise  # not reached: refuse ends the program
+
+
+def _simulate_routing(given: argparse.Namespace) -> int:
+    from anvil_mux import contest, fleet, pipeline, plot
+
+    if given.profile or given.log or given.ratios or given.check or not given.trace:
+        given.refuse("--routing replays prompts: it takes --trace, and neither --profile, --log nor --ratios")
+    own = _load(given.files).routing_policies if given.files else {}
+    policies = _policies(given, lambda names: contest.choose_policies(names, own))
+    engine, replicas = given.engine or fleet.Engine(), given.replicas or 8
+    drawn = list(contest.draw(given.trace, given.sessions or (), range(given.seeds), replicas, engine))
+    with ExitStack() as outputs:
+        # Whether they can be written is known before the long work begins.
+        file = outputs.enter_context(_written(given.csv)) if given.csv else None
+        figure = outputs.enter_context(plot.picture(given.plot)) if given.plot else None
+        tell = _progress(f"of {len(drawn) * len(policies)} runs")
+        results = []
+        for field in drawn:
+            for policy in policies:
+                results.append(contest.run(field, policy, own))
+                tell(len(results))
+        if file:
+            contest.write_csv(results, file)
+        if figure:
+            plot.draw_dots(contest.panels(results), pipeline.DEFAULT, TTFT_AXIS, figure)
+    if given.json:
+        _print_json([result.row() for result in results])
+    else:
+        _print_table(contest.HEAD, contest.table(results))
+    return 0
 
 
 def _ratios(given: argparse.Namespace, policies: Sequence[str]) -> int:

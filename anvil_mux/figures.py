@@ -53,9 +53,9 @@ def figures(log: Sequence[Event], sent: int = 0) -> Figures:
         swaps=sum([event.kind == "starting" for event in log]),
         makespan_seconds=makespan,
         wait_mean_seconds=math.fsum(waits) / len(waits) if waits else 0.0,
-        wait_p50_seconds=_quantile(waits, 0.50),
-        wait_p95_seconds=_quantile(waits, 0.95),
-        wait_max_seconds=_quantile(waits, 1.00),
+        wait_p50_seconds=quantile(waits, 0.50),
+        wait_p95_seconds=quantile(waits, 0.95),
+        wait_max_seconds=quantile(waits, 1.00),
         swap_seconds=_swap_seconds(log),
         busy_fraction=_busy_seconds(log, last) / makespan if makespan else 0.0,
         failed=sum([event.kind == "failed" for event in log]) + max(sent - tickets, 0),
@@ -72,7 +72,7 @@ def _cut(event: Event) -> int:
     return event.size if event.kind in ("severed", "empty") else 0
 
 
-def _quantile(values: Sequence[float], share: float) -> float:
+def quantile(values: Sequence[float], share: float) -> float:
     """The least of the sorted ``values`` that ``share`` of them do not exceed."""
     return values[math.ceil(share * len(values)) - 1] if values else 0.0
 

@@ -1,14 +1,15 @@
 """Replicas of one model in virtual time: what an engine makes of the requests that a router sends it.
 
-Each replica is a continuously batching engine with chunked prefill. Requests wait in the order of their coming.
-A step computes one token for every request that decodes and, with what is left of ``step_tokens``, the next
-part of the prompts at the head; a prompt is admitted when the KV blocks of all its input and output are free or
-can be freed. Whole blocks of a computed prompt are shared by their ids: a request whose first blocks are there
-does not compute them again. Blocks that nobody uses stay until their place is needed, the least lately used
-first. The last token of a prompt is always computed, for it gives the first token of the answer.
+Each replica is a continuously batching engine with chunked prefill. Requests wait in the order in which they
+came. A step computes one token for every request that decodes and, with what is left of ``step_tokens``, the
+next part of the prompts at the head; a prompt is admitted when the KV blocks of all its input and output are
+free or can be freed. Whole blocks of a computed prompt are shared by their ids: a request whose first blocks
+are there does not compute them again. Blocks that nobody uses stay until their place is needed, the least
+lately used first. The last token of a prompt is always computed, for it gives the first token of the answer.
 
-Steps that only decode need no event each: their durations are an arithmetic series, so the replica sleeps until
-the first answer is complete, and a request that comes before then wakes it at the end of the step it falls into.
+Steps that only decode need no event each: their durations are an arithmetic series. So the replica sleeps
+until the first answer is complete, and a request that comes before then wakes it at the end of the step that
+it falls into.
 
 The router is asked when a request arrives, and told of its first byte and of its end, as the relay would.
 """
@@ -87,8 +88,8 @@ class Engine:
 class Blocks:
     """The KV blocks of one replica.
 
-    A block is private to a request, shared and pinned by at least one, or shared and idle. Only idle ones are
-    evicted, the least lately used first; of one prompt the later ones before the earlier.
+    A block is private to a request, shared and pinned by at least one, or shared and idle. Only idle ones
+    are evicted, the least lately used first; of one prompt the later ones before the earlier.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -145,7 +146,17 @@ class Blocks:
 class _Job:
     """A request at its replica."""
 
-    __slots__ = ("arrived", "cached", "computed", "first_byte", "key", "pinned", "private", "prompt", "replica")
+    __slots__ = (
+        "arrived",
+        "cached",
+        "computed",
+        "first_byte",
+        "key",
+        "pinned",
+        "private",
+        "prompt",
+        "replica",
+    )
 
     def __init__(self, key: int, prompt: Prompt, arrived: float) -> None:
         self.key = key

@@ -18,6 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anvil_mux.config import Config
@@ -187,6 +188,33 @@ def _columns(labels: Sequence[str], figure: Figure) -> int:
     """How many entries of a legend fit into a row, all rows being alike."""
     wanted = sum(LEGEND_INCHES[0] + LEGEND_INCHES[1] * len(label) for label in labels)
     return math.ceil(len(labels) / math.ceil(wanted / figure.get_figwidth()))
+
+
+def draw_dots(
+    panels: Mapping[str, Mapping[str, Sequence[float]]], bold: str, unit: str, figure: Figure
+) -> None:
+    """A panel for each title, and in it a line for each name: its values as dots, their mean as a mark."""
+    columns = min(len(panels), MOST_COLUMNS)
+    rows = math.ceil(len(panels) / columns)
+    most = max(len(lines) for lines in panels.values())
+    figure.set_size_inches(0.6 + 4.2 * columns, rows * (0.9 + 0.22 * most))
+    every = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, (title, lines) in zip(every, panels.items(), strict=False):
+        order = sorted(lines, key=lambda name: -fmean(lines[name]))
+        for height, name in enumerate(order):
+            colour = COLOURS[5] if name == bold else COLOURS[0]
+            values = lines[name]
+            axes.plot(values, [height] * len(values), "o", color=colour, markersize=3, alpha=0.35, mew=0)
+            axes.plot([fmean(values)], [height], "|", color=colour, markersize=11, mew=2.2)
+        axes.set_yticks(range(len(order)), order)
+        for label in axes.get_yticklabels():
+            label.set_fontweight("bold" if label.get_text() == bold else "normal")
+        axes.set_title(title, fontweight="bold", color=INK)
+        axes.set_xscale("log")
+        axes.grid(axis="x", which="both", color="#E8E8E8", linewidth=0.5)
+        axes.set_xlabel(unit)
+    for axes in every:
+        axes.remove()
 
 
 _STYLE: Any = {

@@ -6,13 +6,13 @@ A trace holds JSON lines and may be gzipped. The first line is a header, every o
     {"at": 12.5, "in": 1000, "out": 80, "blocks": "1-12,40-42"}
     {"session": 7, "at": 0, "in": 900, "out": 60, "blocks": "1-12,50-51"}
 
-``in`` and ``out`` are tokens. ``blocks`` are ranges of ids, one for each whole block of ``block_tokens`` of the
-input; equal ids mean that all input up to there is equal.
+``in`` and ``out`` are tokens. ``blocks`` are ranges of ids, one for each whole block of ``block_tokens`` of
+the input; equal ids mean that all input up to there is equal.
 
 A request without a session comes at its moment. Those of a session come one after the other, each at its
 moment, but not before the answer to the one before; their moments count from the beginning of the session,
-which is not in the trace: ``Trace.draw`` draws it, evenly over ``seconds``, and takes what comes within them. So
-which requests there are depends on the seed alone, and every policy gets the same.
+which is not in the trace: ``Trace.draw`` draws it, evenly over ``seconds``, and takes what comes within them.
+So which requests there are depends on the seed alone, and every policy gets the same.
 """
 
 from __future__ import annotations
