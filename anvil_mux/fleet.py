@@ -111,7 +111,7 @@ class Blocks:
         return sum(1 for _ in takewhile(lambda block: block in pins or block in idle, blocks))
 
     def reserve(self, hit: Sequence[int], private: int) -> bool:
-        """Pins the blocks of a hit and takes private ones; False, and nothing happens, if there is no room."""
+        """Pins the blocks of a hit and takes private ones; without room nothing happens and it is False."""
         woken = sum(map(self._idle.__contains__, hit))
         if self.private + private + len(self._pins) + woken > self.capacity:
             return False
