@@ -524,8 +524,9 @@ class Residency:
         """
         seat = self.seats[name]
         parked = how != "stop"
-        if seat.state == "stopping" and not seat.failed_stops:  # else an earlier attempt freed some of it
-            self._footprints.learn(name, how, freed or {}, residual or {}, host_bytes if parked else 0)
+        if not seat.failed_stops:  # else an earlier attempt freed some of it
+            gave_up = (freed or {}) if seat.state == "stopping" else {}  # who is demoted held less than all
+            self._footprints.learn(name, how, gave_up, residual or {}, host_bytes if parked else 0)
             self._placement.measure(seat, self._footprints.held(name))
         self._enter(seat, "parked" if parked else "stopped", now)
         seat.rests, seat.rung, seat.residual = how, "", dict(residual or {}) if parked else {}

@@ -194,11 +194,13 @@ def test_requests_of_one_moment_may_come_in_any_order_and_all_is_kept():
 class Stage:
     """A multiplexer on a baton clock: ``main(stage)`` runs as a thread among its keepers and requests."""
 
-    def __init__(self, config=TWO, perform=None, seed=0):
+    def __init__(self, config=TWO, perform=None, seed=0, footprints=()):
         self.clock = BatonClock(seed)
         self.log = []
         self.engines = VirtualEngines(self.clock, perform or Engines({"a": 4.0, "b": 6.0}, stop_seconds=1.0))
-        self.mux = Multiplexer(config, self.engines, log=self.log.append, clock=self.clock)
+        self.mux = Multiplexer(
+            config, self.engines, log=self.log.append, footprints=footprints, clock=self.clock
+        )
         self.config = config
 
     def play(self, main):
@@ -269,6 +271,42 @@ def test_what_a_backend_held_is_learned_when_it_leaves():
 
     stage.play(main)
     assert seen == [Footprint("a", "sleep", {"0": 20}, {"0": 2}, 16, 1)]
+
+
+@pytest.mark.parametrize(("host_bytes", "state"), [(8, "parked"), (16, "empty")])
+def test_what_a_sleeper_kept_of_host_memory_is_known_after_a_restart(host_bytes, state):
+    backends = (replace(A, rest=("sleep", "stop")), B)
+    config = Config(policy="eager", backends=backends, host_memory=10)
+    stage, seen = Stage(config, footprints=[Footprint("a", "sleep", host_bytes=host_bytes)]), []
+
+    def main(stage):
+        stage.clock.sleep(30.0)
+        seen.append(stage.states()["a"])
+
+    stage.request(0.0, "a")
+    stage.request(10.0, "b")
+    stage.play(main)
+    assert seen == [state]
+
+
+def test_what_a_demotion_frees_is_not_all_that_a_backend_held():
+    backends = (replace(A, rest=("sleep", "checkpoint"), demote_after=5.0), B)
+    stage = Stage(Config(policy="eager", backends=backends))
+    stage.engines.evict = lambda backend, how: Rested("sleep", {"0": 2}, 16, {"0": 18})
+    stage.engines.demote = lambda backend, how, to: Rested(to, {"0": 0}, 18 * (to != "stop"), {"0": 2})
+    stage.request(0.0, "a")
+    stage.request(10.0, "b")
+    seen = []
+
+    def main(stage):
+        stage.clock.sleep(30.0)
+        seen.extend(stage.mux.footprints())
+
+    stage.play(main)
+    assert seen == [
+        Footprint("a", "sleep", {"0": 20}, {"0": 2}, 16, 1),
+        Footprint("a", "checkpoint", {}, {}, 18, 1),
+    ]
 
 
 def test_nothing_is_learned_from_what_one_held_that_could_not_be_stopped_at_first():
