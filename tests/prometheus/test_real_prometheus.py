@@ -23,6 +23,7 @@ import yaml
 
 from tests.running import Running, serving
 from tests.test_cli import compose
+from tests.test_grafana import ASKED, FOLDER
 from tests.test_metrics_docs import QUERIES
 
 GUARD = 120.0
@@ -130,6 +131,17 @@ def test_the_five_questions_are_answered(mux: Running, prometheus: Prometheus) -
 
     eventually(answered)
     assert 0 < prometheus.ask(SERVING)[""] < 1
+
+
+def test_the_queries_of_the_dashboard_and_the_alerts_are_understood(prometheus: Prometheus) -> None:
+    values = {"$__rate_interval": "1m", "$__range": "5m", "$instance": ".*", "$model": ".*"}
+    for query in ASKED:
+        for name, value in values.items():
+            query = query.replace(name, value)
+        prometheus.ask(query)
+    rules = str(FOLDER / "alerts.yml")
+    done = subprocess.run(["promtool", "check", "rules", rules], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_no_series_is_refused(mux: Running, prometheus: Prometheus) -> None:
