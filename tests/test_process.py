@@ -359,6 +359,7 @@ def test_a_stranger_with_our_process_id_is_left_alone(house: House, changes: dic
     edit(house.file("a.json"), **changes)
     second = house.runtime(backend)
     assert second.running() == {}
+    assert second.owner(pid) is None
     second.stop(backend)
     assert running(pid)
     house.file("a.json").write_text(record)

@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -17,6 +18,7 @@ from anvil_mux.errors import LoadError
 from anvil_mux.gpu import Stranger
 from anvil_mux.home import CPUs
 from anvil_mux.lookout import Seen
+from anvil_mux.policy import Decision, Snapshot, Stay, SwapTo
 from anvil_mux.swap import Rested
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 
@@ -429,6 +431,27 @@ def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig: Callable
     assert 0 < models["org/b"]["deferred"]["seconds_left"] <= 600
     second.leave()
     asked.send(JSON_OK)
+
+
+@dataclass(frozen=True)
+class Broken:
+    def decide(self, seen: Snapshot) -> Decision:
+        if any(line.evicts for line in seen.lines):
+            raise ZeroDivisionError
+        return SwapTo(seen.lines[0].model) if seen.lines else Stay()
+
+
+def test_healthz_has_no_number_for_what_is_put_off_without_end(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(policy=f"{__name__}:Broken", max_wait=600.0)
+    rig.engine.answer = lambda _: JSON_OK
+    first, second = rig.client(), rig.client()
+    first.post(ASK_A)
+    first.read()
+    second.post(b'{"model":"org/b"}')
+    rig.events.wait("deferred")
+    deferred = json.loads(rig.client().get(b"/healthz").body)["models"]["org/b"]["deferred"]
+    assert deferred == {"seconds_left": None, "reason": "the policy failed: ZeroDivisionError()"}
+    second.leave()
 
 
 def test_healthz_has_the_last_lines_of_an_engine_that_failed(rig: Rig) -> None:
