@@ -1,6 +1,7 @@
 """The threaded multiplexer writes the log that was simulated; and single situations, virtual and real."""
 
 import threading
+from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 
