@@ -23,14 +23,17 @@ Address = tuple[str, int]
 
 
 class Hand(Protocol):
-    """What stops and starts a service; also a Runtime can."""
+    """What stops and starts a service; every swap.Runtime can."""
 
     def stop(self, backend: Backend) -> None: ...
     def start(self, backend: Backend) -> str: ...
 
 
 class Docker:
-    """Docker's own commands, as a person types them who knows the container."""
+    """Docker's own commands, as a person types them who knows the container.
+
+    Its address is looked up while it loads, so that costs nothing.
+    """
 
     def __init__(self, project: str) -> None:
         self._project = project
