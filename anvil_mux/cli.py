@@ -479,8 +479,9 @@ def _value(config: Config, key: str) -> Any:
             settings = getattr(config, f"{key}_settings")
             name = getattr(config, key)
             return {"name": name, **settings} if settings else name
-        case "routing" if config.routing_policies:
-            return {"default": config.routing, "policies": config.routing_policies}
+        case "routing" if config.routing_policies or config.routing_mode != "lite":
+            mode, policies = config.routing_mode, config.routing_policies
+            return {"default": config.routing, "mode": mode, "policies": policies}
     return getattr(config, key)
 
 

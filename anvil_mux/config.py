@@ -129,6 +129,8 @@ class Config:
     routing: str = pipeline.DEFAULT
     routing_policies: dict[str, Any] = field(default_factory=dict)
     """Those of the compose file, as they are written."""
+    routing_mode: str = "lite"
+    """lite: what we count; full: what engines say of themselves as well."""
     host: str = "127.0.0.1"
     port: int = 9292
     drain_timeout: float = 30.0
@@ -202,16 +204,21 @@ def _read_project(value: Any) -> str:
     return str(value)
 
 
-def _read_routing(value: Any) -> tuple[str, dict[str, Any]]:
+ROUTING = ("default", "mode", "policies")
+MODE = settings.one_of("lite", "full")
+
+
+def _read_routing(value: Any) -> tuple[str, dict[str, Any], str]:
     if not isinstance(value, dict):
-        return settings.TEXT.read(value), {}
+        return settings.TEXT.read(value), {}, "lite"
     for key in value:
-        if key not in ("default", "policies"):
-            raise ValueError(f"unknown key {key}; {settings.nearest(key, ('default', 'policies'))}")
+        if key not in ROUTING:
+            raise ValueError(f"unknown key {key}; {settings.nearest(key, ROUTING)}")
+    mode = MODE.read(value.get("mode") or "lite")
     policies = value.get("policies") or {}
     if not isinstance(policies, dict):
         raise ValueError(f"policies must hold {{name: policy}}, not {settings.show(policies)}")
-    return settings.TEXT.read(value.get("default") or pipeline.DEFAULT), policies
+    return settings.TEXT.read(value.get("default") or pipeline.DEFAULT), policies, mode
 
 
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
@@ -239,7 +246,7 @@ SETTINGS: dict[str, Setting] = {
     "policy": Setting(settings.CHOSEN, "When a swap is worth its cost."),
     "preemption": Setting(settings.CHOSEN, "Whom to put out."),
     "routing": Setting(
-        Kind("name, or {default: name, policies: {name: policy}}", _read_routing),
+        Kind("name, or {default: name, mode: lite or full, policies: {name: policy}}", _read_routing),
         "Which of a model's replicas gets a request (see docs/routing.md).",
     ),
     "drain_timeout": Setting(SECONDS, "How long a swap waits for requests that run; 0: not at all."),
@@ -436,7 +443,7 @@ class _Loading:
             if key in values:
                 values[key], values[f"{key}_settings"] = values[key]
         if "routing" in values:
-            values["routing"], values["routing_policies"] = values["routing"]
+            values["routing"], values["routing_policies"], values["routing_mode"] = values["routing"]
         return values
 
     def _given(self, key: str, setting: Setting, value: object, origin: str) -> dict[str, Any]:

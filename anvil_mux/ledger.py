@@ -8,6 +8,9 @@ how long a token is taken to be, and how much a replica's cache to hold.
 Requests are identities held in a dict, never counts, so an end that comes twice, or after the replica was
 forgotten, changes nothing, and all counts are 0 when nobody is left.
 
+In the mode full an engine's own figures are merged in (``observe``): of requests, which may also be those of
+others, what it says and what was sent to it since; of its cache the larger of both. Tokens are always ours.
+
 No lock and no clock: the residency calls it under the multiplexer's lock, the simulator from its loop.
 """
 
@@ -42,6 +45,15 @@ class Member(NamedTuple):
     profile: Profile | None = None
 
 
+class Load(NamedTuple):
+    """What an engine says of itself."""
+
+    running: int
+    waiting: int
+    usage: float | None = None
+    """How full its cache is, from 0 to 1; None: it does not say."""
+
+
 @dataclass(slots=True)
 class _Entry:
     """One request at its replica."""
@@ -49,6 +61,7 @@ class _Entry:
     work: Work
     hit: int
     """Tokens of its input that were thought to be in the cache."""
+    since: float = 0.0
     answering: bool = False
 
     @property
@@ -69,6 +82,9 @@ class _Account:
     kv_tokens: int = 0
     """How many tokens its cache is thought to hold."""
     surprises: int = 0
+    load: Load | None = None
+    heard: float | None = None
+    """When its engine last said something of itself, or else when it was first looked at."""
 
     def __post_init__(self) -> None:
         self.kv_tokens = self.member.kv_tokens or KV_TOKENS
@@ -77,8 +93,9 @@ class _Account:
 class Ledger:
     """The accounts, the caches and the memory of the replicas of one model."""
 
-    def __init__(self, routing: Routing, members: Iterable[Member]) -> None:
+    def __init__(self, routing: Routing, members: Iterable[Member], *, full: bool = False) -> None:
         self.routing = routing
+        self._full = full
         self._accounts = {member.backend: _Account(member) for member in members}
         self._where: dict[Hashable, str] = {}
         self._memory = Memory()
@@ -89,12 +106,40 @@ class Ledger:
     def __repr__(self) -> str:
         return f"<Ledger {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"
 
-    def view(self, work: Work, among: Sequence[str], failed: Sequence[str] = ()) -> list[Replica]:
+    def observe(self, backend: str, load: Load, now: float) -> None:
+        """Its engine said this of itself."""
+        account = self._accounts[backend]
+        account.load, account.heard = load, now
+
+    def view(
+        self, work: Work, among: Sequence[str], failed: Sequence[str] = (), now: float = 0.0
+    ) -> list[Replica]:
         """The replicas as a choice for ``work`` sees them; those that ``failed`` cannot be chosen."""
         hits = self.prefixes.hits(work.blocks, among) if work.blocks else {}
         replicas = [self._replica(name, work, hits.get(name, 0)) for name in among]
+        if self._full:
+            replicas = [self._observed(replica, now) for replica in replicas]
         replicas += [self._replica(name, work, 0)._replace(schedulable=False) for name in failed]
         return replicas
+
+    def _observed(self, ours: Replica, now: float) -> Replica:
+        """With what its engine says, and what was sent to it since."""
+        account = self._accounts[ours.backend]
+        if account.heard is None:
+            account.heard = now
+        since = account.heard
+        ours = ours._replace(age_seconds=now - since)
+        if account.load is None:
+            return ours
+        sent = sum([entry.since > since for entry in account.entries.values()])
+        running, waiting, usage = account.load
+        requests = max(running + waiting + sent, ours.num_requests)
+        return ours._replace(
+            num_requests=requests,
+            num_waiting_requests=waiting + sent,
+            decode_batch=max(ours.decode_batch, running),
+            kv_usage=usage,
+        )
 
     def _replica(self, name: str, work: Work, blocks: int) -> Replica:
         account = self._accounts[name]
@@ -123,13 +168,18 @@ class Ledger:
         return [key for key, entry in self._accounts[backend].entries.items() if not entry.answering]
 
     def choose(
-        self, key: Hashable, work: Work, among: Sequence[str], failed: Sequence[str] = ()
+        self,
+        key: Hashable,
+        work: Work,
+        among: Sequence[str],
+        failed: Sequence[str] = (),
+        now: float = 0.0,
     ) -> Choice | None:
         """One of ``among``, charged with ``work`` under ``key`` until it ended; None if none is left."""
-        choice = choose(self.routing, work, self.view(work, among, failed), self._memory)
+        choice = choose(self.routing, work, self.view(work, among, failed, now), self._memory)
         if choice:
             self._memory.note(work, choice)
-            self._charge(key, work, choice)
+            self._charge(key, work, choice, now)
         return choice
 
     def better_off(self, to: str, among: Sequence[str]) -> list[Hashable]:
@@ -171,9 +221,9 @@ class Ledger:
             )
         return replica
 
-    def _charge(self, key: Hashable, work: Work, choice: Choice) -> None:
+    def _charge(self, key: Hashable, work: Work, choice: Choice, now: float) -> None:
         account = self._accounts[choice.backend]
-        entry = _Entry(work, choice.hit_tokens)
+        entry = _Entry(work, choice.hit_tokens, now)
         account.entries[key] = entry
         account.prefill_tokens += entry.missing
         account.num_tokens += work.tokens

@@ -37,6 +37,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.footprint import Footprint, Footprints
 from anvil_mux.ladder import Host
+from anvil_mux.ledger import Load
 from anvil_mux.placement import HOLDING, Seat, islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
@@ -444,6 +445,24 @@ class Multiplexer:
                 residency.unload_requested(backend.model, now, text, backend=backend.name, drain_timeout=0.0)
 
         self._tell(backend.name, fact)
+
+    def resident_replicas(self) -> list[tuple[str, tuple[str, int]]]:
+        """Those that may be leased, of models with several backends, and where they listen."""
+        with self._lock:
+            names = [
+                seat.name
+                for model, count in self._replicas.items()
+                if count > 1
+                for seat in self._islands[model].residency.seats_of(model)
+                if seat.state == "ready"
+            ]
+            return [(name, self._addresses[name]) for name in names]
+
+    def observed(self, backend: str, load: Load) -> None:
+        """The engine of a replica said this of itself."""
+        with self._lock:
+            residency = self._islands[self._backends[backend].model].residency
+            residency.observed(backend, load, self._clock.now())
 
     def unload(self, model: str) -> bool:
         """Puts ``model`` out after its drain; False if it is not resident. BadRequest while it is loading."""

@@ -58,7 +58,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at
-from anvil_mux.ledger import Ledger, Member
+from anvil_mux.ledger import Ledger, Load, Member
 from anvil_mux.placement import HOLDING, Placement, Seat
 from anvil_mux.policy import (
     FOREVER,
@@ -403,6 +403,10 @@ class Residency:
         """The first byte of an answer came, of a model with several backends; False: it comes too late."""
         self._ledgers[ticket.model].first_byte(ticket)
         return not ticket.severed
+
+    def observed(self, backend: str, load: Load, now: float) -> None:
+        """The engine of a replica said this of itself."""
+        self._ledgers[self.seats[backend].model].observe(backend, load, now)
 
     def bytes_per_token(self, model: str) -> float:
         """As engines' counts have it. Any thread may ask, at any time."""
@@ -1014,7 +1018,9 @@ class Residency:
         if ledger is None or not ticket.leases:
             return ready[0]
         failed = [s.name for s in self._replicas[ticket.model] if s.state == "stuck" or s.retry_at > now]
-        choice = ticket.choice = ledger.choose(ticket, ticket.work, [seat.name for seat in ready], failed)
+        choice = ticket.choice = ledger.choose(
+            ticket, ticket.work, [seat.name for seat in ready], failed, now
+        )
         return self.seats[choice.backend] if choice else None
 
     def _lease(self, seat: Seat, ticket: Ticket, now: float) -> None:
@@ -1227,7 +1233,8 @@ def _ledger(seats: list[Seat], config: Config) -> Ledger:
     policy = seats[0].backend.routing or config.routing
     backends = [seat.backend for seat in seats]
     members = [Member(b.name, kv_tokens=b.kv_tokens, profile=b.profile) for b in backends]
-    return Ledger(pipeline.build(policy, config.routing_policies), members)
+    made = pipeline.build(policy, config.routing_policies)
+    return Ledger(made, members, full=config.routing_mode == "full")
 
 
 def _nobody_takes(model: str) -> Overloaded:

@@ -73,6 +73,8 @@ class Replica(NamedTuple):
     """How many its cache holds; 0: not known."""
     profile: Profile | None = None
     """How fast it was measured to be."""
+    kv_usage: float | None = None
+    """How full its cache is, as its engine says; None: it does not."""
 
 
 class Choice(NamedTuple):
@@ -196,7 +198,10 @@ def decode_batch_size(work: Work, replica: Replica) -> float:
 
 def kv_cache_usage_ratio_projected(work: Work, replica: Replica) -> float:
     """How full its cache would be with all that it has taken on."""
-    return replica.num_tokens / replica.kv_tokens if replica.kv_tokens else math.inf
+    if not replica.kv_tokens:
+        return math.inf
+    counted = replica.num_tokens / replica.kv_tokens
+    return counted if replica.kv_usage is None else max(counted, replica.kv_usage)
 
 
 def predicted_ttft(work: Work, replica: Replica) -> float:

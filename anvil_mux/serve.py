@@ -46,6 +46,7 @@ from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.process import ProcessRuntime, state_folder
 from anvil_mux.relay import Relay
 from anvil_mux.residency import Event
+from anvil_mux.scraper import Scraper
 from anvil_mux.server import Server
 from anvil_mux.swap import Runtime, Swapper, may_sleep
 
@@ -187,6 +188,7 @@ class Program:
             )
             used = {id for backend in config.backends for id in backend.gpus}
             self._lookout = Lookout(used, self._runtime.owner, tell=self._mux.strangers_hold)
+            self._scraper = Scraper(self._mux.resident_replicas, self._mux.observed)
             gateway = Gateway(
                 config,
                 self._mux,
@@ -242,6 +244,8 @@ class Program:
         self._clock.spawn(self._watch, "watch")
         if self._has_gpus:
             self._clock.spawn(self._lookout.run, "lookout")
+        if self._config.routing_mode == "full":
+            self._clock.spawn(self._scraper.run, "scraper")
         with _pinned(self._options.pin):
             self._clock.spawn(self._accept, "acceptor")
 
@@ -345,6 +349,7 @@ class Program:
 
     def stop(self) -> None:
         """Finishes the requests that run, then leaves or stops the engines."""
+        self._scraper.close()
         grace = self._config.drain_timeout
         if leases := self._mux.status().leases:
             say(f"waiting up to {grace:g} s for {_requests(leases)} (again to end at once)")

@@ -151,6 +151,7 @@ def test_the_tables_cover_the_dataclasses() -> None:
         "policy_settings": "policy",
         "preemption_settings": "preemption",
         "routing_policies": "routing",
+        "routing_mode": "routing",
     }
     fields = {special.get(name, name) for name in Config.__dataclass_fields__}
     assert fields - {"backends", "files", "warnings", "origins"} == set(config.SETTINGS)
@@ -1045,6 +1046,7 @@ ROUTED = """
       runtime: process
       routing:
         default: mine
+        mode: full
         policies:
           mine:
             metrics: {tax: {kappa_work: {kappa: "${KAPPA:-1e-6}"}}}
@@ -1059,7 +1061,7 @@ ROUTED = """
 
 def test_a_routing_policy_of_the_file_can_be_the_default_or_a_models_own(tmp_path: Path) -> None:
     found = plain(tmp_path, ROUTED)
-    assert found.routing == "mine"
+    assert (found.routing, found.routing_mode) == ("mine", "full")
     assert found.routing_policies["mine"]["filters"][0] == "schedulability"
     assert [(b.routing, b.kv_tokens) for b in found.backends] == [
         (None, 4096),
@@ -1071,20 +1073,21 @@ def test_a_routing_policy_of_the_file_can_be_the_default_or_a_models_own(tmp_pat
 @pytest.mark.parametrize(
     ("old", "new", "line", "text"),
     [
-        ("schedulability,", "schedulable,", 9, "policies.mine.filters.0: unknown filter schedulable"),
+        ("schedulability,", "schedulable,", 10, "policies.mine.filters.0: unknown filter schedulable"),
+        ("mode: full", "mode: fool", 4, "must be one of lite, full, not 'fool'"),
         ("default: mine", "default: mime", 4, "no policy mime; did you mean mine?"),
-        ("routing: sticky", "routing: stick", 14, "services.c.x-anvil.routing: no policy stick"),
+        ("routing: sticky", "routing: stick", 15, "services.c.x-anvil.routing: no policy stick"),
         (
             "routing: mine}",
             "routing: lmetric}",
-            13,
+            14,
             "is lmetric, but a, a replica of",
         ),
-        ("kappa_work: {kappa", "kappa_work: {k", 8, "unknown setting of kappa_work; known: kappa"),
-        ("          mine:\n", "          sticky:\n", 7, "is the name of a policy that is shipped"),
-        ("metric: tax,", "metric: kv_cache_usage_ratio_projected,", 13, "services.b: needs kv_tokens"),
-        ("c: {command: [c],", "c: {command: [c], scale: 2,", 14, "services.c: is scaled, but only one"),
-        ("c: {command: [c],", "c: {command: [c], deploy: {replicas: 2},", 14, "services.c: is scaled"),
+        ("kappa_work: {kappa", "kappa_work: {k", 9, "unknown setting of kappa_work; known: kappa"),
+        ("          mine:\n", "          sticky:\n", 8, "is the name of a policy that is shipped"),
+        ("metric: tax,", "metric: kv_cache_usage_ratio_projected,", 14, "services.b: needs kv_tokens"),
+        ("c: {command: [c],", "c: {command: [c], scale: 2,", 15, "services.c: is scaled, but only one"),
+        ("c: {command: [c],", "c: {command: [c], deploy: {replicas: 2},", 15, "services.c: is scaled"),
     ],
 )
 def test_what_is_wrong_with_routing_is_told_with_its_line(

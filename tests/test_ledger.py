@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from anvil_mux import pipeline
-from anvil_mux.ledger import Ledger, Member
-from anvil_mux.routing import Replica, Work
+from anvil_mux.ledger import Ledger, Load, Member
+from anvil_mux.routing import Replica, Work, kv_cache_usage_ratio_projected
 
 NAMES = ("a", "b", "c")
 LONG = Work(2048, (1, 2, 3, 4))
@@ -201,3 +201,43 @@ def test_a_cache_that_holds_less_than_was_thought_is_thought_smaller_and_recover
         chosen(made, key, Work(4096, blocks), among=("a",))
         made.ended(key, cached_tokens=3072)
     assert state(made, Work(4096, blocks))["a"].hit_tokens == 7 * 512
+
+
+# The mode full
+
+
+def full(policy: str = "num_requests", **settings: int) -> Ledger:
+    members = [Member(name, **settings) for name in NAMES]  # type: ignore[arg-type]
+    return Ledger(pipeline.build(policy), members, full=True)
+
+
+def test_what_an_engine_says_is_merged_with_what_was_sent_since() -> None:
+    made = full(kv_tokens=1000)
+    made.choose(1, SHORT, ("a",), now=1.0)
+    made.observe("a", Load(running=3, waiting=2, usage=0.7), 2.0)
+    made.choose(2, SHORT, ("a",), now=3.0)
+    seen = made.view(SHORT, ("a",), now=4.0)[0]
+    assert (seen.num_requests, seen.num_waiting_requests, seen.decode_batch) == (6, 3, 3)
+    assert (seen.age_seconds, seen.prefill_tokens) == (2.0, 200)
+    assert kv_cache_usage_ratio_projected(SHORT, seen) == 0.7
+
+
+def test_in_the_mode_lite_nobody_is_stale_and_in_full_whoever_is_silent() -> None:
+    lite, strict = ledger("load_balance"), full("load_balance")
+    for made in (lite, strict):
+        assert made.choose(1, SHORT, NAMES, now=0.0)
+    strict.observe("b", Load(0, 0), 50.0)
+    assert lite.choose(2, SHORT, NAMES, now=100.0)
+    choice = strict.choose(2, SHORT, NAMES, now=100.0)
+    assert choice is not None
+    assert choice.backend == "b"
+    assert dict(choice.removed) == {"a": "staleness", "c": "staleness"}
+    assert strict.choose(3, SHORT, NAMES, now=200.0) is None
+
+
+def test_a_replica_that_comes_back_is_given_time_to_say_something() -> None:
+    made = full("load_balance")
+    made.choose(1, SHORT, NAMES, now=0.0)
+    for name in NAMES:
+        made.forget(name)
+    assert made.choose(2, SHORT, NAMES, now=1000.0)

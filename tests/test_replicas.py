@@ -237,9 +237,8 @@ def three(folder: Path) -> Path:
         for name in ("r0", "r1", "r2")
     }
     file = folder / "compose.yaml"
-    file.write_text(
-        yaml.safe_dump({"name": "three", "x-anvil": {"runtime": "process"}, "services": services})
-    )
+    top = {"runtime": "process", "routing": {"mode": "full"}}
+    file.write_text(yaml.safe_dump({"name": "three", "x-anvil": top, "services": services}))
     return file
 
 
