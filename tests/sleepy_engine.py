@@ -68,6 +68,10 @@ class Ledger:
         with self._lock:
             return self._used(gpu)
 
+    def used_by(self, pid: int, gpu: str) -> int:
+        with self._lock:
+            return self._held.get(pid, {}).get(gpu, 0)
+
     def _used(self, gpu: str) -> int:
         return sum(held.get(gpu, 0) for held in self._held.values())
 
@@ -102,27 +106,34 @@ class SleepyEngine:
         """Its weights are not those of its model."""
         self.may_sleep: threading.Event | None = None
         """The gate of a slow first sleep."""
-        self._ledger, self._gpus = ledger, gpus
+        self._ledger, self.gpus = ledger, gpus
         self._over = threading.Event()
         self._account()
+        self.url = self.open()
+
+    def open(self) -> str:
+        """Where it can be reached from now on."""
         self._server = _Server(("127.0.0.1", 0), _Handler)
         self._server.engine = self
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        self._over.set()
+        self._server.shutdown()
+        self._server.server_close()
 
     def end(self, how: str, *, worker_survives: bool = False) -> None:
         if self.how is None:
             self.how = how
-            self._over.set()
-            self._server.shutdown()
-            self._server.server_close()
+            self.close()
         if not worker_survives:
-            self._ledger.hold(self.pid, self._gpus, 0)
+            self._ledger.hold(self.pid, self.gpus, 0)
 
     def _account(self) -> None:
         parts = {"weights": 10 * GIB, "kv_cache": 8 * GIB}
         held = sum(amount for part, amount in parts.items() if part not in self.asleep)
-        self._ledger.hold(self.pid, self._gpus, CONTEXT + held)
+        self._ledger.hold(self.pid, self.gpus, CONTEXT + held)
 
     def hang(self) -> None:
         assert self._over.wait(GUARD), "nobody ended an engine that hangs"
