@@ -65,6 +65,8 @@ class Parked:
     pids: tuple[int, ...]
     bytes: int = 0
     """What they held on the GPUs before, as far as NVML told."""
+    whole: bool = True
+    """Whether these are all processes of the service that use CUDA, and all are checkpointed."""
 
 
 class Checkpointer:
@@ -118,8 +120,11 @@ class Checkpointer:
     def find_parked(self, pids: Iterable[int]) -> Parked | None:
         """What was parked, wholly or half, by an anvil-mux before this one; the processes are thawed."""
         with self._connect() as driver:
-            resting = tuple(pid for pid in sorted(set(pids)) if self._rests(driver, pid))
-        return Parked(resting) if resting else None
+            users = [pid for pid in sorted(set(pids)) if driver.uses_cuda(pid)]
+            states = {pid: self._state_if_known(driver, pid) for pid in users}
+        resting = tuple(pid for pid in users if states[pid] in ("locked", "checkpointed"))
+        whole = set(states.values()) == {"checkpointed"}
+        return Parked(resting, whole=whole) if resting else None
 
     def park(self, pids: Iterable[int]) -> Parked:
         """Returns when the processes have let their GPUs go; CheckpointFailed when they run again."""
@@ -169,15 +174,13 @@ class Checkpointer:
                     lost.add(pid)
         return [pid for pid in pids if pid in lost or not self._runs(driver, pid)]
 
-    def _rests(self, driver: Driver, pid: int) -> bool:
-        with suppress(BackendError):  # of a process that does not use CUDA
-            return self._state(driver, pid) in ("locked", "checkpointed")
-        return False
-
     def _runs(self, driver: Driver, pid: int) -> bool:
-        with suppress(BackendError):
-            return self._state(driver, pid) == "running"
-        return False
+        return self._state_if_known(driver, pid) == "running"
+
+    def _state_if_known(self, driver: Driver, pid: int) -> str:
+        with suppress(BackendError):  # of a process that has ended, or never used CUDA
+            return self._state(driver, pid)
+        return ""
 
     def _state(self, driver: Driver, pid: int) -> str:
         """The state once it is not a passing one any more."""

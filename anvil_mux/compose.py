@@ -274,8 +274,6 @@ class ComposeRuntime:
     def running(self) -> dict[str, str]:
         urls = {}
         for container in self._alive():
-            if container.status == "paused":
-                self._call(docker_unpause(container.id), ASK_TIMEOUT)
             backend = self._backends[container.service]
             restarting = container.status == "restarting"
             urls[backend.name] = "" if restarting else base_url(container, listen_port(backend)) or ""
@@ -283,6 +281,10 @@ class ComposeRuntime:
                 self._owners[container.id] = backend.name
                 self._up[backend.name] = container.run
         return urls
+
+    def is_frozen(self, backend: Backend) -> bool:
+        container = self._find(backend.name)
+        return container is not None and container.status == "paused"
 
     def log_tail(self, backend: Backend, lines: int = 20) -> list[str]:
         try:

@@ -233,6 +233,8 @@ CONTROLS: dict[str, Control] = {
     "ollama": Ollama(),
     "llamacpp": LlamaCpp(),
 }
+SILENT = ("sglang",)
+"""Those that cannot say whether they sleep."""
 
 
 def _visit(backend: Backend, url: str, limit: float) -> Visit:

@@ -244,7 +244,7 @@ class Metrics:
         if loading:
             self._end_load(loading, "failed", event.at)
         elif leaving is None or leaving.stopping is None:
-            self._evictions[event.model, "died"] += 1
+            self._evictions[event.model, "died"] += event.kind == "empty"  # else it was found parked
             self._leaving.pop(event.backend, None)
         else:
             self._evictions[event.model, leaving.cause] += 1

@@ -474,18 +474,25 @@ class Multiplexer:
             island.changed.notify_all()
         return told
 
-    def adopt(self, running: Mapping[str, str]) -> list[str]:
-        """Takes over backends (name -> URL) that run already; returns those that cannot stay."""
+    def adopt(self, running: Mapping[str, str], parked: Mapping[str, Rested] | None = None) -> list[str]:
+        """Takes over backends that run already (name -> URL), or rest; returns those that cannot stay."""
         refused = []
         with self._lock:
+            now = self._clock.now()
             for name, url in running.items():
                 if name not in self._backends:
                     continue
                 self._addresses[name] = _address(url)
-                residency = self._islands[self._backends[name].model].residency
-                if not residency.adopt(name, self._clock.now()):
+                if not self._residency_of(name).adopt(name, now):
+                    refused.append(name)
+            for name, rested in (parked or {}).items():
+                about = rested.how, rested.residual, rested.host_bytes
+                if not self._residency_of(name).adopt_parked(name, now, *about):
                     refused.append(name)
         return refused
+
+    def _residency_of(self, backend: str) -> Residency:
+        return self._islands[self._backends[backend].model].residency
 
     def _tell(self, backend: str, fact: Callable[[Residency, float], object]) -> None:
         with self._lock:

@@ -116,6 +116,15 @@ class Placement:
                     used[gpu] += amount
         return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
 
+    def crowds(self, residual: Mapping[str, int]) -> bool:
+        """Whether what another one keeps while it is parked would not fit beside those that are here."""
+        for gpu, amount in residual.items():
+            others = [seat for seat in self.seats.values() if gpu in seat.occupies]
+            shared = sum(s.occupies[gpu] for s in others if s.state not in HOLDING or s.backend.vram)
+            if amount and shared + amount > self.capacity[gpu] > 1:
+                return True
+        return False
+
     def victims(
         self,
         target: Seat,

@@ -133,10 +133,14 @@ class ProcessRuntime:
         for backend in self._config.backends:
             record = self._record(backend.name)
             if record is not None and _alive(record):
-                _signal_session(record, signal.SIGCONT)
                 found[backend.name] = record.url
                 self._answer_for(backend.name, record)
         return found
+
+    def is_frozen(self, backend: Backend) -> bool:
+        record = self._record(backend.name)
+        seen = _stat(record.pid) if record is not None and _alive(record) else None
+        return seen is not None and seen[0] in "Tt"
 
     def log_tail(self, backend: Backend, lines: int = 20) -> list[str]:
         try:

@@ -81,6 +81,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("empty", "load"): "starting",
     ("parked", "load"): "starting",
     ("empty", "adopt"): "ready",
+    ("empty", "adopt_parked"): "parked",
     ("starting", "started"): "ready",
     ("starting", "start_failed"): "empty",
     ("starting", "stop_failed"): "stuck",
@@ -476,6 +477,18 @@ class Residency:
         self._enter(seat, "adopt", now)
         seat.last_used = now  # how long it has been resident, nobody knows
         self._emit(Event(now, "ready", seat.model, name, reason="adopted"))
+        return True
+
+    def adopt_parked(
+        self, name: str, now: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
+    ) -> bool:
+        """The backend rested by the way ``how`` before we came; False if what it keeps has no room."""
+        seat = self.seats[name]
+        if self._placement.crowds(residual):
+            return False
+        self._enter(seat, "adopt_parked", now)
+        seat.rests, seat.residual, seat.host_bytes = how, dict(residual), host_bytes
+        self._emit(Event(now, "parked", seat.model, name, reason=how))
         return True
 
     def started(self, name: str, now: float, how: str = "stop") -> None:

@@ -2,8 +2,8 @@
 
 At the start the state folder is locked (two of us on one project would put out each other's engines) and the
 address bound, so that whatever prevents serving is said before anything is touched. Engines that run already
-are adopted if they answer for their model; those that do not, that cannot stay beside the others or that the
-configuration no longer has are stopped.
+are adopted if they answer for their model, or rest; those that do neither, that cannot stay beside the others
+or that the configuration no longer has are stopped.
 
 The first SIGTERM or SIGINT drains: requests that run are finished within ``drain_timeout``, new ones refused.
 The second ends the program at once. Engines run on or are stopped, as ``on_exit`` says, but one that is still
@@ -22,18 +22,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 from typing import TextIO
 
-from anvil_mux import __version__, control, eventlog, gpu, journal
+from anvil_mux import __version__, eventlog, gpu, journal
+from anvil_mux.adopt import Adopter, Awake, Notes, Unfit
 from anvil_mux.checkpoint import Checkpointer
 from anvil_mux.clock import Clock
 from anvil_mux.config import Backend, Config
-from anvil_mux.engine import await_ready
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.eventlog import EventLog
 from anvil_mux.gateway import Gateway
@@ -48,10 +47,8 @@ from anvil_mux.relay import Relay
 from anvil_mux.residency import Event
 from anvil_mux.scraper import Scraper
 from anvil_mux.server import Server
-from anvil_mux.swap import Runtime, Swapper, may_sleep
+from anvil_mux.swap import Rested, Runtime, Swapper
 
-ADOPT_SECONDS = 5.0
-"""How long an engine that runs already may take to answer."""
 FAREWELL_SECONDS = 2.0
 """How long the clients of requests that are cut off may take to be told."""
 INTERRUPTED = 130
@@ -150,7 +147,8 @@ class Program:
             footprints=lambda: self._mux.footprints(),
             sight=lambda: self._lookout.sight(),
         )
-        self._learned = Learned(state_folder(config.project, os.environ), say)
+        state = state_folder(config.project, os.environ)
+        self._learned, self._notes = Learned(state, say), Notes(state)
         with _pinned(options.pin):
             relay = Relay(timeout=config.upstream_timeout)
             self._pool = relay.pool
@@ -179,6 +177,7 @@ class Program:
                     self._runtime,
                     probe=gpu.probe if self._has_gpus else None,
                     told=self._journal.told,
+                    note=self._notes.note,
                 ),
                 log=self._observe(),
                 log_leases=self._event_log is not None or self._journal.tells_leases,
@@ -274,7 +273,7 @@ class Program:
     # Engines that run already
 
     def adopt(self) -> None:
-        """Takes over what answers, stops the rest."""
+        """Takes over what answers or rests, stops what is left."""
         self._stop_orphans()
         try:
             running = self._runtime.running()
@@ -284,14 +283,20 @@ class Program:
         if not running:
             return
         backends = {b.name: b for b in self._config.backends if b.name in running}
+        probe = gpu.probe if gpu.probe().readings else None
+        adopter = Adopter(self._runtime, self._notes, probe=probe, checkpointer=Checkpointer())
         with ThreadPoolExecutor(len(running)) as pool:
-            looks = pool.map(lambda backend: self._flaw(backend, running[backend.name]), backends.values())
-            flaws = dict(zip(backends, looks, strict=True))
-            fit = {name: url for name, url in running.items() if not flaws.get(name)}
-            for name in self._mux.adopt(fit):
-                flaws[name] = "it cannot stay beside the others"
-            unfit = [(backends[name], why) for name, why in flaws.items() if why]
-            list(pool.map(lambda pair: self._stop_engine(*pair), unfit))
+            looks = pool.map(lambda backend: adopter.look(backend, running[backend.name]), backends.values())
+            found = dict(zip(backends, looks, strict=True))
+            awake = {name: each.url for name, each in found.items() if isinstance(each, Awake)}
+            parked = {name: each for name, each in found.items() if isinstance(each, Rested)}
+            for name in self._mux.adopt(awake, parked):
+                found[name] = Unfit("it cannot stay beside the others")
+            unfit = [(backends[name], each.why) for name, each in found.items() if isinstance(each, Unfit)]
+            list(pool.map(lambda pair: self._stop_unfit(*pair), unfit))
+
+    def _stop_unfit(self, backend: Backend, why: str) -> bool:
+        return self._stop_engine(backend, f"{why}; the next request for {backend.model} loads it anew")
 
     def _stop_orphans(self) -> None:
         """Stops what an earlier start served and the configuration has no longer.
@@ -304,37 +309,6 @@ class Program:
         orphans = [Backend(name, name) for name in sorted(earlier - known)]
         left = {b.name for b in orphans if not self._stop_engine(b, "the configuration has it no longer")}
         note.write_text("\n".join(sorted(known | left)))
-
-    def _flaw(self, backend: Backend, url: str) -> str:
-        """Why a running engine cannot be taken over; "" if it can."""
-        if not url:
-            return "it cannot be reached"
-        if "checkpoint" in backend.rest and (why := self._checkpointed(backend)):
-            return why
-        with suppress(MuxError):  # one that does not answer is waited for below
-            if control.is_asleep(backend, url):
-                return f"it sleeps; the next request for {backend.model} loads it anew"
-        try:
-            await_ready(
-                backend,
-                url,
-                ended=partial(self._runtime.ended, backend),
-                deadline=time.monotonic() + ADOPT_SECONDS,
-            )
-            if may_sleep(backend):
-                control.probe(backend, url)  # some sleep without saying so
-        except MuxError:
-            silent = f"it did not answer for {backend.model} within {ADOPT_SECONDS:g} s"
-            return f"{silent} (perhaps it was still loading); the next request loads it anew"
-        return ""
-
-    def _checkpointed(self, backend: Backend) -> str:
-        """Why one that may be checkpointed cannot be taken over: its GPUs may belong to another by now."""
-        try:
-            parked = Checkpointer().find_parked(self._runtime.pids(backend))
-        except MuxError as error:
-            return f"nobody knows whether it is checkpointed: {error.message}"
-        return f"it is checkpointed; the next request for {backend.model} loads it anew" if parked else ""
 
     def _stop_engine(self, backend: Backend, why: str) -> bool:
         say(f"stopping {backend.name}: {why}")

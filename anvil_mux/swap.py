@@ -87,8 +87,11 @@ class Runtime(Protocol):
         """Service name -> base URL of every service of this project that runs now.
 
         "" where it runs but cannot be reached: it holds its GPU all the same, so stop it. What is frozen is
-        let go on: as it is it would only swallow requests. These services are watched from now on.
+        among them. These services are watched from now on.
         """
+
+    def is_frozen(self, backend: Backend) -> bool:
+        """Whether it is there and none of its processes runs."""
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         """The last lines that the current (or last) run of the service printed; [] if none can be had."""
@@ -354,6 +357,7 @@ class Swapper:
     lines) after it was cleaned up; BackendError if even that failed: it may still hold its GPUs.
     evict(backend, how) returns when the GPUs are free; BackendError if they may not be.
     ``probe`` reads the GPUs (gpu.probe); None: evictions are believed. ``told`` learns what phases took.
+    ``note`` is told a backend's name and the way by which it is about to rest, "" before it is to come back.
     """
 
     def __init__(
@@ -366,8 +370,10 @@ class Swapper:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         checkpointer: Checkpointer | None = None,
+        note: Callable[[str, str], object] = lambda backend, way: None,
     ) -> None:
         self._runtime = runtime
+        self._note = note
         self._now = now
         self._tools = Tools(runtime, now, sleep, told, checkpointer)
         self._ways = {name: make(self._tools) for name, make in ways.items()}
@@ -377,6 +383,7 @@ class Swapper:
     def load(self, backend: Backend, how: str = "stop") -> Loaded:
         """``how``: the way by which it rests."""
         if how != "stop":
+            self._note(backend.name, "")
             try:
                 return self._load(backend, how)
             except Exception as error:
@@ -400,6 +407,7 @@ class Swapper:
         way = self._way(how)
         held = self._held(backend, resident=True)
         if how != "stop":
+            self._note(backend.name, how)
             try:
                 return self._rest(backend, how, way, way.evict, held)
             except Exception as error:
@@ -414,6 +422,7 @@ class Swapper:
         held = self._held(backend, resident=False)
         way = self._way(WAY_ALIASES.get(to, to))
         if isinstance(way, Checkpoint) and how in SLEEPS:
+            self._note(backend.name, to)
             try:
                 return self._rest(backend, to, way, way.park, held)
             except Exception as error:

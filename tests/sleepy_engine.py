@@ -357,6 +357,9 @@ class House:
         self.calls.append(f"resume {backend.name}")
         self.frozen.discard(backend.name)
 
+    def is_frozen(self, backend: Backend) -> bool:
+        return backend.name in self.frozen
+
     def pids(self, backend: Backend) -> list[int]:
         engine = self.engines.get(backend.name)
         return [] if engine is None else [engine.pid]

@@ -153,10 +153,22 @@ def test_half_a_restore_is_finished(checkpointer: Checkpointer, driver: Driven) 
 def test_what_an_earlier_anvil_mux_left_is_found(checkpointer: Checkpointer, driver: Driven) -> None:
     driver.states = {A: "checkpointed", B: "locked", C: "running"}
     parked = checkpointer.find_parked([C, B, A, C + 1])
-    assert parked == Parked((A, B))
+    assert parked == Parked((A, B), whole=False)
     checkpointer.restore(parked)
     assert set(driver.states.values()) == {"running"}
     assert checkpointer.find_parked([A, B, C, C + 1]) is None
+
+
+@pytest.mark.parametrize(
+    ("second", "whole"), [("checkpointed", True), ("locked", False), ("running", False), ("failed", False)]
+)
+def test_only_what_is_checkpointed_in_all_its_processes_is_parked_wholly(
+    checkpointer: Checkpointer, driver: Driven, second: str, whole: bool
+) -> None:
+    driver.states = {A: "checkpointed", B: second}
+    parked = checkpointer.find_parked([A, B, C])
+    assert parked is not None
+    assert parked.whole is whole
 
 
 # When parking fails

@@ -562,10 +562,12 @@ def test_a_service_that_runs_without_an_address_is_listed_all_the_same(
     assert runtime.running() == {"a": "", "b": ""}
 
 
-def test_a_paused_service_is_thawed_before_it_is_adopted(docker: Docker, runtime: ComposeRuntime):
+def test_a_paused_service_is_listed_as_it_is(docker: Docker, runtime: ComposeRuntime):
     docker.add("c1", "a", status="paused")
     assert runtime.running() == {"a": URL}
-    assert docker.state("c1")["Status"] == "running"
+    assert docker.state("c1")["Status"] == "paused"
+    assert runtime.is_frozen(A)
+    assert not runtime.is_frozen(B)
 
 
 def test_a_container_that_goes_away_while_it_is_listed_is_no_error(docker: Docker, runtime: ComposeRuntime):

@@ -11,7 +11,7 @@ ROWS = (
     "errors clock http1 interpolate accesslog settings service home",
     "api composefile policy preemption profile routing prefix pipeline costs footprint demand config",
     "placement ladder ledger residency engine control gpu compose process freed lookout driver checkpoint",
-    "swap multiplexer scraper simulate workload figures clairvoyant eventlog plot study prompts fleet contest",
+    "swap adopt multiplexer scraper simulate workload figures clairvoyant eventlog plot study prompts fleet contest",
     "pump relay gauges metrics journal learned client",
     "inference gateway server",
     "serve tally byhand bench profiler cli __main__",

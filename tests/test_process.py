@@ -479,16 +479,22 @@ def test_a_frozen_service_can_be_ended(house: House, how: str):
     assert runtime.pids(backend) == []
 
 
-@pytest.mark.parametrize("way", ["start", "running"])
-def test_a_frozen_service_is_let_go_on_when_started_and_when_adopted(house: House, way: str):
+def test_a_frozen_service_is_listed_as_it_is_and_let_go_on_when_it_is_started(house: House):
     backend = shell(FOREVER)
     runtime = house.runtime(backend)
     url = runtime.start(backend)
+    assert not runtime.is_frozen(backend)
     runtime.pause(backend)
     pid = frozen(house)
-    found = runtime.start(backend) if way == "start" else runtime.running()["a"]
-    assert found == url
+    assert runtime.running() == {"a": url}
+    assert runtime.is_frozen(backend)
+    assert runtime.start(backend) == url
     becomes(pid, os.WCONTINUED)
+    assert not runtime.is_frozen(backend)
+
+
+def test_what_does_not_run_is_not_frozen(house: House):
+    assert not house.runtime(shell(FOREVER)).is_frozen(shell(FOREVER))
 
 
 @pytest.mark.parametrize("call", ["pause", "resume"])

@@ -1704,6 +1704,7 @@ FACTS = {
     "stop_failed": lambda core, at: core.stop_failed("a", at, "no"),
     "died": lambda core, at: core.died("a", at, "killed"),
     "adopt": lambda core, at: core.adopt("a", at),
+    "adopt_parked": lambda core, at: core.adopt_parked("a", at, "sleep", {"0": 0}),
 }
 STATES = ("empty", "starting", "ready", "draining", "stopping", "parked", "demoting", "stuck")
 
@@ -1784,6 +1785,25 @@ def test_a_backend_is_brought_back_by_the_way_it_really_went(way, state):
     assert island.steps(4.0) == ["stop b"]
     island.core.stopped("b", 5.0)
     assert island.core.next_step(5.0) == Start("a", way)
+
+
+def test_who_rested_before_we_came_is_brought_back_by_the_way_it_rests():
+    island = Island(backend("a", rest=("sleep",)), B)
+    assert island.core.adopt("b", 0.0)
+    assert island.core.adopt_parked("a", 0.0, "sleep-2", {"0": 5})
+    island.request("a", 1.0)
+    assert island.steps(1.0) == ["stop b"]
+    island.core.stopped("b", 2.0)
+    assert island.core.next_step(2.0) == Start("a", "sleep-2")
+
+
+def test_a_sleeper_whose_remains_do_not_fit_beside_those_who_run_is_not_taken_over():
+    small = backend("a", vram=6), backend("b", vram=6), backend("c", vram=3)
+    island = Island(*small, gpus=TEN)
+    assert island.core.adopt("a", 0.0)
+    assert not island.core.adopt_parked("b", 0.0, "sleep", {"0": 5})
+    assert island.core.adopt_parked("b", 0.0, "sleep", {"0": 3})
+    assert not island.core.adopt_parked("c", 0.0, "sleep", {"0": 2})
 
 
 def test_who_died_while_parked_is_started_from_nothing():

@@ -8,12 +8,17 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+import requests
 import yaml
 
 from anvil_mux.process import state_folder
 from tests.running import Running, seen, serve, serving
 
 ROOT = Path(__file__).resolve().parent.parent
+GUARD = 30.0
+LOOKS = 2000
+"""How often a state is looked at before it is given up."""
 
 
 def compose(folder: Path, **services: dict[str, Any]) -> Path:
@@ -107,21 +112,43 @@ def test_an_engine_without_its_sleep_routes_is_stopped_instead(tmp_path: Path) -
     assert any("a did not rest by sleep and is stopped" in line for line in mux.output), mux.output
 
 
-def test_a_sleeper_that_is_found_at_the_start_is_not_taken_for_ready(tmp_path: Path) -> None:
-    file = compose(tmp_path)
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("way", ["sleep", "sleep-2"])
+def test_a_restart_costs_neither_the_resident_nor_the_sleeper_a_cold_start(
+    tmp_path: Path, way: str, end: signal.Signals
+) -> None:
+    about = {"x-anvil": {"engine": "vllm", "gpus": ["0"], "rest": [way]}}
+    file = compose(tmp_path, a=about, b=about)
     first = serve(file, "--on-exit", "keep", state=tmp_path)
     try:
         says(first, "a")
         says(first, "b")
     finally:
-        first.stop()
-    kept = pid(tmp_path, "b")
+        first.stop(end)
+    engines = pid(tmp_path, "a"), pid(tmp_path, "b")
     with serving(file, state=tmp_path) as mux:
-        assert states(mux) == {"a": "empty", "b": "ready"}
-        assert pid(tmp_path, "b") == kept
+        assert states(mux) == {"a": "parked", "b": "ready"}
+        for name in "abab":
+            assert says(mux, name).startswith(f"This is {name}.")
+        assert (pid(tmp_path, "a"), pid(tmp_path, "b")) == engines
+    asked = (state_folder("sleepers", {"XDG_STATE_HOME": str(tmp_path)}) / "a.log").read_text()
+    assert ("/collective_rpc" in asked) is (way == "sleep-2")
+
+
+def test_of_a_sleeper_of_whom_nothing_is_noted_the_weights_are_read_again(tmp_path: Path) -> None:
+    file = compose(tmp_path)
+    first = serve(file, "--on-exit", "keep", state=tmp_path)
+    try:
+        says(first, "a")
+    finally:
+        first.stop()
+    folder = state_folder("sleepers", {"XDG_STATE_HOME": str(tmp_path)})
+    url = json.loads((folder / "a.json").read_text())["url"]
+    requests.post(f"{url}/sleep?level=2", timeout=GUARD).raise_for_status()
+    with serving(file, state=tmp_path) as mux:
+        assert states(mux) == {"a": "parked", "b": "empty"}
         assert says(mux, "a").startswith("This is a.")
-        assert says(mux, "b").startswith("This is b.")
-    assert any("stopping a: it sleeps" in line for line in mux.output), mux.output
+    assert "/collective_rpc" in (folder / "a.log").read_text()
 
 
 def test_two_models_without_gpu_memory_take_turns_frozen(tmp_path: Path) -> None:
@@ -133,9 +160,27 @@ def test_two_models_without_gpu_memory_take_turns_frozen(tmp_path: Path) -> None
         assert seen(lambda: process_state(frozen_pid), lambda state: state == "T") == "T"
 
 
-def test_a_frozen_engine_that_is_found_at_the_start_is_let_go_on_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_restart_finds_the_frozen_as_they_were(tmp_path: Path, end: signal.Signals) -> None:
     frozen = {"x-anvil": {"gpus": ["0"], "rest": ["pause"]}}
     file = compose(tmp_path, a=frozen, b=frozen)
+    first = serve(file, "--on-exit", "keep", state=tmp_path)
+    try:
+        says(first, "a")
+        says(first, "b")
+    finally:
+        first.stop(end)
+    engines = pid(tmp_path, "a"), pid(tmp_path, "b")
+    with serving(file, state=tmp_path) as mux:
+        assert states(mux) == {"a": "parked", "b": "ready"}
+        assert Path(f"/proc/{engines[0]}/stat").read_text().split()[2] == "T"
+        for name in "abab":
+            assert says(mux, name).startswith(f"This is {name}.")
+        assert (pid(tmp_path, "a"), pid(tmp_path, "b")) == engines
+
+
+def test_a_frozen_engine_that_does_not_rest_so_is_let_go_on_and_kept(tmp_path: Path) -> None:
+    file = compose(tmp_path)
     first = serve(file, "--on-exit", "keep", state=tmp_path)
     try:
         says(first, "a")

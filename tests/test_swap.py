@@ -38,6 +38,9 @@ class Notes:
     def resume(self, backend: Backend) -> None:
         self._note("resume")
 
+    def is_frozen(self, backend: Backend) -> bool:
+        return False
+
     def pids(self, backend: Backend) -> list[int]:
         return []
 

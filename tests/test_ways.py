@@ -727,14 +727,28 @@ def test_a_real_engine_is_parked_frozen_and_comes_back(shop: Shop) -> None:
     assert calls == ["lock", "checkpoint", "restore", "unlock"] * 2
 
 
-def test_a_checkpointed_engine_that_is_found_at_the_start_is_stopped(
+def test_a_checkpointed_engine_that_is_found_at_the_start_rests_on(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = shop.open()
+    assert shop.swapper.evict(shop.backend, "checkpoint").how == "checkpoint"
+    before = shop.cuda.calls()
+    program = adopt(shop, monkeypatch)
+    assert [model.state for model in program._mux.status().models] == ["parked"]
+    assert (shop.cuda.state(shop.pid), shop.cuda.calls()) == ("checkpointed", before)
+    assert shop.runtime.is_frozen(shop.backend)
+    assert shop.swapper.load(shop.backend, "checkpoint") == Loaded(url, "checkpoint")
+    assert shop.runtime.pids(shop.backend) == [shop.pid]
+
+
+def test_half_a_checkpoint_that_is_found_at_the_start_is_stopped(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shop.open()
-    assert shop.swapper.evict(shop.backend, "checkpoint").how == "checkpoint"
+    shop.cuda.process(shop.pid, "locked")
     adopt(shop, monkeypatch)
     assert shop.runtime.running() == {}
-    assert "stopping a: it is checkpointed; the next request for model-a" in capsys.readouterr().err
+    assert "stopping a: only a part of it is checkpointed; the next request" in capsys.readouterr().err
 
 
 def test_a_running_engine_that_may_be_checkpointed_is_adopted(
@@ -745,13 +759,14 @@ def test_a_running_engine_that_may_be_checkpointed_is_adopted(
     assert shop.runtime.running() == {"a": url}
 
 
-def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> serve.Program:
     """What a new anvil-mux does with what it finds."""
     monkeypatch.setattr(serve, "Checkpointer", lambda: shop.checkpointer)
     program = serve.Program(shop.config, serve.Options(access_log="off"), None)
     program.adopt()
     program.start()
     program.stop()
+    return program
 
 
 # Found asleep
