@@ -10,7 +10,8 @@ import time
 from json.encoder import encode_basestring_ascii as quoted
 from typing import NamedTuple, Protocol
 
-PROBES = frozenset(["/health", "/healthz", "/livez", "/readyz", "/metrics"])
+PROBES = frozenset(["/health", "/healthz", "/livez", "/logs", "/metrics", "/readyz", "/why"])
+"""What programs, and the open page, ask for again and again."""
 
 
 class Served(NamedTuple):
@@ -33,6 +34,8 @@ class Served(NamedTuple):
     """From the request's head to the first byte of the engine's answer; 0: none came."""
     seconds: float
     sent: int
+    tokens: int = 0
+    """Of the answer; 0: nobody knows."""
 
 
 class Sink(Protocol):

@@ -573,6 +573,22 @@ def error_said(body: bytes) -> dict[str, object] | None:
     return {key: inner[key] for key in _ERROR_FIELDS if isinstance(inner.get(key), (str, int))}
 
 
+_TOKEN_FIELDS = (b'"completion_tokens"', b'"output_tokens"')
+_NUMBER = re.compile(rb"[ \t]*:[ \t]*(\d{1,9})")
+USAGE_BYTES = 2048
+"""Of an answer's end, where its usage stands."""
+
+
+def tokens_said(body: bytes) -> int | None:
+    """How many tokens the end of an answer says that it has; None if it does not say."""
+    start = max(len(body) - USAGE_BYTES, 0)
+    for name in _TOKEN_FIELDS:
+        position = body.rfind(name, start)
+        if position >= 0 and (found := _NUMBER.match(body, position + len(name))):
+            return int(found[1])
+    return None
+
+
 _ERROR_FIELDS = ("message", "type", "param", "code")
 
 

@@ -2,8 +2,9 @@
 
 What a command finds goes to standard output, as a table or with ``--json``; all else to standard error.
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no anvil-mux answers, 78 the configuration cannot be used, 130
-interrupted. ``check``, ``config`` and ``logs`` read the compose file; ``ps``, ``load`` and ``unload`` ask a
-running anvil-mux, whose address is --url, ANVIL_URL, what the compose file says, or the default.
+interrupted. ``check``, ``config`` and ``logs`` read the compose file; ``ps``, ``top``, ``why``, ``events``,
+``load`` and ``unload`` ask a running anvil-mux, whose address is --url, ANVIL_URL, what one that serves the
+compose file here has written down (remote.py), what that file says, or the default.
 
 Modules are imported by the commands that need them, because importing takes longer than most commands.
 """
@@ -18,12 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from anvil_mux import __version__
 from anvil_mux.errors import BackendError, ConfigError, MuxError
+from anvil_mux.screen import MODEL_HEAD, event_line, model_row, paint, table
 
 if TYPE_CHECKING:
     from anvil_mux import study
@@ -33,17 +35,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FAILED, NOT_RUNNING, BAD_CONFIG, INTERRUPTED = 1, 3, 78, 130
-DEFAULT_URL = "http://127.0.0.1:9292"
-ASK_SECONDS = 10.0
+FAILED, BAD_CONFIG, INTERRUPTED = 1, 78, 130
 PROGRESS_SECONDS = 2.0
 DOCKER_SECONDS = 5.0
 BROKEN_SHOWN = 5
 TTFT_AXIS = "mean time to the first byte (s, simulated)"
-
-
-class NotRunning(MuxError):
-    """No anvil-mux answers at the address."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,10 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except ConfigError as error:
         return _report_problems(error, given)
-    except NotRunning as error:
-        return _complain(error.message, NOT_RUNNING)
     except MuxError as error:
-        return _complain(error.message, FAILED)
+        return _complain(error.message, getattr(error, "exit_code", FAILED))
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -134,6 +128,13 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     add("--log-format", choices=("human", "json"), default="human")
     add("--event-log", metavar="FILE", help="append every event to a file that `anvil-mux simulate` reads")
     add(
+        "--event-log-size",
+        type=_size,
+        default=128 << 20,
+        metavar="SIZE",
+        help="set the event log aside as FILE.1 to FILE.3 when it has this size (default 128MiB; 0: never)",
+    )
+    add(
         "-q",
         "--quiet",
         action="store_const",
@@ -153,6 +154,15 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _size(text: str) -> int:
+    from anvil_mux import settings
+
+    try:
+        return int(settings.SIZE.read(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _add_check(command: argparse.ArgumentParser) -> None:
     _add_files(command)
     _add_json(command)
@@ -170,13 +180,21 @@ def _add_config(command: argparse.ArgumentParser) -> None:
 
 def _add_address(command: argparse.ArgumentParser) -> None:
     command.add_argument("-f", "--file", action="append", dest="files", default=[], help="compose file")
-    command.add_argument("--url", help=f"where anvil-mux is; by default ANVIL_URL, the file's, {DEFAULT_URL}")
+    command.add_argument("--url", help="where anvil-mux is; by default ANVIL_URL, the one that serves here")
     _add_json(command)
 
 
 def _add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL")
     _add_address(command)
+
+
+def _add_events(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", nargs="?", default="", help="only this one's")
+    command.add_argument("-f", "--follow", action="store_true", help="go on as they come")
+    command.add_argument("--file", action="append", dest="files", default=[], help="compose file")
+    command.add_argument("--url", help="where anvil-mux is; see `ps`")
+    _add_json(command)
 
 
 def _add_profile(command: argparse.ArgumentParser) -> None:
@@ -201,6 +219,7 @@ def _add_logs(command: argparse.ArgumentParser) -> None:
     command.add_argument("--file", action="append", dest="files", default=[], help="compose file")
     command.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
     command.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="how many (default 100)")
+    _add_json(command)
 
 
 def _add_simulate(command: argparse.ArgumentParser) -> None:
@@ -288,6 +307,14 @@ def _add_simulate(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_completion(command: argparse.ArgumentParser) -> None:
+    command.add_argument("shell", nargs="?", choices=("bash", "zsh", "fish"))
+    command.add_argument("--models", action="store_true", help="print the models of a running anvil-mux")
+    command.add_argument("--url", help="where that is; see `ps`")
+    command.set_defaults(refuse=command.error, files=[])
+    command.epilog = 'In ~/.bashrc: eval "$(anvil-mux completion bash)"'
+
+
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     about = "What a swap takes, and how much of that is anvil-mux's own share"
     command = parser.add_subparsers(metavar="WHAT", required=True).add_parser(
@@ -360,6 +387,7 @@ def _serve(given: argparse.Namespace) -> int:
     options = Options(
         access_log=given.access_log,
         event_log=given.event_log,
+        event_log_size=given.event_log_size,
         log_format=given.log_format,
         pin=given.pin,
         insecure=given.insecure,
@@ -475,6 +503,8 @@ def _value(config: Config, key: str) -> Any:
         case "gpus":
             sizes = ((gpu.id, {"vram": gpu.vram, "reserve": gpu.reserve}) for gpu in config.gpus)
             return {id: {name: size for name, size in about.items() if size} for id, about in sizes}
+        case "hooks":
+            return [{name: said for name, said in asdict(hook).items() if said} for hook in config.hooks]
         case "policy" | "preemption":
             settings = getattr(config, f"{key}_settings")
             name = getattr(config, key)
@@ -531,25 +561,10 @@ def _ps(given: argparse.Namespace) -> int:
     if given.json:
         _print_json(status)
         return 0
-    rows = [_status_row(name, model) for name, model in status["models"].items()]
-    _print_table(("MODEL", "STATE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "LAST ERROR"), rows)
+    _print_table(MODEL_HEAD, [model_row(name, model) for name, model in status["models"].items()])
     for name, why in (status.get("problems") or {}).items():
         _say(f"warning: {name}: {why}")
     return 0
-
-
-def _status_row(name: str, model: Mapping[str, Any]) -> tuple[str, ...]:
-    seconds = model["load_seconds"]
-    error = (model["last_error"] or "").partition("\n")[0]
-    return (
-        name,
-        _paint(model["state"], _COLOURS.get(model["state"], "")),
-        ",".join(model["gpus"]),
-        str(model["leases"]),
-        str(model["waiting"]),
-        "" if seconds is None else f"{seconds:.1f} s",
-        error if len(error) <= 60 else error[:57] + "...",
-    )
 
 
 def _load_model(given: argparse.Namespace) -> int:
@@ -616,50 +631,27 @@ def _done(given: argparse.Namespace, what: str) -> int:
     return 0
 
 
-def _ask(
-    given: argparse.Namespace,
-    method: str,
-    path: str,
-    body: object = None,
-    *,
-    timeout: float | None = ASK_SECONDS,
-    accept: Sequence[int] = (200,),
-) -> Any:
-    """The JSON that a running anvil-mux answers; MuxError with its own words if it refuses."""
-    import http.client
-    from urllib.parse import urlsplit
+def _ask(given: argparse.Namespace, method: str, path: str, body: object = None, **how: Any) -> Any:
+    from anvil_mux import remote
 
-    url = _url(given)
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname if parts.scheme == "http" else None, parts.port or 80
-    except ValueError:
-        host = None
-    if not host:
-        raise NotRunning(f"{url} is no address of an anvil-mux; it looks like {DEFAULT_URL}")
-    connection = http.client.HTTPConnection(host, port, timeout=timeout)
-    try:
-        sent = None if body is None else json.dumps(body)
-        connection.request(method, path, sent, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        text = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        why = getattr(error, "strerror", None) or error
-        raise NotRunning(f"no anvil-mux answers at {url} ({why}); start one: anvil-mux serve FILE") from None
-    finally:
-        connection.close()
-    try:
-        answer = json.loads(text)
-    except ValueError:
-        raise NotRunning(f"what answers at {url} is no anvil-mux") from None
-    if response.status not in accept:
-        said = answer.get("error", {}) if isinstance(answer, dict) else {}
-        raise BackendError(str(said.get("message") or f"{url} answered {response.status}"))
-    return answer
+    return remote.ask(_url(given), method, path, body, **how)
 
 
 def _url(given: argparse.Namespace) -> str:
-    url = given.url or os.environ.get("ANVIL_URL") or _configured_url(given.files) or DEFAULT_URL
+    """Where it is: as told, where one says that it serves the file at hand, what that says, the usual."""
+    from anvil_mux import remote
+    from anvil_mux.config import find_files
+    from anvil_mux.process import state_folder
+
+    url = given.url or os.environ.get("ANVIL_URL")
+    if not url:
+        home = state_folder("", os.environ)
+        try:
+            files: Sequence[str | Path] = given.files or find_files(Path.cwd())
+        except ConfigError:
+            files = ()
+        found = remote.places(home)
+        url = remote.choose(found, files) or _configured_url(given.files) or remote.DEFAULT_URL
     return url if "://" in url else f"http://{url}"
 
 
@@ -682,6 +674,51 @@ def _configured_url(files: Sequence[str]) -> str | None:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def _why(given: argparse.Namespace) -> int:
+    from anvil_mux import remote
+
+    found = _ask(given, "GET", remote.query("/why", model=given.model))
+    if given.json:
+        _print_json(found)
+    else:
+        print(found["sentence"])
+    return 0
+
+
+def _events(given: argparse.Namespace) -> int:
+    from anvil_mux import remote
+
+    for kind, data in remote.events(_url(given)):
+        for event in data["events"] if kind == "snapshot" else (data,) if kind == "event" else ():
+            if given.model in ("", event["model"]):
+                print(json.dumps(event) if given.json else event_line(event), flush=True)
+        if kind == "lost":
+            _say(f"{data['events']} events came faster than they were read, and are lost")
+        if not given.follow:
+            break
+    return 0
+
+
+def _top(given: argparse.Namespace) -> int:
+    """Draws the picture anew whenever something has changed; once, where it is no terminal."""
+    from anvil_mux import remote
+    from anvil_mux.screen import Picture
+
+    picture, live = Picture(), sys.stdout.isatty()
+    for kind, data in remote.events(_url(given)):
+        picture.take(kind, data)
+        if given.json:
+            print(json.dumps({"kind": kind, **data}), flush=True)
+        elif live:
+            height = os.get_terminal_size().lines - 1
+            shown = [f"{line}\x1b[K\n" for line in picture.lines(time.time())[:height]]
+            print("\x1b[H" + "".join(shown) + "\x1b[J", end="", flush=True)
+        else:
+            print("\n".join(picture.lines(time.time())))
+            break
+    return 0
+
+
 # logs
 
 
@@ -698,11 +735,12 @@ def _logs(given: argparse.Namespace) -> int:
         raise BackendError(f"{given.model} has several services; follow one of them: {names}")
     runtime = build_runtime(config)
     for backend in backends:
-        if len(backends) > 1:
+        if len(backends) > 1 and not given.json:
             _say(f"==> {backend.name}")
         lines = runtime.follow_log(backend) if given.follow else runtime.log_tail(backend, given.lines)
         for line in lines:
-            print(line, flush=given.follow)
+            told = json.dumps({"service": backend.name, "line": line}) if given.json else line
+            print(told, flush=given.follow)
     return 0
 
 
@@ -792,8 +830,6 @@ def _simulate_routing(given: argparse.Namespace) -> int:
 
 
 def _ratios(given: argparse.Namespace, policies: Sequence[str]) -> int:
-    from dataclasses import asdict
-
     from anvil_mux import study
 
     if given.profile or given.trace or given.log or given.plot or given.files:
@@ -839,8 +875,6 @@ def _blame(runs: Iterable[study.Run]) -> int:
 
 
 def _bench(given: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from anvil_mux import bench, tally
 
     config = _load(given.files)
@@ -877,6 +911,20 @@ def _written(path: str) -> Iterator[TextIO]:
         yield file
 
 
+def _completion(given: argparse.Namespace) -> int:
+    from anvil_mux import completion
+
+    if given.models:
+        for model in _ask(given, "GET", "/v1/models")["data"]:
+            print(model["id"])
+        return 0
+    if not given.shell:
+        given.refuse(f"say for which shell: {', '.join(completion.SHELLS)}")
+    commands = next(action for action in _parser()._actions if isinstance(action.choices, dict))
+    print(completion.script(given.shell, commands.choices), end="")  # type: ignore[arg-type]
+    return 0
+
+
 def _version(given: argparse.Namespace) -> int:
     if given.json:
         _print_json({"version": __version__, "python": sys.version.split()[0]})
@@ -893,12 +941,16 @@ COMMANDS: dict[str, tuple[str, Run, Add]] = {
     "check": ("List the models, GPUs and ports of a compose file and every problem", _check, _add_check),
     "config": ("Show the settings in effect", _config, _add_config),
     "ps": ("Show the models of a running anvil-mux", _ps, _add_address),
+    "top": ("Show the same as it changes, with GPUs, lines and the last events", _top, _add_address),
+    "why": ("Say what a request for a model would wait for now, how long and why", _why, _add_model),
+    "events": ("Show what happened lately, with reasons", _events, _add_events),
     "load": ("Load a model and wait until it is ready", _load_model, _add_model),
     "unload": ("Put a model out", _unload_model, _add_model),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
     "simulate": ("Run traffic under each policy in virtual time", _simulate, _add_simulate),
     "profile": ("Measure how fast a model's engine is, for routing", _profile, _add_profile),
     "bench": ("Measure what swaps take, on the real engines", _bench, _add_bench),
+    "completion": ("Print what makes a shell complete these commands", _completion, _add_completion),
     "version": ("Show the version", _version, _add_json),
 }
 
@@ -911,7 +963,7 @@ def _say(text: str) -> None:
 
 
 def _complain(text: str, code: int) -> int:
-    _say(f"{_paint('error', '31', sys.stderr)}: {text}")
+    _say(f"{paint('error', '31', sys.stderr)}: {text}")
     return code
 
 
@@ -928,11 +980,8 @@ def _print_json(value: object) -> None:
 
 
 def _print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    table = [head, *rows]
-    widths = [max(map(_width, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = (cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(cells).rstrip())
+    for line in table(head, rows):
+        print(line)
 
 
 def _text(value: object) -> str:
@@ -943,19 +992,3 @@ def _text(value: object) -> str:
 
 def _count(things: Sequence[object], name: str) -> str:
     return f"{len(things)} {name}" + ("" if len(things) == 1 else "s")
-
-
-_COLOURS = {"ready": "32", "starting": "33", "draining": "33", "stopping": "33", "stuck": "31"}
-
-
-def _paint(text: str, colour: str, stream: TextIO | None = None) -> str:
-    stream = stream or sys.stdout
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
-    if not colour or (plain and not os.environ.get("FORCE_COLOR")):
-        return text
-    return f"\x1b[{colour}m{text}\x1b[0m"
-
-
-def _width(cell: str) -> int:
-    """What it takes on the screen, without its colours."""
-    return len(cell) - 9 * cell.count("\x1b[0m")

@@ -25,7 +25,7 @@ from typing import Any
 
 import yaml
 
-from anvil_mux import interpolate, pipeline, service, settings
+from anvil_mux import hooks, interpolate, pipeline, service, settings
 from anvil_mux.composefile import Compose, combine, run_compose
 from anvil_mux.composefile import find_files as find_files
 from anvil_mux.errors import ConfigError
@@ -155,6 +155,7 @@ class Config:
     """Whether every backend is loaded once at the start, unless it says otherwise."""
     on_exit: str = "keep"
     """keep | stop: what happens to running engines at exit."""
+    hooks: tuple[hooks.Hook, ...] = ()
     warnings: tuple[str, ...] = ()
     """What `check` warns of."""
     origins: dict[str, str] = field(default_factory=dict)
@@ -264,6 +265,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "prepare": Setting(settings.FLAG, "Load every model once at the start, before anybody asks."),
     "on_exit": Setting(settings.one_of("keep", "stop"), "What happens to running engines at exit."),
+    "hooks": Setting(hooks.KIND, "Commands or web addresses that are told of what happens to models."),
 }
 
 SERVICE_SETTINGS: dict[str, Setting] = {

@@ -62,6 +62,9 @@ class Cost:
         return self.evict_seconds + self.load_seconds
 
 
+NO_COST = Cost("", "", "stop", 0.0, 0.0)
+
+
 class Costs:
     """All directions that were seen."""
 
@@ -93,6 +96,10 @@ class Costs:
         load_seconds = self._loads.get((target, way), first)
         evict_seconds = self._evictions.get(source, FIRST_EVICT_SECONDS) if source else 0.0
         return Cost(source, target, way, evict_seconds, load_seconds)
+
+    def knows(self, target: str, way: str) -> bool:
+        """Whether it was ever loaded by that way."""
+        return (target, way) in self._loads
 
     def learn(self, source: str, target: str, way: str, evict_seconds: float, load_seconds: float) -> None:
         """A swap in this direction was made."""

@@ -158,6 +158,13 @@ class Severed(MuxError):
     retry_after = 5.0
 
 
+class Cancelled(MuxError):
+    """Whoever runs anvil-mux took the request out of its line."""
+
+    status, code = 503, "cancelled"
+    retry = False
+
+
 class Stuck(MuxError):
     """A backend that could not be stopped holds the GPUs; nothing is started on top of it."""
 

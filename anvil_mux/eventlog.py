@@ -10,6 +10,10 @@ its own writes them a moment later. While a disk is full some are kept in memory
 serving goes on. A file is only ever appended to: a program that was killed leaves at most half a line at the
 end of its run, which readers pass over.
 
+A file that has become too large is set aside as FILE.1, FILE.1 as FILE.2 and so on, and a new one begun, at a
+moment at which no backend is on its way. Each can be read without the others: a new one begins with what is
+so at that moment (``Standing``), told as the events that would have led there if all had happened just then.
+
 ``replay`` makes of a log the workload that its clients were, so that a simulation can tell what another
 policy would have done with it.
 """
@@ -23,7 +27,7 @@ import os
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from json.encoder import encode_basestring_ascii as quoted
 from operator import itemgetter
 from statistics import median
@@ -45,6 +49,10 @@ KEEP_BYTES = 1 << 20
 """What is kept in memory while it cannot be written."""
 OTHER_LOAD_SECONDS = 10.0
 """Of a model that no event of the log loads, in a log without any load."""
+SIZE = 128 << 20
+"""Bytes after which a new file is begun, unless the user says another number."""
+KEPT = 3
+"""Files that were set aside and are kept."""
 BEYOND_SECONDS = 2**-10
 """What a severed request is held to have lacked."""
 
@@ -110,13 +118,94 @@ def _made(kind: Callable[..., Any], about: Mapping[str, Any]) -> Any:
 # Writing
 
 
+_STILL = ("ready", "parked", "stuck")
+
+
+class Standing:
+    """A fold over events: what is so after them, as events."""
+
+    def __init__(self) -> None:
+        self._backends: dict[str, Event] = {}  # the last move of each that is not empty
+        self._goals: dict[str, str] = {}  # victim -> the model that it made room for, until that is loaded
+        self._waiting: dict[int, Event] = {}
+        self._leased: dict[str, dict[int, Event]] = {}  # backend -> ticket -> its lease
+
+    def read(self, event: Event) -> None:
+        leases = self._leased.setdefault(event.backend, {})
+        if event.kind in ("deferred", "queued"):
+            if event.kind == "queued":
+                self._waiting[event.ticket] = event
+        elif event.ticket:
+            self._waiting.pop(event.ticket, None)
+            if event.kind == "leased" and event.size > len(leases):
+                leases[event.ticket] = event
+            else:
+                leases.pop(event.ticket, None)
+        elif event.kind == "empty":
+            self._backends.pop(event.backend, None)
+            leases.clear()
+        else:
+            self._backends[event.backend] = event
+        self._follow(event)
+
+    def _follow(self, event: Event) -> None:
+        if event.kind == "draining" and event.target:
+            self._goals[event.backend] = event.target
+        elif event.kind == "starting":
+            self._goals = {name: goal for name, goal in self._goals.items() if goal != event.model}
+        elif event.kind in ("ready", "stuck"):  # reprieved, or the swap is off
+            self._goals.pop(event.backend, None)
+
+    @property
+    def is_still(self) -> bool:
+        """No swap is under way: only then can a log begin."""
+        return not self._goals and all(event.kind in _STILL for event in self._backends.values())
+
+    def events(self, now: float) -> list[Event]:
+        """Who is resident, or rests, who is leased and who waits; all at ``now``."""
+        told = []
+        for name, last in self._backends.items():
+            told.append(Event(now, "ready", last.model, name, reason="adopted"))
+            if last.kind != "ready":  # the shortest way to its state
+                told += [Event(now, kind, last.model, name) for kind in ("draining", "stopping")]
+                told.append(last._replace(at=now))
+        for leases in self._leased.values():
+            for size, lease in enumerate(leases.values(), 1):
+                told.append(lease._replace(at=now, size=size, seconds=0.0))
+        return told + [event._replace(at=now) for event in self._waiting.values()]
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """When a new file is begun, and how many are kept."""
+
+    path: str
+    size: int = SIZE
+    kept: int = KEPT
+
+    def turn(self) -> int:
+        """Sets the file aside and begins a new one; its descriptor. OSError."""
+        for number in range(self.kept - 1, 0, -1):
+            if os.path.exists(f"{self.path}.{number}"):
+                os.replace(f"{self.path}.{number}", f"{self.path}.{number + 1}")
+        os.replace(self.path, f"{self.path}.1")
+        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+
 class EventLog:
     """Writes events to a descriptor that is open for appending; ``complain`` is told once if it cannot."""
 
     def __init__(
-        self, descriptor: int, header: Mapping[str, Any], complain: Callable[[str], object] = log.warning
+        self,
+        descriptor: int,
+        header: Mapping[str, Any],
+        complain: Callable[[str], object] = log.warning,
+        rotation: Rotation | None = None,
     ) -> None:
         self._descriptor = descriptor
+        self._header = header
+        self._rotation = rotation
+        self._standing = Standing()
         self._complain: Callable[[str], object] | None = complain
         self._events: deque[Event] = deque()
         self._some = threading.Event()
@@ -156,6 +245,8 @@ class EventLog:
         self._write(())
 
     def _write(self, events: Sequence[Event]) -> None:
+        for event in events if self._rotation else ():
+            self._standing.read(event)
         if not self._push() and (self._lost or len(self._pending) > KEEP_BYTES):
             self._lost += len(events)
             return
@@ -163,6 +254,23 @@ class EventLog:
             self._pending += _encoded({"lost": self._lost})
             self._lost = 0
         self._pending += "".join([_line(event) for event in events]).encode()
+        if self._push() and events and self._rotation and self._standing.is_still:
+            self._turn(self._rotation, events[-1].at)
+
+    def _turn(self, rotation: Rotation, now: float) -> None:
+        """Begins a new file if this one has become too large."""
+        if os.fstat(self._descriptor).st_size < rotation.size:
+            return
+        try:
+            fresh = rotation.turn()
+        except OSError as error:
+            self._rotation = None
+            self._complain_once(f"the event log cannot be set aside ({error.strerror}), so it grows on")
+            return
+        os.dup2(fresh, self._descriptor)  # whoever opened the first one closes it
+        os.close(fresh)
+        lines = "".join([_line(event) for event in self._standing.events(now)]).encode()
+        self._pending += _encoded(self._header) + lines
         self._push()
 
     def _push(self) -> bool:
@@ -171,11 +279,14 @@ class EventLog:
             while self._pending:
                 del self._pending[: os.write(self._descriptor, self._pending)]
         except OSError as error:
-            if self._complain:
-                self._complain(f"the event log cannot be written ({error.strerror}); serving goes on")
-                self._complain = None
+            self._complain_once(f"the event log cannot be written ({error.strerror}); serving goes on")
             return False
         return True
+
+    def _complain_once(self, text: str) -> None:
+        if self._complain:
+            self._complain(text)
+            self._complain = None
 
 
 def _line_end(descriptor: int) -> bytes:

@@ -13,21 +13,25 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from ipaddress import ip_address
+from typing import Any
 from urllib.parse import unquote
 
 from anvil_mux import __version__, api, http1
 from anvil_mux.accesslog import Sink
 from anvil_mux.client import Client
 from anvil_mux.config import Config
+from anvil_mux.console import Console
 from anvil_mux.errors import BadRequest, ClientGone, MuxError, NotFound
+from anvil_mux.feed import Feed
 from anvil_mux.gpu import Stranger
 from anvil_mux.http1 import Field
 from anvil_mux.inference import JSON, Call, Inference, Patience
 from anvil_mux.lookout import Seen, Sight
 from anvil_mux.multiplexer import BackendState, Deferral, GpuState, ModelState, Multiplexer
+from anvil_mux.progress import Progress
 from anvil_mux.relay import Relay
 
 TEXT = (b"Content-Type", b"text/plain; charset=utf-8")
@@ -39,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class Gateway:
-    """Answers requests. Any thread; the server alone writes ``draining`` and ``only_local_hosts``."""
+    """Answers requests. Any thread; the server alone writes ``only_local_hosts`` and calls ``drain``."""
 
     def __init__(
         self,
@@ -51,6 +55,8 @@ class Gateway:
         metrics: Callable[[str], tuple[str, bytes]],
         checks: Mapping[str, Callable[[], str]] | None = None,
         patience: Patience | None = None,
+        feed: Feed | None = None,
+        tail: Callable[[str, int], Iterable[str]] = lambda backend, lines: (),
         sight: Callable[[], Sight] = dict,
     ) -> None:
         self._mux = mux
@@ -74,12 +80,25 @@ class Gateway:
             "/v1/models": self._models,
         }
         self._admin: dict[str, Callable[[Call], None]] = {
+            "/lines/cancel": lambda call: self._console.cancel(call, self._asked(call)),
             "/models/load": self._load,
             "/models/unload": self._unload,
+        }
+        self._feed = feed or Feed()
+        self._console = Console(mux, self._feed, state=self._state, tail=tail)
+        self._streams: dict[str, Callable[[Call], None]] = {
+            "/events": self._console.events,
+            "/logs": self._console.logs,
+            "/why": self._console.why,
         }
         self.draining = False
         self.only_local_hosts = False
         """Bound to loopback: any other Host is a web page whose name was made to mean this machine."""
+
+    def drain(self) -> None:
+        """The program ends: from now on every answer is the last of its connection."""
+        self.draining = True
+        self._feed.close()
 
     def serve(self, client: Client, request: http1.Request) -> bool:
         """Answers one request; False if the connection must be closed after it."""
@@ -138,10 +157,14 @@ class Gateway:
             call.send_own(204, [(b"Allow", self._allowed(path))], b"")
         elif method == "POST" and admin:
             admin(call)
+        elif method == "GET" and path in self._streams:
+            self._streams[path](call)
+        elif method == "GET" and path == "/" and b"text/html" in call.request.fields.get(b"accept", b""):
+            self._console.page(call)
         elif method in ("GET", "HEAD") and local:
             status, kind, body = local(call.request)
             call.send_own(status, [kind, (b"Cache-Control", b"no-store")], body)
-        elif admin or local:
+        elif admin or local or path in self._streams:
             allow = self._allowed(path)
             error = BadRequest(f"{path} takes {allow.decode()}, not {method}", status=405)
             call.refuse(error, [(b"Allow", allow)])
@@ -152,6 +175,8 @@ class Gateway:
         allowed = [method for method in ("GET", "POST") if api.match(method, path)]
         if path in self._local or path.startswith("/v1/models/"):
             allowed += ["GET", "HEAD"]
+        if path in self._streams:
+            allowed.append("GET")
         if path in self._admin:
             allowed.append("POST")
         if not allowed:
@@ -180,11 +205,16 @@ class Gateway:
         return 200 if ready else 503, TEXT, text.encode()
 
     def _healthz(self, _: http1.Request) -> Answer:
+        state = self._state()
+        status = 503 if state["problems"] else 200
+        return status, JSON, json.dumps(state, indent=1).encode("ascii") + b"\n"
+
+    def _state(self) -> dict[str, Any]:
         status = self._mux.status()
         problems = {name: why for name, why in self._problems().items() if why}
         ready = [model.model for model in status.models if model.state == "ready"]
         sight = self._sight()
-        state = {
+        return {
             "status": "unhealthy" if problems else "ok",
             "version": __version__,
             "uptime_seconds": round(time.time() - self._started, 1),
@@ -196,7 +226,6 @@ class Gateway:
             "resident": ready[0] if ready else None,
             "registry": [model.model for model in status.models],
         }
-        return 503 if problems else 200, JSON, json.dumps(state, indent=1).encode("ascii") + b"\n"
 
     def _entry(self, model: ModelState) -> dict[str, object]:
         return api.model_entry(
@@ -225,6 +254,15 @@ class Gateway:
         self._mux.unload(self._named(call))
         call.send_own(200, [JSON], b'{"success":true}')
 
+    def _asked(self, call: Call) -> dict[str, Any]:
+        try:
+            asked = json.loads(self._inference.read_json(call))
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the body is not JSON: {error}", param="body") from None
+        if not isinstance(asked, dict):
+            raise BadRequest("the body must be a JSON object", param="body")
+        return asked
+
     def _named(self, call: Call) -> str:
         name, _ = api.model_and_stream(self._inference.read_json(call))
         if name is None:
@@ -245,7 +283,20 @@ def _model_state(model: ModelState) -> dict[str, object]:
         "deferred": _deferral(model.deferred) if model.deferred else None,
         "last_error": model.last_error or None,
         "load_seconds": model.load_seconds,
+        "progress": _progress(model.progress),
         "backends": {backend.backend: _backend_state(backend) for backend in model.backends},
+    }
+
+
+def _progress(progress: Progress | None) -> dict[str, object] | None:
+    if progress is None:
+        return None
+    fraction, left, stage = progress
+    return {
+        "fraction": None if fraction is None else round(fraction, 2),
+        "seconds_left": None if left is None else round(left, 1),
+        "stage": stage,
+        "words": progress.words,
     }
 
 

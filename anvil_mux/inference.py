@@ -17,7 +17,6 @@ Three things may come between:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from anvil_mux import api, http1, prefix
@@ -95,6 +94,7 @@ class Call:
         "since",
         "status",
         "stream",
+        "tokens",
         "waited",
         "waiting",
         "work",
@@ -110,7 +110,7 @@ class Call:
         self.api = "openai"
         self.route: api.Route | None = None
         self.model = self.backend = self.code = ""
-        self.status = self.sent = 0
+        self.status = self.sent = self.tokens = 0
         self.waited = self.first_byte = 0.0
         self.stream = False
         """The client asked for a stream into which comments may be written."""
@@ -205,17 +205,18 @@ class Call:
             self.first_byte,
             time.monotonic() - self.since,
             self.sent,
+            self.tokens,
         )
 
 
 class Waiting:
     """What a call does while it waits in the line of its model."""
 
-    __slots__ = ("_beat_at", "_call", "_chunk_at", "_eta", "_every", "_limit", "_patience", "_since")
+    __slots__ = ("_beat_at", "_call", "_chunk_at", "_every", "_limit", "_mux", "_patience", "_since")
 
-    def __init__(self, call: Call, patience: Patience, eta: Callable[[str], float | None]) -> None:
+    def __init__(self, call: Call, patience: Patience, mux: Multiplexer) -> None:
         self._call = call
-        self._eta = eta
+        self._mux = mux
         self._patience = patience
         self._since: float | None = None
         self._beat_at = self._chunk_at = self._limit = self._every = 0.0
@@ -231,7 +232,7 @@ class Waiting:
                 self._beat(now)
         elif now >= self._limit:
             text = f"{call.model} is still loading. Send the request again to wait on."
-            raise ModelLoading(text, retry_after=self._eta(call.model))
+            raise ModelLoading(text, retry_after=self._mux.eta(call.model))
 
     def _plan(self, now: float) -> None:
         patience = self._patience
@@ -245,7 +246,7 @@ class Waiting:
 
     def _beat(self, now: float) -> None:
         call = self._call
-        text = api.comment(f"anvil-mux loading {call.model}")
+        text = api.comment(f"anvil-mux loading {call.model} {self._mux.how_far(call.model)}")
         if now >= self._chunk_at:
             self._chunk_at = now + self._patience.chunk_every
             assert call.route is not None
@@ -367,7 +368,7 @@ class Inference:
 
     def _tend(self, call: Call, now: float) -> None:
         if call.waiting is None:
-            call.waiting = Waiting(call, self._patience, self._mux.eta)
+            call.waiting = Waiting(call, self._patience, self._mux)
         call.waiting.tend(now)
 
     def _forward(self, call: Call, lease: Lease, length: int, body: RequestBody) -> None:
@@ -379,6 +380,8 @@ class Inference:
                 self._continue(call, lease, exchange, response)
             elif exchange.whole:
                 call.status = response.status
+                if call.route and call.route.beat != "none":
+                    call.tokens = exchange.tokens
                 declared = None if response.body == "none" else len(exchange.data)
                 call.send(_response_head(call, response, length=declared) + exchange.data)
             else:
@@ -409,6 +412,7 @@ class Inference:
         """The rest of a body, and its end."""
         end = exchange.stream(response)
         call.sent += exchange.streamed
+        call.tokens = exchange.tokens
         error: MuxError
         match end:
             case End.COMPLETE:

@@ -19,9 +19,11 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from anvil_mux.accesslog import Served, human_line, json_line, stamp
 from anvil_mux.config import Backend
+from anvil_mux.feed import Feed
 from anvil_mux.metrics import Metrics, Phase
 from anvil_mux.residency import Event
 
@@ -43,6 +45,7 @@ class Journal:
         metrics: Metrics,
         *,
         wall: Callable[[float], float],
+        feed: Feed | None = None,
         tail: Callable[[str], Sequence[str]] = lambda _: (),
         housekeeping: Callable[[], object] = lambda: None,
         access: int | None = STDERR,
@@ -51,6 +54,7 @@ class Journal:
     ) -> None:
         self._metrics = metrics
         self._wall = wall
+        self._feed = feed or Feed()
         self._tail = tail
         """Backend -> the last lines of its engine."""
         self._housekeeping = housekeeping
@@ -130,6 +134,7 @@ class Journal:
             closing = self._closing
             while self._entries or self._lines:
                 self._take_some()
+            self._feed.ring()
             self._housekeeping()
             idle = IDLE_SECONDS if busy else None
 
@@ -143,6 +148,7 @@ class Journal:
             entries.popleft()
             try:
                 self._metrics.served(record)
+                self._feed.ended(record)
                 if self._access is not None:
                     self._lines.append(self._request_line(record))
             except Exception:
@@ -169,6 +175,7 @@ class Journal:
     def _count(self, entry: Event | Phase) -> None:
         try:
             if isinstance(entry, Event):
+                self._feed.tell(entry)
                 self._metrics.observe(entry)
             else:
                 self._metrics.took(entry)
@@ -229,15 +236,30 @@ def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
     return json.dumps({key: value for key, value in line.items() if value not in ("", 0, [], None)}) + "\n"
 
 
+def told(event: Event, at: float) -> dict[str, Any]:
+    """An event for those who look on; ``at``: its Unix time."""
+    return {
+        "at": at,
+        "kind": event.kind,
+        "model": event.model,
+        "backend": event.backend,
+        "size": event.size,
+        "seconds": round(event.seconds, 3) if event.seconds < float("inf") else None,
+        "reason": event.reason,
+        "target": event.target,
+        "text": story(event),
+    }
+
+
 def _human_event(event: Event, moment: float, tail: Sequence[str]) -> str:
-    lines = [f"{stamp(moment)} {event.model}: {_story(event)}\n"]
+    lines = [f"{stamp(moment)} {event.model}: {story(event)}\n"]
     if tail:
         lines.append("  Last lines of the engine's log:\n")
         lines += [f"  | {line}\n" for line in tail]
     return "".join(lines)
 
 
-def _story(event: Event) -> str:
+def story(event: Event) -> str:
     """One event in a few words."""
     size, seconds, reason = event.size, event.seconds, event.reason
     match event.kind:

@@ -406,6 +406,7 @@ def _route_labels() -> dict[str, str]:
     """Path of a request -> its route: one for all spellings."""
     labels = {path: next(iter(methods.values())).path for path, methods in api.ROUTES.items()}
     own = "/ /health /healthz /livez /metrics /models /models/load /models/unload /readyz /v1/models"
+    own += " /events /lines/cancel /logs /why"
     return labels | {path: path for path in own.split()}
 
 

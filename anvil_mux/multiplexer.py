@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Cost, Costs
 from anvil_mux.errors import (
     BadRequest,
+    Cancelled,
     ClientGone,
     Draining,
     LoadError,
@@ -38,9 +40,11 @@ from anvil_mux.errors import (
 from anvil_mux.footprint import Footprint, Footprints
 from anvil_mux.ladder import Host
 from anvil_mux.ledger import Load
+from anvil_mux.outlook import Outlook, outlook
 from anvil_mux.placement import HOLDING, Seat, islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
+from anvil_mux.progress import Progress, Said, progress
 from anvil_mux.residency import NO_WORK, Demote, Event, Residency, Start, Step, Stop, Ticket, Wait
 from anvil_mux.routing import Work
 from anvil_mux.swap import Loaded, Rested
@@ -175,6 +179,8 @@ class ModelState:
     leases: int
     last_error: str
     load_seconds: float | None
+    progress: Progress | None = None
+    """Of its load, if it is being loaded."""
     oldest_wait: float | None = None
     """Seconds that the first in line has waited."""
     draining_target: str | None = None
@@ -213,6 +219,15 @@ class Status:
     gpus: tuple[GpuState, ...]
     waiting: int
     leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiter:
+    """One request in a line."""
+
+    ticket: int
+    model: str
+    since: float
 
 
 class _Island:
@@ -256,6 +271,7 @@ class Multiplexer:
         self._costs = Costs(costs)
         self._footprints = Footprints(footprints)
         self._host = Host(config.host_memory, self._footprints)
+        self._said: dict[str, Said] = {}  # backend -> what its log says of the load that is under way
         self._tickets = 0
         self._waiting = 0
         self._closing: MuxError | None = None
@@ -393,6 +409,18 @@ class Multiplexer:
         island.residency.give_up(ticket, now, error)
         self._waiting -= 1
         island.changed.notify_all()
+
+    def cancel(self, number: int) -> bool:
+        """Ends the wait of one request, which is told so; False if no ticket of that number waits."""
+        with self._lock:
+            lines = ((island, t) for m, island in self._islands.items() for t in island.residency.lines[m])
+            island, waiting = next(((island, t) for island, t in lines if t.id == number), (None, None))
+            if island is None or waiting is None:
+                return False
+            error = Cancelled(f"This request for {waiting.model} was taken out of its line.")
+            self._leave_line(island, waiting, self._clock.now(), error)
+            waiting.wake.set()
+        return True
 
     def _release(self, ticket: Ticket, tail: bytes = b"") -> None:
         usage = api.usage(tail) if tail else (None, None)
@@ -545,6 +573,7 @@ class Multiplexer:
                 self._wake_settled(island)
                 self._ask_others(changes)
                 if not isinstance(step, Wait):
+                    self._said.pop(step.backend, None)
                     island.changed.notify_all()
                     return step
                 island.changed.wait(None if step.until == FOREVER else step.until - now)
@@ -621,6 +650,10 @@ class Multiplexer:
 
     # State
 
+    def wall(self, moment: float) -> float:
+        """The Unix time of a moment of its events and its status."""
+        return self._clock.wall(moment)
+
     def eta(self, model: str) -> float | None:
         """Seconds until ``model`` is resident if its load takes as long as the last; None if never loaded.
 
@@ -628,13 +661,46 @@ class Multiplexer:
         """
         with self._lock:
             now = self._clock.now()
-            seats = self._islands[model].residency.seats_of(model)
+            residency = self._islands[model].residency
+            seats = residency.seats_of(model)
+            far = self._progress(residency, model, now)
+            if far and far.seconds_left is not None:
+                return far.seconds_left
             left = [
                 seat.load_seconds - (now - seat.since if seat.state == "starting" else 0.0)
                 for seat in seats
                 if seat.load_seconds is not None
             ]
         return min(left, default=None)
+
+    def how_far(self, model: str) -> str:
+        """How far the load of ``model`` is, or how long it waits for one, in a few words for its clients."""
+        with self._lock:
+            residency, now = self._islands[model].residency, self._clock.now()
+            far = self._progress(residency, model, now)
+            if far:
+                return far.words
+            left = outlook(residency, model, now, self._config.drain_timeout).seconds
+        return "" if left is None else f"about {left:.0f} s left"
+
+    def outlook(self, model: str) -> Outlook:
+        """What a request for ``model`` would wait for now."""
+        with self._lock:
+            residency = self._islands[model].residency
+            return outlook(residency, model, self._clock.now(), self._config.drain_timeout)
+
+    def report(self, backend: str, said: Said) -> None:
+        """What the log of a backend says of its load."""
+        with self._lock:
+            self._said[backend] = said
+
+    def _progress(self, residency: Residency, model: str, now: float) -> Progress | None:
+        """Under the lock: how far the load of ``model`` is, if there is one and it is not resident too."""
+        seats = [seat for seat in residency.seats_of(model) if seat.state == "starting"]
+        if not seats or residency.is_ready(model):
+            return None
+        seat = seats[0]
+        return progress(now - seat.since, residency.expected_load(seat), self._said.get(seat.name))
 
     def costs(self) -> list[Cost]:
         """What swaps cost, as far as was learned."""
@@ -646,18 +712,27 @@ class Multiplexer:
         with self._lock:
             return list(self._footprints)
 
-    def loading(self) -> list[str]:
-        """The backends that are being loaded."""
+    def waiters(self, most: int) -> list[Waiter]:
+        """The first ``most`` requests of each line."""
         with self._lock:
-            seats = [seat for i in self._each_island() for seat in i.residency.seats.values()]
-            return [seat.name for seat in seats if seat.state == "starting"]
+            lines = [island.residency.lines[model] for model, island in self._islands.items()]
+            return [Waiter(t.id, t.model, t.since) for line in lines for t in islice(line, most)]
+
+    def loading(self, *, anew: bool = False) -> list[str]:
+        """The backends that are being loaded; ``anew``: only those that were stopped before."""
+        with self._lock:
+            found = [(i.residency, seat) for i in self._each_island() for seat in i.residency.seats.values()]
+            starting = [(residency, seat) for residency, seat in found if seat.state == "starting"]
+            return [s.name for residency, s in starting if not anew or residency.way_back(s) == "stop"]
 
     def status(self) -> Status:
         """A consistent picture, from memory."""
         with self._lock:
             now = self._clock.now()
             residencies = [island.residency for island in self._each_island()]
-            models = tuple(_model_state(r, model, now) for r in residencies for model in r.lines)
+            models = tuple(
+                _model_state(r, m, now, self._progress(r, m, now)) for r in residencies for m in r.lines
+            )
             gpus = tuple(self._gpu_state(r, gpu, now) for r in residencies for gpu in r.gpus)
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
         return Status(now, models, gpus, waiting, leases)
@@ -692,7 +767,7 @@ def _steps_at_once(backends: list[Backend]) -> int:
     return len({gpu for backend in backends for gpu in backend.gpus}) + parks
 
 
-def _model_state(residency: Residency, model: str, now: float) -> ModelState:
+def _model_state(residency: Residency, model: str, now: float, progress: Progress | None) -> ModelState:
     seats = residency.seats_of(model)
     seat = min(seats, key=lambda seat: _SHOWN.index(seat.state))
     first = next(iter(residency.lines[model]), None)
@@ -707,6 +782,7 @@ def _model_state(residency: Residency, model: str, now: float) -> ModelState:
         leases=sum(len(seat.holders) for seat in seats),
         last_error=seat.error,
         load_seconds=seat.load_seconds,
+        progress=progress,
         oldest_wait=now - first.since if first else None,
         draining_target=target,
         drain_seconds_left=max(until - now, 0.0),

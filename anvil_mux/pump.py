@@ -33,6 +33,8 @@ from anvil_mux.errors import BackendError
 READ = 16384
 """Bytes taken from an engine at once: tokens are smaller, and a large answer must not hold up the others."""
 
+EVENT, TOKENS = b"data: {", b"_tokens"
+
 SWEEP_SECONDS = 1.0
 UPSTREAM = select.EPOLLIN
 CLIENT = select.EPOLLRDHUP
@@ -74,9 +76,11 @@ class Stream:
         "client",
         "cut",
         "end",
+        "events",
         "last",
         "pending",
         "relayed",
+        "said",
         "upstream",
         "watch",
         "woken",
@@ -95,12 +99,23 @@ class Stream:
         self.last = b""
         """The last bytes that the client was sent."""
         self.relayed = 0
+        self.events = 0
+        """Server-sent events with JSON in them."""
+        self.said = b""
+        """The last bytes that told of tokens."""
         self.active = 0.0
         """The moment at which bytes last moved."""
         self.cut = False
         self.end: End | None = None
         self.woken = allocate_lock()
         self.woken.acquire()
+
+    def note(self, data: bytes) -> None:
+        """Takes what was read for the client."""
+        self.last = data
+        self.events += data.count(EVENT)
+        if TOKENS in data:
+            self.said = data
 
     def sever(self) -> None:
         """Ends the stream soon; any thread, at any time in which the stream owns ``upstream``."""
@@ -200,7 +215,7 @@ class Pump:
             except OSError:
                 self._end(stream, End.CLIENT_GONE)
                 return
-            stream.last = data
+            stream.note(data)
             stream.relayed += sent
             if sent != len(data):
                 self._hold(stream, data[sent:])

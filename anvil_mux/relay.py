@@ -36,10 +36,10 @@ from socket import (
 from struct import pack
 from typing import Protocol
 
-from anvil_mux import http1
+from anvil_mux import api, http1
 from anvil_mux.config import Backend
 from anvil_mux.errors import BackendError, ClientGone, MuxError
-from anvil_mux.pump import End, Pump, Stream
+from anvil_mux.pump import EVENT, End, Pump, Stream
 
 Address = tuple[str, int]
 RequestBody = bytes | bytearray | Iterable[bytes | bytearray | memoryview]
@@ -196,10 +196,12 @@ class Exchange:
         "_chunked",
         "_client",
         "_deadline",
+        "_events",
         "_guard",
         "_lease",
         "_relay",
         "_reusable",
+        "_said",
         "_stream",
         "_upstream",
         "aligned",
@@ -225,6 +227,8 @@ class Exchange:
         """``data`` is all of the body."""
         self._chunked = False
         self._body: Body | None = None
+        self._events = 0
+        self._said = b""
         self.streamed = 0
         """Bytes that the pump sent to the client."""
         self.last = b""
@@ -403,6 +407,7 @@ class Exchange:
         if self.data:
             self._tell(self.data)
         first = body.feed(self.data) if self.data else b""
+        self._events, self._said = first.count(EVENT), first
         self.last = first
         return first
 
@@ -418,6 +423,12 @@ class Exchange:
         """The last bytes of content that the client was sent, if nothing was split."""
         return self.last[:-2] if self._chunked else self.last
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer as the engine says, or else the events of its stream; 0: nobody knows."""
+        said = api.tokens_said(self.data if self.whole else self._said)
+        return self._events if said is None else said
+
     def stream(self, response: http1.Response) -> End:
         """Moves the rest of the body to the client; blocks until it has ended."""
         body, upstream = self._body, self._upstream
@@ -429,6 +440,8 @@ class Exchange:
                 stream = self._stream = Stream(upstream.socket, self._client, body, self._lease.watch)
             end = self._relay.pump.relay(stream)
             self.streamed = stream.relayed
+            self._events += stream.events
+            self._said = stream.said or self._said
             self.last = stream.last or self.last
             self.aligned = body.aligned and not stream.pending
         if end is End.COMPLETE:

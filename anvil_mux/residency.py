@@ -37,7 +37,7 @@ After a failed start there is no rollback: the backend is empty, and the next qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 
 from anvil_mux import pipeline
 from anvil_mux.config import Backend, Config
-from anvil_mux.costs import Cost, Costs, source_of
+from anvil_mux.costs import NO_COST, Cost, Costs, source_of
 from anvil_mux.demand import Demand
 from anvil_mux.errors import (
     DoesNotFit,
@@ -257,6 +257,8 @@ class _Swap:
     """What putting the victims out took after that."""
     gone: list[str] = field(default_factory=list)
     """The models of those that have left."""
+    how: str = ""
+    """The way by which the target is brought back, once it is being loaded."""
 
     def gpus(self) -> set[str]:
         held = set(self.target.holds) if self.target else set()
@@ -279,6 +281,24 @@ class _Plan(NamedTuple):
     """The victims' models."""
     source: str
     """Their name in the costs."""
+
+
+class Prospect(NamedTuple):
+    """What a request would meet if it came now."""
+
+    refusal: MuxError | None = None
+    target: Seat | None = None
+    """Who will serve it, if a swap is under way to that, or could begin now."""
+    victims: Sequence[Seat] = ()
+    cost: Cost = NO_COST
+    loaded_before: bool = False
+    """By that way, so that ``cost`` is no mere guess."""
+    decision: Decision | None = None
+    """What the policy says to that swap; None: it is under way."""
+    until: float = FOREVER
+    """End of the drain under way."""
+    overdue_at: float = FOREVER
+    """When its swap begins, whatever the policy says."""
 
 
 def cool_down(failed_starts: int) -> float:
@@ -662,6 +682,7 @@ class Residency:
                 elif self._host.has_room():  # else a sleeper yields first
                     swap.begun = True
                     swap.evict_seconds = max(now - swap.emptied, 0.0)
+                    swap.how = swap.target.rests
                     return self._start(swap.target, now, swap.reason)
         return None
 
@@ -1223,6 +1244,51 @@ class Residency:
 
     def _cost(self, source: str, target: Seat, how: str) -> Cost:
         return self._costs.estimate(source, target.model, how, target.backend.engine)
+
+    def prospect(self, model: str, now: float) -> Prospect:
+        """What a request for ``model`` would meet if it came now; changes nothing."""
+        refusal = self._refusal(model, now)
+        if refusal:
+            return Prospect(refusal)
+        for swap in self._swaps:
+            if swap.target and swap.target.model == model:
+                cost = self._cost_of(swap, swap.target)
+                known = self._costs.knows(model, cost.way)
+                return Prospect(None, swap.target, swap.victims, cost, known, until=swap.until)
+        line, ghost = self.lines[model], Ticket(0, model, now)
+        if not line:
+            line[ghost] = None  # the policy is asked as if it had come
+        try:
+            busy = self._busy()
+            staying = {seat.name for seat in self._stayers if _stays_until(seat) > now}
+            found = {first.model: self._plan(first.model, busy, now, staying) for first in self._waiting()}
+            plans = {each: plan for each, plan in found.items() if plan}
+            decision = self._decide(self.snapshot(now, plans)) if model in plans else None
+            overdue_at = next(iter(line)).since + self._max_wait[model]
+        finally:
+            line.pop(ghost, None)
+        if model not in plans:
+            return Prospect(overdue_at=overdue_at)
+        plan = plans[model]
+        cost = self._cost(plan.source, plan.target, plan.target.rests)
+        known = self._costs.knows(model, plan.target.rests)
+        return Prospect(None, plan.target, plan.victims, cost, known, decision, overdue_at=overdue_at)
+
+    def _cost_of(self, swap: _Swap, target: Seat) -> Cost:
+        """Of a swap under way."""
+        source = source_of((*swap.gone, *(victim.model for victim in swap.victims)))
+        return self._cost(source, target, swap.how or target.rests)
+
+    def way_back(self, seat: Seat) -> str:
+        """The way by which it is being loaded; "" if it is not."""
+        return next((swap.how for swap in self._swaps if swap.target is seat), "")
+
+    def expected_load(self, seat: Seat) -> float | None:
+        """What its load under way will take; None if it was never loaded by that way."""
+        for swap in self._swaps:
+            if swap.target is seat and self._costs.knows(seat.model, swap.how):
+                return self._cost_of(swap, seat).load_seconds
+        return None
 
     def promises(self) -> dict[str, tuple[str, ...]]:
         """GPU -> the models that a swap under way keeps it for, until it is theirs."""

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from ipaddress import ip_address
 from types import FrameType
 from typing import TextIO
@@ -35,15 +36,19 @@ from anvil_mux.clock import Clock
 from anvil_mux.config import Backend, Config
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.eventlog import EventLog
+from anvil_mux.feed import Feed
 from anvil_mux.gateway import Gateway
 from anvil_mux.home import CPUs, Home
-from anvil_mux.journal import Journal
+from anvil_mux.hooks import Telling
+from anvil_mux.journal import Journal, told
 from anvil_mux.learned import Known, Learned
 from anvil_mux.lookout import Lookout
 from anvil_mux.metrics import Metrics
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.process import ProcessRuntime, state_folder
+from anvil_mux.progress import LoadLogs
 from anvil_mux.relay import Relay
+from anvil_mux.remote import Place, announced
 from anvil_mux.residency import Event
 from anvil_mux.scraper import Scraper
 from anvil_mux.server import Server
@@ -61,6 +66,8 @@ class Options:
     access_log: str = "-"
     """A file, - for standard error, or off."""
     event_log: str | None = None
+    event_log_size: int = eventlog.SIZE
+    """After so many bytes a new file is begun; 0: never."""
     log_format: str = "human"
     pin: bool | None = None
     """Whether the threads of connections stay on one CPU; None: while it is better (home.py)."""
@@ -95,9 +102,11 @@ def serve(config: Config, options: Options) -> int:
         program = Program(config, options, access, events)
         program.adopt()
         program.start()
-        _print_banner(config, program.url, options)
-        signals.wait()
-        program.stop()
+        place = Place(program.url, tuple(os.path.abspath(file) for file in config.files))
+        with announced(state_folder(config.project, os.environ), place):
+            _print_banner(config, program.url, options)
+            signals.wait()
+            program.stop()
     return 0
 
 
@@ -157,9 +166,11 @@ class Program:
                 adapts=options.pin is None,
                 elsewhere=relay.pump.cpu_seconds,
             )
+            self._feed = Feed()
             self._journal = Journal(
                 self._metrics,
                 wall=self._clock.wall,
+                feed=self._feed,
                 tail=self._log_tail,
                 housekeeping=self._keep_house,
                 access=access,
@@ -168,7 +179,13 @@ class Program:
             )
             self._event_log: EventLog | None = None
             if events is not None:
-                self._event_log = EventLog(events, eventlog.header(config, self._clock.wall(0.0)), say)
+                head = eventlog.header(config, self._clock.wall(0.0))
+                self._event_log = EventLog(events, head, say, _rotation(options))
+            self._load_logs = LoadLogs(
+                lambda: self._mux.loading(anew=True),
+                self._log_tail,
+                lambda backend, said: self._mux.report(backend, said),
+            )
             known = self._learned.read(config)
             self._has_gpus = bool(gpu.probe().readings)
             self._mux = Multiplexer(
@@ -195,6 +212,8 @@ class Program:
                 self._journal,
                 metrics=self._journal.scrape,
                 checks={config.runtime: self._runtime.problem},
+                feed=self._feed,
+                tail=self._log_tail,
                 sight=self._lookout.sight,
             )
             self._server = self._bind(gateway)
@@ -218,15 +237,15 @@ class Program:
 
     def _observe(self) -> Callable[[Event], object]:
         """What the multiplexer tells its events to, under its lock."""
-        if self._event_log is None:
-            return self._journal.observe
-        tell, append = self._journal.observe, self._event_log.append
+        takers: list[Callable[[Event], object]] = [self._journal.observe, self._load_logs.observe]
+        if self._event_log is not None:
+            takers.append(self._event_log.append)
 
-        def both(event: Event) -> None:
-            tell(event)
-            append(event)
+        def tell_all(event: Event) -> None:
+            for take in takers:
+                take(event)
 
-        return both
+        return tell_all
 
     def _keep_house(self) -> None:
         """Now and then while something happens, in the journal's thread."""
@@ -234,19 +253,28 @@ class Program:
         self._home.look(time.monotonic())
         self._learned.save(Known(self._mux.costs(), self._mux.footprints()))
 
-    def _log_tail(self, backend: str) -> list[str]:
-        return next((self._runtime.log_tail(b) for b in self._config.backends if b.name == backend), [])
+    def _log_tail(self, backend: str, lines: int = 20) -> list[str]:
+        found = (b for b in self._config.backends if b.name == backend)
+        return next((self._runtime.log_tail(b, lines) for b in found), [])
 
     def start(self) -> None:
         # Keepers start engines, which inherit what their thread may run on: they are never pinned.
         self._mux.start()
         self._clock.spawn(self._watch, "watch")
+        self._clock.spawn(self._load_logs.run, "load-logs")
+        for number, hook in enumerate(self._config.hooks):
+            self._clock.spawn(partial(self._tell_hook, Telling(hook, say)), f"hook-{number}")
         if self._has_gpus:
             self._clock.spawn(self._lookout.run, "lookout")
         if self._config.routing_mode == "full":
             self._clock.spawn(self._scraper.run, "scraper")
         with _pinned(self._options.pin):
             self._clock.spawn(self._accept, "acceptor")
+
+    def _tell_hook(self, telling: Telling) -> None:
+        """The life of a hook's thread."""
+        wall = self._clock.wall
+        self._feed.follow(lambda news: telling.tell([told(e, wall(e.at)) for e in news.events], news.missed))
 
     def _accept(self) -> None:
         """The acceptor's life. The threads of connections inherit how it is scheduled."""
@@ -331,6 +359,7 @@ class Program:
             say(f"cut off after {grace:g} s: {_requests(self._mux.sever())}")
             self._server.drain(FAREWELL_SECONDS)
         self._mux.close()
+        self._load_logs.close()
         self._journal.close()
         if self._event_log:
             self._event_log.close()
@@ -446,6 +475,12 @@ def _event_log(options: Options) -> Iterator[int | None]:
         return
     with _appending(options.event_log, "event log") as descriptor:
         yield descriptor
+
+
+def _rotation(options: Options) -> eventlog.Rotation | None:
+    """None where there is nothing to set aside: a pipe or a device."""
+    path, size = options.event_log, options.event_log_size
+    return eventlog.Rotation(path, size) if path and size and os.path.isfile(path) else None
 
 
 @contextmanager

@@ -156,7 +156,7 @@ class Server(ThreadingHTTPServer):
 
         Not to be called in the thread that is in ``serve_forever``.
         """
-        self.gateway.draining = True
+        self.gateway.drain()
         self.shutdown()
         self.server_close()
         self._mux.refuse()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from anvil_mux.accesslog import Served
 from anvil_mux.config import Backend, Config, Gpu
+from anvil_mux.feed import Feed
 from anvil_mux.gateway import Gateway
 from anvil_mux.inference import Patience
 from anvil_mux.multiplexer import Multiplexer
@@ -334,6 +335,8 @@ class Rig:
         self.events = Events()
         self.mux = Multiplexer(self.config, self.mechanism, log=self.events.add)
         self.mux.start()
+        self.feed = Feed()
+        self.logs: dict[str, list[str]] = {}
         self.relay = Relay(self.config.upstream_timeout, client_timeout)
         self.gateway = Gateway(
             self.config,
@@ -343,6 +346,8 @@ class Rig:
             metrics=lambda accept: ("text/plain", b"anvil_up 1\n"),
             checks={"docker": lambda: ""},
             patience=patience,
+            feed=self.feed,
+            tail=lambda backend, lines: self.logs.get(backend, [])[-lines:],
         )
         self.server = Server(("127.0.0.1", 0), self.gateway, self.mux, max_connections=max_connections)
         self.address: tuple[str, int] = self.server.server_address[:2]  # type: ignore[assignment]
@@ -357,6 +362,7 @@ class Rig:
     def close(self) -> None:
         for client in self.clients:
             client.leave()
+        self.feed.close()
         self.server.shutdown()
         self.server.server_close()
         self.engine.close()

@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,13 @@ def mux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 @pytest.fixture
 def url(mux: Running) -> str:
     return f"http://127.0.0.1:{mux.port}"
+
+
+def eventually(so: Callable[[], bool]) -> None:
+    """What the program tells after an answer may come a moment later."""
+    deadline = time.monotonic() + TIMEOUT
+    while not so():
+        assert time.monotonic() < deadline
 
 
 def affinities(process: int) -> list[set[int]]:
@@ -216,7 +224,9 @@ def test_config_documents_every_setting(capsys: pytest.CaptureFixture[str]) -> N
     assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
 
 
-@pytest.mark.parametrize("words", [["ps"], ["load", "a"], ["unload", "a"]])
+@pytest.mark.parametrize(
+    "words", [["ps"], ["load", "a"], ["unload", "a"], ["why", "a"], ["events"], ["top"]], ids=" ".join
+)
 def test_without_an_anvil_mux_the_exit_code_is_3(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -468,6 +478,85 @@ def test_colours_are_only_for_those_who_can_see_them(
     assert painted.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
 
 
+def test_commands_find_the_one_that_serves_the_file_at_hand(
+    mux: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(mux.command[4]).parent
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    monkeypatch.delenv("ANVIL_URL", raising=False)
+    monkeypatch.chdir(folder)
+    assert main(["ps", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["models"]) == {"a", "b"}
+
+
+def test_why_says_what_a_request_would_wait_for(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "a", "--url", url]) == 0
+    assert main(["why", "a", "--url", url]) == 0
+    assert (
+        capsys.readouterr().out == "A request for a is served at once: it is resident on GPU 0, and idle.\n"
+    )
+    assert main(["why", "b", "--json", "--url", url]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == "waits"
+    assert main(["why", "nope", "--url", url]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_events_tell_what_happened_and_why(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "a", "--url", url]) == 0
+    assert main(["load", "b", "--url", url]) == 0
+    capsys.readouterr()
+
+    def told(*words: str) -> str:
+        assert main(["events", *words, "--url", url]) == 0
+        return capsys.readouterr().out
+
+    eventually(lambda: "b: ready after" in told())
+    lines = [line.partition(" ")[2] for line in told().splitlines()]
+    assert any(line.startswith("a: leaves for b (") for line in lines)
+    assert any(line.startswith("b: loading (") for line in lines)
+    assert {line.split()[1] for line in told("a").splitlines()} == {"a:"}
+    assert {json.loads(line)["model"] for line in told("b", "--json").splitlines()} == {"b"}
+
+
+def test_events_can_be_followed(mux: Running, url: str) -> None:
+    assert main(["load", "a", "--url", url]) == 0
+    command = [sys.executable, "-m", "anvil_mux", "events", "-f", "b", "--json", "--url", url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert main(["load", "b", "--url", url]) == 0
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["kind"] == "ready" and event["at"] > time.time() - TIMEOUT:
+                break
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT) == 130
+
+
+def test_top_draws_one_picture_where_it_is_no_terminal(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["load", "a", "--url", url]) == 0
+    assert main(["top", "--url", url]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith(f"anvil-mux {__version__}: ok, 0 in flight, 0 waiting")
+    assert ["0", "ready", "a"] in [line.split() for line in shown]
+
+
+def test_top_draws_anew_on_a_terminal_until_it_is_interrupted(mux: Running, url: str) -> None:
+    terminal, its_end = os.openpty()
+    command = [sys.executable, "-m", "anvil_mux", "top", "--url", url]
+    with subprocess.Popen(command, stdout=its_end, env={**os.environ, "TERM": "xterm"}) as process:
+        os.close(its_end)
+        shown = b""
+        while b"in flight" not in shown:
+            shown += os.read(terminal, 65536)
+        assert mux.chat("a")[0] == mux.chat("b")[0] == 200
+        while shown.count(b"\x1b[H") < 2:
+            shown += os.read(terminal, 65536)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT) == 130
+    os.close(terminal)
+    assert shown.startswith(b"\x1b[H")
+
+
 def test_unload_puts_a_model_out(mux: Running, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["load", "a", "--url", url]) == 0
     assert main(["unload", "a", "--json", "--url", url]) == 0
@@ -492,6 +581,8 @@ def test_logs_show_what_the_engine_printed(
     capsys.readouterr()
     assert main(["logs", "a", "--file", file]) == 0
     assert "a: listens on http://127.0.0.1:" in capsys.readouterr().out
+    assert main(["logs", "a", "--json", "-n", "1", "--file", file]) == 0
+    assert json.loads(capsys.readouterr().out)["service"] == "a"
     assert main(["logs", "nope", "--file", file]) == 1
     assert "no service serves nope; known: a, b" in capsys.readouterr().err
 
@@ -649,6 +740,25 @@ def test_engines_that_the_file_has_no_longer_are_stopped(state: Path) -> None:
     with serving(compose(state, "a"), state=state) as second:
         assert not is_alive(pid)
         second.tells("stopping b: the configuration has it no longer")
+
+
+def test_a_hook_is_told_what_happens(state: Path) -> None:
+    told = state / "told"
+    hook = {"on": ["loaded"], "run": ["sh", "-c", 'cat >> "$0"; echo >> "$0"', str(told)]}
+    file = compose(state, hooks=[hook])
+    with serving(file, state=state) as running:
+        assert running.chat("a")[0] == 200
+        assert running.chat("b")[0] == 200
+        eventually(lambda: told.exists() and told.read_text().count("\n") == 2)
+    events = [json.loads(line) for line in told.read_text().splitlines()]
+    assert [(event["event"], event["model"]) for event in events] == [("loaded", "a"), ("loaded", "b")]
+
+
+def test_config_shows_hooks_as_the_file_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = compose(tmp_path, hooks=[{"on": "failed", "url": "http://x/y"}])
+    assert main(["config", "--json", str(file)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["hooks"] == [{"on": ["failed"], "url": "http://x/y", "timeout": 10.0}]
 
 
 def test_the_access_log_has_a_line_for_each_request(state: Path) -> None:

@@ -130,7 +130,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
            policy: {name: debounce, quiet: "2"}, drain_timeout: 0, queue_timeout: 1m, max_wait: 2,
            max_queue: 3, max_connections: 4, upstream_timeout: 5, loading_grace: 6, max_body: 1MiB,
            max_upload: 2MB, default_model: a, on_exit: stop, routing: lmetric,
-           host_memory: 64GiB, prepare: yes}
+           host_memory: 64GiB, prepare: yes, hooks: {url: "http://x"}}
         services: {a: {command: [a], x-anvil: {}}}
     """
     found = plain(tmp_path, text)
@@ -141,6 +141,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert (found.max_body, found.max_upload) == (1 << 20, 2_000_000)
     assert (found.default_model, found.on_exit, found.routing) == ("a", "stop", "lmetric")
     assert (found.host_memory, found.prepare, found.backends[0].prepare) == (64 << 30, True, True)
+    assert [hook.url for hook in found.hooks] == ["http://x"]
     assert not {key for key, origin in found.origins.items() if origin == "default"}
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from anvil_mux import eventlog
 from anvil_mux.config import Backend, Config, Gpu, Service
-from anvil_mux.eventlog import BadLog, EventLog, Run, config_of, header, read, replay
+from anvil_mux.eventlog import BadLog, EventLog, Rotation, Run, Standing, config_of, header, read, replay
 from anvil_mux.figures import figures
 from anvil_mux.residency import KINDS, Event
 from anvil_mux.simulate import Request, check, simulate
@@ -414,6 +414,81 @@ def test_a_log_without_a_request_cannot_be_replayed() -> None:
         replayed(Event(1.0, "ready", "a", "a", reason="adopted"))
 
 
+# Files that are set aside
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_new_file_can_be_read_without_the_old_wherever_it_begins(layout: str, seed: int) -> None:
+    config, requests, engines = world(layout, "adaptive", seed)
+    log = simulate(config, requests, engines)
+    standing, begun = Standing(), 0
+    for number, event in enumerate(log):
+        standing.read(event)
+        if standing.is_still:
+            begun += 1
+            rest = [*standing.events(event.at), *log[number + 1 :]]
+            assert check(rest, config) == [], f"begun after event {number}: {event}"
+    assert begun > 5
+
+
+def test_what_is_so_is_told_as_events() -> None:
+    standing = Standing()
+    events = [
+        Event(0.0, "queued", "a", ticket=1, size=1),
+        Event(0.0, "starting", "a", "a", reason="r"),
+        Event(4.0, "ready", "a", "a", seconds=4.0),
+        Event(4.0, "leased", "a", "a", 1, 1, 4.0),
+        Event(5.0, "leased", "a", "a", 2, 2),
+        Event(5.0, "queued", "b", ticket=3, size=1),
+        Event(7.0, "released", "a", "a", 1, 1),
+        Event(7.0, "parked", "c", "c", reason="sleep"),
+    ]
+    still = []
+    for event in events:
+        standing.read(event)
+        still.append(standing.is_still)
+    assert still == [True, False, True, True, True, True, True, True]
+    assert standing.events(8.0) == [
+        Event(8.0, "ready", "a", "a", reason="adopted"),
+        Event(8.0, "ready", "c", "c", reason="adopted"),
+        Event(8.0, "draining", "c", "c"),
+        Event(8.0, "stopping", "c", "c"),
+        Event(8.0, "parked", "c", "c", reason="sleep"),
+        Event(8.0, "leased", "a", "a", 2, 1),
+        Event(8.0, "queued", "b", ticket=3, size=1),
+    ]
+
+
+def test_a_file_that_is_large_enough_is_set_aside(file: Path) -> None:
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_APPEND)
+    log = EventLog(descriptor, header(AB, 1000.0), pytest.fail, Rotation(str(file), 3000, kept=2))
+    for number in range(4 * eventlog.GROUP):
+        log.append(Event(float(number), "ready", "a", "a", seconds=1.0))
+    log.close()
+    os.close(descriptor)
+    files = [file, Path(f"{file}.1"), Path(f"{file}.2")]
+    assert sorted(file.parent.iterdir()) == files
+    found = [read(each)[0] for each in reversed(files)]
+    assert {run.header["began"] for run in found} == {1000.0}
+    assert {run.events[0].reason for run in found} == {"adopted"}
+    moments = [event.at for run in found for event in run.events if not event.reason]
+    assert moments == [float(n) for n in range(4 * eventlog.GROUP - len(moments), 4 * eventlog.GROUP)]
+    assert len(moments) > eventlog.GROUP
+
+
+def test_a_file_that_cannot_be_set_aside_grows_on(file: Path) -> None:
+    said: list[str] = []
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_APPEND)
+    log = EventLog(descriptor, header(AB, 1000.0), said.append, Rotation(str(file.parent / "gone"), 100))
+    for number in range(2 * eventlog.GROUP):
+        log.append(Event(float(number), "ready", "a", "a"))
+    log.close()
+    os.close(descriptor)
+    assert len(read(file)[0].events) == 2 * eventlog.GROUP
+    assert said == ["the event log cannot be set aside (No such file or directory), so it grows on"]
+
+
 # A running program
 
 
@@ -436,6 +511,16 @@ def test_a_running_program_writes_all_that_happens(tmp_path: Path) -> None:
     assert [request.model for request in learned.requests] == ["a", "b", "b", "b"]
     assert set(learned.load_seconds) == {"a", "b"}
     assert check(simulated(learned, learned.config()), learned.config()) == []
+
+
+def test_a_running_program_sets_its_log_aside(tmp_path: Path) -> None:
+    file, log = compose(tmp_path), tmp_path / "events.jsonl"
+    with serving(file, "--event-log", str(log), "--event-log-size", "3KiB", state=tmp_path) as running:
+        for _ in range(20):
+            assert running.chat("a")[0] == 200
+    for each in (log, Path(f"{log}.1")):
+        for run in read(each):
+            assert check(run.events, config_of(run.header), slack=5.0) == []
 
 
 def test_what_the_end_of_the_program_cuts_off_is_in_the_log(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ import pytest
 import anvil_mux
 
 ROWS = (
-    "errors clock http1 interpolate accesslog settings service home",
-    "api composefile policy preemption profile routing prefix pipeline costs footprint demand config",
-    "placement ladder ledger residency engine control gpu compose process freed lookout driver checkpoint",
+    "errors clock http1 interpolate accesslog settings service home remote screen completion",
+    "api composefile policy preemption profile routing prefix pipeline costs footprint demand hooks config",
+    "placement ladder ledger residency outlook progress engine control",
+    "gpu compose process freed lookout driver checkpoint",
     "swap adopt multiplexer scraper simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
-    "pump relay gauges metrics journal learned client",
-    "inference gateway server",
+    "pump relay gauges metrics feed journal learned client",
+    "inference console gateway server",
     "serve tally byhand bench profiler cli __main__",
 )
 ORDER = [module for row in ROWS for module in row.split()]
@@ -22,6 +23,7 @@ ORDER = [module for row in ROWS for module in row.split()]
 
 CORE = (
     "residency",
+    "outlook",
     "ladder",
     "placement",
     "policy",

@@ -24,6 +24,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.footprint import Footprint
 from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.progress import Progress, Said
 from anvil_mux.residency import Demote, Event, Start, Stop
 from anvil_mux.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
 from anvil_mux.swap import Loaded, Rested
@@ -702,6 +703,30 @@ def test_how_long_a_load_will_take_is_known_from_the_last_one(seed):
         stage.clock.sleep(10.0)
 
     Stage(seed=seed).play(main)
+
+
+@SEEDS
+def test_how_far_a_load_is_is_known_from_the_last_one_and_from_what_its_log_says(seed):
+    def far():
+        return {model.model: model.progress for model in stage.mux.status().models}
+
+    def main(stage):
+        stage.request(0.0, "a")
+        stage.clock.sleep(1.0)
+        assert (far()["a"], far()["b"]) == (Progress(None, None, ""), None)
+        stage.mux.report("a", Said("reading weights", 0.5, 3.0))
+        assert stage.mux.how_far("a") == "50%, 3 s left, reading weights"
+        stage.request(4.0, "b")
+        stage.clock.sleep(14.0)
+        assert far()["a"] is None
+        stage.request(0.0, "a")  # b is put out until 16.0
+        stage.clock.sleep(2.0)
+        assert far()["a"] == Progress(0.25, 3.0, "")
+        assert stage.mux.how_far("a") == "25%, 3 s left"
+        stage.clock.sleep(10.0)
+
+    stage = Stage(seed=seed)
+    stage.play(main)
 
 
 @SEEDS

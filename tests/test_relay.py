@@ -620,6 +620,46 @@ def test_header_values_cannot_smuggle_lines(rig: Rig) -> None:
     assert client.read().status == 502
 
 
+# Tokens
+
+
+def test_the_tokens_of_an_answer_are_those_that_the_engine_says(rig: Rig) -> None:
+    client = rig.client()
+    body = b'{"choices":[{"text":"\\"completion_tokens\\": 9"}],"usage":{"completion_tokens": 37}}'
+    client.post(ASK_A)
+    rig.engine.next().send(
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(body), body)
+    )
+    assert client.read().status == 200
+    assert rig.events.record(1).tokens == 37
+
+
+@pytest.mark.parametrize(
+    ("end", "tokens"), [(b"data: [DONE]\n\n", 3), (b'data: {"usage":{"completion_tokens":41}}\n\n', 41)]
+)
+def test_the_tokens_of_a_stream_are_its_events_unless_it_says(rig: Rig, end: bytes, tokens: int) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    event = chunk(b'data: {"choices":[]}\n\n')
+    asked.send(SSE_HEAD, event)
+    client.read_until(event)  # the rest comes by way of the pump
+    asked.send(event, event)
+    client.read_until(event)
+    asked.send(chunk(end), b"0\r\n\r\n")
+    client.read_until(b"0\r\n\r\n")
+    assert rig.events.record(1).tokens == tokens
+
+
+def test_an_answer_that_is_no_text_has_no_tokens(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().status == 200
+    assert rig.events.record(1).tokens == 0
+
+
 # Beats
 
 

@@ -1,0 +1,59 @@
+"""What a terminal shows: messages in, lines out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from anvil_mux.screen import LAST, Picture, paint, table, width
+
+MODEL: dict[str, Any] = {"gpus": ["0"], "leases": 0, "waiting": 0, "load_seconds": None, "last_error": None}
+
+
+def state(**more: Any) -> dict[str, Any]:
+    models = {
+        "a": {**MODEL, "state": "draining", "leases": 2, "load_seconds": 3.04},
+        "b": {**MODEL, "state": "empty", "waiting": 1, "last_error": "exited with code 1\nmore"},
+    }
+    drain = {"target": "b", "leases": 2, "seconds_left": 11.6}
+    gpus = {"0": {"state": "draining", "residents": ["a"], "draining": drain}}
+    told = {"version": "1.0", "status": "ok", "leases": 2, "waiting": 1, "problems": {}, "lines": []}
+    return {**told, "models": models, "gpus": gpus, **more}
+
+
+def event(number: int) -> dict[str, Any]:
+    return {"at": float(number), "model": "a", "text": f"event {number}"}
+
+
+def rows(picture: Picture, now: float = 0.0) -> list[list[str]]:
+    return [line.split() for line in picture.lines(now)]
+
+
+def test_a_picture_shows_gpus_models_and_lines() -> None:
+    picture = Picture()
+    picture.take("snapshot", state(lines=[{"ticket": 7, "model": "b", "since": 100.0}], events=[]))
+    shown = rows(picture, 112.0)
+    assert shown[0] == ["anvil-mux", "1.0:", "ok,", "2", "in", "flight,", "1", "waiting"]
+    assert ["0", "draining", "a", *["makes", "room", "for", "b,", "12", "s", "left"]] in shown
+    assert ["a", "draining", "0", "2", "0", "3.0", "s"] in shown
+    assert ["b", "empty", "0", "0", "1", "exited", "with", "code", "1"] in shown
+    assert ["#7", "b", "12", "s"] in shown
+
+
+def test_a_picture_follows_the_state_and_keeps_the_last_events() -> None:
+    picture = Picture()
+    picture.take("snapshot", state(events=[event(0)]))
+    for number in range(1, LAST + 3):
+        picture.take("event", event(number))
+    picture.take("state", state(status="unhealthy", problems={"docker": "cannot be reached"}))
+    lines = picture.lines(0.0)
+    assert [line.partition("a: ")[2] for line in lines[-LAST:]] == [f"event {n}" for n in range(3, LAST + 3)]
+    assert "problem: docker: cannot be reached" in lines
+
+
+def test_colours_take_no_room_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    cell = paint("ready", "32")
+    assert (len(cell) > 5, width(cell)) == (True, 5)
+    assert table(("A", "B"), [(cell, "x"), ("longer", "y")])[1] == f"{cell}   x"
