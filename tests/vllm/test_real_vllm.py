@@ -64,7 +64,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 def test_it_sleeps_and_wakes_and_is_never_started_again(scene: Scene) -> None:
     for _ in range(3):
-        assert scene.swapper.evict(scene.backend, "sleep") == Rested("sleep", {"0": 0})
+        rested = scene.swapper.evict(scene.backend, "sleep")
+        assert (rested.how, rested.residual, rested.host_bytes > 0) == ("sleep", {"0": 0}, True)
         assert control.is_asleep(scene.backend, scene.url) is True
         assert scene.swapper.load(scene.backend, "sleep") == Loaded(scene.url, "sleep")
         assert control.is_asleep(scene.backend, scene.url) is False
