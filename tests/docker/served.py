@@ -150,3 +150,12 @@ def run_of(stack: Stack, model: str) -> tuple[str, str]:
     """Differs between any two runs of the model's container."""
     found = json.loads(docker(stack, "inspect", stack.container(model)))[0]
     return found["Id"], found["State"]["StartedAt"]
+
+
+def status_of(stack: Stack, model: str) -> str:
+    """What Docker calls the state of the model's container: running, paused, exited."""
+    return docker(stack, "inspect", "--format", "{{.State.Status}}", stack.container(model)).strip()
+
+
+def state_of(mux: Running, model: str) -> str:
+    return str(mux.get("/healthz")["models"][model]["state"])

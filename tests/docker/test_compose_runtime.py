@@ -238,13 +238,14 @@ def test_a_crash_loop_under_a_restart_policy_fails_the_load(sleeper: Callable[..
     assert stack.up() == set()
 
 
-def test_a_paused_container_is_thawed_when_started_and_when_adopted(stack: Stack):
+def test_a_paused_container_is_listed_as_it_is_and_thawed_when_it_is_started(stack: Stack):
     with runtime_of(stack) as runtime:
         url = runtime.start(backend("model-1"))
         docker(stack, "pause", stack.container("model-1"))
-        assert runtime.start(backend("model-1")) == url
-        docker(stack, "pause", stack.container("model-1"))
         assert runtime.running() == {"model-1": url}
+        assert runtime.is_frozen(backend("model-1"))
+        assert runtime.start(backend("model-1")) == url
+        assert not runtime.is_frozen(backend("model-1"))
         assert inspect(stack, "model-1")["State"]["Status"] == "running"
         docker(stack, "pause", stack.container("model-1"))
         runtime.stop(backend("model-1"))

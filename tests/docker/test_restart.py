@@ -25,10 +25,12 @@ from tests.docker.served import (
     lasting,
     run_of,
     served,
+    status_of,
     stream,
 )
 
 MakeStack = Callable[..., Stack]
+FROZEN = {"x-anvil": {"gpus": ["0"], "rest": ["pause"]}}
 SLEEPER = {**BUSYBOX, "command": ["sleep", "1000"]}
 
 
@@ -51,6 +53,27 @@ def test_a_crash_loses_only_what_was_in_flight_and_the_next_start_takes_the_engi
         assert (run_of(stack, "model-1"), count(mux, "anvil_model_loads")) == (run, 0)
         assert ask(mux, "model-2") == ""
         assert stack.up() == {"model-2"}
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_restart_takes_frozen_containers_over_as_they_are(
+    llamacpp_compose: MakeStack, tmp_path: Path, end: signal.Signals
+) -> None:
+    stack = llamacpp_compose(tmp_path, models=3, services={f"model-{n}": FROZEN for n in (1, 2, 3)})
+    with lasting(stack) as mux:
+        for model in stack.models:
+            assert ask(mux, model) == ""
+        mux.stop(end)
+    runs = [run_of(stack, model) for model in stack.models]
+    frozen = {"model-1": "paused", "model-2": "paused", "model-3": "running"}
+    assert {model: status_of(stack, model) for model in stack.models} == frozen
+    with served(stack) as mux:
+        states = {name: about["state"] for name, about in mux.get("/healthz")["models"].items()}
+        assert states == {"model-1": "parked", "model-2": "parked", "model-3": "ready"}
+        assert {model: status_of(stack, model) for model in stack.models} == frozen
+        for model in stack.models:
+            assert ask(mux, model) == ""
+        assert [run_of(stack, model) for model in stack.models] == runs
 
 
 def test_what_was_still_loading_at_a_crash_and_does_not_answer_is_stopped_at_the_next_start(

@@ -31,6 +31,8 @@ from tests.docker.served import (
     leases,
     run_of,
     served,
+    state_of,
+    status_of,
     stream,
 )
 from tests.running import Running
@@ -43,6 +45,7 @@ QUICK = 5.0
 
 MakeStack = Callable[..., Stack]
 GOOD, BAD = "model-1", "bad"
+FROZEN = {"x-anvil": {"gpus": ["0"], "rest": ["pause"]}}
 
 
 @pytest.fixture
@@ -163,6 +166,24 @@ def test_an_idle_engine_that_was_killed_is_empty_soon_and_loaded_at_the_next_req
         assert ask(mux, GOOD) == ""
 
 
+def test_an_engine_killed_while_it_is_parked_is_empty_soon_and_loaded_at_the_next_request(
+    llamacpp_compose: MakeStack, tmp_path: Path
+) -> None:
+    stack = llamacpp_compose(tmp_path, models=2, services={GOOD: FROZEN, "model-2": FROZEN})
+    with served(stack) as mux:
+        for model in stack.models:
+            assert ask(mux, model) == ""
+        first, second = (run_of(stack, model) for model in stack.models)
+        assert (state_of(mux, GOOD), status_of(stack, GOOD)) == ("parked", "paused")
+        docker(stack, "kill", stack.container(GOOD))
+        eventually(lambda: state_of(mux, GOOD) == "empty")
+        for model in stack.models:
+            assert ask(mux, model) == ""
+        assert run_of(stack, GOOD) != first
+        assert run_of(stack, "model-2") == second
+        assert (status_of(stack, GOOD), status_of(stack, "model-2")) == ("paused", "running")
+
+
 # Loads that fail
 
 
@@ -250,6 +271,32 @@ def test_while_dockerd_is_away_it_says_so_and_when_it_is_back_requests_work_agai
         own_engine.start()
         eventually(lambda: mux.chat("model-2", max_tokens=1)[0] == 200)
         eventually(lambda: mux.request("GET", "/readyz", timeout=QUICK)[0] == 200)
+        for model in stack.models:
+            assert ask(mux, model) == ""
+            assert stack.up() == {model}
+
+
+@pytest.mark.parametrize("moment", ["draining", "starting"])
+def test_docker_is_restarted_in_the_middle_of_a_swap_and_all_goes_on(
+    llamacpp_compose: MakeStack, tmp_path: Path, own_engine: OwnEngine, moment: str
+) -> None:
+    server = "llama-server -m /m/tiny.gguf --alias model-2 --host 0.0.0.0 --port 8080 -c 1024"
+    slow = {"command": ["sh", "-c", f"sleep 3; exec {server}"]}
+    stack = llamacpp_compose(tmp_path, services={GOOD: ENDLESS, "model-2": slow}, models=2, engine=own_engine)
+    with served(stack) as mux, client_of(mux) as client, ThreadPoolExecutor(1) as pool:
+        with stream(client, GOOD, FOREVER) as answer:
+            next(answer)
+            asked = pool.submit(mux.chat, "model-2", max_tokens=1)
+            eventually(lambda: state_of(mux, GOOD) == "draining")
+            if moment == "draining":
+                own_engine.stop()
+        if moment == "starting":
+            eventually(lambda: state_of(mux, "model-2") == "starting")
+            own_engine.stop()
+        own_engine.start()
+        status, _, text = asked.result(PATIENCE)
+        assert status == 200 or error_of(text)["code"] in ("load_failed", "stuck"), text
+        eventually(lambda: mux.chat("model-2", max_tokens=1)[0] == 200)
         for model in stack.models:
             assert ask(mux, model) == ""
             assert stack.up() == {model}
