@@ -7,14 +7,16 @@ slept, and whatever runs is known.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from anvil_mux.config import Backend, Config
 from anvil_mux.errors import BackendError, LoadError, Stuck
-from tests.sleepy_engine import GIB
+from tests.sleepy_engine import FAULTS, GIB
 from tests.virtual_house import TOTAL, World, sleeper
 
 A, B = sleeper("a"), sleeper("b")
@@ -342,3 +344,101 @@ def test_a_pair_and_two_single_ones_under_constant_load_share_two_gpus_for_an_ho
         print(f"\n{way}: longest wait {worst:.1f} s, {len(world.kinds('starting'))} swaps")
     # max_wait, what is under way, and a swap each for the lines that are older.
     assert worst <= 60.0 + 3 * (30.0 + 1.0 + 20.0)
+
+
+# Anything at any moment
+
+LADDERS = {
+    "vllm": (("sleep", "stop"), ("sleep-2", "stop"), ("checkpoint", "sleep", "stop"), ("checkpoint", "stop")),
+    "sglang": (("sleep", "stop"), ("checkpoint", "stop")),
+    "ollama": (("sleep", "stop"),),
+    "llamacpp": (("sleep", "stop"),),
+    "openai": (("stop",), ("pause", "stop"), ("checkpoint", "stop")),
+}
+MISHAPS = sorted(FAULTS)
+HORIZON = 120.0
+SEEDS_EACH = 25
+
+
+def some_backends(draw: random.Random) -> tuple[Backend, ...]:
+    """Two or three models on a GPU, or a pair beside single ones, that rest in all kinds of ways."""
+    layout = draw.choice((["0", "0"], ["0", "0", "0"], ["0", "1", "01"], ["0", "0", "1", "1"]))
+    backends = []
+    for name, gpus in zip("abcd", layout, strict=False):
+        engine = draw.choice(tuple(LADDERS))
+        rest = draw.choice(LADDERS[engine])
+        demote = draw.choice((None, None, 15.0))
+        about = {"engine": engine, "rest": rest, "demote_after": demote, "checkpoint_anyway": True}
+        backends.append(sleeper(name, *gpus, **about, load_timeout=30.0))
+    return tuple(backends)
+
+
+def some_trouble(world: World, name: str) -> None:
+    """One thing goes wrong, for a while."""
+    draw, house = world.random, world.house
+    for_seconds = draw.uniform(1.0, 30.0)
+    until = world.clock.now() + for_seconds
+    match draw.randrange(7):
+        case 0:
+            world.kill(name, told_after=draw.choice((0.0, 0.3, 3.0)))
+        case 1 | 2 if name in house.engines:
+            faults = world.engine(name).faults
+            fault = draw.choice(MISHAPS)
+            faults.add(fault)
+            world.later(until, lambda: faults.discard(fault))
+        case 3:
+            house.faults[name] = {draw.choice(MISHAPS)}
+        case 4:
+            world.later(until, world.stranger(TOTAL, draw.choice(world.backends[name].gpus)))
+        case 5:
+            world.house.docker_away = True
+            world.later(min(until, world.clock.now() + 5.0), lambda: setattr(house, "docker_away", False))
+        case 6 if name in house.engines:
+            key = draw.choice(("lock", "checkpoint", "restore", "unlock")), world.engine(name).pid
+            house.driver.faults[key] = draw.choice((None, "failed"))
+            world.later(until, lambda: house.driver.faults.pop(key, None))
+
+
+@pytest.mark.parametrize("chunk", range(8))
+def test_whatever_fails_at_whatever_moment_nothing_is_lost_and_all_is_well_afterwards(
+    make: Make, chunk: int
+) -> None:
+    for seed in range(chunk * SEEDS_EACH, (chunk + 1) * SEEDS_EACH):
+        survive(make, seed)
+
+
+def survive(make: Make, seed: int) -> None:
+    draw = random.Random(seed)
+    world = make(
+        *some_backends(draw),
+        seed=seed,
+        policy=draw.choice(("eager", "debounce", "cost_aware", "adaptive")),
+        drain_timeout=draw.choice((0.0, 2.0, 30.0)),
+        queue_timeout=draw.choice((20.0, 600.0)),
+        max_wait=draw.choice((5.0, 60.0)),
+    )
+    names = tuple(world.backends)
+
+    def main() -> None:
+        while world.clock.now() < HORIZON:
+            world.wait(draw.expovariate(0.5))
+            if draw.random() < 0.15:
+                some_trouble(world, draw.choice(names))
+            elif draw.random() < 0.03:
+                world.attempt_unload(draw.choice(names))
+            else:
+                patience = draw.choice((inf, inf, 4.0))
+                world.request(world.clock.now(), draw.choice(names), draw.expovariate(0.5), patience)
+        world.until(HORIZON + 60.0)
+        for run in world.house.runs:
+            run.faults.clear()
+        world.house.faults.clear()
+        world.wait(700.0)
+        for name in names:
+            assert world.ask(name).served, (name, world.results[-1])
+
+    try:
+        world.play(main)
+    except BaseException:
+        print(f"seed {seed}: {[(b.name, b.engine, b.gpus, b.rest) for b in world.config.backends]}")
+        raise

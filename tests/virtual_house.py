@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -87,16 +88,22 @@ class VirtualEngine(SleepyEngine):
         """Whether a request that comes now is answered, and by the right weights."""
         name = self._backend.name
         parked = self._house.driver.states.get(self.pid) in ("locked", "checkpointed")
-        return not (self.asleep or self.garbage or parked or name in self._house.frozen)
+        asleep = self.asleep and self.kind not in ("ollama", "llamacpp")  # those load by themselves
+        return not (asleep or self.garbage or parked or name in self._house.frozen)
+
+    def _work(self, seconds: float) -> None:
+        self._house.clock.sleep(seconds)
+        if self.how:
+            raise requests.ConnectionError("closed")
 
     def _give(self, parts: set[str]) -> None:
         if self.busy:
             self._house.wrongs.append(f"{self._backend.name} was put to sleep under a request")
-        self._house.clock.sleep(self._house.sleep_seconds)
+        self._work(self._house.sleep_seconds)
         super()._give(parts)
 
     def _take(self, still_asleep: set[str]) -> None:
-        self._house.clock.sleep(self._house.wake_seconds)
+        self._work(self._house.wake_seconds)
         before = self.asleep
         try:
             super()._take(still_asleep)
@@ -216,7 +223,6 @@ class VirtualDriver(Driven):
         self.states = {}
         self._house = house
         self._moved: dict[int, dict[str, int]] = {}
-        self.pauses: dict[str, float] = {}
 
     def __enter__(self) -> Driven:
         for run in self._house.runs:
@@ -231,7 +237,9 @@ class VirtualDriver(Driven):
         run = next(run for run in self._house.runs if pid in (run.pid, *run.helpers))
         if run._backend.name in self._house.frozen:
             self._house.wrongs.append(f"{action} of {run._backend.name}, which is frozen")
-        self._house.clock.sleep(self.pauses.get(action, 0.1))
+        self._house.clock.sleep(0.1)
+        if run.how:
+            raise BackendError(f"{action} of process {pid}: it is gone")
         super().act(action, pid)
         ledger = self._house.ledger
         if action == "checkpoint":
@@ -334,6 +342,11 @@ class World:
 
         self.clock.spawn(wait_then_run, f"at {at}")
 
+    def attempt_unload(self, model: str) -> None:
+        """As somebody does from outside; refused while it loads."""
+        with suppress(MuxError):
+            self.mux.unload(model)
+
     def wait(self, seconds: float) -> None:
         self.clock.sleep(seconds)
 
@@ -413,7 +426,8 @@ class World:
                 self.mux.unreachable(lease)
                 return False
             result.leased = self.clock.now()
-            if not engine.works() or engine.model != (lease.backend.served_model or lease.backend.model):
+            works = engine.works() and engine.model == (lease.backend.served_model or lease.backend.model)
+            if not works and not lease.severed:
                 self.house.wrongs.append(f"{result} reached {engine.model} which does not work")
             result.broke_off = self._serve(lease, engine, seconds)
             return True
