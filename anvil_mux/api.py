@@ -19,10 +19,10 @@ import codecs
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, unquote
 
 from anvil_mux.errors import BadRequest, MuxError, NotFound, TooLarge
 from anvil_mux.http1 import Field, parse_fields
@@ -39,15 +39,19 @@ class Route:
     """One way to ask an engine."""
 
     api: str
-    """Whose shapes to answer with: openai, anthropic, llamacpp."""
+    """Whose shapes to answer with: openai, anthropic, llamacpp, ollama."""
     model_in: str
-    """Where the model's name sits: json, multipart, query."""
+    """Where the model's name sits: json, multipart, query, path, upstream."""
     beat: str = "none"
     """chat, completion, messages, responses; with none a stream takes comments only."""
     streams: bool = False
     """Whether ``stream: true`` gives server-sent events, into which comments and beats may be written."""
     path: str = ""
     """What to ask the engine for; versionless variants get their /v1 here."""
+    translated: str = ""
+    """always: no engine is asked for it. missing: where the engine does not have it."""
+    upgrades: bool = False
+    """A websocket."""
 
 
 _POST: tuple[tuple[Route, str], ...] = (
@@ -57,19 +61,20 @@ _POST: tuple[tuple[Route, str], ...] = (
     (
         Route("openai", "json"),
         "/v1/embeddings /v1/moderations /v1/decisions /v1/responses/compact /v1/responses/input_tokens "
-        "/v1/audio/speech",
+        "/v1/audio/speech /v1/realtime/sessions",
     ),
-    (Route("openai", "json", streams=True), "/v1/images/generations"),
+    (Route("openai", "json", streams=True), "/v1/images/generations /v1/chat/completions/batch"),
     (
         Route("openai", "multipart", streams=True),
         "/v1/audio/transcriptions /v1/audio/translations /v1/images/edits",
     ),
     (Route("openai", "multipart"), "/v1/audio/voices /v1/images/variations"),
-    (Route("anthropic", "json", "messages", True), "/v1/messages"),
-    (Route("anthropic", "json"), "/v1/messages/count_tokens"),
+    (Route("anthropic", "json", "messages", True, translated="missing"), "/v1/messages"),
+    (Route("anthropic", "json", translated="missing"), "/v1/messages/count_tokens"),
     (
         Route("openai", "json"),
-        "/rerank /v1/rerank /v2/rerank /score /v1/score /classify /pooling /v2/embed /encode",
+        "/rerank /v1/rerank /v2/rerank /score /v1/score /classify /pooling /v2/embed /encode /embed /predict "
+        "/sdapi/v1/txt2img /sdapi/v1/img2img",
     ),
     (Route("llamacpp", "json", streams=True), "/completion /infill"),
     (
@@ -77,8 +82,22 @@ _POST: tuple[tuple[Route, str], ...] = (
         "/embedding /reranking /v1/reranking /tokenize /detokenize /apply-template /v1/systemone "
         "/v1/chat/completions/input_tokens /v1/chat/completions/control",
     ),
+    (Route("ollama", "json", streams=True, translated="always"), "/api/chat /api/generate"),
+    (Route("ollama", "json", translated="always"), "/api/embed /api/embeddings"),
 )
-_GET: tuple[tuple[Route, str], ...] = ((Route("llamacpp", "query"), "/props /slots /lora-adapters"),)
+_GET: tuple[tuple[Route, str], ...] = (
+    (Route("llamacpp", "query"), "/props /slots /lora-adapters"),
+    (Route("openai", "query"), "/sdapi/v1/loras"),
+    (Route("openai", "query", upgrades=True), "/v1/realtime"),
+)
+
+_SAME = (("/openai/v1/", "/v1/"), ("/api/v0/", "/v1/"))
+"""Azure's and LM Studio's prefixes of routes that are OpenAI's otherwise."""
+_IN_PATH = re.compile(
+    r"(?:/openai/deployments|/v1/engines|/engines)/([^/]+)"
+    r"(/chat/completions|/completions|/embeddings|/responses|/images/generations|/audio/speech)"
+)
+"""Azure's and the first OpenAI's routes, which have the model in their path."""
 
 _REFUSED = re.compile(
     r"(/v1?)?/(files|batches|fine_tuning|assistants|threads|vector_stores|uploads|containers|evals|skills"
@@ -110,7 +129,41 @@ ROUTES = _routes()
 def match(method: str, path: str) -> Route | None:
     """The route of a raw path, if requests are forwarded there at all."""
     methods = ROUTES.get(path)
-    return None if methods is None else methods.get(method)
+    if methods is not None:
+        return methods.get(method)
+    for theirs, ours in _SAME:
+        if path.startswith(theirs):
+            return match(method, ours + path[len(theirs) :])
+    in_path = _IN_PATH.fullmatch(path)
+    if in_path is None or method != "POST":
+        return None
+    return replace(ROUTES["/v1" + in_path[2]]["POST"], model_in="path")
+
+
+_UPSTREAM = "/upstream/"
+_PLAIN = re.compile(r"(?:/(?!\.)[A-Za-z0-9._~!$&'()*+,;=:@-]+)+/?")
+"""A path that means the same to every server: nothing encoded, hidden, doubled or dotted."""
+
+
+def upstream(path: str) -> Iterator[tuple[str, str]]:
+    """The ways to read /upstream/MODEL/PATH as model and path, the longest model first."""
+    if not path.startswith(_UPSTREAM):
+        return
+    parts = path[len(_UPSTREAM) :].split("/")
+    for count in range(len(parts) - 1, 0, -1):
+        rest = "/" + "/".join(parts[count:])
+        if _PLAIN.fullmatch(rest):
+            yield unquote("/".join(parts[:count])), rest
+
+
+def model_in_path(path: str) -> str:
+    """The model in a path that ``match`` found to have one."""
+    in_path = _IN_PATH.fullmatch(path)
+    assert in_path is not None
+    try:
+        return _checked(unquote(in_path[1], errors="strict"))
+    except UnicodeDecodeError:
+        raise BadRequest("the model in the path is not UTF-8", param="model") from None
 
 
 def no_route(method: str, path: str) -> tuple[MuxError, list[Field]]:
@@ -129,7 +182,7 @@ def api_of(path: str) -> str:
     """Whose error shape a path gets, also when no route matches."""
     if re.match(r"(/v1?)?/messages(/|$)", path):
         return "anthropic"
-    return "ollama" if path.startswith("/api/") and not path.startswith("/api/v") else "openai"
+    return "ollama" if re.match(r"/api/(?!v[01]/)", path) else "openai"
 
 
 def media(content_type: bytes, body: bytes | bytearray) -> str:
@@ -592,9 +645,17 @@ def tokens_said(body: bytes) -> int | None:
 _ERROR_FIELDS = ("message", "type", "param", "code")
 
 
-def comment(text: str) -> bytes:
-    """One comment line of a stream, without a blank line: the form that no client stumbles over."""
-    return b": %b\n" % " ".join(text.split()).encode()
+def stream_type(api: str) -> bytes:
+    """The Content-Type of a stream."""
+    return b"application/x-ndjson" if api == "ollama" else b"text/event-stream"
+
+
+def comment(text: str, api: str = "openai") -> bytes:
+    """One comment line of a stream, without a blank line: the form that no client stumbles over.
+
+    Lines of JSON have no comments; there, a space before the next line is all that no client minds.
+    """
+    return b" " if api == "ollama" else b": %b\n" % " ".join(text.split()).encode()
 
 
 def beat(kind: str, model: str, request_id: str, created: int) -> bytes:
@@ -625,13 +686,30 @@ _STATUS_VALUES = {
     "starting": "loading",
     "parked": "sleeping",
     "demoting": "sleeping",
-    "failed": "failed",
-    "stuck": "failed",
 }
 
 
+def model_status(state: str, *, failed: bool = False) -> dict[str, object]:
+    """A residency's word as llama.cpp says it; ``failed``: so did its last load."""
+    value = _STATUS_VALUES.get(state, "unloaded")
+    has_failed = value == "unloaded" and (failed or state == "stuck")
+    return {"value": value, "failed": True} if has_failed else {"value": value}
+
+
+def status_event(model: str, status: dict[str, object]) -> bytes:
+    """``status`` as llama.cpp's router tells it to those who follow."""
+    data = {"status": status["value"], **{key: status[key] for key in status if key != "value"}}
+    return b"data: %b\n\n" % _json({"model": model, "event": "model_status", "data": data})
+
+
 def model_entry(
-    model: str, *, created: int, state: str, aliases: Iterable[str] = (), owned_by: str = "anvil-mux"
+    model: str,
+    *,
+    created: int,
+    state: str,
+    aliases: Iterable[str] = (),
+    owned_by: str = "anvil-mux",
+    failed: bool = False,
 ) -> dict[str, object]:
     """One model as OpenAI's, Anthropic's and llama.cpp's clients want it; ``state``: the residency's word."""
     return {
@@ -643,7 +721,7 @@ def model_entry(
         "display_name": model,
         "created_at": datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "aliases": list(aliases),
-        "status": {"value": _STATUS_VALUES.get(state, "unloaded")},
+        "status": model_status(state, failed=failed),
     }
 
 
@@ -656,6 +734,21 @@ def models_list(entries: Iterable[dict[str, object]]) -> bytes:
         else {"first_id": None, "last_id": None}
     )
     return _json({"object": "list", "data": data, "has_more": False, **ends})
+
+
+def lmstudio_list(states: Mapping[str, str]) -> bytes:
+    """Model -> state, as LM Studio's clients want it."""
+    data = [
+        {
+            "id": model,
+            "object": "model",
+            "type": "llm",
+            "publisher": "anvil-mux",
+            "state": "loaded" if _STATUS_VALUES.get(state) == "loaded" else "not-loaded",
+        }
+        for model, state in states.items()
+    ]
+    return _json({"object": "list", "data": data})
 
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")

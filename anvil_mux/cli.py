@@ -105,7 +105,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     add(
         "--insecure",
         action="store_true",
-        help="listen where others can reach it, although it asks for no key",
+        help="listen where others can reach it, although there are no API keys",
     )
     add(
         "--drain-timeout",
@@ -573,7 +573,9 @@ def _load_model(given: argparse.Namespace) -> int:
 
     def ask() -> None:
         try:
-            answers.append(_ask(given, "POST", "/models/load", {"model": given.model}, timeout=None))
+            answers.append(
+                _ask(given, "POST", "/models/load?wait=true", {"model": given.model}, timeout=None)
+            )
         except MuxError as error:
             answers.append(error)
 

@@ -202,6 +202,11 @@ class Client:
             return False
         return True
 
+    def take_rest(self) -> bytes:
+        """What was read beyond the head, for a connection that is not HTTP's any more."""
+        rest, self._buffer = self._buffer, b""
+        return rest
+
     @property
     def is_unread(self) -> bool:
         """Bytes of the client may be lying unread."""

@@ -106,6 +106,8 @@ class Backend:
     """Bytes of host memory that it needs while it runs; None: as was measured, if it was."""
     prepare: bool = False
     """Loaded once at the start, before anybody asks for it."""
+    upstream: tuple[str, ...] = ()
+    """Paths of the engine that may be asked for below /upstream/; a trailing slash means all below."""
     checkpoint_anyway: bool = False
     """Whether it may be checkpointed although it holds several GPUs."""
     service: Service = Service()
@@ -153,6 +155,12 @@ class Config:
     """Bytes of host memory for all engines, running and parked; None: as much as there is."""
     prepare: bool = False
     """Whether every backend is loaded once at the start, unless it says otherwise."""
+    key_file: str | None = None
+    """Absolute."""
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    hosts: tuple[str, ...] = ()
+    """Names by which clients may call it, besides those of this machine."""
     on_exit: str = "keep"
     """keep | stop: what happens to running engines at exit."""
     hooks: tuple[hooks.Hook, ...] = ()
@@ -197,6 +205,14 @@ def _read_vram(value: Any) -> int | str:
     if amount := settings.MEMORY.read(value):
         return int(amount)
     raise ValueError("must be more than 0; leave it out if the model needs its GPU whole")
+
+
+def _read_paths(value: Any) -> tuple[str, ...]:
+    paths = settings.NAMES.read(value)
+    for path in paths:
+        if not re.fullmatch(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+/?", path):
+            raise ValueError(f"must be paths such as /docs or /sdapi/, not {settings.show(path)}")
+    return tuple(paths)
 
 
 def _read_project(value: Any) -> str:
@@ -264,6 +280,12 @@ SETTINGS: dict[str, Setting] = {
         settings.MEMORY, "Host memory for all engines, running and parked; by default 9/10 of the machine's."
     ),
     "prepare": Setting(settings.FLAG, "Load every model once at the start, before anybody asks."),
+    "key_file": Setting(TEXT, "A file of API keys, one to a line; see docs/security.md. ANVIL_API_KEYS too."),
+    "tls_cert": Setting(TEXT, "A file with the certificate (and its chain) for https; needs tls_key."),
+    "tls_key": Setting(TEXT, "A file with the certificate's private key."),
+    "hosts": Setting(
+        settings.NAMES, "Names in the Host header that are answered to besides this machine's; see security."
+    ),
     "on_exit": Setting(settings.one_of("keep", "stop"), "What happens to running engines at exit."),
     "hooks": Setting(hooks.KIND, "Commands or web addresses that are told of what happens to models."),
 }
@@ -302,6 +324,10 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "demote_after": Setting(SECONDS, "Rest on one rung of `rest` before it is taken to the next; or never."),
     "ram": Setting(settings.MEMORY, "Host memory that it needs while it runs; by default as measured."),
     "prepare": Setting(settings.FLAG, "The same as at the top level, for this model."),
+    "upstream": Setting(
+        Kind("list of paths", _read_paths),
+        "What else may be asked of the engine, below /upstream/MODEL; /sdapi/ means all below that.",
+    ),
     "checkpoint_anyway": Setting(
         settings.FLAG, "Checkpoint it although it holds several GPUs, from which engines often do not return."
     ),
@@ -439,6 +465,8 @@ class _Loading:
                 values |= self._given(key, setting, _structure(text), variable)
         for key, value in self._overrides.items():
             values |= self._given(key, SETTINGS[key], value, "flag")
+        for key in values.keys() & {"key_file", "tls_cert", "tls_key"}:
+            values[key] = os.path.abspath(self._documents[0].file.parent / values[key])
         if "listen" in values:
             values["host"], values["port"] = values.pop("listen")
         for key in ("policy", "preemption"):
@@ -618,6 +646,9 @@ class _Loading:
                     build(values[key], values[f"{key}_settings"])
                 except (ValueError, TypeError) as error:
                     self._problem_of_setting(key, str(error))
+        for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            if one in values and other not in values:
+                self._problem_of_setting(one, f"needs {other} beside it")
         names = {name for backend in backends for name in (backend.model, *backend.aliases)}
         if (default := values.get("default_model")) and default not in names:
             self._problem_of_setting(

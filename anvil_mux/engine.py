@@ -54,6 +54,12 @@ class Engine:
     loads_at_first_request: bool = False
     control: tuple[str, ...] = ()
     """Routes that steer the engine itself, never forwarded; a trailing slash means everything below."""
+    shown: tuple[str, ...] = ("/health", "/metrics", "/version", "/v1/models")
+    """What may be read of it below /upstream/, besides the routes of models."""
+
+    def steers(self, path: str) -> bool:
+        """``path`` is one of its control routes."""
+        return any(path == route or (route[-1] == "/" and path.startswith(route)) for route in self.control)
 
 
 def _routes(paths: str) -> tuple[str, ...]:
@@ -72,6 +78,7 @@ ENGINES: dict[str, Engine] = {
     ),
     "sglang": Engine(
         port=30000,
+        shown=_routes("/health /metrics /v1/models /model_info /get_model_info"),
         control=_routes(
             """/release_memory_occupation /resume_memory_occupation /pause_generation /continue_generation
             /abort_request /flush_cache /update_weights_from_disk /update_weights_from_tensor
@@ -81,17 +88,22 @@ ENGINES: dict[str, Engine] = {
         ),
     ),
     "llamacpp": Engine(
-        port=8080, names_file=True, control=_routes("/models/load /models/unload /slots/ /lora-adapters")
+        port=8080,
+        names_file=True,
+        control=_routes("/models/load /models/unload /slots/ /lora-adapters"),
+        shown=_routes("/health /metrics /v1/models /models"),
     ),
     "ollama": Engine(
         port=11434,
         health="/",
+        shown=_routes("/api/tags /api/version /v1/models"),
         loads_at_first_request=True,
         control=_routes("/api/pull /api/push /api/create /api/copy /api/delete /api/blobs/ /api/ps"),
     ),
     "tabbyapi": Engine(
         port=5000,
         models="/v1/model",
+        shown=_routes("/health /v1/model /v1/models"),
         control=_routes("/v1/model/ /v1/lora/ /v1/template/ /v1/sampling/ /v1/download /v1/auth/ /v1/token/"),
     ),
     "trtllm": Engine(control=_routes("/release_memory /resume_memory /memory_status /update_weights")),

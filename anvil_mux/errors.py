@@ -62,6 +62,20 @@ class BadRequest(MuxError):
             self.status = status
 
 
+class Unauthorized(MuxError):
+    """The request shows no API key, or none that is known."""
+
+    status, code, kind = 401, "unauthorized", "authentication_error"
+    retry = False
+
+
+class Forbidden(MuxError):
+    """The request's API key may not do that."""
+
+    status, code, kind = 403, "forbidden", "permission_error"
+    retry = False
+
+
 class TooLarge(MuxError):
     """The request's body is over the limit for its kind."""
 

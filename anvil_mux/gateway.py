@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 import math
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,21 +20,29 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import unquote
 
-from anvil_mux import __version__, api, http1
+from anvil_mux import __version__, api, http1, ollama
 from anvil_mux.accesslog import Sink
 from anvil_mux.client import Client
+from anvil_mux.completions import parse
 from anvil_mux.config import Config
 from anvil_mux.console import Console
-from anvil_mux.errors import BadRequest, ClientGone, MuxError, NotFound
+from anvil_mux.errors import BadRequest, ClientGone, Forbidden, MuxError, NotFound, Unauthorized, UnknownModel
 from anvil_mux.feed import Feed
 from anvil_mux.gpu import Stranger
 from anvil_mux.http1 import Field
 from anvil_mux.inference import JSON, Call, Inference, Patience
+from anvil_mux.keys import Key, Keyring
 from anvil_mux.lookout import Seen, Sight
 from anvil_mux.multiplexer import BackendState, Deferral, GpuState, ModelState, Multiplexer
 from anvil_mux.progress import Progress
 from anvil_mux.relay import Relay
+from anvil_mux.routerapi import RouterApi
 
+OPEN = frozenset(["/api/hello", "/health", "/livez", "/readyz"])
+"""Answered without a key: they tell nothing."""
+LISTS = re.compile(r"/v1/models(/.*)?|/models|/models/sse|/api/(v0/models|tags|ps|show|version)|/upstream/.*")
+"""Answered to every key, as far as its models go."""
+STATE = frozenset(["/", "/healthz", "/metrics"])
 TEXT = (b"Content-Type", b"text/plain; charset=utf-8")
 
 Answer = tuple[int, Field, bytes]
@@ -58,9 +67,20 @@ class Gateway:
         feed: Feed | None = None,
         tail: Callable[[str, int], Iterable[str]] = lambda backend, lines: (),
         sight: Callable[[], Sight] = dict,
+        keys: Keyring | None = None,
     ) -> None:
         self._mux = mux
-        self._inference = Inference(config, mux, relay, patience or Patience(grace=config.loading_grace))
+        self._keys = keys or Keyring()
+        self._hosts = frozenset(host.lower() for host in config.hosts)
+        self._backends = config.backends
+        self._inference = Inference(
+            config,
+            mux,
+            relay,
+            patience or Patience(grace=config.loading_grace),
+            hides_keys=len(self._keys) > 0,
+        )
+        self._router = RouterApi(mux, self._inference, lambda: self.draining)
         self._records = records
         self._metrics = metrics
         self._sight = sight
@@ -75,20 +95,27 @@ class Gateway:
             "/healthz": self._healthz,
             "/livez": lambda _: (200, TEXT, b"ok\n"),
             "/metrics": self._scrape,
+            "/api/hello": lambda _: (200, TEXT, b"anvil-mux\n"),
+            "/api/ps": self._ollama_running,
+            "/api/tags": self._ollama_tags,
+            "/api/v0/models": self._lmstudio_models,
+            "/api/version": lambda _: (200, JSON, ollama.version()),
             "/models": self._models,
             "/readyz": self._readyz,
             "/v1/models": self._models,
         }
         self._admin: dict[str, Callable[[Call], None]] = {
-            "/lines/cancel": lambda call: self._console.cancel(call, self._asked(call)),
-            "/models/load": self._load,
-            "/models/unload": self._unload,
+            "/api/show": self._ollama_show,
+            "/lines/cancel": lambda call: self._console.cancel(call, parse(self._inference.read_json(call))),
+            "/models/load": self._router.load,
+            "/models/unload": self._router.unload,
         }
         self._feed = feed or Feed()
         self._console = Console(mux, self._feed, state=self._state, tail=tail)
         self._streams: dict[str, Callable[[Call], None]] = {
             "/events": self._console.events,
             "/logs": self._console.logs,
+            "/models/sse": self._router.follow,
             "/why": self._console.why,
         }
         self.draining = False
@@ -113,6 +140,8 @@ class Gateway:
                 self._answer_here(call)
         except ClientGone as gone:
             call.keep, call.status, call.code = False, gone.status, gone.code
+        except Unauthorized as error:
+            call.refuse(error, [(b"WWW-Authenticate", b'Basic realm="anvil-mux"')])
         except MuxError as error:
             call.refuse(error, [])
         except Exception:
@@ -134,18 +163,23 @@ class Gateway:
         route = api.match(request.method, request.path)
         call.api = route.api if route else api.api_of(request.path)
         self._check_origin(request)
+        if self._keys and request.path not in OPEN:
+            key = request.key = self._keys.of(request.fields)
+            if route is None and not _may(key, request.path):
+                raise Forbidden("this API key is for models, not for this")
         request.route = route
         return route
 
     def _check_origin(self, request: http1.Request) -> None:
         host = request.fields.get(b"host", b"")
-        if self.only_local_hosts and not _is_local(host):
+        if (self.only_local_hosts or self._hosts) and not _is_local(host):
             name = host.decode("latin-1")
-            raise BadRequest(
-                f"this address answers only for localhost, not for the host {name!r}", status=403
-            )
+            if _name_in(name) not in self._hosts:
+                text = f"this address does not answer for the host {name!r}; see the setting `hosts`"
+                raise BadRequest(text, status=403)
         origin = request.fields.get(b"origin")
-        if origin is not None and request.method == "POST" and origin.partition(b"://")[2] != host:
+        acts = request.method not in ("GET", "HEAD", "OPTIONS") or b"upgrade" in request.fields
+        if origin is not None and acts and origin.partition(b"://")[2] != host:
             raise BadRequest("requests from other web sites are not accepted", status=403)
 
     def _answer_here(self, call: Call) -> None:
@@ -168,6 +202,8 @@ class Gateway:
             allow = self._allowed(path)
             error = BadRequest(f"{path} takes {allow.decode()}, not {method}", status=405)
             call.refuse(error, [(b"Allow", allow)])
+        elif path.startswith("/upstream/"):
+            self._inference.pass_on(call)
         else:
             call.refuse(*api.no_route(method, path))
 
@@ -229,46 +265,49 @@ class Gateway:
 
     def _entry(self, model: ModelState) -> dict[str, object]:
         return api.model_entry(
-            model.model, created=int(self._started), state=model.state, aliases=model.aliases
+            model.model,
+            created=int(self._started),
+            state=model.state,
+            aliases=model.aliases,
+            failed=bool(model.last_error),
         )
 
     def _scrape(self, request: http1.Request) -> Answer:
         content_type, text = self._metrics(request.fields.get(b"accept", b"").decode("latin-1"))
         return 200, (b"Content-Type", content_type.encode("ascii")), text
 
-    def _models(self, _: http1.Request) -> Answer:
-        return 200, JSON, api.models_list(map(self._entry, self._mux.status().models))
+    def _visible(self, request: http1.Request) -> list[ModelState]:
+        """The models that the request's key may use."""
+        return [
+            model for model in self._mux.status().models if self._inference.may_use(request.key, model.model)
+        ]
+
+    def _models(self, request: http1.Request) -> Answer:
+        return 200, JSON, api.models_list(map(self._entry, self._visible(request)))
+
+    def _lmstudio_models(self, request: http1.Request) -> Answer:
+        return 200, JSON, api.lmstudio_list({m.model: m.state for m in self._visible(request)})
 
     def _model(self, request: http1.Request) -> Answer:
-        wanted = self._mux.resolve(unquote(request.path[len("/v1/models/") :]))
-        found = next(model for model in self._mux.status().models if model.model == wanted)
+        name = unquote(request.path[len("/v1/models/") :])
+        visible = self._visible(request)
+        found = next((model for model in visible if name in (model.model, *model.aliases)), None)
+        if found is None:
+            raise UnknownModel(name, [model.model for model in visible])
         return 200, JSON, json.dumps(self._entry(found)).encode("ascii")
 
-    # Loading and unloading by hand
+    def _ollama_tags(self, request: http1.Request) -> Answer:
+        return 200, JSON, ollama.tags([model.model for model in self._visible(request)], self._started)
 
-    def _load(self, call: Call) -> None:
-        self._mux.load(self._named(call), lambda now: call.stay())
-        call.send_own(200, [JSON], b'{"success":true}')
+    def _ollama_running(self, request: http1.Request) -> Answer:
+        resident = [m for m in self._visible(request) if m.state in ("ready", "draining")]
+        ttls = {backend.name: backend.ttl for backend in self._backends}
+        return 200, JSON, ollama.running({m.model: ttls[m.backend] for m in resident}, time.time())
 
-    def _unload(self, call: Call) -> None:
-        self._mux.unload(self._named(call))
-        call.send_own(200, [JSON], b'{"success":true}')
-
-    def _asked(self, call: Call) -> dict[str, Any]:
-        try:
-            asked = json.loads(self._inference.read_json(call))
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is not JSON: {error}", param="body") from None
-        if not isinstance(asked, dict):
-            raise BadRequest("the body must be a JSON object", param="body")
-        return asked
-
-    def _named(self, call: Call) -> str:
-        name, _ = api.model_and_stream(self._inference.read_json(call))
-        if name is None:
-            raise BadRequest("the body must name a `model`", param="model")
-        call.model = self._mux.resolve(name)
-        return call.model
+    def _ollama_show(self, call: Call) -> None:
+        name = ollama.name_in(parse(self._inference.read_json(call)))
+        call.model = self._inference.resolve(call, name)
+        call.send_own(200, [JSON], ollama.show(call.model, self._started))
 
 
 def _model_state(model: ModelState) -> dict[str, object]:
@@ -361,11 +400,21 @@ def _stranger(stranger: Stranger) -> dict[str, object]:
     }
 
 
+def _may(key: Key, path: str) -> bool:
+    """Whether ``key`` may ask for something that is answered here."""
+    return key.admin or LISTS.fullmatch(path) is not None or (key.state and path in STATE)
+
+
+def _name_in(host: str) -> str:
+    """A Host header without its port."""
+    host = host.lower()
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
 @lru_cache(maxsize=256)
 def _is_local(host: bytes) -> bool:
     """``host`` (with or without a port) can only mean this machine."""
-    name = host.decode("latin-1").lower()
-    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    name = _name_in(host.decode("latin-1"))
     if name in ("", "localhost") or name.endswith(".localhost"):
         return True
     try:

@@ -99,6 +99,8 @@ class Request:
     """Heads that were written with it, by what they depend on; shared by all heads that are the same."""
     route: object = None
     """What the server found it to ask for; noted here, it need not be found again (see ``LastHead``)."""
+    key: object = None
+    """Whose API key it shows; noted together with ``route``."""
 
 
 @dataclass(slots=True)
@@ -249,18 +251,23 @@ def response_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
     return end
 
 
-def parse_response(head: bytes, method: str) -> Response:
-    """Reads the answer to a request with ``method``; after a status below 200 another head follows."""
+def parse_response(head: bytes, method: str, *, upgrade: bool = False) -> Response:
+    """Reads the answer to a request with ``method``; after a status below 200 another head follows.
+
+    Only where ``upgrade`` was asked for, 101 is the last head.
+    """
     line = _LENGTH_LINE.search(head)
     if line is None or method == "HEAD":
-        return _parse_response(head, method)
+        return _parse_response(head, method, upgrade=upgrade)
     bare = head[: line.start()] + head[line.end() :]
     known = _known_responses.get(bare)
     if known is None:
         response = _parse_response(head, method)
         if _may_come_again(head, response, has_length=True):
             response.prepared = {}
-            response.passing = _passing(response.headers, _unwanted_by_client(response.fields))
+            response.passing = _passing(
+                response.headers, _unwanted_by_client(response.fields), b"access-control-"
+            )
             _remember(_known_responses, bare, response)
         return response
     return Response(
@@ -277,7 +284,7 @@ def parse_response(head: bytes, method: str) -> Response:
     )
 
 
-def _parse_response(head: bytes, method: str) -> Response:
+def _parse_response(head: bytes, method: str, *, upgrade: bool = False) -> Response:
     head = _with_crlf(head)
     line = _STATUS_LINE.match(head)
     if line is None:
@@ -286,7 +293,7 @@ def _parse_response(head: bytes, method: str) -> Response:
     fields = _by_name(headers)
     minor = line[1] == b"1"
     status = int(line[2])
-    if status == 101:
+    if status == 101 and not upgrade:
         raise BackendError("the engine switched protocols unasked")
     length, chunked = _response_framing(fields)
     if length is not None:
@@ -340,7 +347,8 @@ def forward_response_head(
     passing = response.passing
     names = [name.lower() for name, _ in added]
     if passing is None or drop or not response.fields.keys().isdisjoint(names):
-        passing = _passing(response.headers, _unwanted_by_client(response.fields).union(drop, names))
+        unwanted = _unwanted_by_client(response.fields).union(drop, names)
+        passing = _passing(response.headers, unwanted, b"access-control-")
     reason = response.reason or PHRASES.get(response.status, b"")
     first = [b"HTTP/1.1 %d %b" % (response.status, reason), b"Server: " + SERVER]
     last = [name + b": " + value for name, value in added]
@@ -639,8 +647,12 @@ def _unwanted_by_client(fields: dict[bytes, bytes]) -> frozenset[bytes]:
     return _NOT_TO_CLIENTS | _named_by_connection(fields)
 
 
-def _passing(headers: list[Field], unwanted: AbstractSet[bytes], prefix: bytes = b"proxy-") -> bytes:
-    """The lines of ``headers`` that go on to the other side, after a look for smuggled line ends."""
+def _passing(headers: list[Field], unwanted: AbstractSet[bytes], prefix: bytes) -> bytes:
+    """The lines of ``headers`` that go on to the other side, after a look for smuggled line ends.
+
+    Where a client comes from is not for it to say (x-forwarded-), and not for an engine which other sites'
+    pages may read its answers (access-control-).
+    """
     lines = [
         name + b": " + value + b"\r\n"
         for name, value in headers

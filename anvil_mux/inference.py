@@ -19,32 +19,37 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from anvil_mux import api, http1, prefix
+from anvil_mux import anthropic, api, coding, http1, ollama, prefix
 from anvil_mux.accesslog import Served
 from anvil_mux.client import Client, Spool
-from anvil_mux.config import Config
+from anvil_mux.completions import Translation, parse
+from anvil_mux.config import Backend, Config
+from anvil_mux.engine import api_key, find_engine
 from anvil_mux.errors import (
     BackendError,
     BadRequest,
     ClientGone,
     ModelLoading,
     MuxError,
+    NotFound,
     RefusedByEngine,
     Severed,
+    UnknownModel,
 )
 from anvil_mux.http1 import Field
+from anvil_mux.keys import FIELDS, Key
 from anvil_mux.multiplexer import Lease, Multiplexer
 from anvil_mux.pump import End
-from anvil_mux.relay import BrokenOff, Exchange, Relay, RequestBody, Unreachable, has_left
+from anvil_mux.relay import WHOLE, BrokenOff, Exchange, Relay, RequestBody, Unreachable, has_left
 from anvil_mux.residency import NO_WORK
 from anvil_mux.routing import Work
 
 JSON = (b"Content-Type", b"application/json")
-STREAM_HEADERS = [
-    (b"Content-Type", b"text/event-stream"),
-    (b"Cache-Control", b"no-cache"),
-    (b"X-Accel-Buffering", b"no"),
-]
+UNBUFFERED = [(b"Cache-Control", b"no-cache"), (b"X-Accel-Buffering", b"no")]
+TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
+"""Path -> how a body that is asked for there becomes a question that every engine understands."""
+LACKING = (404, 405, 501)
+"""How engines answer to a route that they do not have."""
 SESSION = b"x-session-id"
 """The header by which a client says which conversation a request belongs to."""
 MAX_QUOTED = 2000
@@ -53,7 +58,8 @@ MAX_PREPARED = 8
 """Engines' addresses for which the constant part of a head is kept."""
 FOREVER = float("inf")
 
-_OWN = frozenset([b"x-request-id"])
+NO_KEY: dict[bytes, bytes] = dict.fromkeys(FIELDS, b"")
+_OWN = frozenset([b"x-request-id", b"content-encoding"])
 """What every forwarded head gets anew."""
 
 Body = bytes | bytearray | Spool
@@ -95,6 +101,7 @@ class Call:
         "status",
         "stream",
         "tokens",
+        "translation",
         "waited",
         "waiting",
         "work",
@@ -123,6 +130,8 @@ class Call:
         """Which of several replicas answers, and why."""
         self.waiting: Waiting | None = None
         """What it does in the line of its model, once it has waited for a moment."""
+        self.translation: Translation | None = None
+        """What its engine is asked instead, if that does not speak the client's API."""
 
     @property
     def chunked(self) -> bool:
@@ -181,7 +190,20 @@ class Call:
 
     def send_event(self, data: bytes) -> None:
         """Writes into a stream that has begun."""
-        self.send(http1.chunk(data) if self.chunked else data)
+        if data:
+            self.send(http1.chunk(data) if self.chunked else data)
+
+    def begin(self) -> None:
+        """Sends the head of a stream of our own; from now on failures are told within it."""
+        self.keep = self.keep and self.chunked
+        self.began, self.status = True, 200
+        headers = [(b"Content-Type", api.stream_type(self.api)), *UNBUFFERED, *self.own_headers]
+        self.send(http1.stream_head(200, headers, chunked=self.chunked, connection=self.connection))
+
+    def end(self) -> None:
+        """Ends a stream that has begun as it should end."""
+        if self.chunked:
+            self.send(http1.LAST_CHUNK)
 
     def stay(self) -> None:
         """ClientGone if nobody waits for the answer any more."""
@@ -246,60 +268,121 @@ class Waiting:
 
     def _beat(self, now: float) -> None:
         call = self._call
-        text = api.comment(f"anvil-mux loading {call.model} {self._mux.how_far(call.model)}")
+        text = api.comment(f"anvil-mux loading {call.model} {self._mux.how_far(call.model)}", call.api)
         if now >= self._chunk_at:
             self._chunk_at = now + self._patience.chunk_every
             assert call.route is not None
             text += api.beat(call.route.beat, call.model, call.request_id, int(time.time()))
         self._beat_at = now + self._every
         if not call.began:
-            call.keep = call.keep and call.chunked
-            headers = [*STREAM_HEADERS, *call.own_headers]
-            call.began, call.status = True, 200
-            call.send(http1.stream_head(200, headers, chunked=call.chunked, connection=call.connection))
+            call.begin()
         call.send_event(text)
+
+
+class _Lacking(Exception):
+    """The engine does not have the route."""
 
 
 class Inference:
     """Sends requests to engines. Any thread."""
 
-    def __init__(self, config: Config, mux: Multiplexer, relay: Relay, patience: Patience) -> None:
+    def __init__(
+        self, config: Config, mux: Multiplexer, relay: Relay, patience: Patience, *, hides_keys: bool = False
+    ) -> None:
         self._config = config
         self._mux = mux
         self._relay = relay
         self._patience = patience
+        self._names: dict[str, set[str]] = {}
+        for backend in config.backends:
+            self._names.setdefault(backend.model, {backend.model}).update(backend.aliases)
+        self._hides_keys = hides_keys
+        """Clients' keys are ours, so that engines get their own instead."""
+        self._lacking: set[tuple[str, str] | None] = set()
+        """(backend, path) of routes that engines turned out not to have; changed by atomic operations."""
 
     def infer(self, call: Call, route: api.Route) -> None:
         """Answers ``call`` from the engine of the model that it names."""
         call.route, call.api = route, route.api
+        if route.upgrades and call.request.fields.get(b"upgrade", b"").lower() != b"websocket":
+            raise BadRequest(f"{call.request.path} is a websocket", status=426)
         if route.model_in == "query":
             self._send_on(call, api.model_in_query(call.request.query), b"")
             return
-        coding = call.request.fields.get(b"content-encoding")
-        if coding is not None and coding.lower() != b"identity":
-            named = coding.decode("ascii", "replace")
-            advice = "send the body uncompressed, without this header"
-            raise BadRequest(f"Content-Encoding {named} is not understood: {advice}", status=415)
+        if route.model_in == "upstream":
+            self._send(call, None, self._read(call))
+            return
         if route.model_in == "multipart":
             self._infer_from_form(call)
+        elif route.model_in == "path":
+            body = self.read_json(call)
+            call.stream = api.model_and_stream(body)[1] and route.streams
+            call.model = self.resolve(call, api.model_in_path(call.request.path))
+            self._send(call, None, body)
+        elif route.translated == "always":
+            self._infer_translated(call, self.read_json(call))
         else:
             body = self.read_json(call)
             name, stream = api.model_and_stream(body)
             call.stream = stream and route.streams
             self._send_on(call, name, body)
 
+    def pass_on(self, call: Call) -> None:
+        """A request below /upstream/: for the engine of the model in its path, as it is.
+
+        A GET loads no model: pages ask for their parts without anybody meaning it.
+        """
+        request = call.request
+        for name, path in api.upstream(request.path):
+            try:
+                call.model = self.resolve(call, name)
+            except UnknownModel:
+                continue
+            if not self._may_ask(call.model, request.method, path):
+                raise NotFound(f"{request.method} {path} is not offered of the engine of {call.model}.")
+            states = {model.model: model.state for model in self._mux.status().models}
+            if request.method == "GET" and states[call.model] != "ready":
+                raise BadRequest(f"{call.model} is not loaded, and a GET does not load it", status=409)
+            return self.infer(call, api.Route("openai", "upstream", path=path))
+        raise NotFound(f"{request.path} names no model and path: /upstream/MODEL/PATH.")
+
+    def _may_ask(self, model: str, method: str, path: str) -> bool:
+        backends = [backend for backend in self._config.backends if backend.model == model]
+        return all(_offers(backend, method, path) for backend in backends)
+
+    def _infer_translated(self, call: Call, body: bytes | bytearray) -> None:
+        assert call.route is not None
+        asked = call.translation = TRANSLATE[call.route.path](parse(body))
+        call.stream = asked.stream and bool(asked.path)
+        if asked.path or not asked.unloads:
+            self._send_on(call, asked.model, body)
+        else:
+            call.model = self.resolve(call, asked.model)
+            call.send_own(200, [JSON], asked.answer.whole(b"", time.time()))
+        key = call.request.key
+        if asked.unloads and (not isinstance(key, Key) or key.admin):
+            self._mux.unload_idle(call.model)
+
     def read_json(self, call: Call) -> bytes | bytearray:
         """The body of a route that takes JSON."""
         request = call.request
-        body = call.client.read_body(request, self._config.max_body)
+        body = self._read(call)
         kind = request.fields.get(b"content-type", b"")
         if kind != b"application/json" and api.media(kind, body) != "json":
             raise BadRequest("this route takes a JSON body (Content-Type: application/json)", status=415)
         return body
 
+    def _read(self, call: Call) -> bytes | bytearray:
+        """The body, in memory and not compressed."""
+        body = call.client.read_body(call.request, self._config.max_body)
+        packed = _coding(call.request)
+        return coding.unpacked(body, packed, self._config.max_body) if packed else body
+
     def _infer_from_form(self, call: Call) -> None:
         request, route = call.request, call.route
         kind = request.fields.get(b"content-type", b"")
+        if _coding(request):
+            raise BadRequest("a form must be sent as it is, without Content-Encoding", status=415)
         if api.media(kind, b"") != "multipart":
             raise BadRequest("this route takes a form (Content-Type: multipart/form-data)", status=415)
         scanner = api.MultipartModelScanner(api.boundary(kind))
@@ -312,10 +395,11 @@ class Inference:
     def _send_on(
         self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None = None
     ) -> None:
-        name = named or self._config.default_model
-        if name is None:
-            raise BadRequest("the request must name a `model`", param="model")
-        call.model = self._mux.resolve(name)
+        call.model = self.resolve(call, named)
+        self._send(call, named, body, span)
+
+    def _send(self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None = None) -> None:
+        """``named``: the model's name within ``body``, if that need not be changed for every engine."""
         retries = self._mux.replicas(call.model)
         if retries > 1:
             call.work = self._work(call, body)
@@ -337,16 +421,37 @@ class Inference:
             work = prefix.read(call.model, body, per_token, session)
         return work._replace(stream=call.stream)
 
+    def resolve(self, call: Call, named: str | None) -> str:
+        """The model that a client's name stands for, or that serves those who name none."""
+        name = named or self._config.default_model
+        if name is None:
+            raise BadRequest("the request must name a `model`", param="model")
+        key = call.request.key
+        model = self._find(name)
+        if not model and call.api == "ollama":
+            model = self._find(name.removesuffix(ollama.LATEST))
+        if not model or not self.may_use(key, model):
+            raise UnknownModel(name, [known for known in self._names if self.may_use(key, known)])
+        return model
+
+    def _find(self, name: str) -> str:
+        try:
+            return self._mux.resolve(name)
+        except UnknownModel:
+            return ""
+
+    def may_use(self, key: object, model: str) -> bool:
+        """``key``: of a request; None where nobody is asked for one."""
+        return not isinstance(key, Key) or key.models is None or not key.models.isdisjoint(self._names[model])
+
     def _try(self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None) -> None:
         with self._lease(call) as lease:
             call.waited += lease.waited
             backend = lease.backend
             call.backend = backend.name
             call.routed = f"{backend.name}; {lease.why}" if lease.why else ""
-            known_as = backend.served_model or call.model
-            length, pieces = (len(body), body) if known_as == named else _renamed(body, known_as, span)
             try:
-                self._forward(call, lease, length, pieces)
+                self._ask(call, lease, named, body, span)
             except Unreachable:
                 self._mux.unreachable(lease)
                 raise
@@ -357,6 +462,36 @@ class Inference:
                     raise
                 self._mux.unreachable(lease)
                 raise Unreachable(error.message) from None
+
+    def _ask(
+        self, call: Call, lease: Lease, named: str | None, body: Body, span: tuple[int, int] | None
+    ) -> None:
+        """Asks the engine in the client's words, or else in its own."""
+        known_as = lease.backend.served_model or call.model
+        if call.route and call.route.model_in == "upstream":
+            named = known_as
+        lacks = None
+        if not call.translation:
+            assert call.route is not None
+            lacks = (lease.backend.name, call.route.path) if call.route.translated else None
+            if lacks not in self._lacking:
+                try:
+                    return self._forward(call, lease, *_renamed(body, named, known_as, span))
+                except _Lacking:
+                    pass
+            assert isinstance(body, (bytes, bytearray))
+            call.translation = TRANSLATE[call.route.path](parse(body))
+        self._translate(call, lease, call.translation, known_as)
+        if lacks:
+            self._lacking.add(lacks)
+        return None
+
+    def _credentials(self, lease: Lease) -> dict[bytes, bytes]:
+        """What goes to the engine in place of the client's key; empty values take a field away."""
+        if not self._hides_keys:
+            return {}
+        own = api_key(lease.backend.service)
+        return {**NO_KEY, b"authorization": b"Bearer " + own.encode()} if own else NO_KEY
 
     def _lease(self, call: Call) -> Lease:
         asked = time.monotonic()
@@ -372,10 +507,15 @@ class Inference:
         call.waiting.tend(now)
 
     def _forward(self, call: Call, lease: Lease, length: int, body: RequestBody) -> None:
+        if call.route and call.route.upgrades:
+            self._tunnel(call, lease)
+            return
         with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = _request_head(call, lease, length)
+            head = _request_head(call, lease, length, self._credentials(lease))
             response = exchange.ask(call.request.method, head, body)
             call.first_byte = time.monotonic() - call.since
+            if response.status in LACKING and call.route and call.route.translated:
+                raise _Lacking
             if call.began:
                 self._continue(call, lease, exchange, response)
             elif exchange.whole:
@@ -386,6 +526,60 @@ class Inference:
                 call.send(_response_head(call, response, length=declared) + exchange.data)
             else:
                 self._stream(call, lease, exchange, response)
+
+    def _tunnel(self, call: Call, lease: Lease) -> None:
+        """A websocket: the lease lasts as long as it is open."""
+        wish = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
+        with Exchange(self._relay, lease, call.client.socket) as exchange:
+            head = _request_head(call, lease, 0, self._credentials(lease) | wish)
+            response = exchange.ask("GET", head, b"", upgrade=True)
+            call.first_byte = time.monotonic() - call.since
+            call.status, call.keep, call.answered = response.status, False, True
+            if response.status != 101:
+                body = exchange.content(response, WHOLE)
+                call.send(_response_head(call, response, length=len(body)) + body)
+                return
+            call.send(
+                http1.forward_response_head(
+                    response, connection=b"Upgrade", extra=[(b"Upgrade", b"websocket"), *call.own_headers]
+                )
+                + exchange.data
+            )
+            call.sent += exchange.tunnel(call.client.take_rest())
+            if lease.severed:
+                call.code = lease.severed_error().code
+
+    def _translate(self, call: Call, lease: Lease, asked: Translation, known_as: str) -> None:
+        """Asks the engine in its own words, and says the answer in the client's, in this thread."""
+        asked.answer.begun(time.time(), call.waited)
+        if not asked.path:
+            call.send_own(200, [JSON], asked.answer.whole(b"", time.time()))
+            return
+        body = asked.body(known_as)
+        with Exchange(self._relay, lease, call.client.socket) as exchange:
+            head = _translated_head(call, lease, asked.path, len(body), self._credentials(lease))
+            response = exchange.ask("POST", head, body)
+            call.first_byte = time.monotonic() - call.since
+            if response.status >= 300:
+                raise _refusal(call.model, asked.path, response.status, exchange.content(response, WHOLE))
+            if asked.stream:
+                self._say(call, exchange, response, asked)
+            else:
+                said = asked.answer.whole(exchange.content(response, self._config.max_body), time.time())
+                call.send_own(200, [JSON], said)
+
+    def _say(self, call: Call, exchange: Exchange, response: http1.Response, asked: Translation) -> None:
+        """An answer as it comes."""
+        if not _is_events(response):
+            raise BackendError(f"The engine of {call.model} did not answer with a stream.")
+        if not call.began:
+            call.begin()
+        for piece in exchange.pieces(response):
+            said = asked.answer.feed(piece, time.time())
+            call.answered = call.answered or bool(said)
+            call.send_event(said)
+        call.send_event(asked.answer.finish(time.time()))
+        call.end()
 
     def _stream(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
         call.status = response.status
@@ -434,7 +628,7 @@ class Inference:
             call.break_off(error, last=exchange.last_payload)
 
 
-def _request_head(call: Call, lease: Lease, length: int) -> bytes:
+def _request_head(call: Call, lease: Lease, length: int, own: dict[bytes, bytes]) -> bytes:
     """The head for the engine: but for its last two lines the same for all requests with the same head."""
     request, route = call.request, call.route
     assert route is not None
@@ -447,8 +641,8 @@ def _request_head(call: Call, lease: Lease, length: int) -> bytes:
             request,
             host=b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1]),
             target=(f"{route.path}?{request.query}" if request.query else route.path).encode("ascii"),
-            set={b"content-type": b"application/json"} if as_json else {},
-            drop=_OWN,
+            set=_filled({**own, b"content-type": b"application/json"} if as_json else own),
+            drop=_OWN.union(own),
         )[:-2]
         _prepare(given, lease.address, constant)
     if request.method == "GET":
@@ -457,6 +651,32 @@ def _request_head(call: Call, lease: Lease, length: int) -> bytes:
         constant,
         call.request_id.encode("ascii"),
         length,
+    )
+
+
+def _filled(fields: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    return {name: value for name, value in fields.items() if value}
+
+
+def _translated_head(
+    call: Call, lease: Lease, path: str, length: int, credentials: dict[bytes, bytes]
+) -> bytes:
+    """The head of a question that the client did not ask in these words."""
+    own = {
+        **_filled(credentials),
+        b"accept": b"*/*",
+        b"accept-encoding": b"identity",
+        b"content-type": b"application/json",
+        b"x-request-id": call.request_id.encode("ascii"),
+    }
+    host = b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1])
+    return http1.forward_request_head(
+        call.request,
+        host=host,
+        target=path.encode("ascii"),
+        set=own,
+        drop=_OWN.union(credentials),
+        length=length,
     )
 
 
@@ -486,6 +706,18 @@ def _prepare(given: dict[object, bytes], key: object, constant: bytes) -> None:
     given[key] = constant
 
 
+def _offers(backend: Backend, method: str, path: str) -> bool:
+    """``path`` may be asked for below /upstream/; what steers the engine never."""
+    engine = find_engine(backend.engine)
+    if engine.steers(path) or method not in ("GET", "POST"):
+        return False
+    route = api.match(method, path)
+    if route and route.translated != "always" and not route.upgrades:
+        return True
+    listed = any(path == each or (each[-1] == "/" and path.startswith(each)) for each in backend.upstream)
+    return listed or (method == "GET" and path in engine.shown)
+
+
 def _is_events(response: http1.Response) -> bool:
     return response.fields.get(b"content-type", b"").startswith(b"text/event-stream")
 
@@ -502,8 +734,21 @@ def _engine_error(model: str, status: int, body: bytes) -> MuxError:
     return RefusedByEngine(message[:MAX_QUOTED], status=status, said=named)
 
 
+def _refusal(model: str, path: str, status: int, body: bytes) -> MuxError:
+    """An engine's answer to a question that is not the client's own."""
+    if status in LACKING and api.error_said(body) is None:
+        return BadRequest(f"the engine of {model} cannot do this: it has no {path}", status=501)
+    return _engine_error(model, status, body)
+
+
 def _ends_event(last: bytes) -> bool:
     return not last or last.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
+
+
+def _coding(request: http1.Request) -> str:
+    """How the body is compressed; empty for a plain one."""
+    named = request.fields.get(b"content-encoding", b"identity").decode("latin-1").strip()
+    return "" if named.lower() == "identity" else named or "(empty)"
 
 
 def _own_limit(request: http1.Request) -> float:
@@ -515,8 +760,12 @@ def _own_limit(request: http1.Request) -> float:
     return seconds if seconds > 0 else FOREVER
 
 
-def _renamed(body: Body, model: str, span: tuple[int, int] | None) -> tuple[int, RequestBody]:
+def _renamed(
+    body: Body, named: str | None, model: str, span: tuple[int, int] | None
+) -> tuple[int, RequestBody]:
     """The length and the pieces of ``body`` with the name that the engine knows its model by."""
+    if named == model:
+        return len(body), body
     if not isinstance(body, Spool):
         pieces = api.model_replaced(body, model) if body else ()
         return sum(map(len, pieces)), pieces

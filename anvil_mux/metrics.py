@@ -192,7 +192,7 @@ class Metrics:
     def served(self, record: Served) -> None:
         """A request ended."""
         model = self._models.get(record.model, UNKNOWN)
-        route = self._routes.get(record.path, "other")
+        route = self._routes.get(record.path) or _other_spelling(record.path)
         self._requests[model, route, record.status] += 1
         self._durations[model, route].observe(record.seconds)
         if record.backend:
@@ -398,6 +398,12 @@ def _cause(reason: str) -> str:
 _CAUSES = {"unload requested": "unload", "it does not answer": "unreachable"}
 
 
+def _other_spelling(path: str) -> str:
+    """The route of a path that has a model or a foreign prefix in it."""
+    route = api.match("POST", path)
+    return route.path if route else "other"
+
+
 def _deferral(reason: str) -> str:
     return next((label for label, said in DEFERRALS.items() if said in reason), OTHER)
 
@@ -405,9 +411,11 @@ def _deferral(reason: str) -> str:
 def _route_labels() -> dict[str, str]:
     """Path of a request -> its route: one for all spellings."""
     labels = {path: next(iter(methods.values())).path for path, methods in api.ROUTES.items()}
-    own = "/ /health /healthz /livez /metrics /models /models/load /models/unload /readyz /v1/models"
-    own += " /events /lines/cancel /logs /why"
-    return labels | {path: path for path in own.split()}
+    state = "/ /health /healthz /livez /metrics /readyz"
+    models = "/api/v0/models /models /models/load /models/sse /models/unload /v1/models"
+    theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
+    seen = "/events /lines/cancel /logs /why"
+    return labels | {path: path for path in f"{state} {models} {theirs} {seen}".split()}
 
 
 _L = TypeVar("_L", bound=Labels)

@@ -492,6 +492,17 @@ class Multiplexer:
             residency = self._islands[self._backends[backend].model].residency
             residency.observed(backend, load, self._clock.now())
 
+    def unload_idle(self, model: str) -> bool:
+        """Puts ``model`` out if nobody uses it or waits for it; False if it stays."""
+        with self._lock:
+            island = self._islands[model]
+            residency = island.residency
+            if residency.lines[model] or any(seat.holders for seat in residency.seats_of(model)):
+                return False
+            told = residency.unload_requested(model, self._clock.now(), "unload requested")
+            island.changed.notify_all()
+        return told
+
     def unload(self, model: str) -> bool:
         """Puts ``model`` out after its drain; False if it is not resident. BadRequest while it is loading."""
         with self._lock:

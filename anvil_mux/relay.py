@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from _thread import allocate_lock
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from socket import (
     IPPROTO_TCP,
     MSG_DONTWAIT,
@@ -40,6 +40,7 @@ from anvil_mux import api, http1
 from anvil_mux.config import Backend
 from anvil_mux.errors import BackendError, ClientGone, MuxError
 from anvil_mux.pump import EVENT, End, Pump, Stream
+from anvil_mux.tunnel import tunnel
 
 Address = tuple[str, int]
 RequestBody = bytes | bytearray | Iterable[bytes | bytearray | memoryview]
@@ -203,6 +204,7 @@ class Exchange:
         "_reusable",
         "_said",
         "_stream",
+        "_upgrades",
         "_upstream",
         "aligned",
         "data",
@@ -220,6 +222,7 @@ class Exchange:
         self._upstream: Upstream | None = None
         self._stream: Stream | None = None
         self._reusable = False
+        self._upgrades = False
         self._deadline = 0.0
         self.data = b""
         """What came of the body with the head."""
@@ -265,9 +268,13 @@ class Exchange:
 
     # The question
 
-    def ask(self, method: str, head: bytes, body: RequestBody) -> http1.Response:
-        """Sends the request and returns the head of the answer; ``data`` holds what came with it."""
+    def ask(self, method: str, head: bytes, body: RequestBody, *, upgrade: bool = False) -> http1.Response:
+        """Sends the request and returns the head of the answer; ``data`` holds what came with it.
+
+        Where ``upgrade`` is asked for, 101 is an answer too, and ``tunnel`` follows it.
+        """
         data = b""
+        self._upgrades = upgrade
         pooled = self._relay.pool.take(self._lease.address)
         if pooled:
             data = self._try(pooled, head, body)
@@ -278,6 +285,8 @@ class Exchange:
         if not data:
             raise Unreachable(f"{self._name} closed the connection without an answer.")
         response = self._read_head(method, data)
+        if response.status == 101:
+            return response
         length = 0 if response.body == "none" else response.length
         self.whole = response.body in ("none", "length") and length is not None and length <= WHOLE
         if self.whole:
@@ -372,8 +381,8 @@ class Exchange:
             while (end := http1.response_head_end(data)) is None:
                 data += self._more()
             head, data = data[:end], data[end:]
-            response = http1.parse_response(head, method)
-            if response.status >= 200:
+            response = http1.parse_response(head, method, upgrade=self._upgrades)
+            if response.status >= 200 or response.status == 101:
                 break
         last_head.remember(head, response)
         self.data = data
@@ -390,15 +399,56 @@ class Exchange:
         self.data = b"".join(pieces)
 
     def _more(self) -> bytes:
-        assert self._upstream is not None
-        self._deadline = time.monotonic() + self._relay.timeout
-        try:
-            data = self._recv(self._upstream.socket)
-        except OSError as error:
-            raise BrokenOff(f"{self._name} broke off its answer: {error}.") from None
+        data = self._received()
         if not data:
             raise BrokenOff(f"{self._name} broke off its answer.")
         return data
+
+    def _received(self) -> bytes:
+        assert self._upstream is not None
+        self._deadline = time.monotonic() + self._relay.timeout
+        try:
+            return self._recv(self._upstream.socket)
+        except OSError as error:
+            raise BrokenOff(f"{self._name} broke off its answer: {error}.") from None
+
+    def tunnel(self, said: bytes) -> int:
+        """Passes bytes both ways until the end; how many came from the engine. ``said``: by the client."""
+        upstream, lease = self._upstream, self._lease
+        assert upstream is not None
+        return tunnel(
+            self._client,
+            upstream.socket,
+            said,
+            must_end=lambda: lease.severed,
+            silence=self._relay.timeout,
+        )
+
+    def pieces(self, response: http1.Response) -> Iterator[bytes]:
+        """The content as it comes, in the handler's thread: for answers that are read, not passed on."""
+        if self.whole:
+            yield self.data
+            return
+        body = body_of(response, chunked=False)
+        content = body.feed(self.data) if self.data else b""
+        while True:
+            if content:
+                yield content
+            if body.ended:
+                break
+            content = body.feed(self._received())
+        self._reusable = response.keep_alive and body.clean
+
+    def content(self, response: http1.Response, limit: int) -> bytes:
+        """All of the content; BackendError if it is more than ``limit`` bytes."""
+        pieces: list[bytes] = []
+        left = limit
+        for piece in self.pieces(response):
+            pieces.append(piece)
+            left -= len(piece)
+            if left < 0:
+                raise BackendError(f"{self._name} answered with more than {limit} bytes.")
+        return b"".join(pieces)
 
     def begin(self, response: http1.Response, *, chunked: bool) -> bytes:
         """The first bytes of a body that is not whole, for a client that gets it chunked or not."""

@@ -122,17 +122,21 @@ def events(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _asked(
     url: str, method: str, path: str, body: object, timeout: float | None
 ) -> Iterator[http.client.HTTPResponse]:
+    connect = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname if parts.scheme == "http" else None, parts.port or 80
+        host, port = parts.hostname if parts.scheme in connect else None, parts.port
     except ValueError:
         host = None
     if not host:
         raise NotRunning(f"{url} is no address of an anvil-mux; it looks like {DEFAULT_URL}")
-    connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    connection = connect[parts.scheme](host, port, timeout=timeout)
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("ANVIL_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
     try:
         sent = None if body is None else json.dumps(body)
-        connection.request(method, path, sent, {"Content-Type": "application/json"})
+        connection.request(method, path, sent, headers)
         yield connection.getresponse()
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "strerror", None) or error

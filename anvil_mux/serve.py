@@ -18,6 +18,7 @@ import logging
 import os
 import resource
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
+from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
@@ -41,6 +43,8 @@ from anvil_mux.gateway import Gateway
 from anvil_mux.home import CPUs, Home
 from anvil_mux.hooks import Telling
 from anvil_mux.journal import Journal, told
+from anvil_mux.keys import Keyring
+from anvil_mux.keys import load as load_keys
 from anvil_mux.learned import Known, Learned
 from anvil_mux.lookout import Lookout
 from anvil_mux.metrics import Metrics
@@ -53,6 +57,7 @@ from anvil_mux.residency import Event
 from anvil_mux.scraper import Scraper
 from anvil_mux.server import Server
 from anvil_mux.swap import Rested, Runtime, Swapper
+from anvil_mux.tls import build_context
 
 FAREWELL_SECONDS = 2.0
 """How long the clients of requests that are cut off may take to be told."""
@@ -94,12 +99,14 @@ def say(text: str) -> None:
 
 def serve(config: Config, options: Options) -> int:
     """Serves until a signal; the exit code. ConfigError or CannotServe if it does not come to that."""
-    _refuse_open_address(config, options)
+    keys = load_keys(Path(config.key_file) if config.key_file else None, os.environ)
+    _refuse_open_address(config, options, keys)
+    tls = _tls_context(config)
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _raise_file_limit()
     signals = Signals()
     with locked(config), _access_log(options) as access, _event_log(options) as events:
-        program = Program(config, options, access, events)
+        program = Program(config, options, access, events, keys=keys, tls=tls)
         program.adopt()
         program.start()
         place = Place(program.url, tuple(os.path.abspath(file) for file in config.files))
@@ -141,7 +148,14 @@ class Program:
     """All the rooms, connected. Used by the main thread."""
 
     def __init__(
-        self, config: Config, options: Options, access: int | None, events: int | None = None
+        self,
+        config: Config,
+        options: Options,
+        access: int | None,
+        events: int | None = None,
+        *,
+        keys: Keyring | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         if config.host_memory is None:
             config = replace(config, host_memory=spare_memory())
@@ -215,13 +229,15 @@ class Program:
                 feed=self._feed,
                 tail=self._log_tail,
                 sight=self._lookout.sight,
+                keys=keys,
             )
-            self._server = self._bind(gateway)
+            self._server = self._bind(gateway, tls)
         host, port = self._server.server_address[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if tls else "http"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
-    def _bind(self, gateway: Gateway) -> Server:
+    def _bind(self, gateway: Gateway, tls: ssl.SSLContext | None) -> Server:
         host, port = self._config.host, self._config.port
         try:
             return Server(
@@ -230,6 +246,7 @@ class Program:
                 self._mux,
                 max_connections=self._config.max_connections,
                 home=self._home,
+                tls=tls,
             )
         except OSError as error:
             advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
@@ -396,15 +413,26 @@ def _requests(count: int) -> str:
     return f"{count} request" + ("" if count == 1 else "s")
 
 
-def _refuse_open_address(config: Config, options: Options) -> None:
+def _tls_context(config: Config) -> ssl.SSLContext | None:
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    try:
+        return build_context(config.tls_cert, config.tls_key)
+    except OSError as error:
+        files = f"{config.tls_cert} and {config.tls_key}"
+        raise ConfigError([f"tls_cert: {files} do not serve: {error.strerror or error}"]) from None
+
+
+def _refuse_open_address(config: Config, options: Options, keys: Keyring) -> None:
     try:
         loopback = config.host == "localhost" or ip_address(config.host).is_loopback
     except ValueError:
         loopback = False
-    if not loopback and not options.insecure:
+    if not loopback and not keys and not options.insecure:
         text = (
-            f"listen: {config.host} can be reached by others, and anvil-mux asks for no key yet: everybody "
-            "there could use and swap your models. Say --insecure if that is meant, or listen on 127.0.0.1."
+            f"listen: {config.host} can be reached by others, and there are no API keys: everybody there "
+            "could use and swap your models. Give keys (key_file, or ANVIL_API_KEYS), listen on 127.0.0.1, "
+            "or say --insecure if that is meant."
         )
         raise ConfigError([text])
 

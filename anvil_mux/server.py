@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import socket
+import ssl
 import threading
 import time
 from http.server import ThreadingHTTPServer
@@ -25,6 +26,7 @@ from anvil_mux.errors import ClientGone, MuxError, Overloaded
 from anvil_mux.gateway import Gateway
 from anvil_mux.home import CPUs, Home
 from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.tls import Plain
 
 STACK_BYTES = 512 * 1024
 """Of a connection's thread; thousands of them must fit."""
@@ -38,10 +40,28 @@ class Connection(BaseRequestHandler):
     """One client's connection, in its own thread."""
 
     server: Server
+    plain: socket.socket
+    """Where requests are read from: the connection, or what TLS made of it."""
 
     def handle(self) -> None:
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        client = Client(self.request, self.client_address[0])
+        server = self.server
+        self.plain = self.request
+        if server.tls is None:
+            self._serve()
+            return
+        try:
+            with Plain(self.request, server.tls) as self.plain:
+                server.connections.discard(self.request)
+                server.connections.add(self.plain)
+                self._serve()
+        except ClientGone:
+            pass
+        finally:
+            server.connections.discard(self.plain)
+
+    def _serve(self) -> None:
+        client = Client(self.plain, self.client_address[0])
         home = self.server.home
         cpus = home.everywhere
         try:
@@ -89,7 +109,9 @@ class Server(ThreadingHTTPServer):
         *,
         max_connections: int = 2048,
         home: Home | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        self.tls = tls
         self.gateway = gateway
         self.home = home or Home(CPUs(os.sched_getaffinity(0)), adapts=False)
         self.connections: set[socket.socket] = set()
@@ -162,7 +184,7 @@ class Server(ThreadingHTTPServer):
         self._mux.refuse()
         deadline = time.monotonic() + grace
         while True:
-            idle = self.connections.difference(connection.request for connection in self.busy.copy())
+            idle = self.connections.difference(connection.plain for connection in self.busy.copy())
             for request in idle:
                 _end_reading(request)
             if not self.busy or time.monotonic() >= deadline:

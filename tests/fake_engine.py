@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.feed import Feed
 from anvil_mux.gateway import Gateway
 from anvil_mux.inference import Patience
+from anvil_mux.keys import Keyring
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.relay import Relay
 from anvil_mux.residency import Event
@@ -317,6 +319,8 @@ class Rig:
         patience: Patience | None = None,
         max_connections: int = 2048,
         client_timeout: float = 60.0,
+        keys: Keyring | None = None,
+        tls: ssl.SSLContext | None = None,
         **settings: object,
     ) -> None:
         self.engine = FakeEngine()
@@ -348,8 +352,11 @@ class Rig:
             patience=patience,
             feed=self.feed,
             tail=lambda backend, lines: self.logs.get(backend, [])[-lines:],
+            keys=keys,
         )
-        self.server = Server(("127.0.0.1", 0), self.gateway, self.mux, max_connections=max_connections)
+        self.server = Server(
+            ("127.0.0.1", 0), self.gateway, self.mux, max_connections=max_connections, tls=tls
+        )
         self.address: tuple[str, int] = self.server.server_address[:2]  # type: ignore[assignment]
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
         self.thread.start()

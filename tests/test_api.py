@@ -58,7 +58,8 @@ LARGE = api.MAX_JSON_PARSED + 1
 def test_a_route_says_where_the_model_is_and_what_the_engine_is_asked(
     method, path, engine_path, family, where, beat, streams
 ):
-    assert api.match(method, path) == api.Route(family, where, beat, streams, engine_path)
+    translated = {"anthropic": "missing", "ollama": "always"}.get(family, "")
+    assert api.match(method, path) == api.Route(family, where, beat, streams, engine_path, translated)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,48 @@ def test_nothing_else_is_forwarded(path):
         assert api.match(method, path) is None
         error, headers = api.no_route(method, path)
         assert (error.status, headers) == (404, [])
+
+
+@pytest.mark.parametrize(
+    ("path", "engine_path", "model"),
+    [
+        ("/openai/deployments/a/chat/completions", "/v1/chat/completions", "a"),
+        ("/openai/deployments/org%2Fb/embeddings", "/v1/embeddings", "org/b"),
+        ("/v1/engines/a/completions", "/v1/completions", "a"),
+    ],
+)
+def test_a_model_may_stand_in_the_path(path, engine_path, model):
+    route = api.match("POST", path)
+    assert (route.path, route.model_in, api.model_in_path(path)) == (engine_path, "path", model)
+    assert api.match("GET", path) is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/openai/deployments/a/b/chat/completions",
+        "/openai/deployments//chat/completions",
+        "/openai/deployments/a/../sleep",
+        "/openai/deployments/a/sleep",
+        "/openai/v1/../sleep",
+        "/openai/v1/sleep",
+        "/openai/v1//v1/chat/completions",
+        "/api/v0/../chat",
+    ],
+)
+def test_no_other_path_has_a_model_or_a_prefix(path):
+    assert api.match("POST", path) is None
+
+
+def test_foreign_prefixes_lead_to_the_same_routes():
+    assert api.match("POST", "/openai/v1/responses") == api.match("POST", "/v1/responses")
+    assert api.match("POST", "/api/v0/completions") == api.match("POST", "/v1/completions")
+
+
+@pytest.mark.parametrize("path", ["/openai/deployments/%FF/embeddings", "/v1/engines/%ED%A0%80/completions"])
+def test_a_model_in_a_path_is_utf_8(path):
+    with pytest.raises(BadRequest):
+        api.model_in_path(path)
 
 
 def test_control_routes_do_not_take_a_method_of_a_shown_one():
@@ -562,11 +605,16 @@ def test_one_list_of_models_for_all_clients():
         ("starting", "loading"),
         ("parked", "sleeping"),
         ("empty", "unloaded"),
-        ("stuck", "failed"),
     ],
 )
 def test_the_state_of_a_model_in_the_words_of_llama_cpp(state, value):
     assert api.model_entry("a", created=0, state=state)["status"] == {"value": value}
+
+
+def test_a_model_that_failed_is_unloaded_for_llama_cpps_clients():
+    failed = {"value": "unloaded", "failed": True}
+    assert api.model_status("empty", failed=True) == api.model_status("stuck") == failed
+    assert api.model_status("starting", failed=True) == {"value": "loading"}
 
 
 def test_a_harmless_request_id_is_kept_and_any_other_replaced():

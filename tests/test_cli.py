@@ -21,8 +21,13 @@ import yaml
 from anvil_mux import __version__, checkpoint, cli, eventlog, plot, study
 from anvil_mux.cli import main
 from anvil_mux.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
+from anvil_mux.errors import ConfigError
+from anvil_mux.keys import Keyring
+from anvil_mux.keys import load as load_keys
 from anvil_mux.policy import POLICIES
 from anvil_mux.residency import Event
+from anvil_mux.serve import Options
+from anvil_mux.serve import _refuse_open_address as refuse_open_address
 from anvil_mux.simulate import Engines, Request, simulate
 from tests.running import Running, serve, serving
 
@@ -239,7 +244,7 @@ def test_without_an_anvil_mux_the_exit_code_is_3(
     assert f"no anvil-mux answers at {url}" in seen.err
 
 
-@pytest.mark.parametrize("url", ["https://127.0.0.1", "http://127.0.0.1:99999", "http://[::1", "http://:80"])
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1", "http://127.0.0.1:99999", "http://[::1", "http://:80"])
 def test_what_is_no_address_is_told_so(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ps", "--url", url]) == 3
     assert f"{url} is no address of an anvil-mux" in capsys.readouterr().err
@@ -618,6 +623,35 @@ def test_an_address_that_others_can_reach_must_be_meant(tmp_path: Path) -> None:
     done = run(compose(tmp_path), "--host", "0.0.0.0", state=tmp_path)
     assert done.returncode == 78
     assert "--insecure" in done.stderr
+
+
+def test_keys_make_an_address_fit_for_others() -> None:
+    open_address = Config((), host="0.0.0.0")
+    refuse_open_address(open_address, Options(), load_keys(None, {"ANVIL_API_KEYS": "some-long-key"}))
+    with pytest.raises(ConfigError, match="key_file"):
+        refuse_open_address(open_address, Options(), Keyring())
+
+
+def test_with_keys_the_commands_show_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys.txt").write_text("the-first-key name=me\n")
+    file = compose(tmp_path, key_file="keys.txt")
+    with serving(file, state=tmp_path, environ={"ANVIL_API_KEYS": "the-other-key models=b"}) as running:
+        url = f"http://127.0.0.1:{running.port}"
+        statuses = []
+        for key in ("", "the-first-key", "the-other-key"):
+            monkeypatch.setenv("ANVIL_API_KEY", key)
+            statuses.append(main(["ps", "--url", url]))
+        assert statuses == [1, 0, 1]
+        assert "API key is missing" in capsys.readouterr().err
+        assert "the-first-key" not in "".join(running.output)
+
+
+def test_keys_that_cannot_be_read_are_told_before_anything_is_touched(tmp_path: Path) -> None:
+    done = run(compose(tmp_path, key_file="none.txt"), state=tmp_path)
+    assert done.returncode == 78
+    assert "none.txt cannot be read" in done.stderr
 
 
 def test_a_port_that_is_taken_is_told_plainly(tmp_path: Path) -> None:

@@ -130,7 +130,8 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
            policy: {name: debounce, quiet: "2"}, drain_timeout: 0, queue_timeout: 1m, max_wait: 2,
            max_queue: 3, max_connections: 4, upstream_timeout: 5, loading_grace: 6, max_body: 1MiB,
            max_upload: 2MB, default_model: a, on_exit: stop, routing: lmetric,
-           host_memory: 64GiB, prepare: yes, hooks: {url: "http://x"}}
+           host_memory: 64GiB, prepare: yes, hooks: {url: "http://x"},
+           hosts: [mux], key_file: /keys, tls_cert: /cert, tls_key: /key}
         services: {a: {command: [a], x-anvil: {}}}
     """
     found = plain(tmp_path, text)
@@ -142,6 +143,8 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert (found.default_model, found.on_exit, found.routing) == ("a", "stop", "lmetric")
     assert (found.host_memory, found.prepare, found.backends[0].prepare) == (64 << 30, True, True)
     assert [hook.url for hook in found.hooks] == ["http://x"]
+    assert (found.hosts, found.key_file) == (("mux",), "/keys")
+    assert (found.tls_cert, found.tls_key) == ("/cert", "/key")
     assert not {key for key, origin in found.origins.items() if origin == "default"}
 
 
@@ -1098,3 +1101,28 @@ def test_what_is_wrong_with_routing_is_told_with_its_line(
     with pytest.raises(ConfigError) as caught:
         plain(tmp_path, ROUTED.replace(old, new))
     assert any(f":{line}: " in each and text in each for each in caught.value.problems), caught.value.problems
+
+
+# Keys, certificates, the engine itself
+
+
+def test_files_of_keys_and_certificates_are_seen_from_the_compose_file(tmp_path: Path) -> None:
+    top = "x-anvil: {key_file: keys.txt, tls_cert: /etc/cert.pem, tls_key: ../key.pem, hosts: mux.example}"
+    found = plain(tmp_path, f"{top}\nservices: {{a: {{image: x, x-anvil: {{}}}}}}")
+    assert found.key_file == str(tmp_path / "keys.txt")
+    assert (found.tls_cert, found.tls_key) == ("/etc/cert.pem", str(tmp_path.parent / "key.pem"))
+    assert found.hosts == ("mux.example",)
+
+
+@pytest.mark.parametrize(("one", "other"), [("tls_cert", "tls_key"), ("tls_key", "tls_cert")])
+def test_a_certificate_needs_its_key(tmp_path: Path, one: str, other: str) -> None:
+    [problem] = problems(tmp_path, f"x-anvil: {{{one}: x}}\nservices: {{a: {{image: x, x-anvil: {{}}}}}}")
+    assert problem.endswith(f"x-anvil.{one}: needs {other} beside it")
+
+
+def test_what_may_be_asked_of_an_engine_is_a_list_of_plain_paths(tmp_path: Path) -> None:
+    found = plain(tmp_path, "services: {a: {image: x, x-anvil: {upstream: [/docs, /sdapi/]}}}")
+    assert found.backends[0].upstream == ("/docs", "/sdapi/")
+    for path in ("docs", "/a/../b", "/a//b", "/", "/%2e", "/a?b"):
+        [problem] = problems(tmp_path, f"services: {{a: {{image: x, x-anvil: {{upstream: ['{path}']}}}}}}")
+        assert "must be paths such as /docs or /sdapi/" in problem

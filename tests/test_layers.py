@@ -8,14 +8,15 @@ import pytest
 import anvil_mux
 
 ROWS = (
-    "errors clock http1 interpolate accesslog settings service home remote screen completion",
-    "api composefile policy preemption profile routing prefix pipeline costs footprint demand hooks config",
+    "errors clock http1 coding interpolate accesslog settings service home remote screen completion",
+    "keys api completions ollama anthropic composefile",
+    "policy preemption profile routing prefix pipeline costs footprint demand hooks config",
     "placement ladder ledger residency outlook progress engine control",
     "gpu compose process freed lookout driver checkpoint",
     "swap adopt multiplexer scraper simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
-    "pump relay gauges metrics feed journal learned client",
-    "inference console gateway server",
+    "tunnel pump relay gauges metrics feed journal learned client tls",
+    "inference console routerapi gateway server",
     "serve tally byhand bench profiler cli __main__",
 )
 ORDER = [module for row in ROWS for module in row.split()]

@@ -147,14 +147,23 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(make_rig: Callabl
     assert (answer.status, code(answer.body)) == (413, "request_too_large")
 
 
-def test_a_compressed_body_is_refused_with_a_clear_text(rig: Rig) -> None:
+def test_a_model_in_the_path_is_told_to_the_engine_in_the_body(rig: Rig) -> None:
     connection = rig.client()
-    connection.post(b"\x28\xb5\x2f\xfd", extra=b"Content-Encoding: zstd\r\n")
-    answer = connection.read()
-    assert answer.status == 415
-    assert json.loads(answer.body)["error"]["message"] == (
-        "Content-Encoding zstd is not understood: send the body uncompressed, without this header"
-    )
+    path = b"/openai/deployments/org%2Fb/chat/completions?api-version=1"
+    for body in (b'{"messages":[]}', b'{"model":"a","messages":[]}', b'{"model":"org/b","messages":[]}'):
+        connection.post(body, path=path)
+        asked = rig.other.next()
+        assert asked.head.startswith(b"POST /v1/chat/completions?api-version=1 HTTP/1.1\r\n")
+        assert json.loads(asked.body) == {"model": "b-inside", "messages": []}
+        asked.send(JSON_OK)
+        assert connection.read().status == 200
+    connection.post(b"{}", path=b"/v1/engines/nobody/completions")
+    assert connection.read().status == 404
+
+
+def test_lm_studios_list(rig: Rig) -> None:
+    listed = json.loads(rig.client().get(b"/api/v0/models").body)["data"]
+    assert [(each["id"], each["state"]) for each in listed] == [("a", "not-loaded"), ("org/b", "not-loaded")]
 
 
 # Bodies in chunks
@@ -547,17 +556,7 @@ def test_errors_have_the_shape_of_the_api(rig: Rig) -> None:
     assert answer.header(b"request-id") == answer.header(b"x-request-id")
 
 
-def test_a_model_is_loaded_and_unloaded_by_hand(rig: Rig) -> None:
-    connection = rig.client()
-    connection.post(b'{"model":"alias"}', path=b"/models/load")
-    assert connection.read().body == b'{"success":true}'
-    rig.events.wait("ready")
-    connection.post(ASK_A, path=b"/models/unload")
-    assert connection.read().body == b'{"success":true}'
-    rig.events.wait("empty")
-
-
-def test_a_failed_load_by_hand_says_why(rig: Rig) -> None:
+def test_a_load_by_hand_that_names_nobody_is_refused(rig: Rig) -> None:
     connection = rig.client()
     connection.post(b'{"model":"nobody"}', path=b"/models/load")
     assert connection.read().status == 404
@@ -671,3 +670,18 @@ def test_a_connections_thread_goes_to_where_such_threads_are_to_run(rig: Rig) ->
         each for each in threading.enumerate() if "process_request" in each.name and each not in others
     ]
     assert os.sched_getaffinity(thread.native_id or 0) == one
+
+
+def test_500_clients_that_drip_do_not_hold_up_another(rig: Rig) -> None:
+    rig.engine.answer = lambda _: JSON_OK
+    slow = [rig.client() for _ in range(500)]
+    for number, connection in enumerate(slow):
+        connection.send(
+            b"GET /livez HTTP/1.1\r\nHost: loc" if number % 2 else HEAD + b"Content-Length: 99\r\n\r\n{"
+        )
+    connection = rig.client()
+    connection.post(ASK_A)
+    assert connection.read().status == 200
+    assert connection.get(b"/livez").status == 200
+    slow[1].send(b"alhost\r\n\r\n")
+    assert slow[1].read().body == b"ok\n"

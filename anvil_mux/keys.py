@@ -1,0 +1,142 @@
+"""API keys: who may ask, for which models, and who may see and change the whole.
+
+Keys come from a file (``key_file``) and from ``ANVIL_API_KEYS``, one to a line (in the variable also
+separated by ``;``), with what it may do behind it:
+
+    KEY                          everything
+    KEY models=a,b               these models, their lists, nothing else; models=* for all
+    KEY models=a state           also /healthz and /metrics
+    KEY name=alice models=* admin
+
+Only digests are kept, and a key may be given as one (``sha256:`` and 64 hex digits). A key that a request
+shows is compared with all of them, each time in the same number of steps. Pure but for reading the file.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from hmac import compare_digest
+from pathlib import Path
+
+from anvil_mux.errors import ConfigError, Unauthorized
+
+VARIABLE = "ANVIL_API_KEYS"
+SHORTEST = 8
+FIELDS = (b"authorization", b"x-api-key", b"api-key")
+"""Where clients show their keys; no engine sees these."""
+
+_PLAIN = re.compile(r"[!-+\--:<-~]+")
+"""Printable, without comma and semicolon, which people separate keys by."""
+_DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What one key may do."""
+
+    digest: bytes
+    name: str = ""
+    models: frozenset[str] | None = None
+    """Ids or aliases; None: all."""
+    state: bool = True
+    """Sees the state of the whole: /healthz, /metrics."""
+    admin: bool = True
+    """Loads and unloads, and everything else there is."""
+
+
+class Keyring:
+    """All keys; without any, nobody is asked for one."""
+
+    def __init__(self, keys: Iterable[Key] = ()) -> None:
+        self._keys = tuple(keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def of(self, fields: Mapping[bytes, bytes]) -> Key:
+        """The key that a request shows; Unauthorized if it shows none of ours."""
+        shown = list(_shown(fields))
+        found = None
+        for given in shown:
+            digest = sha256(given).digest()
+            for key in self._keys:
+                if compare_digest(digest, key.digest):
+                    found = key
+        if found is None:
+            what = "is not known" if shown else "is missing"
+            raise Unauthorized(f"The API key {what}: send it as Authorization: Bearer KEY, or as x-api-key.")
+        return found
+
+
+def load(file: Path | None, environ: Mapping[str, str]) -> Keyring:
+    """The keys of file and environment; ConfigError tells every line that cannot be read, and no key."""
+    problems: list[str] = []
+    keys: list[Key] = []
+    sources = [(VARIABLE, environ.get(VARIABLE, "").replace(";", "\n"))]
+    if file is not None:
+        try:
+            sources.append((str(file), file.read_text()))
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(f"key_file: {file} cannot be read: {getattr(error, 'strerror', None) or error}")
+    for source, text in sources:
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                keys += _read(line)
+            except ValueError as error:
+                problems.append(f"{source}:{number}: {error}")
+    if file is not None and not keys and not problems:
+        problems.append(f"key_file: {file} holds no key")
+    if problems:
+        raise ConfigError(problems)
+    return Keyring(keys)
+
+
+def _read(line: str) -> Iterator[Key]:
+    words = line.split()
+    if not words or words[0].startswith("#"):
+        return
+    digest, said = _digest(words[0]), words[1:]
+    name, models, flags = "", None, set()
+    for word in said:
+        match word.partition("="):
+            case "name", "=", value if value:
+                name = value
+            case "models", "=", value if value:
+                models = None if value == "*" else frozenset(value.split(","))
+                flags.add("models")
+            case "state" | "admin", "", "":
+                flags.add(word)
+            case _:
+                raise ValueError(f"{word.partition('=')[0]!r} is not name=, models=, state or admin")
+    everything = not flags
+    admin = everything or "admin" in flags
+    yield Key(digest, name, models, admin or "state" in flags, admin)
+
+
+def _digest(word: str) -> bytes:
+    if hashed := _DIGEST.fullmatch(word):
+        return bytes.fromhex(hashed[1])
+    if not _PLAIN.fullmatch(word):
+        raise ValueError("a key is printable ASCII without comma and semicolon; one key to a line")
+    if len(word) < SHORTEST:
+        raise ValueError(f"a key has at least {SHORTEST} characters; `openssl rand -hex 24` makes a good one")
+    return sha256(word.encode("ascii")).digest()
+
+
+def _shown(fields: Mapping[bytes, bytes]) -> Iterator[bytes]:
+    """The keys in a request's head: as Bearer, as the password of Basic, or in a field of its own."""
+    scheme, _, rest = fields.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        yield rest.strip()
+    elif scheme.lower() == b"basic":
+        try:
+            yield b64decode(rest.strip(), validate=True).partition(b":")[2]
+        except ValueError:
+            pass
+    for name in FIELDS[1:]:
+        if name in fields:
+            yield fields[name].strip()

@@ -1,0 +1,114 @@
+"""TLS in front of a connection: a thread that keeps a plain socket in step with an encrypted one.
+
+Everything behind works on sockets as the kernel has them (the pump reads and writes without blocking, a look
+at a client is a peek), which an encrypted socket cannot do. So the connection's thread gets one end of a pair
+of local sockets, and a thread of its own moves bytes between the other end and the client. It costs a thread
+and a copy, paid only where TLS is asked for; many clients are better served by a proxy in front.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from anvil_mux.errors import ClientGone
+
+READ = 65536
+HANDSHAKE_SECONDS = 10.0
+CLOSE_SECONDS = 5.0
+STALLED_SECONDS = 60.0
+"""How long a client may take nothing of what it is sent."""
+
+
+def build_context(cert: str, key: str) -> ssl.SSLContext:
+    """TLS 1.2 and later, with HTTP/1.1 alone; OSError if the files do not serve."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.load_cert_chain(cert, key)
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+class Plain:
+    """The plain end of an encrypted connection. A context manager; leaving it closes both."""
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        connection.settimeout(HANDSHAKE_SECONDS)
+        try:
+            self._secure = context.wrap_socket(connection.dup(), server_side=True)
+        except OSError as error:
+            raise ClientGone(f"The client did not begin TLS: {error}.") from None
+        self.socket, self._inner = socket.socketpair()
+        self._secure.setblocking(False)
+        self._inner.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="tls", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> socket.socket:
+        return self.socket
+
+    def __exit__(self, *exc: object) -> None:
+        self.socket.close()
+        self._thread.join(CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        with self._inner, self._secure:
+            try:
+                self._move()
+                self._secure.unwrap()
+            except OSError:  # also what ssl raises
+                pass
+
+    def _move(self) -> None:
+        """Until the plain end is closed; OSError when the client is gone."""
+        secure, inner = self._secure, self._inner
+        up = down = b""
+        ended = False
+        while True:
+            moved, secure_wants, inner_wants = False, 0, 0
+            if not up and not ended:
+                came, secure_wants = _attempt(lambda: secure.recv(READ), select.POLLIN)
+                moved, ended, up = came is not None, came == b"", came or b""
+                if ended:
+                    inner.shutdown(socket.SHUT_WR)
+            if up:
+                sent, inner_wants = _attempt(lambda: inner.send(up), select.POLLOUT)  # noqa: B023
+                moved, up = moved or bool(sent), up[sent or 0 :]
+            if not down:
+                came, wants = _attempt(lambda: inner.recv(READ), select.POLLIN)
+                if came == b"":
+                    return
+                moved, down, inner_wants = moved or bool(came), came or b"", inner_wants | wants
+            if down:
+                sent, wants = _attempt(lambda: secure.send(down), select.POLLOUT)  # noqa: B023
+                moved, down, secure_wants = moved or bool(sent), down[sent or 0 :], secure_wants | wants
+            if not moved:
+                self._wait(secure_wants, inner_wants, stalled=bool(down))
+
+    def _wait(self, secure_wants: int, inner_wants: int, *, stalled: bool) -> None:
+        """``stalled``: the client has not taken what it was sent."""
+        poll = select.poll()
+        for end, wants in ((self._secure, secure_wants), (self._inner, inner_wants)):
+            if wants:
+                poll.register(end, wants)
+        if not poll.poll(STALLED_SECONDS * 1000) and stalled:
+            raise TimeoutError
+
+
+_T = TypeVar("_T")
+
+
+def _attempt(act: Callable[[], _T], blocked: int) -> tuple[_T | None, int]:
+    """What ``act`` gave; or None, and the event to wait for."""
+    try:
+        return act(), 0
+    except ssl.SSLWantReadError:
+        return None, select.POLLIN
+    except ssl.SSLWantWriteError:
+        return None, select.POLLOUT
+    except BlockingIOError:
+        return None, blocked

@@ -1,0 +1,130 @@
+"""llama.cpp's router API: what Open WebUI's badges, Load and Eject ask for."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from anvil_mux import routerapi
+from anvil_mux.errors import LoadError
+from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig
+
+ASK_A = b'{"model":"a"}'
+
+
+def followed(connection: RawClient) -> dict[str, object]:
+    """The next event of a client that follows."""
+    event = connection.read_until(b"\n\n\r\n")
+    return json.loads(event[event.index(b"{") :])  # type: ignore[no-any-return]
+
+
+def follow(rig: Rig) -> tuple[RawClient, list[dict[str, object]]]:
+    """A client that follows, and the statuses that it was told first."""
+    connection = rig.client()
+    connection.send(b"GET /models/sse HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert b"text/event-stream" in connection.read_until(b"\r\n\r\n")
+    lines = connection.read_until(b"\n\n\r\n").partition(b"\r\n")[2].split(b"\n\n")
+    return connection, [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+
+
+def status(model: str, value: str, **more: object) -> dict[str, object]:
+    return {"model": model, "event": "model_status", "data": {"status": value, **more}}
+
+
+def badge(rig: Rig, model: str) -> dict[str, object]:
+    listed = json.loads(rig.client().get(b"/models").body)["data"]
+    return next(each["status"] for each in listed if each["id"] == model)  # type: ignore[no-any-return]
+
+
+def test_load_answers_while_the_model_loads_and_goes_on_without_its_client(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routerapi, "MOMENT_SECONDS", 0.0)
+    rig.mechanism.gate.clear()
+    connection = rig.client()
+    connection.post(b'{"model":"alias"}', path=b"/models/load")
+    assert connection.read().body == b'{"success":true}'
+    rig.events.wait("starting")
+    assert badge(rig, "a") == {"value": "loading"}
+    connection.leave()
+    rig.mechanism.gate.set()
+    rig.events.wait("ready")
+    assert badge(rig, "a") == {"value": "loaded"}
+
+
+def test_load_may_be_waited_for(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(ASK_A, path=b"/models/load?wait=true")
+    assert connection.read().body == b'{"success":true}'
+    assert rig.events.of("ready")
+
+
+@pytest.mark.parametrize("path", [b"/models/load", b"/models/load?wait=true"])
+def test_a_load_that_fails_at_once_says_why(rig: Rig, monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
+    monkeypatch.setattr(routerapi, "MOMENT_SECONDS", GUARD)
+    rig.mechanism.failure = LoadError("no such file")
+    connection = rig.client()
+    connection.post(ASK_A, path=path)
+    answer = connection.read()
+    assert answer.status == 503
+    assert b"no such file" in answer.body
+    assert badge(rig, "a") == {"value": "unloaded", "failed": True}
+
+
+def test_ejecting_puts_the_model_out(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(ASK_A, path=b"/models/load?wait=true")
+    connection.read()
+    connection.post(ASK_A, path=b"/models/unload")
+    assert connection.read().body == b'{"success":true}'
+    rig.events.wait("empty")
+    assert badge(rig, "a") == {"value": "unloaded"}
+
+
+def test_who_follows_is_told_every_status_and_then_each_change(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routerapi, "LOOK_SECONDS", 0.01)
+    rig.engine.answer = lambda _: JSON_OK
+    rig.mechanism.gate.clear()
+    connection, first = follow(rig)
+    assert first == [status("a", "unloaded"), status("org/b", "unloaded")]
+    asking = rig.client()
+    asking.post(ASK_A)
+    assert followed(connection) == status("a", "loading")
+    rig.mechanism.gate.set()
+    assert followed(connection) == status("a", "loaded")
+    assert asking.read().status == 200
+
+
+def test_who_follows_hears_something_now_and_then(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routerapi, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(routerapi, "COMMENT_SECONDS", 0.0)
+    connection, _ = follow(rig)
+    assert connection.read_until(b"\n\r\n").endswith(b": nothing has changed\n\r\n")
+
+
+def test_who_stops_following_is_let_go(rig: Rig) -> None:
+    connection, _ = follow(rig)
+    connection.leave()
+    record = rig.events.record()
+    assert (record.path, record.code) == ("/models/sse", "client_gone")
+
+
+def test_shutting_down_ends_the_following_as_it_should_end(rig: Rig) -> None:
+    connection, _ = follow(rig)
+    ended: list[bool] = []
+    drain = threading.Thread(target=lambda: ended.append(rig.server.drain(GUARD)))
+    drain.start()
+    assert connection.rest().endswith(b"0\r\n\r\n")
+    drain.join(GUARD)
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("method", [b"POST", b"DELETE"])
+def test_following_is_a_get(make_rig: Callable[..., Rig], method: bytes) -> None:
+    answer = make_rig().client().get(b"/models/sse", method)
+    assert (answer.status, answer.header(b"allow")) == (405, b"GET, OPTIONS")

@@ -1,0 +1,202 @@
+"""The engine itself: websockets, and what may be asked of it below /upstream/."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from anvil_mux import api
+from anvil_mux.config import Backend
+from tests.fake_engine import GUARD, JSON_OK, Asked, RawClient, Rig
+
+SWITCHED = (
+    b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n"
+)
+WISH = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+
+
+def open_websocket(rig: Rig, model: bytes = b"a", extra: bytes = b"") -> RawClient:
+    client = rig.client()
+    client.send(b"GET /v1/realtime?model=%b HTTP/1.1\r\nHost: localhost\r\n%b%b\r\n" % (model, WISH, extra))
+    return client
+
+
+def switch(rig: Rig, *first: bytes) -> tuple[RawClient, Asked]:
+    """An open websocket, and the engine's side of it."""
+    client = open_websocket(rig)
+    asked = rig.engine.next()
+    asked.send(SWITCHED + b"".join(first))
+    assert client.read_until(b"\r\n\r\n").startswith(b"HTTP/1.1 101 ")
+    return client, asked
+
+
+# Websockets
+
+
+def test_a_websocket_reaches_the_engine_as_it_was_asked_for(rig: Rig) -> None:
+    client = open_websocket(rig)
+    asked = rig.engine.next()
+    head = asked.head.lower()
+    assert head.startswith(b"get /v1/realtime?model=a http/1.1\r\n")
+    for line in (
+        b"connection: upgrade",
+        b"upgrade: websocket",
+        b"sec-websocket-key: dghlihnhbxbszsbub25jzq==",
+    ):
+        assert b"\r\n" + line + b"\r\n" in head
+    asked.send(SWITCHED)
+    answer = client.read_until(b"\r\n\r\n").lower()
+    assert b"\r\nconnection: upgrade\r\n" in answer
+    assert b"\r\nupgrade: websocket\r\n" in answer
+    assert b"\r\nsec-websocket-accept: s3pplmbitxaq9kygzzhzrbk+xoo=\r\n" in answer
+
+
+def test_bytes_pass_both_ways_until_a_side_closes(rig: Rig) -> None:
+    client, asked = switch(rig, b"first")
+    assert client.read_until(b"first") == b"first"
+    client.send(b"GET /not-http HTTP/1.1\r\n\r\n")
+    assert rig.engine.next().head == b"GET /not-http HTTP/1.1\r\n\r\n"
+    asked.send(b"\x81\x02hi")
+    assert client.read_until(b"hi") == b"\x81\x02hi"
+    client.leave()
+    assert asked.was_left()
+    record = rig.events.record()
+    assert (record.status, record.model, record.path) == (101, "a", "/v1/realtime")
+
+
+def test_more_than_a_side_takes_at_once_arrives_whole(rig: Rig) -> None:
+    client, asked = switch(rig)
+    large = bytes(range(256)) * 40_000
+    sending = threading.Thread(target=asked.send, args=(large,))
+    sending.start()
+    got = bytearray()
+    while len(got) < len(large):
+        got += client.socket.recv(65536)
+    sending.join(GUARD)
+    assert got == large
+
+
+def test_an_engine_that_closes_ends_it(rig: Rig) -> None:
+    client, asked = switch(rig)
+    asked.close()
+    assert client.is_closed()
+
+
+def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(drain_timeout=0.0)
+    rig.other.answer = lambda _: JSON_OK
+    client, asked = switch(rig)
+    other = rig.client()
+    other.post(b'{"model":"org/b"}')
+    assert other.read().status == 200
+    assert client.is_closed()
+    assert asked.was_left()
+    assert {rig.events.record(1).code, rig.events.record(2).code} == {"", "severed"}
+
+
+def test_a_silent_websocket_is_given_up(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(upstream_timeout=0.2)
+    client, asked = switch(rig)
+    assert client.is_closed()
+    assert asked.was_left()
+
+
+def test_an_engine_that_does_not_switch_is_told_as_it_answered(rig: Rig) -> None:
+    client = open_websocket(rig)
+    rig.engine.next().send(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\n\r\nno")
+    answer = client.read()
+    assert (answer.status, answer.body) == (403, b"no")
+
+
+def test_without_the_wish_to_switch_nothing_is_loaded(rig: Rig) -> None:
+    answer = rig.client().get(b"/v1/realtime?model=a")
+    assert answer.status == 426
+    assert not rig.events.of("queued")
+
+
+def test_another_sites_page_cannot_open_a_websocket(rig: Rig) -> None:
+    client = open_websocket(rig, extra=b"Origin: http://evil.example\r\n")
+    assert client.read().status == 403
+
+
+def test_an_unknown_model_has_no_websocket(rig: Rig) -> None:
+    assert open_websocket(rig, b"nobody").read().status == 404
+
+
+# Below /upstream/
+
+
+@pytest.fixture
+def open_rig(make_rig: Callable[..., Rig]) -> Rig:
+    vllm = [replace(backend, engine="vllm", upstream=("/docs", "/sdapi/", "/sleep")) for backend in BACKENDS]
+    return make_rig(backends=tuple(vllm))
+
+
+BACKENDS = (
+    Backend("a", "a", gpus=("0",), aliases=("alias",)),
+    Backend("b", "org/b", gpus=("0",), served_model="b-inside"),
+)
+
+
+@pytest.mark.parametrize("prefix", [b"/upstream/org/b", b"/upstream/org%2Fb"])
+def test_a_post_reaches_the_engine_as_it_is(open_rig: Rig, prefix: bytes) -> None:
+    client = open_rig.client()
+    client.post(b'{"model":"x"}', path=prefix + b"/tokenize?y=1")
+    asked = open_rig.other.next()
+    assert asked.head.startswith(b"POST /tokenize?y=1 HTTP/1.1\r\n")
+    assert asked.body == b'{"model":"x"}'
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+
+
+@pytest.mark.parametrize("path", [b"/version", b"/metrics", b"/docs", b"/sdapi/v1/options", b"/props"])
+def test_a_get_reaches_a_loaded_engine_and_loads_none(open_rig: Rig, path: bytes) -> None:
+    client = open_rig.client()
+    answer = client.get(b"/upstream/alias" + path)
+    assert answer.status == 409
+    assert not open_rig.events.of("queued")
+    client.post(b'{"model":"a"}', path=b"/models/load?wait=true")
+    assert client.read().status == 200
+    open_rig.engine.answer = lambda _: JSON_OK
+    assert client.get(b"/upstream/alias" + path).status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        (b"POST", b"/sleep"),
+        (b"GET", b"/is_sleeping"),
+        (b"POST", b"/invocations"),
+        (b"POST", b"/v1/load_lora_adapter"),
+        (b"POST", b"/version"),
+        (b"GET", b"/secret"),
+        (b"POST", b"/docs/x"),
+        (b"DELETE", b"/docs"),
+        (b"POST", b"/v1/../sleep"),
+        (b"POST", b"//sleep"),
+        (b"POST", b"/sdapi/../sleep"),
+        (b"POST", b"/sdapi/%2e%2e/sleep"),
+        (b"POST", b"/sdapi/..%2fsleep"),
+        (b"POST", b"/sdapi//sleep"),
+        (b"POST", b"/.env"),
+        (b"GET", b""),
+        (b"GET", b"/"),
+    ],
+)
+def test_what_is_not_listed_of_an_engine_is_not_there(open_rig: Rig, method: bytes, path: bytes) -> None:
+    answer = open_rig.client().get(b"/upstream/a" + path, method)
+    assert answer.status == 404
+    assert json.loads(answer.body)["error"]["code"] == "not_found"
+    assert open_rig.engine.asked.empty()
+    assert not open_rig.events.of("queued")
+
+
+def test_the_longest_model_is_meant() -> None:
+    assert list(api.upstream("/upstream/a/b/docs")) == [("a/b", "/docs"), ("a", "/b/docs")]
+    assert list(api.upstream("/upstream/a")) == []
+    assert list(api.upstream("/other/a/docs")) == []
