@@ -18,15 +18,19 @@ from statistics import median
 
 from anvil_mux import pipeline, prefix
 from anvil_mux.ledger import Ledger, Member
+from anvil_mux.profile import Profile
 from anvil_mux.routing import Work
 
 TOKENS, BLOCK, REPLICAS, BUSY = 131_072, 512, 64, 8
+FAST = Profile(((0, 0.0), (8192, 100.0)), ((1, ((0, 5.0), (1e6, 6.0))), (64, ((0, 6.0), (1e6, 9.0)))))
 WORK = Work(TOKENS, tuple(range(1, TOKENS // BLOCK + 1)), BLOCK, "session")
 
 
 def loaded(policy: str) -> tuple[Ledger, list[str]]:
     names = [f"replica-{number}" for number in range(REPLICAS)]
-    ledger = Ledger(pipeline.build(policy), [Member(name, kv_tokens=2 * TOKENS) for name in names])
+    ledger = Ledger(
+        pipeline.build(policy), [Member(name, kv_tokens=2 * TOKENS, profile=FAST) for name in names]
+    )
     for number, name in enumerate(names):
         known = WORK.blocks[: (number + 1) * len(WORK.blocks) // REPLICAS]
         for nth in range(BUSY):
