@@ -170,17 +170,16 @@ def test_a_stream_that_has_begun_breaks_off_with_an_error(rig: Rig) -> None:
 
 def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig: Rig) -> None:
     """It does not answer another request, so it is put out at once, with all that it has."""
-    client = ask(rig)
+    first = ask(rig)
     rig.engine.next()
-    lost = ask(rig, LONG)
-    rig.other.next()
+    elsewhere = ask(rig, LONG)
+    held = rig.other.next()
     third = ask(rig)
     rig.engine.next().reset()
-    found = [rig.other.next() for _ in range(2)]
-    for asked in found:
+    for asked in (held, rig.other.next(), rig.other.next()):
         asked.send(JSON_OK)
-    assert {client.read().status, third.read().status} == {200}
-    lost.leave()
+    assert [client.read().status for client in (first, elsewhere, third)] == [200] * 3
+    rig.events.wait("released", 3)
 
 
 def test_a_stream_that_waits_is_taken_back_when_another_replica_is_idle(rig: Rig) -> None:
@@ -217,8 +216,10 @@ def test_a_policy_that_lets_nobody_take_more_is_an_overload() -> None:
     rig = Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})
     try:
         rig.mux.adopt({"a": rig.engine.url, "b": rig.other.url})
-        clients = [ask(rig), ask(rig)]
-        asked = [rig.engine.next(), rig.other.next()]
+        clients, asked = [], []
+        for engine in (rig.engine, rig.other):
+            clients.append(ask(rig))
+            asked.append(engine.next())
         refused = ask(rig).read()
         assert refused.status == 503
         assert b"overloaded" in refused.body
