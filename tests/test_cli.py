@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -526,7 +527,9 @@ def test_events_tell_what_happened_and_why(url: str, capsys: pytest.CaptureFixtu
 def test_events_can_be_followed(mux: Running, url: str) -> None:
     assert main(["load", "a", "--url", url]) == 0
     command = [sys.executable, "-m", "anvil_mux", "events", "-f", "b", "--json", "--url", url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    # A shell's background jobs ignore the signal, and their children inherit that.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as process:
         assert process.stdout
         assert main(["load", "b", "--url", url]) == 0
         for line in process.stdout:
