@@ -117,12 +117,19 @@ class LedgerRouter:
 
 
 def choose_policies(names: str, own: Mapping[str, object] | None = None) -> tuple[str, ...]:
-    """The policies of a list with commas; ``all``: those that are shipped, and the user's own."""
+    """The policies of a list with commas; ``all``: those that need nothing that only real engines have."""
     known = {**pipeline.shipped(), **(own or {})}
-    chosen = tuple(known) if names == "all" else tuple(dict.fromkeys(names.split(",")))
+    if names == "all":
+        return tuple([name for name in known if not _missing(name, own)])
+    chosen = tuple(dict.fromkeys(names.split(",")))
     for name in chosen:
-        pipeline.build(name, own)  # or says what is wrong with it
+        if missing := _missing(name, own):
+            raise ValueError(f"{name} needs {', '.join(missing)}, which simulated replicas do not have")
     return chosen
+
+
+def _missing(policy: str, own: Mapping[str, object] | None) -> list[str]:
+    return sorted(pipeline.build(policy, own).needs - {"kv_tokens"})
 
 
 def read_engine(settings: str) -> Engine:

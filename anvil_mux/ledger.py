@@ -22,10 +22,8 @@ from typing import NamedTuple
 
 from anvil_mux.prefix import BYTES_PER_TOKEN, Prefixes
 from anvil_mux.profile import Profile
-from anvil_mux.routing import Choice, Memory, Replica, Routing, Work, choose
+from anvil_mux.routing import KV_TOKENS, Choice, Memory, Replica, Routing, Work, choose
 
-KV_TOKENS = 131_072
-"""What a cache is taken to hold where nobody says."""
 LEARN = 0.1
 """The weight of one answer in the mean length of a token."""
 BYTES_LEAST, BYTES_MOST = 1.0, 16.0
@@ -98,7 +96,7 @@ class Ledger:
         self._full = full
         self._accounts = {member.backend: _Account(member) for member in members}
         self._where: dict[Hashable, str] = {}
-        self._memory = Memory()
+        self._memory = Memory(replicas=len(self._accounts))
         self.bytes_per_token = BYTES_PER_TOKEN
         """Written as all here; whoever only reads it needs no lock."""
         self.prefixes = Prefixes(self._accounts)
@@ -161,6 +159,8 @@ class Ledger:
             min(blocks * work.block_tokens, work.tokens),
             member.kv_tokens or 0,
             member.profile,
+            self._memory.heat(name),
+            self._memory.usual_tokens,
         )
 
     def waiting(self, backend: str) -> list[Hashable]:

@@ -27,6 +27,10 @@ from anvil_mux.profile import Profile
 INFER_TYPES = ("neutral", "prefill", "decode")
 MAX_SESSIONS = 10_000
 """Sessions whose replica is remembered."""
+HORIZON = 16
+"""For each replica so many choices are remembered of where requests went and what they had to compute."""
+KV_TOKENS = 131_072
+"""What a cache is taken to hold where nobody says."""
 
 
 class Work(NamedTuple):
@@ -75,6 +79,10 @@ class Replica(NamedTuple):
     """How fast it was measured to be."""
     kv_usage: float | None = None
     """How full its cache is, as its engine says; None: it does not."""
+    heat: float = 1.0
+    """Its part of the latest requests, times the number of replicas."""
+    usual_tokens: float = 0.0
+    """Of the latest requests' input, the mean that was not cached where they went; 0: not known."""
 
 
 class Choice(NamedTuple):
@@ -105,9 +113,20 @@ class Memory:
     last: str = ""
     owners: dict[str, str] = field(default_factory=dict)
     """Session -> the backend that had its last request; the longest silent first."""
+    replicas: int = 1
+    usual_tokens: float = 0.0
+    heats: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Backend -> (its heat, after the choice of this number)."""
+
+    def heat(self, backend: str) -> float:
+        heat, choices = self.heats.get(backend, (1.0, 0))
+        return heat * (1.0 - 1.0 / (HORIZON * self.replicas)) ** (self.choices - choices)
 
     def note(self, work: Work, choice: Choice) -> None:
         self.choices += 1
+        self.heats[choice.backend] = self.heat(choice.backend) + 1.0 / HORIZON, self.choices
+        missing = max(work.tokens - choice.hit_tokens, 0)
+        self.usual_tokens += (missing - self.usual_tokens) / min(self.choices, HORIZON * self.replicas)
         self.last = choice.backend
         self.picked[choice.backend] = self.choices
         if work.session:
@@ -119,6 +138,7 @@ class Memory:
     def forget(self, backend: str) -> None:
         """Its cache is gone, so nothing ties a session to it."""
         self.owners = {session: owner for session, owner in self.owners.items() if owner != backend}
+        self.heats[backend] = 1.0, self.choices
 
     def draw(self, below: int, nth: int = 0) -> int:
         """A number from 0 on that looks random (splitmix64)."""
@@ -233,6 +253,21 @@ def kappa_work(work: Work, replica: Replica, *, kappa: float = 2.5e-6) -> float:
     return cache_aware_all_prefills_tokens_num(work, replica) * (1.0 + kappa * replica.decode_tokens)
 
 
+def delay(
+    work: Work, replica: Replica, *, crowd: float = 0.5, burden: float = 0.25, fullness: float = 3.0
+) -> float:
+    """What a request meets and makes: input tokens to compute, times those who come behind, times fullness.
+
+    Those who come behind: 1 + `heat` * (`crowd` + `burden` * this request's uncached tokens, in means of the
+    latest requests). Fullness: 1 + `fullness` * the part of the cache that answers under way take.
+    """
+    missing = max(work.tokens - replica.hit_tokens, 0)
+    size = missing / replica.usual_tokens if replica.usual_tokens else 1.0
+    behind = 1.0 + replica.heat * (crowd + burden * size)
+    full = 1.0 + fullness * replica.decode_tokens / (replica.kv_tokens or KV_TOKENS)
+    return (replica.prefill_tokens + missing) * behind * full
+
+
 def bucket(work: Work, replica: Replica, *, of: Metric, size: float = 512.0) -> float:
     """`of` in whole steps of `size`, so that small differences are none."""
     value = of.rank(work, replica)
@@ -259,6 +294,7 @@ METRICS: dict[str, Callable[..., float]] = {
     "predicted_tpot": predicted_tpot,
     "lmetric": lmetric,
     "kappa_work": kappa_work,
+    "delay": delay,
     "bucket": bucket,
     "weighted_sum": weighted_sum,
 }
