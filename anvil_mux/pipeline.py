@@ -28,7 +28,7 @@ from anvil_mux.settings import nearest, show
 
 NAME = re.compile(r"[A-Za-z0-9._+-]+")
 """Of a policy and of a metric: both appear in headers."""
-DEFAULT = "least_prefill_work"
+DEFAULT = "least_delay"
 """The policy of models that name none."""
 
 Path = tuple[str, ...]

@@ -253,17 +253,15 @@ def kappa_work(work: Work, replica: Replica, *, kappa: float = 2.5e-6) -> float:
     return cache_aware_all_prefills_tokens_num(work, replica) * (1.0 + kappa * replica.decode_tokens)
 
 
-def delay(
-    work: Work, replica: Replica, *, crowd: float = 0.5, burden: float = 0.25, fullness: float = 3.0
-) -> float:
-    """What a request meets and makes: input tokens to compute, times those who come behind, times fullness.
+def delay(work: Work, replica: Replica, *, burden: float = 0.2, fullness: float = 2.0) -> float:
+    """What a request meets and makes: input tokens to compute, more for those who come behind, and fullness.
 
-    Those who come behind: 1 + `heat` * (`crowd` + `burden` * this request's uncached tokens, in means of the
-    latest requests). Fullness: 1 + `fullness` * the part of the cache that answers under way take.
+    Behind a replica of `heat` 1 comes one more by each time that this request's uncached tokens are the usual
+    ones over `burden`. Answers under way that fill the cache make everything 1 + `fullness` times as long.
     """
     missing = max(work.tokens - replica.hit_tokens, 0)
     size = missing / replica.usual_tokens if replica.usual_tokens else 1.0
-    behind = 1.0 + replica.heat * (crowd + burden * size)
+    behind = 1.0 + burden * replica.heat * size
     full = 1.0 + fullness * replica.decode_tokens / (replica.kv_tokens or KV_TOKENS)
     return (replica.prefill_tokens + missing) * behind * full
 
