@@ -96,6 +96,7 @@ class Ledger:
         self._full = full
         self._accounts = {member.backend: _Account(member) for member in members}
         self._where: dict[Hashable, str] = {}
+        self._prefill_tokens = 0  # of all accounts
         self._memory = Memory(replicas=len(self._accounts))
         self.bytes_per_token = BYTES_PER_TOKEN
         """Written as all here; whoever only reads it needs no lock."""
@@ -159,8 +160,9 @@ class Ledger:
             min(blocks * work.block_tokens, work.tokens),
             member.kv_tokens or 0,
             member.profile,
-            self._memory.heat(name),
-            self._memory.usual_tokens,
+            heat=self._memory.heat(name),
+            usual_tokens=self._memory.usual_tokens,
+            fleet_prefill_tokens=self._prefill_tokens,
         )
 
     def waiting(self, backend: str) -> list[Hashable]:
@@ -225,18 +227,22 @@ class Ledger:
         account = self._accounts[choice.backend]
         entry = _Entry(work, choice.hit_tokens, now)
         account.entries[key] = entry
-        account.prefill_tokens += entry.missing
+        self._add_prefill(account, entry.missing)
         account.num_tokens += work.tokens
         self._where[key] = choice.backend
         if work.blocks:
             self.prefixes.use(choice.backend, work.blocks, account.kv_tokens // work.block_tokens)
+
+    def _add_prefill(self, account: _Account, tokens: int) -> None:
+        account.prefill_tokens += tokens
+        self._prefill_tokens += tokens
 
     def first_byte(self, key: Hashable) -> None:
         """Its prefill is done."""
         account, entry = self._find(key)
         if account and entry and not entry.answering:
             entry.answering = True
-            account.prefill_tokens -= entry.missing
+            self._add_prefill(account, -entry.missing)
             account.decode_tokens += entry.work.tokens
             account.decode_batch += 1
 
@@ -253,7 +259,7 @@ class Ledger:
             account.decode_tokens -= entry.work.tokens
             account.decode_batch -= 1
         else:
-            account.prefill_tokens -= entry.missing
+            self._add_prefill(account, -entry.missing)
         if prompt_tokens:
             self._measure(entry.work, prompt_tokens)
         if cached_tokens is not None:
@@ -283,6 +289,7 @@ class Ledger:
         account = self._accounts[backend]
         for key in account.entries:
             del self._where[key]
+        self._prefill_tokens -= account.prefill_tokens
         self._accounts[backend] = _Account(account.member)
         self._memory.forget(backend)
         self.prefixes.clear(backend)

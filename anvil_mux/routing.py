@@ -83,6 +83,8 @@ class Replica(NamedTuple):
     """Its part of the latest requests, times the number of replicas."""
     usual_tokens: float = 0.0
     """Of the latest requests' input, the mean that was not cached where they went; 0: not known."""
+    fleet_prefill_tokens: int = 0
+    """``prefill_tokens`` of all replicas of the model together."""
 
 
 class Choice(NamedTuple):
@@ -253,17 +255,19 @@ def kappa_work(work: Work, replica: Replica, *, kappa: float = 2.5e-6) -> float:
     return cache_aware_all_prefills_tokens_num(work, replica) * (1.0 + kappa * replica.decode_tokens)
 
 
-def delay(work: Work, replica: Replica, *, burden: float = 0.2, fullness: float = 2.0) -> float:
-    """What a request meets and makes: input tokens to compute, more for those who come behind, and fullness.
-
-    Behind a replica of `heat` 1 comes one more by each time that this request's uncached tokens are the usual
-    ones over `burden`. Answers under way that fill the cache make everything 1 + `fullness` times as long.
-    """
+def delay(
+    work: Work, replica: Replica, *, burden: float = 0.2, crowd: float = 2.0, fullness: float = 2.0
+) -> float:
+    """Input tokens to compute, were this request its own, and more for the delay that this means for others."""
     missing = max(work.tokens - replica.hit_tokens, 0)
+    # A large request is a burden to those who follow it: most where most requests go.
     size = missing / replica.usual_tokens if replica.usual_tokens else 1.0
-    behind = 1.0 + burden * replica.heat * size
+    others = 1.0 + burden * replica.heat * size
+    if not replica.fleet_prefill_tokens:
+        # Nobody waits, and a common beginning would draw everybody to the replica that has it.
+        others *= 1.0 + crowd * replica.heat
     full = 1.0 + fullness * replica.decode_tokens / (replica.kv_tokens or KV_TOKENS)
-    return (replica.prefill_tokens + missing) * behind * full
+    return (replica.prefill_tokens + missing) * others * full
 
 
 def bucket(work: Work, replica: Replica, *, of: Metric, size: float = 512.0) -> float:

@@ -63,7 +63,7 @@ def test_a_long_prompt_is_computed_in_parts() -> None:
 
 
 def test_requests_are_served_in_their_order_and_share_a_step() -> None:
-    # While the first is computed two more come. Of those, 60 + 40 tokens are in the next step, 20 in the last.
+    # While the first is computed two more come: 60 + 40 tokens are in the next step, 20 in the last.
     prompts = [Prompt(0.0, 50, 1), Prompt(1.0, 60, 1), Prompt(1.0, 60, 1)]
     assert times(prompts) == [(1.5, 1.5), (3.5, 3.5), (4.7, 4.7)]
 

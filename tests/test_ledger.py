@@ -24,7 +24,9 @@ def chosen(made: Ledger, key: object, work: Work = LONG, among: tuple[str, ...] 
 
 
 def state(made: Ledger, work: Work = LONG) -> dict[str, Replica]:
-    return {replica.backend: replica for replica in made.view(work, NAMES)}
+    """What they have to do, without what went before."""
+    forgotten = {"heat": 1.0, "usual_tokens": 0.0, "fleet_prefill_tokens": 0}
+    return {replica.backend: replica._replace(**forgotten) for replica in made.view(work, NAMES)}
 
 
 def test_a_choice_is_charged_before_the_next_one_looks() -> None:
@@ -52,6 +54,38 @@ def test_only_what_is_not_cached_counts_as_prefill() -> None:
     chosen(made, 1, among=("a",))
     chosen(made, 2, Work(2600, (1, 2, 3, 4, 5)), among=("a",))
     assert state(made)["a"].prefill_tokens == 2048 + 552
+
+
+def test_heat_is_the_part_of_the_latest_requests_times_the_replicas() -> None:
+    made = ledger()
+    assert [replica.heat for replica in made.view(SHORT, NAMES)] == [1.0, 1.0, 1.0]
+    for key in range(1000):
+        chosen(made, key, SHORT, among=("a",))
+    assert [round(replica.heat, 6) for replica in made.view(SHORT, NAMES)] == [3.0, 0.0, 0.0]
+    made.forget("a")
+    assert made.view(SHORT, NAMES)[0].heat == 1.0
+
+
+def test_usual_tokens_are_the_mean_of_what_was_not_cached_lately() -> None:
+    made = ledger()
+    for key, tokens in enumerate((100, 200, 600)):
+        chosen(made, key, Work(tokens), among=("a",))
+    assert made.view(SHORT, NAMES)[2].usual_tokens == 300
+    for key in range(3, 1000):
+        chosen(made, key, SHORT)
+    assert round(made.view(SHORT, NAMES)[2].usual_tokens, 3) == 100
+
+
+def test_what_all_replicas_have_to_compute_is_the_sum_of_each() -> None:
+    made = ledger()
+    for key, among in enumerate(("a", "b", "b")):
+        chosen(made, key, SHORT, among=(among,))
+    assert {replica.fleet_prefill_tokens for replica in made.view(SHORT, NAMES)} == {300}
+    made.first_byte(1)
+    made.forget("a")
+    assert made.view(SHORT, NAMES)[0].fleet_prefill_tokens == 100
+    made.ended(2)
+    assert made.view(SHORT, NAMES)[0].fleet_prefill_tokens == 0
 
 
 def test_the_choice_of_the_documentation() -> None:
