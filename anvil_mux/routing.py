@@ -258,7 +258,7 @@ def kappa_work(work: Work, replica: Replica, *, kappa: float = 2.5e-6) -> float:
 def delay(
     work: Work, replica: Replica, *, burden: float = 0.2, crowd: float = 2.0, fullness: float = 2.0
 ) -> float:
-    """Input tokens to compute, were this request its own, and more for the delay that this means for others."""
+    """Input tokens to compute, were the request its own, and more for the delay that it means for others."""
     missing = max(work.tokens - replica.hit_tokens, 0)
     # A large request is a burden to those who follow it: most where most requests go.
     size = missing / replica.usual_tokens if replica.usual_tokens else 1.0

@@ -338,6 +338,74 @@ def test_simulate_runs_a_trace_on_the_backends_of_a_compose_file(
     assert "t.jsonl asks for a, b; the backends serve x only" in capsys.readouterr().err
 
 
+def test_simulate_routing_runs_prompts_on_replicas(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--routing", "--trace", "claude_code_le64k", "--sessions", "10,20", "--replicas", "2"]
+    words += ["--policy", "round_robin,least_delay", "--seeds", "2", "--engine", "kv_tokens=200000"]
+    rows = simulated(capsys, *words, "--csv", str(tmp_path / "runs.csv"))
+    named = [(row["sessions"], row["seed"], row["policy"], row["default"]) for row in rows]
+    assert named == [
+        (sessions, seed, policy, policy == "least_delay")
+        for sessions in (10, 20)
+        for seed in (0, 1)
+        for policy in ("round_robin", "least_delay")
+    ]
+    assert {row["replicas"] for row in rows} == {2}
+    assert (tmp_path / "runs.csv").read_text().count("\n") == 1 + len(rows)
+    assert main(["simulate", *words]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 1 + 4
+    assert "longer in 2 of 2" in table[1]
+
+
+def test_simulate_routing_takes_the_policies_of_a_compose_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = compose(tmp_path, routing={"policies": {"mine": {"selector": "round_robin"}}})
+    words = ["--routing", "--trace", "claude_code_le64k", "--sessions", "5", "--policy", "mine,round_robin"]
+    mine, shipped = simulated(capsys, str(file), *words)
+    assert mine["policy"] == "mine"
+    assert mine["ttft_mean_ms"] == shipped["ttft_mean_ms"]
+
+
+def test_simulate_routing_draws_the_means(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "routing.svg"
+    words = [
+        "simulate",
+        "--routing",
+        "--trace",
+        "claude_code_le64k",
+        "--sessions",
+        "5,10",
+        "--plot",
+        str(file),
+    ]
+    assert main([*words, "--policy", "least_delay,sticky"]) == 0
+    assert file.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--routing"], "it takes --trace"),
+        (["--routing", "--trace", "x", "--profile", "single"], "neither --profile"),
+        (["--routing", "--trace", "x", "--policy", "lru"], "argument --policy: unknown routing policy lru"),
+        (["--routing", "--trace", "x", "--engine", "gpu=1"], "unknown setting 'gpu' of an engine"),
+        (["--profile", "single", "--replicas", "2"], "--replicas is for --routing"),
+        (["--profile", "single", "--policy", "nothing"], "argument --policy: "),
+    ],
+)
+def test_simulate_says_what_does_not_go_together(
+    capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["simulate", *words])
+    assert exit_.value.code == 2
+    assert problem in capsys.readouterr().err
+
+
 def test_simulate_tells_what_another_policy_would_have_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
