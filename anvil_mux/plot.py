@@ -194,27 +194,36 @@ def draw_dots(
     panels: Mapping[str, Mapping[str, Sequence[float]]], bold: str, unit: str, figure: Figure
 ) -> None:
     """A panel for each title, and in it a line for each name: its values as dots, their mean as a mark."""
-    columns = min(len(panels), MOST_COLUMNS)
-    rows = math.ceil(len(panels) / columns)
+    rows = math.ceil(len(panels) / MOST_COLUMNS)
+    columns = math.ceil(len(panels) / rows)
     most = max(len(lines) for lines in panels.values())
-    figure.set_size_inches(0.6 + 4.2 * columns, rows * (0.9 + 0.22 * most))
-    every = figure.subplots(rows, columns, squeeze=False).flat
+    figure.set_size_inches(4.4 * columns, rows * (0.9 + 0.22 * most))
+    every = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, (title, lines) in zip(every, panels.items(), strict=False):
-        order = sorted(lines, key=lambda name: -fmean(lines[name]))
-        for height, name in enumerate(order):
-            colour = COLOURS[5] if name == bold else COLOURS[0]
-            values = lines[name]
-            axes.plot(values, [height] * len(values), "o", color=colour, markersize=3, alpha=0.35, mew=0)
-            axes.plot([fmean(values)], [height], "|", color=colour, markersize=11, mew=2.2)
-        axes.set_yticks(range(len(order)), order)
-        for label in axes.get_yticklabels():
-            label.set_fontweight("bold" if label.get_text() == bold else "normal")
+        _draw_lines(axes, lines, bold)
         axes.set_title(title, fontweight="bold", color=INK)
-        axes.set_xscale("log")
-        axes.grid(axis="x", which="both", color="#E8E8E8", linewidth=0.5)
         axes.set_xlabel(unit)
-    for axes in every:
+    for axes in every[len(panels) :]:
         axes.remove()
+
+
+def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[float]], bold: str) -> None:
+    order = sorted(lines, key=lambda name: -fmean(lines[name]))
+    for height, name in enumerate(order):
+        colour = COLOURS[5] if name == bold else COLOURS[0]
+        values = lines[name]
+        axes.plot(values, [height] * len(values), "o", color=colour, markersize=3, alpha=0.35, mew=0)
+        axes.plot([fmean(values)], [height], "|", color=colour, markersize=11, mew=2.2)
+    axes.set_yticks(range(len(order)), order)
+    for label in axes.get_yticklabels():
+        label.set_fontweight("bold" if label.get_text() == bold else "normal")
+    axes.set_xscale("log")
+    least, most = axes.get_xlim()
+    marks = [part * 10.0**power for power in range(-6, 7) for part in (1, 2, 5)]
+    axes.set_xticks([mark for mark in marks if least <= mark <= most])
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.grid(axis="x", color="#E8E8E8", linewidth=0.5)
 
 
 _STYLE: Any = {
