@@ -592,11 +592,13 @@ def test_events_tell_what_happened_and_why(url: str, capsys: pytest.CaptureFixtu
     assert {json.loads(line)["model"] for line in told("b", "--json").splitlines()} == {"b"}
 
 
+heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+"""A shell's background jobs ignore the signal, and their children inherit that."""
+
+
 def test_events_can_be_followed(mux: Running, url: str) -> None:
     assert main(["load", "a", "--url", url]) == 0
     command = [sys.executable, "-m", "anvil_mux", "events", "-f", "b", "--json", "--url", url]
-    # A shell's background jobs ignore the signal, and their children inherit that.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as process:
         assert process.stdout
         assert main(["load", "b", "--url", url]) == 0
@@ -619,7 +621,8 @@ def test_top_draws_one_picture_where_it_is_no_terminal(url: str, capsys: pytest.
 def test_top_draws_anew_on_a_terminal_until_it_is_interrupted(mux: Running, url: str) -> None:
     terminal, its_end = os.openpty()
     command = [sys.executable, "-m", "anvil_mux", "top", "--url", url]
-    with subprocess.Popen(command, stdout=its_end, env={**os.environ, "TERM": "xterm"}) as process:
+    environment = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(command, stdout=its_end, env=environment, preexec_fn=heed) as process:
         os.close(its_end)
         shown = b""
         while b"in flight" not in shown:
