@@ -36,6 +36,10 @@ class Served(NamedTuple):
     sent: int
     tokens: int = 0
     """Of the answer; 0: nobody knows."""
+    prompt_tokens: int = 0
+    """Of the input, as its engine said."""
+    cached_tokens: int = 0
+    """Of these, those that the engine had in its cache."""
 
 
 class Sink(Protocol):

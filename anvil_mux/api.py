@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from typing import NamedTuple
 from urllib.parse import parse_qs, unquote
 
 from anvil_mux.errors import BadRequest, MuxError, NotFound, TooLarge
@@ -231,28 +232,6 @@ def model_and_stream(body: bytes | bytearray) -> tuple[str | None, bool]:
     except ValueError:
         raise BadRequest("`model` is not a JSON string", param="model") from None
     return _checked(model), found.stream
-
-
-def usage(tail: bytes) -> tuple[int | None, int | None]:
-    """(tokens of the input, how many of them were cached), as the end of an answer says; None if it does not.
-
-    OpenAI and most engines count what was cached as part of the input, Anthropic beside it.
-    """
-    found = {key: int(value) for key, value in _USAGE.findall(tail)}
-    cached = found.get(b"cached_tokens", found.get(b"cache_n"))
-    if b"prompt_tokens" in found:
-        return found[b"prompt_tokens"], cached
-    given = found.get(b"input_tokens")
-    beside = found.get(b"cache_read_input_tokens")
-    if given is None or beside is None:
-        return given, cached
-    return given + beside, beside
-
-
-_USAGE = re.compile(
-    rb'(?<!\\)"(prompt_tokens|input_tokens|cached_tokens|cache_read_input_tokens|cache_n)"'
-    rb" ?: ?([0-9]{1,9})(?![0-9])"
-)
 
 
 def model_replaced(body: bytes | bytearray, new: str) -> tuple[bytes | memoryview, ...]:
@@ -626,18 +605,41 @@ def error_said(body: bytes) -> dict[str, object] | None:
     return {key: inner[key] for key in _ERROR_FIELDS if isinstance(inner.get(key), (str, int))}
 
 
-_TOKEN_FIELDS = (b'"completion_tokens"', b'"output_tokens"')
-_NUMBER = re.compile(rb"[ \t]*:[ \t]*(\d{1,9})")
+class Tokens(NamedTuple):
+    """What the end of an answer says that it took; None where it does not say."""
+
+    answer: int | None = None
+    prompt: int | None = None
+    """All of the input."""
+    cached: int | None = None
+    """Of the input."""
+
+
+NO_TOKENS = Tokens()
 USAGE_BYTES = 2048
 """Of an answer's end, where its usage stands."""
+_NUMBER = re.compile(rb"[ \t]*:[ \t]*(\d{1,9})(?!\d)")
 
 
-def tokens_said(body: bytes) -> int | None:
-    """How many tokens the end of an answer says that it has; None if it does not say."""
-    start = max(len(body) - USAGE_BYTES, 0)
-    for name in _TOKEN_FIELDS:
-        position = body.rfind(name, start)
-        if position >= 0 and (found := _NUMBER.match(body, position + len(name))):
+def tokens_said(body: bytes) -> Tokens:
+    """OpenAI and most engines count what was cached as part of the input, Anthropic beside it."""
+    tail = body[-USAGE_BYTES:]
+    if b'"usage"' not in tail:  # an answer to count_tokens has an "input_tokens" of its own
+        return NO_TOKENS
+    answer = _count(tail, b'"completion_tokens"', b'"output_tokens"')
+    prompt, cached = _count(tail, b'"prompt_tokens"'), _count(tail, b'"cached_tokens"', b'"cache_n"')
+    if prompt is None:
+        prompt, beside = _count(tail, b'"input_tokens"'), _count(tail, b'"cache_read_input_tokens"')
+        if prompt is not None and beside is not None:
+            return Tokens(answer, prompt + beside, beside)
+    return Tokens(answer, prompt, cached)
+
+
+def _count(tail: bytes, *names: bytes) -> int | None:
+    """The number that stands last under one of ``names``."""
+    for name in names:
+        position = tail.rfind(name)
+        if position >= 0 and (found := _NUMBER.match(tail, position + len(name))):
             return int(found[1])
     return None
 

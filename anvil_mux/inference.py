@@ -117,7 +117,8 @@ class Call:
         self.api = "openai"
         self.route: api.Route | None = None
         self.model = self.backend = self.code = ""
-        self.status = self.sent = self.tokens = 0
+        self.status = self.sent = 0
+        self.tokens = api.NO_TOKENS
         self.waited = self.first_byte = 0.0
         self.stream = False
         """The client asked for a stream into which comments may be written."""
@@ -227,7 +228,7 @@ class Call:
             self.first_byte,
             time.monotonic() - self.since,
             self.sent,
-            self.tokens,
+            *(count or 0 for count in self.tokens),
         )
 
 
@@ -520,8 +521,7 @@ class Inference:
                 self._continue(call, lease, exchange, response)
             elif exchange.whole:
                 call.status = response.status
-                if call.route and call.route.beat != "none":
-                    call.tokens = exchange.tokens
+                call.tokens = exchange.tokens
                 declared = None if response.body == "none" else len(exchange.data)
                 call.send(_response_head(call, response, length=declared) + exchange.data)
             else:
@@ -562,14 +562,17 @@ class Inference:
             call.first_byte = time.monotonic() - call.since
             if response.status >= 300:
                 raise _refusal(call.model, asked.path, response.status, exchange.content(response, WHOLE))
-            if asked.stream:
+            try:
                 self._say(call, exchange, response, asked)
-            else:
-                said = asked.answer.whole(exchange.content(response, self._config.max_body), time.time())
-                call.send_own(200, [JSON], said)
+            finally:
+                call.tokens = exchange.tokens
 
     def _say(self, call: Call, exchange: Exchange, response: http1.Response, asked: Translation) -> None:
-        """An answer as it comes."""
+        """An answer as it comes, or all at once."""
+        if not asked.stream:
+            said = asked.answer.whole(exchange.content(response, self._config.max_body), time.time())
+            call.send_own(200, [JSON], said)
+            return
         if not _is_events(response):
             raise BackendError(f"The engine of {call.model} did not answer with a stream.")
         if not call.began:

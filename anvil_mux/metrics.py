@@ -39,7 +39,7 @@ from prometheus_client.utils import floatToGoString
 
 from anvil_mux import __version__, api, gauges
 from anvil_mux.accesslog import Served
-from anvil_mux.config import Config
+from anvil_mux.config import WAYS, Config
 from anvil_mux.costs import Cost
 from anvil_mux.footprint import Footprint
 from anvil_mux.gauges import NONE, SEVERAL
@@ -53,6 +53,8 @@ BUCKETS = (
 )
 """A token takes milliseconds, a cold start of a large model minutes."""
 UNKNOWN, OTHER = "unknown", "other"
+TOKENS = ("prompt", "cached", "completion")
+"""Each token is of one kind: what was cached of a prompt is no longer counted as ``prompt``."""
 RESULTS = ("ok", "failed", "stuck")
 """Of loads."""
 DEFERRALS = {
@@ -155,6 +157,7 @@ class Metrics:
         self._durations = Histograms()
         self._first_bytes = Histograms()
         self._waits = Histograms()
+        self._tokens: Counter[Labels] = Counter()
         self._loads: Counter[Labels] = Counter()
         self._load_seconds = Histograms()
         self._swaps: Counter[Labels] = Counter()
@@ -163,7 +166,9 @@ class Metrics:
         self._severed: Counter[Labels] = Counter()
         self._deferrals: Counter[Labels] = Counter()
         self._evictions: Counter[Labels] = Counter()
+        self._demotions: Counter[Labels] = Counter()
         self._held: dict[str, tuple[int, float]] = {}  # model -> the first of its line, held back since
+        self._demoting: set[str] = set()
         self._leaving: dict[str, _Leaving] = {}
         self._loading: dict[str, _Loading] = {}
         self._begin_at_zero()
@@ -183,6 +188,7 @@ class Metrics:
         for model in set(self._models.values()):
             self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
             self._severed[model,] = 0
+            self._tokens.update({(model, kind): 0 for kind in TOKENS})
             for result in RESULTS:
                 self._loads[model, result] = 0
         self._swap_seconds |= {(result,): Histogram() for result in RESULTS}
@@ -200,6 +206,9 @@ class Metrics:
             self._waits[by_model].observe(record.waited)
             if record.first_byte:
                 self._first_bytes[by_model].observe(record.first_byte)
+            new = max(record.prompt_tokens - record.cached_tokens, 0)
+            for kind, count in zip(TOKENS, (new, record.cached_tokens, record.tokens), strict=True):
+                self._tokens[model, kind] += count
 
     # Events and phases
 
@@ -238,7 +247,15 @@ class Metrics:
             leaving.stopping = event.at
             self.took(Phase(event.model, "drain", event.seconds))
 
+    def _on_demoting(self, event: Event) -> None:
+        self._demoting.add(event.backend)
+
     def _on_gone(self, event: Event) -> None:
+        if event.backend in self._demoting:  # it had left its GPUs before
+            self._demoting.remove(event.backend)
+            way = event.reason if event.kind == "parked" else "stop"
+            self._demotions[event.model, way if way in WAYS else NONE] += 1
+            return
         loading = self._loading.pop(event.backend, None)
         leaving = self._leaving.get(event.backend)
         if loading:
@@ -275,6 +292,7 @@ class Metrics:
         "ready": _on_ready,
         "draining": _on_draining,
         "stopping": _on_stopping,
+        "demoting": _on_demoting,
         "empty": _on_gone,
         "parked": _on_gone,
         "stuck": _on_stuck,
@@ -334,6 +352,12 @@ class Metrics:
             "model",
             self._waits,
         )
+        yield _counter(
+            "anvil_tokens",
+            "Tokens of prompts (cached or not) and of answers.",
+            "model kind",
+            self._tokens,
+        )
         yield from self._of_swaps()
         yield from gauges.of_costs(self._costs(), set(self._models.values()))
         yield from gauges.of_footprints(self._footprints())
@@ -380,6 +404,12 @@ class Metrics:
         )
         yield _counter(
             "anvil_evictions", "Models that left their GPUs, by reason.", "model reason", self._evictions
+        )
+        yield _counter(
+            "anvil_demotions",
+            "Backends at rest that were taken further down, by how they rest then.",
+            "model way",
+            self._demotions,
         )
 
 

@@ -39,7 +39,7 @@ from typing import Protocol
 from anvil_mux import api, http1
 from anvil_mux.config import Backend
 from anvil_mux.errors import BackendError, ClientGone, MuxError
-from anvil_mux.pump import EVENT, End, Pump, Stream
+from anvil_mux.pump import EVENT, TOKENS, End, Pump, Stream
 from anvil_mux.tunnel import tunnel
 
 Address = tuple[str, int]
@@ -433,6 +433,7 @@ class Exchange:
         content = body.feed(self.data) if self.data else b""
         while True:
             if content:
+                self._note(content)
                 yield content
             if body.ended:
                 break
@@ -457,9 +458,14 @@ class Exchange:
         if self.data:
             self._tell(self.data)
         first = body.feed(self.data) if self.data else b""
-        self._events, self._said = first.count(EVENT), first
+        self._note(first)
         self.last = first
         return first
+
+    def _note(self, data: bytes) -> None:
+        self._events += data.count(EVENT)
+        if TOKENS in data:
+            self._said = data
 
     def _tell(self, data: bytes) -> None:
         """What came of the body before anything was sent to the client."""
@@ -474,10 +480,10 @@ class Exchange:
         return self.last[:-2] if self._chunked else self.last
 
     @property
-    def tokens(self) -> int:
-        """Tokens of the answer as the engine says, or else the events of its stream; 0: nobody knows."""
+    def tokens(self) -> api.Tokens:
+        """What the engine says; of the answer, if it does not say, the events of its stream."""
         said = api.tokens_said(self.data if self.whole else self._said)
-        return self._events if said is None else said
+        return said._replace(answer=self._events) if said.answer is None else said
 
     def stream(self, response: http1.Response) -> End:
         """Moves the rest of the body to the client; blocks until it has ended."""

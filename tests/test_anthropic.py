@@ -294,15 +294,19 @@ def test_an_engine_that_knows_neither_may_learn_the_route_yet(rig: Rig) -> None:
         assert "it has no /v1/chat/completions" in json.loads(answer.body)["error"]["message"]
 
 
-def test_a_translated_stream_ends_as_a_message_ends(rig: Rig) -> None:
+def test_a_translated_stream_ends_as_a_message_ends_and_its_tokens_are_known(rig: Rig) -> None:
     client = ask(rig, stream=True)
     rig.engine.next().send(NO_ROUTE)
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":4}}\n\n'
     rig.engine.next().send(
-        SSE_HEAD, framed(chunk({"content": "He"})), framed(chunk({}, "stop")), b"0\r\n\r\n"
+        SSE_HEAD,
+        *(framed(chunk({"content": "He"})), framed(chunk({}, "stop")), framed(usage)),
+        b"0\r\n\r\n",
     )
     answer = client.read()
     assert answer.header(b"content-type") == b"text/event-stream"
     assert told(answer.body)[-1] == {"type": "message_stop"}
+    assert (rig.events.record(1).tokens, rig.events.record(1).prompt_tokens) == (4, 5)
 
 
 def test_a_translated_stream_that_breaks_off_ends_with_an_error_event(rig: Rig) -> None:

@@ -15,7 +15,7 @@ from anvil_mux.footprint import Footprint
 from anvil_mux.gauges import STATES
 from anvil_mux.gpu import Stranger
 from anvil_mux.lookout import Seen
-from anvil_mux.metrics import BUCKETS, OTHER, Metrics, Phase, _deferral
+from anvil_mux.metrics import BUCKETS, OTHER, TOKENS, Metrics, Phase, _deferral
 from anvil_mux.multiplexer import GpuState, ModelState, Status
 from anvil_mux.policy import POLICIES
 from anvil_mux.preemption import PREEMPTIONS
@@ -127,6 +127,18 @@ def test_a_swap_is_counted_and_timed() -> None:
     assert value(seen, "anvil_model_loads_total", model="b", result="ok") == 1
 
 
+def test_each_token_is_counted_once_by_its_kind() -> None:
+    made = metrics()
+    made.served(record(tokens=37, prompt_tokens=12, cached_tokens=8))
+    made.served(record(tokens=3))
+    made.served(record(model="b", prompt_tokens=5))
+    made.served(record(model="nobody", backend="", tokens=0))
+    counts = {kind: value(made, "anvil_tokens_total", model="a", kind=kind) for kind in TOKENS}
+    assert counts == {"prompt": 4, "cached": 8, "completion": 40}
+    assert value(made, "anvil_tokens_total", model="b", kind="prompt") == 5
+    assert value(made, "anvil_tokens_total", model="c", kind="completion") == 0
+
+
 def test_a_swap_of_several_victims_is_one_swap() -> None:
     history = History()
     island = history.island
@@ -190,6 +202,30 @@ def test_a_swap_is_counted_by_the_way_that_really_brought_the_model_back() -> No
         swaps(told([starting, Event(2.0, "ready", "b", "b", way="sleep")]), "none", "b", "sleep", "ok") == 1
     )
     assert swaps(told([starting, Event(2.0, "ready", "b", "b", way="stop")]), "none", "b", "stop", "ok") == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "way"),
+    [
+        (Event(9.0, "parked", "a", "a", reason="checkpoint"), "checkpoint"),
+        (Event(9.0, "parked", "a", "a", reason="it stays as it is: no"), "none"),
+        (Event(9.0, "empty", "a", "a"), "stop"),
+    ],
+)
+def test_a_demotion_is_counted_by_how_it_ended_and_is_no_eviction(end: Event, way: str) -> None:
+    left = [
+        Event(1.0, "draining", "a", "a", target="b", reason="1 waiting"),
+        Event(2.0, "stopping", "a", "a"),
+        Event(3.0, "parked", "a", "a", reason="sleep"),
+        Event(8.0, "demoting", "a", "a", target="b", reason="its memory is needed"),
+    ]
+    made = told([*left, end])
+    assert value(made, "anvil_demotions_total", model="a", way=way) == 1
+    assert value(made, "anvil_evictions_total", model="a", reason="swap") == 1
+    assert value(made, "anvil_evictions_total", model="a", reason="died") is None
+    made.observe(Event(10.0, "starting", "b", "b", way="stop"))
+    made.observe(Event(11.0, "ready", "b", "b", way="stop"))
+    assert swaps(made, "a", "b", "stop", "ok") == 1
 
 
 def test_what_the_mechanism_tells_of_its_phases_is_counted_by_model() -> None:

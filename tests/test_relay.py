@@ -625,14 +625,16 @@ def test_header_values_cannot_smuggle_lines(rig: Rig) -> None:
 
 def test_the_tokens_of_an_answer_are_those_that_the_engine_says(rig: Rig) -> None:
     client = rig.client()
-    body = b'{"choices":[{"text":"\\"completion_tokens\\": 9"}],"usage":{"completion_tokens": 37}}'
+    usage = b'{"prompt_tokens":12,"completion_tokens": 37,"prompt_tokens_details":{"cached_tokens":8}}'
+    body = b'{"choices":[{"text":"\\"completion_tokens\\": 9"}],"usage":%b}' % usage
     client.post(ASK_A)
     rig.engine.next().send(
         b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
         % (len(body), body)
     )
     assert client.read().status == 200
-    assert rig.events.record(1).tokens == 37
+    record = rig.events.record(1)
+    assert (record.tokens, record.prompt_tokens, record.cached_tokens) == (37, 12, 8)
 
 
 @pytest.mark.parametrize(
