@@ -153,7 +153,7 @@ class BackendState:
     """Until it may be loaded, or is stopped, again after a failure."""
     error: str
     log: tuple[str, ...]
-    """The engine's last lines, if its load failed."""
+    """The engine's last lines, if its load failed or it died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,6 +447,11 @@ class Multiplexer:
         """The backend's service ended, and nobody here told it to."""
         if backend in self._backends:
             self._tell(backend, lambda residency, now: residency.died(backend, now, why))
+
+    def last_words(self, backend: str, log: Iterable[str]) -> None:
+        """What the engine of a backend that died had printed last."""
+        with self._lock:
+            self._residency_of(backend).last_words(backend, log)
 
     def strangers_hold(self, held: Mapping[str, int]) -> None:
         """Programs that are none of ours hold so many bytes of these GPUs."""

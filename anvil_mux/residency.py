@@ -602,9 +602,16 @@ class Residency:
         self._unstick(seat, now)
         self._leave_swaps(seat)
         seat.error, seat.residual, seat.rests, seat.host_bytes, seat.rung = why, {}, "stop", 0, ""
+        seat.log = ()
         size = len(seat.holders)
         seat.holders.clear()
         self._emit(Event(now, "empty", seat.model, name, size=size, reason=f"died: {why}"))
+
+    def last_words(self, name: str, log: Iterable[str]) -> None:
+        """What the engine that died had printed last; of no use once it is loaded anew."""
+        seat = self.seats[name]
+        if seat.state == "empty" and seat.error and not seat.failed_starts:
+            seat.log = tuple(log)
 
     def _leave_swaps(self, victim: Seat) -> None:
         for swap in self._swaps:

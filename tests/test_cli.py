@@ -30,7 +30,7 @@ from anvil_mux.residency import Event
 from anvil_mux.serve import Options
 from anvil_mux.serve import _refuse_open_address as refuse_open_address
 from anvil_mux.simulate import Engines, Request, simulate
-from tests.running import Running, serve, serving
+from tests.running import Running, seen, serve, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 120.0
@@ -914,6 +914,14 @@ def test_quiet_tells_where_it_is_and_only_what_is_wrong(state: Path) -> None:
     ours = [line for line in running.output if not line.startswith(("anvil-mux", "  "))]
     assert len(ours) == 1
     assert ours[0].endswith("a: died: was killed by SIGKILL")
+
+
+def test_what_an_engine_printed_before_it_died_is_told(state: Path) -> None:
+    with serving(compose(state), state=state) as running:
+        assert running.chat("a")[0] == 200
+        os.kill(engine_pid(state, "a"), signal.SIGKILL)
+        log = seen(lambda: running.get("/healthz")["models"]["a"]["backends"]["a"]["log"], bool)
+    assert any("a: listens on" in line for line in log)
 
 
 def test_pinned_to_one_cpu_its_engines_still_have_all(state: Path) -> None:

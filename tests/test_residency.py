@@ -734,6 +734,21 @@ def test_the_resident_that_died_is_loaded_again_for_the_next_request():
     island.sound()
 
 
+def test_the_last_words_of_who_died_are_kept_until_it_is_back():
+    island = Island(A).with_resident("a")
+    island.core.last_words("a", ["it is well"])
+    assert island.core.seats["a"].log == ()
+    island.core.died("a", 2.0, "exited with code 137")
+    island.core.last_words("a", ["no more memory"])
+    assert island.core.seats["a"].log == ("no more memory",)
+    island.request("a", 3.0)
+    assert island.steps(3.0) == ["start a"]
+    island.core.last_words("a", ["of an earlier run"])
+    assert island.core.seats["a"].log == ("no more memory",)
+    island.core.started("a", 4.0)
+    assert island.core.seats["a"].log == ()
+
+
 def test_a_victim_that_dies_in_its_drain_makes_room_at_once():
     island = Island(A, B).with_resident("a")
     island.request("a", 1.0)
