@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
@@ -123,15 +123,20 @@ class Snapshot(NamedTuple):
     spills: tuple[Spill, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Stay:
+class Stay(NamedTuple):
     """No swap before ``until``."""
 
     until: float = FOREVER
     reason: str = ""
-    leases: float = field(default=FOREVER, compare=False)
+    leases: float = FOREVER
     """The answer holds while each resident keeps so many leases, so that the end of one is no reason to ask
-    again. 0: leases do not matter; by default each may matter."""
+    again. 0: leases do not matter; by default each may matter. A hint: no part of the answer."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stay) and self[:2] == other[:2]
+
+    def __hash__(self) -> int:
+        return hash(self[:2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,7 +374,8 @@ class Adaptive:
         worth = turn.enough if turn.enough > 0.0 else 0.0
         why = f"{line.waiting} waiting, {turn.expected:.1f} expected by its load, {worth:.1f} are worth it"
         if turn.expected < turn.enough:
-            return Stay(min(seen.now + max(self.pause, turn.seconds / 5), turn.quiet, overdue), why)
+            until = min(seen.now + max(self.pause, turn.seconds / 5), turn.quiet, overdue)
+            return Stay(until, why, 2 * turn.leases if turn.leases <= FEW else max(turn.leases // 2, FEW))
         answered = min(line.newest, turn.last_used) + self.pause
         if answered <= seen.now:
             return SwapTo(line.model, why)
@@ -387,11 +393,12 @@ class _Turn:
     Nearly every request asks for one, so that it looks at each line and each resident once.
     """
 
-    __slots__ = ("enough", "expected", "last_used", "quiet", "seconds")
+    __slots__ = ("enough", "expected", "last_used", "leases", "quiet", "seconds")
 
     def __init__(self, seen: Snapshot, line: Line) -> None:
         going = [resident for resident in seen.residents if resident.model in line.evicts]
         leases, lost, service, back, self.last_used, self.quiet, clients = _together(going, seen.now)
+        self.leases = leases
         waiting, growth = 0, 0.0
         for each in seen.lines:
             waiting += each.waiting
@@ -457,6 +464,8 @@ def _patience(leases: int, lost: float, service: float, growth: float, drained: 
     return max((saved - growth * seconds * seconds / 2) / seconds, 0.0)
 
 
+FEW = 4
+"""Of so many leases the end of each may make the moment to swap; of more only that of half of them."""
 PAUSES = 2.0
 """After so many of its usual pauses a resident is believed to be idle for good."""
 

@@ -229,8 +229,7 @@ class Demote:
     """The deeper way that is asked for; an even deeper one may be taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """Nothing to do before ``until`` or the next fact."""
 
     until: float
@@ -281,6 +280,7 @@ class _Plan(NamedTuple):
     """The victims' models."""
     source: str
     """Their name in the costs."""
+    cost: Cost
 
 
 class Prospect(NamedTuple):
@@ -895,7 +895,8 @@ class Residency:
         if best is None:
             return None
         evicts = tuple([victim.model for victim in best[1]])
-        return _Plan(*best, evicts, source_of(evicts))
+        target, source = best[0], source_of(evicts)
+        return _Plan(*best, evicts, source, self._cost(source, target, target.rests))
 
     def _victims(self, target: Seat, busy: set[str], staying: Set[str], now: float) -> list[Seat] | None:
         """Who must go so that there is room on the GPUs and in the host's memory."""
@@ -966,7 +967,7 @@ class Residency:
         plan = self._plan(model, self._busy(), now, staying)
         if plan is None:
             return None
-        cost = self._cost(plan.source, plan.target, plan.target.rests)
+        cost = plan.cost
         reload = sum([self._cost("", victim, victim.backend.rest[0]).load_seconds for victim in plan.victims])
         spill = Spill(
             model,
@@ -1199,29 +1200,29 @@ class Residency:
         if len(lines) > 1:
             lines.sort(key=lambda line: -line.priority)
         swaps = [_swapping(swap, swap.target) for swap in self._swaps if swap.target] if self._swaps else ()
-        spilling = tuple([spill for _, spill in spills.values()])
+        spilling = tuple([spill for _, spill in spills.values()]) if spills else ()
         return Snapshot(now, self.name, tuple(residents), tuple(lines), tuple(swaps), spilling)
 
     def _resident(self, seat: Seat, now: float) -> Resident:
-        demand = self._demand[seat.model]
+        model, loaded, backend = seat.model, seat.loaded, seat.backend
+        demand = self._demand[model]
         rate, growth = demand.rates(now)
         return Resident(
-            seat.model,
+            model,
             seat.name,
-            seat.loaded,
+            loaded,
             len(seat.holders),
-            seat.used,
+            seat.last_used if seat.last_used > loaded else loaded,
             rate,
             growth,
             demand.pause_seconds,
             demand.service_seconds,
-            self._cost("", seat, seat.backend.rest[0]).load_seconds,
+            self._costs.estimate("", model, backend.rest[0], backend.engine).load_seconds,
         )
 
     def _line(self, model: str, plan: _Plan, now: float) -> Line:
-        tickets, demand, target = self.lines[model], self._demand[model], plan.target
+        tickets, demand, cost = self.lines[model], self._demand[model], plan.cost
         oldest, newest = next(iter(tickets)), next(reversed(tickets))
-        cost = self._cost(plan.source, target, target.rests)
         _, growth = demand.rates(now, len(tickets), now - oldest.since)
         return Line(
             model,
@@ -1277,7 +1278,7 @@ class Residency:
         if model not in plans:
             return Prospect(overdue_at=overdue_at)
         plan = plans[model]
-        cost = self._cost(plan.source, plan.target, plan.target.rests)
+        cost = plan.cost
         known = self._costs.knows(model, plan.target.rests)
         return Prospect(None, plan.target, plan.victims, cost, known, decision, overdue_at=overdue_at)
 

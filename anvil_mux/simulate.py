@@ -310,7 +310,12 @@ class _Simulation:
 
     def _ask(self, island: _Island, now: float) -> None:
         self._ask_alone(island, now)
-        while self._host.budget is not None and self._host.changes != self._host_seen:
+        if self._host.budget is not None:
+            self._ask_others(now)
+
+    def _ask_others(self, now: float) -> None:
+        """What one island does with the host's memory concerns all."""
+        while self._host.changes != self._host_seen:
             self._host_seen = self._host.changes
             for each in dict.fromkeys(self._islands.values()):
                 self._ask_alone(each, now)

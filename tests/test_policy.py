@@ -666,7 +666,7 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class():
         ("cost_aware", {"serving_window": "off"}, "serving_window must be true or false, not 'off'"),
         ("cost_aware", {"serving_window": 0}, "serving_window must be true or false, not 0"),
         ("cost_aware", {"cap": True}, "cap must be a number of at least 0"),
-        ("anvil_mux.policy:Stay", {}, "has no method `decide`"),
+        ("anvil_mux.simulate:Engines", {}, "has no method `decide`"),
         ("anvil_mux.policy:Policy", {}, "is not a dataclass"),
     ],
 )
