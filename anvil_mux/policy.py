@@ -129,8 +129,9 @@ class Stay(NamedTuple):
     until: float = FOREVER
     reason: str = ""
     leases: float = FOREVER
-    """The answer holds while each resident keeps so many leases, so that the end of one is no reason to ask
-    again. 0: leases do not matter; by default each may matter. A hint: no part of the answer."""
+    """While each resident keeps so many leases, the end of one is no reason to ask again: the answer holds,
+    or the policy is content with it. 0: leases do not matter; by default each may. A hint: no part of the
+    answer."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stay) and self[:2] == other[:2]
