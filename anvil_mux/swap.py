@@ -382,8 +382,8 @@ class Swapper:
 
     def load(self, backend: Backend, how: str = "stop") -> Loaded:
         """``how``: the way by which it rests."""
+        self._note(backend.name, "")
         if how != "stop":
-            self._note(backend.name, "")
             try:
                 return self._load(backend, how)
             except Exception as error:

@@ -14,6 +14,7 @@ import pytest
 import requests
 
 from anvil_mux import control, serve, swap
+from anvil_mux.adopt import Adopter, Awake, Notes
 from anvil_mux.checkpoint import Checkpointer, is_frozen
 from anvil_mux.config import Backend, Config, Gpu, Service
 from anvil_mux.driver import Driver
@@ -211,6 +212,19 @@ def test_a_sleeper_is_stopped_when_it_is_demoted(scene: Scene) -> None:
     scene.swapper.evict(A, "sleep")
     assert scene.swapper.demote(A, "sleep", "stop") == Rested("stop")
     assert (scene.house.calls, scene.used) == (["stop a"], 0)
+
+
+def test_who_was_stopped_while_it_rested_is_not_taken_for_a_sleeper_when_it_is_found_again(
+    scene: Scene, tmp_path: Path
+) -> None:
+    sglang = replace(A, engine="sglang")  # it does not say whether it sleeps
+    notes = Notes(tmp_path)
+    swapper = Swapper(scene.house, note=notes.note)
+    swapper.load(sglang)
+    swapper.evict(sglang, "sleep")
+    swapper.demote(sglang, "sleep", "stop")
+    url = swapper.load(sglang).url
+    assert Adopter(scene.house, notes).look(sglang, url) == Awake(url)
 
 
 def test_a_sleeper_cannot_sink_deeper_without_waking_and_is_stopped(scene: Scene) -> None:
