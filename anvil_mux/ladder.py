@@ -14,7 +14,7 @@ that would not fit beside them is refused before anything is drained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from anvil_mux.config import Backend
@@ -45,13 +45,17 @@ def rungs(backend: Backend) -> tuple[str, ...]:
 
 def below(seat: Seat, *, may_wake: bool) -> str:
     """The next rung for a parked backend; ``may_wake``: its GPUs are free for it."""
+    return next(_descents(seat, may_wake=may_wake))
+
+
+def _descents(seat: Seat, *, may_wake: bool) -> Iterator[str]:
+    """The rungs that a parked backend can be taken to, from the top down; the last is ``stop``."""
     ladder = rungs(seat.backend)
-    deeper = ladder[ladder.index(seat.rests) + 1 :] if seat.rests in ladder else ()
-    for way in deeper:
+    for way in ladder[ladder.index(seat.rests) + 1 :] if seat.rests in ladder else ():
         wakes = DESCENTS.get((seat.rests, way))
         if wakes is False or (wakes and may_wake):
-            return way
-    return "stop"
+            yield way
+    yield "stop"
 
 
 def demoted_at(seat: Seat) -> float | None:
@@ -83,51 +87,82 @@ class Host:
 
     def never_fits(self, target: Seat) -> str:
         """Why it could not run even if nothing else did; "" if it could."""
-        if self.budget is None or target.ram <= self.budget:
+        need = target.backend.ram or 0  # what it has pinned since then goes with a stop
+        if self.budget is None or need <= self.budget:
             return ""
-        return f"it needs {_gib(target.ram)} of host memory; engines may have {_gib(self.budget)}"
+        return f"it needs {_gib(need)} of host memory; engines may have {_gib(self.budget)}"
 
     def insisting(self, but: Seat) -> list[tuple[str, int]]:
         """Who else keeps host memory and does not yield it, and how much, the largest first."""
         amounts = [(name, _insists_on(seat)) for name, (seat, _) in self._seats.items() if seat is not but]
         return sorted(((name, amount) for name, amount in amounts if amount), key=lambda each: -each[1])
 
-    def rung(self, seat: Seat) -> str:
-        """The highest rung on which there is room for a backend that leaves its GPUs now."""
+    def rung(self, seat: Seat, spare: int = 0) -> str:
+        """The highest rung on which there is room for a backend that leaves its GPUs now.
+
+        ``spare``: bytes that others keep still and will not.
+        """
         if self.budget is None:
             return seat.backend.rest[0]
-        others = sum(self._kept(s) for s, _ in self._seats.values() if s is not seat)
-        fits = (way for way in rungs(seat.backend) if others + self._parked(seat, way) <= (self.budget or 0))
-        return next(fits, "stop")
+        room = self.budget + spare - sum(self._claimed(s) for s, _ in self._seats.values() if s is not seat)
+        return next((way for way in rungs(seat.backend) if self._parked(seat, way) <= room), "stop")
 
-    def has_room(self) -> bool:
-        """Whether all that is kept, and all that is about to be, fits as it is."""
-        return self.budget is None or sum(self._kept(seat) for seat, _ in self._seats.values()) <= self.budget
+    def makes_way(self, seat: Seat, now: float) -> bool:
+        """Whether a backend that leaves its GPUs rests higher once sleepers that are worth less have gone."""
+        if self.budget is None or (rung := self.rung(seat)) == seat.backend.rest[0]:
+            return False
+        worth = self._seats[seat.name][1](seat, now)
+        spare = 0
+        for other, worth_of in self._seats.values():
+            if other.state == "demoting":
+                spare += max(other.host_bytes - self._parked(other, other.rung), 0)
+            elif other.state == "parked" and _leaves(other, now) and worth_of(other, now) < worth:
+                spare += other.host_bytes
+        return self.rung(seat, spare) != rung
+
+    def has_room(self, target: Seat) -> bool:
+        """Whether ``target`` can be loaded beside all that is kept as it is.
+
+        Others that are to be loaded after it do not count: two that wait for each other would wait for ever.
+        """
+        if self.budget is None:
+            return True
+        others = sum(self._kept(seat) for seat, _ in self._seats.values() if seat is not target)
+        return others + max(target.ram, target.host_bytes) <= self.budget
 
     def yields(self, now: float) -> Seat | None:
-        """The parked backend that must go one rung down, because host memory is or will be short."""
+        """The parked backend that must go down its ladder, because host memory is or will be short."""
         if self.budget is None:
             return None
         excess = sum(self._promised(seat) for seat, _ in self._seats.values()) - self.budget
         if excess <= 0:
             return None
-        leaving = [(worth(seat, now), name) for name, (seat, worth) in self._seats.items() if _leaves(seat)]
+        leaving = [
+            (worth(seat, now), name) for name, (seat, worth) in self._seats.items() if _leaves(seat, now)
+        ]
         for _, name in sorted(leaving):
             seat, _ = self._seats[name]
-            if seat.state == "parked" and seat.retry_at <= now:
+            if seat.state == "parked":
                 return seat
             excess -= self._promised(seat)  # it takes a lower rung by itself when its drain has ended
             if excess <= 0:
                 return None
         return None
 
+    def lower(self, seat: Seat) -> str:
+        """The next rung on which a parked backend keeps less of the host's memory than now."""
+        ways = _descents(seat, may_wake=False)
+        return next((way for way in ways if self._parked(seat, way) < seat.host_bytes), "stop")
+
     def _kept(self, seat: Seat) -> int:
-        """Bytes that a backend keeps now, or is about to."""
+        """Bytes that a backend keeps now, or when the step that it is in has ended."""
         if seat.state == "stopping":
             return max(seat.ram, self._parked(seat, seat.rung))
-        if seat.state in HOLDING or seat.coming:
-            return max(seat.ram, seat.host_bytes)
-        return seat.host_bytes
+        return max(seat.ram, seat.host_bytes) if seat.state in HOLDING else seat.host_bytes
+
+    def _claimed(self, seat: Seat) -> int:
+        """The same, and what it needs if it is to be loaded."""
+        return max(seat.ram, self._kept(seat)) if seat.coming else self._kept(seat)
 
     def _promised(self, seat: Seat) -> int:
         """Bytes that a backend will keep when what is under way has ended."""
@@ -135,7 +170,7 @@ class Host:
             return self._parked(seat, seat.rung)
         if seat.state == "draining":
             return max(seat.ram, self._parked(seat, seat.backend.rest[0]))
-        return self._kept(seat)
+        return self._claimed(seat)
 
     def _parked(self, seat: Seat, way: str) -> int:
         """Bytes that a backend keeps while it rests: as last measured, or else what it takes along."""
@@ -154,8 +189,9 @@ def _insists_on(seat: Seat) -> int:
     return seat.host_bytes if seat.failed_stops else 0
 
 
-def _leaves(seat: Seat) -> bool:
-    return seat.state in ("parked", "draining") and not seat.coming
+def _leaves(seat: Seat, now: float) -> bool:
+    """Not one that could not be stopped a moment ago: nobody waits for it to go."""
+    return not seat.coming and (seat.state == "draining" or (seat.state == "parked" and seat.retry_at <= now))
 
 
 def _gib(amount: int) -> str:

@@ -481,11 +481,18 @@ class Residency:
     def unload_requested(
         self, model: str, now: float, why: str, *, backend: str = "", drain_timeout: float | None = None
     ) -> bool:
-        """Put out what serves ``model`` (or only ``backend``) after its drain; False: nothing to put out."""
-        seats = [s for s in self._replicas[model] if s.state == "ready" and backend in ("", s.name)]
-        for seat in seats:
+        """Put out what serves ``model`` (or only ``backend``) after its drain; False: nothing to put out.
+
+        What rests already is stopped, unless somebody waits for it.
+        """
+        seats = [seat for seat in self._replicas[model] if backend in ("", seat.name)]
+        ready = [seat for seat in seats if seat.state == "ready"]
+        for seat in ready:
             self._begin(None, [seat], now, why, drain_timeout)
-        return bool(seats)
+        parked = [] if ready else [seat for seat in seats if self._may_be_stopped(seat)]
+        for seat in parked:
+            seat.rung = "stop"
+        return bool(ready or parked)
 
     # Facts from the engines
 
@@ -508,6 +515,8 @@ class Residency:
             return False
         self._enter(seat, "adopt_parked", now)
         seat.rests, seat.residual, seat.host_bytes = how, dict(residual), host_bytes
+        if how in PINS:
+            seat.ram = max(seat.ram, host_bytes)
         self._emit(Event(now, "parked", seat.model, name, reason=how))
         return True
 
@@ -518,7 +527,7 @@ class Residency:
         wanted = bool(self.lines[seat.model])
         self._enter(seat, "started", now)
         seat.loaded, seat.load_seconds = now, now - begun
-        seat.failed_starts, seat.error, seat.log = 0, "", ()
+        seat.failed_starts, seat.failed_stops, seat.error, seat.log = 0, 0, "", ()
         seat.rests = "stop"
         if how == "stop":
             seat.ram = seat.backend.ram or 0
@@ -587,6 +596,7 @@ class Residency:
         seat.retry_at = now + _pause(STUCK_RETRY_SECONDS, seat.failed_stops, MAX_STUCK_RETRY_SECONDS)
         seat.error, seat.rung = why, ""
         if seat.state == "parked":
+            seat.rung = "stop"
             why = f"it stays as it is: {why}"
         self._emit(Event(now, seat.state, seat.model, name, reason=why))
         for swap in [s for s in self._swaps if s.target is seat or seat in s.victims]:
@@ -686,7 +696,7 @@ class Residency:
                 if not self._has_room(swap, swap.target, now):
                     if step := self._put_out(swap, now):
                         return step
-                elif self._host.has_room():  # else a sleeper yields first
+                elif self._host.has_room(swap.target):  # else a sleeper yields first
                     swap.begun = True
                     swap.evict_seconds = max(now - swap.emptied, 0.0)
                     swap.how = swap.target.rests
@@ -702,7 +712,7 @@ class Residency:
                 self._reprieve(victim, now)
             return None
         for victim in draining:
-            if not victim.holders or now >= swap.until:
+            if now >= swap.until or not (victim.holders or self._host.makes_way(victim, now)):
                 swap.begun = True
                 swap.emptied = now
                 return self._stop(victim, now, swap.reason)
@@ -722,7 +732,7 @@ class Residency:
         """Whether the target fits now that its victims are gone; if not, others must go as well."""
         if self._fits(target):
             return True
-        more = self._victims(target, self._busy(swap), frozenset(), now)
+        more = None if swap.errand else self._victims(target, self._busy(swap), frozenset(), now)
         if more is None:
             self._dissolve(swap, now)
         else:
@@ -733,15 +743,25 @@ class Residency:
 
     def _retry_stuck(self, now: float) -> Step | None:
         for seat in self.seats.values():
-            if seat.state == "stuck" and now >= seat.retry_at:
+            if now < seat.retry_at:
+                continue
+            if seat.state == "stuck":
                 return self._stop(seat, now, "trying again to stop it")
+            if seat.rung == "stop" and self._may_be_stopped(seat):
+                return self._demote(
+                    seat, now, "trying again to stop it" if seat.failed_stops else "unload requested"
+                )
         return None
+
+    def _may_be_stopped(self, seat: Seat) -> bool:
+        """Whether it is parked and nobody waits for it."""
+        return seat.state == "parked" and not seat.coming and not self.lines[seat.model]
 
     def _demote_next(self, now: float) -> Step | None:
         """A parked backend that rests too high for too long, or for the host's memory."""
         seat = self._host.yields(now)
         if seat is not None and seat is self.seats.get(seat.name):
-            return self._demote(seat, now, "host memory is short")
+            return self._demote(seat, now, "host memory is short", to=self._host.lower(seat))
         for seat in self._parkers:
             until = demoted_at(seat)
             if until is None or until > now or seat.coming or self.lines[seat.model]:
@@ -756,13 +776,13 @@ class Residency:
     def _run_errand(self, waiting: list[Ticket], now: float) -> bool:
         """Begins to load the next backend that is to be prepared, if nothing else is to be done.
 
-        Nobody who has had work is put out for that.
+        Nobody who has had work is put out for that, and nobody who rests is stopped.
         """
         while self._unprepared and not waiting and not self._swaps:
             seat = self._unprepared[0]
             victims = self._victims(seat, set(), frozenset(), now)
             failed = seat.state != "empty" or seat.retry_at > now or victims is None
-            if failed or any(victim.last_used > victim.loaded for victim in victims or ()):
+            if failed or any(v.state == "parked" or v.last_used > v.loaded for v in victims or ()):
                 self._unprepared.pop(0)
             elif any(_stays_until(victim) > now for victim in victims or ()):
                 return False
@@ -772,13 +792,14 @@ class Residency:
                 return True
             else:
                 self._unprepared.pop(0)
-                self._begin(seat, [], now, f"{ERRAND}prepared before anybody asks", errand=True)
-                return True
+                if self._host.has_room(seat):
+                    self._begin(seat, [], now, f"{ERRAND}prepared before anybody asks", errand=True)
+                    return True
         return False
 
     def _is_calm(self, seat: Seat) -> bool:
-        """Whether nobody has or wants the GPUs of a parked backend."""
-        return not self._swaps and not self._waiting() and self._placement.fits(seat)
+        """Whether nobody has or wants the GPUs of a parked backend, or the host's memory that it runs in."""
+        return not self._swaps and not self._waiting() and self._fits(seat) and self._host.has_room(seat)
 
     def _put_out_idle(self, now: float) -> bool:
         idle = [seat for seat in self._idlers if _idle_until(seat) <= now < FOREVER]
@@ -789,11 +810,13 @@ class Residency:
     def _start(self, seat: Seat, now: float, reason: str) -> Start:
         self._enter(seat, "load", now)
         how, seat.rests, seat.residual, seat.host_bytes = seat.rests, "stop", {}, 0
+        if seat.rung == "stop":  # it was to be stopped, and is wanted after all
+            seat.rung = ""
         self._emit(Event(now, "starting", seat.model, seat.name, reason=reason, way=how))
         return Start(seat.name, how)
 
-    def _demote(self, seat: Seat, now: float, reason: str, target: str = "") -> Demote:
-        to = "stop" if seat.failed_stops else below(seat, may_wake=False)
+    def _demote(self, seat: Seat, now: float, reason: str, target: str = "", to: str = "") -> Demote:
+        to = "stop" if seat.rung == "stop" else to or below(seat, may_wake=False)
         self._enter(seat, "demote", now)
         seat.rung = to
         self._emit(Event(now, "demoting", seat.model, seat.name, reason=reason, target=target))
@@ -1026,6 +1049,8 @@ class Residency:
     def _dissolve(self, swap: _Swap, now: float) -> None:
         """Ends a swap before its target was started; victims that only drained stay resident."""
         self._end(swap)
+        if swap.target:
+            swap.target.rung = ""
         for victim in swap.victims:
             if victim.state == "draining":
                 self._reprieve(victim, now)
@@ -1181,6 +1206,8 @@ class Residency:
         except KeyError:
             raise ValueError(f"{seat.name} is {before}: `{what}` cannot happen to it") from None
         seat.since = now
+        if seat.state == "empty":
+            seat.ram = seat.backend.ram or 0  # what it had pinned is gone
         if "ready" in (before, seat.state):
             self._ready = [each for each in self.seats.values() if each.state == "ready"]
         self._plans_hold_until = -FOREVER

@@ -5,12 +5,12 @@ import itertools
 import pytest
 
 from anvil_mux.config import Gpu
-from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort
+from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
 from anvil_mux.ladder import Host, below, rungs
 from anvil_mux.placement import HOLDING, Seat
 from anvil_mux.residency import Demote, Start, Stop
 from anvil_mux.simulate import Engines, Outcome, Request, _Simulation
-from tests.test_residency import Island, backend
+from tests.test_residency import TEN, Island, backend
 from tests.test_simulate import HOST_MEMORY, LAYOUTS, world
 
 LADDER = ("sleep", "sleep-2", "checkpoint", "stop")
@@ -125,6 +125,60 @@ def test_who_cannot_be_demoted_stays_parked_and_is_stopped_later():
     assert (island.state("a"), island.core.seats["a"].rests) == ("parked", "sleep")
     assert island.steps(16.0) == []
     assert island.core.next_step(22.0) == Demote("a", "sleep", "stop")
+
+
+def test_who_cannot_be_stopped_is_tried_again_as_long_as_it_takes():
+    island = sharing()
+    island.request("c", 2.0)
+    assert island.steps(2.0) == ["demote a"]
+    island.core.stop_failed("a", 3.0, "no answer")
+    assert isinstance(island.request("c", 4.0).error, Stuck)
+    assert island.steps(4.0) == []
+    assert island.until == 8.0
+    assert island.steps(8.0) == ["demote a"]
+    island.core.stopped("a", 9.0)
+    island.request("c", 9.0)
+    assert island.steps(9.0) == ["start c"]
+
+
+# By hand
+
+
+def test_a_model_that_is_put_out_twice_is_stopped():
+    island = sleeper("sleep", "checkpoint", after=None)
+    assert island.core.unload_requested("a", 2.0, "unload requested")
+    assert island.core.next_step(2.0) == Demote("a", "sleep", "stop")
+    island.core.stopped("a", 3.0)
+    assert not island.core.unload_requested("a", 4.0, "unload requested")
+
+
+def test_a_sleeper_that_somebody_waits_for_is_not_stopped_by_hand():
+    island = sleeper("sleep", after=None, others=(backend("b"),)).with_resident("b", 2.0)
+    held = island.request("b", 3.0)
+    island.request("a", 4.0)
+    assert island.steps(4.0) == []
+    assert not island.core.unload_requested("a", 5.0, "unload requested")
+    island.core.release(held, 6.0)
+    island.steps(6.0)
+    island.core.stopped("b", 7.0)
+    assert island.core.next_step(7.0) == Start("a", "sleep")
+
+
+def test_a_sleeper_is_put_out_by_hand_only_when_none_of_its_replicas_serves():
+    one, other = (
+        backend(name, gpu, model="m", rest=("sleep",)) for name, gpu in zip("ab", "01", strict=True)
+    )
+    island = Island(one, other)
+    for name in "ab":
+        assert island.core.adopt(name, 0.0)
+    island.core.unload_requested("m", 1.0, "it does not answer", backend="a")
+    island.steps(1.0)
+    island.core.stopped("a", 2.0, how="sleep")
+    for expected in ("stop b", "demote a"):
+        island.core.unload_requested("m", 3.0, "unload requested")
+        assert island.steps(3.0) == [expected]
+        if expected == "stop b":
+            island.core.stopped("b", 3.0)
 
 
 # Memory of a shared GPU
@@ -261,6 +315,127 @@ def test_a_line_that_other_islands_leave_no_host_memory_is_refused_when_it_is_ov
     assert "a has" in ticket.error.message
 
 
+def test_of_two_who_are_to_be_loaded_neither_waits_for_the_other():
+    """``b`` gives back 40 when it is restored, and its GPU is not free yet; ``a`` needs 10."""
+    b = backend("b", "1", rest=("checkpoint", "stop"))
+    island = short(45, backend("a", "0", ram=10), b, backend("c", "1"), backend("pair", "0", "1"))
+    asleep(island.with_resident("b"), "b", 1.0, how="checkpoint", host_bytes=40)
+    held = island.with_resident("c", 2.0).request("c", 2.0)
+    island.request("b", 3.0)
+    island.request("a", 4.0)
+    assert island.steps(4.0) == [], "both are to come, and together they do not fit"
+    island.core.release(held, 5.0)
+    assert island.steps(5.0) == ["stop c"]
+    island.core.stopped("c", 6.0)
+    assert island.steps(6.0) == ["start b", "start a"]
+
+
+def test_nobody_is_put_out_for_a_deeper_sleep():
+    """``a`` runs in 10 and sleeps in 3, ``b`` runs in 8."""
+    a = backend("a", "0", rest=("sleep", "sleep-2"), demote_after=10.0, ram=10)
+    island = short(15, a, backend("b", "1", ram=8), backend("pair", "0", "1")).with_resident("a")
+    asleep(island, "a", 1.0, host_bytes=3)
+    island.with_resident("b", 2.0)
+    assert island.core.next_step(11.0) == Demote("a", "sleep", "stop")
+    assert island.state("b") == "ready"
+
+
+def test_who_sleeps_in_more_memory_than_there_is_is_stopped_and_started_anew():
+    island = short(35, backend("a", rest=("sleep",))).with_resident("a")
+    asleep(island, "a", 1.0, host_bytes=40)
+    assert island.steps(1.0) == ["demote a"]
+    ticket = island.request("a", 1.5)
+    island.core.stopped("a", 2.0)
+    assert island.steps(2.0) == ["start a"]
+    island.core.started("a", 3.0)
+    assert ticket.backend == "a"
+
+
+def test_what_a_sleeper_that_was_found_has_pinned_counts_when_it_is_awake_again():
+    island = short(
+        10, backend("a", "0", rest=("sleep",)), backend("b", "1", ram=6), backend("pair", "0", "1")
+    )
+    assert island.core.adopt_parked("a", 0.0, "sleep", {}, 6)
+    assert island.steps(0.0) == []
+    island.request("a", 1.0)
+    assert island.steps(1.0) == ["start a"]
+    island.core.started("a", 2.0, "sleep")
+    for ticket in list(island.core.seats["a"].holders):
+        island.core.release(ticket, 2.0)
+    island.request("b", 3.0)
+    assert island.steps(3.0) == ["stop a"], "awake, it keeps what it had asleep"
+
+
+def test_of_sleepers_that_are_found_those_go_that_the_host_has_no_room_for():
+    sleepers = [backend(name, str(gpu), rest=("sleep",)) for gpu, name in enumerate("abc")]
+    island = short(12, *sleepers, backend("all", "0", "1", "2"))
+    for name in "abc":
+        assert island.core.adopt_parked(name, 0.0, "sleep", {}, 5)
+    assert island.steps(0.0) == ["demote a"]
+    island.core.stopped("a", 1.0)
+    assert island.steps(1.0) == []
+    assert island.states() == {"a": "empty", "b": "parked", "c": "parked", "all": "empty"}
+
+
+def test_a_sleeper_that_cannot_be_stopped_spares_no_other():
+    sleepers = [backend(name, str(gpu), rest=("sleep",)) for gpu, name in enumerate("ab")]
+    island = short(12, *sleepers, backend("c", "2", ram=6), backend("all", "0", "1", "2"))
+    for name in "ab":
+        assert island.core.adopt_parked(name, 0.0, "sleep", {}, 5)
+    island.request("c", 1.0)
+    assert island.steps(1.0) == ["demote a"]
+    island.core.stop_failed("a", 2.0, "no")
+    assert island.steps(2.0) == ["demote b"]
+    island.core.stopped("b", 3.0)
+    assert island.steps(3.0) == ["start c"]
+
+
+def test_a_rung_that_keeps_as_much_of_the_host_is_passed_over_when_that_is_short():
+    a = backend("a", rest=("sleep", "checkpoint", "stop"))
+    island = short(10, a, backend("b", "1", "0", ram=8)).with_resident("a")
+    asleep(island, "a", 1.0, host_bytes=6)
+    island.footprints.learn("a", "checkpoint", {}, {}, host_bytes=6)
+    island.request("b", 2.0)
+    assert island.core.next_step(2.0) == Demote("a", "sleep", "stop")
+
+
+def often_called():
+    """``a`` sleeps in 8 of 13, ``b`` was called fifty times and sleeps in 6, ``c`` wants the GPU."""
+    island = short(13, *(backend(name, rest=("sleep",)) for name in "abc"))
+    for name in "abc":
+        island.footprints.learn(name, "sleep", {}, {}, host_bytes=6)
+        island.costs.learn("", name, "stop", 0.0, 10.0)
+    assert island.core.adopt_parked("a", 0.0, "sleep", {}, 8)
+    island.with_resident("b")
+    for at in range(1, 51):
+        island.core.release(island.request("b", at / 10), at / 10)
+    island.request("c", 9.0)
+    return island
+
+
+def test_who_is_often_called_stays_high_and_who_is_not_makes_way_for_it():
+    island = often_called()
+    assert island.steps(9.0) == ["demote a"]
+    island.core.stopped("a", 10.0)
+    assert island.core.next_step(10.0) == Stop("b", "sleep")
+    island.core.stopped("b", 11.0, how="sleep", host_bytes=6)
+    assert island.steps(11.0) == ["start c"]
+
+
+def test_a_swap_waits_for_that_no_longer_than_for_a_drain():
+    island = often_called()
+    assert island.steps(9.0) == ["demote a"]
+    assert island.until == 39.0
+    assert island.core.next_step(39.0) == Stop("b", "stop")
+
+
+def test_who_cannot_make_way_is_not_waited_for():
+    island = often_called()
+    assert island.steps(9.0) == ["demote a"]
+    island.core.stop_failed("a", 10.0, "no")
+    assert island.core.next_step(10.0) == Stop("b", "stop")
+
+
 class Audited(_Simulation):
     """Adds up what is held after everything that happens."""
 
@@ -308,6 +483,39 @@ def test_every_backend_is_loaded_once_before_anybody_asks():
     island.core.started("b", 9.0)
     assert island.steps(9.0) == []
     assert island.states() == {"a": "parked", "b": "ready"}
+    island.sound()
+
+
+def test_who_was_prepared_and_rests_is_not_stopped_to_prepare_another():
+    a, b = backend("a", vram=6, rest=("sleep",), prepare=True), backend("b", vram=9, prepare=True)
+    island = Island(a, b, backend("c", vram=5, prepare=True), gpus=TEN)
+    assert island.steps(0.0) == ["start a"]
+    island.core.started("a", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    island.core.stopped("a", 2.0, {"0": 2}, "sleep")
+    assert island.steps(2.0) == ["start c"]
+
+
+def test_nor_to_spare_the_host():
+    a, b = backend("a", "0", rest=("sleep",), prepare=True), backend("b", "0", prepare=True, ram=6)
+    island = short(10, a, b)
+    assert island.core.adopt_parked("a", 0.0, "sleep", {}, 6)
+    assert island.steps(0.0) == []
+    assert island.state("a") == "parked"
+
+
+def test_a_pair_is_prepared_after_those_that_share_its_gpus():
+    singles = [
+        backend(name, gpu, rest=("sleep",), prepare=True) for name, gpu in zip("ab", "01", strict=True)
+    ]
+    island = Island(*singles, backend("pair", "0", "1", prepare=True))
+    for name in "ab":
+        assert island.steps(0.0) == [f"start {name}"]
+        island.core.started(name, 0.0)
+    assert island.steps(0.0) == ["stop a", "stop b"]
+    for name in "ab":
+        island.core.stopped(name, 1.0, how="sleep")
+    assert island.steps(1.0) == ["start pair"]
     island.sound()
 
 

@@ -60,18 +60,28 @@ MUTANTS = {
     ),
     "a drain has no end": (
         "residency",
-        "if not victim.holders or now >= swap.until:",
-        "if not victim.holders:",
+        "if now >= swap.until or not (victim.holders or",
+        "if not (victim.holders or",
     ),
     "a load does not wait for sleepers that yield": (
         "residency",
-        "elif self._host.has_room():",
+        "elif self._host.has_room(swap.target):",
         "else:",
     ),
     "a sleeper that cannot be stopped counts as gone": (
         "ladder",
         "return seat.host_bytes if seat.failed_stops else 0",
         "return 0",
+    ),
+    "a victim does not wait for those that make way": (
+        "residency",
+        " or self._host.makes_way(victim, now))",
+        ")",
+    ),
+    "a sleeper that could not be stopped is left alone": (
+        "residency",
+        'if seat.rung == "stop" and self._may_be_stopped(seat):',
+        "if False:",
     ),
     "the most valuable sleeper yields": (
         "ladder",
@@ -85,7 +95,7 @@ MUTANTS = {
     ),
     "what is prepared may put out who has had work": (
         "residency",
-        "if failed or any(victim.last_used > victim.loaded for victim in victims or ()):",
+        'if failed or any(v.state == "parked" or v.last_used > v.loaded for v in victims or ()):',
         "if failed:",
     ),
     "the moment of an overdue line is forgotten": (
