@@ -947,7 +947,7 @@ COMMANDS: dict[str, tuple[str, Run, Add]] = {
     "why": ("Say what a request for a model would wait for now, how long and why", _why, _add_model),
     "events": ("Show what happened lately, with reasons", _events, _add_events),
     "load": ("Load a model and wait until it is ready", _load_model, _add_model),
-    "unload": ("Put a model out", _unload_model, _add_model),
+    "unload": ("Put a model out, or stop one that rests", _unload_model, _add_model),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
     "simulate": ("Run traffic under each policy in virtual time", _simulate, _add_simulate),
     "profile": ("Measure how fast a model's engine is, for routing", _profile, _add_profile),

@@ -498,18 +498,21 @@ class Multiplexer:
             residency.observed(backend, load, self._clock.now())
 
     def unload_idle(self, model: str) -> bool:
-        """Puts ``model`` out if nobody uses it or waits for it; False if it stays."""
+        """Puts ``model`` out if it is resident and nobody uses it; False if it stays as it is."""
         with self._lock:
             island = self._islands[model]
             residency = island.residency
-            if residency.lines[model] or any(seat.holders for seat in residency.seats_of(model)):
+            if not residency.is_ready(model) or any(seat.holders for seat in residency.seats_of(model)):
                 return False
             told = residency.unload_requested(model, self._clock.now(), "unload requested")
             island.changed.notify_all()
         return told
 
     def unload(self, model: str) -> bool:
-        """Puts ``model`` out after its drain; False if it is not resident. BadRequest while it is loading."""
+        """Puts ``model`` out after its drain, and stops one that rests; False if there is nothing to be done.
+
+        BadRequest while it is loading.
+        """
         with self._lock:
             island = self._islands[model]
             if any(seat.state == "starting" for seat in island.residency.seats_of(model)):
@@ -777,10 +780,9 @@ def _cut(ticket: Ticket) -> None:
 
 def _steps_at_once(backends: list[Backend]) -> int:
     """How many keepers an island needs, so that no drain and no retry waits for a free one."""
-    if any(backend.vram or backend.vram_measured or not backend.gpus for backend in backends):
-        return len(backends)
-    parks = any(backend.rest != ("stop",) for backend in backends)  # a demotion delays no swap
-    return len({gpu for backend in backends for gpu in backend.gpus}) + parks
+    if any(b.vram or b.vram_measured or not b.gpus or b.rest != ("stop",) for b in backends):
+        return len(backends)  # several share a GPU, or are taken down their ladders while others swap
+    return len({gpu for backend in backends for gpu in backend.gpus})
 
 
 def _model_state(residency: Residency, model: str, now: float, progress: Progress | None) -> ModelState:

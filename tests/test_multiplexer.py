@@ -291,6 +291,40 @@ def test_what_a_sleeper_kept_of_host_memory_is_known_after_a_restart(host_bytes,
     assert seen == [state]
 
 
+def test_however_many_are_demoted_at_once_a_swap_waits_for_none_of_them():
+    sleepers = [one(name, "0", rest=("sleep",), demote_after=10.0) for name in "abc"]
+
+    def perform(step, nth):
+        return Outcome(100.0 if isinstance(step, Demote) else 1.0)
+
+    def main(stage):
+        for name in "abc":
+            stage.mux.load(name)
+        stage.clock.sleep(20.0)
+        asked = stage.request(0.0, "d")
+        stage.clock.sleep(5.0)
+        assert asked.leased == 27.0
+
+    stage = Stage(Config(policy="eager", backends=(*sleepers, one("d", "0"))), perform).play(main)
+    assert [e.backend for e in stage.log if e.kind == "demoting"] == ["a", "b"]
+
+
+def test_a_sleeper_is_stopped_by_hand_and_loaded_anew():
+    def main(stage):
+        stage.mux.load("a")
+        for _ in range(2):
+            assert stage.mux.unload("a")
+            stage.clock.sleep(3.0)
+        assert not stage.mux.unload("a")
+        stage.mux.load("a")
+        assert stage.mux.unload_idle("a")
+        stage.clock.sleep(3.0)
+        assert not stage.mux.unload_idle("a")
+
+    stage = Stage(Config(policy="eager", backends=(one("a", "0", rest=("sleep",)),))).play(main)
+    assert [call for _, call in stage.engines.calls] == ["start a", "stop a", "demote a", "start a", "stop a"]
+
+
 def test_what_a_demotion_frees_is_not_all_that_a_backend_held():
     backends = (replace(A, rest=("sleep", "checkpoint"), demote_after=5.0), B)
     stage = Stage(Config(policy="eager", backends=backends))
