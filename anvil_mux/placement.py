@@ -200,11 +200,13 @@ class Placement:
 
     def clings(self, parked: Seat, target: Seat) -> bool:
         """Whether one that could not be stopped leaves no room for ``target``."""
-        if not parked.failed_stops:
-            return False
+        return bool(parked.failed_stops) and self.excludes(parked.residual, target)
+
+    def excludes(self, residual: Mapping[str, int], target: Seat) -> bool:
+        """Whether ``target`` does not fit beside what a sleeper keeps, whoever else goes."""
         return any(
-            target.holds.get(gpu, 0) + amount > self.capacity[gpu]
-            for gpu, amount in parked.residual.items()
+            target.holds[gpu] + amount > self.capacity[gpu]
+            for gpu, amount in residual.items()
             if gpu in target.holds and not self._needs_whole(target, gpu)
         )
 

@@ -57,7 +57,7 @@ from anvil_mux.errors import (
     Stuck,
 )
 from anvil_mux.footprint import Footprints
-from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at
+from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at, rungs
 from anvil_mux.ledger import Ledger, Load, Member
 from anvil_mux.placement import HOLDING, Placement, Seat
 from anvil_mux.policy import (
@@ -715,7 +715,7 @@ class Residency:
             if now >= swap.until or not (victim.holders or self._host.makes_way(victim, now)):
                 swap.begun = True
                 swap.emptied = now
-                return self._stop(victim, now, swap.reason)
+                return self._stop(victim, now, swap.reason, swap.target)
         if draining or swap.target is None:
             return None
         for victim in [victim for victim in swap.victims if victim.state == "parked"]:
@@ -822,14 +822,23 @@ class Residency:
         self._emit(Event(now, "demoting", seat.model, seat.name, reason=reason, target=target))
         return Demote(seat.name, seat.rests, to)
 
-    def _stop(self, seat: Seat, now: float, reason: str) -> Stop:
+    def _stop(self, seat: Seat, now: float, reason: str, target: Seat | None = None) -> Stop:
         drained = now - seat.since if seat.state == "draining" else 0.0
-        how = "stop" if seat.state == "stuck" else seat.rung or self._host.rung(seat)
+        how = "stop" if seat.state == "stuck" else seat.rung or self._rung(seat, target)
         self._enter(seat, "stop", now)
         seat.rung = how
         severed = self._sever(seat, now, drained)
         self._emit(Event(now, "stopping", seat.model, seat.name, 0, len(severed), drained, reason))
         return Stop(seat.name, how, severed)
+
+    def _rung(self, seat: Seat, target: Seat | None) -> str:
+        """As high as the host has room, but not where it kept too much beside ``target`` the last time."""
+        ways = rungs(seat.backend)
+        for way in ways[ways.index(self._host.rung(seat)) :]:
+            last = self._footprints.resting(seat.name, way)
+            if not (target and last and self._placement.excludes(last.residual, target)):
+                return way
+        return "stop"
 
     def _sever(self, seat: Seat, now: float, drained: float) -> tuple[Ticket, ...]:
         severed = tuple(seat.holders)

@@ -218,6 +218,26 @@ def test_a_victim_that_keeps_more_than_the_target_leaves_room_for_is_put_down_as
     assert island.steps(3.0) == ["start b"]
 
 
+@pytest.mark.parametrize(
+    ("residual", "expected"),
+    [({"sleep": 2}, "sleep"), ({"sleep": 3}, "checkpoint"), ({"checkpoint": 9}, "sleep")],
+)
+def test_who_is_known_to_keep_too_much_beside_the_target_goes_to_a_lower_rung_at_once(residual, expected):
+    a, b = backend("a", vram=6, rest=("sleep", "checkpoint")), backend("b", vram=8)
+    island = Island(a, b, gpus=TEN).with_resident("a")
+    for way, amount in residual.items():
+        island.footprints.learn("a", way, {"0": 4}, {"0": amount})
+    island.request("b", 1.0)
+    assert island.core.next_step(1.0) == Stop("a", expected)
+
+
+def test_who_is_put_out_for_nobody_keeps_what_it_keeps():
+    island = Island(backend("a", vram=6, rest=("sleep",)), backend("b", vram=9), gpus=TEN).with_resident("a")
+    island.footprints.learn("a", "sleep", {"0": 4}, {"0": 2})
+    island.core.unload_requested("a", 1.0, "unload requested")
+    assert island.core.next_step(1.0) == Stop("a", "sleep")
+
+
 def test_a_victim_that_is_not_needed_any_more_stays():
     """Both must go for ``c``; while they drain, ``d`` dies and leaves room enough."""
     a, b, d = (backend(name, vram=3) for name in "abd")
