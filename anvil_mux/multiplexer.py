@@ -45,7 +45,18 @@ from anvil_mux.placement import HOLDING, Seat, islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.progress import Progress, Said, progress
-from anvil_mux.residency import NO_WORK, Demote, Event, Residency, Start, Step, Stop, Ticket, Wait
+from anvil_mux.residency import (
+    NO_WORK,
+    Demote,
+    Event,
+    Residency,
+    Start,
+    Step,
+    Stop,
+    Ticket,
+    Wait,
+    idle_until,
+)
 from anvil_mux.routing import Work
 from anvil_mux.swap import Loaded, Rested
 
@@ -146,8 +157,12 @@ class BackendState:
     leases: int
     rests: str
     """The way by which it rests while it is parked, else ""."""
+    size: int | None
+    """Bytes of GPU memory that it takes, declared or as it was measured; None: not known."""
     idle_seconds: float | None
     """Since its last request ended, if none runs."""
+    unload_seconds: float | None
+    """Until it is put out because nobody uses it; None: it is not, or not now."""
     load_seconds: float | None
     retry_seconds: float
     """Until it may be loaded, or is stopped, again after a failure."""
@@ -750,7 +765,9 @@ class Multiplexer:
             now = self._clock.now()
             residencies = [island.residency for island in self._each_island()]
             models = tuple(
-                _model_state(r, m, now, self._progress(r, m, now)) for r in residencies for m in r.lines
+                _model_state(r, m, now, self._progress(r, m, now), self._footprints)
+                for r in residencies
+                for m in r.lines
             )
             gpus = tuple(self._gpu_state(r, gpu, now) for r in residencies for gpu in r.gpus)
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
@@ -785,7 +802,9 @@ def _steps_at_once(backends: list[Backend]) -> int:
     return len({gpu for backend in backends for gpu in backend.gpus})
 
 
-def _model_state(residency: Residency, model: str, now: float, progress: Progress | None) -> ModelState:
+def _model_state(
+    residency: Residency, model: str, now: float, progress: Progress | None, footprints: Footprints
+) -> ModelState:
     seats = residency.seats_of(model)
     seat = min(seats, key=lambda seat: _SHOWN.index(seat.state))
     first = next(iter(residency.lines[model]), None)
@@ -805,7 +824,7 @@ def _model_state(residency: Residency, model: str, now: float, progress: Progres
         draining_target=target,
         drain_seconds_left=max(until - now, 0.0),
         deferred=_deferral(residency, model, now),
-        backends=tuple(_backend_state(each, now) for each in seats),
+        backends=tuple(_backend_state(each, now, footprints.held(each.name)) for each in seats),
     )
 
 
@@ -816,8 +835,10 @@ def _deferral(residency: Residency, model: str, now: float) -> Deferral | None:
     return Deferral(max(stay.until - now, 0.0), stay.reason)
 
 
-def _backend_state(seat: Seat, now: float) -> BackendState:
+def _backend_state(seat: Seat, now: float, measured: Mapping[str, int]) -> BackendState:
     idle = seat.state == "ready" and not seat.holders
+    unload_at = idle_until(seat)
+    takes = measured or ({} if seat.whole else seat.holds)
     return BackendState(
         backend=seat.name,
         state=seat.state,
@@ -825,7 +846,9 @@ def _backend_state(seat: Seat, now: float) -> BackendState:
         gpus=seat.backend.gpus,
         leases=len(seat.holders),
         rests=seat.rests if seat.state == "parked" else "",
+        size=sum(takes.values()) if takes else None,
         idle_seconds=now - seat.used if idle else None,
+        unload_seconds=max(unload_at - now, 0.0) if unload_at < FOREVER else None,
         load_seconds=seat.load_seconds,
         retry_seconds=max(seat.retry_at - now, 0.0),
         error=seat.error,

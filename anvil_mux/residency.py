@@ -802,7 +802,7 @@ class Residency:
         return not self._swaps and not self._waiting() and self._fits(seat) and self._host.has_room(seat)
 
     def _put_out_idle(self, now: float) -> bool:
-        idle = [seat for seat in self._idlers if _idle_until(seat) <= now < FOREVER]
+        idle = [seat for seat in self._idlers if idle_until(seat) <= now < FOREVER]
         for seat in idle:
             self._begin(None, [seat], now, f"idle for {seat.backend.ttl:g} s")
         return bool(idle)
@@ -852,7 +852,7 @@ class Residency:
         """When the answer of ``next_step`` may change without a new fact, whatever the policy says."""
         moments = [first.since + self._max_wait[first.model] for first in waiting]
         for seat in self._idlers:
-            moments.append(_idle_until(seat))
+            moments.append(idle_until(seat))
         for seat in self._stayers if waiting or self._unprepared else ():
             moments.append(_stays_until(seat))
         moments += [until for seat in self._parkers if (until := demoted_at(seat)) is not None]
@@ -1366,7 +1366,7 @@ def _nobody_takes(model: str) -> Overloaded:
     )
 
 
-def _idle_until(seat: Seat) -> float:
+def idle_until(seat: Seat) -> float:
     """When it is put out because nobody uses it."""
     if seat.state != "ready" or seat.holders or seat.backend.ttl is None:
         return FOREVER

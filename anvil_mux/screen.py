@@ -55,18 +55,34 @@ def model_row(name: str, model: Told) -> tuple[str, ...]:
     """A model's row in ``ps`` and ``top``."""
     seconds, far = model["load_seconds"], model.get("progress")
     error = (model["last_error"] or "").partition("\n")[0]
+    backend = model["backends"][model["backend"]]
     return (
         name,
         state_cell(model["state"]) + (f" {far['words']}" if far else ""),
+        "" if backend["size"] is None else f"{backend['size'] / (1 << 30):.1f} GiB",
         ",".join(model["gpus"]),
         str(model["leases"]),
         str(model["waiting"]),
         "" if seconds is None else f"{seconds:.1f} s",
+        _until(model["state"], model["leases"], backend["unload_seconds"]),
         error if len(error) <= 60 else error[:57] + "...",
     )
 
 
-MODEL_HEAD = ("MODEL", "STATE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "LAST ERROR")
+MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "UNTIL", "LAST ERROR")
+
+
+def _until(state: str, leases: int, seconds: float | None) -> str:
+    """How long a model stays where it is."""
+    if state in ("draining", "stopping"):
+        return "leaving"
+    if state != "ready":
+        return ""
+    if leases:
+        return "in use"
+    if seconds is None:
+        return "another comes"
+    return f"{seconds:.0f} s from now" if seconds < 120 else f"{seconds / 60:.0f} min from now"
 
 
 class Picture:

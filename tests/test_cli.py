@@ -525,8 +525,10 @@ def test_load_waits_until_the_model_is_ready_and_ps_shows_it(
     assert "a is loaded" in capsys.readouterr().err
     assert main(["ps", "--url", url]) == 0
     head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert head == ["MODEL", "STATE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "LAST", "ERROR"]
+    columns = "MODEL STATE SIZE GPUS LEASES WAITING LOADED-IN UNTIL LAST ERROR"
+    assert head == columns.split()
     assert rows[0][:5] == ["a", "ready", "0", "0", "0"]
+    assert rows[0][-2:] == ["another", "comes"]
     assert rows[1] == ["b", "empty", "0", "0", "0"]
 
 

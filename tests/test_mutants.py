@@ -130,7 +130,7 @@ MUTANTS = {
     ),
     "the moment at which an idle model goes is forgotten": (
         "residency",
-        "moments.append(_idle_until(seat))",
+        "moments.append(idle_until(seat))",
         "pass",
     ),
     "a release does not set the timer of a ttl": (

@@ -6,9 +6,18 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.screen import LAST, Picture, paint, table, width
+from anvil_mux.screen import LAST, MODEL_HEAD, Picture, model_row, paint, table, width
 
-MODEL: dict[str, Any] = {"gpus": ["0"], "leases": 0, "waiting": 0, "load_seconds": None, "last_error": None}
+BACKEND: dict[str, Any] = {"size": None, "unload_seconds": None}
+MODEL: dict[str, Any] = {
+    "gpus": ["0"],
+    "leases": 0,
+    "waiting": 0,
+    "load_seconds": None,
+    "last_error": None,
+    "backend": "it",
+    "backends": {"it": BACKEND},
+}
 
 
 def state(**more: Any) -> dict[str, Any]:
@@ -36,7 +45,7 @@ def test_a_picture_shows_gpus_models_and_lines() -> None:
     shown = rows(picture, 112.0)
     assert shown[0] == ["anvil-mux", "1.0:", "ok,", "2", "in", "flight,", "1", "waiting"]
     assert ["0", "draining", "a", *["makes", "room", "for", "b,", "12", "s", "left"]] in shown
-    assert ["a", "draining", "0", "2", "0", "3.0", "s"] in shown
+    assert ["a", "draining", "0", "2", "0", "3.0", "s", "leaving"] in shown
     assert ["b", "empty", "0", "0", "1", "exited", "with", "code", "1"] in shown
     assert ["#7", "b", "12", "s"] in shown
 
@@ -50,6 +59,25 @@ def test_a_picture_follows_the_state_and_keeps_the_last_events() -> None:
     lines = picture.lines(0.0)
     assert [line.partition("a: ")[2] for line in lines[-LAST:]] == [f"event {n}" for n in range(3, LAST + 3)]
     assert "problem: docker: cannot be reached" in lines
+
+
+@pytest.mark.parametrize(
+    ("about", "seconds", "until"),
+    [
+        ({"state": "ready"}, None, "another comes"),
+        ({"state": "ready"}, 90.0, "90 s from now"),
+        ({"state": "ready"}, 250.0, "4 min from now"),
+        ({"state": "ready", "leases": 1}, None, "in use"),
+        ({"state": "stopping"}, None, "leaving"),
+        ({"state": "empty"}, None, ""),
+    ],
+)
+def test_a_row_says_what_a_model_takes_and_how_long_it_stays(
+    about: dict[str, Any], seconds: float | None, until: str
+) -> None:
+    backends = {"it": {"size": 3 << 29, "unload_seconds": seconds}}
+    row = dict(zip(MODEL_HEAD, model_row("a", {**MODEL, **about, "backends": backends}), strict=True))
+    assert (row["SIZE"], row["UNTIL"]) == ("1.5 GiB", until)
 
 
 def test_colours_take_no_room_in_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -407,6 +407,22 @@ def test_healthz_shows_what_sleepers_hold_still(make_rig: Callable[..., Rig]) ->
     assert json.loads(connection.get(b"/healthz").body)["gpus"]["0"]["residuals"] == {"a": 7}
 
 
+def test_healthz_shows_what_a_model_takes_and_when_an_idle_one_goes(make_rig: Callable[..., Rig]) -> None:
+    backends = Backend("a", "a", ("0",), vram=5, ttl=600.0), Backend("b", "b", ("0",), vram=6)
+    rig = make_rig(backends=backends, gpus=(Gpu("0", vram=20),))
+    rig.engine.answer = rig.other.answer = lambda _: JSON_OK
+    connection = rig.client()
+    for body in (ASK_A, b'{"model":"b"}'):
+        connection.post(body)
+        connection.read()
+    rig.events.wait("released", count=2)
+    models = json.loads(connection.get(b"/healthz").body)["models"]
+    a, b = models["a"]["backends"]["a"], models["b"]["backends"]["b"]
+    assert (a["size"], b["size"]) == (5, 6)
+    assert 0 < a["unload_seconds"] <= 600
+    assert b["unload_seconds"] is None
+
+
 def test_healthz_shows_a_drain(rig: Rig) -> None:
     first, second = rig.client(), rig.client()
     first.post(ASK_A)
