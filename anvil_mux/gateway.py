@@ -42,7 +42,7 @@ OPEN = frozenset(["/api/hello", "/health", "/livez", "/readyz"])
 """Answered without a key: they tell nothing."""
 LISTS = re.compile(r"/v1/models(/.*)?|/models|/models/sse|/api/(v0/models|tags|ps|show|version)|/upstream/.*")
 """Answered to every key, as far as its models go."""
-STATE = frozenset(["/", "/healthz", "/metrics"])
+STATE = frozenset(["/", "/events", "/healthz", "/metrics", "/why"])
 TEXT = (b"Content-Type", b"text/plain; charset=utf-8")
 
 Answer = tuple[int, Field, bytes]

@@ -5,7 +5,7 @@ separated by ``;``), with what it may do behind it:
 
     KEY                          everything
     KEY models=a,b               these models, their lists, nothing else; models=* for all
-    KEY models=a state           also /healthz and /metrics
+    KEY models=a state           also the status page, /healthz and /metrics
     KEY name=alice models=* admin
 
 Only digests are kept, and a key may be given as one (``sha256:`` and 64 hex digits). A key that a request
@@ -43,7 +43,7 @@ class Key:
     models: frozenset[str] | None = None
     """Ids or aliases; None: all."""
     state: bool = True
-    """Sees the state of the whole: /healthz, /metrics."""
+    """Sees the state of the whole: the status page and its stream, /healthz, /metrics, /why."""
     admin: bool = True
     """Loads and unloads, and everything else there is."""
 

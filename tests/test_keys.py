@@ -275,6 +275,10 @@ def test_a_key_for_models_uses_them_under_any_name(locked: Rig) -> None:
         (ALICE, b"/metrics", 403),
         (WATCH, b"/healthz", 200),
         (WATCH, b"/metrics", 200),
+        (WATCH, b"/why?model=a", 200),
+        (WATCH, b"/logs?model=a", 403),
+        (ALICE, b"/events", 403),
+        (ALICE, b"/why?model=a", 403),
         (ROOT, b"/healthz", 200),
         (ALICE, b"/nowhere", 403),
         (ROOT, b"/nowhere", 404),
@@ -284,6 +288,12 @@ def test_the_state_of_the_whole_is_for_those_who_may_see_it(
     locked: Rig, key: str, path: bytes, status: int
 ) -> None:
     assert get(locked, path, key).read().status == status
+
+
+def test_who_may_see_the_state_may_follow_it(locked: Rig) -> None:
+    client = get(locked, b"/events", WATCH)
+    assert b"200" in client.read_until(b"\r\n\r\n").partition(b"\r\n")[0]
+    assert b"event: snapshot" in client.read_until(b"\n\n")
 
 
 @pytest.mark.parametrize("path", [b"/models/load", b"/models/unload"])

@@ -215,6 +215,49 @@ def test_it_fits_on_a_phone(page: Chromium, width: int) -> None:
     )
 
 
+def opened_with(browser: Chromium, port: int, password: str) -> None:
+    """As after the question for a name and a password: the browser knows them for this address."""
+    browser.open(f"http://anyone:{password}@127.0.0.1:{port}/v1/models")
+    browser.wait("document.readyState === 'complete' && document.body.innerText.includes('\"list\"')")
+    browser.open(f"http://127.0.0.1:{port}/")
+    browser.wait(f"document.readyState === 'complete' && document.getElementById('health') && {READY}")
+
+
+@pytest.mark.parametrize("may_act", [True, False])
+def test_with_keys_the_password_is_the_key(tmp_path: Path, browser: Chromium, may_act: bool) -> None:
+    key = "0123456789abcdef"
+    given = {"ANVIL_API_KEYS": key if may_act else f"{key} models=* state"}
+    with serving(compose(tmp_path), state=tmp_path, environ=given) as running:
+        assert running.request("GET", "/", headers={"Accept": "text/html"})[0] == 401
+        opened_with(browser, running.port, key)
+        press(browser, "a", "Load")
+        if may_act:
+            browser.wait(f"{state_of('a')} === 'ready'")
+        else:
+            browser.wait("document.getElementById('notices').textContent.includes('is for models, not for')")
+            assert browser.ask(state_of("a")) == "empty"
+        press(browser, "b", "Why")
+        browser.wait(f"{row('b')}.textContent.includes('A request for b')")
+
+
+def test_of_replicas_and_of_who_rests_each_state_is_shown(page: Chromium) -> None:
+    page.ask(
+        "source.close(), state.models.a.backends.other = {...state.models.a.backends.a, state: 'parked', "
+        "rests: 'sleep', gpus: ['1']}, state.models.slow.state = 'parked', "
+        "state.models.slow.backends.slow.rests = 'sleep', show(), null"
+    )
+    assert page.ask(f"{row('a')}.textContent.includes('other: parked (sleep)')")
+    assert page.ask(f"{row('a')}.children[2].textContent") == "0, 1"
+    assert page.ask(f"{row('slow')}.children[1].textContent") == "parkedby sleep"
+
+
+def test_memory_that_nobody_reads_is_not_shown_as_free(page: Chromium) -> None:
+    page.ask("source.close(), state.gpus[0].total = 24 * 2 ** 30, show(), null")
+    shown = "document.getElementById('gpus').firstChild"
+    assert page.ask(f"{shown}.querySelector('.note').textContent") == "24.0 GiB"
+    assert page.ask(f"{shown}.querySelector('.bar').hidden")
+
+
 def test_it_says_when_nobody_answers_and_comes_back_by_itself(tmp_path: Path, browser: Chromium) -> None:
     file = compose(tmp_path)
     with serving(file, state=tmp_path) as running:
