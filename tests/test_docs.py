@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,33 @@ def test_compose_files_in_the_documents_load(snippet: str, tmp_path: Path) -> No
     file = tmp_path / "compose.yaml"
     file.write_text(snippet)
     assert config.load([file], environ={}, compose=None).backends
+
+
+EXTENDING = (ROOT / "docs" / "extending.md").read_text()
+SECTIONS = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", EXTENDING, re.M | re.S))
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_what_the_page_on_extending_shows_runs(title: str, tmp_path: Path) -> None:
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", SECTIONS[title], re.M | re.S)
+    written = [text for kind, text in blocks if kind != "sh"]
+    for text in written:
+        (tmp_path / text.partition("\n")[0].removeprefix("# ")).write_text(text)
+    command = tmp_path / "bin" / "anvil-mux"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m anvil_mux "$@"\n')
+    command.chmod(0o755)
+    here = f"{tmp_path}:{ROOT}"
+    env = {**os.environ, "PYTHONPATH": here, "PATH": f"{command.parent}:{os.environ['PATH']}"}
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
+    runs = [tests] if any("# test_" in text for text in written) else []
+    runs += [
+        ["sh", "-ec", text.replace("PYTHONPATH=.", f"PYTHONPATH={here}")] for k, text in blocks if k == "sh"
+    ]
+    assert runs
+    for run in runs:
+        done = subprocess.run(run, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_what_the_readme_names_is_there() -> None:
