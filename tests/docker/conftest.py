@@ -229,9 +229,9 @@ def tiny_model() -> Callable[[int], Path]:
 
 @pytest.fixture
 def llamacpp_compose(engine: Engine, tiny_model: Callable[[int], Path]) -> Iterator[Callable[..., Stack]]:
-    """`make(directory, models=3, slots=8, top=None, services=None, engine=...)`, which writes a compose file.
+    """`make(directory, models=3, slots=8, top=None, services=None, engine=..., one="")` writes a compose file.
 
-    `services` are merged into the services of the same name (a value of None takes a key out), `top` into the
+    `one`: the name of the one model of which all services are replicas, on no GPU. `services` are merged into the services of the same name (a value of None takes a key out), `top` into the
     whole file: that is how a test says what is special about its stack.
     """
     shared, made = engine, []
@@ -243,10 +243,16 @@ def llamacpp_compose(engine: Engine, tiny_model: Callable[[int], Path]) -> Itera
         top: Mapping[str, Any] | None = None,
         services: Mapping[str, Mapping[str, Any]] | None = None,
         engine: Engine | None = None,
+        one: str = "",
     ) -> Stack:
         project = f"anvil-test-{secrets.token_hex(4)}"
         names = tuple(f"model-{number}" for number in range(1, models + 1))
-        described = {name: _service(name, tiny_model(seed), slots) for seed, name in enumerate(names, 1)}
+        if one:
+            described = {name: _service(one, tiny_model(1), slots) for name in names}
+            for each in described.values():
+                each["x-anvil"] = {"model": one, "gpus": [], "prepare": True}
+        else:
+            described = {name: _service(name, tiny_model(seed), slots) for seed, name in enumerate(names, 1)}
         for name, special in (services or {}).items():
             merged = {**described.get(name, {}), **special}
             described[name] = {key: value for key, value in merged.items() if value is not None}
