@@ -229,10 +229,11 @@ def tiny_model() -> Callable[[int], Path]:
 
 @pytest.fixture
 def llamacpp_compose(engine: Engine, tiny_model: Callable[[int], Path]) -> Iterator[Callable[..., Stack]]:
-    """`make(directory, models=3, slots=8, top=None, services=None, engine=..., one="")` writes a compose file.
+    """`make(directory, models=3, slots=8, top=None, services=None, engine=..., one="")`: a compose file.
 
-    `one`: the name of the one model of which all services are replicas, on no GPU. `services` are merged into the services of the same name (a value of None takes a key out), `top` into the
-    whole file: that is how a test says what is special about its stack.
+    `one` names the one model of which all services are replicas, on no GPU. `services` are merged into the
+    services of the same name (a value of None takes a key out), `top` into the whole file: that is how a test
+    says what is special about its stack.
     """
     shared, made = engine, []
 
