@@ -33,6 +33,7 @@ from anvil_mux.interpolate import Document, Key
 from anvil_mux.policy import build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.profile import Profile, read
+from anvil_mux.routing import INFER_TYPES
 from anvil_mux.settings import Kind, Setting
 
 
@@ -93,6 +94,8 @@ class Backend:
     """The policy by which its model's replicas are chosen; None: ``Config.routing``."""
     kv_tokens: int | None = None
     """How many tokens its engine's cache holds; None: not known."""
+    infer_type: str = "neutral"
+    """prefill and decode: one of the two stages in which the requests of its model are served."""
     profile: Profile | None = None
     """How fast it was measured to be."""
     load_timeout: float = 600.0
@@ -313,6 +316,10 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "max_wait": Setting(SECONDS, "The same as at the top level, for this model."),
     "routing": Setting(TEXT, "The routing policy of its model; replicas have the same."),
     "kv_tokens": Setting(COUNT, "How many tokens its engine's cache holds, for the choice among replicas."),
+    "infer_type": Setting(
+        settings.one_of(*INFER_TYPES),
+        "prefill or decode: which of two stages it serves (see docs/routing.md).",
+    ),
     "profile": Setting(Kind("file", TEXT.read), "How fast it is, as `anvil-mux profile` measured it."),
     "load_timeout": Setting(SECONDS, "How long a load may take."),
     "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),
@@ -425,6 +432,7 @@ class _Loading:
             self._gpus.setdefault(gpu, self._known(Gpu(gpu)))
         self._check_settings(values, backends)
         self._check_routing(values, backends)
+        self._check_stages(backends)
         self._check_names(backends)
         self._check_room(backends)
         self._check_ports(backends, values.get("port", _default(Config, "port")))
@@ -675,6 +683,16 @@ class _Loading:
             for need in sorted(needs.get(name, ())):
                 if not getattr(backend, need):
                     self._problem(("services", backend.name), f"needs {need}, because routing is {name}")
+
+    def _check_stages(self, backends: Sequence[Backend]) -> None:
+        for one, other in (("prefill", "decode"), ("decode", "prefill")):
+            served = {backend.model for backend in backends if backend.infer_type == other}
+            for backend in backends:
+                if backend.infer_type == one and backend.model not in served:
+                    self._problem(
+                        ("services", backend.name, "x-anvil", "infer_type"),
+                        f"is {one}, but no service of {backend.model} is {other}: both stages are needed",
+                    )
 
     def _needs(self, name: str, written: object) -> frozenset[str]:
         """What a policy of the file's own needs of a service; its problems are told."""

@@ -2,7 +2,7 @@
 
 A ``Call`` holds what is known of a request and its answer so far; it becomes a line in the access log.
 ``Inference.infer`` reads the body, finds the model's name, leases, sends the request on and the answer back.
-Three things may come between:
+Four things may come between:
 
 * The model is not resident. The thread waits in the line and looks at its client a few times a second
   (``Waiting.tend``). A stream is begun after a grace, with comment lines as keep-alive; from then on every
@@ -10,6 +10,8 @@ Three things may come between:
 * The engine is gone before a byte. The multiplexer is told, and the request tries once more on a new lease.
   Where the model has other replicas, a request of which the client has seen nothing moves to one of them
   also if its engine was put out, or broke off what only we had read.
+* Its model has backends for prefill and for decode. Both are leased together: the one computes the prompt,
+  then the other is asked what the client asked. What goes wrong before, the client has not seen.
 * The answer breaks off: the engine died, was silent for too long, or was put out when the drain ended. The
   client gets an error event of its API and then the connection is cut, never a clean end.
 """
@@ -17,12 +19,13 @@ Three things may come between:
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from anvil_mux import anthropic, api, coding, http1, ollama, prefix
+from anvil_mux import anthropic, api, coding, http1, ollama, prefix, stages
 from anvil_mux.accesslog import Served
 from anvil_mux.client import Client, Spool
-from anvil_mux.completions import Translation, parse
+from anvil_mux.completions import Translation, parse, written
 from anvil_mux.config import Backend, Config
 from anvil_mux.engine import api_key, find_engine
 from anvil_mux.errors import (
@@ -297,6 +300,9 @@ class Inference:
         self._names: dict[str, set[str]] = {}
         for backend in config.backends:
             self._names.setdefault(backend.model, {backend.model}).update(backend.aliases)
+        kinds = {(backend.model, backend.infer_type) for backend in config.backends}
+        self._staged = {model for model, kind in kinds if kind == "prefill"}
+        """Models of which a request may be served in two stages."""
         self._hides_keys = hides_keys
         """Clients' keys are ours, so that engines get their own instead."""
         self._lacking: set[tuple[str, str] | None] = set()
@@ -404,6 +410,7 @@ class Inference:
         retries = self._mux.replicas(call.model)
         if retries > 1:
             call.work = self._work(call, body)
+        asked = call.translation
         while True:
             try:
                 return self._try(call, named, body, span)
@@ -411,6 +418,7 @@ class Inference:
                 if not retries:
                     raise
                 retries -= 1
+                call.translation = asked or call.translation  # without what a first stage may have added
 
     def _work(self, call: Call, body: Body) -> Work:
         """What the choice among replicas goes by."""
@@ -451,6 +459,9 @@ class Inference:
             backend = lease.backend
             call.backend = backend.name
             call.routed = f"{backend.name}; {lease.why}" if lease.why else ""
+            if lease.prefill:
+                call.routed += f"; prefill by {lease.prefill.backend.name}"
+                body = self._prefill(call, lease.prefill, body)
             try:
                 self._ask(call, lease, named, body, span)
             except Unreachable:
@@ -463,6 +474,36 @@ class Inference:
                     raise
                 self._mux.unreachable(lease)
                 raise Unreachable(error.message) from None
+
+    def _prefill(self, call: Call, lease: Lease, body: Body) -> Body:
+        """The first of two stages: the body of the second. What fails here the client has not seen."""
+        assert isinstance(body, (bytes, bytearray))
+        asked = call.translation.question if call.translation else parse(body)
+        with lease:
+            try:
+                status, said = self._ask_prefill(call, lease, asked)
+            except (Unreachable, BrokenOff, Severed) as error:
+                if not isinstance(error, Unreachable) and not self._mux.has_another(lease):
+                    raise
+                self._mux.unreachable(lease)
+                raise Unreachable(error.message) from None
+        if status >= 300:
+            raise _engine_error(call.model, status, said)
+        try:
+            asked = stages.second(asked, said)
+        except (ValueError, RecursionError) as error:
+            raise BackendError(f"{lease.backend.name} gave no answer that can be read: {error}.") from None
+        if call.translation:
+            call.translation = replace(call.translation, question=asked)
+            return body
+        return written(asked)
+
+    def _ask_prefill(self, call: Call, lease: Lease, asked: dict[str, Any]) -> tuple[int, bytes]:
+        body = stages.first(asked, lease.backend.served_model or call.model)
+        with Exchange(self._relay, lease, call.client.socket) as exchange:
+            head = _translated_head(call, lease, _path(call), len(body), self._credentials(lease))
+            response = exchange.ask("POST", head, body)
+            return response.status, exchange.content(response, self._config.max_body)
 
     def _ask(
         self, call: Call, lease: Lease, named: str | None, body: Body, span: tuple[int, int] | None
@@ -497,7 +538,8 @@ class Inference:
     def _lease(self, call: Call) -> Lease:
         asked = time.monotonic()
         try:
-            return self._mux.lease(call.model, lambda now: self._tend(call, now), call.work)
+            staged = call.model in self._staged and _stages(call)
+            return self._mux.lease(call.model, lambda now: self._tend(call, now), call.work, staged=staged)
         except MuxError:
             call.waited += time.monotonic() - asked
             raise
@@ -629,6 +671,17 @@ class Inference:
         call.keep, call.code = False, error.code
         if events and exchange.aligned:
             call.break_off(error, last=exchange.last_payload)
+
+
+def _path(call: Call) -> str:
+    """What the engine is asked for."""
+    assert call.route is not None
+    return call.translation.path if call.translation else call.route.path
+
+
+def _stages(call: Call) -> bool:
+    """Whether it can be served in two stages."""
+    return _path(call) in stages.PATHS and call.route is not None and call.route.model_in != "upstream"
 
 
 def _request_head(call: Call, lease: Lease, length: int, own: dict[bytes, bytes]) -> bytes:

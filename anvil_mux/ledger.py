@@ -5,6 +5,9 @@ its cache counts as prefill until the first byte of the answer, and all its toke
 until the end. What engines say at the end of an answer (tokens, and how many of them were cached) corrects
 how long a token is taken to be, and how much a replica's cache to hold.
 
+A request in two stages is charged to both replicas at once: its input to the one that computes it, until that
+has answered, and to the other, which is given it, as if all of it were in its cache.
+
 Requests are identities held in a dict, never counts, so an end that comes twice, or after the replica was
 forgotten, changes nothing, and all counts are 0 when nobody is left.
 
@@ -157,7 +160,7 @@ class Ledger:
             account.decode_tokens,
             answering,
             account.num_tokens,
-            min(blocks * work.block_tokens, work.tokens),
+            work.tokens if work.infer_type == "decode" else min(blocks * work.block_tokens, work.tokens),
             member.kv_tokens or 0,
             member.profile,
             heat=self._memory.heat(name),
@@ -166,8 +169,12 @@ class Ledger:
         )
 
     def waiting(self, backend: str) -> list[Hashable]:
-        """The requests that it does not answer yet, in the order in which they came."""
-        return [key for key, entry in self._accounts[backend].entries.items() if not entry.answering]
+        """The requests that it does not answer yet, in the order in which they came.
+
+        Those whose input another one computes wait for that one.
+        """
+        entries = self._accounts[backend].entries.items()
+        return [key for key, e in entries if not e.answering and e.work.infer_type != "decode"]
 
     def choose(
         self,
@@ -262,7 +269,7 @@ class Ledger:
             self._add_prefill(account, -entry.missing)
         if prompt_tokens:
             self._measure(entry.work, prompt_tokens)
-        if cached_tokens is not None:
+        if cached_tokens is not None and entry.work.infer_type != "decode":
             self._compare(account, entry, cached_tokens)
 
     def _measure(self, work: Work, prompt_tokens: int) -> None:

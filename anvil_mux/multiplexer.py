@@ -82,7 +82,7 @@ class Mechanism(Protocol):
 class Lease:
     """One request's hold on a resident backend. A context manager; leaving it releases, once."""
 
-    __slots__ = ("_mux", "_tail", "_ticket", "address", "backend", "waited")
+    __slots__ = ("_mux", "_tail", "_ticket", "address", "backend", "prefill", "waited")
 
     def __init__(
         self, mux: Multiplexer, ticket: Ticket, backend: Backend, address: tuple[str, int], waited: float
@@ -93,12 +93,16 @@ class Lease:
         self.address = address
         self.waited = waited
         """Seconds in the line."""
+        self.prefill: Lease | None = None
+        """Of the first stage, where the request is to be served in two; it may be left before this one."""
         self._tail = b""
 
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self.prefill:
+            self.prefill.__exit__()
         self._mux._release(self._ticket, self._tail)
 
     @property
@@ -343,25 +347,37 @@ class Multiplexer:
             seats = self._islands[lease.backend.model].residency.seats_of(lease.backend.model)
             return any(seat.state == "ready" and seat.name != lease.backend.name for seat in seats)
 
-    def lease(self, model: str, tend: Tend | None = None, work: Work = NO_WORK) -> Lease:
+    def lease(
+        self, model: str, tend: Tend | None = None, work: Work = NO_WORK, *, staged: bool = False
+    ) -> Lease:
         """Blocks until ``model`` is resident, then holds it. Raises MuxError.
 
-        ``work`` is what is known of the request, where the model has several backends.
+        ``work`` is what is known of the request, where the model has several backends. ``staged``: it may be
+        served in two stages, by a prefill and a decode backend that are leased together.
 
         ``tend(now)`` is called without the lock a few times a second while the request waits. What it raises
         ends the wait and propagates; ClientGone is how it says that nobody wants the answer any more.
         """
-        ticket = self._ask_for(model, tend, leases=True, work=work)
+        ticket = self._ask_for(model, tend, leases=True, work=work, staged=staged)
+        lease = self._lease_of(ticket)
+        if ticket.wake:
+            lease.waited = self._clock.now() - ticket.since
+        if ticket.prefill and ticket.prefill.backend:
+            lease.prefill = self._lease_of(ticket.prefill)
+        return lease
+
+    def _lease_of(self, ticket: Ticket) -> Lease:
         name = ticket.backend
         assert name is not None
-        waited = self._clock.now() - ticket.since if ticket.wake else 0.0
-        return Lease(self, ticket, self._backends[name], self._addresses[name], waited)
+        return Lease(self, ticket, self._backends[name], self._addresses[name], 0.0)
 
     def load(self, model: str, tend: Tend | None = None) -> None:
         """Blocks until ``model`` is resident without leasing it; waits and fails like a request."""
         self._ask_for(model, tend, leases=False)
 
-    def _ask_for(self, model: str, tend: Tend | None, *, leases: bool, work: Work = NO_WORK) -> Ticket:
+    def _ask_for(
+        self, model: str, tend: Tend | None, *, leases: bool, work: Work = NO_WORK, staged: bool = False
+    ) -> Ticket:
         with self._lock:
             now = self._clock.now()
             island = self._islands[model]
@@ -370,7 +386,8 @@ class Multiplexer:
             if self._waiting >= self._config.max_queue and not island.residency.is_ready(model):
                 raise Overloaded(f"overloaded: {self._waiting} requests wait for models already. Try again.")
             self._tickets += 1
-            ticket = Ticket(self._tickets, model, now, leases=leases, work=work)
+            first = self._first_stage(model, now, work) if staged else None
+            ticket = Ticket(self._tickets, model, now, leases=leases, work=work, prefill=first)
             if island.residency.request(ticket, now):
                 island.changed.notify_all()
             if ticket.backend is None and ticket.error is None:
@@ -382,6 +399,11 @@ class Multiplexer:
             # One error may end a whole line: each thread raises it without the others' frames.
             raise ticket.error.with_traceback(None)
         return ticket
+
+    def _first_stage(self, model: str, now: float, work: Work) -> Ticket:
+        """Its input is computed without a stream, so nothing of it is seen before it is done."""
+        self._tickets += 1
+        return Ticket(self._tickets - 1, model, now, work=work._replace(infer_type="prefill", stream=False))
 
     def _wait(self, island: _Island, ticket: Ticket, tend: Tend | None) -> None:
         pause = TEND_SECONDS if tend else FOREVER
@@ -414,6 +436,8 @@ class Multiplexer:
         """Under the lock: the request's thread stops waiting because ``tend`` raised."""
         now = self._clock.now()
         if ticket.backend:
+            if ticket.prefill:
+                island.residency.release(ticket.prefill, now)
             island.residency.release(ticket, now)
             island.changed.notify_all()
         elif not ticket.error:

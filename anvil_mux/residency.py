@@ -75,7 +75,7 @@ from anvil_mux.policy import (
     decide,
 )
 from anvil_mux.preemption import Preemption
-from anvil_mux.routing import Choice, Work
+from anvil_mux.routing import INFER_TYPES, Choice, Work
 
 TRANSITIONS: dict[tuple[str, str], str] = {
     ("empty", "load"): "starting",
@@ -166,6 +166,7 @@ class Ticket:
         "id",
         "leases",
         "model",
+        "prefill",
         "severed",
         "since",
         "taken_back",
@@ -174,7 +175,14 @@ class Ticket:
     )
 
     def __init__(
-        self, id: int, model: str, since: float, *, leases: bool = True, work: Work = NO_WORK
+        self,
+        id: int,
+        model: str,
+        since: float,
+        *,
+        leases: bool = True,
+        work: Work = NO_WORK,
+        prefill: Ticket | None = None,
     ) -> None:
         self.id = id
         self.model = model
@@ -182,6 +190,8 @@ class Ticket:
         self.work = work
         self.leases = leases
         """False: it only wants the model loaded."""
+        self.prefill = prefill
+        """Its first stage, which is leased with it if backends of both stages are resident."""
         self.backend: str | None = None
         self.choice: Choice | None = None
         """Why that backend, where the model has several."""
@@ -347,6 +357,7 @@ class Residency:
         for seat in self.seats.values():
             self._replicas[seat.model].append(seat)
         self._ready: list[Seat] = []
+        self._staged = {seat.model for seat in self.seats.values() if seat.backend.infer_type == "prefill"}
         self._ledgers = {m: _ledger(seats, config) for m, seats in self._replicas.items() if len(seats) > 1}
         self._swaps: list[_Swap] = []
         self._idlers = [seat for seat in self.seats.values() if seat.backend.ttl is not None]
@@ -443,7 +454,9 @@ class Residency:
         seat = self.seats[ticket.backend] if ticket.backend else None
         if seat is None or ticket not in seat.holders:
             return False
-        self._demand[ticket.model].served(now - seat.holders.pop(ticket))
+        held = now - seat.holders.pop(ticket)
+        if ticket.work.infer_type != "prefill":
+            self._demand[ticket.model].served(held)
         seat.last_used = now
         if ticket.choice:
             self._ledgers[ticket.model].ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
@@ -1090,13 +1103,35 @@ class Residency:
     # Ends of tickets
 
     def _route(self, ready: list[Seat], ticket: Ticket, now: float) -> Seat | None:
-        ledger = self._ledgers.get(ticket.model)
-        if ledger is None or not ticket.leases:
+        if ticket.model not in self._ledgers or not ticket.leases:
             return ready[0]
+        if ticket.model not in self._staged:
+            return self._choose(ready, ticket, now)
+        of = {kind: [seat for seat in ready if seat.backend.infer_type == kind] for kind in INFER_TYPES}
+        if ticket.prefill and of["prefill"] and of["decode"]:
+            return self._route_stages(of["prefill"], of["decode"], ticket, ticket.prefill, now)
+        return self._choose([*of["neutral"], *of["decode"]] or ready, ticket, now)
+
+    def _route_stages(
+        self, prefills: list[Seat], decodes: list[Seat], ticket: Ticket, first: Ticket, now: float
+    ) -> Seat | None:
+        """Both stages in one go: the first is leased here, the second is returned; None: neither."""
+        ticket.work = ticket.work._replace(infer_type="decode", session="", stream=False)
+        seat = self._choose(decodes, ticket, now)
+        leads = self._choose(prefills, first, now) if seat else None
+        if leads is None:
+            self._ledgers[ticket.model].ended(ticket)
+            ticket.choice = None
+            return None
+        self._lease(leads, first, now)
+        return seat
+
+    def _choose(self, among: list[Seat], ticket: Ticket, now: float) -> Seat | None:
+        """One of these, charged with the request; None: the policy lets none of them take it."""
         failed = [s.name for s in self._replicas[ticket.model] if s.state == "stuck" or s.retry_at > now]
-        choice = ticket.choice = ledger.choose(
-            ticket, ticket.work, [seat.name for seat in ready], failed, now
-        )
+        names = [seat.name for seat in among]
+        choice = self._ledgers[ticket.model].choose(ticket, ticket.work, names, failed, now)
+        ticket.choice = choice
         return self.seats[choice.backend] if choice else None
 
     def _lease(self, seat: Seat, ticket: Ticket, now: float) -> None:
@@ -1124,7 +1159,9 @@ class Residency:
 
     def _take_back(self, idle: Seat, now: float) -> None:
         """Requests that wait behind others, and would be better off at ``idle``, are sent anew."""
-        ready = [seat.name for seat in self._replicas[idle.model] if seat.state == "ready"]
+        kind = idle.backend.infer_type
+        like = [seat for seat in self._replicas[idle.model] if seat.backend.infer_type == kind]
+        ready = [seat.name for seat in like if seat.state == "ready"]
         ledger = self._ledgers[idle.model]
         for ticket in ledger.better_off(idle.name, ready):
             assert isinstance(ticket, Ticket)
@@ -1355,7 +1392,7 @@ class Residency:
 def _ledger(seats: list[Seat], config: Config) -> Ledger:
     policy = seats[0].backend.routing or config.routing
     backends = [seat.backend for seat in seats]
-    members = [Member(b.name, kv_tokens=b.kv_tokens, profile=b.profile) for b in backends]
+    members = [Member(b.name, b.infer_type, b.kv_tokens, profile=b.profile) for b in backends]
     made = pipeline.build(policy, config.routing_policies)
     return Ledger(made, members, full=config.routing_mode == "full")
 

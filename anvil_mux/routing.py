@@ -534,10 +534,18 @@ class Routing:
     needs: frozenset[str] = frozenset()
     """Settings of a service without which it cannot work."""
 
+    def pipeline(self, infer_type: str) -> Pipeline:
+        """For what is to be placed; what the policy does not say is as for neutral, or as it says first."""
+        return (
+            self.pipelines.get(infer_type)
+            or self.pipelines.get("neutral")
+            or next(iter(self.pipelines.values()))
+        )
+
 
 def choose(routing: Routing, work: Work, replicas: Sequence[Replica], memory: Memory) -> Choice | None:
     """One of ``replicas`` for ``work``, and why; None if none is left."""
-    pipeline = routing.pipelines[work.infer_type]
+    pipeline = routing.pipeline(work.infer_type)
     passed = "normal"
     removed = pipeline.removed(work, replicas)
     if len(removed) == len(replicas):
@@ -557,8 +565,9 @@ def explain(
 ) -> list[dict[str, Any]]:
     """What the metrics of the policy say of each replica, and which step removes it; nothing is changed."""
     choice = choose(routing, work, replicas, memory)
-    steps = dict(choice.removed) if choice else routing.pipelines[work.infer_type].removed(work, replicas)
-    metrics = routing.pipelines[work.infer_type].metrics
+    pipeline = routing.pipeline(work.infer_type)
+    steps = dict(choice.removed) if choice else pipeline.removed(work, replicas)
+    metrics = pipeline.metrics
     return [
         {
             "backend": replica.backend,
