@@ -96,6 +96,9 @@ class Backend:
     """How many tokens its engine's cache holds; None: not known."""
     infer_type: str = "neutral"
     """prefill and decode: one of the two stages in which the requests of its model are served."""
+    node: str = ""
+    unit: str = ""
+    """What it fails with: a machine, and a group of services; empty: nothing but itself."""
     profile: Profile | None = None
     """How fast it was measured to be."""
     load_timeout: float = 600.0
@@ -320,6 +323,8 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         settings.one_of(*INFER_TYPES),
         "prefill or decode: which of two stages it serves (see docs/routing.md).",
     ),
+    "node": Setting(TEXT, "The machine it is on. The filter failover can take out all of a machine."),
+    "unit": Setting(TEXT, "The group of replicas it is in, for the filter failover too."),
     "profile": Setting(Kind("file", TEXT.read), "How fast it is, as `anvil-mux profile` measured it."),
     "load_timeout": Setting(SECONDS, "How long a load may take."),
     "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),

@@ -1392,7 +1392,7 @@ class Residency:
 def _ledger(seats: list[Seat], config: Config) -> Ledger:
     policy = seats[0].backend.routing or config.routing
     backends = [seat.backend for seat in seats]
-    members = [Member(b.name, b.infer_type, b.kv_tokens, profile=b.profile) for b in backends]
+    members = [Member(b.name, b.infer_type, b.kv_tokens, b.node, b.unit, b.profile) for b in backends]
     made = pipeline.build(policy, config.routing_policies)
     return Ledger(made, members, full=config.routing_mode == "full")
 

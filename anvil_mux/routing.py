@@ -127,8 +127,9 @@ class Memory:
     def note(self, work: Work, choice: Choice) -> None:
         self.choices += 1
         self.heats[choice.backend] = self.heat(choice.backend) + 1.0 / HORIZON, self.choices
-        missing = max(work.tokens - choice.hit_tokens, 0)
-        self.usual_tokens += (missing - self.usual_tokens) / min(self.choices, HORIZON * self.replicas)
+        if work.infer_type != "decode":  # a decode stage computes nothing of it
+            missing = max(work.tokens - choice.hit_tokens, 0)
+            self.usual_tokens += (missing - self.usual_tokens) / min(self.choices, HORIZON * self.replicas)
         self.last = choice.backend
         self.picked[choice.backend] = self.choices
         if work.session:

@@ -207,6 +207,24 @@ def test_the_last_replica_that_dies_leaves_an_error_or_is_loaded_again(rig: Rig)
     assert answered(client, reloaded)[:1] == b"a"
 
 
+def test_a_replica_that_fails_takes_those_on_its_node_out_with_it() -> None:
+    policy = {"filters": ["schedulability", {"failover": {"domain": "node"}}], "selector": "round_robin"}
+    backends = (
+        Backend("a", "m", ("0",), node="one", unit="left"),
+        Backend("b", "m", ("1",), node="two", unit="left"),
+        Backend("c", "m", ("2",), node="one", prepare=True),
+    )
+    rig = Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})
+    try:
+        rig.mux.adopt({"a": rig.engine.url, "b": rig.other.url})
+        rig.events.wait("stuck")  # nobody knows how to load c
+        for _ in range(2):
+            told = answered(ask(rig), rig.other.next())
+            assert told == b"b; one: its turn; not a (failover), c (schedulability)"
+    finally:
+        rig.close()
+
+
 def test_a_policy_that_lets_nobody_take_more_is_an_overload() -> None:
     policy = {
         "filters": [{"metric": {"metric": "num_requests", "threshold": 1, "in_fallback": True}}],

@@ -73,7 +73,7 @@ def test_the_prompt_is_computed_by_one_and_the_answer_written_by_the_other(rig: 
     assert first["messages"] == ASK["messages"]
     assert (answer.status, json.loads(answer.body)) == (200, {"id": "x"})
     told = answer.header(b"x-anvil-backend") or b""
-    assert told.startswith(b"d; least_prefill_work: ")
+    assert told.startswith(b"d; least_delay: ")
     assert told.endswith(b"; prefill by p")
 
 
