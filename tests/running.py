@@ -133,6 +133,17 @@ def serving(
 
 def serve(file: Path, *flags: str, state: Path, environ: Mapping[str, str] | None = None) -> Running:
     """Starts anvil-mux and returns when it listens; the caller stops it."""
+    running = begin(file, *flags, state=state, environ=environ)
+    try:
+        running.wait_until_listening()
+    except BaseException:
+        running.stop()
+        raise
+    return running
+
+
+def begin(file: Path, *flags: str, state: Path, environ: Mapping[str, str] | None = None) -> Running:
+    """Starts anvil-mux and does not wait for it; the caller stops it."""
     command = [sys.executable, "-m", "anvil_mux", "serve", str(file), "--port", "0", *flags]
     env = {**os.environ, "XDG_STATE_HOME": str(state), **(environ or {})}
     process = subprocess.Popen(
@@ -143,10 +154,4 @@ def serve(file: Path, *flags: str, state: Path, environ: Mapping[str, str] | Non
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    running = Running(process, command)
-    try:
-        running.wait_until_listening()
-    except BaseException:
-        running.stop()
-        raise
-    return running
+    return Running(process, command)

@@ -1,0 +1,91 @@
+"""Local processes: anvil-mux is killed at random moments and loses nothing but what was in flight."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.crashing import PATIENCE, Rounds
+from tests.running import Running, begin
+
+ROUNDS = int(os.environ.get("ANVIL_CRASH_ROUNDS", "4"))
+SEED = int(os.environ.get("ANVIL_CRASH_SEED", "1"))
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ("a", "b", "c")
+
+
+def compose(folder: Path) -> Path:
+    flags = ["--load-seconds", "0.1", "--tokens-per-second", "400"]
+    services = {
+        name: {
+            "command": ["bin/demo-engine", "--model", name, *flags],
+            "working_dir": str(ROOT),
+            "x-anvil": {"gpus": ["0"]},
+        }
+        for name in MODELS
+    }
+    file = folder / "compose.yaml"
+    settings = {"runtime": "process", "project": "crash-test", "policy": "eager"}
+    file.write_text(yaml.safe_dump({"x-anvil": settings, "services": services}))
+    return file
+
+
+def engines(folder: Path) -> dict[int, str]:
+    """The demo engines of this test that run, whoever knows of them: session -> model."""
+    mark = f"XDG_STATE_HOME={folder}".encode()
+    found = {}
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):
+            words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+            if b"bin/demo-engine" in b" ".join(words) and b"--model" in words:
+                if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                    found[os.getsid(int(entry))] = words[words.index(b"--model") + 1].decode()
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    for session in engines(tmp_path):
+        with suppress(ProcessLookupError):
+            os.killpg(session, signal.SIGKILL)
+
+
+@pytest.mark.crash
+def test_no_crash_leaves_an_orphan_two_residents_or_half_a_file(folder: Path) -> None:
+    file = compose(folder)
+
+    def start(*flags: str) -> Running:
+        return begin(file, *flags, "--access-log", "off", state=folder)
+
+    def up() -> dict[str, object]:
+        return {model: session for session, model in engines(folder).items()}
+
+    state = folder / "anvil-mux" / "crash-test"
+    rounds = Rounds(start, up, state, MODELS, random.Random(SEED))
+    crowded: list[dict[int, str]] = []
+    over = threading.Event()
+
+    def witness() -> None:
+        while not over.wait(0.01):
+            if len(seen := engines(folder)) > 1:
+                crowded.append(seen)
+
+    thread = threading.Thread(target=witness, daemon=True)
+    thread.start()
+    try:
+        rounds.run(ROUNDS)
+    finally:
+        over.set()
+        thread.join(PATIENCE)
+    print(f"{ROUNDS} rounds: {rounds.listening} listened, {rounds.adopted} adopted, {rounds.answered} answered")
+    assert rounds.flaws == []
+    assert crowded == []
