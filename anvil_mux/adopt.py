@@ -30,6 +30,7 @@ from anvil_mux.engine import await_ready
 from anvil_mux.errors import MuxError
 from anvil_mux.freed import CONTEXT, Memory, host_bytes
 from anvil_mux.gpu import Gpus
+from anvil_mux.state import write_whole
 from anvil_mux.swap import Rested, Runtime, may_sleep
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Notes:
         file = self._file(backend)
         try:
             if way:
-                file.write_text(way)
+                write_whole(file, way)
             else:
                 file.unlink(missing_ok=True)
         except OSError as error:

@@ -59,8 +59,8 @@ def measure(config: Config, repeat: int, say: Callable[[str], object]) -> tuple[
     """
     swaps: list[Swap] = []
     failed: list[str] = []
-    with locked(config), _ended_by_sigterm():
-        runtime = build_runtime(config)
+    with locked(config) as lock, _ended_by_sigterm():
+        runtime = build_runtime(config, lock)
         try:
             for name in runtime.running():
                 say(f"stopping {name}, which runs already")

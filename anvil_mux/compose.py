@@ -10,8 +10,10 @@ What Docker reports is believed rather than what a command's exit status says: `
 so that a container which a restart policy or a new dockerd has revived is told from the one we started: it
 has lost its requests and its place, and is put down.
 
-Every command goes through ``_run``: no shell, a time limit, its process group killed when that has passed.
-Only ``docker events`` and ``docker logs --follow`` live longer; ``close`` ends the one, the reader the other.
+Every command goes through ``_run``: no shell, a time limit, its process group killed when that has passed. A
+killed anvil-mux leaves its commands at work, so each holds the project's lock too, and the next start waits
+for them: what a late ``docker start`` brings up would be known to nobody. Only ``docker events`` and ``docker
+logs --follow`` live longer; ``close`` ends the one, the reader the other.
 """
 
 from __future__ import annotations
@@ -192,13 +194,14 @@ class ComposeRuntime:
         config: Config,
         *,
         environ: Mapping[str, str] | None = None,
+        lock: int | None = None,
         run: Run | None = None,
         spawn: Spawn | None = None,
     ) -> None:
         env = dict(os.environ if environ is None else environ)
         self._config = config
         self._backends = {backend.name: backend for backend in config.backends}
-        self._run: Run = run or partial(_run, env=env)
+        self._run: Run = run or partial(_run, env=env, lock=lock)
         self._spawn: Spawn = spawn or partial(_spawn, env=env)
         self._socket = _engine_socket(env) if run is None else None
         # Two `compose create` at once would both make the project's network.
@@ -605,8 +608,15 @@ def _engine_socket(env: Mapping[str, str]) -> str | None:
     return host.removeprefix("unix://") if host.startswith("unix://") else None
 
 
-def _run(argv: Sequence[str], timeout: float, *, env: Mapping[str, str], merge: bool = False) -> Done:
-    with _spawn(argv, env=env, stderr=subprocess.STDOUT if merge else subprocess.PIPE) as child:
+def _run(
+    argv: Sequence[str],
+    timeout: float,
+    *,
+    env: Mapping[str, str],
+    merge: bool = False,
+    lock: int | None = None,
+) -> Done:
+    with _spawn(argv, env=env, stderr=subprocess.STDOUT if merge else subprocess.PIPE, lock=lock) as child:
         try:
             out, err = child.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -619,7 +629,11 @@ def _run(argv: Sequence[str], timeout: float, *, env: Mapping[str, str], merge: 
 
 
 def _spawn(
-    argv: Sequence[str], *, env: Mapping[str, str], stderr: int = subprocess.STDOUT
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stderr: int = subprocess.STDOUT,
+    lock: int | None = None,
 ) -> subprocess.Popen[str]:
     try:
         return subprocess.Popen(
@@ -630,6 +644,7 @@ def _spawn(
             text=True,
             errors="replace",
             env=env,
+            pass_fds=() if lock is None else (lock,),
             start_new_session=True,
         )
     except OSError as error:

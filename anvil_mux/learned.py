@@ -8,7 +8,6 @@ the suffix, which is that of the records of processes.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from anvil_mux.config import Config
 from anvil_mux.costs import Cost
 from anvil_mux.footprint import Footprint
+from anvil_mux.state import write_whole
 
 VERSION = 1
 
@@ -55,10 +55,8 @@ class Learned:
             return
         self._saved = known
         content = {"version": VERSION, **asdict(known)}
-        fresh = self._file.with_name("learned.new")
         try:
-            fresh.write_text(json.dumps(content, indent=1))
-            os.replace(fresh, self._file)
+            write_whole(self._file, json.dumps(content, indent=1))
         except OSError as error:
             self._say(f"{self._file} cannot be written, so what swaps cost will be forgotten: {error}")
 

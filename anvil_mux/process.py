@@ -3,7 +3,8 @@
 A service runs in a session of its own, with its output in ``NAME.log``, so it outlives an anvil-mux that is
 killed. ``NAME.json`` beside the log says which process it is: its id, the moment it started (field 22 of
 /proc/PID/stat) and the boot it started in. A restarted anvil-mux adopts it by that record; a process that
-only has the same id is a stranger and is left alone.
+only has the same id is a stranger and is left alone. A first record is written before there is a process,
+with a mark that the process will carry in its environment, so whenever anvil-mux is killed, none is lost.
 
 What is stopped is the session, not just the process that was started: an engine's workers hold the GPU as
 well as its front does, and may outlive it. Nothing is polled: ends are seen through pidfds.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -23,12 +25,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from anvil_mux.config import Backend, Config
 from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.state import write_whole
 
+MARK = "ANVIL_MUX_RUN"
 KILL_TIMEOUT = 10.0
 """Seconds that the kernel may take over SIGKILL."""
 FOLLOW_PAUSE = 0.2
@@ -40,12 +44,14 @@ class Record:
     """One run of a service, as its file tells a later anvil-mux."""
 
     pid: int
-    """Also the id of its session."""
+    """Also the id of its session; 0: it was about to be started."""
     started: int
     boot: str
     url: str
     digest: str
     """Of the command: a run of another command is not taken over by ``start``."""
+    mark: str = ""
+    """What its environment has as MARK."""
 
 
 class ProcessRuntime:
@@ -73,15 +79,21 @@ class ProcessRuntime:
             return record.url
         self.stop(backend)
         port = _claim_port(backend)
-        child = self._spawn(backend, port)
-        record = Record(child.pid, _start_moment(child.pid), _boot(), f"http://127.0.0.1:{port}", digest)
+        intent = Record(0, 0, _boot(), f"http://127.0.0.1:{port}", digest, secrets.token_hex(8))
+        self._write_record(backend.name, intent)
+        try:
+            child = self._spawn(backend, port, intent.mark)
+        except LoadError:
+            self._record_file(backend.name).unlink(missing_ok=True)
+            raise
+        record = replace(intent, pid=child.pid, started=_start_moment(child.pid))
         with self._lock:
             self._children[backend.name] = child
         try:
             self._write_record(backend.name, record)
-        except OSError as error:
+        except BackendError:
             _end_session(record, 0)
-            raise BackendError(f"service {backend.name}: cannot write its record: {error}") from None
+            raise
         self._answer_for(backend.name, record)
         return record.url
 
@@ -135,6 +147,8 @@ class ProcessRuntime:
             if record is not None and _alive(record):
                 found[backend.name] = record.url
                 self._answer_for(backend.name, record)
+            elif record is not None and _members(record):
+                found[backend.name] = ""  # its workers have outlived it
         return found
 
     def is_frozen(self, backend: Backend) -> bool:
@@ -234,17 +248,16 @@ class ProcessRuntime:
 
     # Processes
 
-    def _spawn(self, backend: Backend, port: int) -> subprocess.Popen[bytes]:
+    def _spawn(self, backend: Backend, port: int, mark: str) -> subprocess.Popen[bytes]:
         if not backend.service.command:
             raise LoadError(f"service {backend.name} has no command; runtime: process needs one")
         folder = self._folder(backend)
-        self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
         argv = [
             word.replace("${PORT}", str(port)).replace("$PORT", str(port)) for word in backend.service.command
         ]
         if "/" in argv[0]:
             argv[0] = os.path.join(folder, argv[0])
-        env = {**self._environ, **dict(backend.service.environment), "PORT": str(port)}
+        env = {**self._environ, **dict(backend.service.environment), "PORT": str(port), MARK: mark}
         try:
             with self._log_file(backend.name).open("wb") as log:
                 return subprocess.Popen(
@@ -284,13 +297,16 @@ class ProcessRuntime:
             record = Record(**json.loads(self._record_file(name).read_text()))
         except (OSError, ValueError, TypeError):
             return None
-        return record if record.boot == _boot() else None
+        if record.boot != _boot():
+            return None
+        return record if record.pid else _marked(record)
 
     def _write_record(self, name: str, record: Record) -> None:
-        path = self._record_file(name)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(asdict(record)))
-        part.replace(path)
+        try:
+            self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(self._record_file(name), json.dumps(asdict(record)))
+        except OSError as error:
+            raise BackendError(f"service {name}: cannot write its record: {error}") from None
 
 
 def state_folder(project: str, environ: Mapping[str, str]) -> Path:
@@ -343,6 +359,17 @@ def _start_moment(pid: int) -> int:
 def _alive(record: Record) -> bool:
     seen = _stat(record.pid)
     return seen is not None and seen[2] == record.started and seen[0] not in "ZX"
+
+
+def _marked(record: Record) -> Record | None:
+    """The run that was about to be started, if it came to that."""
+    mark = f"{MARK}={record.mark}".encode()
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):
+            if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                leader = os.getsid(int(entry))
+                return replace(record, pid=leader, started=_start_moment(leader))
+    return None
 
 
 def _is_replaced(record: Record) -> bool:

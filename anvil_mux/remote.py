@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 from anvil_mux.errors import BackendError, MuxError
+from anvil_mux.state import write_whole
 
 DEFAULT_URL = "http://127.0.0.1:9292"
 ASK_SECONDS = 10.0
@@ -47,7 +48,7 @@ def announced(folder: Path, place: Place) -> Iterator[None]:
     """While the body runs, commands find the address in the state ``folder`` of the project."""
     file = folder / "address"
     try:
-        file.write_text(json.dumps(place._asdict()))
+        write_whole(file, json.dumps(place._asdict()))
     except OSError:
         pass  # a full disk: commands can still be told the address
     try:

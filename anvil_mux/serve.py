@@ -56,11 +56,14 @@ from anvil_mux.remote import Place, announced
 from anvil_mux.residency import Event
 from anvil_mux.scraper import Scraper
 from anvil_mux.server import Server
+from anvil_mux.state import write_whole
 from anvil_mux.swap import Rested, Runtime, Swapper
 from anvil_mux.tls import build_context
 
 FAREWELL_SECONDS = 2.0
 """How long the clients of requests that are cut off may take to be told."""
+COMMANDS_SECONDS = 60.0
+"""How long a start waits for what one that was killed has Docker do."""
 INTERRUPTED = 130
 
 
@@ -84,12 +87,13 @@ class CannotServe(MuxError):
     """Something outside the configuration stands in the way."""
 
 
-def build_runtime(config: Config) -> Runtime:
+def build_runtime(config: Config, lock: int | None = None) -> Runtime:
+    """``lock``: the project's, which commands that outlive us go on to hold."""
     if config.runtime == "process":
         return ProcessRuntime(config)
     from anvil_mux.compose import ComposeRuntime
 
-    return ComposeRuntime(config)
+    return ComposeRuntime(config, lock=lock)
 
 
 def say(text: str) -> None:
@@ -105,8 +109,8 @@ def serve(config: Config, options: Options) -> int:
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _raise_file_limit()
     signals = Signals()
-    with locked(config), _access_log(options) as access, _event_log(options) as events:
-        program = Program(config, options, access, events, keys=keys, tls=tls)
+    with locked(config) as lock, _access_log(options) as access, _event_log(options) as events:
+        program = Program(config, options, access, events, keys=keys, tls=tls, lock=lock)
         program.adopt()
         program.start()
         place = Place(program.url, tuple(os.path.abspath(file) for file in config.files))
@@ -156,13 +160,14 @@ class Program:
         *,
         keys: Keyring | None = None,
         tls: ssl.SSLContext | None = None,
+        lock: int | None = None,
     ) -> None:
         if config.host_memory is None:
             config = replace(config, host_memory=spare_memory())
         self._config = config
         self._options = options
         self._clock = Clock()
-        self._runtime = build_runtime(config)
+        self._runtime = build_runtime(config, lock)
         self._metrics = Metrics(
             config,
             lambda: self._mux.status(),
@@ -354,7 +359,7 @@ class Program:
         earlier = set(note.read_text().split()) if note.exists() else set()
         orphans = [Backend(name, name) for name in sorted(earlier - known)]
         left = {b.name for b in orphans if not self._stop_engine(b, "the configuration has it no longer")}
-        note.write_text("\n".join(sorted(known | left)))
+        write_whole(note, "\n".join(sorted(known | left)))
 
     def _stop_engine(self, backend: Backend, why: str) -> bool:
         say(f"stopping {backend.name}: {why}")
@@ -459,8 +464,11 @@ def _pinned(wanted: bool | None) -> Iterator[None]:
 
 
 @contextmanager
-def locked(config: Config) -> Iterator[None]:
-    """One anvil-mux per project. The kernel lets go of the lock however the program ends."""
+def locked(config: Config) -> Iterator[int]:
+    """One anvil-mux per project: the descriptor of its lock.
+
+    The kernel lets go of it however the program ends, once the commands that it ran have ended too.
+    """
     folder = state_folder(config.project, os.environ)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -469,22 +477,33 @@ def locked(config: Config) -> Iterator[None]:
         advice = "set XDG_STATE_HOME to a folder that can"
         raise CannotServe(f"{folder} cannot be written ({error.strerror}): {advice}") from None
     with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise CannotServe(_who_serves(config, file)) from None
+        deadline = time.monotonic() + COMMANDS_SECONDS
+        while not _lock(file):
+            file.seek(0)
+            holder = file.read()
+            if Path("/proc", holder or "?").exists():
+                raise CannotServe(
+                    f"another anvil-mux (process {holder}) serves the project {config.project} already, and "
+                    "two would put out each other's engines. Stop it, or give this one another `project`."
+                )
+            if time.monotonic() >= deadline:
+                raise CannotServe(
+                    f"commands of an anvil-mux that was killed (process {holder or '?'}) still run after "
+                    f"{COMMANDS_SECONDS:g} s; is dockerd stuck? `docker ps` tells."
+                )
+            time.sleep(0.05)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
-        yield
+        yield file.fileno()
 
 
-def _who_serves(config: Config, file: TextIO) -> str:
-    file.seek(0)
-    return (
-        f"another anvil-mux (process {file.read() or '?'}) serves the project {config.project} already, and "
-        "two would put out each other's engines. Stop it, or give this one another `project`."
-    )
+def _lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

@@ -44,11 +44,13 @@ class Rounds:
     draw: random.Random
     longest: float = 2.0
     """Seconds after which a life under load is killed at the latest: some starts of the machine at hand."""
+    crashes: int = 0
     listening: int = 0
     """Lives under load that were killed when they listened already."""
     adopted: int = 0
     """Engines that a restart took over."""
     answered: int = 0
+    """Whole answers that clients had meanwhile."""
     flaws: list[str] = field(default_factory=list)
 
     def run(self, count: int) -> None:
@@ -57,6 +59,13 @@ class Rounds:
             for flaw in self._restart():
                 self.flaws.append(f"round {number}: {flaw}")
 
+    @property
+    def seen(self) -> str:
+        return (
+            f"{self.crashes} crashes under load ({self.listening} of them while it listened), then restarts "
+            f"that took over {self.adopted} engines; {self.answered} whole answers, {len(self.flaws)} flaws"
+        )
+
     def _crash(self) -> None:
         """A life under load, up to a random moment."""
         port = free_port()
@@ -64,6 +73,7 @@ class Rounds:
         with self._load(port):
             threading.Event().wait(self.draw.uniform(0.0, self.longest))
             running.stop(signal.SIGKILL)
+        self.crashes += 1
         self.listening += any("serves http" in line for line in running.output)
 
     @contextmanager
@@ -155,7 +165,8 @@ def _stream(port: int, model: str, tokens: int) -> bytes:
     messages = [{"role": "user", "content": "Say hello."}]
     body = {"model": model, "stream": True, "max_tokens": tokens, "messages": messages}
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         return connection.getresponse().read()
     finally:
         connection.close()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
+import anvil_mux.serve
 from anvil_mux import __version__, checkpoint, cli, eventlog, plot, study
 from anvil_mux.cli import main
 from anvil_mux.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
@@ -27,7 +29,7 @@ from anvil_mux.keys import Keyring
 from anvil_mux.keys import load as load_keys
 from anvil_mux.policy import POLICIES
 from anvil_mux.residency import Event
-from anvil_mux.serve import Options
+from anvil_mux.serve import CannotServe, Options, locked
 from anvil_mux.serve import _refuse_open_address as refuse_open_address
 from anvil_mux.simulate import Engines, Request, simulate
 from tests.running import Running, seen, serve, serving
@@ -789,6 +791,46 @@ def test_engines_that_cannot_stay_side_by_side_are_not_both_taken_over(state: Pa
         assert {name: is_alive(pid) for name, pid in pids.items()} == {
             name: models[name]["state"] == "ready" for name in ("a", "b")
         }
+
+
+LEAVES_A_COMMAND = """
+import os, signal, subprocess, sys
+from anvil_mux.config import Config
+from anvil_mux.serve import locked
+with locked(Config(backends=(), project=sys.argv[1])) as lock:
+    subprocess.Popen(["sh", "-c", 'cat "$0"; touch "$0".read', sys.argv[2]], pass_fds=[lock])
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_start_waits_for_what_one_that_was_killed_has_docker_do(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = state / "gate"
+    os.mkfifo(gate)
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    killed = [sys.executable, "-c", LEAVES_A_COMMAND, PROJECT, str(gate)]
+    assert subprocess.run(killed, cwd=ROOT, timeout=TIMEOUT).returncode == -signal.SIGKILL
+    with ThreadPoolExecutor(1) as pool:
+        opened = pool.submit(gate.write_text, "go")
+        with locked(Config(backends=(), project=PROJECT)):
+            assert (state / "gate.read").exists()
+        opened.result(TIMEOUT)
+
+
+def test_a_start_does_not_wait_for_such_a_command_for_ever(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = state / "gate"
+    os.mkfifo(gate)
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    monkeypatch.setattr(anvil_mux.serve, "COMMANDS_SECONDS", 0.0)
+    killed = [sys.executable, "-c", LEAVES_A_COMMAND, PROJECT, str(gate)]
+    assert subprocess.run(killed, cwd=ROOT, timeout=TIMEOUT).returncode == -signal.SIGKILL
+    refused = pytest.raises(CannotServe, match="commands of an anvil-mux that was killed")
+    with refused, locked(Config(backends=(), project=PROJECT)):
+        pass
+    gate.write_text("go")
 
 
 def test_a_signal_lets_requests_finish_and_engines_run_on(state: Path) -> None:

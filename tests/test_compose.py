@@ -742,6 +742,13 @@ def test_merged_streams_keep_their_order():
     assert run("sh", "-c", "echo 1; echo 2 >&2; echo 3", merge=True) == Done(0, "1\n2\n3\n")
 
 
+def test_a_command_holds_the_lock_that_it_is_given(tmp_path: Path):
+    with (tmp_path / "lock").open("w") as lock:
+        there = ["test", "-e", f"/proc/self/fd/{lock.fileno()}"]
+        assert compose._run(there, 30.0, env=os.environ, lock=lock.fileno()).code == 0
+        assert compose._run(there, 30.0, env=os.environ).code == 1
+
+
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path):
     pids = tmp_path / "pids"
     with pytest.raises(BackendError, match="did not end within 2 s; dockerd may be stuck"):

@@ -20,7 +20,7 @@ import pytest
 
 from anvil_mux.config import Backend, Config, Service
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.process import ProcessRuntime, state_folder
+from anvil_mux.process import ProcessRuntime, Record, state_folder
 from tests.running import seen
 
 PATIENCE = 30.0
@@ -345,6 +345,51 @@ def test_a_killed_anvil_mux_loses_no_engine(house: House):
     assert runtime.ended(backend) == "ended"
 
 
+class Killed(BaseException):
+    """Stands for an end of the program that lets it do nothing more."""
+
+
+def test_an_engine_is_known_even_if_anvil_mux_is_killed_while_it_starts_it(
+    house: House, monkeypatch: pytest.MonkeyPatch
+):
+    backend = shell(FOREVER)
+    first = house.runtime(backend)
+    write = first._write_record
+
+    def killed_once_it_runs(name: str, record: Record) -> None:
+        if record.pid:
+            raise Killed
+        write(name, record)
+
+    monkeypatch.setattr(first, "_write_record", killed_once_it_runs)
+    with pytest.raises(Killed):
+        first.start(backend)
+    [engine] = inhabitants(house.folder)
+    second = house.runtime(backend)
+    assert second.pids(backend) == [engine]
+    assert second.start(backend) == second.running()["a"]
+    assert inhabitants(house.folder) == [engine]
+    second.stop(backend)
+    assert inhabitants(house.folder) == []
+
+
+def test_workers_that_outlived_their_engine_while_nobody_looked_are_there_to_be_stopped(house: House):
+    gate, end = house.gate(), house.gate("end")
+    backend = shell(f"sleep 1000 & echo $! > {gate}; read line < {end}; exit 1")
+    first = house.runtime(backend)
+    first.start(backend)
+    worker = int(gate.read_text())
+    first.close()
+    leader = house.pid()
+    end.write_text("end\n")
+    gone(leader)
+    second = house.runtime(backend)
+    assert second.running() == {"a": ""}
+    second.stop(backend)
+    assert not running(worker)
+    assert second.running() == {}
+
+
 def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
@@ -378,7 +423,7 @@ def test_a_broken_record_is_no_record(house: House, text: str):
 
 def test_a_record_that_cannot_be_written_leaves_nothing_running(house: House):
     backend = shell(FOREVER)
-    house.file("a.part").mkdir(parents=True)
+    house.file("a.json.part").mkdir(parents=True)
     with pytest.raises(BackendError, match="service a: cannot write its record"):
         house.runtime(backend).start(backend)
     assert inhabitants(house.folder) == []

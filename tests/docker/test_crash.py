@@ -34,7 +34,7 @@ def test_no_crash_leaves_an_orphan_two_residents_or_half_a_file(
     rounds = Rounds(start, up, tmp_path / "anvil-mux" / stack.project, stack.models, random.Random(SEED))
     with stack.watched() as seen:
         rounds.run(ROUNDS)
-    print(f"{ROUNDS} rounds: {rounds.listening} listened, {rounds.adopted} adopted, {rounds.answered} answered")
+    print(rounds.seen)
     assert rounds.flaws == []
     assert (seen.most, seen.missed) == (1, 0), seen.crowded
     made = [each["Names"][0][1:] for each in stack.engine.containers(stack.project, all=True)]
