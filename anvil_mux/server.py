@@ -2,8 +2,9 @@
 
 A connection's thread reads a request, has the gateway answer it, and goes on while both sides keep the
 connection; before each request it moves to where threads of connections are to run just then (home.py). A
-connection over the limit is told so by the accepting thread and closed. ``drain`` ends it all in order: no
-new connections, idle ones closed, waiting requests refused, running ones finished in time.
+connection over the limit is told so by the accepting thread and closed. ``drain`` ends it all in order: idle
+connections closed, waiting requests refused, running ones finished in time. Until then whoever comes is told
+that the program ends: /readyz by its status, and requests for models with when to try again.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ STACK_BYTES = 512 * 1024
 """Of a connection's thread; thousands of them must fit."""
 STARVED_SECONDS = 0.5
 """Between two tries to accept a connection when the program has all the files that it may have."""
+REFUSAL_SECONDS = 1.0
+"""How long the last ones who come while the program ends may take to be told so."""
+PULSE_SECONDS = 10.0
+"""The accepting thread, which comes by twice a second, hangs if it was not seen for so long."""
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +123,9 @@ class Server(ThreadingHTTPServer):
         self.busy: set[Connection] = set()
         """Connections within a request. Sets are changed by many threads, in single atomic operations."""
         self._mux = mux
+        self._pulse = time.monotonic()
+        """When the accepting thread last came by."""
+        self._over = False
         self._limit = max_connections
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
@@ -128,6 +136,14 @@ class Server(ThreadingHTTPServer):
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's would look the host's name up
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    def service_actions(self) -> None:
+        self._pulse = time.monotonic()
+
+    @property
+    def hangs(self) -> bool:
+        """Connections are not accepted, though they should be."""
+        return not self._over and time.monotonic() - self._pulse > PULSE_SECONDS
 
     def get_request(self) -> tuple[Any, Any]:
         try:
@@ -179,18 +195,29 @@ class Server(ThreadingHTTPServer):
         Not to be called in the thread that is in ``serve_forever``.
         """
         self.gateway.drain()
-        self.shutdown()
-        self.server_close()
         self._mux.refuse()
+        # Only what runs already is waited for: those who come now are refused, and may come without end.
+        earlier, running = self.connections.copy(), self.busy.copy()
         deadline = time.monotonic() + grace
         while True:
-            idle = self.connections.difference(connection.plain for connection in self.busy.copy())
-            for request in idle:
-                _end_reading(request)
-            if not self.busy or time.monotonic() >= deadline:
+            self._end_idle(earlier & self.connections)
+            ended = not running & self.busy
+            if ended or time.monotonic() >= deadline:
                 break
             time.sleep(0.05)
-        return not self.busy
+        self._over = True
+        self.shutdown()
+        self.server_close()
+        self._end_idle(self.connections)
+        deadline = time.monotonic() + REFUSAL_SECONDS
+        while self.busy - running and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return ended
+
+    def _end_idle(self, connections: set[socket.socket]) -> None:
+        """Those between two requests; what has arrived already is answered all the same."""
+        for request in connections.difference(connection.plain for connection in self.busy.copy()):
+            _end_reading(request)
 
 
 def _end_reading(request: socket.socket) -> None:

@@ -21,6 +21,7 @@ from anvil_mux.lookout import Seen
 from anvil_mux.policy import Decision, Snapshot, Stay, SwapTo
 from anvil_mux.swap import Rested
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+from tests.running import seen
 
 ASK_A = b'{"model":"a"}'
 SMUGGLED = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -636,15 +637,53 @@ def test_a_drain_finishes_what_runs_and_refuses_what_waits(rig: Rig) -> None:
     drain.start()
     answer = waiting.read()
     assert (answer.status, code(answer.body)) == (503, "shutting_down")
+    assert answer.header(b"retry-after") == b"10"
     assert idle.is_closed()
-    with pytest.raises(ConnectionRefusedError):
-        RawClient(rig.address)
     assert drain.is_alive()
     asked.send(chunk(b"data: 2\n\n"), b"0\r\n\r\n")
     assert running.read_chunks() == (b"data: 2\n\n", True)
     assert running.is_closed()
     drain.join()
     assert ended == [True]
+    with pytest.raises(ConnectionRefusedError):
+        RawClient(rig.address)
+
+
+def test_whoever_comes_during_a_drain_is_told_so(rig: Rig) -> None:
+    running = rig.client()
+    running.post(ASK_A)
+    asked = rig.engine.next()
+    drain = threading.Thread(target=rig.server.drain, args=(60.0,))
+    drain.start()
+    assert seen(lambda: rig.client().get(b"/readyz").status, lambda status: status == 503) == 503
+    readiness, probe, health, late = rig.client(), rig.client(), rig.client(), rig.client()
+    assert b"[-]accepting shutting down" in readiness.get(b"/readyz").body
+    assert probe.get(b"/livez").status == 200
+    assert json.loads(health.get(b"/healthz").body)["problems"] == {"accepting": "shutting down"}
+    late.post(ASK_A)
+    answer = late.read()
+    assert (answer.status, code(answer.body)) == (503, "shutting_down")
+    assert answer.header(b"retry-after") == b"10"
+    assert all(each.is_closed() for each in (readiness, probe, health, late))
+    assert drain.is_alive()
+    asked.send(JSON_OK)
+    assert running.read().status == 200
+    drain.join()
+
+
+def test_those_who_come_during_a_drain_do_not_prolong_it(rig: Rig) -> None:
+    running = rig.client()
+    running.post(ASK_A)
+    asked = rig.engine.next()
+    drain = threading.Thread(target=rig.server.drain, args=(3600.0,))
+    drain.start()
+    assert seen(lambda: rig.client().get(b"/readyz").status, lambda status: status == 503) == 503
+    slow = rig.client()
+    slow.send(HEAD + b"Content-Length: 100\r\n\r\n{")
+    asked.send(JSON_OK)
+    assert running.read().status == 200
+    drain.join(60.0)
+    assert not drain.is_alive()
 
 
 def test_a_drain_has_an_end(rig: Rig) -> None:
