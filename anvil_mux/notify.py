@@ -1,7 +1,7 @@
 """What systemd is told, where it started us: ready, stopping, how it goes, and that we do not hang.
 
-The protocol is a datagram of lines to the socket that NOTIFY_SOCKET names, see sd_notify(3). The variables are
-taken out of the environment, so that no engine and no command speaks in our place.
+The protocol is a datagram of lines to the socket that NOTIFY_SOCKET names, see sd_notify(3). The variables
+are taken out of the environment, so that no engine and no command speaks in our place.
 
 The thread of ``run`` looks before each sign of life: it takes the way that requests take, so whatever holds
 them up holds it up. systemd, which then hears nothing for its WatchdogSec, starts the program anew, and that

@@ -20,6 +20,7 @@ import resource
 import signal
 import ssl
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,7 @@ from anvil_mux.learned import Known, Learned
 from anvil_mux.lookout import Lookout
 from anvil_mux.metrics import Metrics
 from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.notify import Notifier
 from anvil_mux.process import ProcessRuntime, state_folder
 from anvil_mux.progress import LoadLogs
 from anvil_mux.relay import Relay
@@ -64,6 +66,8 @@ FAREWELL_SECONDS = 2.0
 """How long the clients of requests that are cut off may take to be told."""
 COMMANDS_SECONDS = 60.0
 """How long a start waits for what one that was killed has Docker do."""
+ENGINE_SECONDS = 60.0
+"""What runtimes may take around an engine's own time to stop."""
 INTERRUPTED = 130
 
 
@@ -108,7 +112,7 @@ def serve(config: Config, options: Options) -> int:
     tls = _tls_context(config)
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _raise_file_limit()
-    signals = Signals()
+    signals, notifier = Signals(), Notifier(os.environ)
     with locked(config) as lock, _access_log(options) as access, _event_log(options) as events:
         program = Program(config, options, access, events, keys=keys, tls=tls, lock=lock)
         program.adopt()
@@ -116,8 +120,15 @@ def serve(config: Config, options: Options) -> int:
         place = Place(program.url, tuple(os.path.abspath(file) for file in config.files))
         with announced(state_folder(config.project, os.environ), place):
             _print_banner(config, program.url, options)
+            notifier.tell(READY="1")
+            if notifier.is_heard:
+                threading.Thread(
+                    target=notifier.run, args=(program.look,), name="notify", daemon=True
+                ).start()
             signals.wait()
+            notifier.tell(STOPPING="1", EXTEND_TIMEOUT_USEC=f"{program.stop_seconds * 1e6:.0f}")
             program.stop()
+            notifier.close()
     return 0
 
 
@@ -370,7 +381,22 @@ class Program:
             return False
         return True
 
+    def look(self) -> str:
+        """How it goes, in a line; "" if nobody is let in. Hangs as long as somebody holds the lock."""
+        status = self._mux.status()
+        if self._server.hangs:
+            return ""
+        here = [model.model for model in status.models if model.state in ("ready", "draining")]
+        doing = f"{_requests(status.leases)} running, {status.waiting} waiting"
+        return f"resident: {', '.join(here) or 'none'}; {doing}"
+
     # The end
+
+    @property
+    def stop_seconds(self) -> float:
+        """What ``stop`` may take."""
+        engines = max(backend.stop_timeout for backend in self._config.backends)
+        return self._config.drain_timeout + FAREWELL_SECONDS + engines + ENGINE_SECONDS
 
     def stop(self) -> None:
         """Finishes the requests that run, then leaves or stops the engines."""

@@ -686,6 +686,29 @@ def test_those_who_come_during_a_drain_do_not_prolong_it(rig: Rig) -> None:
     assert not drain.is_alive()
 
 
+def test_an_acceptor_that_accepts_nobody_hangs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, process_request = threading.Event(), rig.server.process_request
+
+    def stuck(request: object, address: object) -> None:
+        gate.wait(GUARD)
+        process_request(request, address)
+
+    monkeypatch.setattr(server, "PULSE_SECONDS", 1.5)
+    monkeypatch.setattr(rig.server, "process_request", stuck)
+    assert not rig.server.hangs
+    connection = rig.client()
+    assert seen(lambda: rig.server.hangs, bool)
+    gate.set()
+    assert connection.get(b"/livez").status == 200
+    assert seen(lambda: rig.server.hangs, lambda hangs: not hangs) is False
+
+
+def test_who_has_stopped_accepting_does_not_hang(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rig.server.drain(0.0)
+    monkeypatch.setattr(server, "PULSE_SECONDS", -1.0)
+    assert not rig.server.hangs
+
+
 def test_a_drain_has_an_end(rig: Rig) -> None:
     connection = rig.client()
     connection.post(ASK_A)
