@@ -12,6 +12,7 @@ loading is stopped in any case: no later start could tell how far it is. A crash
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import json
 import logging
@@ -112,6 +113,7 @@ def serve(config: Config, options: Options) -> int:
     tls = _tls_context(config)
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _raise_file_limit()
+    faulthandler.enable()  # systemd's watchdog ends who hangs with SIGABRT: this tells where every thread was
     signals, notifier = Signals(), Notifier(os.environ)
     with locked(config) as lock, _access_log(options) as access, _event_log(options) as events:
         program = Program(config, options, access, events, keys=keys, tls=tls, lock=lock)

@@ -857,6 +857,32 @@ def test_a_second_signal_ends_at_once(state: Path) -> None:
     assert is_alive(engine_pid(state, "a"))
 
 
+def test_while_it_drains_it_is_not_ready_and_says_when_to_come_again(state: Path) -> None:
+    running = serve(compose(state, tokens_per_second=25), "--on-exit", "stop", state=state)
+    with stream(running, "a", 50) as answer:
+        os.kill(engine_pid(state, "a"), signal.SIGSTOP)
+        running.process.send_signal(signal.SIGTERM)
+        running.tells("waiting up to 30 s for 1 request")
+        assert running.request("GET", "/readyz")[0] == 503
+        assert running.request("GET", "/livez")[0] == 200
+        for model in ("a", "b"):
+            status, headers, text = running.chat(model)
+            assert (status, headers["retry-after"]) == (503, "10")
+            assert json.loads(text)["error"]["code"] == "shutting_down"
+        os.kill(engine_pid(state, "a"), signal.SIGCONT)
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    assert running.process.wait(TIMEOUT) == 0
+    with pytest.raises(ConnectionRefusedError):
+        running.request("GET", "/readyz")
+
+
+def test_who_hangs_and_is_aborted_tells_what_its_threads_were_at(state: Path) -> None:
+    running = serve(compose(state), state=state)
+    assert running.stop(signal.SIGABRT) == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in running.output
+    assert any("in _next_step" in line for line in running.output)
+
+
 def test_requests_that_outlast_the_drain_are_cut_and_counted(state: Path) -> None:
     running = serve(compose(state, tokens_per_second=1), "--drain-timeout", "0", state=state)
     with stream(running, "a", 1000):
