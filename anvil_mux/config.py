@@ -114,6 +114,8 @@ class Backend:
     """Loaded once at the start, before anybody asks for it."""
     upstream: tuple[str, ...] = ()
     """Paths of the engine that may be asked for below /upstream/; a trailing slash means all below."""
+    concurrency: int | None = None
+    """How many requests it is given at once; more wait in line. None: as many as come."""
     checkpoint_anyway: bool = False
     """Whether it may be checkpointed although it holds several GPUs."""
     service: Service = Service()
@@ -340,6 +342,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         Kind("list of paths", _read_paths),
         "What else may be asked of the engine, below /upstream/MODEL; /sdapi/ means all below that.",
     ),
+    "concurrency": Setting(COUNT, "How many requests it is given at once; more wait in line, key by key."),
     "checkpoint_anyway": Setting(
         settings.FLAG, "Checkpoint it although it holds several GPUs, from which engines often do not return."
     ),

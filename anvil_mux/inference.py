@@ -35,6 +35,7 @@ from anvil_mux.errors import (
     ModelLoading,
     MuxError,
     NotFound,
+    Overloaded,
     RefusedByEngine,
     Severed,
     UnknownModel,
@@ -257,6 +258,8 @@ class Waiting:
             if now >= self._beat_at or now >= self._chunk_at:
                 self._beat(now)
         elif now >= self._limit:
+            if self._mux.is_ready(call.model):
+                raise Overloaded(f"overloaded: {call.model} has no place for this request yet. Try again.")
             text = f"{call.model} is still loading. Send the request again to wait on."
             raise ModelLoading(text, retry_after=self._mux.eta(call.model))
 
@@ -272,7 +275,8 @@ class Waiting:
 
     def _beat(self, now: float) -> None:
         call = self._call
-        text = api.comment(f"anvil-mux loading {call.model} {self._mux.how_far(call.model)}", call.api)
+        doing = "waiting for a place at" if self._mux.is_ready(call.model) else "loading"
+        text = api.comment(f"anvil-mux {doing} {call.model} {self._mux.how_far(call.model)}", call.api)
         if now >= self._chunk_at:
             self._chunk_at = now + self._patience.chunk_every
             assert call.route is not None

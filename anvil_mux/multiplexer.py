@@ -333,6 +333,11 @@ class Multiplexer:
         except KeyError:
             raise UnknownModel(name, self._islands) from None
 
+    def is_ready(self, model: str) -> bool:
+        """Whether it is resident; its requests may have to wait for a place all the same."""
+        with self._lock:
+            return self._islands[model].residency.is_ready(model)
+
     def replicas(self, model: str) -> int:
         """How many backends serve it."""
         return self._replicas[model]
@@ -383,7 +388,7 @@ class Multiplexer:
             island = self._islands[model]
             if self._closing:
                 raise self._closing.with_traceback(None)
-            if self._waiting >= self._config.max_queue and not island.residency.is_ready(model):
+            if self._waiting >= self._config.max_queue and not island.residency.takes(model):
                 raise Overloaded(f"overloaded: {self._waiting} requests wait for models already. Try again.")
             self._tickets += 1
             first = self._first_stage(model, now, work) if staged else None
@@ -428,7 +433,9 @@ class Multiplexer:
             return False
         with self._lock:
             if not ticket.settled:
-                error = WaitedTooLong(f"{ticket.model} did not become resident within {limit:g} s.")
+                busy = island.residency.is_ready(ticket.model)
+                what = "had no place for this request" if busy else "did not become resident"
+                error = WaitedTooLong(f"{ticket.model} {what} within {limit:g} s.")
                 self._leave_line(island, ticket, now, error)
         return True
 
@@ -439,6 +446,7 @@ class Multiplexer:
             if ticket.prefill:
                 island.residency.release(ticket.prefill, now)
             island.residency.release(ticket, now)
+            self._wake_settled(island)
             island.changed.notify_all()
         elif not ticket.error:
             known = isinstance(error, MuxError) and not isinstance(error, ClientGone)
@@ -467,6 +475,8 @@ class Multiplexer:
             island = self._islands[ticket.model]
             if island.residency.release(ticket, self._clock.now(), usage):
                 island.changed.notify_all()
+            if island.residency.settled:
+                self._wake_settled(island)
             taken_back = island.residency.taken_back and self._taken_back(island)
         for each in taken_back:
             _cut(each)

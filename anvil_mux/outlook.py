@@ -45,6 +45,10 @@ def outlook(residency: Residency, model: str, now: float, drain_timeout: float) 
     ready = [seat for seat in seats if seat.state == "ready"]
     if ready:
         busy = sum(len(seat.holders) for seat in ready)
+        if not residency.takes(model):
+            before = len(residency.lines[model])
+            text = f"it is resident{_on(ready)}, but takes no more than the {busy} that run"
+            return Outlook(model, "waits", None, None, f"{text}; {before} wait before it.")
         return Outlook(model, "served", 0.0, 0.0, f"it is resident{_on(ready)}, {_serving(busy)}.")
     found = residency.prospect(model, now)
     if found.refusal:

@@ -71,6 +71,12 @@ class Seat:
         return self.holds if self.state in HOLDING else self.residual
 
     @property
+    def full(self) -> bool:
+        """It has as many requests as it takes at once."""
+        limit = self.backend.concurrency
+        return limit is not None and len(self.holders) >= limit
+
+    @property
     def used(self) -> float:
         """When it last had work, or became resident."""
         return self.last_used if self.last_used > self.loaded else self.loaded

@@ -24,9 +24,11 @@ Invariants:
  2. A lease is granted only in ready. Draining closes the gate; later requests queue behind the swap.
  3. Every ticket ends exactly once: leased, failed or gone.
  4. A drain lasts at most ``drain_timeout``; what is left is severed, counted, logged.
- 5. When a model becomes ready its whole line is leased before the policy is asked again.
+ 5. When a model becomes ready its whole line, or as much of it as there are places, is leased before the
+    policy is asked again; so is the next in line whenever a place becomes free.
  6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished.
     Who waits behind others at a busy replica waits for another one, if nobody on the island waits for a load.
+    (So does the line of a model that is resident, which it has if its backends take only so many at once.)
  7. A line older than ``max_wait`` is overdue: whatever the policy says, its swap begins as soon as its GPUs
     are in no other swap, oldest line first, and nobody younger takes those GPUs meanwhile.
  8. A backend that failed to start is not tried before its cool-down ends; its requests fail at once.
@@ -363,6 +365,10 @@ class Residency:
         self._idlers = [seat for seat in self.seats.values() if seat.backend.ttl is not None]
         self._stayers = [seat for seat in self.seats.values() if seat.backend.min_residency]
         self._parkers = [seat for seat in self.seats.values() if seat.backend.rest != ("stop",)]
+        self._limited = {seat.model for seat in self.seats.values() if seat.backend.concurrency}
+        """Models that may have a line while they are resident."""
+        self._left: dict[str, float] = {}
+        """Of those: when a backend last ceased to be ready. Before that, no line waited for a load."""
         self._unprepared = [seat for seat in self.seats.values() if seat.backend.prepare]
         self._host = host or Host()
         self._footprints = footprints or Footprints()
@@ -391,6 +397,10 @@ class Residency:
     def is_ready(self, model: str) -> bool:
         return any(seat.state == "ready" for seat in self._replicas[model])
 
+    def takes(self, model: str) -> bool:
+        """Whether a request for ``model`` would be leased at once."""
+        return any(seat.state == "ready" and not seat.full for seat in self._replicas[model])
+
     def seats_of(self, model: str) -> list[Seat]:
         return self._replicas[model]
 
@@ -403,6 +413,9 @@ class Residency:
         demand = self._demand[ticket.model]
         demand.arrived(now)
         ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
+        if ready and self._limited and ticket.leases and not self.takes(ticket.model):
+            self._queue(ticket, now, "busy")
+            return ticket.model in self._ledgers and self._spill(ticket.model, now) is not None
         if ready:
             routed = ticket.leases and ticket.model in self._ledgers
             seat = self._route(ready, ticket, now) if routed else ready[0]
@@ -420,9 +433,13 @@ class Residency:
                 return False
             self._plans_hold_until = -FOREVER
             self._note_pause(ticket.model, now)
-        line[ticket] = None
-        self._emit(Event(now, "queued", ticket.model, "", ticket.id, len(line)))
+        self._queue(ticket, now)
         return self.deferred is not None or (len(line) == 1 and ticket.model not in self._coming())
+
+    def _queue(self, ticket: Ticket, now: float, reason: str = "") -> None:
+        line = self.lines[ticket.model]
+        line[ticket] = None
+        self._emit(Event(now, "queued", ticket.model, "", ticket.id, len(line), reason=reason))
 
     def _note_pause(self, model: str, now: float) -> None:
         """A request for a model that was put out: its client's pause, unless another's answer brought it."""
@@ -462,6 +479,8 @@ class Residency:
             self._ledgers[ticket.model].ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
         if self._emit_leases:
             self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
+        if self._limited and seat.state == "ready":
+            self._fill_places(ticket.model, now)
         if ticket.choice and not seat.holders and seat.state == "ready":
             self._take_back(seat, now)
         deferred, leases = self.deferred, len(seat.holders)
@@ -552,7 +571,7 @@ class Residency:
             seat.rung = ""
         elif seat.rung:
             self._begin(None, [seat], now, f"woken on its way to {seat.rung}")
-        if seat.state == "ready" and seat.model in self._ledgers:
+        if seat.state == "ready" and seat.model in self._ledgers and not self.lines[seat.model]:
             self._take_back(seat, now)
         self._fail_refused(now)  # what does not fit beside it, if it is pinned
 
@@ -863,7 +882,7 @@ class Residency:
 
     def _next_moment(self, waiting: list[Ticket], now: float) -> float:
         """When the answer of ``next_step`` may change without a new fact, whatever the policy says."""
-        moments = [first.since + self._max_wait[first.model] for first in waiting]
+        moments = [self._overdue_at(first) for first in waiting]
         for seat in self._idlers:
             moments.append(idle_until(seat))
         for seat in self._stayers if waiting or self._unprepared else ():
@@ -902,7 +921,7 @@ class Residency:
     def _serve_overdue(self, waiting: list[Ticket], busy: set[str], now: float) -> bool:
         """Ends the wait of the oldest overdue line; the GPUs of those that must wait on become ``busy``."""
         for first in waiting:
-            if first.since + self._max_wait[first.model] > now:
+            if self._overdue_at(first) > now:
                 continue
             if plan := self._plan(first.model, busy, now):
                 self._begin(plan.target, plan.victims, now, "overdue")
@@ -917,14 +936,20 @@ class Residency:
     def _tell_of_stay(self, first: Ticket, victims: list[Seat], now: float) -> None:
         """The line of ``first`` waits because those in its way may stay."""
         stays = {seat.name: until for seat in victims if (until := _stays_until(seat)) > now}
-        until = min(max(stays.values()), first.since + self._max_wait[first.model])
+        until = min(max(stays.values()), self._overdue_at(first))
         self._defer(first.model, Stay(until, f"{' and '.join(stays)} may stay for min_residency"), now)
 
     def _waiting(self) -> list[Ticket]:
-        """The first of each line that no swap under way will serve, oldest first."""
+        """The first of each line that waits for a load and that no swap under way will serve, oldest first."""
         coming = self._coming()
         firsts = [next(iter(line)) for model, line in self.lines.items() if line and model not in coming]
+        if self._limited:
+            firsts = [first for first in firsts if not self.is_ready(first.model)]
         return sorted(firsts, key=_AGE) if len(firsts) > 1 else firsts
+
+    def _overdue_at(self, first: Ticket) -> float:
+        """When the line that ``first`` is the first of is overdue."""
+        return max(first.since, self._left.get(first.model, first.since)) + self._max_wait[first.model]
 
     def _coming(self) -> tuple[str, ...]:
         """Models that a swap under way will make resident."""
@@ -987,7 +1012,7 @@ class Residency:
 
     def _spills(self, now: float) -> dict[str, tuple[_Plan, Spill]]:
         """Busy models of which another replica could be loaded, unless anybody waits for a load."""
-        if not self._ledgers or any(self.lines.values()):
+        if not self._ledgers or any(line and not self.is_ready(m) for m, line in self.lines.items()):
             return {}
         found = {}
         for model in self._ledgers:
@@ -1005,6 +1030,7 @@ class Residency:
             if seat.state == "ready"
             for ticket in self._ledgers[model].waiting(seat.name)[1:]
         ]
+        behind += [now - ticket.since for ticket in self.lines[model]]
         if not behind:
             return None
         used = {seat.name for seat in self.seats.values() if seat.holders or seat.model == model}
@@ -1129,7 +1155,7 @@ class Residency:
     def _choose(self, among: list[Seat], ticket: Ticket, now: float) -> Seat | None:
         """One of these, charged with the request; None: the policy lets none of them take it."""
         failed = [s.name for s in self._replicas[ticket.model] if s.state == "stuck" or s.retry_at > now]
-        names = [seat.name for seat in among]
+        names = [seat.name for seat in among if not seat.full]
         choice = self._ledgers[ticket.model].choose(ticket, ticket.work, names, failed, now)
         ticket.choice = choice
         return self.seats[choice.backend] if choice else None
@@ -1149,6 +1175,11 @@ class Residency:
         line = self.lines[model]
         if line:
             self._demand[model].admitted(len(line), now - next(iter(line)).since)
+        if model in self._limited:
+            for ticket in [ticket for ticket in line if not ticket.leases]:
+                self._admit_one(ticket, ready, now)
+            self._fill_places(model, now)
+            return
         for ticket in line:
             if seat := self._route(ready, ticket, now):
                 self._lease(seat, ticket, now)
@@ -1156,6 +1187,21 @@ class Residency:
                 self._fail(ticket, _nobody_takes(model), now)
         self.settled += line
         line.clear()
+
+    def _fill_places(self, model: str, now: float) -> None:
+        """As many of a line as there are places at the backends that are ready."""
+        line = self.lines[model]
+        while line and self.takes(model):
+            places = [seat for seat in self._replicas[model] if seat.state == "ready" and not seat.full]
+            self._admit_one(next(iter(line)), places, now)
+
+    def _admit_one(self, ticket: Ticket, ready: list[Seat], now: float) -> None:
+        if seat := self._route(ready, ticket, now):
+            self._lease(seat, ticket, now)
+        else:
+            self._fail(ticket, _nobody_takes(ticket.model), now)
+        del self.lines[ticket.model][ticket]
+        self.settled.append(ticket)
 
     def _take_back(self, idle: Seat, now: float) -> None:
         """Requests that wait behind others, and would be better off at ``idle``, are sent anew."""
@@ -1254,6 +1300,8 @@ class Residency:
         seat.since = now
         if seat.state == "empty":
             seat.ram = seat.backend.ram or 0  # what it had pinned is gone
+        if before == "ready" and seat.model in self._limited:
+            self._left[seat.model] = now
         if "ready" in (before, seat.state):
             self._ready = [each for each in self.seats.values() if each.state == "ready"]
         self._plans_hold_until = -FOREVER
@@ -1345,7 +1393,7 @@ class Residency:
             found = {first.model: self._plan(first.model, busy, now, staying) for first in self._waiting()}
             plans = {each: plan for each, plan in found.items() if plan}
             decision = self._decide(self.snapshot(now, plans)) if model in plans else None
-            overdue_at = next(iter(line)).since + self._max_wait[model]
+            overdue_at = self._overdue_at(next(iter(line)))
         finally:
             line.pop(ghost, None)
         if model not in plans:

@@ -236,7 +236,7 @@ class _Simulation:
     def _arrive(self, request: Request) -> None:
         now, model = request.at, request.model
         island = self._islands[model]
-        if self._waiting >= self._config.max_queue and not island.residency.is_ready(model):
+        if self._waiting >= self._config.max_queue and not island.residency.takes(model):
             self._follow_up(now, request)  # overloaded
             return
         ticket = Ticket(next(self._ids), model, now, leases=request.leases)
@@ -303,6 +303,7 @@ class _Simulation:
         island = self._islands[ticket.model]
         ask = island.residency.release(ticket, now)
         self._end(ticket, now)
+        self._take_settled(island, now)
         if ask:
             self._ask(island, now)
 
@@ -324,11 +325,7 @@ class _Simulation:
         residency = island.residency
         while True:
             step = residency.next_step(now)
-            if residency.settled:
-                for ticket in residency.settled:
-                    self._waiting -= 1
-                    self._go_on(ticket, now)
-                residency.settled.clear()
+            self._take_settled(island, now)
             if isinstance(step, Wait):
                 break
             if isinstance(step, Stop):
@@ -339,6 +336,14 @@ class _Simulation:
             self._open += 1
             self._at(now + outcome.seconds, self._performed, (island, step, outcome))
         self._set_alarm(island, step.until)
+
+    def _take_settled(self, island: _Island, now: float) -> None:
+        settled = island.residency.settled
+        if settled:
+            for ticket in settled:
+                self._waiting -= 1
+                self._go_on(ticket, now)
+            settled.clear()
 
     def _set_alarm(self, island: _Island, moment: float) -> None:
         island.alarm = moment
@@ -403,6 +408,8 @@ class _Checker:
         self._failed_starts: Counter[str] = Counter()
         self._retry_at: dict[str, float] = {}
         self._admitting = ""
+        self._limited = {s.model for s in self._seats.values() if s.backend.concurrency}
+        self._left: dict[str, float] = {}  # limited model -> when a backend of it ceased to be ready
         self._calm_until = 0.0  # before it no line is overdue
         self._groups = [{b.name for b in group} for _, group in islands(config.backends)]
         if config.host_memory is not None:  # one island may wait for another
@@ -414,7 +421,8 @@ class _Checker:
             self._look_for_overdue(event)
         self._now = event.at
         admitted = event.kind == "leased" and event.model == self._admitting
-        self._claim(admitted or not self._lines.get(self._admitting), event, f"{self._admitting} still waits")
+        still = not admitted and self._lines.get(self._admitting) and self._has_place(self._admitting)
+        self._claim(not still, event, f"{self._admitting} still waits")
         self._admitting = self._admitting if admitted else ""
         if event.kind in _TICKET_ENDS:
             self._end(event)
@@ -426,6 +434,8 @@ class _Checker:
             leases = self._leases[event.backend]
             self._claim(event.ticket in leases, event, "the ticket held no lease")
             leases.discard(event.ticket)
+            if event.model in self._limited and self._states[event.backend] == "ready":
+                self._admitting = event.model
         elif event.kind != "deferred":
             self._move(event)
 
@@ -442,11 +452,23 @@ class _Checker:
         if event.kind == "leased":
             self._claim(self._states[event.backend] == "ready", event, "leased, but not ready")
             if event.size > len(self._leases[event.backend]):
+                self._claim(self._has_place(event.model, event.backend), event, "all its places are taken")
                 self._leases[event.backend].add(event.ticket)
+
+    def _has_place(self, model: str, backend: str = "") -> bool:
+        """At any backend that is ready, or at this one."""
+        for name, seat in self._seats.items():
+            if seat.model == model and backend in ("", name) and self._states[name] == "ready":
+                limit = seat.backend.concurrency
+                if limit is None or len(self._leases[name]) < limit:
+                    return True
+        return False
 
     def _move(self, event: Event) -> None:
         name, before = event.backend, self._states[event.backend]
         self._claim((before, event.kind) in _BACKEND_MOVES, event, f"it was {before}")
+        if before == "ready" and event.model in self._limited:
+            self._left[event.model] = event.at
         if before == "draining":
             self._end_drain(event)
         self._failed_starts[name] += before == "starting"
@@ -494,6 +516,9 @@ class _Checker:
         ready = [n for n, s in self._seats.items() if s.model == model and self._states[n] == "ready"]
         return bool(self._lines[model]) or any(len(self._leases[name]) > 1 for name in ready)
 
+    def _is_resident(self, model: str) -> bool:
+        return any(s.model == model and self._states[n] == "ready" for n, s in self._seats.items())
+
     def _leave(self, event: Event) -> None:
         name = event.backend
         self._leases[name].clear()
@@ -508,9 +533,10 @@ class _Checker:
             return
         self._calm_until = FOREVER
         for model, line in self._lines.items():
-            overdue = self._overdue(model, next(iter(line.values()), FOREVER))
+            since = next(iter(line.values()), FOREVER)
+            overdue = self._overdue(model, max(since, self._left.get(model, since)))
             self._calm_until = min(self._calm_until, overdue)
-            if event.at <= overdue:
+            if event.at <= overdue or (model in self._limited and self._is_resident(model)):
                 continue
             group = next(g for g in self._groups if any(self._seats[name].model == model for name in g))
             still = all(self._states[name] in ("ready", "empty", "parked") for name in group)

@@ -43,6 +43,21 @@ MUTANTS = {
         "(model), now)\n            break\n        self.settled += list(line)[:1]\n"
         "        line.pop(next(iter(line), None), None)\n\n    def _take_back(",
     ),
+    "a place that becomes free is left free": (
+        "residency",
+        "            self._fill_places(ticket.model, now)\n        if ticket.choice",
+        "            pass\n        if ticket.choice",
+    ),
+    "who gets a place is not woken": (
+        "multiplexer",
+        "            if island.residency.settled:\n                self._wake_settled(island)\n            taken_back",
+        "            taken_back",
+    ),
+    "who waits for a place waits for a load": (
+        "residency",
+        "        if self._limited:\n            firsts =",
+        "        if False:\n            firsts =",
+    ),
     "a swap for nobody is not reprieved": (
         "residency",
         "            if swap.target and not (swap.begun or swap.errand or self.lines[swap.target.model]):\n",

@@ -97,6 +97,16 @@ LAYOUTS = {
         (),
     ),
     "replicas": ((one("r0", "0", model="m"), one("r1", "1", model="m"), one("a", "0"), one("b", "1")), ()),
+    "limits": ((one("a", "0", concurrency=1), one("b", "0", concurrency=2), one("c", "0")), ()),
+    "replicas with limits": (
+        (
+            one("r0", "0", model="m", concurrency=2),
+            one("r1", "1", model="m", concurrency=1),
+            one("a", "0", concurrency=1),
+            one("b", "1"),
+        ),
+        (),
+    ),
 }
 
 
