@@ -940,7 +940,7 @@ class Residency:
         self._defer(first.model, Stay(until, f"{' and '.join(stays)} may stay for min_residency"), now)
 
     def _waiting(self) -> list[Ticket]:
-        """The first of each line that waits for a load and that no swap under way will serve, oldest first."""
+        """The first of each line that waits for a load which no swap under way will end, oldest first."""
         coming = self._coming()
         firsts = [next(iter(line)) for model, line in self.lines.items() if line and model not in coming]
         if self._limited:

@@ -155,7 +155,8 @@ def test_what_a_request_would_wait_for_is_told():
     island.request("a", 2.0)
     told = outlook(island.core, "a", 3.0, 30.0).sentence
     assert told == (
-        "A request for a waits: it is resident on GPU 0, but takes no more than the 2 that run; 1 wait before it."
+        "A request for a waits: it is resident on GPU 0, but takes no more than the 2 that run; "
+        "1 wait before it."
     )
 
 
