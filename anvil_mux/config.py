@@ -33,6 +33,7 @@ from anvil_mux.interpolate import Document, Key
 from anvil_mux.policy import build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.profile import Profile, read
+from anvil_mux.rewrite import check_strip, read_set
 from anvil_mux.routing import INFER_TYPES
 from anvil_mux.settings import Kind, Setting
 
@@ -112,6 +113,10 @@ class Backend:
     """Bytes of host memory that it needs while it runs; None: as was measured, if it was."""
     prepare: bool = False
     """Loaded once at the start, before anybody asks for it."""
+    strip: tuple[str, ...] = ()
+    """Fields that are left out of the JSON that it is asked."""
+    set: tuple[tuple[str, str], ...] = ()
+    """Fields, with their values as JSON, that it is asked with, whatever the client said of them."""
     upstream: tuple[str, ...] = ()
     """Paths of the engine that may be asked for below /upstream/; a trailing slash means all below."""
     concurrency: int | None = None
@@ -338,6 +343,13 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "demote_after": Setting(SECONDS, "Rest on one rung of `rest` before it is taken to the next; or never."),
     "ram": Setting(settings.MEMORY, "Host memory that it needs while it runs; by default as measured."),
     "prepare": Setting(settings.FLAG, "The same as at the top level, for this model."),
+    "strip": Setting(
+        Kind("list of names", lambda value: check_strip(settings.NAMES.read(value))),
+        "Fields of JSON requests that its engine does not get.",
+    ),
+    "set": Setting(
+        Kind("{name: value}", read_set), "Fields of JSON requests, and what its engine gets for them."
+    ),
     "upstream": Setting(
         Kind("list of paths", _read_paths),
         "What else may be asked of the engine, below /upstream/MODEL; /sdapi/ means all below that.",

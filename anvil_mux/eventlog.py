@@ -82,8 +82,8 @@ _OF_CONFIG = (
     "max_queue",
     "host_memory",
 )
-_NOT_OF_BACKEND = ("service",)
-"""A service's environment may hold keys."""
+_NOT_OF_BACKEND = ("service", "strip", "set")
+"""A service's environment may hold keys; the others change nothing of when things happen."""
 
 
 def header(config: Config, began: float) -> dict[str, Any]:

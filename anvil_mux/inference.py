@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anvil_mux import anthropic, api, coding, http1, ollama, prefix, stages
+from anvil_mux import anthropic, api, coding, http1, ollama, prefix, rewrite, stages
 from anvil_mux.accesslog import Served
 from anvil_mux.client import Client, Spool
 from anvil_mux.completions import Translation, parse, written
@@ -521,8 +521,9 @@ class Inference:
             assert call.route is not None
             lacks = (lease.backend.name, call.route.path) if call.route.translated else None
             if lacks not in self._lacking:
+                said = _rewritten(body, lease.backend) if call.route.model_in in ("json", "path") else body
                 try:
-                    return self._forward(call, lease, *_renamed(body, named, known_as, span))
+                    return self._forward(call, lease, *_renamed(said, named, known_as, span))
                 except _Lacking:
                     pass
             assert isinstance(body, (bytes, bytearray))
@@ -601,7 +602,7 @@ class Inference:
         if not asked.path:
             call.send_own(200, [JSON], asked.answer.whole(b"", time.time()))
             return
-        body = asked.body(known_as)
+        body = _rewritten(asked.body(known_as), lease.backend)
         with Exchange(self._relay, lease, call.client.socket) as exchange:
             head = _translated_head(call, lease, asked.path, len(body), self._credentials(lease))
             response = exchange.ask("POST", head, body)
@@ -818,6 +819,13 @@ def _own_limit(request: http1.Request) -> float:
     except ValueError:
         return FOREVER
     return seconds if seconds > 0 else FOREVER
+
+
+def _rewritten(body: Body, backend: Backend) -> Body:
+    """A body of JSON as the service of ``backend`` is to get it."""
+    if not (backend.strip or backend.set) or isinstance(body, Spool):
+        return body
+    return rewrite.rewritten(body, backend.strip, dict(backend.set))
 
 
 def _renamed(

@@ -10,7 +10,7 @@ import anvil_mux
 ROWS = (
     "errors clock http1 coding interpolate accesslog settings service home state notify remote",
     "screen completion",
-    "keys api completions stages ollama anthropic composefile",
+    "keys api rewrite completions stages ollama anthropic composefile",
     "policy preemption profile routing prefix pipeline costs footprint demand hooks config",
     "placement ladder ledger residency outlook progress engine control",
     "gpu compose process freed lookout driver checkpoint",

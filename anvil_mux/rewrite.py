@@ -1,0 +1,99 @@
+"""What whoever runs the program has changed of the questions that a model gets: ``strip`` and ``set``.
+
+Only a backend that says so has its JSON bodies changed, and of these only the members that are named: the
+bytes of all others are passed on as they came, in their order. So numbers keep their digits and text its
+escapes, whatever a reader of JSON would make of them. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from anvil_mux.errors import BadRequest
+
+UNTOUCHED = ("model", "stream")
+"""These decide who answers, and in which form."""
+
+_decode = json.JSONDecoder().raw_decode
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def rewritten(body: bytes | bytearray, strip: Collection[str], put: Mapping[str, str]) -> bytes:
+    """``body`` without the members in ``strip``, and with those in ``put`` (name -> JSON) as they say."""
+    missing = dict(put)
+    kept = []
+    for name, written, value in _members(body):
+        if name in missing:
+            kept.append(written[:value] + missing.pop(name))
+        elif name not in strip and name not in put:
+            kept.append(written)
+    kept += [f"{json.dumps(name)}:{value}" for name, value in missing.items()]
+    return ("{" + ",".join(kept) + "}").encode()
+
+
+def _members(body: bytes | bytearray) -> Iterator[tuple[str, str, int]]:
+    """Name, text and where in it the value begins, of each member of an object."""
+    try:
+        text = body.decode("utf-8-sig")
+        position = _past(text, _space(text, 0), "{")
+        more = not text.startswith("}", position)
+        while more:
+            name, end = _decode(text, position)
+            if not isinstance(name, str):
+                raise ValueError(f"no name at character {position}")
+            value = _past(text, _space(text, end), ":")
+            _, end = _decode(text, value)
+            yield name, text[position:end], value - position
+            end = _space(text, end)
+            more = text.startswith(",", end)
+            position = _past(text, end, ",") if more else end
+        if _past(text, position, "}") != len(text):
+            raise ValueError("something follows the object")
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}", param="body") from None
+
+
+def _space(text: str, position: int) -> int:
+    """The next position that is no white space."""
+    found = _SPACE.match(text, position)
+    assert found is not None
+    return found.end()
+
+
+def _past(text: str, position: int, sign: str) -> int:
+    if not text.startswith(sign, position):
+        raise ValueError(f"`{sign}` is missing at character {position}")
+    return _space(text, position + 1)
+
+
+def read_set(value: Any) -> tuple[tuple[str, str], ...]:
+    """The setting ``set``; as a label, it is JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise ValueError("must hold fields and their values, such as {temperature: 0.2}")
+    _check(value)
+    try:
+        return tuple([(name, json.dumps(each, allow_nan=False)) for name, each in value.items()])
+    except (TypeError, ValueError):
+        raise ValueError("holds a value that JSON does not have; put quotes around it") from None
+
+
+def check_strip(names: Collection[str]) -> tuple[str, ...]:
+    """The setting ``strip``."""
+    _check(names)
+    return tuple(names)
+
+
+def _check(names: Collection[str]) -> None:
+    for name in UNTOUCHED:
+        if name in names:
+            raise ValueError(
+                f"{name} is not to be changed here; served_model says what the engine is asked for"
+            )
