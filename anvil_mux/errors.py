@@ -130,6 +130,13 @@ class Overloaded(MuxError):
     retry_after = 5.0
 
 
+class TooManyRequests(MuxError):
+    """The API key has as many requests at once as it may have; others are served."""
+
+    status, code, kind = 429, "too_many_requests", "rate_limit_error"
+    retry_after = 2.0
+
+
 class Draining(MuxError):
     """The program is shutting down."""
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from anvil_mux import anthropic, api, coding, http1, ollama, prefix, rewrite, stages
@@ -411,6 +412,14 @@ class Inference:
 
     def _send(self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None = None) -> None:
         """``named``: the model's name within ``body``, if that need not be changed for every engine."""
+        key = call.request.key
+        if isinstance(key, Key) and key.requests is not None:
+            with self._mux.counted(key):
+                return self._send_anywhere(call, named, body, span)
+        return self._send_anywhere(call, named, body, span)
+
+    def _send_anywhere(self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None) -> None:
+        """To one backend of its model, and if that cannot be reached to another."""
         retries = self._mux.replicas(call.model)
         if retries > 1:
             call.work = self._work(call, body)
@@ -542,9 +551,12 @@ class Inference:
 
     def _lease(self, call: Call) -> Lease:
         asked = time.monotonic()
+        key = call.request.key
+        of = key if isinstance(key, Key) else None
         try:
             staged = call.model in self._staged and _stages(call)
-            return self._mux.lease(call.model, lambda now: self._tend(call, now), call.work, staged=staged)
+            tend = partial(self._tend, call)
+            return self._mux.lease(call.model, tend, call.work, key=of, staged=staged)
         except MuxError:
             call.waited += time.monotonic() - asked
             raise

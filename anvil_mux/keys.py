@@ -7,6 +7,7 @@ separated by ``;``), with what it may do behind it:
     KEY models=a,b               these models, their lists, nothing else; models=* for all
     KEY models=a state           also the status page, /healthz and /metrics
     KEY name=alice models=* admin
+    KEY models=* requests=8 waiting=2      at most 8 at once, of which at most 2 wait for a model
 
 Only digests are kept, and a key may be given as one (``sha256:`` and 64 hex digits). A key that a request
 shows is compared with all of them, each time in the same number of steps. Pure but for reading the file.
@@ -31,6 +32,7 @@ FIELDS = (b"authorization", b"x-api-key", b"api-key")
 
 _PLAIN = re.compile(r"[!-+\--:<-~]+")
 """Printable, without comma and semicolon, which people separate keys by."""
+_COUNT = re.compile(r"[1-9][0-9]{0,5}")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
@@ -46,6 +48,10 @@ class Key:
     """Sees the state of the whole: the status page and its stream, /healthz, /metrics, /why."""
     admin: bool = True
     """Loads and unloads, and everything else there is."""
+    requests: int | None = None
+    """How many it may have at once, waiting or running."""
+    waiting: int | None = None
+    """How many of these may wait for a model."""
 
 
 class Keyring:
@@ -101,6 +107,7 @@ def _read(line: str) -> Iterator[Key]:
         return
     digest, said = _digest(words[0]), words[1:]
     name, models, flags = "", None, set()
+    limits: dict[str, int] = {}
     for word in said:
         match word.partition("="):
             case "name", "=", value if value:
@@ -110,11 +117,15 @@ def _read(line: str) -> Iterator[Key]:
                 flags.add("models")
             case "state" | "admin", "", "":
                 flags.add(word)
+            case "requests" | "waiting" as limit, "=", value if _COUNT.fullmatch(value):
+                limits[limit] = int(value)
             case _:
-                raise ValueError(f"{word.partition('=')[0]!r} is not name=, models=, state or admin")
+                raise ValueError(
+                    f"{word.partition('=')[0]!r} is not name=, models=, state, admin, requests= or waiting="
+                )
     everything = not flags
     admin = everything or "admin" in flags
-    yield Key(digest, name, models, admin or "state" in flags, admin)
+    yield Key(digest, name, models, admin or "state" in flags, admin, **limits)
 
 
 def _digest(word: str) -> bytes:

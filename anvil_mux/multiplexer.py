@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -34,10 +35,12 @@ from anvil_mux.errors import (
     MuxError,
     Overloaded,
     Severed,
+    TooManyRequests,
     UnknownModel,
     WaitedTooLong,
 )
 from anvil_mux.footprint import Footprint, Footprints
+from anvil_mux.keys import Key
 from anvil_mux.ladder import Host
 from anvil_mux.ledger import Load
 from anvil_mux.outlook import Outlook, outlook
@@ -293,6 +296,8 @@ class Multiplexer:
         self._said: dict[str, Said] = {}  # backend -> what its log says of the load that is under way
         self._tickets = 0
         self._waiting = 0
+        self._requests: Counter[Key] = Counter()  # of keys that have a limit; and how many of them wait
+        self._waiters: Counter[Key] = Counter()
         self._closing: MuxError | None = None
         self._closed = False
         self._build_islands(log, log_leases)
@@ -352,18 +357,39 @@ class Multiplexer:
             seats = self._islands[lease.backend.model].residency.seats_of(lease.backend.model)
             return any(seat.state == "ready" and seat.name != lease.backend.name for seat in seats)
 
-    def lease(
-        self, model: str, tend: Tend | None = None, work: Work = NO_WORK, *, staged: bool = False
-    ) -> Lease:
-        """Blocks until ``model`` is resident, then holds it. Raises MuxError.
+    @contextmanager
+    def counted(self, key: Key) -> Iterator[None]:
+        """One of the requests that ``key`` may have at once, until the end; TooManyRequests."""
+        with self._lock:
+            count = self._requests[key]
+            if key.requests is not None and count >= key.requests:
+                raise TooManyRequests(f"This API key has {count} requests under way, and may not have more.")
+            self._requests[key] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._requests[key] -= 1
 
-        ``work`` is what is known of the request, where the model has several backends. ``staged``: it may be
-        served in two stages, by a prefill and a decode backend that are leased together.
+    def lease(
+        self,
+        model: str,
+        tend: Tend | None = None,
+        work: Work = NO_WORK,
+        *,
+        key: Key | None = None,
+        staged: bool = False,
+    ) -> Lease:
+        """Blocks until ``model`` is resident and has a place, then holds it. Raises MuxError.
+
+        ``work`` is what is known of the request, where the model has several backends, and ``key`` whose it
+        is. ``staged``: it may be served in two stages, by a prefill and a decode backend that are leased
+        together.
 
         ``tend(now)`` is called without the lock a few times a second while the request waits. What it raises
         ends the wait and propagates; ClientGone is how it says that nobody wants the answer any more.
         """
-        ticket = self._ask_for(model, tend, leases=True, work=work, staged=staged)
+        ticket = self._ask_for(model, tend, leases=True, work=work, key=key, staged=staged)
         lease = self._lease_of(ticket)
         if ticket.wake:
             lease.waited = self._clock.now() - ticket.since
@@ -381,7 +407,14 @@ class Multiplexer:
         self._ask_for(model, tend, leases=False)
 
     def _ask_for(
-        self, model: str, tend: Tend | None, *, leases: bool, work: Work = NO_WORK, staged: bool = False
+        self,
+        model: str,
+        tend: Tend | None,
+        *,
+        leases: bool,
+        work: Work = NO_WORK,
+        key: Key | None = None,
+        staged: bool = False,
     ) -> Ticket:
         with self._lock:
             now = self._clock.now()
@@ -390,14 +423,16 @@ class Multiplexer:
                 raise self._closing.with_traceback(None)
             if self._waiting >= self._config.max_queue and not island.residency.takes(model):
                 raise Overloaded(f"overloaded: {self._waiting} requests wait for models already. Try again.")
+            if key and key.waiting is not None and not island.residency.takes(model):
+                self._check_waiters(key, key.waiting)
             self._tickets += 1
             first = self._first_stage(model, now, work) if staged else None
-            ticket = Ticket(self._tickets, model, now, leases=leases, work=work, prefill=first)
+            ticket = Ticket(self._tickets, model, now, leases=leases, work=work, prefill=first, sender=key)
             if island.residency.request(ticket, now):
                 island.changed.notify_all()
             if ticket.backend is None and ticket.error is None:
                 ticket.wake = self._clock.latch()
-                self._waiting += 1
+                self._count_waiting(ticket, 1)
         if ticket.wake:
             self._wait(island, ticket, tend)
         if ticket.error:
@@ -409,6 +444,17 @@ class Multiplexer:
         """Its input is computed without a stream, so nothing of it is seen before it is done."""
         self._tickets += 1
         return Ticket(self._tickets - 1, model, now, work=work._replace(infer_type="prefill", stream=False))
+
+    def _check_waiters(self, key: Key, limit: int) -> None:
+        count = self._waiters[key]
+        if count >= limit:
+            raise TooManyRequests(f"This API key has {count} requests waiting, and may not have more.")
+
+    def _count_waiting(self, ticket: Ticket, change: int) -> None:
+        """Under the lock: a ticket waits, or waits no longer."""
+        self._waiting += change
+        if isinstance(ticket.sender, Key) and ticket.sender.waiting is not None:
+            self._waiters[ticket.sender] += change
 
     def _wait(self, island: _Island, ticket: Ticket, tend: Tend | None) -> None:
         pause = TEND_SECONDS if tend else FOREVER
@@ -454,7 +500,7 @@ class Multiplexer:
 
     def _leave_line(self, island: _Island, ticket: Ticket, now: float, error: MuxError | None) -> None:
         island.residency.give_up(ticket, now, error)
-        self._waiting -= 1
+        self._count_waiting(ticket, -1)
         island.changed.notify_all()
 
     def cancel(self, number: int) -> bool:
@@ -605,7 +651,7 @@ class Multiplexer:
     def _wake_settled(self, island: _Island) -> None:
         settled, island.residency.settled = island.residency.settled, []
         for ticket in settled:
-            self._waiting -= 1
+            self._count_waiting(ticket, -1)
             ticket.wake.set()
 
     # Keepers

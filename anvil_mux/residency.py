@@ -39,7 +39,7 @@ After a failed start there is no rollback: the backend is empty, and the next qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -78,6 +78,7 @@ from anvil_mux.policy import (
 )
 from anvil_mux.preemption import Preemption
 from anvil_mux.routing import INFER_TYPES, Choice, Work
+from anvil_mux.turns import Turns
 
 TRANSITIONS: dict[tuple[str, str], str] = {
     ("empty", "load"): "starting",
@@ -169,6 +170,7 @@ class Ticket:
         "leases",
         "model",
         "prefill",
+        "sender",
         "severed",
         "since",
         "taken_back",
@@ -185,11 +187,14 @@ class Ticket:
         leases: bool = True,
         work: Work = NO_WORK,
         prefill: Ticket | None = None,
+        sender: Hashable = None,
     ) -> None:
         self.id = id
         self.model = model
         self.since = since
         self.work = work
+        self.sender = sender
+        """Whose it is: where a line is admitted in parts, senders take turns."""
         self.leases = leases
         """False: it only wants the model loaded."""
         self.prefill = prefill
@@ -365,8 +370,8 @@ class Residency:
         self._idlers = [seat for seat in self.seats.values() if seat.backend.ttl is not None]
         self._stayers = [seat for seat in self.seats.values() if seat.backend.min_residency]
         self._parkers = [seat for seat in self.seats.values() if seat.backend.rest != ("stop",)]
-        self._limited = {seat.model for seat in self.seats.values() if seat.backend.concurrency}
-        """Models that may have a line while they are resident."""
+        self._turns = {s.model: Turns[Ticket]() for s in self.seats.values() if s.backend.concurrency}
+        """Of models that may have a line while they are resident: who is next in it."""
         self._left: dict[str, float] = {}
         """Of those: when a backend last ceased to be ready. Before that, no line waited for a load."""
         self._unprepared = [seat for seat in self.seats.values() if seat.backend.prepare]
@@ -413,7 +418,7 @@ class Residency:
         demand = self._demand[ticket.model]
         demand.arrived(now)
         ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
-        if ready and self._limited and ticket.leases and not self.takes(ticket.model):
+        if ready and self._turns and ticket.leases and not self.takes(ticket.model):
             self._queue(ticket, now, "busy")
             return ticket.model in self._ledgers and self._spill(ticket.model, now) is not None
         if ready:
@@ -439,6 +444,8 @@ class Residency:
     def _queue(self, ticket: Ticket, now: float, reason: str = "") -> None:
         line = self.lines[ticket.model]
         line[ticket] = None
+        if ticket.leases and ticket.model in self._turns:
+            self._turns[ticket.model].join(ticket.sender, ticket)
         self._emit(Event(now, "queued", ticket.model, "", ticket.id, len(line), reason=reason))
 
     def _note_pause(self, model: str, now: float) -> None:
@@ -479,7 +486,7 @@ class Residency:
             self._ledgers[ticket.model].ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
         if self._emit_leases:
             self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
-        if self._limited and seat.state == "ready":
+        if self._turns and seat.state == "ready":
             self._fill_places(ticket.model, now)
         if ticket.choice and not seat.holders and seat.state == "ready":
             self._take_back(seat, now)
@@ -496,6 +503,8 @@ class Residency:
             return
         self._plans_hold_until = -FOREVER
         del line[ticket]
+        if ticket.model in self._turns:
+            self._turns[ticket.model].leave(ticket.sender, ticket)
         if error:
             self._fail(ticket, error, now)
         else:
@@ -943,7 +952,7 @@ class Residency:
         """The first of each line that waits for a load which no swap under way will end, oldest first."""
         coming = self._coming()
         firsts = [next(iter(line)) for model, line in self.lines.items() if line and model not in coming]
-        if self._limited:
+        if self._turns:
             firsts = [first for first in firsts if not self.is_ready(first.model)]
         return sorted(firsts, key=_AGE) if len(firsts) > 1 else firsts
 
@@ -1175,7 +1184,7 @@ class Residency:
         line = self.lines[model]
         if line:
             self._demand[model].admitted(len(line), now - next(iter(line)).since)
-        if model in self._limited:
+        if model in self._turns:
             for ticket in [ticket for ticket in line if not ticket.leases]:
                 self._admit_one(ticket, ready, now)
             self._fill_places(model, now)
@@ -1193,7 +1202,7 @@ class Residency:
         line = self.lines[model]
         while line and self.takes(model):
             places = [seat for seat in self._replicas[model] if seat.state == "ready" and not seat.full]
-            self._admit_one(next(iter(line)), places, now)
+            self._admit_one(self._turns[model].take(), places, now)
 
     def _admit_one(self, ticket: Ticket, ready: list[Seat], now: float) -> None:
         if seat := self._route(ready, ticket, now):
@@ -1232,6 +1241,8 @@ class Residency:
         line = self.lines[model]
         for ticket in line:
             self._fail(ticket, error, now)
+        if model in self._turns:
+            self._turns[model].clear()
         self.settled += line
         line.clear()
 
@@ -1300,7 +1311,7 @@ class Residency:
         seat.since = now
         if seat.state == "empty":
             seat.ram = seat.backend.ram or 0  # what it had pinned is gone
-        if before == "ready" and seat.model in self._limited:
+        if before == "ready" and seat.model in self._turns:
             self._left[seat.model] = now
         if "ready" in (before, seat.state):
             self._ready = [each for each in self.seats.values() if each.state == "ready"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -52,8 +52,8 @@ class Request(NamedTuple):
     patience: float = FOREVER
     leases: bool = True
     """False: it only wants the model loaded."""
-    sender: object = None
-    """Whoever sends it, for ``follow``."""
+    sender: Hashable = None
+    """Whoever sends it, for ``follow``, and for lines in which senders take turns."""
 
 
 class Unloading(NamedTuple):
@@ -239,7 +239,7 @@ class _Simulation:
         if self._waiting >= self._config.max_queue and not island.residency.takes(model):
             self._follow_up(now, request)  # overloaded
             return
-        ticket = Ticket(next(self._ids), model, now, leases=request.leases)
+        ticket = Ticket(next(self._ids), model, now, leases=request.leases, sender=request.sender)
         ticket.wake = request
         self._open += 1
         ask = island.residency.request(ticket, now)

@@ -13,6 +13,7 @@ import pytest
 from anvil_mux import keys
 from anvil_mux.config import Backend, Service
 from anvil_mux.errors import ConfigError, Unauthorized
+from anvil_mux.inference import Patience
 from anvil_mux.keys import Key, Keyring
 from tests.fake_engine import JSON_OK, RawClient, Rig
 
@@ -69,7 +70,7 @@ def test_every_bad_line_is_told_and_no_key_is(tmp_path: Path) -> None:
     assert [problem.rpartition(f"{file}:")[2].partition(":")[0] for problem in caught.value.problems] == list(
         "12345"
     )
-    assert "'modles' is not name=, models=, state or admin" in caught.value.message
+    assert "'modles' is not name=, models=, state, admin, requests= or waiting=" in caught.value.message
     assert "enough" not in caught.value.message
 
 
@@ -369,3 +370,113 @@ def test_no_origin_is_ever_allowed_to_read(rig: Rig) -> None:
 def test_another_sites_page_changes_nothing(rig: Rig, method: bytes) -> None:
     answer = rig.client().get(b"/models/unload", method, extra=b"Origin: null\r\n")
     assert answer.status == 403
+
+
+# How much one key may ask for
+
+
+LIMITED = "limited-secret-key"
+
+
+def limited(make_rig: Callable[..., Rig], limits: str) -> Rig:
+    backends = (Backend("a", "a", ("0",), concurrency=1), Backend("b", "org/b", ("1",)))
+    return make_rig(keys=ring(f"{ROOT}\n{LIMITED} models=* {limits}"), backends=backends)
+
+
+def asking(rig: Rig, key: str, model: str = "a") -> RawClient:
+    client = rig.client()
+    client.post(json.dumps({"model": model}).encode(), extra=bearer(key))
+    return client
+
+
+def test_limits_are_read_and_take_nothing_else_away() -> None:
+    found = ring(f"{LIMITED} requests=8 waiting=2").of({b"x-api-key": LIMITED.encode()})
+    assert (found.requests, found.waiting, found.models, found.admin) == (8, 2, None, True)
+
+
+@pytest.mark.parametrize("said", ["requests=0", "waiting=", "requests=x", "requests=-1"])
+def test_a_limit_is_a_number_from_1_on(said: str) -> None:
+    with pytest.raises(ConfigError, match="requests= or waiting="):
+        ring(f"{LIMITED} {said}")
+
+
+def test_a_key_with_as_many_requests_as_it_may_have_gets_429_and_others_are_served(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = limited(make_rig, "requests=1")
+    first = asking(rig, LIMITED, "org/b")
+    held = rig.other.next()
+    refused = asking(rig, LIMITED).read()
+    assert refused.status == 429
+    assert refused.header(b"retry-after") == b"2"
+    said = json.loads(refused.body)["error"]
+    assert (said["code"], said["type"]) == ("too_many_requests", "rate_limit_error")
+    other = asking(rig, ROOT)
+    rig.engine.next().send(JSON_OK)
+    assert other.read().status == 200
+    held.send(JSON_OK)
+    assert first.read().status == 200
+    rig.events.record(3)
+    again = asking(rig, LIMITED)
+    rig.engine.next().send(JSON_OK)
+    assert again.read().status == 200
+
+
+def test_a_key_with_as_many_waiting_as_it_may_have_gets_429_but_not_for_what_need_not_wait(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = limited(make_rig, "waiting=1")
+    running = asking(rig, ROOT)
+    held = rig.engine.next()
+    waits = asking(rig, LIMITED)
+    rig.events.wait("queued", 2)
+    assert asking(rig, LIMITED).read().status == 429
+    patient = asking(rig, ROOT)
+    rig.events.wait("queued", 3)
+    held.send(JSON_OK)
+    assert running.read().status == 200
+    for client in (waits, patient):
+        rig.engine.next().send(JSON_OK)
+        assert client.read().status == 200
+    rig.events.wait("released", 3)
+    free = asking(rig, LIMITED)
+    rig.engine.next().send(JSON_OK)
+    assert free.read().status == 200
+    waits_again = asking(rig, LIMITED)
+    rig.engine.next().send(JSON_OK)
+    assert waits_again.read().status == 200
+
+
+def test_keys_take_turns_at_a_model_that_takes_one_request_at_once(make_rig: Callable[..., Rig]) -> None:
+    rig = limited(make_rig, "requests=50")
+    first = asking(rig, ROOT)
+    held = rig.engine.next()
+    many = []
+    for count in range(3):
+        many.append(asking(rig, ROOT))
+        rig.events.wait("queued", count + 2)
+    modest = asking(rig, LIMITED)
+    rig.events.wait("queued", 5)
+    held.send(JSON_OK)
+    assert first.read().status == 200
+    rig.engine.next().send(JSON_OK)
+    assert many[0].read().status == 200
+    rig.engine.next().send(JSON_OK)
+    assert modest.read().status == 200
+    for client in many[1:]:
+        rig.engine.next().send(JSON_OK)
+        assert client.read().status == 200
+
+
+def test_a_stream_that_waits_for_a_place_is_told_so(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(
+        backends=(Backend("a", "a", ("0",), concurrency=1), Backend("b", "b", ("0",))),
+        patience=Patience(grace=0.0, comment_every=0.01),
+    )
+    first, second = rig.client(), rig.client()
+    first.post(b'{"model":"a"}')
+    held = rig.engine.next()
+    second.post(b'{"model":"a","stream":true}')
+    second.read_until(b": anvil-mux waiting for a place at a")
+    held.send(JSON_OK)
+    assert first.read().status == 200

@@ -121,7 +121,7 @@ class Player:
         if not request.leases:
             self._mux.load(request.model, tended)
             return
-        with self._mux.lease(request.model, tended):
+        with self._mux.lease(request.model, tended, key=request.sender):
             self._clock.sleep(request.seconds)
 
 

@@ -48,6 +48,11 @@ MUTANTS = {
         "            self._fill_places(ticket.model, now)\n        if ticket.choice",
         "            pass\n        if ticket.choice",
     ),
+    "those who wait for a place are taken as they came": (
+        "residency",
+        "self._admit_one(self._turns[model].take(), places, now)",
+        "self._admit_one(next(iter(line)), places, now)",
+    ),
     "who gets a place is not woken": (
         "multiplexer",
         "            if island.residency.settled:\n",
@@ -55,7 +60,7 @@ MUTANTS = {
     ),
     "who waits for a place waits for a load": (
         "residency",
-        "        if self._limited:\n            firsts =",
+        "        if self._turns:\n            firsts =",
         "        if False:\n            firsts =",
     ),
     "a swap for nobody is not reprieved": (

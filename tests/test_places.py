@@ -5,11 +5,12 @@ from math import inf
 import pytest
 
 from anvil_mux.config import Config
-from anvil_mux.errors import Overloaded, WaitedTooLong
+from anvil_mux.errors import LoadError, Overloaded, WaitedTooLong
 from anvil_mux.outlook import outlook
 from anvil_mux.policy import Stay, SwapTo
 from anvil_mux.residency import Event
 from anvil_mux.simulate import Engines, Request, check, simulate
+from anvil_mux.turns import Turns
 from tests.test_multiplexer import Stage
 from tests.test_residency import Island, backend
 
@@ -158,6 +159,73 @@ def test_what_a_request_would_wait_for_is_told():
         "A request for a waits: it is resident on GPU 0, but takes no more than the 2 that run; "
         "1 wait before it."
     )
+
+
+def order(island, first):
+    """The senders in the order in which they get the one place that ``first`` has."""
+    served, now = [], 10.0
+    island.core.settled.clear()
+    island.core.release(first, now)
+    while island.core.settled:
+        (ticket,) = island.core.settled
+        island.core.settled.clear()
+        served.append(ticket.sender)
+        now += 1.0
+        island.core.release(ticket, now)
+    return "".join(served)
+
+
+def test_places_go_round_the_senders_and_each_senders_requests_keep_their_order():
+    island, (first,) = full(ONE, places=1)
+    for sender in "aaaaabbc":
+        island.request("a", 2.0, sender=sender)
+    assert order(island, first) == "abcabaaa"
+    island.sound()
+
+
+def test_who_comes_back_comes_last_and_who_leaves_takes_nobodys_turn():
+    turns = Turns()
+    for sender, ticket in ("a1", "a2", "b1", "c1"):
+        turns.join(sender, ticket)
+    assert turns.take() == "1"
+    turns.leave("b", "1")
+    turns.leave("b", "never there")
+    turns.join("b", "2")
+    assert [turns.take() for _ in range(3)] == ["1", "2", "2"]
+    turns.join("x", "1")
+    turns.clear()
+    turns.join("y", "9")
+    assert turns.take() == "9"
+
+
+def test_a_hundred_requests_of_one_sender_hold_up_the_first_of_another_by_one():
+    island, (first,) = full(ONE, places=1)
+    for _ in range(100):
+        island.request("a", 2.0, sender="greedy")
+    island.request("a", 3.0, sender="modest")
+    assert order(island, first).index("modest"[0]) == len("greedy")
+
+
+def test_a_line_that_waited_for_a_load_is_taken_in_turns_too_and_a_failed_one_is_forgotten():
+    island = Island(TWO)
+    for sender in "aab":
+        island.request("a", 1.0, sender=sender)
+    assert island.steps(1.0) == ["start a"]
+    island.core.start_failed("a", 2.0, LoadError("no"))
+    island.core.settled.clear()
+    for sender in "ccd":
+        island.request("a", 100.0, sender=sender)
+    assert island.steps(100.0) == ["start a"]
+    island.core.started("a", 101.0)
+    assert [ticket.sender for ticket in island.core.settled] == ["c", "d"]
+
+
+def test_a_sender_whose_client_left_is_passed_over():
+    island, (first,) = full(ONE, places=1)
+    gone = island.request("a", 2.0, sender="x")
+    island.request("a", 2.0, sender="y")
+    island.core.give_up(gone, 3.0)
+    assert order(island, first) == "y"
 
 
 LOG = [

@@ -53,8 +53,8 @@ class Island:
         self.ids = itertools.count(1)
         self.until = inf
 
-    def request(self, model, at, *, leases=True):
-        ticket = Ticket(next(self.ids), model, at, leases=leases)
+    def request(self, model, at, *, leases=True, sender=None):
+        ticket = Ticket(next(self.ids), model, at, leases=leases, sender=sender)
         self.core.request(ticket, at)
         return ticket
 

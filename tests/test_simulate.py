@@ -8,6 +8,7 @@ import pytest
 
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.keys import Key
 from anvil_mux.policy import POLICIES as REGISTRY
 from anvil_mux.policy import Stay, SwapTo, Unload
 from anvil_mux.residency import Event, Residency, Start
@@ -148,6 +149,9 @@ class Hazards:
         return Outcome(seconds, error, how, residual, self.host_bytes)
 
 
+SENDERS = (None, Key(b"1"), Key(b"2"), Key(b"2"), Key(b"2"))
+
+
 def own_settings(backends, seed):
     """The backends, each with some settings of its own."""
     draw = random.Random(f"own settings {seed}")
@@ -204,7 +208,8 @@ def world(layout, policy, seed, requests=60):
         patience = draw.randint(1, 40) / 4 if draw.random() < impatient else inf
         seconds = tick(draw.expovariate(1 / service)) + 2**-20
         (model,) = draw.choices(models, weights)
-        trace.append(Request(now, model, seconds, patience, leases=draw.random() > 0.05))
+        sender = SENDERS[len(trace) % len(SENDERS)]
+        trace.append(Request(now, model, seconds, patience, leases=draw.random() > 0.05, sender=sender))
     return config, trace, engines
 
 

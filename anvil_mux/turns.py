@@ -1,0 +1,43 @@
+"""Whose turn it is in a line that is admitted in parts: one request of each sender, round after round.
+
+Who sends a hundred requests at once makes nobody wait for them but himself: another's first request waits for
+one of his, not for a hundred. A sender who comes back after his last request was taken comes last. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+_Ticket = TypeVar("_Ticket", bound=Hashable)
+
+
+class Turns(Generic[_Ticket]):
+    """The tickets that wait, in the order in which they are to be taken."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, dict[_Ticket, None]] = {}
+        """Sender -> tickets, the oldest first; the senders in the order of their turns."""
+
+    def join(self, sender: Hashable, ticket: _Ticket) -> None:
+        self._waiting.setdefault(sender, {})[ticket] = None
+
+    def leave(self, sender: Hashable, ticket: _Ticket) -> None:
+        """It waits no longer, if it did; nobody's turn changes."""
+        tickets = self._waiting.get(sender, {})
+        tickets.pop(ticket, None)
+        if not tickets:
+            self._waiting.pop(sender, None)
+
+    def take(self) -> _Ticket:
+        """The next, which then has left; its sender's next turn comes after everybody else's."""
+        sender = next(iter(self._waiting))
+        tickets = self._waiting.pop(sender)
+        ticket = next(iter(tickets))
+        del tickets[ticket]
+        if tickets:
+            self._waiting[sender] = tickets
+        return ticket
+
+    def clear(self) -> None:
+        self._waiting.clear()
