@@ -28,8 +28,8 @@ MUTANTS = {
     ),
     "leases are granted while their backend drains": (
         "residency",
-        'if seat.state == "ready"]\n        if ready:\n',
-        'if seat.state in ("ready", "draining")]\n        if ready:\n',
+        'if seat.state == "ready"]\n        if ready and self._turns',
+        'if seat.state in ("ready", "draining")]\n        if ready and self._turns',
     ),
     "leases are counted, not identified": (
         "residency",
@@ -39,9 +39,9 @@ MUTANTS = {
     ),
     "only the first of a line is admitted": (
         "residency",
-        "(model), now)\n        self.settled += line\n        line.clear()\n\n    def _take_back(",
+        "(model), now)\n        self.settled += line\n        line.clear()\n\n    def _fill_places(",
         "(model), now)\n            break\n        self.settled += list(line)[:1]\n"
-        "        line.pop(next(iter(line), None), None)\n\n    def _take_back(",
+        "        line.pop(next(iter(line), None), None)\n\n    def _fill_places(",
     ),
     "a place that becomes free is left free": (
         "residency",
@@ -120,7 +120,7 @@ MUTANTS = {
     ),
     "the moment of an overdue line is forgotten": (
         "residency",
-        "moments = [first.since + self._max_wait[first.model] for first in waiting]",
+        "moments = [self._overdue_at(first) for first in waiting]",
         "moments = []",
     ),
     "a backend that could not be stopped is taken for gone": (
