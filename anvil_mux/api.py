@@ -42,7 +42,7 @@ class Route:
     api: str
     """Whose shapes to answer with: openai, anthropic, llamacpp, ollama."""
     model_in: str
-    """Where the model's name sits: json, multipart, query, path, upstream."""
+    """Where the model's name sits: json, multipart, query, path, upstream; answer: with an earlier answer."""
     beat: str = "none"
     """chat, completion, messages, responses; with none a stream takes comments only."""
     streams: bool = False
@@ -135,10 +135,24 @@ def match(method: str, path: str) -> Route | None:
     for theirs, ours in _SAME:
         if path.startswith(theirs):
             return match(method, ours + path[len(theirs) :])
+    answer = _ANSWER.fullmatch(path)
+    if answer and method in _OF_ANSWER[answer[2] or ""]:
+        return Route("openai", "answer", path=f"/v1/responses/{answer[1]}{answer[2] or ''}")
     in_path = _IN_PATH.fullmatch(path)
     if in_path is None or method != "POST":
         return None
     return replace(ROUTES["/v1" + in_path[2]]["POST"], model_in="path")
+
+
+_ANSWER = re.compile(r"(?:/v1?)?/responses/(resp_[A-Za-z0-9_-]{1,250})(/input_items|/cancel)?")
+_OF_ANSWER = {"": ("GET", "DELETE"), "/input_items": ("GET",), "/cancel": ("POST",)}
+
+
+def answer_in_path(path: str) -> str:
+    """The id of the answer in a path that ``match`` found to be about one."""
+    found = _ANSWER.search(path)
+    assert found is not None
+    return found[1]
 
 
 _UPSTREAM = "/upstream/"

@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from anvil_mux import anthropic, api, coding, http1, ollama, prefix, rewrite, stages
+from anvil_mux import answers, anthropic, api, coding, http1, ollama, prefix, rewrite, stages
 from anvil_mux.accesslog import Served
+from anvil_mux.answers import Answers
 from anvil_mux.client import Client, Spool
 from anvil_mux.completions import Translation, parse, written
 from anvil_mux.config import Backend, Config
@@ -310,6 +311,7 @@ class Inference:
         """Models of which a request may be served in two stages."""
         self._hides_keys = hides_keys
         """Clients' keys are ours, so that engines get their own instead."""
+        self._answers = Answers()
         self._lacking: set[tuple[str, str] | None] = set()
         """(backend, path) of routes that engines turned out not to have; changed by atomic operations."""
 
@@ -324,7 +326,9 @@ class Inference:
         if route.model_in == "upstream":
             self._send(call, None, self._read(call))
             return
-        if route.model_in == "multipart":
+        if route.model_in == "answer":
+            self._ask_of_answer(call)
+        elif route.model_in == "multipart":
             self._infer_from_form(call)
         elif route.model_in == "path":
             body = self.read_json(call)
@@ -357,6 +361,28 @@ class Inference:
                 raise BadRequest(f"{call.model} is not loaded, and a GET does not load it", status=409)
             return self.infer(call, api.Route("openai", "upstream", path=path))
         raise NotFound(f"{request.path} names no model and path: /upstream/MODEL/PATH.")
+
+    def _ask_of_answer(self, call: Call) -> None:
+        """A request about an earlier answer: for the engine that has it, if that was not put out since."""
+        id = api.answer_in_path(call.request.path)
+        kept = self._answers.find(id, call.request.key)
+        ready = [
+            backend.backend
+            for model in self._mux.status().models
+            for backend in model.backends
+            if backend.state == "ready"
+        ]
+        if kept is None or kept.backend not in ready:
+            raise NotFound(f"There is no answer {id}: it was never given, or its engine was put out since.")
+        call.model, call.work = kept.model, Work(owner=kept.backend)
+        self._send(call, None, self._read(call))
+
+    def _note_answer(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
+        """Remembers which engine has the answer that begins now."""
+        if not exchange.whole and _is_events(response):
+            exchange.read_on(answers.says_no_more)
+        if id := answers.id_in(exchange.data):
+            self._answers.keep(id, call.model, lease.backend.name, call.request.key)
 
     def _may_ask(self, model: str, method: str, path: str) -> bool:
         backends = [backend for backend in self._config.backends if backend.model == model]
@@ -422,7 +448,7 @@ class Inference:
         """To one backend of its model, and if that cannot be reached to another."""
         retries = self._mux.replicas(call.model)
         if retries > 1:
-            call.work = self._work(call, body)
+            call.work = self._work(call, body)._replace(owner=self._owner(call, body))
         asked = call.translation
         while True:
             try:
@@ -432,6 +458,13 @@ class Inference:
                     raise
                 retries -= 1
                 call.translation = asked or call.translation  # without what a first stage may have added
+
+    def _owner(self, call: Call, body: Body) -> str:
+        """The replica that has the answer which a question refers to."""
+        if not call.route or call.route.beat != "responses" or isinstance(body, Spool):
+            return call.work.owner
+        kept = self._answers.find(answers.previous(body), call.request.key)
+        return kept.backend if kept else ""
 
     def _work(self, call: Call, body: Body) -> Work:
         """What the choice among replicas goes by."""
@@ -576,6 +609,8 @@ class Inference:
             call.first_byte = time.monotonic() - call.since
             if response.status in LACKING and call.route and call.route.translated:
                 raise _Lacking
+            if response.status == 200 and call.route and call.route.beat == "responses":
+                self._note_answer(call, lease, exchange, response)
             if call.began:
                 self._continue(call, lease, exchange, response)
             elif exchange.whole:

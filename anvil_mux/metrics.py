@@ -431,6 +431,8 @@ _CAUSES = {"unload requested": "unload", "it does not answer": "unreachable"}
 def _other_spelling(path: str) -> str:
     """The route of a path that has a model or a foreign prefix in it."""
     route = api.match("POST", path)
+    if route and route.model_in == "answer":
+        return "other"
     return route.path if route else "other"
 
 

@@ -467,6 +467,11 @@ class Exchange:
         if TOKENS in data:
             self._said = data
 
+    def read_on(self, until: Callable[[bytes], bool]) -> None:
+        """Reads until enough of the body came with the head; not for one that may have ended."""
+        while not until(self.data):
+            self.data += self._more()
+
     def _tell(self, data: bytes) -> None:
         """What came of the body before anything was sent to the client."""
         watch = self._lease.watch

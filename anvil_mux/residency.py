@@ -1165,6 +1165,8 @@ class Residency:
         """One of these, charged with the request; None: the policy lets none of them take it."""
         failed = [s.name for s in self._replicas[ticket.model] if s.state == "stuck" or s.retry_at > now]
         names = [seat.name for seat in among if not seat.full]
+        if ticket.work.owner in names:
+            names = [ticket.work.owner]
         choice = self._ledgers[ticket.model].choose(ticket, ticket.work, names, failed, now)
         ticket.choice = choice
         return self.seats[choice.backend] if choice else None

@@ -48,6 +48,8 @@ class Work(NamedTuple):
     """Bytes of its input; 0: not known."""
     stream: bool = False
     """The first byte of its answer says that its prefill is done."""
+    owner: str = ""
+    """The replica that alone has what it refers to: it goes there if it can, whatever the policy says."""
 
 
 class Replica(NamedTuple):

@@ -16,7 +16,7 @@ ROWS = (
     "gpu compose process freed lookout driver checkpoint",
     "swap adopt multiplexer scraper simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
-    "tunnel pump relay gauges metrics feed journal learned client tls",
+    "answers tunnel pump relay gauges metrics feed journal learned client tls",
     "inference console routerapi gateway server",
     "serve tally byhand bench profiler cli __main__",
 )
