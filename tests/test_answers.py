@@ -56,8 +56,9 @@ def test_a_question_that_goes_on_from_an_answer_reaches_the_replica_that_has_it(
 def test_it_does_so_also_while_the_other_replica_has_nothing_to_do(rig: Rig) -> None:
     first_answer(rig)
     busy = [ask(rig, "resp_1") for _ in range(3)]
-    for count, client in enumerate(busy):
-        answer(client, rig.engine, f"resp_b{count}")
+    for _ in busy:
+        rig.engine.next().send(whole(b"{}"))
+    assert [client.read().status for client in busy] == [200] * 3
 
 
 def test_an_answer_that_was_streamed_is_known_by_its_first_event(rig: Rig) -> None:
