@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -26,7 +27,7 @@ from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
 from anvil_mux.rewrite import rewritten
 
 CORPUS = Path(__file__).parent / "corpus"
-ROUNDS = 2000
+ROUNDS = 5000
 """Mutants of each kind in a usual run."""
 SECONDS = float(os.environ.get("ANVIL_FUZZ_SECONDS", "0"))
 """Of each kind, in place of ``ROUNDS``."""
@@ -173,14 +174,12 @@ def check_request(data: bytes, draw: random.Random) -> None:
     for name in ("method", "path", "query", "headers", "length", "chunked", "keep_alive"):
         assert getattr(request, name) == getattr(alone, name), name  # what is remembered is the same
     theirs = read_by_h11(head.lstrip(b"\r\n"))
-    if theirs:
-        said = [(b"content-length", b"%d" % request.length)] if request.length is not None else []
-        said += [(b"transfer-encoding", b"chunked")] if request.chunked else []
-        normal = [
-            (n, b"%d" % int(v) if n == b"content-length" else v) for n, v in framing(list(theirs.headers))
-        ]
-        assert normal == said
-        assert (theirs.method.decode(), theirs.target) == (request.method, request.target)
+    assert theirs is not None, "h11 refuses it"
+    said = [(b"content-length", b"%d" % request.length)] if request.length is not None else []
+    said += [(b"transfer-encoding", b"chunked")] if request.chunked else []
+    found = [(n, b"%d" % int(v) if n == b"content-length" else v) for n, v in framing(list(theirs.headers))]
+    assert found == said
+    assert (theirs.method.decode(), theirs.target) == (request.method, request.target)
     check_forwarded_request(request)
 
 
@@ -226,8 +225,12 @@ def check_chunks(data: bytes, draw: random.Random) -> None:
     if one is not None or other is not None:
         assert one == other
     theirs = unchunked_by_h11(data)
-    if one is not None and one[1] and theirs is not None:
+    if one is not None and one[1] and not UNKNOWN_TO_H11.search(data):
         assert theirs == (one[0], one[2])
+
+
+UNKNOWN_TO_H11 = re.compile(rb"[ \t];|content-length|transfer-encoding", re.IGNORECASE)
+"""A space before an extension; fields about framing in a trailer, which we drop with all of it."""
 
 
 def unchunked_by_h11(data: bytes) -> tuple[bytes, bytes] | None:
