@@ -8,8 +8,9 @@ Not every rung can be reached from the one above without waking: ``DESCENTS`` ha
 all, and whether the backend needs its GPUs for it. Those rungs are passed over while others have the GPUs.
 
 ``Host`` counts what engines keep of the host's memory, running and parked, over all islands. Its invariant:
-what is parked is never parked so high that the sum exceeds the budget. Running engines do not yield; a load
-that would not fit beside them is refused before anything is drained.
+what is parked is never parked so high that the sum exceeds the budget. What runs on other islands yields to a
+line that is overdue, if nobody uses it; a load that would not fit beside the rest is refused before anything
+is drained.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class Host:
         self.changes = 0
         """How often somebody's share changed: then every island is to be asked again."""
         self._seats: dict[str, tuple[Seat, Worth]] = {}
+        self._called: dict[str, str] = {}  # backend -> the model of another island that it is to go for
 
     def join(self, seat: Seat, worth: Worth) -> None:
         self._seats[seat.name] = seat, worth
@@ -96,6 +98,38 @@ class Host:
         """Who else keeps host memory and does not yield it, and how much, the largest first."""
         amounts = [(name, _insists_on(seat)) for name, (seat, _) in self._seats.items() if seat is not but]
         return sorted(((name, amount) for name, amount in amounts if amount), key=lambda each: -each[1])
+
+    def call(self, target: Seat, short: int, own: Collection[Seat], now: float) -> bool:
+        """Asks idle residents of other islands to go for ``target``; False if that frees too little.
+
+        ``own``: those of its island. Whoever is about to leave anyway is waited for.
+        """
+        idle = []
+        for seat, worth in self._seats.values():
+            if seat in own:
+                continue
+            if seat.state in ("draining", "stopping"):
+                short -= seat.ram
+            elif seat.ram and _is_idle(seat, now):
+                idle.append((worth(seat, now), seat.name, seat.ram))
+        called = {}
+        for _, name, ram in sorted(idle):
+            if short > 0:
+                called[name] = target.model
+                short -= ram
+        if short > 0:
+            return False
+        self._called |= called
+        self.changes += 1 if called else 0
+        return True
+
+    def answer(self, seat: Seat, now: float) -> str:
+        """The model that a resident was asked to go for; "" for none, and if it is not idle any more."""
+        model = self._called.pop(seat.name, "")
+        if model and not _is_idle(seat, now):
+            self.changes += 1
+            return ""
+        return model
 
     def rung(self, seat: Seat, spare: int = 0) -> str:
         """The highest rung on which there is room for a backend that leaves its GPUs now.
@@ -125,8 +159,8 @@ class Host:
 
         Others that are to be loaded after it do not count: two that wait for each other would wait for ever.
         """
-        if self.budget is None:
-            return True
+        if self.budget is None or (target.state == "parked" and target.ram <= target.host_bytes):
+            return True  # it takes no more than it has already
         others = sum(self._kept(seat) for seat, _ in self._seats.values() if seat is not target)
         return others + max(target.ram, target.host_bytes) <= self.budget
 
@@ -187,6 +221,13 @@ def _insists_on(seat: Seat) -> int:
     if seat.state in HOLDING or seat.coming:
         return seat.ram
     return seat.host_bytes if seat.failed_stops else 0
+
+
+def _is_idle(seat: Seat, now: float) -> bool:
+    one = seat.backend
+    return (
+        seat.state == "ready" and not seat.holders and not one.pin and seat.loaded + one.min_residency <= now
+    )
 
 
 def _leaves(seat: Seat, now: float) -> bool:

@@ -846,6 +846,10 @@ class Residency:
         idle = [seat for seat in self._idlers if idle_until(seat) <= now < FOREVER]
         for seat in idle:
             self._begin(None, [seat], now, f"idle for {seat.backend.ttl:g} s")
+        for seat in self._ready:
+            if model := self._host.answer(seat, now):
+                self._begin(None, [seat], now, f"idle, and {model} lacks host memory")
+                return True
         return bool(idle)
 
     def _start(self, seat: Seat, now: float, reason: str) -> Start:
@@ -935,7 +939,7 @@ class Residency:
             if plan := self._plan(first.model, busy, now):
                 self._begin(plan.target, plan.victims, now, "overdue")
                 return True
-            if error := self._lack_of_memory(first.model, busy):
+            if error := self._lack_of_memory(first.model, busy, now):
                 self._fail_line(first.model, error, now)
                 return True
             for seat in self._loadable(first.model, now):
@@ -1286,8 +1290,11 @@ class Residency:
             return other is not seat and self._placement.clings(other, seat)
         return other.state == "stuck" and (other is seat or bool(other.holds.keys() & seat.holds.keys()))
 
-    def _lack_of_memory(self, model: str, busy: set[str]) -> MuxError | None:
-        """Why a line that is overdue is not served: others than this island's backends have the memory."""
+    def _lack_of_memory(self, model: str, busy: set[str], now: float) -> MuxError | None:
+        """Why a line that is overdue is not served: others than this island's backends have the memory.
+
+        None too where those will make room.
+        """
         may_go = ("ready", "draining", "stopping")
         others = [seat for seat in self.seats.values() if seat.state in may_go and not seat.backend.pin]
         for seat in self._replicas[model]:
@@ -1296,7 +1303,7 @@ class Residency:
             if strangers := self._placement.strangers_before(seat):
                 return GpuMemoryShort(f"{seat.name} cannot be loaded: {strangers}.")
             short = self._host.short(seat, others)
-            if short > 0:
+            if short > 0 and not self._host.call(seat, short, self.seats.values(), now):
                 who = ", ".join(f"{name} has {_gib(each)}" for name, each in self._host.insisting(seat))
                 return HostMemoryShort(f"{seat.name} lacks {_gib(short)} of host memory: {who}.")
         return None

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 
-from anvil_mux.config import Gpu
+from anvil_mux.config import Config, Gpu
 from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
 from anvil_mux.ladder import Host, below, rungs
 from anvil_mux.placement import HOLDING, Seat
 from anvil_mux.residency import Demote, Start, Stop
-from anvil_mux.simulate import Engines, Outcome, Request, _Simulation
+from anvil_mux.simulate import Engines, Outcome, Request, _Simulation, check, simulate
 from tests.test_residency import TEN, Island, backend
 from tests.test_simulate import HOST_MEMORY, LAYOUTS, world
 
@@ -322,7 +322,7 @@ def test_a_resident_on_another_gpu_goes_when_the_host_has_no_room_for_both():
 def test_a_line_that_other_islands_leave_no_host_memory_is_refused_when_it_is_overdue():
     a, b = backend("a", "0", ram=6), backend("b", "1", ram=6)
     host = Host(10)
-    other = Seat(a, {"0": 1}, state="ready")
+    other = Seat(a, {"0": 1}, state="ready", holders={"a request": 0.0})
     host.join(other, lambda seat, now: 0.0)
     island = short(10, b)
     host.join(island.core.seats["b"], lambda seat, now: 0.0)
@@ -333,6 +333,48 @@ def test_a_line_that_other_islands_leave_no_host_memory_is_refused_when_it_is_ov
     assert island.steps(61.0) == []
     assert isinstance(ticket.error, HostMemoryShort)
     assert "a has" in ticket.error.message
+
+
+def two_islands(*trace, **fields):
+    """Each of a and b, on GPUs of their own, needs more than half of the host's memory."""
+    backends = backend("a", "0", ram=6, **fields), backend("b", "1", ram=6)
+    config = Config(backends=backends, policy="eager", host_memory=10, max_wait=20.0)
+    log = simulate(config, trace)
+    assert check(log, config) == []
+    return [(e.at, e.kind, e.backend or e.model) for e in log if e.kind in ("stopping", "ready", "failed")]
+
+
+def test_an_idle_resident_of_another_island_goes_for_a_line_that_is_overdue():
+    assert two_islands(Request(0.0, "a", 1.0), Request(50.0, "b", 1.0)) == [
+        (10.0, "ready", "a"),
+        (70.0, "stopping", "a"),
+        (81.0, "ready", "b"),
+    ]
+
+
+@pytest.mark.parametrize("fields", [{"pin": True}, {"min_residency": 1000.0}])
+def test_but_not_who_may_stay(fields):
+    told = two_islands(Request(0.0, "a", 1.0), Request(50.0, "b", 1.0), **fields)
+    assert told == [(10.0, "ready", "a"), (70.0, "failed", "b")]
+
+
+def test_nor_who_is_in_use():
+    told = two_islands(Request(0.0, "a", 100.0), Request(50.0, "b", 1.0))
+    assert told == [(10.0, "ready", "a"), (70.0, "failed", "b")]
+
+
+def test_who_was_asked_to_go_and_is_used_again_stays_and_the_line_is_asked_again():
+    a, b = backend("a", "0", ram=6), backend("b", "1", ram=6)
+    host = Host(10)
+    seats = {each.name: Seat(each, {each.gpus[0]: 1}, state="ready", loaded=0.0) for each in (a, b)}
+    for seat in seats.values():
+        host.join(seat, lambda seat, now: 0.0)
+    assert host.call(seats["b"], 2, [seats["b"]], 1.0)
+    seats["a"].holders["a request"] = 1.0
+    changes = host.changes
+    assert host.answer(seats["a"], 1.0) == ""
+    assert host.changes > changes
+    assert not host.call(seats["b"], 2, [seats["b"]], 1.0)
 
 
 def test_of_two_who_are_to_be_loaded_neither_waits_for_the_other():
@@ -348,6 +390,20 @@ def test_of_two_who_are_to_be_loaded_neither_waits_for_the_other():
     assert island.steps(5.0) == ["stop c"]
     island.core.stopped("c", 6.0)
     assert island.steps(6.0) == ["start b", "start a"]
+
+
+def test_a_wake_waits_for_no_host_memory_that_it_does_not_take():
+    """More is kept than there may be, since ``c`` could not be stopped; ``a`` takes what it has already."""
+    rests = [backend(name, gpu, rest=("checkpoint", "stop")) for name, gpu in zip("ac", "01", strict=True)]
+    island = short(10, *rests, backend("pair", "0", "1"))
+    for name in "ac":
+        assert island.core.adopt_parked(name, 0.0, "checkpoint", {}, 6)
+    assert island.steps(0.0) == ["demote a"]
+    island.core.stop_failed("a", 1.0, "no")
+    assert island.steps(1.0) == ["demote c"]
+    island.core.stop_failed("c", 2.0, "no")
+    island.request("a", 3.0)
+    assert island.steps(3.0) == ["start a"]
 
 
 def test_nobody_is_put_out_for_a_deeper_sleep():
@@ -572,9 +628,6 @@ def test_the_first_user_of_a_prepared_model_waits_for_a_wake_only():
         if isinstance(step, Start):
             return Outcome(0.5 if step.how == "sleep" else 30.0)
         return Outcome(0.25)
-
-    from anvil_mux.config import Config
-    from anvil_mux.simulate import simulate
 
     sleepers = tuple(backend(name, rest=("sleep",), prepare=True) for name in "abc")
     config = Config(backends=sleepers, policy="eager")
