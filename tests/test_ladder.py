@@ -419,8 +419,8 @@ def test_nobody_is_put_out_for_a_deeper_sleep():
 def test_who_sleeps_in_more_memory_than_there_is_is_stopped_and_started_anew():
     island = short(35, backend("a", rest=("sleep",))).with_resident("a")
     asleep(island, "a", 1.0, host_bytes=40)
+    ticket = island.request("a", 1.0)
     assert island.steps(1.0) == ["demote a"]
-    ticket = island.request("a", 1.5)
     island.core.stopped("a", 2.0)
     assert island.steps(2.0) == ["start a"]
     island.core.started("a", 3.0)
@@ -503,6 +503,13 @@ def test_a_swap_waits_for_that_no_longer_than_for_a_drain():
     assert island.steps(9.0) == ["demote a"]
     assert island.until == 39.0
     assert island.core.next_step(39.0) == Stop("b", "stop")
+
+
+def test_nobody_makes_way_for_one_that_is_worth_less():
+    island = often_called()
+    for at in range(90, 200):
+        island.core._demand["a"].arrived(at / 10)
+    assert island.core.next_step(20.0) == Stop("b", "stop")
 
 
 def test_who_cannot_make_way_is_not_waited_for():
