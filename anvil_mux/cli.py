@@ -1,10 +1,9 @@
 """The commands.
 
 What a command finds goes to standard output, as a table or with ``--json``; all else to standard error.
-Exit codes: 0 done, 1 failed, 2 wrong usage, 3 no anvil-mux answers, 78 the configuration cannot be used, 130
-interrupted. ``check``, ``config`` and ``logs`` read the compose file; ``ps``, ``top``, ``why``, ``events``,
-``load`` and ``unload`` ask a running anvil-mux, whose address is --url, ANVIL_URL, what one that serves the
-compose file here has written down (remote.py), what that file says, or the default.
+``EXIT_CODES`` says how commands end. ``check``, ``config`` and ``logs`` read the compose file; ``ps``, ``top``,
+``why``, ``events``, ``load`` and ``unload`` ask a running anvil-mux, whose address is --url, ANVIL_URL, what one
+that serves the compose file here has written down (remote.py), what that file says, or the default.
 
 Modules are imported by the commands that need them, because importing takes longer than most commands.
 """
@@ -36,6 +35,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 FAILED, BAD_CONFIG, INTERRUPTED = 1, 78, 130
+EXIT_CODES = {
+    0: "done",
+    FAILED: "it failed; standard error says why",
+    2: "wrong usage",
+    3: "no anvil-mux answers",
+    BAD_CONFIG: "the configuration cannot be used; every problem is told",
+    INTERRUPTED: "interrupted",
+}
+VARIABLES = {
+    "ANVIL_URL": "where the anvil-mux is that commands ask",
+    "ANVIL_API_KEY": "the key that they show to it",
+    "ANVIL_API_KEYS": "the keys that serve accepts; see docs/security.md",
+    "ANVIL_SETTING": "any setting, for serve and check (ANVIL_DRAIN_TIMEOUT=60); flags win",
+    "NO_COLOR, FORCE_COLOR": "no colours at all, or colours even if nobody sees them",
+    "XDG_STATE_HOME": "where what was learned and engines' logs are kept; by default ~/.local/state",
+}
 PROGRESS_SECONDS = 2.0
 DOCKER_SECONDS = 5.0
 BROKEN_SHOWN = 5
@@ -76,7 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="anvil-mux",
         description="One address for many models: serves and swaps LLM engines from docker compose files.",
-        epilog="`anvil-mux FILE` means `anvil-mux serve FILE`. Help on a command: anvil-mux COMMAND --help",
+        epilog=_more_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"anvil-mux {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -85,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run, json=False)
         add(command)
     return parser
+
+
+def _more_help() -> str:
+    parts = ["`anvil-mux FILE` means `anvil-mux serve FILE`. Help on a command: anvil-mux COMMAND --help"]
+    for title, told in (("environment", VARIABLES), ("exit codes", EXIT_CODES)):
+        parts += ["", f"{title}:", *(f"  {name!s:<23}{meaning}" for name, meaning in told.items())]
+    return "\n".join(parts)
 
 
 def _add_json(command: argparse.ArgumentParser) -> None:

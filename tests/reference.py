@@ -44,7 +44,13 @@ def text() -> str:
 
 def commands() -> Iterable[str]:
     rows = [(f"`anvil-mux {name}`", about) for name, (about, *_) in cli.COMMANDS.items()]
-    return ["## Commands", "", *_table(("command", "does"), rows), ""]
+    codes = [(f"`{code}`", meaning) for code, meaning in cli.EXIT_CODES.items()]
+    variables = [(f"`{name}`", meaning) for name, meaning in cli.VARIABLES.items()]
+    return [
+        *("## Commands", "", *_table(("command", "does"), rows), ""),
+        *("### Exit codes", "", *_table(("code", "means"), codes), ""),
+        *("### Environment", "", *_table(("variable", "says"), variables), ""),
+    ]
 
 
 def settings() -> Iterable[str]:

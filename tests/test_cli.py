@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ import yaml
 
 import anvil_mux.serve
 from anvil_mux import __version__, checkpoint, cli, eventlog, plot, study
-from anvil_mux.cli import main
+from anvil_mux.cli import COMMANDS, EXIT_CODES, VARIABLES, main
 from anvil_mux.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
 from anvil_mux.errors import ConfigError
 from anvil_mux.keys import Keyring
@@ -245,6 +246,39 @@ def test_without_an_anvil_mux_the_exit_code_is_3(
     seen = capsys.readouterr()
     assert seen.out == ""
     assert f"no anvil-mux answers at {url}" in seen.err
+
+
+def interrupted(given: object) -> int:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("code", EXIT_CODES)
+def test_a_command_ends_as_the_table_of_exit_codes_says(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.yaml").write_text("services: {a: {image: x, x-anvil: {polcy: eager}}}")
+    monkeypatch.setitem(COMMANDS, "version", ("", interrupted, COMMANDS["version"][2]))
+    words = {
+        0: ["config", "--docs"],
+        1: ["simulate", "--log", str(tmp_path / "nowhere.jsonl")],
+        2: ["ps", "--no-such-flag"],
+        3: ["ps", "--url", "http://:80"],
+        78: ["check", str(tmp_path / "broken.yaml")],
+        130: ["version"],
+    }
+    try:
+        ended = main(words[code])
+    except SystemExit as left:  # argparse does
+        ended = left.code
+    assert ended == code
+
+
+def test_help_tells_of_exit_codes_and_variables(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    for name in (*COMMANDS, *VARIABLES, *map(str, EXIT_CODES)):
+        assert re.search(rf"^ +{re.escape(name)}\b", told, re.M), name
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1", "http://127.0.0.1:99999", "http://[::1", "http://:80"])
