@@ -1,9 +1,10 @@
 """The commands.
 
 What a command finds goes to standard output, as a table or with ``--json``; all else to standard error.
-``EXIT_CODES`` says how commands end. ``check``, ``config`` and ``logs`` read the compose file; ``ps``, ``top``,
-``why``, ``events``, ``load`` and ``unload`` ask a running anvil-mux, whose address is --url, ANVIL_URL, what one
-that serves the compose file here has written down (remote.py), what that file says, or the default.
+``EXIT_CODES`` says how commands end. ``check``, ``config`` and ``logs`` read the compose file; ``ps``,
+``top``, ``why``, ``events``, ``load`` and ``unload`` ask a running anvil-mux, whose address is --url,
+ANVIL_URL, what one that serves the compose file here has written down (remote.py), what that file says, or
+the default.
 
 Modules are imported by the commands that need them, because importing takes longer than most commands.
 """
