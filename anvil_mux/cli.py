@@ -751,7 +751,7 @@ def _top(given: argparse.Namespace) -> int:
 def _logs(given: argparse.Namespace) -> int:
     from anvil_mux.serve import build_runtime
 
-    config = _load(given.files)
+    config = _load(given.files or _files_served())
     backends = [b for b in config.backends if given.model in (b.name, b.model, *b.aliases)]
     if not backends:
         known = ", ".join(b.model for b in config.backends)
@@ -768,6 +768,21 @@ def _logs(given: argparse.Namespace) -> int:
             told = json.dumps({"service": backend.name, "line": line}) if given.json else line
             print(told, flush=given.follow)
     return 0
+
+
+def _files_served() -> Sequence[str]:
+    """Where no compose file is at hand, those of the one anvil-mux that runs here or that ANVIL_URL names."""
+    from anvil_mux import remote
+    from anvil_mux.config import find_files
+    from anvil_mux.process import state_folder
+
+    try:
+        find_files(Path.cwd())
+    except ConfigError:
+        url = os.environ.get("ANVIL_URL")
+        found = [p for p in remote.places(state_folder("", os.environ)) if not url or p.url == url]
+        return found[0].files if len(found) == 1 else ()
+    return ()
 
 
 # simulate

@@ -601,6 +601,23 @@ def test_commands_find_the_one_that_serves_the_file_at_hand(
     assert set(json.loads(capsys.readouterr().out)["models"]) == {"a", "b"}
 
 
+def test_logs_are_found_without_a_compose_file_at_hand(
+    mux: Running,
+    url: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(Path(mux.command[4]).parent))
+    monkeypatch.setenv("ANVIL_URL", url)
+    monkeypatch.chdir(tmp_path)
+    assert main(["load", "a"]) == 0
+    assert main(["logs", "a"]) == 0
+    assert "a: listens on" in capsys.readouterr().out
+    monkeypatch.setenv("ANVIL_URL", "http://127.0.0.1:1")
+    assert main(["logs", "a"]) == 78
+
+
 def test_why_says_what_a_request_would_wait_for(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["load", "a", "--url", url]) == 0
     assert main(["why", "a", "--url", url]) == 0
