@@ -244,7 +244,7 @@ def test_of_replicas_and_of_who_rests_each_state_is_shown(page: Chromium) -> Non
     page.ask(
         "source.close(), state.models.a.backends.other = {...state.models.a.backends.a, state: 'parked', "
         "rests: 'sleep', gpus: ['1']}, state.models.slow.state = 'parked', "
-        "state.models.slow.backends.slow.rests = 'sleep', show(), null"
+        "state.models.slow.progress = null, state.models.slow.backends.slow.rests = 'sleep', show(), null"
     )
     assert page.ask(f"{row('a')}.textContent.includes('other: parked (sleep)')")
     assert page.ask(f"{row('a')}.children[2].textContent") == "0, 1"
