@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -533,9 +534,10 @@ def _value(config: Config, key: str) -> Any:
             settings = getattr(config, f"{key}_settings")
             name = getattr(config, key)
             return {"name": name, **settings} if settings else name
-        case "routing" if config.routing_policies or config.routing_mode != "lite":
+        case "routing" if config.routing_policies or config.routing_mode != "lite" or config.routing_store:
             mode, policies = config.routing_mode, config.routing_policies
-            return {"default": config.routing, "mode": mode, "policies": policies}
+            store = re.sub("//.*@", "//***@", config.routing_store)  # may hold a password
+            return {"default": config.routing, "mode": mode, "policies": policies, "store": store}
     return getattr(config, key)
 
 

@@ -146,6 +146,8 @@ class Config:
     """Those of the compose file, as they are written."""
     routing_mode: str = "lite"
     """lite: what we count; full: what engines say of themselves as well."""
+    routing_store: str = ""
+    """The address of the Redis by which several anvil-mux before the same engines know of each other."""
     host: str = "127.0.0.1"
     port: int = 9292
     drain_timeout: float = 30.0
@@ -234,13 +236,14 @@ def _read_project(value: Any) -> str:
     return str(value)
 
 
-ROUTING = ("default", "mode", "policies")
+ROUTING = ("default", "mode", "policies", "store")
+STORES = ("redis://", "rediss://", "unix://")
 MODE = settings.one_of("lite", "full")
 
 
-def _read_routing(value: Any) -> tuple[str, dict[str, Any], str]:
+def _read_routing(value: Any) -> tuple[str, dict[str, Any], str, str]:
     if not isinstance(value, dict):
-        return settings.TEXT.read(value), {}, "lite"
+        return settings.TEXT.read(value), {}, "lite", ""
     for key in value:
         if key not in ROUTING:
             raise ValueError(f"unknown key {key}; {settings.nearest(key, ROUTING)}")
@@ -248,7 +251,10 @@ def _read_routing(value: Any) -> tuple[str, dict[str, Any], str]:
     policies = value.get("policies") or {}
     if not isinstance(policies, dict):
         raise ValueError(f"policies must hold {{name: policy}}, not {settings.show(policies)}")
-    return settings.TEXT.read(value.get("default") or pipeline.DEFAULT), policies, mode
+    store = str(value.get("store") or "")
+    if store and not store.startswith(STORES):
+        raise ValueError("store must be the address of a Redis, as redis://host:6379/0")
+    return settings.TEXT.read(value.get("default") or pipeline.DEFAULT), policies, mode, store
 
 
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
@@ -276,7 +282,10 @@ SETTINGS: dict[str, Setting] = {
     "policy": Setting(settings.CHOSEN, "When a swap is worth its cost."),
     "preemption": Setting(settings.CHOSEN, "Whom to put out."),
     "routing": Setting(
-        Kind("name, or {default: name, mode: lite or full, policies: {name: policy}}", _read_routing),
+        Kind(
+            "name, or {default, mode: lite or full, policies: {name: policy}, store}",
+            _read_routing,
+        ),
         "Which of a model's replicas gets a request (see docs/routing.md).",
     ),
     "drain_timeout": Setting(SECONDS, "How long a swap waits for requests that run; 0: not at all."),
@@ -501,7 +510,8 @@ class _Loading:
             if key in values:
                 values[key], values[f"{key}_settings"] = values[key]
         if "routing" in values:
-            values["routing"], values["routing_policies"], values["routing_mode"] = values["routing"]
+            keys = "routing", "routing_policies", "routing_mode", "routing_store"
+            values |= zip(keys, values["routing"], strict=True)
         return values
 
     def _given(self, key: str, setting: Setting, value: object, origin: str) -> dict[str, Any]:

@@ -12,14 +12,17 @@ Requests are identities held in a dict, never counts, so an end that comes twice
 forgotten, changes nothing, and all counts are 0 when nobody is left.
 
 In the mode full an engine's own figures are merged in (``observe``): of requests, which may also be those of
-others, what it says and what was sent to it since; of its cache the larger of both. Tokens are always ours.
+others, what it says and what was sent to it since; of its cache the larger of both. Tokens no engine says.
+
+Several anvil-mux that share engines tell each other what they have there (``reports``, ``hear``; store.py).
+What others have counts like our own, a moment late; of what an engine says the latest, whoever heard it.
 
 No lock and no clock: the residency calls it under the multiplexer's lock, the simulator from its loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,6 +58,22 @@ class Load(NamedTuple):
     """How full its cache is, from 0 to 1; None: it does not say."""
 
 
+class Report(NamedTuple):
+    """What one anvil-mux has at a replica, and what it last heard of its engine."""
+
+    num_requests: int = 0
+    num_waiting_requests: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    num_tokens: int = 0
+    load: Load | None = None
+    age_seconds: float = 0.0
+    """Of ``load``."""
+
+
+NOTHING = Report()
+
+
 @dataclass(slots=True)
 class _Entry:
     """One request at its replica."""
@@ -83,6 +102,8 @@ class _Account:
     kv_tokens: int = 0
     """How many tokens its cache is thought to hold."""
     surprises: int = 0
+    others: Report = NOTHING
+    """What other anvil-mux have there, all together."""
     load: Load | None = None
     heard: float | None = None
     """When its engine last said something of itself, or else when it was first looked at."""
@@ -112,6 +133,39 @@ class Ledger:
         """Its engine said this of itself."""
         account = self._accounts[backend]
         account.load, account.heard = load, now
+
+    def reports(self, now: float) -> dict[str, Report]:
+        """What others are told."""
+        return {
+            name: Report(
+                len(each.entries),
+                len(each.entries) - each.decode_batch,
+                each.prefill_tokens,
+                each.decode_tokens,
+                each.num_tokens,
+                each.load,
+                0.0 if each.heard is None else now - each.heard,
+            )
+            for name, each in self._accounts.items()
+        }
+
+    def hear(self, told: Mapping[str, Sequence[Report]], now: float) -> None:
+        """What all others are known to have; who is not in it has nothing any more."""
+        for name, account in self._accounts.items():
+            reports = told.get(name, ())
+            self._prefill_tokens -= account.others.prefill_tokens
+            account.others = Report(
+                sum([each.num_requests for each in reports]),
+                sum([each.num_waiting_requests for each in reports]),
+                sum([each.prefill_tokens for each in reports]),
+                sum([each.decode_tokens for each in reports]),
+                sum([each.num_tokens for each in reports]),
+            )
+            self._prefill_tokens += account.others.prefill_tokens
+            for report in reports:
+                at = now - report.age_seconds
+                if report.load and (account.load is None or account.heard is None or at > account.heard):
+                    account.load, account.heard = report.load, at
 
     def view(
         self, work: Work, among: Sequence[str], failed: Sequence[str] = (), now: float = 0.0
@@ -146,7 +200,9 @@ class Ledger:
     def _replica(self, name: str, work: Work, blocks: int) -> Replica:
         account = self._accounts[name]
         member = account.member
-        total, answering = len(account.entries), account.decode_batch
+        others = account.others
+        total = len(account.entries) + others.num_requests
+        waiting = len(account.entries) - account.decode_batch + others.num_waiting_requests
         return Replica(
             name,
             member.infer_type,
@@ -155,11 +211,11 @@ class Ledger:
             member.node,
             member.unit,
             total,
-            total - answering,
-            account.prefill_tokens,
-            account.decode_tokens,
-            answering,
-            account.num_tokens,
+            waiting,
+            account.prefill_tokens + others.prefill_tokens,
+            account.decode_tokens + others.decode_tokens,
+            total - waiting,
+            account.num_tokens + others.num_tokens,
             work.tokens if work.infer_type == "decode" else min(blocks * work.block_tokens, work.tokens),
             member.kv_tokens or 0,
             member.profile,
@@ -296,7 +352,7 @@ class Ledger:
         account = self._accounts[backend]
         for key in account.entries:
             del self._where[key]
-        self._prefill_tokens -= account.prefill_tokens
+        self._prefill_tokens -= account.prefill_tokens + account.others.prefill_tokens
         self._accounts[backend] = _Account(account.member)
         self._memory.forget(backend)
         self.prefixes.clear(backend)

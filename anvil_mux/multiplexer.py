@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +42,7 @@ from anvil_mux.errors import (
 from anvil_mux.footprint import Footprint, Footprints
 from anvil_mux.keys import Key
 from anvil_mux.ladder import Host
-from anvil_mux.ledger import Load
+from anvil_mux.ledger import Load, Report
 from anvil_mux.outlook import Outlook, outlook
 from anvil_mux.placement import HOLDING, Seat, islands
 from anvil_mux.policy import FOREVER, build_policy
@@ -591,6 +591,19 @@ class Multiplexer:
         with self._lock:
             residency = self._islands[self._backends[backend].model].residency
             residency.observed(backend, load, self._clock.now())
+
+    def reports(self) -> dict[str, Report]:
+        """What other anvil-mux are told of the replicas that are shared with them."""
+        with self._lock:
+            now = self._clock.now()
+            islands = self._each_island()
+            return {name: each for i in islands for name, each in i.residency.reports(now).items()}
+
+    def hear(self, told: Mapping[str, Sequence[Report]]) -> None:
+        """What all other anvil-mux tell of the replicas that are shared with them."""
+        with self._lock:
+            for island in self._each_island():
+                island.residency.hear(told, self._clock.now())
 
     def unload_idle(self, model: str) -> bool:
         """Puts ``model`` out if it is resident and nobody uses it; False if it stays as it is."""

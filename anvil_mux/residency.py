@@ -60,7 +60,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at, rungs
-from anvil_mux.ledger import Ledger, Load, Member
+from anvil_mux.ledger import Ledger, Load, Member, Report
 from anvil_mux.placement import HOLDING, Placement, Seat
 from anvil_mux.policy import (
     FOREVER,
@@ -463,6 +463,15 @@ class Residency:
     def observed(self, backend: str, load: Load, now: float) -> None:
         """The engine of a replica said this of itself."""
         self._ledgers[self.seats[backend].model].observe(backend, load, now)
+
+    def reports(self, now: float) -> dict[str, Report]:
+        """What other anvil-mux are told of the replicas here."""
+        return {name: each for ledger in self._ledgers.values() for name, each in ledger.reports(now).items()}
+
+    def hear(self, told: Mapping[str, Sequence[Report]], now: float) -> None:
+        """What other anvil-mux tell of the replicas here."""
+        for ledger in self._ledgers.values():
+            ledger.hear(told, now)
 
     def bytes_per_token(self, model: str) -> float:
         """As engines' counts have it. Any thread may ask, at any time."""

@@ -60,6 +60,7 @@ from anvil_mux.residency import Event
 from anvil_mux.scraper import Scraper
 from anvil_mux.server import Server
 from anvil_mux.state import write_whole
+from anvil_mux.store import RedisStore, Sharing, StoreError
 from anvil_mux.swap import Rested, Runtime, Swapper
 from anvil_mux.tls import build_context
 
@@ -237,6 +238,7 @@ class Program:
             used = {id for backend in config.backends for id in backend.gpus}
             self._lookout = Lookout(used, self._runtime.owner, tell=self._mux.strangers_hold)
             self._scraper = Scraper(self._mux.resident_replicas, self._mux.observed)
+            self._sharing = self._open_sharing()
             gateway = Gateway(
                 config,
                 self._mux,
@@ -254,6 +256,16 @@ class Program:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
         scheme = "https" if tls else "http"
         self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    def _open_sharing(self) -> Sharing | None:
+        config = self._config
+        if not config.routing_store:
+            return None
+        try:
+            store = RedisStore(config.routing_store, config.project)
+        except StoreError as error:
+            raise CannotServe(f"x-anvil.routing.store: {error}") from None
+        return Sharing(store, self._mux.reports, self._mux.hear, say)
 
     def _bind(self, gateway: Gateway, tls: ssl.SSLContext | None) -> Server:
         host, port = self._config.host, self._config.port
@@ -303,6 +315,8 @@ class Program:
             self._clock.spawn(self._lookout.run, "lookout")
         if self._config.routing_mode == "full":
             self._clock.spawn(self._scraper.run, "scraper")
+        if self._sharing:
+            self._clock.spawn(self._sharing.run, "sharing")
         with _pinned(self._options.pin):
             self._clock.spawn(self._accept, "acceptor")
 
@@ -403,6 +417,8 @@ class Program:
     def stop(self) -> None:
         """Finishes the requests that run, then leaves or stops the engines."""
         self._scraper.close()
+        if self._sharing:
+            self._sharing.close()
         grace = self._config.drain_timeout
         if leases := self._mux.status().leases:
             say(f"waiting up to {grace:g} s for {_requests(leases)} (again to end at once)")

@@ -226,6 +226,14 @@ def test_config_says_where_each_value_comes_from(
     assert ["max_wait", "7.0"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
+def test_config_shows_no_password_of_a_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = compose(tmp_path, routing={"store": "redis://:secret@10.0.0.1/3"})
+    assert main(["config", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "redis://***@10.0.0.1/3" in shown
+    assert "secret" not in shown
+
+
 def test_config_documents_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--docs"]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]

@@ -156,6 +156,7 @@ def test_the_tables_cover_the_dataclasses() -> None:
         "preemption_settings": "preemption",
         "routing_policies": "routing",
         "routing_mode": "routing",
+        "routing_store": "routing",
     }
     fields = {special.get(name, name) for name in Config.__dataclass_fields__}
     assert fields - {"backends", "files", "warnings", "origins"} == set(config.SETTINGS)
@@ -1077,6 +1078,7 @@ def test_a_routing_policy_of_the_file_can_be_the_default_or_a_models_own(tmp_pat
 @pytest.mark.parametrize(
     ("old", "new", "line", "text"),
     [
+        ("mode: full", "store: http://10.0.0.1/3", 4, "store must be the address of a Redis"),
         ("schedulability,", "schedulable,", 10, "policies.mine.filters.0: unknown filter schedulable"),
         ("mode: full", "mode: fool", 4, "must be one of lite, full, not 'fool'"),
         ("default: mine", "default: mime", 4, "no policy mime; did you mean mine?"),

@@ -14,7 +14,7 @@ ROWS = (
     "policy preemption profile routing prefix pipeline costs footprint demand hooks config",
     "turns placement ladder ledger residency outlook progress engine control",
     "gpu compose process freed lookout driver checkpoint",
-    "swap adopt multiplexer scraper simulate workload figures clairvoyant eventlog plot study",
+    "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
     "answers tunnel pump relay gauges metrics feed journal learned client tls",
     "inference console routerapi gateway server",
