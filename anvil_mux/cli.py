@@ -214,6 +214,16 @@ def _add_model(command: argparse.ArgumentParser) -> None:
     _add_address(command)
 
 
+def _add_why(command: argparse.ArgumentParser) -> None:
+    _add_model(command)
+    command.add_argument(
+        "--explain", action="store_true", help="also which replica would get it, and why not the others"
+    )
+    command.add_argument(
+        "--tokens", type=_positive, metavar="N", help="explain for a request of so many tokens, none cached"
+    )
+
+
 def _add_events(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", nargs="?", default="", help="only this one's")
     command.add_argument("-f", "--follow", action="store_true", help="go on as they come")
@@ -705,12 +715,33 @@ def _configured_url(files: Sequence[str]) -> str | None:
 def _why(given: argparse.Namespace) -> int:
     from anvil_mux import remote
 
-    found = _ask(given, "GET", remote.query("/why", model=given.model))
+    found = _ask(given, "GET", remote.query("/why", model=given.model, tokens=str(given.tokens or 0)))
     if given.json:
         _print_json(found)
-    else:
-        print(found["sentence"])
+        return 0
+    print(found["sentence"])
+    if given.explain or given.tokens:
+        for stage, rows in found["stages"].items():
+            _print_explained(stage, rows)
     return 0
+
+
+def _print_explained(stage: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Each replica, the step of the policy that removes it, and what the metrics say of it."""
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    shown = [
+        (
+            row["backend"],
+            "chosen" if row["chosen"] else row["removed_by"],
+            *[_number(row["metrics"].get(name)) for name in names],
+        )
+        for row in rows
+    ]
+    _print_table(("REPLICA" if stage == "neutral" else stage.upper(), "REMOVED BY", *names), shown)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
 
 
 def _events(given: argparse.Namespace) -> int:
@@ -985,7 +1016,7 @@ COMMANDS: dict[str, tuple[str, Run, Add]] = {
     "config": ("Show the settings in effect", _config, _add_config),
     "ps": ("Show the models of a running anvil-mux", _ps, _add_address),
     "top": ("Show the same as it changes, with GPUs, lines and the last events", _top, _add_address),
-    "why": ("Say what a request for a model would wait for now, how long and why", _why, _add_model),
+    "why": ("Say what a request for a model would wait for now, how long and why", _why, _add_why),
     "events": ("Show what happened lately, with reasons", _events, _add_events),
     "load": ("Load a model and wait until it is ready", _load_model, _add_model),
     "unload": ("Put a model out, or stop one that rests", _unload_model, _add_model),

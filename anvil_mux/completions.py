@@ -13,6 +13,7 @@ Engines differ in small things, all of which are taken: reasoning is called ``re
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -119,6 +120,18 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def written(value: object) -> bytes:
     """``value`` as JSON."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def finite(value: Any) -> Any:
+    """``value`` without numbers that JSON does not have."""
+    match value:
+        case dict():
+            return {key: finite(each) for key, each in value.items()}
+        case list():
+            return [finite(each) for each in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
 
 
 def arguments_of(call: str) -> dict[str, Any]:

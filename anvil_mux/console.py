@@ -23,6 +23,7 @@ from urllib.parse import parse_qs
 
 from anvil_mux import http1
 from anvil_mux.accesslog import Served
+from anvil_mux.completions import finite
 from anvil_mux.errors import BadRequest, NotFound
 from anvil_mux.feed import Feed, Place
 from anvil_mux.http1 import Field
@@ -30,6 +31,7 @@ from anvil_mux.inference import JSON, Call
 from anvil_mux.journal import told
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.residency import Event
+from anvil_mux.routing import Work
 
 LOOK_SECONDS = 1.0
 """How often a watcher looks at the state and at its client while nothing happens."""
@@ -146,13 +148,17 @@ class Console:
     # What a request would wait for
 
     def why(self, call: Call) -> None:
-        model, _ = self._asked_for(call)
+        model, query = self._asked_for(call)
+        tokens = query.get("tokens", ["0"])[-1]
+        if not tokens.isdecimal():
+            raise BadRequest("tokens must be a whole number", param="tokens")
         found = self._mux.outlook(model)
+        stages = self._mux.explain(model, Work(tokens=int(tokens)), staged=True)
         told = {
             key: round(value, 1) if isinstance(value, float) else value
             for key, value in found._asdict().items()
         }
-        _answer(call, {**told, "sentence": found.sentence})
+        _answer(call, {**told, "sentence": found.sentence, "stages": finite(stages)})
 
     # Acting
 

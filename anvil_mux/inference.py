@@ -27,7 +27,7 @@ from anvil_mux import answers, anthropic, api, coding, http1, ollama, prefix, re
 from anvil_mux.accesslog import Served
 from anvil_mux.answers import Answers
 from anvil_mux.client import Client, Spool
-from anvil_mux.completions import Translation, parse, written
+from anvil_mux.completions import Translation, finite, parse, written
 from anvil_mux.config import Backend, Config
 from anvil_mux.engine import api_key, find_engine
 from anvil_mux.errors import (
@@ -58,6 +58,8 @@ LACKING = (404, 405, 501)
 """How engines answer to a route that they do not have."""
 SESSION = b"x-session-id"
 """The header by which a client says which conversation a request belongs to."""
+EXPLAIN = b"x-anvil-explain"
+"""The header of a request that is not to be sent on: where it would go, and why, is the answer."""
 MAX_QUOTED = 2000
 """Bytes of an engine's error that an error event repeats."""
 MAX_PREPARED = 8
@@ -449,6 +451,8 @@ class Inference:
         retries = self._mux.replicas(call.model)
         if retries > 1:
             call.work = self._work(call, body)._replace(owner=self._owner(call, body))
+        if EXPLAIN in call.request.fields:
+            return self._explain(call)
         asked = call.translation
         while True:
             try:
@@ -465,6 +469,17 @@ class Inference:
             return call.work.owner
         kept = self._answers.find(answers.previous(body), call.request.key)
         return kept.backend if kept else ""
+
+    def _explain(self, call: Call) -> None:
+        """Says which replica would get the request, and why, and sends it to none."""
+        work = call.work
+        about = {"tokens": work.tokens, "blocks": len(work.blocks), "session": work.session}
+        stages = self._mux.explain(call.model, work, staged=self._in_stages(call))
+        told = finite({"model": call.model, "request": about, "stages": stages})
+        call.send_own(200, [JSON], written(told) + b"\n")
+
+    def _in_stages(self, call: Call) -> bool:
+        return call.model in self._staged and _stages(call)
 
     def _work(self, call: Call, body: Body) -> Work:
         """What the choice among replicas goes by."""
@@ -587,7 +602,7 @@ class Inference:
         key = call.request.key
         of = key if isinstance(key, Key) else None
         try:
-            staged = call.model in self._staged and _stages(call)
+            staged = self._in_stages(call)
             tend = partial(self._tend, call)
             return self._mux.lease(call.model, tend, call.work, key=of, staged=staged)
         except MuxError:

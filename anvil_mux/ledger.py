@@ -24,11 +24,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from anvil_mux.prefix import BYTES_PER_TOKEN, Prefixes
 from anvil_mux.profile import Profile
-from anvil_mux.routing import KV_TOKENS, Choice, Memory, Replica, Routing, Work, choose
+from anvil_mux.routing import KV_TOKENS, Choice, Memory, Replica, Routing, Work, choose, explain
 
 LEARN = 0.1
 """The weight of one answer in the mean length of a token."""
@@ -246,6 +246,12 @@ class Ledger:
             self._memory.note(work, choice)
             self._charge(key, work, choice, now)
         return choice
+
+    def explain(
+        self, work: Work, among: Sequence[str], failed: Sequence[str] = (), now: float = 0.0
+    ) -> list[dict[str, Any]]:
+        """What ``choose`` would go by; nothing is changed."""
+        return explain(self.routing, work, self.view(work, among, failed, now), self._memory)
 
     def better_off(self, to: str, among: Sequence[str]) -> list[Hashable]:
         """Requests that wait elsewhere behind others, and that the policy would send ``to`` now.

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from anvil_mux import api
@@ -350,6 +350,15 @@ class Multiplexer:
     def bytes_per_token(self, model: str) -> float:
         """Of a model with several backends."""
         return self._islands[model].residency.bytes_per_token(model)
+
+    def explain(
+        self, model: str, work: Work = NO_WORK, *, staged: bool = False
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Stage -> what would be made of each replica of ``model``; empty where it has but one backend."""
+        if self._replicas[model] == 1:
+            return {}
+        with self._lock:
+            return self._islands[model].residency.explain(model, work, self._clock.now(), staged=staged)
 
     def has_another(self, lease: Lease) -> bool:
         """Whether a request may be sent to another backend of its model without waiting for a load."""

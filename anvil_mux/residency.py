@@ -1153,12 +1153,44 @@ class Residency:
     def _route(self, ready: list[Seat], ticket: Ticket, now: float) -> Seat | None:
         if ticket.model not in self._ledgers or not ticket.leases:
             return ready[0]
-        if ticket.model not in self._staged:
-            return self._choose(ready, ticket, now)
-        of = {kind: [seat for seat in ready if seat.backend.infer_type == kind] for kind in INFER_TYPES}
-        if ticket.prefill and of["prefill"] and of["decode"]:
+        of = self._stages(ready, staged=ticket.prefill is not None)
+        if ticket.prefill and "decode" in of:
             return self._route_stages(of["prefill"], of["decode"], ticket, ticket.prefill, now)
-        return self._choose([*of["neutral"], *of["decode"]] or ready, ticket, now)
+        return self._choose(of["neutral"], ticket, now)
+
+    def _stages(self, ready: list[Seat], *, staged: bool) -> dict[str, list[Seat]]:
+        """Among whom each stage of a request is to be placed; neutral: all of it at one backend."""
+        if ready[0].model not in self._staged:
+            return {"neutral": ready}
+        of = {kind: [seat for seat in ready if seat.backend.infer_type == kind] for kind in INFER_TYPES}
+        if staged and of["prefill"] and of["decode"]:
+            return {kind: of[kind] for kind in ("prefill", "decode")}
+        return {"neutral": [*of["neutral"], *of["decode"]] or ready}
+
+    def explain(self, model: str, work: Work, now: float, *, staged: bool) -> dict[str, list[dict[str, Any]]]:
+        """Stage -> what would be made of each replica, were this request to come now; nothing is changed."""
+        ready = [seat for seat in self._replicas[model] if seat.state == "ready"]
+        stages = self._stages(ready, staged=staged) if ready else {"neutral": []}
+        return {kind: self._explain(model, work, kind, among, now) for kind, among in stages.items()}
+
+    def _explain(
+        self, model: str, work: Work, kind: str, among: list[Seat], now: float
+    ) -> list[dict[str, Any]]:
+        names, failed = [seat.name for seat in among if not seat.full], self._failed(model, now)
+        work = work._replace(infer_type=kind)
+        rows = self._ledgers[model].explain(work, names, failed, now) if names else []
+        told = {row["backend"] for row in rows}
+        for seat in self._replicas[model]:
+            if seat.name not in told:
+                why = seat.state
+                if why == "ready":
+                    why = "full" if seat in among else "infer_type"
+                rows.append({"backend": seat.name, "chosen": False, "removed_by": why, "metrics": {}})
+        return rows
+
+    def _failed(self, model: str, now: float) -> list[str]:
+        """Replicas that could not be stopped, or loaded lately."""
+        return [s.name for s in self._replicas[model] if s.state == "stuck" or s.retry_at > now]
 
     def _route_stages(
         self, prefills: list[Seat], decodes: list[Seat], ticket: Ticket, first: Ticket, now: float
@@ -1176,7 +1208,7 @@ class Residency:
 
     def _choose(self, among: list[Seat], ticket: Ticket, now: float) -> Seat | None:
         """One of these, charged with the request; None: the policy lets none of them take it."""
-        failed = [s.name for s in self._replicas[ticket.model] if s.state == "stuck" or s.retry_at > now]
+        failed = self._failed(ticket.model, now)
         names = [seat.name for seat in among if not seat.full]
         if ticket.work.owner in names:
             names = [ticket.work.owner]

@@ -10,12 +10,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from anvil_mux.cli import main
 from anvil_mux.config import Backend, Gpu
-from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 from tests.running import serving
 
 DEMO = Path(__file__).resolve().parent.parent / "bin" / "demo-engine"
@@ -68,6 +70,85 @@ def test_a_model_with_one_backend_says_nothing_of_routing() -> None:
         assert answered(ask(rig, b'{"model":"a"}'), rig.engine.next()) == b""
     finally:
         rig.close()
+
+
+def explained(rig: Rig, body: bytes = ASK) -> dict[str, Any]:
+    answer = ask_explained(rig, body)
+    assert answer.status == 200
+    found: dict[str, Any] = json.loads(answer.body)
+    return found
+
+
+def ask_explained(rig: Rig, body: bytes) -> Answer:
+    return ask(rig, body, extra=b"X-Anvil-Explain: 1\r\n").read()
+
+
+def test_a_request_that_asks_for_it_is_told_what_speaks_for_each_replica_and_is_not_sent(rig: Rig) -> None:
+    client = ask(rig, LONG)
+    busy = rig.engine.next()
+    before = len(rig.events.of("leased"))
+    for _ in range(2):  # nothing of it is remembered
+        found = explained(rig, LONG)
+        a, b = found["stages"]["neutral"]
+        assert (a["backend"], a["chosen"], a["removed_by"]) == ("a", False, "metric")
+        assert (b["backend"], b["chosen"], b["removed_by"]) == ("b", True, "")
+        work = "cache_aware_all_prefills_tokens_num"
+        assert a["metrics"]["num_requests"] == 1
+        assert b["metrics"][work] == found["request"]["tokens"] < a["metrics"][work]
+    assert len(rig.events.of("leased")) == before
+    assert rig.other.asked.empty()
+    answered(client, busy)
+
+
+def test_a_replica_that_is_not_resident_is_ruled_out_by_its_state(rig: Rig) -> None:
+    rig.mux.died("a", "killed")
+    b, a = explained(rig)["stages"]["neutral"]
+    assert (b["backend"], b["chosen"]) == ("b", True)
+    assert a == {"backend": "a", "chosen": False, "removed_by": "empty", "metrics": {}}
+    rig.mux.died("b", "killed")
+    assert [row["chosen"] for row in explained(rig)["stages"]["neutral"]] == [False, False]
+
+
+def test_numbers_that_nobody_knows_are_null() -> None:
+    backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)))
+    policy = {"selector": {"metric": {"by": ["predicted_ttft"]}}}
+    rig = Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})
+    try:
+        rig.mux.adopt({"a": rig.engine.url, "b": rig.other.url})
+        assert explained(rig)["stages"]["neutral"][0]["metrics"] == {"predicted_ttft": None}
+    finally:
+        rig.close()
+
+
+def test_a_model_with_one_backend_has_nothing_to_explain() -> None:
+    rig = Rig()
+    try:
+        assert explained(rig, b'{"model":"a"}')["stages"] == {}
+        assert explained(rig, b'{"model":"a"}')["model"] == "a"
+        assert json.loads(ask_explained(rig, b'{"model":"x"}').body)["error"]["code"] == "model_not_found"
+    finally:
+        rig.close()
+
+
+def test_why_explains_the_choice_for_a_request_of_that_length(rig: Rig) -> None:
+    answer = rig.client().get(b"/why?model=m&tokens=700")
+    found = json.loads(answer.body)["stages"]["neutral"]
+    assert [row["metrics"]["cache_aware_all_prefills_tokens_num"] for row in found] == [700, 700]
+    assert rig.client().get(b"/why?model=m&tokens=-1").status == 400
+
+
+def test_the_command_why_shows_it_as_a_table(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"http://127.0.0.1:{rig.address[1]}"
+    assert main(["why", "m", "--tokens", "700", "--url", url]) == 0
+    sentence, *lines = capsys.readouterr().out.splitlines()
+    assert sentence
+    assert [line.split() for line in lines] == [
+        ["REPLICA", "REMOVED", "BY", "cache_aware_all_prefills_tokens_num", "num_requests"],
+        ["a", "chosen", "700", "0"],
+        ["b", "metric", "700", "0"],
+    ]
+    assert main(["why", "m", "--url", url]) == 0
+    assert capsys.readouterr().out.splitlines() == [sentence]
 
 
 def test_a_request_goes_where_less_is_waiting(rig: Rig) -> None:

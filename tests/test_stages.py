@@ -237,7 +237,19 @@ def test_a_policy_that_lets_no_prefill_take_more_charges_nobody() -> None:
         rig.close()
 
 
-# What is counted
+# What is counted and told
+
+
+def test_what_speaks_for_each_replica_is_told_of_both_stages(rig: Rig) -> None:
+    client = rig.client()
+    client.post(json.dumps(ASK).encode(), extra=b"X-Anvil-Explain: 1\r\n")
+    found = json.loads(client.read().body)["stages"]
+    assert {
+        stage: [(row["backend"], row["removed_by"]) for row in rows] for stage, rows in found.items()
+    } == {
+        "prefill": [("p", ""), ("d", "infer_type")],
+        "decode": [("d", ""), ("p", "infer_type")],
+    }
 
 
 def test_the_input_is_work_for_the_one_that_computes_it_only() -> None:
