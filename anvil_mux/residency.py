@@ -156,6 +156,7 @@ class Event(NamedTuple):
 
 
 NO_WORK = Work()
+_STAGES = {"prefill", "decode"}
 
 
 class Ticket:
@@ -404,7 +405,11 @@ class Residency:
 
     def takes(self, model: str) -> bool:
         """Whether a request for ``model`` would be leased at once."""
-        return any(seat.state == "ready" and not seat.full for seat in self._replicas[model])
+        ready = [seat for seat in self._replicas[model] if seat.state == "ready"]
+        free = {seat.backend.infer_type for seat in ready if not seat.full}
+        if model in self._staged and {seat.backend.infer_type for seat in ready} >= _STAGES:
+            return free >= _STAGES
+        return bool(free)
 
     def seats_of(self, model: str) -> list[Seat]:
         return self._replicas[model]

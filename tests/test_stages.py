@@ -29,10 +29,10 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
-def staged(**settings: object) -> Rig:
+def staged(concurrency: int | None = None, **settings: object) -> Rig:
     """A prefill and a decode backend of one model, resident."""
     backends = (
-        Backend("p", "m", ("0",), infer_type="prefill"),
+        Backend("p", "m", ("0",), infer_type="prefill", concurrency=concurrency),
         Backend("d", "m", ("1",), infer_type="decode", served_model="inside"),
     )
     made = Rig(backends=backends, gpus=(Gpu("0"), Gpu("1")), **settings)
@@ -219,6 +219,22 @@ def test_a_client_that_leaves_in_the_first_stage_frees_both_leases(rig: Rig) -> 
     assert asked.was_left()
     rig.events.wait("released", 2)
     assert rig.mux.status().leases == 0
+
+
+def test_a_request_waits_for_a_place_at_both_stages() -> None:
+    rig = staged(concurrency=1)
+    try:
+        first, second = ask(rig), ask(rig)
+        one = rig.engine.next()
+        rig.events.wait("queued")
+        reply(one, {"kv_transfer_params": WHERE})
+        reply(rig.other.next(), {})
+        prefilled(rig)
+        reply(rig.other.next(), {})
+        assert [client.read().status for client in (first, second)] == [200, 200]
+        assert [event.backend for event in rig.events.of("leased")] == ["p", "d"] * 2
+    finally:
+        rig.close()
 
 
 def test_a_policy_that_lets_no_prefill_take_more_charges_nobody() -> None:
