@@ -12,12 +12,13 @@ RUN /opt/anvil-mux/bin/pip install --no-cache-dir /src
 FROM ${BASE}
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends docker-cli docker-compose python3 \
-    && rm -rf /var/lib/apt/lists/* \
-    && useradd --uid 10001 --create-home --home-dir /var/lib/anvil-mux anvil-mux
+    && rm -rf /var/lib/apt/lists/*
+# A volume that is mounted there for the first time takes its owner over.
+RUN install -d -m 700 -o 10001 -g 10001 /var/lib/anvil-mux
 COPY --from=build /opt/anvil-mux /opt/anvil-mux
 COPY contrib/healthy.py /opt/anvil-mux/bin/healthy
-ENV PATH=/opt/anvil-mux/bin:$PATH XDG_STATE_HOME=/var/lib/anvil-mux
-USER anvil-mux
+ENV PATH=/opt/anvil-mux/bin:$PATH HOME=/var/lib/anvil-mux XDG_STATE_HOME=/var/lib/anvil-mux
+USER 10001:10001
 HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["healthy"]
 ENTRYPOINT ["anvil-mux"]
 CMD ["serve", "compose.yaml"]

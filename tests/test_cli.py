@@ -935,6 +935,20 @@ def test_while_it_drains_it_is_not_ready_and_says_when_to_come_again(state: Path
         running.request("GET", "/readyz")
 
 
+def test_a_container_is_healthy_while_its_anvil_mux_is_ready(state: Path) -> None:
+    check = [sys.executable, str(ROOT / "contrib" / "healthy.py")]
+    environ = {**os.environ, "XDG_STATE_HOME": str(state), "PYTHONPATH": str(ROOT)}
+
+    def health() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(check, env=environ, capture_output=True, text=True, timeout=TIMEOUT)
+
+    assert health().returncode == 1
+    running = serve(compose(state), state=state)
+    assert (health().returncode, "[+]accepting ok" in health().stdout) == (0, True)
+    running.stop()
+    assert health().returncode == 1
+
+
 def test_who_hangs_and_is_aborted_tells_what_its_threads_were_at(state: Path) -> None:
     running = serve(compose(state), state=state)
     assert running.stop(signal.SIGABRT) == -signal.SIGABRT

@@ -902,6 +902,17 @@ def test_the_shipped_files_show_what_they_say() -> None:
     assert sum(each.vram or 0 for each in shipped["sglang"].backends) == 23 * GIB
 
 
+def test_beside_its_engines_anvil_mux_leaves_itself_alone() -> None:
+    file = SHIPPED[0].parent.parent / "contrib" / "compose.yaml"
+    found = load([file], compose=None, environ={"PWD": "/srv/mux", "DOCKER_GID": "999"})
+    assert [each.name for each in found.backends] == ["qwen3-8b", "gemma-3-12b"]
+    assert (found.host, found.warnings) == ("127.0.0.1", ())
+    with pytest.raises(
+        ConfigError, match="the variable DOCKER_GID must be set: the group of Docker's socket"
+    ):
+        load([file], compose=None, environ={"PWD": "/srv/mux"})
+
+
 def has_compose() -> bool:
     if not shutil.which("docker"):
         return False
