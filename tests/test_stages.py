@@ -212,6 +212,14 @@ def test_when_the_second_stage_dies_nothing_of_the_first_goes_to_who_is_left(rig
     assert client.read().status == 200
 
 
+def test_a_request_that_cannot_be_read_frees_both_leases(rig: Rig) -> None:
+    client = rig.client()
+    client.post(b'{"model": "m", "n": 1, "n": 2}')
+    assert client.read().status == 400
+    rig.events.wait("released", 2)
+    assert rig.mux.status().leases == 0
+
+
 def test_a_client_that_leaves_in_the_first_stage_frees_both_leases(rig: Rig) -> None:
     client = ask(rig)
     asked = rig.engine.next()
@@ -239,13 +247,15 @@ def test_a_request_waits_for_a_place_at_both_stages() -> None:
 
 def test_a_policy_that_lets_no_prefill_take_more_charges_nobody() -> None:
     most = {"filters": [{"metric": {"metric": "num_requests", "threshold": 1, "in_fallback": True}}]}
-    policy = {"prefill": {**most, "selector": "round_robin"}, "decode": {"selector": "round_robin"}}
+    seen = {"metrics": ["num_requests"]}
+    policy = {"prefill": {**most, "selector": "round_robin"}, "decode": {**seen, "selector": "round_robin"}}
     rig = staged(routing="one", routing_policies={"one": policy})
     try:
         client = ask(rig)
         asked = rig.engine.next()
         assert ask(rig).read().status == 503
         assert rig.mux.status().leases == 2
+        assert rig.mux.explain("m", staged=True)["decode"][0]["metrics"] == {"num_requests": 1}
         reply(asked, {"kv_transfer_params": WHERE})
         reply(rig.other.next(), {})
         assert client.read().status == 200

@@ -119,6 +119,14 @@ def test_who_says_nothing_any_more_is_forgotten_until_it_speaks_again(shared: tu
 # Redis
 
 
+def test_a_report_is_as_old_as_it_was_when_published_and_the_time_since(server: Server) -> None:
+    kept = RedisStore(server.url, "aged")
+    kept.publish("one", {"a": BUSY})
+    kept._redis.pexpire(kept._key("one"), round((store.EXPIRES_SECONDS - 2.0) * 1000))
+    assert kept.others("two")[0]["a"].age_seconds >= BUSY.age_seconds + 2.0
+    kept.close()
+
+
 def test_projects_do_not_see_each_other(server: Server) -> None:
     one, other = RedisStore(server.url, "one"), RedisStore(server.url, "other")
     one.publish("x", {"a": BUSY})
