@@ -115,10 +115,11 @@ class Placement:
             gpu: 0 if self._needs_whole(target, gpu) else self.strangers.get(gpu, 0) for gpu in target.holds
         }
         for seat in self.seats.values():
-            if seat is target:
+            holding = seat.state in HOLDING
+            if seat is target or not (holding or seat.residual):
                 continue
-            for gpu, amount in seat.occupies.items():
-                if gpu in used and (seat.state in HOLDING or not self._needs_whole(target, gpu)):
+            for gpu, amount in (seat.holds if holding else seat.residual).items():
+                if gpu in used and (holding or not self._needs_whole(target, gpu)):
                     used[gpu] += amount
         return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
 

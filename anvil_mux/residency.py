@@ -596,7 +596,8 @@ class Residency:
             self._begin(None, [seat], now, f"woken on its way to {seat.rung}")
         if seat.state == "ready" and seat.model in self._ledgers and not self.lines[seat.model]:
             self._take_back(seat, now)
-        self._fail_refused(now)  # what does not fit beside it, if it is pinned
+        if seat.backend.pin:
+            self._fail_refused(now)  # what does not fit beside it
 
     def start_failed(self, name: str, now: float, error: LoadError) -> None:
         """The backend did not become ready and was cleaned up."""
@@ -637,7 +638,8 @@ class Residency:
         self._unstick(seat, now)
         self._leave_swaps(seat)
         self._emit(Event(now, seat.state, seat.model, name, reason=how if parked else ""))
-        self._fail_refused(now)
+        if parked or seat.failed_starts:  # else nothing is refused that was not before
+            self._fail_refused(now)
 
     def stop_failed(self, name: str, now: float, why: str) -> None:
         """The backend may still hold its GPUs; nothing is started there until a later stop succeeds.
@@ -712,7 +714,8 @@ class Residency:
                 if self._ask_policy(self._plans, now):
                     continue
                 return self._wait(self._plans_hold_until, now)
-            step = self._advance(now) or self._retry_stuck(now) or self._demote_next(now)
+            step = self._advance(now) if self._swaps else None
+            step = step or self._retry_stuck(now) or self._demote_next(now)
             if step:
                 return step
             waiting = self._waiting()
@@ -761,7 +764,7 @@ class Residency:
     def _put_out(self, swap: _Swap, now: float) -> Step | None:
         """The next victim, once its leases are gone or its drain is over; the parked ones come last."""
         draining = [victim for victim in swap.victims if victim.state == "draining"]
-        if draining and swap.target and self._fits(swap.target):
+        if draining and swap.target and self._may_spare(swap.target) and self._fits(swap.target):
             for victim in draining:  # those before them freed more than was known
                 swap.victims.remove(victim)
                 self._reprieve(victim, now)
@@ -779,6 +782,10 @@ class Residency:
                 return self._demote(victim, now, "its memory is needed", swap.target.model)
             swap.victims.remove(victim)
         return None
+
+    def _may_spare(self, target: Seat) -> bool:
+        """Whoever takes its GPUs whole needs all of its victims to go."""
+        return not target.whole or self._host.budget is not None
 
     def _fits(self, target: Seat) -> bool:
         return self._placement.fits(target) and self._host.short(target) <= 0
@@ -814,7 +821,7 @@ class Residency:
 
     def _demote_next(self, now: float) -> Step | None:
         """A parked backend that rests too high for too long, or for the host's memory."""
-        seat = self._host.yields(now)
+        seat = self._host.yields(now) if self._host.budget is not None else None
         if seat is not None and seat is self.seats.get(seat.name):
             return self._demote(seat, now, "host memory is short", to=self._host.lower(seat))
         for seat in self._parkers:
@@ -860,7 +867,7 @@ class Residency:
         idle = [seat for seat in self._idlers if idle_until(seat) <= now < FOREVER]
         for seat in idle:
             self._begin(None, [seat], now, f"idle for {seat.backend.ttl:g} s")
-        for seat in self._ready:
+        for seat in self._ready if self._host.budget is not None else ():
             if model := self._host.answer(seat, now):
                 self._begin(None, [seat], now, f"idle, and {model} lacks host memory")
                 return True
