@@ -630,9 +630,9 @@ class Inference:
                 self._continue(call, lease, exchange, response)
             elif exchange.whole:
                 call.status = response.status
-                call.tokens = exchange.tokens
                 declared = None if response.body == "none" else len(exchange.data)
                 call.send(_response_head(call, response, length=declared) + exchange.data)
+                call.tokens = exchange.tokens  # nobody waits for that
             else:
                 self._stream(call, lease, exchange, response)
 

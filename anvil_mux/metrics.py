@@ -206,9 +206,10 @@ class Metrics:
             self._waits[by_model].observe(record.waited)
             if record.first_byte:
                 self._first_bytes[by_model].observe(record.first_byte)
-            new = max(record.prompt_tokens - record.cached_tokens, 0)
-            for kind, count in zip(TOKENS, (new, record.cached_tokens, record.tokens), strict=True):
-                self._tokens[model, kind] += count
+            if record.prompt_tokens or record.tokens:
+                new = max(record.prompt_tokens - record.cached_tokens, 0)
+                for kind, count in zip(TOKENS, (new, record.cached_tokens, record.tokens), strict=True):
+                    self._tokens[model, kind] += count
 
     # Events and phases
 

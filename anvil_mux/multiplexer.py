@@ -525,7 +525,7 @@ class Multiplexer:
         return True
 
     def _release(self, ticket: Ticket, tail: bytes = b"") -> None:
-        usage = api.tokens_said(tail)[1:]
+        usage = api.tokens_said(tail)[1:] if tail else (None, None)
         with self._lock:
             island = self._islands[ticket.model]
             if island.residency.release(ticket, self._clock.now(), usage):
