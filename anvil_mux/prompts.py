@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anvil_mux.workload import UNREADABLE, BadWorkload, lines
+from anvil_mux.workload import UNREADABLE, BadWorkload, find_among, lines
 
 SHIPPED = Path(__file__).parent / "traces"
 """Traces that come with the program."""
@@ -71,12 +71,7 @@ class Trace:
 
 def find(name: str) -> Path:
     """The trace of this path, or the shipped one of this name."""
-    shipped = {file.name.partition(".")[0]: file for file in sorted(SHIPPED.glob("*.jsonl.gz"))}
-    if name in shipped and not Path(name).is_file():
-        return shipped[name]
-    if not Path(name).exists():
-        raise BadWorkload(f"{name}: no such file; shipped traces: {', '.join(shipped) or 'none'}")
-    return Path(name)
+    return find_among(SHIPPED, "traces", name)
 
 
 def read(path: Path) -> Trace:

@@ -197,11 +197,16 @@ SEEDED = frozenset({"mixed"})
 
 def find(name: str) -> Path:
     """The workload file of this path, or the shipped one of this name."""
-    shipped = {file.name.partition(".")[0]: file for file in sorted(SHIPPED.glob("*.jsonl.gz"))}
+    return find_among(SHIPPED, "workloads", name)
+
+
+def find_among(folder: Path, what: str, name: str) -> Path:
+    """The file of this path, or the one of this name in ``folder``, where ``what`` is shipped."""
+    shipped = {file.name.partition(".")[0]: file for file in sorted(folder.glob("*.jsonl.gz"))}
     if name in shipped and not Path(name).is_file():
         return shipped[name]
     if not Path(name).exists():
-        raise BadWorkload(f"{name}: no such file; shipped workloads: {', '.join(shipped) or 'none'}")
+        raise BadWorkload(f"{name}: no such file; shipped {what}: {', '.join(shipped) or 'none'}")
     return Path(name)
 
 
