@@ -31,11 +31,12 @@ from anvil_mux import gpu
 from anvil_mux.byhand import Asker, Docker, Hand
 from anvil_mux.config import Backend, Config
 from anvil_mux.errors import BackendError, MuxError
+from anvil_mux.events import Event
 from anvil_mux.freed import Memory
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.policy import Eager
 from anvil_mux.preemption import LeastRecentlyUsed
-from anvil_mux.residency import Event, Residency
+from anvil_mux.residency import Residency
 from anvil_mux.serve import build_runtime, locked
 from anvil_mux.swap import Runtime, Swapper
 from anvil_mux.tally import Swap, Told, phases

@@ -43,8 +43,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from anvil_mux.config import Config
+from anvil_mux.events import Event
 from anvil_mux.policy import FOREVER, Decision, Snapshot, Stay, SwapTo, Unload
-from anvil_mux.residency import Event
 from anvil_mux.simulate import Request, simulate
 from anvil_mux.workload import Workload
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 from anvil_mux import __version__
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.errors import MuxError
-from anvil_mux.residency import KINDS, Event
+from anvil_mux.events import KINDS, Event
 from anvil_mux.simulate import Request
 from anvil_mux.workload import UNREADABLE, Workload, lines
 

@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 from anvil_mux.accesslog import Served
 from anvil_mux.errors import Overloaded
-from anvil_mux.residency import Event
+from anvil_mux.events import Event
 
 EVENTS = 500
 REQUESTS = 100

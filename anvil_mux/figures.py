@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from anvil_mux.residency import Event
+from anvil_mux.events import Event
 
 
 @dataclass(frozen=True)

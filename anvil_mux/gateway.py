@@ -33,10 +33,11 @@ from anvil_mux.http1 import Field
 from anvil_mux.inference import JSON, Call, Inference, Patience
 from anvil_mux.keys import Key, Keyring
 from anvil_mux.lookout import Seen, Sight
-from anvil_mux.multiplexer import BackendState, Deferral, GpuState, ModelState, Multiplexer
+from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.progress import Progress
 from anvil_mux.relay import Relay
 from anvil_mux.routerapi import RouterApi
+from anvil_mux.status import BackendState, Deferral, GpuState, ModelState
 
 OPEN = frozenset(["/api/hello", "/health", "/livez", "/readyz"])
 """Answered without a key: they tell nothing."""

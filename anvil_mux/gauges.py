@@ -11,10 +11,10 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from anvil_mux.costs import Cost
+from anvil_mux.events import TRANSITIONS
 from anvil_mux.footprint import Footprint
 from anvil_mux.lookout import Seen, Sight
-from anvil_mux.multiplexer import Status
-from anvil_mux.residency import TRANSITIONS
+from anvil_mux.status import Status
 
 STATES = sorted({state for state, _ in TRANSITIONS} | set(TRANSITIONS.values()))
 NONE, SEVERAL = "none", "several"

@@ -47,8 +47,8 @@ from anvil_mux.keys import FIELDS, Key
 from anvil_mux.multiplexer import Lease, Multiplexer
 from anvil_mux.pump import End
 from anvil_mux.relay import WHOLE, BrokenOff, Exchange, Relay, RequestBody, Unreachable, has_left
-from anvil_mux.residency import NO_WORK
 from anvil_mux.routing import Work
+from anvil_mux.steps import NO_WORK
 
 JSON = (b"Content-Type", b"application/json")
 UNBUFFERED = [(b"Cache-Control", b"no-cache"), (b"X-Accel-Buffering", b"no")]

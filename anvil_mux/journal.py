@@ -23,9 +23,9 @@ from typing import Any
 
 from anvil_mux.accesslog import Served, human_line, json_line, stamp
 from anvil_mux.config import Backend
+from anvil_mux.events import Event
 from anvil_mux.feed import Feed
 from anvil_mux.metrics import Metrics, Phase
-from anvil_mux.residency import Event
 
 GATHER_SECONDS = 0.1
 IDLE_SECONDS = 5.0

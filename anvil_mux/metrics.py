@@ -41,11 +41,11 @@ from anvil_mux import __version__, api, gauges
 from anvil_mux.accesslog import Served
 from anvil_mux.config import WAYS, Config
 from anvil_mux.costs import Cost
+from anvil_mux.events import Event
 from anvil_mux.footprint import Footprint
 from anvil_mux.gauges import NONE, SEVERAL
 from anvil_mux.lookout import Sight
-from anvil_mux.multiplexer import Status
-from anvil_mux.residency import Event
+from anvil_mux.status import Status
 
 BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),

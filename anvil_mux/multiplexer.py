@@ -16,7 +16,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -39,28 +38,20 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
+from anvil_mux.events import Event
 from anvil_mux.footprint import Footprint, Footprints
 from anvil_mux.keys import Key
 from anvil_mux.ladder import Host
 from anvil_mux.ledger import Load, Report
 from anvil_mux.outlook import Outlook, outlook
-from anvil_mux.placement import HOLDING, Seat, islands
+from anvil_mux.placement import islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.progress import Progress, Said, progress
-from anvil_mux.residency import (
-    NO_WORK,
-    Demote,
-    Event,
-    Residency,
-    Start,
-    Step,
-    Stop,
-    Ticket,
-    Wait,
-    idle_until,
-)
+from anvil_mux.residency import Residency
 from anvil_mux.routing import Work
+from anvil_mux.status import Status, Waiter, gpu_state, model_state
+from anvil_mux.steps import NO_WORK, Demote, Start, Step, Stop, Ticket, Wait
 from anvil_mux.swap import Loaded, Rested
 
 log = logging.getLogger(__name__)
@@ -150,106 +141,6 @@ class Lease:
         ending = self._mux._closing is not None
         why = "anvil-mux shut down" if ending else f"{self._ticket.model} was put out for another model"
         return Severed(f"{why} before this request ended. Send it again.")
-
-
-@dataclass(frozen=True, slots=True)
-class BackendState:
-    """One backend as /healthz shows it."""
-
-    backend: str
-    state: str
-    state_seconds: float | None
-    """How long it has been in its state; None: since the start."""
-    gpus: tuple[str, ...]
-    leases: int
-    rests: str
-    """The way by which it rests while it is parked, else ""."""
-    size: int | None
-    """Bytes of GPU memory that it takes, declared or as it was measured; None: not known."""
-    idle_seconds: float | None
-    """Since its last request ended, if none runs."""
-    unload_seconds: float | None
-    """Until it is put out because nobody uses it; None: it is not, or not now."""
-    load_seconds: float | None
-    retry_seconds: float
-    """Until it may be loaded, or is stopped, again after a failure."""
-    error: str
-    log: tuple[str, ...]
-    """The engine's last lines, if its load failed or it died."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deferral:
-    """Why a line waits although its swap could begin."""
-
-    seconds_left: float
-    """May be infinite: until something changes."""
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelState:
-    """One model as /healthz and /v1/models show it."""
-
-    model: str
-    state: str
-    """The furthest state of its backends: ready, draining, starting, ..., empty."""
-    backend: str
-    gpus: tuple[str, ...]
-    aliases: tuple[str, ...]
-    waiting: int
-    leases: int
-    last_error: str
-    load_seconds: float | None
-    progress: Progress | None = None
-    """Of its load, if it is being loaded."""
-    oldest_wait: float | None = None
-    """Seconds that the first in line has waited."""
-    draining_target: str | None = None
-    """What it makes room for while it drains; "" for nobody."""
-    drain_seconds_left: float = 0.0
-    deferred: Deferral | None = None
-    backends: tuple[BackendState, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class GpuState:
-    """One GPU as /healthz shows it."""
-
-    gpu: str
-    residents: tuple[str, ...]
-    state: str
-    draining_target: str
-    draining_leases: int
-    drain_seconds_left: float
-    total: int | None = None
-    """Bytes, where they are known."""
-    reserve: int = 0
-    """Bytes that no backend gets."""
-    residuals: tuple[tuple[str, int], ...] = ()
-    """Backends that rest, and the bytes that they hold here still."""
-    reserved_for: tuple[str, ...] = ()
-    """The models that a swap under way keeps it for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """The whole multiplexer at one moment."""
-
-    now: float
-    models: tuple[ModelState, ...]
-    gpus: tuple[GpuState, ...]
-    waiting: int
-    leases: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waiter:
-    """One request in a line."""
-
-    ticket: int
-    model: str
-    since: float
 
 
 class _Island:
@@ -867,26 +758,14 @@ class Multiplexer:
             now = self._clock.now()
             residencies = [island.residency for island in self._each_island()]
             models = tuple(
-                _model_state(r, m, now, self._progress(r, m, now), self._footprints)
+                model_state(r, m, now, self._progress(r, m, now), self._footprints)
                 for r in residencies
                 for m in r.lines
             )
-            gpus = tuple(self._gpu_state(r, gpu, now) for r in residencies for gpu in r.gpus)
+            known = {gpu.id: gpu for gpu in self._config.gpus}
+            gpus = tuple(gpu_state(r, known.get(id) or Gpu(id), now) for r in residencies for id in r.gpus)
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
         return Status(now, models, gpus, waiting, leases)
-
-    def _gpu_state(self, residency: Residency, gpu: str, now: float) -> GpuState:
-        about = next((each for each in self._config.gpus if each.id == gpu), Gpu(gpu))
-        seats = residency.seats.values()
-        residuals = tuple((s.name, s.residual[gpu]) for s in seats if s.residual.get(gpu))
-        promised = residency.promises().get(gpu, ())
-        return replace(
-            _gpu_state(residency, gpu, now),
-            total=about.vram,
-            reserve=about.reserve,
-            residuals=residuals,
-            reserved_for=promised,
-        )
 
 
 def _cut(ticket: Ticket) -> None:
@@ -902,76 +781,6 @@ def _steps_at_once(backends: list[Backend]) -> int:
     if any(b.vram or b.vram_measured or not b.gpus or b.rest != ("stop",) for b in backends):
         return len(backends)  # several share a GPU, or are taken down their ladders while others swap
     return len({gpu for backend in backends for gpu in backend.gpus})
-
-
-def _model_state(
-    residency: Residency, model: str, now: float, progress: Progress | None, footprints: Footprints
-) -> ModelState:
-    seats = residency.seats_of(model)
-    seat = min(seats, key=lambda seat: _SHOWN.index(seat.state))
-    first = next(iter(residency.lines[model]), None)
-    target, until = residency.drains().get(seat.name, (None, now))
-    return ModelState(
-        model=model,
-        state=seat.state,
-        backend=seat.name,
-        gpus=seat.backend.gpus,
-        aliases=seat.backend.aliases,
-        waiting=len(residency.lines[model]),
-        leases=sum(len(seat.holders) for seat in seats),
-        last_error=seat.error,
-        load_seconds=seat.load_seconds,
-        progress=progress,
-        oldest_wait=now - first.since if first else None,
-        draining_target=target,
-        drain_seconds_left=max(until - now, 0.0),
-        deferred=_deferral(residency, model, now),
-        backends=tuple(_backend_state(each, now, footprints.held(each.name)) for each in seats),
-    )
-
-
-def _deferral(residency: Residency, model: str, now: float) -> Deferral | None:
-    if residency.deferred is None or residency.deferred[0] != model or not residency.lines[model]:
-        return None
-    stay = residency.deferred[1]
-    return Deferral(max(stay.until - now, 0.0), stay.reason)
-
-
-def _backend_state(seat: Seat, now: float, measured: Mapping[str, int]) -> BackendState:
-    idle = seat.state == "ready" and not seat.holders
-    unload_at = idle_until(seat)
-    takes = measured or ({} if seat.whole else seat.holds)
-    return BackendState(
-        backend=seat.name,
-        state=seat.state,
-        state_seconds=now - seat.since if seat.since > -FOREVER else None,
-        gpus=seat.backend.gpus,
-        leases=len(seat.holders),
-        rests=seat.rests if seat.state == "parked" else "",
-        size=sum(takes.values()) if takes else None,
-        idle_seconds=now - seat.used if idle else None,
-        unload_seconds=max(unload_at - now, 0.0) if unload_at < FOREVER else None,
-        load_seconds=seat.load_seconds,
-        retry_seconds=max(seat.retry_at - now, 0.0),
-        error=seat.error,
-        log=seat.log,
-    )
-
-
-_SHOWN = ("ready", "draining", "starting", "stopping", "stuck", "demoting", "parked", "empty")
-"""Of several backends of one model, the state shown is the first of these."""
-
-
-def _gpu_state(residency: Residency, gpu: str, now: float) -> GpuState:
-    here = [seat for seat in residency.seats.values() if gpu in seat.holds and seat.state in HOLDING]
-    state = min((seat.state for seat in here), key=_SHOWN.index, default="empty")
-    drains = residency.drains()
-    for seat in here:
-        if seat.name in drains:
-            target, until = drains[seat.name]
-            left = max(until - now, 0.0)
-            return GpuState(gpu, tuple(s.model for s in here), "draining", target, len(seat.holders), left)
-    return GpuState(gpu, tuple(seat.model for seat in here), state, "", 0, 0.0)
 
 
 def _address(url: str) -> tuple[str, int]:

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anvil_mux.config import Config
 from anvil_mux.errors import MuxError
+from anvil_mux.events import Event
 from anvil_mux.figures import figures
-from anvil_mux.residency import Event
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

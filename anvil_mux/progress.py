@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from anvil_mux.residency import Event
+from anvil_mux.events import Event
 
 LOOK_SECONDS = 1.0
 LINES = 40

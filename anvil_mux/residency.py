@@ -39,7 +39,7 @@ After a failed start there is no rollback: the backend is empty, and the next qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -58,6 +58,7 @@ from anvil_mux.errors import (
     Overloaded,
     Stuck,
 )
+from anvil_mux.events import ERRAND, TRANSITIONS, Event
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at, rungs
 from anvil_mux.ledger import Ledger, Load, Member, Report
@@ -77,183 +78,15 @@ from anvil_mux.policy import (
     decide,
 )
 from anvil_mux.preemption import Preemption
-from anvil_mux.routing import INFER_TYPES, Choice, Work
+from anvil_mux.routing import INFER_TYPES, Work
+from anvil_mux.steps import Demote, Start, Step, Stop, Ticket, Wait
 from anvil_mux.turns import Turns
-
-TRANSITIONS: dict[tuple[str, str], str] = {
-    ("empty", "load"): "starting",
-    ("parked", "load"): "starting",
-    ("empty", "adopt"): "ready",
-    ("empty", "adopt_parked"): "parked",
-    ("starting", "started"): "ready",
-    ("starting", "start_failed"): "empty",
-    ("starting", "stop_failed"): "stuck",
-    ("ready", "swap"): "draining",
-    ("draining", "reprieve"): "ready",
-    ("draining", "stop"): "stopping",
-    ("stopping", "stopped"): "empty",
-    ("stopping", "parked"): "parked",
-    ("stopping", "stop_failed"): "stuck",
-    ("stuck", "stop"): "stopping",
-    ("ready", "died"): "empty",
-    ("draining", "died"): "empty",
-    ("parked", "died"): "empty",
-    ("stuck", "died"): "empty",
-    ("parked", "demote"): "demoting",
-    ("demoting", "stopped"): "empty",
-    ("demoting", "parked"): "parked",
-    ("demoting", "stop_failed"): "parked",
-}
-"""(state, what happened) -> state. Anything else is a mistake of the caller and changes nothing."""
-
-KINDS = {
-    "queued": "a request waits for its model",
-    "leased": "a request has its backend; `seconds` is what it waited",
-    "released": "a lease ended",
-    "gone": "a waiting request's client left",
-    "failed": "a request ended without a lease; `reason` is the error's code",
-    "deferred": "the policy holds a swap back; `seconds` from now at most",
-    "draining": "a backend gets no new leases, because it makes room for `target` or for another `reason`",
-    "severed": "a request still leased when the drain ended",
-    "stopping": "a backend is told to leave its GPUs; `seconds` is what the drain took",
-    "empty": "a backend holds nothing; with a `reason` it failed to load, or died",
-    "parked": "a backend left its GPUs without being stopped",
-    "demoting": "a parked backend is taken one rung down its ladder",
-    "stuck": "a backend could not be stopped and may hold its GPUs",
-    "starting": "a backend is being loaded",
-    "ready": "a backend may be leased; `seconds` is what the load took",
-}
-"""What can happen."""
 
 COOL_DOWN_SECONDS = 5.0
 MAX_COOL_DOWN_SECONDS = 300.0
 STUCK_RETRY_SECONDS = 5.0
 MAX_STUCK_RETRY_SECONDS = 60.0
-
-
-ERRAND = "errand: "
-"""How the reason of a load begins that nobody waits for."""
-
-
-class Event(NamedTuple):
-    """One change of state. Everything that can be observed is a fold over these."""
-
-    at: float
-    kind: str
-    """One of KINDS."""
-    model: str
-    backend: str = ""
-    ticket: int = 0
-    size: int = 0
-    """Leases or tickets concerned."""
-    seconds: float = 0.0
-    """What it took: the wait of a ticket, the load of a backend, the drain of a victim."""
-    reason: str = ""
-    target: str = ""
-    """The model that a draining or demoting backend makes room for."""
-    way: str = ""
-    """How a backend is loaded, or was: the way by which it rested."""
-
-
-NO_WORK = Work()
 _STAGES = {"prefill", "decode"}
-
-
-class Ticket:
-    """One request's identity, from its arrival to its end. Guarded like the residency that it is told to."""
-
-    __slots__ = (
-        "backend",
-        "choice",
-        "cut",
-        "error",
-        "id",
-        "leases",
-        "model",
-        "prefill",
-        "sender",
-        "severed",
-        "since",
-        "taken_back",
-        "wake",
-        "work",
-    )
-
-    def __init__(
-        self,
-        id: int,
-        model: str,
-        since: float,
-        *,
-        leases: bool = True,
-        work: Work = NO_WORK,
-        prefill: Ticket | None = None,
-        sender: Hashable = None,
-    ) -> None:
-        self.id = id
-        self.model = model
-        self.since = since
-        self.work = work
-        self.sender = sender
-        """Whose it is: where a line is admitted in parts, senders take turns."""
-        self.leases = leases
-        """False: it only wants the model loaded."""
-        self.prefill = prefill
-        """Its first stage, which is leased with it if backends of both stages are resident."""
-        self.backend: str | None = None
-        self.choice: Choice | None = None
-        """Why that backend, where the model has several."""
-        self.error: MuxError | None = None
-        self.severed = False
-        self.taken_back = False
-        """It was severed to be sent to another replica."""
-        self.wake: Any = None
-        """The driver's: how to wake whoever waits for this ticket."""
-        self.cut: Callable[[], None] | None = None
-        """The driver's: how to cut the request when it is severed."""
-
-    @property
-    def settled(self) -> bool:
-        return self.backend is not None or self.error is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Load the backend, then report ``started``, ``start_failed`` or ``stop_failed``."""
-
-    backend: str
-    how: str
-    """The way by which it rests."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Put the backend out, then report ``stopped`` or ``stop_failed``. ``severed`` are cut first."""
-
-    backend: str
-    how: str
-    """The way to rest that is asked for; a harder one may be taken."""
-    severed: tuple[Ticket, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Demote:
-    """Take a parked backend further down, then report ``stopped`` or ``stop_failed``."""
-
-    backend: str
-    how: str
-    """The way by which it rests."""
-    to: str
-    """The deeper way that is asked for; an even deeper one may be taken."""
-
-
-class Wait(NamedTuple):
-    """Nothing to do before ``until`` or the next fact."""
-
-    until: float
-
-
-Step = Start | Stop | Demote | Wait
 
 
 @dataclass(eq=False, slots=True)

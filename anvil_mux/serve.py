@@ -40,6 +40,7 @@ from anvil_mux.clock import Clock
 from anvil_mux.config import Backend, Config
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.eventlog import EventLog
+from anvil_mux.events import Event
 from anvil_mux.feed import Feed
 from anvil_mux.gateway import Gateway
 from anvil_mux.home import CPUs, Home
@@ -56,7 +57,6 @@ from anvil_mux.process import ProcessRuntime, state_folder
 from anvil_mux.progress import LoadLogs
 from anvil_mux.relay import Relay
 from anvil_mux.remote import Place, announced
-from anvil_mux.residency import Event
 from anvil_mux.scraper import Scraper
 from anvil_mux.server import Server
 from anvil_mux.state import write_whole

@@ -23,24 +23,14 @@ from typing import Any, NamedTuple
 from anvil_mux.config import Config
 from anvil_mux.costs import Cost, Costs
 from anvil_mux.errors import LoadError, MuxError, WaitedTooLong
+from anvil_mux.events import ERRAND, TRANSITIONS, Event
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import Host
 from anvil_mux.placement import HOLDING, Placement, islands
 from anvil_mux.policy import FOREVER, build_policy
 from anvil_mux.preemption import build_preemption
-from anvil_mux.residency import (
-    ERRAND,
-    TRANSITIONS,
-    Demote,
-    Event,
-    Residency,
-    Start,
-    Stop,
-    Ticket,
-    Wait,
-    cool_down,
-    max_waits,
-)
+from anvil_mux.residency import Residency, cool_down, max_waits
+from anvil_mux.steps import Demote, Start, Stop, Ticket, Wait
 
 
 class Request(NamedTuple):

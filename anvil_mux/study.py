@@ -19,9 +19,9 @@ from anvil_mux import clairvoyant, eventlog, workload
 from anvil_mux.clairvoyant import Ratio
 from anvil_mux.config import Config
 from anvil_mux.errors import ConfigError
+from anvil_mux.events import Event
 from anvil_mux.figures import Figures, figures
 from anvil_mux.policy import POLICIES, build_policy
-from anvil_mux.residency import Event
 from anvil_mux.simulate import Request, check, simulate
 from anvil_mux.workload import PROFILES, SEEDED, BadWorkload, Workload
 

@@ -26,7 +26,7 @@ from statistics import median, quantiles
 from typing import NamedTuple, TextIO
 
 from anvil_mux.errors import BackendError
-from anvil_mux.residency import Event
+from anvil_mux.events import Event
 
 PHASES = ("drain", "evict", "verify", "freeze", "load", "ready", "probe", "first_token")
 """In this order they are shown; others that a mechanism tells of follow."""

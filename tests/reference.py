@@ -16,16 +16,16 @@ from anvil_mux import (
     control,
     engine,
     errors,
+    events,
     metrics,
     pipeline,
     policy,
     preemption,
-    residency,
     routing,
     swap,
 )
 from anvil_mux.config import Backend, Config
-from anvil_mux.multiplexer import Status
+from anvil_mux.status import Status
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 HEAD = """# Reference
@@ -125,8 +125,8 @@ def routes() -> Iterable[str]:
     yield from (*_table(("route", "model in", "errors as"), rows), "")
 
 
-def events() -> Iterable[str]:
-    rows = [(f"`{kind}`", meaning) for kind, meaning in residency.KINDS.items()]
+def kinds() -> Iterable[str]:
+    rows = [(f"`{kind}`", meaning) for kind, meaning in events.KINDS.items()]
     return ["## Events", "", *_table(("event", "meaning"), rows), ""]
 
 
@@ -147,7 +147,7 @@ def error_codes() -> Iterable[str]:
     return ["## Errors", "", *_table(("code", "status", "meaning"), rows), ""]
 
 
-SECTIONS = (commands, settings, choices, steps, routes, events, metric_names, error_codes)
+SECTIONS = (commands, settings, choices, steps, routes, kinds, metric_names, error_codes)
 
 
 def _registry(registry: dict[str, type]) -> list[str]:

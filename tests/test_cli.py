@@ -26,10 +26,10 @@ from anvil_mux import __version__, checkpoint, cli, eventlog, plot, study
 from anvil_mux.cli import COMMANDS, EXIT_CODES, VARIABLES, main
 from anvil_mux.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
 from anvil_mux.errors import ConfigError
+from anvil_mux.events import Event
 from anvil_mux.keys import Keyring
 from anvil_mux.keys import load as load_keys
 from anvil_mux.policy import POLICIES
-from anvil_mux.residency import Event
 from anvil_mux.serve import CannotServe, Options, locked
 from anvil_mux.serve import _refuse_open_address as refuse_open_address
 from anvil_mux.simulate import Engines, Request, simulate

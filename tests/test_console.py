@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from anvil_mux import console
+from anvil_mux.events import Event
 from anvil_mux.feed import EVENTS
-from anvil_mux.residency import Event
 from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig, chunk
 from tests.test_metrics import record
 

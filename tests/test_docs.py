@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux import config, residency
+from anvil_mux import config, events
 from tests import reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,7 +29,7 @@ def test_the_readme_stays_short() -> None:
 def test_the_diagram_is_the_transition_table() -> None:
     [diagram] = re.findall(r"```mermaid\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.S)
     drawn = re.findall(r"^ *(\w+) --> (\w+): (\w+)$", diagram, re.M)
-    assert {(start, what): end for start, end, what in drawn} == residency.TRANSITIONS
+    assert {(start, what): end for start, end, what in drawn} == events.TRANSITIONS
 
 
 PAGES = (README, (ROOT / "docs" / "routing.md").read_text())

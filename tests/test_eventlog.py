@@ -19,8 +19,8 @@ import pytest
 from anvil_mux import eventlog
 from anvil_mux.config import Backend, Config, Gpu, Service
 from anvil_mux.eventlog import BadLog, EventLog, Rotation, Run, Standing, config_of, header, read, replay
+from anvil_mux.events import KINDS, Event
 from anvil_mux.figures import figures
-from anvil_mux.residency import KINDS, Event
 from anvil_mux.simulate import Request, check, simulate
 from anvil_mux.workload import PROFILES, Workload
 from tests.running import serving

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from anvil_mux.errors import Overloaded
+from anvil_mux.events import Event
 from anvil_mux.feed import EVENTS, REQUESTS, WATCHERS, Feed, Place
-from anvil_mux.residency import Event
 from tests.test_metrics import record
 
 GUARD = 20.0

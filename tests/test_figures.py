@@ -4,8 +4,8 @@ from dataclasses import asdict
 
 import pytest
 
+from anvil_mux.events import Event
 from anvil_mux.figures import figures
-from anvil_mux.residency import Event
 from anvil_mux.simulate import Death, Engines, Request, simulate
 from tests.test_simulate import LAYOUTS, TWO, Config
 

@@ -9,8 +9,8 @@ from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Costs
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.placement import HOLDING
-from anvil_mux.residency import Demote, Start
 from anvil_mux.simulate import Death, Outcome, Request, Unloading, _Simulation, check
+from anvil_mux.steps import Demote, Start
 
 LADDERS = (
     ("stop",),

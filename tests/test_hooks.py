@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from anvil_mux.events import KINDS, Event
 from anvil_mux.feed import Feed
 from anvil_mux.hooks import Hook, Telling, occasion, perform, read
 from anvil_mux.journal import told
-from anvil_mux.residency import KINDS, Event
 
 GUARD = 20.0
 

@@ -12,9 +12,9 @@ import pytest
 
 from anvil_mux import journal as journal_room
 from anvil_mux.config import Backend, Config
+from anvil_mux.events import KINDS, Event
 from anvil_mux.journal import _OF_REQUESTS, NORMAL, QUIET, VERBOSE, Journal, _level
 from anvil_mux.metrics import Metrics
-from anvil_mux.residency import KINDS, Event
 from tests.test_metrics import nothing, record, value
 
 CONFIG = Config((Backend("a", "a"),))

@@ -8,8 +8,8 @@ from anvil_mux.config import Config, Gpu
 from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
 from anvil_mux.ladder import Host, below, rungs
 from anvil_mux.placement import HOLDING, Seat
-from anvil_mux.residency import Demote, Start, Stop
 from anvil_mux.simulate import Engines, Outcome, Request, _Simulation, check, simulate
+from anvil_mux.steps import Demote, Start, Stop
 from tests.test_residency import TEN, Island, backend
 from tests.test_simulate import HOST_MEMORY, LAYOUTS, world
 

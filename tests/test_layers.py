@@ -12,7 +12,7 @@ ROWS = (
     "screen completion",
     "keys api rewrite completions stages ollama anthropic composefile",
     "policy preemption profile routing prefix pipeline costs footprint demand hooks config",
-    "turns placement ladder ledger residency outlook progress engine control",
+    "turns events steps placement ladder ledger residency outlook progress status engine control",
     "gpu compose process freed lookout driver checkpoint",
     "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
@@ -24,6 +24,8 @@ ORDER = [module for row in ROWS for module in row.split()]
 """Each module imports only modules that stand before it."""
 
 CORE = (
+    "events",
+    "steps",
     "residency",
     "outlook",
     "ladder",

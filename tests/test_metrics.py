@@ -11,16 +11,18 @@ from anvil_mux import api
 from anvil_mux.accesslog import Served
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Cost
+from anvil_mux.events import Event
 from anvil_mux.footprint import Footprint
 from anvil_mux.gauges import STATES
 from anvil_mux.gpu import Stranger
 from anvil_mux.lookout import Seen
 from anvil_mux.metrics import BUCKETS, OTHER, TOKENS, Metrics, Phase, _deferral
-from anvil_mux.multiplexer import GpuState, ModelState, Status
 from anvil_mux.policy import POLICIES
 from anvil_mux.preemption import PREEMPTIONS
-from anvil_mux.residency import Event, Residency, Start, Stop, Ticket
+from anvil_mux.residency import Residency
 from anvil_mux.simulate import Engines, Request, simulate
+from anvil_mux.status import GpuState, ModelState, Status
+from anvil_mux.steps import Start, Stop, Ticket
 
 CONFIG = Config(
     backends=(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux import residency, swap
+from anvil_mux import events, swap
 from anvil_mux.metrics import DEFERRALS, OTHER, Metrics
 from tests.test_metrics import CONFIG, nothing
 
@@ -50,7 +50,7 @@ def test_whatever_is_named_exists() -> None:
 
 
 def test_every_event_is_there() -> None:
-    assert rows("Events").keys() == residency.KINDS.keys()
+    assert rows("Events").keys() == events.KINDS.keys()
 
 
 def test_every_reason_is_there() -> None:

@@ -22,11 +22,12 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
+from anvil_mux.events import Event
 from anvil_mux.footprint import Footprint
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.progress import Progress, Said
-from anvil_mux.residency import Demote, Event, Start, Stop
 from anvil_mux.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
+from anvil_mux.steps import Demote, Start, Stop
 from anvil_mux.swap import Loaded, Rested
 from tests.baton import BatonClock, Deadlock
 from tests.test_simulate import LAYOUTS, POLICIES, one, world

@@ -6,9 +6,9 @@ import pytest
 
 from anvil_mux.config import Config
 from anvil_mux.errors import LoadError, Overloaded, WaitedTooLong
+from anvil_mux.events import Event
 from anvil_mux.outlook import outlook
 from anvil_mux.policy import Stay, SwapTo
-from anvil_mux.residency import Event
 from anvil_mux.simulate import Engines, Request, check, simulate
 from anvil_mux.turns import Turns
 from tests.test_multiplexer import Stage

@@ -13,8 +13,8 @@ import pytest
 
 from anvil_mux import plot
 from anvil_mux.config import Backend, Config
+from anvil_mux.events import Event
 from anvil_mux.plot import Bar, CannotDraw, History, Wait, draw
-from anvil_mux.residency import Event
 from anvil_mux.simulate import Engines, Request, simulate
 from anvil_mux.workload import PROFILES
 from tests.test_simulate import LAYOUTS, world

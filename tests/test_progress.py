@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from anvil_mux import progress as module
+from anvil_mux.events import Event
 from anvil_mux.progress import LoadLogs, Progress, Said, progress, said
-from anvil_mux.residency import Event
 
 GUARD = 20.0
 

@@ -9,14 +9,16 @@ from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Costs
 from anvil_mux.demand import Demand
 from anvil_mux.errors import DoesNotFit, LoadError, Stuck, WaitedTooLong
+from anvil_mux.events import TRANSITIONS
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import Host
 from anvil_mux.placement import islands
 from anvil_mux.policy import POLICIES, Stay, SwapTo, Unload, build_policy
 from anvil_mux.preemption import build_preemption
-from anvil_mux.residency import TRANSITIONS, Residency, Start, Stop, Ticket, Wait
+from anvil_mux.residency import Residency
 from anvil_mux.routing import Work
 from anvil_mux.simulate import Engines, Request, check, simulate
+from anvil_mux.steps import Start, Stop, Ticket, Wait
 
 
 def backend(name, *gpus, model=None, **fields):

@@ -12,8 +12,9 @@ import pytest
 
 from anvil_mux.config import Backend, Config
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.residency import Event, Start, Step
+from anvil_mux.events import Event
 from anvil_mux.simulate import Outcome, Request, simulate
+from anvil_mux.steps import Start, Step
 from anvil_mux.swap import Rested
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 

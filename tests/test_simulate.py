@@ -8,11 +8,13 @@ import pytest
 
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.events import Event
 from anvil_mux.keys import Key
 from anvil_mux.policy import POLICIES as REGISTRY
 from anvil_mux.policy import Stay, SwapTo, Unload
-from anvil_mux.residency import Event, Residency, Start
+from anvil_mux.residency import Residency
 from anvil_mux.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
+from anvil_mux.steps import Start
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import pytest
 from anvil_mux import eventlog, study
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.errors import ConfigError
+from anvil_mux.events import Event
 from anvil_mux.policy import POLICIES, Stay
-from anvil_mux.residency import Event
 from anvil_mux.simulate import Engines, Request, simulate
 from anvil_mux.study import Case, Recording, Run
 from anvil_mux.workload import PROFILES, SHIPPED, BadWorkload, Workload

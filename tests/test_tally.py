@@ -9,7 +9,7 @@ import pytest
 
 from anvil_mux import tally
 from anvil_mux.errors import BackendError
-from anvil_mux.residency import Event
+from anvil_mux.events import Event
 from anvil_mux.tally import Swap, Told
 
 GIB = 1 << 30

@@ -19,11 +19,11 @@ from anvil_mux.checkpoint import Checkpointer, is_frozen
 from anvil_mux.config import Backend, Config, Gpu, Service
 from anvil_mux.driver import Driver
 from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.events import Event
 from anvil_mux.freed import PATIENCE
 from anvil_mux.gpu import Gpus
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.process import ProcessRuntime
-from anvil_mux.residency import Event
 from anvil_mux.swap import Loaded, Rested, Swapper, sleeps_first
 from tests.fake_cuda import FakeCuda
 from tests.fake_gpu import FakeGpus

@@ -27,8 +27,8 @@ from anvil_mux.checkpoint import Checkpointer
 from anvil_mux.config import Backend, Config
 from anvil_mux.engine import Visit
 from anvil_mux.errors import BackendError, ClientGone, MuxError
+from anvil_mux.events import Event
 from anvil_mux.multiplexer import Lease, Multiplexer
-from anvil_mux.residency import Event
 from anvil_mux.simulate import check
 from anvil_mux.swap import Swapper
 from tests.baton import BatonClock

@@ -1,0 +1,77 @@
+"""What can happen to backends and requests, and in which words it is told.
+
+TRANSITIONS is the whole table of a backend's states; the residency is its only user. Everything that can be
+observed (log, metrics, status page, simulated runs, assertions of tests) is a fold over ``Event``s.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TRANSITIONS: dict[tuple[str, str], str] = {
+    ("empty", "load"): "starting",
+    ("parked", "load"): "starting",
+    ("empty", "adopt"): "ready",
+    ("empty", "adopt_parked"): "parked",
+    ("starting", "started"): "ready",
+    ("starting", "start_failed"): "empty",
+    ("starting", "stop_failed"): "stuck",
+    ("ready", "swap"): "draining",
+    ("draining", "reprieve"): "ready",
+    ("draining", "stop"): "stopping",
+    ("stopping", "stopped"): "empty",
+    ("stopping", "parked"): "parked",
+    ("stopping", "stop_failed"): "stuck",
+    ("stuck", "stop"): "stopping",
+    ("ready", "died"): "empty",
+    ("draining", "died"): "empty",
+    ("parked", "died"): "empty",
+    ("stuck", "died"): "empty",
+    ("parked", "demote"): "demoting",
+    ("demoting", "stopped"): "empty",
+    ("demoting", "parked"): "parked",
+    ("demoting", "stop_failed"): "parked",
+}
+"""(state, what happened) -> state. Anything else is a mistake of the caller and changes nothing."""
+
+KINDS = {
+    "queued": "a request waits for its model",
+    "leased": "a request has its backend; `seconds` is what it waited",
+    "released": "a lease ended",
+    "gone": "a waiting request's client left",
+    "failed": "a request ended without a lease; `reason` is the error's code",
+    "deferred": "the policy holds a swap back; `seconds` from now at most",
+    "draining": "a backend gets no new leases, because it makes room for `target` or for another `reason`",
+    "severed": "a request still leased when the drain ended",
+    "stopping": "a backend is told to leave its GPUs; `seconds` is what the drain took",
+    "empty": "a backend holds nothing; with a `reason` it failed to load, or died",
+    "parked": "a backend left its GPUs without being stopped",
+    "demoting": "a parked backend is taken one rung down its ladder",
+    "stuck": "a backend could not be stopped and may hold its GPUs",
+    "starting": "a backend is being loaded",
+    "ready": "a backend may be leased; `seconds` is what the load took",
+}
+"""What can happen."""
+
+ERRAND = "errand: "
+"""How the reason of a load begins that nobody waits for."""
+
+
+class Event(NamedTuple):
+    """One change of state. Everything that can be observed is a fold over these."""
+
+    at: float
+    kind: str
+    """One of KINDS."""
+    model: str
+    backend: str = ""
+    ticket: int = 0
+    size: int = 0
+    """Leases or tickets concerned."""
+    seconds: float = 0.0
+    """What it took: the wait of a ticket, the load of a backend, the drain of a victim."""
+    reason: str = ""
+    target: str = ""
+    """The model that a draining or demoting backend makes room for."""
+    way: str = ""
+    """How a backend is loaded, or was: the way by which it rested."""
