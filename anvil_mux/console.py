@@ -23,12 +23,12 @@ from urllib.parse import parse_qs
 
 from anvil_mux import http1
 from anvil_mux.accesslog import Served
+from anvil_mux.call import JSON, Call
 from anvil_mux.completions import finite
 from anvil_mux.errors import BadRequest, NotFound
 from anvil_mux.events import Event
 from anvil_mux.feed import Feed, Place
 from anvil_mux.http1 import Field
-from anvil_mux.inference import JSON, Call
 from anvil_mux.journal import told
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.routing import Work

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 import re
 import secrets
 import time
@@ -20,24 +19,23 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import unquote
 
-from anvil_mux import __version__, api, http1, ollama
+from anvil_mux import __version__, api, healthz, http1, ollama
 from anvil_mux.accesslog import Sink
+from anvil_mux.call import JSON, Call, Patience
 from anvil_mux.client import Client
 from anvil_mux.completions import parse
 from anvil_mux.config import Config
 from anvil_mux.console import Console
 from anvil_mux.errors import BadRequest, ClientGone, Forbidden, MuxError, NotFound, Unauthorized, UnknownModel
 from anvil_mux.feed import Feed
-from anvil_mux.gpu import Stranger
 from anvil_mux.http1 import Field
-from anvil_mux.inference import JSON, Call, Inference, Patience
+from anvil_mux.inference import Inference
 from anvil_mux.keys import Key, Keyring
 from anvil_mux.lookout import Seen, Sight
 from anvil_mux.multiplexer import Multiplexer
-from anvil_mux.progress import Progress
 from anvil_mux.relay import Relay
 from anvil_mux.routerapi import RouterApi
-from anvil_mux.status import BackendState, Deferral, GpuState, ModelState
+from anvil_mux.status import ModelState
 
 OPEN = frozenset(["/api/hello", "/health", "/livez", "/readyz"])
 """Answered without a key: they tell nothing."""
@@ -258,8 +256,8 @@ class Gateway:
             "problems": problems,
             "waiting": status.waiting,
             "leases": status.leases,
-            "models": {model.model: _model_state(model) for model in status.models},
-            "gpus": {gpu.gpu: _gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
+            "models": {model.model: healthz.model_state(model) for model in status.models},
+            "gpus": {gpu.gpu: healthz.gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
             "resident": ready[0] if ready else None,
             "registry": [model.model for model in status.models],
         }
@@ -309,98 +307,6 @@ class Gateway:
         name = ollama.name_in(parse(self._inference.read_json(call)))
         call.model = self._inference.resolve(call, name)
         call.send_own(200, [JSON], ollama.show(call.model, self._started))
-
-
-def _model_state(model: ModelState) -> dict[str, object]:
-    return {
-        "state": model.state,
-        "backend": model.backend,
-        "gpus": list(model.gpus),
-        "waiting": model.waiting,
-        "oldest_wait_seconds": _rounded(model.oldest_wait),
-        "leases": model.leases,
-        "draining": _draining(model),
-        "deferred": _deferral(model.deferred) if model.deferred else None,
-        "last_error": model.last_error or None,
-        "load_seconds": model.load_seconds,
-        "progress": _progress(model.progress),
-        "backends": {backend.backend: _backend_state(backend) for backend in model.backends},
-    }
-
-
-def _progress(progress: Progress | None) -> dict[str, object] | None:
-    if progress is None:
-        return None
-    fraction, left, stage = progress
-    return {
-        "fraction": None if fraction is None else round(fraction, 2),
-        "seconds_left": None if left is None else round(left, 1),
-        "stage": stage,
-        "words": progress.words,
-    }
-
-
-def _draining(model: ModelState) -> dict[str, object] | None:
-    if model.draining_target is None:
-        return None
-    left = _rounded(model.drain_seconds_left)
-    return {"target": model.draining_target or None, "leases": model.leases, "seconds_left": left}
-
-
-def _deferral(deferral: Deferral) -> dict[str, object]:
-    return {"seconds_left": _rounded(deferral.seconds_left), "reason": deferral.reason}
-
-
-def _backend_state(backend: BackendState) -> dict[str, object]:
-    return {
-        "state": backend.state,
-        "state_seconds": _rounded(backend.state_seconds),
-        "gpus": list(backend.gpus),
-        "leases": backend.leases,
-        "rests": backend.rests or None,
-        "size": backend.size,
-        "idle_seconds": _rounded(backend.idle_seconds),
-        "unload_seconds": _rounded(backend.unload_seconds),
-        "load_seconds": backend.load_seconds,
-        "retry_seconds": _rounded(backend.retry_seconds),
-        "error": backend.error or None,
-        "log": list(backend.log),
-    }
-
-
-def _rounded(seconds: float | None) -> float | None:
-    """JSON knows no infinity: without an end is null, like unknown."""
-    return None if seconds is None or math.isinf(seconds) else round(seconds, 1)
-
-
-def _gpu_state(gpu: GpuState, seen: Seen) -> dict[str, object]:
-    draining = {
-        "target": gpu.draining_target or None,
-        "leases": gpu.draining_leases,
-        "seconds_left": round(gpu.drain_seconds_left, 1),
-    }
-    return {
-        "resident": gpu.residents[0] if gpu.residents else None,
-        "residents": list(gpu.residents),
-        "state": gpu.state,
-        "draining": draining if gpu.state == "draining" else None,
-        "used": seen.used,
-        "total": gpu.total if seen.total is None else seen.total,
-        "reserve": gpu.reserve,
-        "users": dict(seen.users),
-        "strangers": [_stranger(each) for each in seen.strangers],
-        "residuals": dict(gpu.residuals),
-        "reserved_for": list(gpu.reserved_for),
-    }
-
-
-def _stranger(stranger: Stranger) -> dict[str, object]:
-    return {
-        "pid": stranger.pid,
-        "name": stranger.command,
-        "bytes": stranger.used,
-        "container": stranger.container or None,
-    }
 
 
 def _may(key: Key, path: str) -> bool:

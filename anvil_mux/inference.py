@@ -1,6 +1,5 @@
 """One request for a model: its lease, its engine's answer, and what it gets when something comes between.
 
-A ``Call`` holds what is known of a request and its answer so far; it becomes a line in the access log.
 ``Inference.infer`` reads the body, finds the model's name, leases, sends the request on and the answer back.
 Four things may come between:
 
@@ -19,14 +18,14 @@ Four things may come between:
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from anvil_mux import answers, anthropic, api, coding, http1, ollama, prefix, rewrite, stages
-from anvil_mux.accesslog import Served
+from anvil_mux import answers, anthropic, api, coding, heads, http1, ollama, prefix, rewrite, stages
 from anvil_mux.answers import Answers
-from anvil_mux.client import Client, Spool
+from anvil_mux.call import JSON, Call, Patience, Waiting
+from anvil_mux.client import Spool
 from anvil_mux.completions import Translation, finite, parse, written
 from anvil_mux.config import Backend, Config
 from anvil_mux.engine import api_key, find_engine
@@ -34,24 +33,18 @@ from anvil_mux.errors import (
     BackendError,
     BadRequest,
     ClientGone,
-    ModelLoading,
     MuxError,
     NotFound,
-    Overloaded,
     RefusedByEngine,
     Severed,
     UnknownModel,
 )
-from anvil_mux.http1 import Field
 from anvil_mux.keys import FIELDS, Key
 from anvil_mux.multiplexer import Lease, Multiplexer
 from anvil_mux.pump import End
-from anvil_mux.relay import WHOLE, BrokenOff, Exchange, Relay, RequestBody, Unreachable, has_left
+from anvil_mux.relay import WHOLE, BrokenOff, Exchange, Relay, RequestBody, Unreachable
 from anvil_mux.routing import Work
-from anvil_mux.steps import NO_WORK
 
-JSON = (b"Content-Type", b"application/json")
-UNBUFFERED = [(b"Cache-Control", b"no-cache"), (b"X-Accel-Buffering", b"no")]
 TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
 """Path -> how a body that is asked for there becomes a question that every engine understands."""
 LACKING = (404, 405, 501)
@@ -62,233 +55,8 @@ EXPLAIN = b"x-anvil-explain"
 """The header of a request that is not to be sent on: where it would go, and why, is the answer."""
 MAX_QUOTED = 2000
 """Bytes of an engine's error that an error event repeats."""
-MAX_PREPARED = 8
-"""Engines' addresses for which the constant part of a head is kept."""
-FOREVER = float("inf")
-
 NO_KEY: dict[bytes, bytes] = dict.fromkeys(FIELDS, b"")
-_OWN = frozenset([b"x-request-id", b"content-encoding"])
-"""What every forwarded head gets anew."""
-
 Body = bytes | bytearray | Spool
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How a request waits for its model; seconds."""
-
-    grace: float = 5.0
-    """Before a stream is begun: a quick wake-up or failure keeps its true status."""
-    comment_every: float = 10.0
-    chunk_every: float = 60.0
-    silence: float = 240.0
-    """The longest that a request without a stream is left without an answer (Node's clients end at 300)."""
-    margin: float = 5.0
-    """How long before the client's own limit it is answered."""
-
-
-class Call:
-    """One request, and what is known of its answer so far. Used by one thread."""
-
-    __slots__ = (
-        "answered",
-        "api",
-        "backend",
-        "began",
-        "client",
-        "code",
-        "first_byte",
-        "keep",
-        "model",
-        "request",
-        "request_id",
-        "route",
-        "routed",
-        "sent",
-        "since",
-        "status",
-        "stream",
-        "tokens",
-        "translation",
-        "waited",
-        "waiting",
-        "work",
-    )
-
-    def __init__(self, client: Client, request: http1.Request, request_id: str, *, keep: bool) -> None:
-        self.client = client
-        self.request = request
-        self.request_id = request_id
-        self.keep = keep
-        """Whether the connection can be used again."""
-        self.since = time.monotonic()
-        self.api = "openai"
-        self.route: api.Route | None = None
-        self.model = self.backend = self.code = ""
-        self.status = self.sent = 0
-        self.tokens = api.NO_TOKENS
-        self.waited = self.first_byte = 0.0
-        self.stream = False
-        """The client asked for a stream into which comments may be written."""
-        self.began = False
-        """The head of the stream was sent before an engine answered."""
-        self.answered = False
-        """The client was sent something of what an engine answered."""
-        self.work = NO_WORK
-        self.routed = ""
-        """Which of several replicas answers, and why."""
-        self.waiting: Waiting | None = None
-        """What it does in the line of its model, once it has waited for a moment."""
-        self.translation: Translation | None = None
-        """What its engine is asked instead, if that does not speak the client's API."""
-
-    @property
-    def chunked(self) -> bool:
-        """The client understands chunks."""
-        return self.request.version == (1, 1)
-
-    @property
-    def connection(self) -> bytes | None:
-        """The Connection header of the answer, where one is needed."""
-        if not self.keep:
-            return b"close"
-        return None if self.request.version == (1, 1) else b"keep-alive"
-
-    @property
-    def own_headers(self) -> list[Field]:
-        """What every answer carries."""
-        value = self.request_id.encode("ascii")
-        headers = [(b"X-Request-ID", value)]
-        if self.api == "anthropic":
-            headers.append((b"request-id", value))
-        if self.routed:
-            headers.append((b"X-Anvil-Backend", self.routed.encode("ascii", "replace")))
-        return headers
-
-    def send(self, data: bytes) -> None:
-        self.client.send(data)
-        self.sent += len(data)
-
-    def send_own(self, status: int, headers: list[Field], body: bytes) -> None:
-        """Sends an answer that no engine made."""
-        self.status = status
-        connection = self.connection
-        if connection is not None:
-            headers = [*headers, (b"Connection", connection)]
-        head_only = self.request.method == "HEAD"
-        self.send(http1.response(status, [*headers, *self.own_headers], body, head_only=head_only))
-
-    def refuse(self, error: MuxError, headers: list[Field]) -> None:
-        """Answers with ``error`` in the form that still fits; the client may be gone."""
-        self.code = error.code
-        self.keep = self.keep and self.client.can_resume()
-        try:
-            if self.began:
-                self.break_off(error, last=b"")
-            else:
-                headers = [JSON, *api.error_headers(error), *headers]
-                self.send_own(error.status, headers, api.error_body(self.api, error, self.request_id))
-        except ClientGone:
-            self.keep = False
-
-    def break_off(self, error: MuxError, *, last: bytes) -> None:
-        """Ends a stream of events, of which ``last`` was sent last, with an error event and a cut."""
-        self.keep, self.code = False, error.code
-        event = api.error_event(self.api, self.route.beat if self.route else "none", error, self.request_id)
-        self.send_event(event if _ends_event(last) else b"\n\n" + event)
-
-    def send_event(self, data: bytes) -> None:
-        """Writes into a stream that has begun."""
-        if data:
-            self.send(http1.chunk(data) if self.chunked else data)
-
-    def begin(self) -> None:
-        """Sends the head of a stream of our own; from now on failures are told within it."""
-        self.keep = self.keep and self.chunked
-        self.began, self.status = True, 200
-        headers = [(b"Content-Type", api.stream_type(self.api)), *UNBUFFERED, *self.own_headers]
-        self.send(http1.stream_head(200, headers, chunked=self.chunked, connection=self.connection))
-
-    def end(self) -> None:
-        """Ends a stream that has begun as it should end."""
-        if self.chunked:
-            self.send(http1.LAST_CHUNK)
-
-    def stay(self) -> None:
-        """ClientGone if nobody waits for the answer any more."""
-        if has_left(self.client.socket):
-            raise ClientGone("The client closed its connection.")
-
-    def record(self) -> Served:
-        request = self.request
-        return Served(
-            time.time(),
-            self.request_id,
-            self.client.address,
-            request.method,
-            request.path,
-            self.model,
-            self.backend,
-            self.status,
-            self.code,
-            self.stream,
-            self.waited,
-            self.first_byte,
-            time.monotonic() - self.since,
-            self.sent,
-            *(count or 0 for count in self.tokens),
-        )
-
-
-class Waiting:
-    """What a call does while it waits in the line of its model."""
-
-    __slots__ = ("_beat_at", "_call", "_chunk_at", "_every", "_limit", "_mux", "_patience", "_since")
-
-    def __init__(self, call: Call, patience: Patience, mux: Multiplexer) -> None:
-        self._call = call
-        self._mux = mux
-        self._patience = patience
-        self._since: float | None = None
-        self._beat_at = self._chunk_at = self._limit = self._every = 0.0
-
-    def tend(self, now: float) -> None:
-        """Called a few times a second: ClientGone, ModelLoading, or a sign of life into the stream."""
-        call = self._call
-        call.stay()
-        if self._since is None:
-            self._plan(now)
-        if call.stream:
-            if now >= self._beat_at or now >= self._chunk_at:
-                self._beat(now)
-        elif now >= self._limit:
-            if self._mux.is_ready(call.model):
-                raise Overloaded(f"overloaded: {call.model} has no place for this request yet. Try again.")
-            text = f"{call.model} is still loading. Send the request again to wait on."
-            raise ModelLoading(text, retry_after=self._mux.eta(call.model))
-
-    def _plan(self, now: float) -> None:
-        patience = self._patience
-        own = _own_limit(self._call.request)
-        self._since = now
-        self._every = min(patience.comment_every, own / 2)
-        self._beat_at = now + min(patience.grace, own / 2)
-        self._chunk_at = max(now + patience.chunk_every, self._beat_at)
-        silence = min(own, patience.silence)
-        self._limit = now + max(silence - patience.margin, silence / 2)
-
-    def _beat(self, now: float) -> None:
-        call = self._call
-        doing = "waiting for a place at" if self._mux.is_ready(call.model) else "loading"
-        text = api.comment(f"anvil-mux {doing} {call.model} {self._mux.how_far(call.model)}", call.api)
-        if now >= self._chunk_at:
-            self._chunk_at = now + self._patience.chunk_every
-            assert call.route is not None
-            text += api.beat(call.route.beat, call.model, call.request_id, int(time.time()))
-        self._beat_at = now + self._every
-        if not call.began:
-            call.begin()
-        call.send_event(text)
 
 
 class _Lacking(Exception):
@@ -562,7 +330,7 @@ class Inference:
     def _ask_prefill(self, call: Call, lease: Lease, asked: dict[str, Any]) -> tuple[int, bytes]:
         body = stages.first(asked, lease.backend.served_model or call.model)
         with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = _translated_head(call, lease, _path(call), len(body), self._credentials(lease))
+            head = heads.translated_head(call, lease, _path(call), len(body), self._credentials(lease))
             response = exchange.ask("POST", head, body)
             return response.status, exchange.content(response, self._config.max_body)
 
@@ -619,7 +387,7 @@ class Inference:
             self._tunnel(call, lease)
             return
         with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = _request_head(call, lease, length, self._credentials(lease))
+            head = heads.request_head(call, lease, length, self._credentials(lease))
             response = exchange.ask(call.request.method, head, body)
             call.first_byte = time.monotonic() - call.since
             if response.status in LACKING and call.route and call.route.translated:
@@ -631,7 +399,7 @@ class Inference:
             elif exchange.whole:
                 call.status = response.status
                 declared = None if response.body == "none" else len(exchange.data)
-                call.send(_response_head(call, response, length=declared) + exchange.data)
+                call.send(heads.response_head(call, response, length=declared) + exchange.data)
                 call.tokens = exchange.tokens  # nobody waits for that
             else:
                 self._stream(call, lease, exchange, response)
@@ -640,13 +408,13 @@ class Inference:
         """A websocket: the lease lasts as long as it is open."""
         wish = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
         with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = _request_head(call, lease, 0, self._credentials(lease) | wish)
+            head = heads.request_head(call, lease, 0, self._credentials(lease) | wish)
             response = exchange.ask("GET", head, b"", upgrade=True)
             call.first_byte = time.monotonic() - call.since
             call.status, call.keep, call.answered = response.status, False, True
             if response.status != 101:
                 body = exchange.content(response, WHOLE)
-                call.send(_response_head(call, response, length=len(body)) + body)
+                call.send(heads.response_head(call, response, length=len(body)) + body)
                 return
             call.send(
                 http1.forward_response_head(
@@ -666,7 +434,7 @@ class Inference:
             return
         body = _rewritten(asked.body(known_as), lease.backend)
         with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = _translated_head(call, lease, asked.path, len(body), self._credentials(lease))
+            head = heads.translated_head(call, lease, asked.path, len(body), self._credentials(lease))
             response = exchange.ask("POST", head, body)
             call.first_byte = time.monotonic() - call.since
             if response.status >= 300:
@@ -700,7 +468,7 @@ class Inference:
         call.keep = call.keep and (chunked or length is not None)
         first = exchange.begin(response, chunked=chunked)
         call.answered = bool(first)
-        call.send(_response_head(call, response, length=length, chunked=chunked) + first)
+        call.send(heads.response_head(call, response, length=length, chunked=chunked) + first)
         self._move(call, lease, exchange, response, events=length is None and _is_events(response))
 
     def _continue(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
@@ -751,84 +519,6 @@ def _stages(call: Call) -> bool:
     return _path(call) in stages.PATHS and call.route is not None and call.route.model_in != "upstream"
 
 
-def _request_head(call: Call, lease: Lease, length: int, own: dict[bytes, bytes]) -> bytes:
-    """The head for the engine: but for its last two lines the same for all requests with the same head."""
-    request, route = call.request, call.route
-    assert route is not None
-    given = {} if request.prepared is None else request.prepared
-    constant = given.get(lease.address)
-    if constant is None:
-        kind = request.fields.get(b"content-type")
-        as_json = route.model_in == "json" and kind != b"application/json"
-        constant = http1.forward_request_head(
-            request,
-            host=b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1]),
-            target=(f"{route.path}?{request.query}" if request.query else route.path).encode("ascii"),
-            set=_filled({**own, b"content-type": b"application/json"} if as_json else own),
-            drop=_OWN.union(own),
-        )[:-2]
-        _prepare(given, lease.address, constant)
-    if request.method == "GET":
-        return b"%bX-Request-ID: %b\r\n\r\n" % (constant, call.request_id.encode("ascii"))
-    return b"%bX-Request-ID: %b\r\nContent-Length: %d\r\n\r\n" % (
-        constant,
-        call.request_id.encode("ascii"),
-        length,
-    )
-
-
-def _filled(fields: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    return {name: value for name, value in fields.items() if value}
-
-
-def _translated_head(
-    call: Call, lease: Lease, path: str, length: int, credentials: dict[bytes, bytes]
-) -> bytes:
-    """The head of a question that the client did not ask in these words."""
-    own = {
-        **_filled(credentials),
-        b"accept": b"*/*",
-        b"accept-encoding": b"identity",
-        b"content-type": b"application/json",
-        b"x-request-id": call.request_id.encode("ascii"),
-    }
-    host = b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1])
-    return http1.forward_request_head(
-        call.request,
-        host=host,
-        target=path.encode("ascii"),
-        set=own,
-        drop=_OWN.union(credentials),
-        length=length,
-    )
-
-
-def _response_head(
-    call: Call, response: http1.Response, *, length: int | None = None, chunked: bool = False
-) -> bytes:
-    """The head for the client: but for its last two lines the same for all answers with the same head."""
-    if length is None or response.prepared is None or call.routed or call.api == "anthropic":
-        return http1.forward_response_head(
-            response, length=length, chunked=chunked, connection=call.connection, extra=call.own_headers
-        )
-    connection = call.connection
-    constant = response.prepared.get(connection)
-    if constant is None:
-        constant = http1.forward_response_head(response, connection=connection, drop=_OWN)[:-2]
-        _prepare(response.prepared, connection, constant)
-    return b"%bX-Request-ID: %b\r\nContent-Length: %d\r\n\r\n" % (
-        constant,
-        call.request_id.encode("ascii"),
-        length,
-    )
-
-
-def _prepare(given: dict[object, bytes], key: object, constant: bytes) -> None:
-    if len(given) >= MAX_PREPARED:
-        given.clear()
-    given[key] = constant
-
-
 def _offers(backend: Backend, method: str, path: str) -> bool:
     """``path`` may be asked for below /upstream/; what steers the engine never."""
     engine = find_engine(backend.engine)
@@ -864,23 +554,10 @@ def _refusal(model: str, path: str, status: int, body: bytes) -> MuxError:
     return _engine_error(model, status, body)
 
 
-def _ends_event(last: bytes) -> bool:
-    return not last or last.endswith((b"\n\n", b"\r\n\r\n", b"\r\r"))
-
-
 def _coding(request: http1.Request) -> str:
     """How the body is compressed; empty for a plain one."""
     named = request.fields.get(b"content-encoding", b"identity").decode("latin-1").strip()
     return "" if named.lower() == "identity" else named or "(empty)"
-
-
-def _own_limit(request: http1.Request) -> float:
-    """How long the client waits for bytes, as the SDKs of OpenAI and Anthropic say."""
-    try:
-        seconds = float(request.fields.get(b"x-stainless-read-timeout", b"0"))
-    except ValueError:
-        return FOREVER
-    return seconds if seconds > 0 else FOREVER
 
 
 def _rewritten(body: Body, backend: Backend) -> Body:

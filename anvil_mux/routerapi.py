@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 
 from anvil_mux import api
+from anvil_mux.call import JSON, Call
 from anvil_mux.errors import BadRequest, ClientGone, MuxError
-from anvil_mux.inference import JSON, Call, Inference
+from anvil_mux.inference import Inference
 from anvil_mux.multiplexer import Multiplexer
 
 LOOK_SECONDS = 0.25

@@ -15,11 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from anvil_mux.accesslog import Served
+from anvil_mux.call import Patience
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.events import Event
 from anvil_mux.feed import Feed
 from anvil_mux.gateway import Gateway
-from anvil_mux.inference import Patience
 from anvil_mux.keys import Keyring
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.relay import Relay

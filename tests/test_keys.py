@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from anvil_mux import keys
+from anvil_mux.call import Patience
 from anvil_mux.config import Backend, Service
 from anvil_mux.errors import ConfigError, Unauthorized
-from anvil_mux.inference import Patience
 from anvil_mux.keys import Key, Keyring
 from tests.fake_engine import JSON_OK, RawClient, Rig
 

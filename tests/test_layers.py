@@ -17,7 +17,7 @@ ROWS = (
     "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
     "answers tunnel pump relay gauges metrics feed journal learned client tls",
-    "inference console routerapi gateway server",
+    "call heads inference console healthz routerapi gateway server",
     "serve tally byhand bench profiler cli __main__",
 )
 ORDER = [module for row in ROWS for module in row.split()]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from anvil_mux import ollama
+from anvil_mux.call import Patience
 from anvil_mux.errors import BackendError, BadRequest, LoadError
-from anvil_mux.inference import Patience
 from tests.fake_engine import SSE_HEAD, Asked, RawClient, Rig
 from tests.fake_engine import chunk as framed
 from tests.test_completions import called, chunk

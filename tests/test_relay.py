@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from anvil_mux import http1, pump, relay
+from anvil_mux.call import Patience
 from anvil_mux.errors import LoadError
-from anvil_mux.inference import Patience
 from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, chunk
 
 ASK_A = b'{"model":"a"}'
