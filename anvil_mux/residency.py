@@ -45,7 +45,6 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from anvil_mux import pipeline
 from anvil_mux.config import Backend, Config
 from anvil_mux.costs import NO_COST, Cost, Costs, source_of
 from anvil_mux.demand import Demand
@@ -55,13 +54,12 @@ from anvil_mux.errors import (
     HostMemoryShort,
     LoadError,
     MuxError,
-    Overloaded,
     Stuck,
 )
 from anvil_mux.events import ERRAND, TRANSITIONS, Event
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at, rungs
-from anvil_mux.ledger import Ledger, Load, Member, Report
+from anvil_mux.ledger import Load, Report
 from anvil_mux.placement import HOLDING, Placement, Seat
 from anvil_mux.policy import (
     FOREVER,
@@ -78,7 +76,8 @@ from anvil_mux.policy import (
     decide,
 )
 from anvil_mux.preemption import Preemption
-from anvil_mux.routing import INFER_TYPES, Work
+from anvil_mux.replicas import Replicas, nobody_takes
+from anvil_mux.routing import Work
 from anvil_mux.steps import Demote, Start, Step, Stop, Ticket, Wait
 from anvil_mux.turns import Turns
 
@@ -86,7 +85,6 @@ COOL_DOWN_SECONDS = 5.0
 MAX_COOL_DOWN_SECONDS = 300.0
 STUCK_RETRY_SECONDS = 5.0
 MAX_STUCK_RETRY_SECONDS = 60.0
-_STAGES = {"prefill", "decode"}
 
 
 @dataclass(eq=False, slots=True)
@@ -198,8 +196,8 @@ class Residency:
         for seat in self.seats.values():
             self._replicas[seat.model].append(seat)
         self._ready: list[Seat] = []
-        self._staged = {seat.model for seat in self.seats.values() if seat.backend.infer_type == "prefill"}
-        self._ledgers = {m: _ledger(seats, config) for m, seats in self._replicas.items() if len(seats) > 1}
+        self._routed = {m: Replicas(seats, config) for m, seats in self._replicas.items() if len(seats) > 1}
+        """Of models with several backends: whom a request is sent to."""
         self._swaps: list[_Swap] = []
         self._idlers = [seat for seat in self.seats.values() if seat.backend.ttl is not None]
         self._stayers = [seat for seat in self.seats.values() if seat.backend.min_residency]
@@ -238,11 +236,9 @@ class Residency:
 
     def takes(self, model: str) -> bool:
         """Whether a request for ``model`` would be leased at once."""
-        ready = [seat for seat in self._replicas[model] if seat.state == "ready"]
-        free = {seat.backend.infer_type for seat in ready if not seat.full}
-        if model in self._staged and {seat.backend.infer_type for seat in ready} >= _STAGES:
-            return free >= _STAGES
-        return bool(free)
+        if model in self._routed:
+            return self._routed[model].take_one_more()
+        return any(seat.state == "ready" and not seat.full for seat in self._replicas[model])
 
     def seats_of(self, model: str) -> list[Seat]:
         return self._replicas[model]
@@ -258,12 +254,12 @@ class Residency:
         ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
         if ready and self._turns and ticket.leases and not self.takes(ticket.model):
             self._queue(ticket, now, "busy")
-            return ticket.model in self._ledgers and self._spill(ticket.model, now) is not None
+            return ticket.model in self._routed and self._spill(ticket.model, now) is not None
         if ready:
-            routed = ticket.leases and ticket.model in self._ledgers
+            routed = ticket.leases and ticket.model in self._routed
             seat = self._route(ready, ticket, now) if routed else ready[0]
             if seat is None:
-                self._fail(ticket, _nobody_takes(ticket.model), now)
+                self._fail(ticket, nobody_takes(ticket.model), now)
                 return False
             if not seat.holders:
                 demand.returned(now - seat.used)
@@ -295,25 +291,26 @@ class Residency:
 
     def first_byte(self, ticket: Ticket) -> bool:
         """The first byte of an answer came, of a model with several backends; False: it comes too late."""
-        self._ledgers[ticket.model].first_byte(ticket)
+        self._routed[ticket.model].ledger.first_byte(ticket)
         return not ticket.severed
 
     def observed(self, backend: str, load: Load, now: float) -> None:
         """The engine of a replica said this of itself."""
-        self._ledgers[self.seats[backend].model].observe(backend, load, now)
+        self._routed[self.seats[backend].model].ledger.observe(backend, load, now)
 
     def reports(self, now: float) -> dict[str, Report]:
         """What other anvil-mux are told of the replicas here."""
-        return {name: each for ledger in self._ledgers.values() for name, each in ledger.reports(now).items()}
+        ledgers = [each.ledger for each in self._routed.values()]
+        return {name: told for ledger in ledgers for name, told in ledger.reports(now).items()}
 
     def hear(self, told: Mapping[str, Sequence[Report]], now: float) -> None:
         """What other anvil-mux tell of the replicas here."""
-        for ledger in self._ledgers.values():
-            ledger.hear(told, now)
+        for each in self._routed.values():
+            each.ledger.hear(told, now)
 
     def bytes_per_token(self, model: str) -> float:
         """As engines' counts have it. Any thread may ask, at any time."""
-        return self._ledgers[model].bytes_per_token
+        return self._routed[model].ledger.bytes_per_token
 
     def release(
         self, ticket: Ticket, now: float, usage: tuple[int | None, int | None] = (None, None)
@@ -330,7 +327,7 @@ class Residency:
             self._demand[ticket.model].served(held)
         seat.last_used = now
         if ticket.choice:
-            self._ledgers[ticket.model].ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
+            self._routed[ticket.model].ledger.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
         if self._emit_leases:
             self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
         if self._turns and seat.state == "ready":
@@ -427,7 +424,7 @@ class Residency:
             seat.rung = ""
         elif seat.rung:
             self._begin(None, [seat], now, f"woken on its way to {seat.rung}")
-        if seat.state == "ready" and seat.model in self._ledgers and not self.lines[seat.model]:
+        if seat.state == "ready" and seat.model in self._routed and not self.lines[seat.model]:
             self._take_back(seat, now)
         if seat.backend.pin:
             self._fail_refused(now)  # what does not fit beside it
@@ -565,7 +562,7 @@ class Residency:
 
         Not where a drain or an idle time waits for a lease to end, or where there is a choice of victims.
         """
-        if self._swaps or self._idlers or self._ledgers or not self._plans or self._host.budget is not None:
+        if self._swaps or self._idlers or self._routed or not self._plans or self._host.budget is not None:
             return False
         return len(self._ready) < 2
 
@@ -879,10 +876,10 @@ class Residency:
 
     def _spills(self, now: float) -> dict[str, tuple[_Plan, Spill]]:
         """Busy models of which another replica could be loaded, unless anybody waits for a load."""
-        if not self._ledgers or any(line and not self.is_ready(m) for m, line in self.lines.items()):
+        if not self._routed or any(line and not self.is_ready(m) for m, line in self.lines.items()):
             return {}
         found = {}
-        for model in self._ledgers:
+        for model in self._routed:
             if spill := self._spill(model, now):
                 found[model] = spill
         return found
@@ -895,7 +892,7 @@ class Residency:
             now - seat.holders[ticket]
             for seat in self._replicas[model]
             if seat.state == "ready"
-            for ticket in self._ledgers[model].waiting(seat.name)[1:]
+            for ticket in self._routed[model].ledger.waiting(seat.name)[1:]
         ]
         behind += [now - ticket.since for ticket in self.lines[model]]
         if not behind:
@@ -996,70 +993,18 @@ class Residency:
     # Ends of tickets
 
     def _route(self, ready: list[Seat], ticket: Ticket, now: float) -> Seat | None:
-        if ticket.model not in self._ledgers or not ticket.leases:
+        """Whom it is sent to; None: the policy lets none of them take it."""
+        if ticket.model not in self._routed or not ticket.leases:
             return ready[0]
-        of = self._stages(ready, staged=ticket.prefill is not None)
-        if ticket.prefill and "decode" in of:
-            return self._route_stages(of["prefill"], of["decode"], ticket, ticket.prefill, now)
-        return self._choose(of["neutral"], ticket, now)
-
-    def _stages(self, ready: list[Seat], *, staged: bool) -> dict[str, list[Seat]]:
-        """Among whom each stage of a request is to be placed; neutral: all of it at one backend."""
-        if ready[0].model not in self._staged:
-            return {"neutral": ready}
-        of = {kind: [seat for seat in ready if seat.backend.infer_type == kind] for kind in INFER_TYPES}
-        if staged and of["prefill"] and of["decode"]:
-            return {kind: of[kind] for kind in ("prefill", "decode")}
-        return {"neutral": [*of["neutral"], *of["decode"]] or ready}
+        seat, prefill = self._routed[ticket.model].route(ready, ticket, now)
+        if prefill:
+            assert ticket.prefill is not None
+            self._lease(prefill, ticket.prefill, now)
+        return seat
 
     def explain(self, model: str, work: Work, now: float, *, staged: bool) -> dict[str, list[dict[str, Any]]]:
         """Stage -> what would be made of each replica, were this request to come now; nothing is changed."""
-        ready = [seat for seat in self._replicas[model] if seat.state == "ready"]
-        stages = self._stages(ready, staged=staged) if ready else {"neutral": []}
-        return {kind: self._explain(model, work, kind, among, now) for kind, among in stages.items()}
-
-    def _explain(
-        self, model: str, work: Work, kind: str, among: list[Seat], now: float
-    ) -> list[dict[str, Any]]:
-        names, failed = [seat.name for seat in among if not seat.full], self._failed(model, now)
-        work = work._replace(infer_type=kind)
-        rows = self._ledgers[model].explain(work, names, failed, now) if names else []
-        told = {row["backend"] for row in rows}
-        for seat in self._replicas[model]:
-            if seat.name not in told:
-                why = seat.state
-                if why == "ready":
-                    why = "full" if seat in among else "infer_type"
-                rows.append({"backend": seat.name, "chosen": False, "removed_by": why, "metrics": {}})
-        return rows
-
-    def _failed(self, model: str, now: float) -> list[str]:
-        """Replicas that could not be stopped, or loaded lately."""
-        return [s.name for s in self._replicas[model] if s.state == "stuck" or s.retry_at > now]
-
-    def _route_stages(
-        self, prefills: list[Seat], decodes: list[Seat], ticket: Ticket, first: Ticket, now: float
-    ) -> Seat | None:
-        """Both stages in one go: the first is leased here, the second is returned; None: neither."""
-        ticket.work = ticket.work._replace(infer_type="decode", session="", stream=False)
-        seat = self._choose(decodes, ticket, now)
-        leads = self._choose(prefills, first, now) if seat else None
-        if leads is None:
-            self._ledgers[ticket.model].ended(ticket)
-            ticket.choice = None
-            return None
-        self._lease(leads, first, now)
-        return seat
-
-    def _choose(self, among: list[Seat], ticket: Ticket, now: float) -> Seat | None:
-        """One of these, charged with the request; None: the policy lets none of them take it."""
-        failed = self._failed(ticket.model, now)
-        names = [seat.name for seat in among if not seat.full]
-        if ticket.work.owner in names:
-            names = [ticket.work.owner]
-        choice = self._ledgers[ticket.model].choose(ticket, ticket.work, names, failed, now)
-        ticket.choice = choice
-        return self.seats[choice.backend] if choice else None
+        return self._routed[model].explain(work, now, staged=staged)
 
     def _lease(self, seat: Seat, ticket: Ticket, now: float) -> None:
         ticket.backend = seat.name
@@ -1085,7 +1030,7 @@ class Residency:
             if seat := self._route(ready, ticket, now):
                 self._lease(seat, ticket, now)
             else:
-                self._fail(ticket, _nobody_takes(model), now)
+                self._fail(ticket, nobody_takes(model), now)
         self.settled += line
         line.clear()
 
@@ -1100,22 +1045,14 @@ class Residency:
         if seat := self._route(ready, ticket, now):
             self._lease(seat, ticket, now)
         else:
-            self._fail(ticket, _nobody_takes(ticket.model), now)
+            self._fail(ticket, nobody_takes(ticket.model), now)
         del self.lines[ticket.model][ticket]
         self.settled.append(ticket)
 
     def _take_back(self, idle: Seat, now: float) -> None:
         """Requests that wait behind others, and would be better off at ``idle``, are sent anew."""
-        kind = idle.backend.infer_type
-        like = [seat for seat in self._replicas[idle.model] if seat.backend.infer_type == kind]
-        ready = [seat.name for seat in like if seat.state == "ready"]
-        ledger = self._ledgers[idle.model]
-        for ticket in ledger.better_off(idle.name, ready):
-            assert isinstance(ticket, Ticket)
-            assert ticket.backend is not None
-            seat = self.seats[ticket.backend]
+        for ticket, seat in self._routed[idle.model].take_back(idle):
             del seat.holders[ticket]
-            ledger.ended(ticket)
             ticket.severed = ticket.taken_back = True
             self.taken_back.append(ticket)
             if self._emit_leases:
@@ -1212,8 +1149,8 @@ class Residency:
             self._ready = [each for each in self.seats.values() if each.state == "ready"]
         self._plans_hold_until = -FOREVER
         self._host.changes += 1
-        if seat.state not in ("ready", "draining") and seat.model in self._ledgers:
-            self._ledgers[seat.model].forget(seat.name)
+        if seat.state not in ("ready", "draining") and seat.model in self._routed:
+            self._routed[seat.model].ledger.forget(seat.name)
 
     def snapshot(
         self,
@@ -1341,20 +1278,6 @@ class Residency:
             for victim in swap.victims
             if victim.state == "draining"
         }
-
-
-def _ledger(seats: list[Seat], config: Config) -> Ledger:
-    policy = seats[0].backend.routing or config.routing
-    backends = [seat.backend for seat in seats]
-    members = [Member(b.name, b.infer_type, b.kv_tokens, b.node, b.unit, b.profile) for b in backends]
-    made = pipeline.build(policy, config.routing_policies)
-    return Ledger(made, members, full=config.routing_mode == "full")
-
-
-def _nobody_takes(model: str) -> Overloaded:
-    return Overloaded(
-        f"overloaded: the routing policy of {model} lets none of its replicas take more. Try again."
-    )
 
 
 def idle_until(seat: Seat) -> float:

@@ -12,7 +12,7 @@ ROWS = (
     "screen completion",
     "keys api rewrite completions stages ollama anthropic composefile",
     "policy preemption profile routing prefix pipeline costs footprint demand hooks config",
-    "turns events steps placement ladder ledger residency outlook progress status engine control",
+    "turns events steps placement ladder ledger replicas residency outlook progress status engine control",
     "gpu compose process freed lookout driver checkpoint",
     "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
@@ -26,6 +26,7 @@ ORDER = [module for row in ROWS for module in row.split()]
 CORE = (
     "events",
     "steps",
+    "replicas",
     "residency",
     "outlook",
     "ladder",

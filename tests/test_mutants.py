@@ -75,7 +75,7 @@ MUTANTS = {
     ),
     "a replica that was put out keeps its requests in the ledger": (
         "residency",
-        "            self._ledgers[seat.model].forget(seat.name)\n",
+        "            self._routed[seat.model].ledger.forget(seat.name)\n",
         "            pass\n",
     ),
     "a drain has no end": (

@@ -1,0 +1,129 @@
+"""The replicas of one model, and what it is to choose among them.
+
+Of the backends that are ready and have a place, the routing policy (pipeline.py) takes one, by what the
+ledger knows of each. A model with backends for prefill and for decode is asked in two stages: both are chosen
+in one go, or neither. Like the residency, whose part this is, it has no lock, no clock and no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from anvil_mux import pipeline
+from anvil_mux.config import Config
+from anvil_mux.errors import Overloaded
+from anvil_mux.ledger import Ledger, Member
+from anvil_mux.placement import Seat
+from anvil_mux.routing import INFER_TYPES, Work
+from anvil_mux.steps import Ticket
+
+_STAGES = ("prefill", "decode")
+
+
+class Replicas:
+    """The backends of one model, of which there are several."""
+
+    def __init__(self, seats: list[Seat], config: Config) -> None:
+        self._seats = {seat.name: seat for seat in seats}
+        self._staged = any(seat.backend.infer_type == "prefill" for seat in seats)
+        self.ledger = _ledger(seats, config)
+
+    def take_one_more(self) -> bool:
+        """Whether a request would be leased at once."""
+        ready = self._ready()
+        if not self._staged:
+            return any(not seat.full for seat in ready)
+        free = {seat.backend.infer_type for seat in ready if not seat.full}
+        if {seat.backend.infer_type for seat in ready}.issuperset(_STAGES):
+            return free.issuperset(_STAGES)
+        return bool(free)
+
+    def route(self, ready: list[Seat], ticket: Ticket, now: float) -> tuple[Seat | None, Seat | None]:
+        """Who is charged with the request, and with its prefill if it is asked in two stages.
+
+        None: the policy lets none of ``ready`` take it.
+        """
+        of = self._stages(ready, staged=ticket.prefill is not None)
+        if ticket.prefill and "decode" in of:
+            return self._route_stages(of["prefill"], of["decode"], ticket, ticket.prefill, now)
+        return self._choose(of["neutral"], ticket, now), None
+
+    def explain(self, work: Work, now: float, *, staged: bool) -> dict[str, list[dict[str, Any]]]:
+        """Stage -> what would be made of each replica, were this request to come now; nothing is changed."""
+        ready = self._ready()
+        stages = self._stages(ready, staged=staged) if ready else {"neutral": []}
+        return {kind: self._explain(work, kind, among, now) for kind, among in stages.items()}
+
+    def take_back(self, idle: Seat) -> Iterator[tuple[Ticket, Seat]]:
+        """Requests that wait behind others, would be better off at ``idle``, and are no longer charged."""
+        kind = idle.backend.infer_type
+        like = [seat.name for seat in self._ready() if seat.backend.infer_type == kind]
+        for ticket in self.ledger.better_off(idle.name, like):
+            assert isinstance(ticket, Ticket)
+            assert ticket.backend is not None
+            self.ledger.ended(ticket)
+            yield ticket, self._seats[ticket.backend]
+
+    def _ready(self) -> list[Seat]:
+        return [seat for seat in self._seats.values() if seat.state == "ready"]
+
+    def _stages(self, ready: list[Seat], *, staged: bool) -> dict[str, list[Seat]]:
+        """Among whom each stage of a request is to be placed; neutral: all of it at one backend."""
+        if not self._staged:
+            return {"neutral": ready}
+        of = {kind: [seat for seat in ready if seat.backend.infer_type == kind] for kind in INFER_TYPES}
+        if staged and of["prefill"] and of["decode"]:
+            return {kind: of[kind] for kind in _STAGES}
+        return {"neutral": [*of["neutral"], *of["decode"]] or ready}
+
+    def _route_stages(
+        self, prefills: list[Seat], decodes: list[Seat], ticket: Ticket, first: Ticket, now: float
+    ) -> tuple[Seat | None, Seat | None]:
+        ticket.work = ticket.work._replace(infer_type="decode", session="", stream=False)
+        seat = self._choose(decodes, ticket, now)
+        leads = self._choose(prefills, first, now) if seat else None
+        if leads is None:
+            self.ledger.ended(ticket)
+            ticket.choice = None
+            return None, None
+        return seat, leads
+
+    def _choose(self, among: list[Seat], ticket: Ticket, now: float) -> Seat | None:
+        names = [seat.name for seat in among if not seat.full]
+        if ticket.work.owner in names:
+            names = [ticket.work.owner]
+        choice = self.ledger.choose(ticket, ticket.work, names, self._failed(now), now)
+        ticket.choice = choice
+        return self._seats[choice.backend] if choice else None
+
+    def _explain(self, work: Work, kind: str, among: list[Seat], now: float) -> list[dict[str, Any]]:
+        names = [seat.name for seat in among if not seat.full]
+        work = work._replace(infer_type=kind)
+        rows = self.ledger.explain(work, names, self._failed(now), now) if names else []
+        told = {row["backend"] for row in rows}
+        for seat in self._seats.values():
+            if seat.name not in told:
+                why = seat.state
+                if why == "ready":
+                    why = "full" if seat in among else "infer_type"
+                rows.append({"backend": seat.name, "chosen": False, "removed_by": why, "metrics": {}})
+        return rows
+
+    def _failed(self, now: float) -> list[str]:
+        """Those that could not be stopped, or loaded lately."""
+        return [s.name for s in self._seats.values() if s.state == "stuck" or s.retry_at > now]
+
+
+def _ledger(seats: list[Seat], config: Config) -> Ledger:
+    policy = seats[0].backend.routing or config.routing
+    backends = [seat.backend for seat in seats]
+    members = [Member(b.name, b.infer_type, b.kv_tokens, b.node, b.unit, b.profile) for b in backends]
+    made = pipeline.build(policy, config.routing_policies)
+    return Ledger(made, members, full=config.routing_mode == "full")
+
+
+def nobody_takes(model: str) -> Overloaded:
+    return Overloaded(
+        f"overloaded: the routing policy of {model} lets none of its replicas take more. Try again."
+    )
