@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from anvil_mux import answers, anthropic, api, coding, heads, http1, ollama, prefix, rewrite, stages
+from anvil_mux import answers, anthropic, api, coding, heads, http1, naming, ollama, prefix, rewrite, stages
 from anvil_mux.answers import Answers
 from anvil_mux.call import JSON, Call, Patience, Waiting
 from anvil_mux.client import Spool
@@ -91,7 +91,7 @@ class Inference:
         if route.upgrades and call.request.fields.get(b"upgrade", b"").lower() != b"websocket":
             raise BadRequest(f"{call.request.path} is a websocket", status=426)
         if route.model_in == "query":
-            self._send_on(call, api.model_in_query(call.request.query), b"")
+            self._send_on(call, naming.model_in_query(call.request.query), b"")
             return
         if route.model_in == "upstream":
             self._send(call, None, self._read(call))
@@ -102,14 +102,14 @@ class Inference:
             self._infer_from_form(call)
         elif route.model_in == "path":
             body = self.read_json(call)
-            call.stream = api.model_and_stream(body)[1] and route.streams
+            call.stream = naming.model_and_stream(body)[1] and route.streams
             call.model = self.resolve(call, api.model_in_path(call.request.path))
             self._send(call, None, body)
         elif route.translated == "always":
             self._infer_translated(call, self.read_json(call))
         else:
             body = self.read_json(call)
-            name, stream = api.model_and_stream(body)
+            name, stream = naming.model_and_stream(body)
             call.stream = stream and route.streams
             self._send_on(call, name, body)
 
@@ -176,7 +176,7 @@ class Inference:
         request = call.request
         body = self._read(call)
         kind = request.fields.get(b"content-type", b"")
-        if kind != b"application/json" and api.media(kind, body) != "json":
+        if kind != b"application/json" and naming.media(kind, body) != "json":
             raise BadRequest("this route takes a JSON body (Content-Type: application/json)", status=415)
         return body
 
@@ -191,9 +191,9 @@ class Inference:
         kind = request.fields.get(b"content-type", b"")
         if _coding(request):
             raise BadRequest("a form must be sent as it is, without Content-Encoding", status=415)
-        if api.media(kind, b"") != "multipart":
+        if naming.media(kind, b"") != "multipart":
             raise BadRequest("this route takes a form (Content-Type: multipart/form-data)", status=415)
-        scanner = api.MultipartModelScanner(api.boundary(kind))
+        scanner = naming.MultipartModelScanner(naming.boundary(kind))
         with Spool() as spool:
             spool.fill(call.client.read_pieces(request, self._config.max_upload), scanner.feed)
             scanner.finish()
@@ -574,7 +574,7 @@ def _renamed(
     if named == model:
         return len(body), body
     if not isinstance(body, Spool):
-        pieces = api.model_replaced(body, model) if body else ()
+        pieces = naming.model_replaced(body, model) if body else ()
         return sum(map(len, pieces)), pieces
     if span:
         body.replace(span, model.encode())

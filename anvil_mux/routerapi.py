@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from anvil_mux import api
+from anvil_mux import api, naming
 from anvil_mux.call import JSON, Call
 from anvil_mux.errors import BadRequest, ClientGone, MuxError
 from anvil_mux.inference import Inference
@@ -95,7 +95,7 @@ class RouterApi:
             raise failed[0]
 
     def _named(self, call: Call) -> str:
-        name, _ = api.model_and_stream(self._inference.read_json(call))
+        name, _ = naming.model_and_stream(self._inference.read_json(call))
         if name is None:
             raise BadRequest("the body must name a `model`", param="model")
         call.model = self._inference.resolve(call, name)

@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 
-from anvil_mux import api
+from anvil_mux import api, naming
 from anvil_mux.errors import (
     BadRequest,
     LoadError,
@@ -22,7 +22,7 @@ from anvil_mux.errors import (
     UnknownModel,
 )
 
-LARGE = api.MAX_JSON_PARSED + 1
+LARGE = naming.MAX_JSON_PARSED + 1
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_whose_errors_a_path_gets():
     ],
 )
 def test_what_a_body_is(content_type, body, kind):
-    assert api.media(content_type, body) == kind
+    assert naming.media(content_type, body) == kind
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_what_a_body_is(content_type, body, kind):
 )
 def test_other_bodies_are_not_supported(content_type, body):
     with pytest.raises(BadRequest) as caught:
-        api.media(content_type, body)
+        naming.media(content_type, body)
     assert caught.value.status == 415
 
 
@@ -209,7 +209,7 @@ def padded(document: str) -> bytes:
 
 def raised(body: bytes) -> BadRequest:
     with pytest.raises(BadRequest) as caught:
-        api.model_and_stream(body)
+        naming.model_and_stream(body)
     return caught.value
 
 
@@ -231,7 +231,7 @@ class TestModelInJson:
         ],
     )
     def test_the_top_level_counts(self, sized, document, expected):
-        assert api.model_and_stream(sized(document)) == expected
+        assert naming.model_and_stream(sized(document)) == expected
 
     @pytest.mark.parametrize(
         ("document", "param"),
@@ -270,7 +270,7 @@ def test_deep_nesting_is_refused_not_a_crash():
 
 def test_countless_strings_are_refused():
     with pytest.raises(TooLarge):
-        api.model_and_stream(b'{"x":[' + b'"",' * api.MAX_STRINGS + b'""]}')
+        naming.model_and_stream(b'{"x":[' + b'"",' * naming.MAX_STRINGS + b'""]}')
 
 
 def _random_text(rng: random.Random) -> str:
@@ -311,8 +311,8 @@ def test_the_scanner_agrees_with_the_parser():
     for _ in range(2000):
         document, text = _random_document(rng)
         expected = document.get("model"), document.get("stream") is True
-        assert api.model_and_stream(text.encode()) == expected
-        found = api._scan(text.encode())
+        assert naming.model_and_stream(text.encode()) == expected
+        found = naming._scan(text.encode())
         assert found.stream is expected[1]
         assert (found.model is not None) is ("model" in document)
         if found.model is not None:
@@ -323,38 +323,38 @@ def test_renaming_changes_the_model_and_nothing_else():
     rng = random.Random(5)
     for _ in range(2000):
         document, text = _random_document(rng)
-        changed = api.with_model(text.encode(), "new/näme")
+        changed = naming.with_model(text.encode(), "new/näme")
         assert json.loads(changed) == {**document, "model": "new/näme"}
         if "model" in document:
-            found = api._scan(text.encode()).model
+            found = naming._scan(text.encode()).model
             assert found is not None
             start, end = found
             assert changed == text.encode()[:start] + b'"new/n\\u00e4me"' + text.encode()[end:]
 
 
 def test_renaming_takes_any_kind_of_buffer_and_keeps_a_byte_order_mark():
-    assert api.with_model(bytearray(b'\xef\xbb\xbf{"model": "a" }'), "b") == b'\xef\xbb\xbf{"model": "b" }'
-    assert api.with_model(b"{ }", "b") == b'{"model":"b" }'
+    assert naming.with_model(bytearray(b'\xef\xbb\xbf{"model": "a" }'), "b") == b'\xef\xbb\xbf{"model": "b" }'
+    assert naming.with_model(b"{ }", "b") == b'{"model":"b" }'
 
 
 def test_long_strings_with_many_escapes_end_where_they_end():
     for text in ('\\"' * 3000, "\\\\" * 3000, "\\n" * 3001 + "x", "a" * 9000 + "\\\\"):
         body = b'{"x":"' + text.encode() + b'","model":"m"}'
-        assert api._scan(body).model == (len(body) - 4, len(body) - 1)
+        assert naming._scan(body).model == (len(body) - 4, len(body) - 1)
 
 
 def test_a_body_that_ends_in_an_escape_is_refused():
     with pytest.raises(BadRequest):
-        api._scan(b'{"x":"a\\" \\')
+        naming._scan(b'{"x":"a\\" \\')
 
 
 def test_the_model_in_a_query():
-    assert api.model_in_query("") is None
-    assert api.model_in_query("model=a%2Fb&x=1") == "a/b"
-    assert api.model_in_query("model=a&model=a") == "a"
+    assert naming.model_in_query("") is None
+    assert naming.model_in_query("model=a%2Fb&x=1") == "a/b"
+    assert naming.model_in_query("model=a&model=a") == "a"
     for query in ("model=a&model=b", "model=", "model=%ff"):
         with pytest.raises(BadRequest) as caught:
-            api.model_in_query(query)
+            naming.model_in_query(query)
         assert caught.value.param == "model"
 
 
@@ -366,7 +366,7 @@ def test_the_model_in_a_query():
     ],
 )
 def test_the_boundary_of_a_form(content_type, expected):
-    assert api.boundary(content_type) == expected
+    assert naming.boundary(content_type) == expected
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_the_boundary_of_a_form(content_type, expected):
 )
 def test_a_form_without_one_valid_boundary_is_refused(content_type):
     with pytest.raises(BadRequest):
-        api.boundary(content_type)
+        naming.boundary(content_type)
 
 
 def part(name: bytes, value: bytes, more: bytes = b"") -> bytes:
@@ -391,8 +391,8 @@ def part(name: bytes, value: bytes, more: bytes = b"") -> bytes:
 FILE = part(b"file", b"\r\n--A\r\n\x00--B\r\r\n--" * 50, b'; filename="model.wav"\r\nContent-Type: audio/wav')
 
 
-def scan(body: bytes, sizes: list[int]) -> api.MultipartModelScanner:
-    scanner = api.MultipartModelScanner(b"B")
+def scan(body: bytes, sizes: list[int]) -> naming.MultipartModelScanner:
+    scanner = naming.MultipartModelScanner(b"B")
     start = 0
     while start < len(body):
         size = sizes[start % len(sizes)]
@@ -439,7 +439,7 @@ def test_the_model_of_a_form_is_found_wherever_it_is_and_however_it_arrives(body
         b"--Bx\r\n\r\nm\r\n--B--",
         b"--B\r\nbad head\r\n\r\nm\r\n--B--",
         b"--B\r\nX: " + b"a" * 9000,
-        part(b"x", b"y") * (api.MAX_PARTS + 1) + b"--B--",
+        part(b"x", b"y") * (naming.MAX_PARTS + 1) + b"--B--",
     ],
     ids=lambda body: repr(body)[:40],
 )
@@ -450,7 +450,7 @@ def test_a_broken_form_is_refused(body):
 
 
 def test_a_file_passes_the_scanner_without_being_kept():
-    scanner = api.MultipartModelScanner(b"B")
+    scanner = naming.MultipartModelScanner(b"B")
     scanner.feed(part(b"file", b"", b'; filename="x"')[:-2])
     for _ in range(100):
         scanner.feed(b"\r\n--" * 1000)
@@ -633,7 +633,7 @@ def test_a_harmless_request_id_is_kept_and_any_other_replaced():
 )
 def test_a_model_named_twice_is_refused_however_it_is_written(body: bytes) -> None:
     with pytest.raises(BadRequest, match="twice"):
-        api.model_and_stream(body)
+        naming.model_and_stream(body)
 
 
 @pytest.mark.parametrize(
@@ -641,7 +641,7 @@ def test_a_model_named_twice_is_refused_however_it_is_written(body: bytes) -> No
 )
 def test_more_or_less_than_one_document_is_refused_also_on_the_quick_path(body: bytes) -> None:
     with pytest.raises(BadRequest, match="JSON"):
-        api.model_and_stream(body)
+        naming.model_and_stream(body)
 
 
 @pytest.mark.parametrize(

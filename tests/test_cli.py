@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 import anvil_mux.serve
-from anvil_mux import __version__, checkpoint, cli, eventlog, plot, study
+from anvil_mux import __version__, checkpoint, eventlog, plot, study, studying
 from anvil_mux.cli import COMMANDS, EXIT_CODES, VARIABLES, main
 from anvil_mux.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
 from anvil_mux.errors import ConfigError
@@ -509,7 +509,7 @@ def test_a_picture_that_cannot_be_drawn_is_said_before_anything_runs(
 def test_whoever_sees_that_a_simulation_takes_long_is_told_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "PROGRESS_SECONDS", -1.0)
+    monkeypatch.setattr(studying, "PROGRESS_SECONDS", -1.0)
     words = ["simulate", "--profile", "single,bursty", "--policy", "eager"]
     assert main(words) == 0
     assert capsys.readouterr().err == ""

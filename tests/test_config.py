@@ -17,9 +17,10 @@ import pytest
 
 from anvil_mux import config, engine, service, settings, swap
 from anvil_mux.composefile import Answer, compose_config, find_files, run_compose
-from anvil_mux.config import Config, Gpu, load
+from anvil_mux.config import Config, Gpu
 from anvil_mux.errors import ConfigError
 from anvil_mux.interpolate import Scope
+from anvil_mux.loading import load
 
 SHIPPED = sorted((Path(__file__).resolve().parent.parent / "compose").glob("*.yaml"))
 GIB = 1 << 30

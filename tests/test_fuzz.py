@@ -22,7 +22,7 @@ from typing import Any
 import h11
 import pytest
 
-from anvil_mux import api, http1
+from anvil_mux import http1, naming
 from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
 from anvil_mux.rewrite import rewritten
 
@@ -261,20 +261,20 @@ def loaded(body: bytes) -> list[tuple[str, Any]] | None:
 
 
 def check_body(body: bytes, draw: random.Random) -> None:
-    read = attempt(lambda: api._parse(body), BadRequest)
+    read = attempt(lambda: naming._parse(body), BadRequest)
     members = loaded(body)
     if read is not None:
         assert members is not None, "what was read is no object"
         named = [value for name, value in members if name == "model"]
         assert named == ([] if read[0] is None else [read[0]])
     if members is None:
-        attempt(lambda: api._scan(body), BadRequest, TooLarge)
+        attempt(lambda: naming._scan(body), BadRequest, TooLarge)
         assert attempt(lambda: rewritten(body, ["x"], {}), BadRequest) is None
         return
     scanned = attempt(lambda: scan(body), BadRequest, TooLarge)
     assert scanned == read, "a large body is read otherwise than a small one"
     if read is not None:
-        changed = loaded(b"".join(api.model_replaced(body, "new")))
+        changed = loaded(b"".join(naming.model_replaced(body, "new")))
         others = [each for each in members if each[0] != "model"]
         assert [each for each in changed or () if each[0] != "model"] == others
         assert [value for name, value in changed or () if name == "model"] == ["new"]
@@ -284,16 +284,16 @@ def check_body(body: bytes, draw: random.Random) -> None:
 
 
 def scan(body: bytes) -> tuple[str | None, bool]:
-    before, api.MAX_JSON_PARSED = api.MAX_JSON_PARSED, 0
+    before, naming.MAX_JSON_PARSED = naming.MAX_JSON_PARSED, 0
     try:
-        return api.model_and_stream(body)
+        return naming.model_and_stream(body)
     finally:
-        api.MAX_JSON_PARSED = before
+        naming.MAX_JSON_PARSED = before
 
 
 def check_form(body: bytes, draw: random.Random) -> None:
     def scanned(parts: list[bytes]) -> tuple[str | None, bool, tuple[int, int] | None]:
-        scanner = api.MultipartModelScanner(b"XX")
+        scanner = naming.MultipartModelScanner(b"XX")
         for part in parts:
             scanner.feed(part)
         scanner.finish()

@@ -10,15 +10,15 @@ import anvil_mux
 ROWS = (
     "errors clock http1 coding interpolate accesslog settings service home state notify remote",
     "screen completion",
-    "keys api rewrite completions stages ollama anthropic composefile",
-    "policy preemption profile routing prefix pipeline costs footprint demand hooks config",
+    "keys naming api rewrite completions stages ollama anthropic composefile",
+    "policy preemption profile routing prefix pipeline costs footprint demand hooks config loading",
     "turns events steps placement ladder ledger replicas residency outlook progress status engine control",
     "gpu compose process freed lookout driver checkpoint",
     "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
     "answers tunnel pump relay gauges metrics feed journal learned client tls",
     "call heads inference console healthz routerapi gateway server",
-    "serve tally byhand bench profiler cli __main__",
+    "serve tally byhand bench profiler output arguments asking studying cli __main__",
 )
 ORDER = [module for row in ROWS for module in row.split()]
 """Each module imports only modules that stand before it."""

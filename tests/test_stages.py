@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from anvil_mux import stages
-from anvil_mux.config import Backend, Gpu, load
+from anvil_mux.config import Backend, Gpu
 from anvil_mux.errors import ConfigError
 from anvil_mux.ledger import Ledger, Member
+from anvil_mux.loading import load
 from anvil_mux.pipeline import build
 from anvil_mux.routing import Work
 from tests.fake_engine import SSE_HEAD, Answer, Asked, RawClient, Rig, chunk

@@ -1,0 +1,254 @@
+"""The commands that ask a running anvil-mux: ps, top, why, events, load, unload, profile.
+
+Its address is --url, ANVIL_URL, what one that serves the compose file here has written down (remote.py), what
+that file says, or the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from anvil_mux.arguments import add_json, read_positive, read_sizes
+from anvil_mux.errors import ConfigError, MuxError
+from anvil_mux.output import PROGRESS_SECONDS, print_json, print_table, say
+from anvil_mux.screen import MODEL_HEAD, event_line, model_row
+
+
+def add_address(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-f", "--file", action="append", dest="files", default=[], help="compose file")
+    command.add_argument("--url", help="where anvil-mux is; by default ANVIL_URL, the one that serves here")
+    add_json(command)
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL")
+    add_address(command)
+
+
+def add_why(command: argparse.ArgumentParser) -> None:
+    add_model(command)
+    command.add_argument(
+        "--explain", action="store_true", help="also which replica would get it, and why not the others"
+    )
+    command.add_argument(
+        "--tokens",
+        type=read_positive,
+        metavar="N",
+        help="explain for so many tokens, none cached",
+    )
+
+
+def add_events(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", nargs="?", default="", help="only this one's")
+    command.add_argument("-f", "--follow", action="store_true", help="go on as they come")
+    command.add_argument("--file", action="append", dest="files", default=[], help="compose file")
+    command.add_argument("--url", help="where anvil-mux is; see `ps`")
+    add_json(command)
+
+
+def add_profile(command: argparse.ArgumentParser) -> None:
+    add_model(command)
+    command.add_argument("-o", "--output", metavar="FILE", help="where to write it; by default to stdout")
+    command.add_argument("--repeat", type=int, default=3, metavar="N", help="requests for each figure (3)")
+    command.add_argument(
+        "--prompts", type=read_sizes, default=None, metavar="N,N", help="lengths of prompts, in tokens"
+    )
+    command.add_argument("--batches", type=read_sizes, default=None, metavar="N,N", help="requests at once")
+    command.add_argument(
+        "--lengths", type=read_sizes, default=None, metavar="N,N", help="lengths of those, in tokens"
+    )
+
+
+def ps(given: argparse.Namespace) -> int:
+    status = ask_mux(given, "GET", "/healthz", accept=(200, 503))
+    if given.json:
+        print_json(status)
+        return 0
+    print_table(MODEL_HEAD, [model_row(name, model) for name, model in status["models"].items()])
+    for name, why in (status.get("problems") or {}).items():
+        say(f"warning: {name}: {why}")
+    return 0
+
+
+def load(given: argparse.Namespace) -> int:
+    """Waits in this thread and asks in another, so that it can tell what happens meanwhile."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answers.append(
+                ask_mux(given, "POST", "/models/load?wait=true", {"model": given.model}, timeout=None)
+            )
+        except MuxError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask, name="load", daemon=True)
+    thread.start()
+    waited = 0.0
+    while thread.is_alive():
+        thread.join(PROGRESS_SECONDS)
+        waited += PROGRESS_SECONDS
+        if thread.is_alive() and sys.stderr.isatty():
+            say(f"{given.model}: {_state_of(given)}, {waited:.0f} s")
+    if isinstance(answers[0], MuxError):
+        raise answers[0]
+    return _done(given, "is loaded")
+
+
+def _state_of(given: argparse.Namespace) -> str:
+    try:
+        models = ask_mux(given, "GET", "/healthz", accept=(200, 503))["models"]
+    except MuxError as error:
+        return error.message
+    return str(models.get(given.model, {}).get("state", "loading"))
+
+
+def unload(given: argparse.Namespace) -> int:
+    ask_mux(given, "POST", "/models/unload", {"model": given.model})
+    return _done(given, "leaves as soon as its requests have ended")
+
+
+def profile(given: argparse.Namespace) -> int:
+    from anvil_mux import profiler
+
+    engine = profiler.Profiler(_url(given), given.model, os.environ.get("OPENAI_API_KEY", ""))
+    found = profiler.measure(
+        engine,
+        say,
+        prompts=given.prompts or profiler.PROMPTS,
+        batches=given.batches or profiler.BATCHES,
+        lengths=given.lengths or profiler.LENGTHS,
+        repeat=max(given.repeat, 1),
+    )
+    if given.output:
+        Path(given.output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        say(f"written to {given.output}; use it: x-anvil: {{profile: {given.output}}}")
+    else:
+        print_json(found)
+    return 0
+
+
+def _done(given: argparse.Namespace, what: str) -> int:
+    if given.json:
+        print_json({"model": given.model, "success": True})
+    else:
+        say(f"{given.model} {what}")
+    return 0
+
+
+def ask_mux(given: argparse.Namespace, method: str, path: str, body: object = None, **how: Any) -> Any:
+    from anvil_mux import remote
+
+    return remote.ask(_url(given), method, path, body, **how)
+
+
+def _url(given: argparse.Namespace) -> str:
+    """Where it is: as told, where one says that it serves the file at hand, what that says, the usual."""
+    from anvil_mux import remote
+    from anvil_mux.composefile import find_files
+    from anvil_mux.process import state_folder
+
+    url = given.url or os.environ.get("ANVIL_URL")
+    if not url:
+        home = state_folder("", os.environ)
+        try:
+            files: Sequence[str | Path] = given.files or find_files(Path.cwd())
+        except ConfigError:
+            files = ()
+        found = remote.places(home)
+        url = remote.choose(found, files) or _configured_url(given.files) or remote.DEFAULT_URL
+    return url if "://" in url else f"http://{url}"
+
+
+def _configured_url(files: Sequence[str]) -> str | None:
+    """What the compose file says, read lightly: the rest of it is not asked for here, right or wrong."""
+    from anvil_mux import interpolate
+    from anvil_mux.composefile import find_files
+    from anvil_mux.config import SETTINGS
+
+    try:
+        paths = [Path(file) for file in files] or find_files(Path.cwd())
+        document = interpolate.read(paths[-1])
+        scope = interpolate.Scope(interpolate.environment(document.file.parent, os.environ))
+        said = os.environ.get("ANVIL_LISTEN") or scope.fill(str(document.content["x-anvil"]["listen"]))
+        host, port = SETTINGS["listen"].kind.read(said)
+    except (ConfigError, ValueError, KeyError, TypeError):
+        if files and not Path(files[0]).exists():
+            raise
+        return None
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def why(given: argparse.Namespace) -> int:
+    from anvil_mux import remote
+
+    found = ask_mux(given, "GET", remote.query("/why", model=given.model, tokens=str(given.tokens or 0)))
+    if given.json:
+        print_json(found)
+        return 0
+    print(found["sentence"])
+    if given.explain or given.tokens:
+        for stage, rows in found["stages"].items():
+            _print_explained(stage, rows)
+    return 0
+
+
+def _print_explained(stage: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Each replica, the step of the policy that removes it, and what the metrics say of it."""
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    shown = [
+        (
+            row["backend"],
+            "chosen" if row["chosen"] else row["removed_by"],
+            *[_number(row["metrics"].get(name)) for name in names],
+        )
+        for row in rows
+    ]
+    print_table(("REPLICA" if stage == "neutral" else stage.upper(), "REMOVED BY", *names), shown)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def events(given: argparse.Namespace) -> int:
+    from anvil_mux import remote
+
+    for kind, data in remote.events(_url(given)):
+        for event in data["events"] if kind == "snapshot" else (data,) if kind == "event" else ():
+            if given.model in ("", event["model"]):
+                print(json.dumps(event) if given.json else event_line(event), flush=True)
+        if kind == "lost":
+            say(f"{data['events']} events came faster than they were read, and are lost")
+        if not given.follow:
+            break
+    return 0
+
+
+def top(given: argparse.Namespace) -> int:
+    """Draws the picture anew whenever something has changed; once, where it is no terminal."""
+    from anvil_mux import remote
+    from anvil_mux.screen import Picture
+
+    picture, live = Picture(), sys.stdout.isatty()
+    for kind, data in remote.events(_url(given)):
+        picture.take(kind, data)
+        if given.json:
+            print(json.dumps({"kind": kind, **data}), flush=True)
+        elif live:
+            height = os.get_terminal_size().lines - 1
+            shown = [f"{line}\x1b[K\n" for line in picture.lines(time.time())[:height]]
+            print("\x1b[H" + "".join(shown) + "\x1b[J", end="", flush=True)
+        else:
+            print("\n".join(picture.lines(time.time())))
+            break
+    return 0
