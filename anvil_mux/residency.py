@@ -196,6 +196,7 @@ class Residency:
         for seat in self.seats.values():
             self._replicas[seat.model].append(seat)
         self._ready: list[Seat] = []
+        self._ready_of: dict[str, list[Seat]] = {model: [] for model in self.lines}
         self._routed = {m: Replicas(seats, config) for m, seats in self._replicas.items() if len(seats) > 1}
         """Of models with several backends: whom a request is sent to."""
         self._swaps: list[_Swap] = []
@@ -232,13 +233,13 @@ class Residency:
         return tuple(sorted({gpu for seat in self.seats.values() for gpu in seat.holds}))
 
     def is_ready(self, model: str) -> bool:
-        return any(seat.state == "ready" for seat in self._replicas[model])
+        return bool(self._ready_of[model])
 
     def takes(self, model: str) -> bool:
         """Whether a request for ``model`` would be leased at once."""
         if model in self._routed:
             return self._routed[model].take_one_more()
-        return any(seat.state == "ready" and not seat.full for seat in self._replicas[model])
+        return any(not seat.full for seat in self._ready_of[model])
 
     def seats_of(self, model: str) -> list[Seat]:
         return self._replicas[model]
@@ -251,7 +252,7 @@ class Residency:
         """A request arrived: it is leased, failed or put in line."""
         demand = self._demand[ticket.model]
         demand.arrived(now)
-        ready = [seat for seat in self._replicas[ticket.model] if seat.state == "ready"]
+        ready = self._ready_of[ticket.model]
         if ready and self._turns and ticket.leases and not self.takes(ticket.model):
             self._queue(ticket, now, "busy")
             return ticket.model in self._routed and self._spill(ticket.model, now) is not None
@@ -320,11 +321,11 @@ class Residency:
         ``usage``: tokens of the input and how many were cached, if the engine said so.
         """
         seat = self.seats[ticket.backend] if ticket.backend else None
-        if seat is None or ticket not in seat.holders:
+        since = seat.holders.pop(ticket, None) if seat else None
+        if seat is None or since is None:
             return False
-        held = now - seat.holders.pop(ticket)
         if ticket.work.infer_type != "prefill":
-            self._demand[ticket.model].served(held)
+            self._demand[ticket.model].served(now - since)
         seat.last_used = now
         if ticket.choice:
             self._routed[ticket.model].ledger.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
@@ -1017,7 +1018,7 @@ class Residency:
             self._emit(Event(now, "leased", ticket.model, seat.name, ticket.id, size, waited, why))
 
     def _admit(self, model: str, now: float) -> None:
-        ready = [seat for seat in self._replicas[model] if seat.state == "ready"]
+        ready = self._ready_of[model]
         line = self.lines[model]
         if line:
             self._demand[model].admitted(len(line), now - next(iter(line)).since)
@@ -1038,7 +1039,7 @@ class Residency:
         """As many of a line as there are places at the backends that are ready."""
         line = self.lines[model]
         while line and self.takes(model):
-            places = [seat for seat in self._replicas[model] if seat.state == "ready" and not seat.full]
+            places = [seat for seat in self._ready_of[model] if not seat.full]
             self._admit_one(self._turns[model].take(), places, now)
 
     def _admit_one(self, ticket: Ticket, ready: list[Seat], now: float) -> None:
@@ -1147,6 +1148,7 @@ class Residency:
             self._left[seat.model] = now
         if "ready" in (before, seat.state):
             self._ready = [each for each in self.seats.values() if each.state == "ready"]
+            self._ready_of[seat.model] = [each for each in self._ready if each.model == seat.model]
         self._plans_hold_until = -FOREVER
         self._host.changes += 1
         if seat.state not in ("ready", "draining") and seat.model in self._routed:
