@@ -172,6 +172,7 @@ class Call:
 
     def record(self) -> Served:
         request = self.request
+        answer, prompt, cached = self.tokens
         return Served(
             time.time(),
             self.request_id,
@@ -187,7 +188,9 @@ class Call:
             self.first_byte,
             time.monotonic() - self.since,
             self.sent,
-            *(count or 0 for count in self.tokens),
+            answer or 0,
+            prompt or 0,
+            cached or 0,
         )
 
 
