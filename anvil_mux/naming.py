@@ -85,11 +85,6 @@ def model_replaced(body: bytes | bytearray, new: str) -> tuple[bytes | memoryvie
     return view[: found.start], b'"model":' + value + comma, view[found.start :]
 
 
-def with_model(body: bytes | bytearray, new: str) -> bytes:
-    """``model_replaced`` in one piece."""
-    return b"".join(model_replaced(body, new))
-
-
 def _parse(body: bytes | bytearray) -> tuple[str | None, bool]:
     # Where "model" stands once, and no letter of it is escaped (\u006d, ...), the key cannot come twice.
     if body[:1] == b"{" and body.count(b'"model"') == 1 and b"\\u006" not in body:

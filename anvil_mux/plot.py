@@ -39,7 +39,6 @@ OTHER = "#999999"
 """Of all models beyond those."""
 GREY = "#D0D0D0"
 INK = "#333333"
-NO_GPU = "no GPU"
 
 PANEL_INCHES = (3.5, 3.5)
 MOST_COLUMNS = 3

@@ -323,7 +323,7 @@ def test_renaming_changes_the_model_and_nothing_else():
     rng = random.Random(5)
     for _ in range(2000):
         document, text = _random_document(rng)
-        changed = naming.with_model(text.encode(), "new/näme")
+        changed = b"".join(naming.model_replaced(text.encode(), "new/näme"))
         assert json.loads(changed) == {**document, "model": "new/näme"}
         if "model" in document:
             found = naming._scan(text.encode()).model
@@ -333,8 +333,9 @@ def test_renaming_changes_the_model_and_nothing_else():
 
 
 def test_renaming_takes_any_kind_of_buffer_and_keeps_a_byte_order_mark():
-    assert naming.with_model(bytearray(b'\xef\xbb\xbf{"model": "a" }'), "b") == b'\xef\xbb\xbf{"model": "b" }'
-    assert naming.with_model(b"{ }", "b") == b'{"model":"b" }'
+    marked = naming.model_replaced(bytearray(b'\xef\xbb\xbf{"model": "a" }'), "b")
+    assert b"".join(marked) == b'\xef\xbb\xbf{"model": "b" }'
+    assert b"".join(naming.model_replaced(b"{ }", "b")) == b'{"model":"b" }'
 
 
 def test_long_strings_with_many_escapes_end_where_they_end():
