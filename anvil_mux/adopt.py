@@ -30,6 +30,7 @@ from anvil_mux.engine import await_ready
 from anvil_mux.errors import MuxError
 from anvil_mux.freed import CONTEXT, Memory, host_bytes
 from anvil_mux.gpu import Gpus
+from anvil_mux.settings import gib
 from anvil_mux.state import write_whole
 from anvil_mux.swap import Rested, Runtime, may_sleep
 
@@ -145,7 +146,7 @@ class Adopter:
         held = self._memory.held(backend, lambda: pids, resident=False)
         full = [gpu for gpu, amount in held.bytes.items() if amount > CONTEXT]
         if full and how != "pause":
-            amounts = ", ".join(f"{held.bytes[gpu] / (1 << 30):.1f} GiB of GPU {gpu}" for gpu in full)
+            amounts = ", ".join(f"{gib(held.bytes[gpu])} of GPU {gpu}" for gpu in full)
             return Unfit(f"it rests, and holds {amounts} all the same")
         return Rested(how, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))
 

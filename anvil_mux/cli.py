@@ -33,6 +33,7 @@ from anvil_mux.output import (
     print_table,
     say,
 )
+from anvil_mux.settings import gib
 
 if TYPE_CHECKING:
     from anvil_mux.config import Backend, Config
@@ -267,7 +268,7 @@ def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:
     from anvil_mux.engine import listen_port
 
     port = "free" if config.runtime == "process" and not backend.port else str(listen_port(backend))
-    vram = f"{backend.vram / (1 << 30):.1f} GiB" if backend.vram else "all" if backend.gpus else ""
+    vram = gib(backend.vram) if backend.vram else "all" if backend.gpus else ""
     return backend.model, backend.name, backend.engine, ",".join(backend.gpus), vram, port
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from anvil_mux.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.gpu import Gpus, Reading, strangers
+from anvil_mux.settings import gib
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class Memory:
     def _judge(self, held: Held, left: Mapping[str, int], full: list[str]) -> None:
         """What to make of memory that was not freed in time."""
         if full:
-            what = ", ".join(f"{_gib(left[gpu])} of {_gib(held.bytes[gpu])} on GPU {gpu}" for gpu in full)
+            what = ", ".join(f"{gib(left[gpu])} of {gib(held.bytes[gpu])} on GPU {gpu}" for gpu in full)
             raise BackendError(f"after {PATIENCE:g} s it still holds {what}{self.others(left)}")
         gpus = ", ".join(left)
         log.warning("GPU %s: memory of an engine that has ended is not free%s", gpus, self.others(left))
@@ -163,7 +164,3 @@ def _risen(held: Held, gpu: str, reading: Reading) -> bool:
 
 def _small(before: int, after: int) -> bool:
     return after <= MOST_KEPT * before or (after <= CONTEXT and after <= (1 - MOST_KEPT) * before)
-
-
-def _gib(amount: int) -> str:
-    return f"{amount / (1 << 30):.1f} GiB"

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from anvil_mux.settings import gib
+
 try:
     import pynvml
 except ImportError:
@@ -97,7 +99,7 @@ class Stranger:
     container: str = ""
 
     def __str__(self) -> str:
-        held = "memory" if self.used is None else f"{self.used / (1 << 30):.1f} GiB"
+        held = "memory" if self.used is None else gib(self.used)
         where = f" in container {self.container[:12]}" if self.container else ""
         who = f"process {self.pid}" + (f" ({self.command})" if self.command else "")
         return f"{who}{where} holds {held} of GPU {self.gpu}"

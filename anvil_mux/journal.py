@@ -270,11 +270,11 @@ def story(event: Event) -> str:
         case "ready":
             return f"ready after {seconds:.1f} s"
         case "draining":
-            busy = f"; waits up to {seconds:g} s for {_requests(size)}" if size else ""
+            busy = f"; waits up to {seconds:g} s for {requests(size)}" if size else ""
             goal = f" for {event.target}" if event.target else ""
             return f"leaves{goal} ({reason}){busy}"
         case "stopping":
-            cut = f", {_requests(size)} severed after {seconds:.1f} s" if size else ""
+            cut = f", {requests(size)} severed after {seconds:.1f} s" if size else ""
             return f"stopping{cut}"
         case "empty" | "parked":
             return (f"parked ({reason})" if event.kind == "parked" else reason) or "stopped"
@@ -295,5 +295,5 @@ _READY = {
 }
 
 
-def _requests(count: int) -> str:
+def requests(count: int) -> str:
     return f"{count} request" + ("" if count == 1 else "s")

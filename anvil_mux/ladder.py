@@ -21,6 +21,7 @@ from typing import Any
 from anvil_mux.config import Backend
 from anvil_mux.footprint import Footprints
 from anvil_mux.placement import HOLDING, Seat
+from anvil_mux.settings import gib
 
 DESCENTS: dict[tuple[str, str], bool] = {
     ("sleep", "sleep-2"): True,
@@ -92,7 +93,7 @@ class Host:
         need = target.backend.ram or 0  # what it has pinned since then goes with a stop
         if self.budget is None or need <= self.budget:
             return ""
-        return f"it needs {_gib(need)} of host memory; engines may have {_gib(self.budget)}"
+        return f"it needs {gib(need)} of host memory; engines may have {gib(self.budget)}"
 
     def insisting(self, but: Seat) -> list[tuple[str, int]]:
         """Who else keeps host memory and does not yield it, and how much, the largest first."""
@@ -233,7 +234,3 @@ def _is_idle(seat: Seat, now: float) -> bool:
 def _leaves(seat: Seat, now: float) -> bool:
     """Not one that could not be stopped a moment ago: nobody waits for it to go."""
     return not seat.coming and (seat.state == "draining" or (seat.state == "parked" and seat.retry_at <= now))
-
-
-def _gib(amount: int) -> str:
-    return f"{amount / (1 << 30):.1f} GiB"

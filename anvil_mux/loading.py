@@ -41,7 +41,7 @@ from anvil_mux.interpolate import Document, Key
 from anvil_mux.policy import build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.profile import Profile, read
-from anvil_mux.settings import Setting
+from anvil_mux.settings import Setting, gib
 
 
 def load(
@@ -410,7 +410,7 @@ class _Loading:
                     )
                 elif backend.vram and room is not None and backend.vram > room:
                     self._problem(
-                        key, f"{_gib(backend.vram)} never fit GPU {gpu.id}, which has {_gib(room)} for models"
+                        key, f"{gib(backend.vram)} never fit GPU {gpu.id}, which has {gib(room)} for models"
                     )
             self._check_pins(gpu, room, users)
 
@@ -488,10 +488,6 @@ def _fit(backends: Sequence[Backend], room: int | None) -> bool:
         return True
     needs = [backend.vram for backend in backends]
     return room is not None and all(needs) and sum(need or 0 for need in needs) <= room
-
-
-def _gib(amount: int) -> str:
-    return f"{amount / (1 << 30):.1f} GiB"
 
 
 def _structure(text: str) -> object:

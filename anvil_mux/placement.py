@@ -14,6 +14,7 @@ from typing import Any
 
 from anvil_mux import preemption as whom
 from anvil_mux.config import Backend, Gpu
+from anvil_mux.settings import gib
 
 HOLDING = frozenset(("starting", "ready", "draining", "stopping", "stuck"))
 """States in which a backend's GPUs are its own."""
@@ -235,8 +236,8 @@ class Placement:
         for gpu, need in target.holds.items():
             taken = 0 if self._needs_whole(target, gpu) else self.strangers.get(gpu, 0)
             if taken and need + taken + sum(seat.holds.get(gpu, 0) for seat in pinned) > self.capacity[gpu]:
-                text = f"it needs {need / (1 << 30):.1f} GiB of GPU {gpu}"
-                return f"{text}, where other programs hold {taken / (1 << 30):.1f} GiB (see /healthz)"
+                text = f"it needs {gib(need)} of GPU {gpu}"
+                return f"{text}, where other programs hold {gib(taken)} (see /healthz)"
         return ""
 
     def never_fits(self, target: Seat) -> str:

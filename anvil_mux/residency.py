@@ -78,6 +78,7 @@ from anvil_mux.policy import (
 from anvil_mux.preemption import Preemption
 from anvil_mux.replicas import Replicas, nobody_takes
 from anvil_mux.routing import Work
+from anvil_mux.settings import gib
 from anvil_mux.steps import Demote, Start, Step, Stop, Ticket, Wait
 from anvil_mux.turns import Turns
 
@@ -1128,8 +1129,8 @@ class Residency:
                 return GpuMemoryShort(f"{seat.name} cannot be loaded: {strangers}.")
             short = self._host.short(seat, others)
             if short > 0 and not self._host.call(seat, short, self.seats.values(), now):
-                who = ", ".join(f"{name} has {_gib(each)}" for name, each in self._host.insisting(seat))
-                return HostMemoryShort(f"{seat.name} lacks {_gib(short)} of host memory: {who}.")
+                who = ", ".join(f"{name} has {gib(each)}" for name, each in self._host.insisting(seat))
+                return HostMemoryShort(f"{seat.name} lacks {gib(short)} of host memory: {who}.")
         return None
 
     # State
@@ -1301,10 +1302,6 @@ def max_waits(seats: Iterable[Seat], config: Config) -> dict[str, float]:
         own = config.max_wait if seat.backend.max_wait is None else seat.backend.max_wait
         limits[seat.model] = min(own, limits.get(seat.model, own))
     return limits
-
-
-def _gib(amount: int) -> str:
-    return f"{amount / (1 << 30):.1f} GiB"
 
 
 def _swapping(swap: _Swap, target: Seat) -> Swapping:

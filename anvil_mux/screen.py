@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from anvil_mux.settings import gib
+
 LAST = 8
 """Events that a picture shows."""
 COLOURS = {
@@ -59,7 +61,7 @@ def model_row(name: str, model: Told) -> tuple[str, ...]:
     return (
         name,
         state_cell(model["state"]) + (f" {far['words']}" if far else ""),
-        "" if backend["size"] is None else f"{backend['size'] / (1 << 30):.1f} GiB",
+        "" if backend["size"] is None else gib(backend["size"]),
         ",".join(model["gpus"]),
         str(model["leases"]),
         str(model["waiting"]),

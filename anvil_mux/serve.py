@@ -45,7 +45,7 @@ from anvil_mux.feed import Feed
 from anvil_mux.gateway import Gateway
 from anvil_mux.home import CPUs, Home
 from anvil_mux.hooks import Telling
-from anvil_mux.journal import Journal, told
+from anvil_mux.journal import Journal, requests, told
 from anvil_mux.keys import Keyring
 from anvil_mux.keys import load as load_keys
 from anvil_mux.learned import Known, Learned
@@ -403,7 +403,7 @@ class Program:
         if self._server.hangs:
             return ""
         here = [model.model for model in status.models if model.state in ("ready", "draining")]
-        doing = f"{_requests(status.leases)} running, {status.waiting} waiting"
+        doing = f"{requests(status.leases)} running, {status.waiting} waiting"
         return f"resident: {', '.join(here) or 'none'}; {doing}"
 
     # The end
@@ -421,9 +421,9 @@ class Program:
             self._sharing.close()
         grace = self._config.drain_timeout
         if leases := self._mux.status().leases:
-            say(f"waiting up to {grace:g} s for {_requests(leases)} (again to end at once)")
+            say(f"waiting up to {grace:g} s for {requests(leases)} (again to end at once)")
         if not self._server.drain(grace):
-            say(f"cut off after {grace:g} s: {_requests(self._mux.sever())}")
+            say(f"cut off after {grace:g} s: {requests(self._mux.sever())}")
             self._server.drain(FAREWELL_SECONDS)
         self._mux.close()
         self._load_logs.close()
@@ -457,10 +457,6 @@ def spare_memory() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 9 // 10
     except (ValueError, OSError):
         return None
-
-
-def _requests(count: int) -> str:
-    return f"{count} request" + ("" if count == 1 else "s")
 
 
 def _tls_context(config: Config) -> ssl.SSLContext | None:

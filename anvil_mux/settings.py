@@ -175,6 +175,11 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def gib(amount: float) -> str:
+    """Bytes as people say them."""
+    return f"{amount / (1 << 30):.1f} GiB"
+
+
 def plain(value: object) -> str:
     """A default as people write it."""
     match value:
