@@ -132,11 +132,11 @@ _known_responses: dict[bytes, Response] = {}
 class LastHead(Generic[_Message]):
     """The last head that one side of one connection sent, around the number in its Content-Length line."""
 
-    __slots__ = ("_after", "_before", "_message", "_number", "end")
+    __slots__ = ("_after", "_before", "_limit", "_message", "_number", "end")
 
     def __init__(self) -> None:
         self._before = self._after = b""
-        self._number = 0
+        self._number = self._limit = 0
         self._message: _Message | None = None
         self.end = 0
         """Where the head ended that came again."""
@@ -146,16 +146,15 @@ class LastHead(Generic[_Message]):
 
         It is the same object each time: whoever keeps it sees the length change.
         """
-        if not buffer.startswith(self._before):
-            return None
-        line_end = buffer.find(b"\r\n", self._number)
-        length = buffer[self._number : line_end]
-        if not (length.isdigit() and len(length) <= MAX_DIGITS and buffer.startswith(self._after, line_end)):
-            return None
         message = self._message
-        if message is not None:
-            message.length = int(length)
-            self.end = line_end + len(self._after)
+        if message is None or not buffer.startswith(self._before):
+            return None
+        line_end = buffer.find(self._after, self._number, self._limit)
+        length = buffer[self._number : line_end]
+        if line_end < 0 or not length.isdigit():
+            return None
+        message.length = int(length)
+        self.end = line_end + len(self._after)
         return message
 
     def remember(self, head: bytes, message: _Message) -> None:
@@ -164,6 +163,7 @@ class LastHead(Generic[_Message]):
         if line is not None and message.prepared is not None:
             self._number, line_end = line.span(1)
             self._before, self._after = head[: self._number], head[line_end:]
+            self._limit = self._number + MAX_DIGITS + len(self._after)
             self._message = message
 
 

@@ -98,6 +98,8 @@ class Lease:
         if self.prefill:
             self.prefill.__exit__()
         self._mux._release(self._ticket, self._tail)
+        # It leads back to this lease: without a cycle nothing is left for the garbage collector.
+        self._ticket.cut = None
 
     @property
     def why(self) -> str:
@@ -769,9 +771,10 @@ class Multiplexer:
 
 
 def _cut(ticket: Ticket) -> None:
+    cut = ticket.cut  # the lease may end just now
     try:
-        if ticket.cut:
-            ticket.cut()
+        if cut:
+            cut()
     except Exception:  # a keeper must not end
         log.exception("cutting a severed request for %s", ticket.model)
 
