@@ -17,7 +17,6 @@ server may send the request again on another lease, because nothing of it was an
 from __future__ import annotations
 
 import time
-from _thread import allocate_lock
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from socket import (
@@ -196,15 +195,14 @@ class Exchange:
         "_body",
         "_chunked",
         "_client",
+        "_cut",
         "_deadline",
         "_events",
-        "_guard",
         "_lease",
         "_relay",
         "_reusable",
         "_said",
         "_stream",
-        "_upgrades",
         "_upstream",
         "aligned",
         "data",
@@ -217,13 +215,12 @@ class Exchange:
         self._relay = relay
         self._lease = lease
         self._client = client
-        self._guard = allocate_lock()
-        """Held to take the connection away from this exchange, and by ``sever``."""
         self._upstream: Upstream | None = None
         self._stream: Stream | None = None
+        self._cut = False
         self._reusable = False
-        self._upgrades = False
         self._deadline = 0.0
+        """When the engine has been silent for too long; 0: whoever looks first sets it."""
         self.data = b""
         """What came of the body with the head."""
         self.whole = False
@@ -243,25 +240,27 @@ class Exchange:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._let_go(reusable=self._reusable)
+        self._let_go()
 
     def sever(self) -> None:
         """Ends whatever this exchange still does; any number of times, also after its end."""
-        with self._guard:
-            if self._stream:
-                self._stream.cut = True
-            if self._upstream:
-                try:
-                    self._upstream.socket.shutdown(SHUT_RDWR)
-                except OSError:
-                    pass
+        # Without a lock: this marks first and looks second, the other thread takes or leaves its connection
+        # first and looks for the mark second. So one of them sees what the other did.
+        self._cut = True
+        stream, upstream = self._stream, self._upstream
+        if stream:
+            stream.cut = True
+        if upstream:
+            try:
+                upstream.socket.shutdown(SHUT_RDWR)
+            except OSError:
+                pass
 
-    def _let_go(self, *, reusable: bool) -> None:
-        with self._guard:
-            upstream, self._upstream = self._upstream, None
+    def _let_go(self) -> None:
+        upstream, self._upstream = self._upstream, None
         if upstream is None:
             return
-        if reusable and not self._lease.severed:
+        if self._reusable and not self._cut:
             self._relay.pool.put(self._lease.address, upstream)
         else:
             upstream.socket.close()
@@ -273,18 +272,14 @@ class Exchange:
 
         Where ``upgrade`` is asked for, 101 is an answer too, and ``tunnel`` follows it.
         """
-        data = b""
-        self._upgrades = upgrade
         pooled = self._relay.pool.take(self._lease.address)
-        if pooled:
-            data = self._try(pooled, head, body)
-            if not data:
-                self._let_go(reusable=False)
+        data = self._try(pooled, head, body) if pooled else b""
         if not data:
+            self._let_go()
             data = self._try(self._connect(), head, body)
         if not data:
             raise Unreachable(f"{self._name} closed the connection without an answer.")
-        response = self._read_head(method, data)
+        response = self._read_head(method, data, upgrade)
         if response.status == 101:
             return response
         length = 0 if response.body == "none" else response.length
@@ -310,11 +305,10 @@ class Exchange:
 
     def _try(self, upstream: Upstream, head: bytes, body: RequestBody) -> bytes:
         """The first bytes of the answer, or none if the connection failed before."""
-        with self._guard:
-            self._upstream = upstream
-        if self._lease.severed:
+        self._upstream = upstream
+        if self._cut:
             raise self._lease.severed_error()
-        self._deadline = time.monotonic() + self._relay.timeout
+        self._deadline = 0.0
         try:
             self._send_request(upstream.socket, head, body)
         except OSError:
@@ -346,7 +340,7 @@ class Exchange:
             if sent == len(left):
                 return
             left = memoryview(left)[sent:]
-            self._deadline = time.monotonic() + self._relay.timeout
+            self._deadline = 0.0
 
     def _recv(self, connection: socket) -> bytes:
         while True:
@@ -365,12 +359,15 @@ class Exchange:
             raise self._lease.severed_error()
         if has_left(self._client):
             raise ClientGone("The client closed its connection.")
-        if time.monotonic() > self._deadline:
+        now = time.monotonic()
+        if not self._deadline:
+            self._deadline = now - LOOK_SECONDS + self._relay.timeout
+        elif now > self._deadline:
             raise BackendError(f"{self._name} was silent for {self._relay.timeout:g} s.")
 
     # The answer
 
-    def _read_head(self, method: str, data: bytes) -> http1.Response:
+    def _read_head(self, method: str, data: bytes, upgrade: bool) -> http1.Response:
         assert self._upstream is not None
         last_head = self._upstream.last_head
         response = last_head.again(data) if method != "HEAD" else None
@@ -381,7 +378,7 @@ class Exchange:
             while (end := http1.response_head_end(data)) is None:
                 data += self._more()
             head, data = data[:end], data[end:]
-            response = http1.parse_response(head, method, upgrade=self._upgrades)
+            response = http1.parse_response(head, method, upgrade=upgrade)
             if response.status >= 200 or response.status == 101:
                 break
         last_head.remember(head, response)
@@ -406,7 +403,7 @@ class Exchange:
 
     def _received(self) -> bytes:
         assert self._upstream is not None
-        self._deadline = time.monotonic() + self._relay.timeout
+        self._deadline = 0.0
         try:
             return self._recv(self._upstream.socket)
         except OSError as error:
@@ -497,8 +494,8 @@ class Exchange:
         assert upstream is not None
         end = End.COMPLETE
         if not body.ended:
-            with self._guard:
-                stream = self._stream = Stream(upstream.socket, self._client, body, self._lease.watch)
+            stream = self._stream = Stream(upstream.socket, self._client, body, self._lease.watch)
+            stream.cut = self._cut
             end = self._relay.pump.relay(stream)
             self.streamed = stream.relayed
             self._events += stream.events
