@@ -132,7 +132,7 @@ class _Loading:
         for document in self._documents:
             top = document.content.get("x-anvil")
             if isinstance(top, dict):
-                found = top.get("runtime", "")
+                found = top.get("runtime", found)
         found = self._overrides.get("runtime") or self._environ.get("ANVIL_RUNTIME") or found
         try:
             return interpolate.Scope(self._variables).fill(str(found)) == "process"
