@@ -1,4 +1,4 @@
-"""The commands that ask a running anvil-mux: ps, top, why, events, load, unload, profile.
+"""The commands that ask a running anvil-mux: ps, top, why, events, load, unload, pin, unpin, profile.
 
 Its address is --url, ANVIL_URL, what one that serves the compose file here has written down (remote.py), what
 that file says, or the default.
@@ -114,6 +114,16 @@ def _state_of(given: argparse.Namespace) -> str:
 def unload(given: argparse.Namespace) -> int:
     ask_mux(given, "POST", "/models/unload", {"model": given.model})
     return _done(given, "leaves as soon as its requests have ended")
+
+
+def pin(given: argparse.Namespace) -> int:
+    ask_mux(given, "POST", "/models/pin", {"model": given.model})
+    return _done(given, "stays, once it is resident, until it is unpinned or anvil-mux is restarted")
+
+
+def unpin(given: argparse.Namespace) -> int:
+    ask_mux(given, "POST", "/models/unpin", {"model": given.model})
+    return _done(given, "makes room for others again")
 
 
 def profile(given: argparse.Namespace) -> int:

@@ -488,6 +488,8 @@ COMMANDS: dict[str, tuple[str, Run, Add]] = {
     "events": ("Show what happened lately, with reasons", asking.events, asking.add_events),
     "load": ("Load a model and wait until it is ready", asking.load, asking.add_model),
     "unload": ("Put a model out, or stop one that rests", asking.unload, asking.add_model),
+    "pin": ("Keep a model, once it is resident, from being put out for others", asking.pin, asking.add_model),
+    "unpin": ("Let a pinned model make room for others again", asking.unpin, asking.add_model),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
     "simulate": ("Run traffic under each policy in virtual time", studying.run, studying.add_arguments),
     "profile": ("Measure how fast a model's engine is, for routing", asking.profile, asking.add_profile),

@@ -103,7 +103,7 @@ class NotFound(MuxError):
 
 
 class DoesNotFit(MuxError):
-    """The model cannot ever be loaded with this configuration (memory, pins)."""
+    """The model cannot be loaded with this configuration, or beside what is pinned; waiting will not help."""
 
     status, code, kind = 422, "does_not_fit", "invalid_request_error"
     retry = False

@@ -127,6 +127,7 @@ class Standing:
     def __init__(self) -> None:
         self._backends: dict[str, Event] = {}  # the last move of each that is not empty
         self._goals: dict[str, str] = {}  # victim -> the model that it made room for, until that is loaded
+        self._pins: dict[str, Event] = {}  # model -> that it was pinned or unpinned
         self._waiting: dict[int, Event] = {}
         self._leased: dict[str, dict[int, Event]] = {}  # backend -> ticket -> its lease
 
@@ -135,6 +136,8 @@ class Standing:
         if event.kind in ("deferred", "queued"):
             if event.kind == "queued":
                 self._waiting[event.ticket] = event
+        elif event.kind in ("pinned", "unpinned"):
+            self._pins[event.model] = event
         elif event.ticket:
             self._waiting.pop(event.ticket, None)
             if event.kind == "leased" and event.size > len(leases):
@@ -162,8 +165,8 @@ class Standing:
         return not self._goals and all(event.kind in _STILL for event in self._backends.values())
 
     def events(self, now: float) -> list[Event]:
-        """Who is resident, or rests, who is leased and who waits; all at ``now``."""
-        told = []
+        """Who is pinned, who is resident, or rests, who is leased and who waits; all at ``now``."""
+        told = [event._replace(at=now) for event in self._pins.values()]
         for name, last in self._backends.items():
             told.append(Event(now, "ready", last.model, name, reason="adopted"))
             if last.kind != "ready":  # the shortest way to its state

@@ -46,10 +46,12 @@ KINDS = {
     "stopping": "a backend is told to leave its GPUs; `seconds` is what the drain took",
     "empty": "a backend holds nothing; with a `reason` it failed to load, or died",
     "parked": "a backend left its GPUs without being stopped",
-    "demoting": "a parked backend is taken one rung down its ladder",
+    "demoting": "a parked backend is taken down its ladder",
     "stuck": "a backend could not be stopped and may hold its GPUs",
     "starting": "a backend is being loaded",
     "ready": "a backend may be leased; `seconds` is what the load took",
+    "pinned": "a model is put out for no other one from now on, once it is resident",
+    "unpinned": "a model makes room for others again",
 }
 """What can happen."""
 
@@ -74,4 +76,4 @@ class Event(NamedTuple):
     target: str = ""
     """The model that a draining or demoting backend makes room for."""
     way: str = ""
-    """How a backend is loaded, or was: the way by which it rested."""
+    """How a backend is loaded, or was: the way by which it rested; of one that is demoting, how it is to."""

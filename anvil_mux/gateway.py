@@ -107,7 +107,9 @@ class Gateway:
             "/api/show": self._ollama_show,
             "/lines/cancel": lambda call: self._console.cancel(call, parse(self._inference.read_json(call))),
             "/models/load": self._router.load,
+            "/models/pin": self._router.pin,
             "/models/unload": self._router.unload,
+            "/models/unpin": self._router.unpin,
         }
         self._feed = feed or Feed()
         self._console = Console(mux, self._feed, state=self._state, tail=tail)

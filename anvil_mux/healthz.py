@@ -14,6 +14,7 @@ def model_state(model: ModelState) -> dict[str, object]:
     return {
         "state": model.state,
         "backend": model.backend,
+        "pinned": model.pinned,
         "gpus": list(model.gpus),
         "waiting": model.waiting,
         "oldest_wait_seconds": _rounded(model.oldest_wait),

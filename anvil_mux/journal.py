@@ -203,7 +203,8 @@ def _write(descriptor: int, text: str) -> None:
 
 
 _OF_REQUESTS = frozenset(("queued", "leased", "released"))
-_NORMAL = frozenset(("starting", "ready", "draining", "stopping", "parked", "demoting", "empty", "deferred"))
+_MOVES = frozenset(("starting", "ready", "draining", "stopping", "parked", "demoting", "empty"))
+_NORMAL = _MOVES | {"deferred", "pinned", "unpinned"}
 
 
 def _is_failure(event: Event) -> bool:
@@ -279,20 +280,29 @@ def story(event: Event) -> str:
         case "empty" | "parked":
             return (f"parked ({reason})" if event.kind == "parked" else reason) or "stopped"
         case "demoting":
-            return f"goes to a deeper rest: {reason}"
+            return f"{_deeper(event.way)}: {reason}"
         case "stuck":
             return f"may still hold its GPUs, and is told to stop again later: {reason}"
         case "deferred":
             until = f" for up to {seconds:.1f} s" if seconds < float("inf") else ""
             return f"its swap is put off{until}: {reason}"
         case kind:
-            return f"{kind} #{event.ticket}" + (f" after {seconds:.3f} s" if seconds else "") + f" {reason}"
+            took = f" after {seconds:.3f} s" if seconds else ""
+            return _PINNED.get(kind) or f"{kind} #{event.ticket}{took} {reason}"
 
 
 _READY = {
     "adopted": "runs already, taken over",
-    "reprieved": "stays: nobody waits for its successor any more",
+    "reprieved": "stays after all: it need not make room any more",
 }
+_PINNED = {
+    "pinned": "pinned: once it is resident no other model puts it out",
+    "unpinned": "unpinned: it makes room for others again",
+}
+
+
+def _deeper(way: str) -> str:
+    return "is stopped where it rests" if way == "stop" else "goes to a deeper rest" + (way and f" by {way}")
 
 
 def requests(count: int) -> str:

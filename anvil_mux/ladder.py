@@ -225,10 +225,9 @@ def _insists_on(seat: Seat) -> int:
 
 
 def _is_idle(seat: Seat, now: float) -> bool:
-    one = seat.backend
-    return (
-        seat.state == "ready" and not seat.holders and not one.pin and seat.loaded + one.min_residency <= now
-    )
+    if seat.state != "ready" or seat.holders or seat.pinned:
+        return False
+    return seat.loaded + seat.backend.min_residency <= now
 
 
 def _leaves(seat: Seat, now: float) -> bool:

@@ -531,6 +531,16 @@ class Multiplexer:
             island.changed.notify_all()
         return told
 
+    def pin(self, model: str, pinned: bool) -> None:
+        """Whether ``model``, once it is resident, is kept from being put out for others."""
+        with self._lock:
+            island = self._islands[model]
+            changes = self._host.changes
+            island.residency.pin_requested(model, self._clock.now(), pinned)
+            self._wake_settled(island)
+            island.changed.notify_all()
+            self._ask_others(changes)
+
     def adopt(self, running: Mapping[str, str], parked: Mapping[str, Rested] | None = None) -> list[str]:
         """Takes over backends that run already (name -> URL), or rest; returns those that cannot stay."""
         refused = []

@@ -18,6 +18,8 @@ from anvil_mux.settings import gib
 
 HOLDING = frozenset(("starting", "ready", "draining", "stopping", "stuck"))
 """States in which a backend's GPUs are its own."""
+STAYING = frozenset(("starting", "ready"))
+"""States in which a pinned backend has its GPUs for good."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +45,8 @@ class Seat:
     """The way by which it is to leave next; "": as high on its ladder as host memory allows."""
     coming: bool = False
     """It is the target of a swap."""
+    pinned: bool = False
+    """While it is resident it is not put out for another model."""
     whole: bool = True
     """It needs its GPUs to itself."""
     ram: int = 0
@@ -63,6 +67,7 @@ class Seat:
 
     def __post_init__(self) -> None:
         self.name, self.model = self.backend.name, self.backend.model
+        self.pinned = self.backend.pin
         self.whole = self.backend.vram is None
         self.ram = self.backend.ram or 0
 
@@ -91,7 +96,6 @@ class Placement:
         self.strangers: Mapping[str, int] = {}
         """GPU id -> bytes that programs hold there which are none of ours."""
         self.seats = {backend.name: self._seat(backend) for backend in backends}
-        self._pinned = [seat for seat in self.seats.values() if seat.backend.pin]
         self._preemption = preemption
 
     def _seat(self, backend: Backend) -> Seat:
@@ -143,7 +147,7 @@ class Placement:
         """Who must go so that ``target`` fits, touching no ``busy`` GPU; None if that cannot be now.
 
         Residents go, and those parked ones whose residual is in the way. Backends that are ``staying`` may
-        not go, nor pinned ones. ``loss``: see preemption.Candidate.
+        not go, nor pinned residents. ``loss``: see preemption.Candidate.
         """
         if not busy.isdisjoint(target.holds):
             return None
@@ -174,7 +178,7 @@ class Placement:
             seat
             for seat in self.seats.values()
             if seat.state in ("ready", "parked")
-            and not seat.backend.pin
+            and not (seat.pinned and seat.state == "ready")
             and seat.name not in staying
             and busy.isdisjoint(seat.holds)
         )
@@ -232,7 +236,7 @@ class Placement:
 
     def strangers_before(self, target: Seat) -> str:
         """Who leaves no room for ``target`` although everybody who can go went; "" if nobody."""
-        pinned = [seat for seat in self._pinned if seat is not target and seat.state in HOLDING]
+        pinned = self._pinned(target)
         for gpu, need in target.holds.items():
             taken = 0 if self._needs_whole(target, gpu) else self.strangers.get(gpu, 0)
             if taken and need + taken + sum(seat.holds.get(gpu, 0) for seat in pinned) > self.capacity[gpu]:
@@ -242,12 +246,18 @@ class Placement:
 
     def never_fits(self, target: Seat) -> str:
         """Why ``target`` could not be loaded even if all that is not pinned went; "" if it could."""
-        pinned = [seat for seat in self._pinned if seat is not target and seat.state in HOLDING]
+        pinned = self._pinned(target)
         for gpu, need in target.holds.items():
             if need + sum([other.holds.get(gpu, 0) for other in pinned]) > self.capacity[gpu]:
                 names = ", ".join(other.name for other in pinned if gpu in other.holds)
-                return f"it does not fit on GPU {gpu}" + (f" beside the pinned {names}" if names else "")
+                beside = f" beside the pinned {names} (see `anvil-mux unpin`)" if names else ""
+                return f"it does not fit on GPU {gpu}{beside}"
         return ""
+
+    def _pinned(self, target: Seat) -> list[Seat]:
+        """Who stays whatever ``target`` needs. One that was told to leave all the same is waited for."""
+        seats = self.seats.values()
+        return [seat for seat in seats if seat.pinned and seat is not target and seat.state in STAYING]
 
 
 def islands(backends: Iterable[Backend]) -> list[tuple[str, list[Backend]]]:

@@ -381,6 +381,27 @@ class Residency:
             seat.rung = "stop"
         return bool(ready or parked)
 
+    def pin_requested(self, model: str, now: float, pinned: bool) -> None:
+        """Whether ``model`` is kept, once it is resident, from being put out for others."""
+        seats = [seat for seat in self._replicas[model] if seat.pinned != pinned]
+        if not seats:
+            return
+        self._plans_hold_until = -FOREVER
+        self._host.changes += 1
+        self._emit(Event(now, "pinned" if pinned else "unpinned", model))
+        for seat in seats:
+            seat.pinned = pinned
+            if pinned:
+                self._spare(seat, now)
+        self._fail_refused(now)
+
+    def _spare(self, seat: Seat, now: float) -> None:
+        """Nobody puts it out for another model any more, although that has begun."""
+        for swap in self._swaps:
+            if swap.target and seat in swap.victims and seat.state == "draining":
+                swap.victims.remove(seat)
+                self._reprieve(seat, now)
+
     # Facts from the engines
 
     def adopt(self, name: str, now: float) -> bool:
@@ -428,7 +449,7 @@ class Residency:
             self._begin(None, [seat], now, f"woken on its way to {seat.rung}")
         if seat.state == "ready" and seat.model in self._routed and not self.lines[seat.model]:
             self._take_back(seat, now)
-        if seat.backend.pin:
+        if seat.pinned:
             self._fail_refused(now)  # what does not fit beside it
 
     def start_failed(self, name: str, now: float, error: LoadError) -> None:
@@ -717,7 +738,7 @@ class Residency:
         to = "stop" if seat.rung == "stop" else to or below(seat, may_wake=False)
         self._enter(seat, "demote", now)
         seat.rung = to
-        self._emit(Event(now, "demoting", seat.model, seat.name, reason=reason, target=target))
+        self._emit(Event(now, "demoting", seat.model, seat.name, 0, 0, 0.0, reason, target, to))
         return Demote(seat.name, seat.rests, to)
 
     def _stop(self, seat: Seat, now: float, reason: str, target: Seat | None = None) -> Stop:
@@ -870,7 +891,7 @@ class Residency:
             self._begin(plan.target, plan.victims, now, decision.reason, errand=True)
             return True
         elif isinstance(decision, Unload) and decision.model in self._replicas:
-            seats = [s for s in self._replicas[decision.model] if s.state == "ready" and not s.backend.pin]
+            seats = [s for s in self._replicas[decision.model] if s.state == "ready" and not s.pinned]
             for seat in seats:
                 self._begin(None, [seat], now, decision.reason)
             return bool(seats)
@@ -1121,7 +1142,7 @@ class Residency:
         None too where those will make room.
         """
         may_go = ("ready", "draining", "stopping")
-        others = [seat for seat in self.seats.values() if seat.state in may_go and not seat.backend.pin]
+        others = [seat for seat in self.seats.values() if seat.state in may_go and not seat.pinned]
         for seat in self._replicas[model]:
             if seat.state not in ("empty", "parked") or not busy.isdisjoint(seat.holds):
                 continue

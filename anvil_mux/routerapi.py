@@ -1,5 +1,7 @@
 """llama.cpp's router API: models loaded, unloaded and followed by hand, as Open WebUI and others do it.
 
+``POST /models/pin`` and ``/models/unpin`` are ours: nobody else has them.
+
 ``POST /models/load`` says that the load has begun, as llama.cpp does; a load that fails or ends within a
 moment says that instead, and ``?wait=true`` waits for the end of any. A load that was asked for goes on when
 the client leaves. ``GET /models/sse`` tells every model's status, and then each change of it, until the
@@ -46,6 +48,14 @@ class RouterApi:
 
     def unload(self, call: Call) -> None:
         self._mux.unload(self._named(call))
+        call.send_own(200, [JSON], DONE)
+
+    def pin(self, call: Call) -> None:
+        self._mux.pin(self._named(call), True)
+        call.send_own(200, [JSON], DONE)
+
+    def unpin(self, call: Call) -> None:
+        self._mux.pin(self._named(call), False)
         call.send_own(200, [JSON], DONE)
 
     def follow(self, call: Call) -> None:

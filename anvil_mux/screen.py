@@ -60,13 +60,15 @@ def model_row(name: str, model: Told) -> tuple[str, ...]:
     backend = model["backends"][model["backend"]]
     return (
         name,
-        state_cell(model["state"]) + (f" {far['words']}" if far else ""),
+        state_cell(model["state"])
+        + (f" {far['words']}" if far else "")
+        + (" pinned" if model.get("pinned") else ""),
         "" if backend["size"] is None else gib(backend["size"]),
         ",".join(model["gpus"]),
         str(model["leases"]),
         str(model["waiting"]),
         "" if seconds is None else f"{seconds:.1f} s",
-        _until(model["state"], model["leases"], backend["unload_seconds"]),
+        _until(model, backend["unload_seconds"]),
         error if len(error) <= 60 else error[:57] + "...",
     )
 
@@ -74,16 +76,16 @@ def model_row(name: str, model: Told) -> tuple[str, ...]:
 MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "UNTIL", "LAST ERROR")
 
 
-def _until(state: str, leases: int, seconds: float | None) -> str:
+def _until(model: Told, seconds: float | None) -> str:
     """How long a model stays where it is."""
-    if state in ("draining", "stopping"):
+    if model["state"] in ("draining", "stopping"):
         return "leaving"
-    if state != "ready":
+    if model["state"] != "ready":
         return ""
-    if leases:
+    if model["leases"]:
         return "in use"
     if seconds is None:
-        return "another comes"
+        return "unpinned" if model.get("pinned") else "another comes"
     return f"{seconds:.0f} s from now" if seconds < 120 else f"{seconds / 60:.0f} min from now"
 
 

@@ -426,6 +426,9 @@ class _Checker:
             leases.discard(event.ticket)
             if event.model in self._limited and self._states[event.backend] == "ready":
                 self._admitting = event.model
+        elif event.kind in ("pinned", "unpinned"):
+            for seat in [seat for seat in self._seats.values() if seat.model == event.model]:
+                seat.pinned = event.kind == "pinned"
         elif event.kind != "deferred":
             self._move(event)
 
@@ -470,6 +473,7 @@ class _Checker:
             self._failed_starts[name] = 0
         elif event.kind == "draining":
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
+            self._claim(not (event.target and self._seats[name].pinned), event, "it is pinned")
             self._drains[name] = event.at, event.seconds, event.target
         elif event.kind == "demoting" and event.target:
             self._begin(event.target, event)

@@ -65,6 +65,8 @@ class ModelState:
     leases: int
     last_error: str
     load_seconds: float | None
+    pinned: bool = False
+    """Once it is resident it is not put out for other models."""
     progress: Progress | None = None
     """Of its load, if it is being loaded."""
     oldest_wait: float | None = None
@@ -133,6 +135,7 @@ def model_state(
         leases=sum(len(seat.holders) for seat in seats),
         last_error=seat.error,
         load_seconds=seat.load_seconds,
+        pinned=any(each.pinned for each in seats),
         progress=progress,
         oldest_wait=now - first.since if first else None,
         draining_target=target,

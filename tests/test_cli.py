@@ -707,6 +707,24 @@ def test_unload_puts_a_model_out(mux: Running, url: str, capsys: pytest.CaptureF
     assert mux.get("/healthz")["models"]["a"]["state"] == "empty"
 
 
+def test_a_pinned_model_stays_until_it_is_unpinned(
+    mux: Running, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["load", "a", "--url", url]) == 0
+    assert main(["pin", "a", "--url", url]) == 0
+    assert "a stays, once it is resident, until it is unpinned" in capsys.readouterr().err
+    status, headers, text = mux.chat("b")
+    assert (status, headers["x-should-retry"]) == (422, "false")
+    assert "beside the pinned a (see `anvil-mux unpin`)" in json.loads(text)["error"]["message"]
+    assert main(["ps", "--url", url]) == 0
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("a "))
+    assert (row[1:3], row[-1]) == (["ready", "pinned"], "unpinned")
+    assert main(["load", "b", "--url", url]) == 1
+    assert main(["unpin", "a", "--json", "--url", url]) == 0
+    assert json.loads(capsys.readouterr().out) == {"model": "a", "success": True}
+    assert mux.chat("b")[0] == 200
+
+
 def test_what_the_server_refuses_is_told_in_its_own_words(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

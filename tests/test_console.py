@@ -180,7 +180,7 @@ def test_a_cancel_that_names_no_ticket_is_refused(rig: Rig, body: bytes) -> None
 
 
 def test_no_other_web_site_may_act_here(rig: Rig) -> None:
-    for path in (b"/lines/cancel", b"/models/load", b"/models/unload"):
+    for path in (b"/lines/cancel", b"/models/load", b"/models/unload", b"/models/pin", b"/models/unpin"):
         client = rig.client()
         client.post(b'{"model":"a","ticket":1}', path, b"Origin: http://evil.example\r\n")
         assert client.read().status == 403

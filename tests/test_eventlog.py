@@ -443,13 +443,16 @@ def test_what_is_so_is_told_as_events() -> None:
         Event(5.0, "queued", "b", ticket=3, size=1),
         Event(7.0, "released", "a", "a", 1, 1),
         Event(7.0, "parked", "c", "c", reason="sleep"),
+        Event(7.0, "unpinned", "a"),
+        Event(7.0, "pinned", "a"),
     ]
     still = []
     for event in events:
         standing.read(event)
         still.append(standing.is_still)
-    assert still == [True, False, True, True, True, True, True, True]
+    assert still == [True, False, *[True] * 8]
     assert standing.events(8.0) == [
+        Event(8.0, "pinned", "a"),
         Event(8.0, "ready", "a", "a", reason="adopted"),
         Event(8.0, "ready", "c", "c", reason="adopted"),
         Event(8.0, "draining", "c", "c"),
@@ -498,6 +501,8 @@ def test_a_running_program_writes_all_that_happens(tmp_path: Path) -> None:
     with serving(file, *flags, state=tmp_path, on_exit="keep") as running:
         for model in ("a", "b", "b"):
             assert running.chat(model)[0] == 200
+        for what in ("pin", "unpin"):
+            assert running.request("POST", f"/models/{what}", {"model": "b"})[0] == 200
     with serving(file, *flags, state=tmp_path) as running:
         assert running.chat("b")[0] == 200
     runs = read(log)

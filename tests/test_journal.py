@@ -13,7 +13,7 @@ import pytest
 from anvil_mux import journal as journal_room
 from anvil_mux.config import Backend, Config
 from anvil_mux.events import KINDS, Event
-from anvil_mux.journal import _OF_REQUESTS, NORMAL, QUIET, VERBOSE, Journal, _level
+from anvil_mux.journal import _OF_REQUESTS, NORMAL, QUIET, VERBOSE, Journal, _level, story
 from anvil_mux.metrics import Metrics
 from tests.test_metrics import nothing, record, value
 
@@ -215,3 +215,18 @@ def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
     journal.flush()
     assert len(desk.lines()) == 1
     assert "no log" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("demoting", {"reason": "r", "way": "stop"}, "is stopped where it rests: r"),
+        ("demoting", {"reason": "r", "way": "sleep:2"}, "goes to a deeper rest by sleep:2: r"),
+        ("demoting", {"reason": "r"}, "goes to a deeper rest: r"),  # of an older log
+        ("pinned", {}, "pinned: once it is resident no other model puts it out"),
+        ("unpinned", {}, "unpinned: it makes room for others again"),
+        ("ready", {"reason": "reprieved"}, "stays after all: it need not make room any more"),
+    ],
+)
+def test_an_event_is_told_in_words(kind: str, more: dict[str, str], said: str) -> None:
+    assert story(Event(1.0, kind, "a", **more)) == said

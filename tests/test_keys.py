@@ -297,13 +297,14 @@ def test_who_may_see_the_state_may_follow_it(locked: Rig) -> None:
     assert b"event: snapshot" in client.read_until(b"\n\n")
 
 
-@pytest.mark.parametrize("path", [b"/models/load", b"/models/unload"])
+@pytest.mark.parametrize("path", [b"/models/load", b"/models/unload", b"/models/pin", b"/models/unpin"])
 @pytest.mark.parametrize("key", [ALICE, WATCH])
-def test_loading_and_unloading_by_hand_is_for_admins(locked: Rig, key: str, path: bytes) -> None:
+def test_loading_unloading_and_pinning_by_hand_is_for_admins(locked: Rig, key: str, path: bytes) -> None:
     client = locked.client()
     client.post(b'{"model":"a"}', path=path, extra=bearer(key))
     assert client.read().status == 403
     assert not locked.events.of("queued")
+    assert not locked.events.of("pinned")
 
 
 def test_keeping_alive_for_nothing_is_for_admins_too(locked: Rig) -> None:

@@ -117,6 +117,18 @@ def test_a_swap_is_told_with_its_reason_and_drawn(mux: Running, page: Chromium) 
     page.wait("Number(document.querySelector('#requests tr').lastChild.textContent) > 0")
 
 
+def test_a_model_is_pinned_and_unpinned(mux: Running, page: Chromium) -> None:
+    assert mux.chat("a")[0] == 200
+    press(page, "a", "Pin")
+    page.wait(f"{row('a')}.textContent.includes('pinned') && !{row('a')}.querySelector('.tag').hidden")
+    assert ("button", "Unpin a") in page.tree()
+    assert mux.chat(ODD)[0] == 422
+    press(page, "a", "Unpin")
+    page.wait(f"{row('a')}.querySelector('.tag').hidden")
+    page.wait("document.getElementById('swaps').textContent.includes('unpinned: it makes room for others')")
+    assert mux.chat(ODD)[0] == 200
+
+
 def test_why_a_request_would_wait_is_told_when_asked(page: Chromium) -> None:
     press(page, "slow", "Why")
     page.wait(f"{row('slow')}.textContent.includes('A request for slow waits about')")

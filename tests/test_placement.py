@@ -113,7 +113,7 @@ def test_the_victims_are_those_that_the_preemption_names_among_all_that_can_go()
             Candidate(seat.name, seat.occupies, 0, seat.used, seat.backend.priority)
             for seat in others
             if seat.state == "ready" or (seat.state == "parked" and shares)
-            if not seat.backend.pin and seat.name not in staying
+            if not (seat.pinned and seat.state == "ready") and seat.name not in staying
             if seat.holds.keys() & target.holds.keys() and not seat.holds.keys() & busy
         ]
         named = victims(LeastRecentlyUsed(), able, placement.missing(target))
@@ -136,9 +136,12 @@ def test_what_can_never_fit_is_known_before_anything_is_drained():
     why = {name: placement.never_fits(seat) for name, seat in placement.seats.items()}
     assert why == {"large": "it does not fit on GPU 0", "b": "", "p": "", "s": ""}
     placement.seats["p"].state = "ready"
-    assert placement.never_fits(placement.seats["b"]) == "it does not fit on GPU 0 beside the pinned p"
+    beside = "it does not fit on GPU 0 beside the pinned p (see `anvil-mux unpin`)"
+    assert placement.never_fits(placement.seats["b"]) == beside
     assert placement.never_fits(placement.seats["s"]) == ""
     assert placement.never_fits(placement.seats["p"]) == ""
+    placement.seats["p"].state = "draining"  # it was told to go all the same
+    assert placement.never_fits(placement.seats["b"]) == ""
 
 
 @pytest.mark.parametrize(

@@ -407,6 +407,110 @@ def test_a_policy_cannot_put_out_a_pinned_model():
     assert island.state("a") == "ready"
 
 
+def test_a_pinned_model_is_kept_until_it_is_unpinned():
+    island = Island(A, B).with_resident("a")
+    island.core.pin_requested("a", 1.0, True)
+    refused = island.request("b", 2.0).error
+    assert isinstance(refused, DoesNotFit)
+    assert "beside the pinned a (see `anvil-mux unpin`)" in refused.message
+    assert island.steps(100.0) == []
+    island.core.pin_requested("a", 101.0, False)
+    waits = island.request("b", 102.0)
+    assert island.steps(102.0) == ["stop a"]
+    island.core.stopped("a", 103.0)
+    assert island.steps(103.0) == ["start b"]
+    island.core.started("b", 104.0)
+    assert waits.backend == "b"
+    assert island.tell("pinned", "unpinned") == ["pinned a", "unpinned a"]
+    island.sound()
+
+
+def test_what_the_file_pins_can_be_unpinned_too():
+    island = Island(backend("a", pin=True), B).with_resident("a")
+    island.core.pin_requested("a", 1.0, False)
+    island.request("b", 2.0)
+    assert island.steps(2.0) == ["stop a"]
+
+
+def test_pinning_what_is_pinned_changes_nothing():
+    island = Island(A)
+    for _ in range(2):
+        island.core.pin_requested("a", 1.0, True)
+    assert island.tell() == ["pinned a"]
+
+
+def test_a_model_may_be_pinned_before_it_is_resident():
+    island = Island(A, B).with_resident("b")
+    island.core.pin_requested("a", 1.0, True)
+    shut_out = island.request("a", 2.0)
+    assert island.steps(2.0) == ["stop b"]
+    island.core.stopped("b", 3.0)
+    assert island.steps(3.0) == ["start a"]
+    assert isinstance(island.request("b", 3.5).error, DoesNotFit)
+    island.core.started("a", 4.0)
+    assert shut_out.backend == "a"
+    island.sound()
+
+
+def test_who_waits_for_the_gpu_of_a_model_that_is_pinned_is_refused_at_once_and_the_model_stays():
+    island = Island(A, B).with_resident("a")
+    island.request("a", 1.0)
+    waits = island.request("b", 2.0)
+    assert island.steps(2.0) == []
+    assert island.state("a") == "draining"
+    late = island.request("a", 2.5)
+    island.core.pin_requested("a", 3.0, True)
+    assert isinstance(waits.error, DoesNotFit)
+    assert waits in island.core.settled
+    assert late.backend == "a"
+    assert island.steps(100.0) == []
+    assert island.state("a") == "ready"
+    island.sound()
+
+
+def test_where_the_pinned_victim_stays_another_goes():
+    island = Island(*(backend(name, vram=4) for name in "abc"), gpus=TEN)
+    island.with_resident("a", 0.0).with_resident("b", 1.0)
+    island.request("b", 1.5)
+    island.request("a", 2.0)
+    waits = island.request("c", 3.0)
+    assert island.steps(3.0) == []
+    assert island.states() == {"a": "ready", "b": "draining", "c": "empty"}
+    island.core.pin_requested("b", 4.0, True)
+    assert waits.error is None
+    assert island.steps(4.0) == []
+    assert island.states() == {"a": "draining", "b": "ready", "c": "empty"}
+    assert check(island.log, island.config) == []
+
+
+def test_a_pinned_model_that_rests_makes_room_by_its_memory():
+    resting = backend("a", vram=8, rest=("sleep", "stop"), pin=True)
+    island = Island(resting, backend("b", vram=8), gpus=TEN).with_resident("a")
+    island.core.unload_requested("a", 1.0, "unload requested")
+    assert island.steps(1.0) == ["stop a"]
+    island.core.stopped("a", 2.0, {"0": 3}, "sleep")
+    waits = island.request("b", 3.0)
+    assert island.steps(3.0) == ["demote a"]
+    island.core.stopped("a", 4.0)
+    assert island.steps(4.0) == ["start b"]
+    island.core.started("b", 5.0)
+    assert waits.backend == "b"
+    island.sound()
+
+
+def test_a_pinned_model_that_was_told_to_go_is_waited_for():
+    island = Island(backend("a", pin=True), B).with_resident("a")
+    lease = island.request("a", 1.0)
+    island.core.unload_requested("a", 2.0, "unload requested")
+    waits = island.request("b", 3.0)
+    assert island.steps(3.0) == []
+    island.core.release(lease, 4.0)
+    assert island.steps(4.0) == ["stop a"]
+    island.core.stopped("a", 5.0)
+    assert island.steps(5.0) == ["start b"]
+    assert waits.error is None
+
+
 def test_a_held_swap_is_announced_once_for_each_line_and_begins_when_it_is_due():
     island = Island(A, B, policy=DEBOUNCE).with_resident("a")
     island.request("b", 1.0)

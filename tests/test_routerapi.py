@@ -84,6 +84,15 @@ def test_ejecting_puts_the_model_out(rig: Rig) -> None:
     assert badge(rig, "a") == {"value": "unloaded"}
 
 
+def test_a_model_is_pinned_and_unpinned(rig: Rig) -> None:
+    connection = rig.client()
+    for what, pinned in ((b"pin", True), (b"unpin", False)):
+        connection.post(ASK_A, path=b"/models/" + what)
+        assert connection.read().body == b'{"success":true}'
+        models = json.loads(rig.client().get(b"/healthz").body)["models"]
+        assert {name: model["pinned"] for name, model in models.items()} == {"a": pinned, "org/b": False}
+
+
 def test_who_follows_is_told_every_status_and_then_each_change(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -431,6 +431,7 @@ def test_a_sound_log_has_no_fault():
     assert said(*UP) == []
     assert said(*DRAINING, (9.0, "severed", "a", 1), (9.0, "stopping", "a", 0)) == []
     assert said(*UP, (5.0, "released", "a", 1)) == []
+    assert said((0.0, "pinned", "a", 0), (0.0, "unpinned", "a", 0), *DRAINING) == []
 
 
 @pytest.mark.parametrize(
@@ -446,6 +447,7 @@ def test_a_sound_log_has_no_fault():
         ([*UP, (4.0, "stopping", "a", 0)], "it was ready"),
         ([*DRAINING, (9.5, "stopping", "a", 0)], "longer than drain_timeout"),
         ([*UP, (4.0, "draining", "a", 0, FOR_B)], "for nobody"),
+        ([(0.0, "pinned", "a", 0), *DRAINING], "it is pinned"),
         ([*DRAINING, (5.0, "gone", "b", 2), (5.0, "stopping", "a", 0)], "nobody waits for b"),
         ([(0.0, "starting", "a", 0)], "nobody waits for it"),
         ([*UP, (4.0, "released", "a", 1), (5.0, "released", "a", 1)], "held no lease"),
