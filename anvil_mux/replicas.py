@@ -39,6 +39,14 @@ class Replicas:
             return free.issuperset(_STAGES)
         return bool(free)
 
+    def lacking(self, now: float) -> list[Seat]:
+        """One backend of each stage that none is loaded of, if it may be loaded."""
+        if not self._staged:
+            return []
+        loaded = {seat.backend.infer_type for seat in self._seats.values() if seat.state != "empty"}
+        able = {s.backend.infer_type: s for s in self._seats.values() if s.retry_at <= now}
+        return [able[kind] for kind in _STAGES if kind in able and kind not in loaded]
+
     def route(self, ready: list[Seat], ticket: Ticket, now: float) -> tuple[Seat | None, Seat | None]:
         """Who is charged with the request, and with its prefill if it is asked in two stages.
 

@@ -15,8 +15,9 @@ Each backend of the island has one state; TRANSITIONS is the whole table and ``_
 A ``_Swap`` ties a target to the victims that make room for it. Its GPUs are in no other swap until it ends.
 After each eviction it is asked again who is in the way: nobody goes who need not.
 
-What no line waits for is an errand: a load into free room that prepares a backend, or wakes one on its way to
-a deeper rest (ladder.py), or another replica of a busy model. It is begun only while no line waits.
+What no line waits for is an errand: a load into free room that prepares a backend, or brings the stage
+(prefill or decode) that a model in use lacks, or wakes one on its way to a deeper rest (ladder.py), or is
+another replica of a busy model. It is begun only while no line waits.
 
 Invariants:
  1. The GPUs a backend needs are its own from ``Start`` until its ``stopped``; the sum of what residents and
@@ -266,7 +267,8 @@ class Residency:
             if not seat.holders:
                 demand.returned(now - seat.used)
             self._lease(seat, ticket, now)
-            return routed and self._spill(ticket.model, now) is not None
+            completes = self._complete(ticket.model, now)
+            return completes or (routed and self._spill(ticket.model, now) is not None)
         line = self.lines[ticket.model]
         if not line:  # a line that nobody can serve any more has failed already
             if error := self._refusal(ticket.model, now):
@@ -697,7 +699,7 @@ class Residency:
             seat = self._unprepared[0]
             victims = self._victims(seat, set(), frozenset(), now)
             failed = seat.state != "empty" or seat.retry_at > now or victims is None
-            if failed or any(v.state == "parked" or v.last_used > v.loaded for v in victims or ()):
+            if failed or any(v.state == "parked" or _has_had_work(v) for v in victims or ()):
                 self._unprepared.pop(0)
             elif any(_stays_until(victim) > now for victim in victims or ()):
                 return False
@@ -708,9 +710,20 @@ class Residency:
             else:
                 self._unprepared.pop(0)
                 if self._host.has_room(seat):
-                    self._begin(seat, [], now, f"{ERRAND}prepared before anybody asks", errand=True)
+                    lacked = "the other stage is there"
+                    why = lacked if self.is_ready(seat.model) else "prepared before anybody asks"
+                    self._begin(seat, [], now, f"{ERRAND}{why}", errand=True)
                     return True
         return False
+
+    def _complete(self, model: str, now: float) -> bool:
+        """Has the stages prepared that a model in use lacks; whether there are any."""
+        found = self._routed[model].lacking(now) if model in self._routed else []
+        lacking = [seat for seat in found if seat not in self._unprepared]
+        if lacking:
+            self._unprepared += lacking
+            self._plans_hold_until = -FOREVER
+        return bool(lacking)
 
     def _is_calm(self, seat: Seat) -> bool:
         """Whether nobody has or wants the GPUs of a parked backend, or the host's memory that it runs in."""
@@ -1044,6 +1057,7 @@ class Residency:
         line = self.lines[model]
         if line:
             self._demand[model].admitted(len(line), now - next(iter(line)).since)
+            self._complete(model, now)
         if model in self._turns:
             for ticket in [ticket for ticket in line if not ticket.leases]:
                 self._admit_one(ticket, ready, now)
@@ -1309,6 +1323,11 @@ def idle_until(seat: Seat) -> float:
     if seat.state != "ready" or seat.holders or seat.backend.ttl is None:
         return FOREVER
     return seat.used + seat.backend.ttl
+
+
+def _has_had_work(seat: Seat) -> bool:
+    """Since it was loaded."""
+    return bool(seat.holders) or seat.last_used > seat.loaded
 
 
 def _stays_until(seat: Seat) -> float:

@@ -115,7 +115,7 @@ MUTANTS = {
     ),
     "what is prepared may put out who has had work": (
         "residency",
-        'if failed or any(v.state == "parked" or v.last_used > v.loaded for v in victims or ()):',
+        'if failed or any(v.state == "parked" or _has_had_work(v) for v in victims or ()):',
         "if failed:",
     ),
     "the moment of an overdue line is forgotten": (

@@ -1263,6 +1263,57 @@ class Loads:
         return SwapTo(self._model, "room") if mine else Stay(reason="never")
 
 
+# The stages of a model: prefill and decode
+
+P, D = (backend(kind, gpu, model="m", infer_type=kind) for kind, gpu in (("prefill", "0"), ("decode", "1")))
+
+
+def staged(*others):
+    """Both stages are resident at 2.0: the first request has brought the second one too."""
+    island = Island(P, D, *others)
+    island.request("m", 0.0, leases=False)
+    assert island.steps(0.0) == ["start prefill"]
+    island.core.started("prefill", 1.0)
+    assert island.steps(1.0) == ["start decode"]
+    island.core.started("decode", 2.0)
+    assert island.steps(2.0) == []
+    return island
+
+
+def test_a_stage_that_died_is_loaded_again_once_its_model_is_asked():
+    island = staged()
+    island.core.died("prefill", 3.0, "killed")
+    assert island.steps(3.0) == []
+    assert island.core.request(Ticket(9, "m", 4.0), 4.0)  # the next step is to be asked for
+    assert island.steps(4.0) == ["start prefill"]
+    assert not island.core.request(Ticket(10, "m", 5.0), 5.0)
+    island.sound()
+
+
+def test_who_has_had_work_stays_when_a_stage_could_have_its_place():
+    island = staged(B)
+    island.request("b", 3.0)
+    assert island.steps(3.0) == ["stop prefill"]
+    island.core.stopped("prefill", 3.0)
+    assert island.steps(3.0) == ["start b"]
+    island.core.started("b", 4.0)
+    island.request("m", 5.0)
+    assert island.steps(5.0) == []
+    assert island.states() == {"prefill": "empty", "decode": "ready", "b": "ready"}
+    island.sound()
+
+
+def test_a_stage_that_could_not_be_loaded_cools_down():
+    island = staged()
+    island.core.died("prefill", 3.0, "killed")
+    island.request("m", 4.0)
+    assert island.steps(4.0) == ["start prefill"]
+    island.core.start_failed("prefill", 5.0, LoadError("no"))
+    for at, steps in ((6.0, []), (9.0, []), (10.0, ["start prefill"])):
+        island.request("m", at)
+        assert island.steps(at) == steps
+
+
 # Settings per model: idle time-outs
 
 

@@ -164,6 +164,18 @@ def test_while_one_stage_is_not_resident_the_other_serves_alone(resident: str) -
         rig.close()
 
 
+def test_a_stage_that_died_is_back_for_the_requests_after_the_next(rig: Rig) -> None:
+    rig.mux.died("p", "killed")
+    client = ask(rig)
+    reply(rig.other.next(), {})
+    assert client.read().status == 200
+    assert rig.events.wait("ready", 3).backend == "p"
+    client = ask(rig)
+    prefilled(rig)
+    reply(rig.other.next(), {})
+    assert (client.read().header(b"x-anvil-backend") or b"").endswith(b"; prefill by p")
+
+
 # What goes wrong in the first stage
 
 
