@@ -53,8 +53,9 @@ class Docker:
 
     def _id(self, backend: Backend) -> str:
         if backend.name not in self._ids:
+            number = backend.service.number if backend.service.scale > 1 else None
             self._ids[backend.name] = self._run(
-                compose.docker_ps(self._project, backend.name, all=True)
+                compose.docker_ps(self._project, backend.service_name, number=number, all=True)
             ).split()[0]
         return self._ids[backend.name]
 

@@ -10,6 +10,11 @@ What Docker reports is believed rather than what a command's exit status says: `
 so that a container which a restart policy or a new dockerd has revived is told from the one we started: it
 has lost its requests and its place, and is put down.
 
+Each container of a scaled service is a backend of its own. Compose numbers them, and gives a new one the
+number after the last, so one whose number is beyond the scale stands in for one that somebody removed. Where
+the description has changed, ``create`` would make all of them anew and so end those that run; while one of a
+scaled service runs, those that exist stay as they are.
+
 Every command goes through ``_run``: no shell, a time limit, its process group killed when that has passed. A
 killed anvil-mux leaves its commands at work, so each holds the project's lock too, and the next start waits
 for them: what a late ``docker start`` brings up would be known to nobody. Only ``docker events`` and ``docker
@@ -76,17 +81,22 @@ class Container:
         return self.id, self.started_at
 
 
-def compose_create(config: Config, service: str, *, anew: bool = False) -> list[str]:
+def compose_create(config: Config, service: str, recreate: str = "") -> list[str]:
+    """``recreate``: --force-recreate, --no-recreate, or what has changed."""
     files = [word for file in config.files for word in ("-f", file)]
-    options = ["--no-build", "--pull", "never", *(["--force-recreate"] if anew else [])]
+    options = ["--no-build", "--pull", "never", *([recreate] if recreate else [])]
     project = ["-p", config.project, "--profile", "*"]
     return ["docker", "compose", "--ansi", "never", *files, *project, "create", *options, service]
 
 
-def docker_ps(project: str, service: str | None = None, *, all: bool = False) -> list[str]:
+def docker_ps(
+    project: str, service: str | None = None, *, number: int | None = None, all: bool = False
+) -> list[str]:
     labels = [f"{LABEL}.project={project}", f"{LABEL}.oneoff=False"]
     if service is not None:
         labels.append(f"{LABEL}.service={service}")
+    if number is not None:
+        labels.append(f"{LABEL}.container-number={number}")
     filters = [word for label in labels for word in ("--filter", f"label={label}")]
     return ["docker", "ps", "--quiet", "--no-trunc", *(["--all"] if all else []), *filters]
 
@@ -134,8 +144,7 @@ def docker_follow(id: str, lines: int) -> list[str]:
 def docker_events(project: str, since: float) -> list[str]:
     filters = ["type=container", "event=die", f"label={LABEL}.project={project}"]
     words = [word for each in filters for word in ("--filter", each)]
-    service = '{{index .Actor.Attributes "' + LABEL + '.service"}}'
-    return ["docker", "events", "--since", f"{since:.3f}", *words, "--format", service]
+    return ["docker", "events", "--since", f"{since:.3f}", *words, "--format", "{{.Actor.ID}}"]
 
 
 def base_url(container: Container, port: int) -> str | None:
@@ -210,7 +219,7 @@ class ComposeRuntime:
         # Guards the fields below; held for single reads and writes only.
         self._lock = threading.Lock()
         self._ids: dict[str, str] = {}  # of the containers that were created, or found fit, by this object
-        self._owners: dict[str, str] = {}  # container that ran -> its service
+        self._owners: dict[str, str] = {}  # container that ran -> its backend
         self._up: dict[str, tuple[str, str]] = {}  # the runs that `watch` answers for
         self._events: subprocess.Popen[str] | None = None
         self._problem = ""  # written by `watch` alone
@@ -244,7 +253,7 @@ class ComposeRuntime:
     def _end(self, backend: Backend, grace: float | None) -> None:
         with self._lock:
             self._up.pop(backend.name, None)
-        container = self._find(backend.name)
+        container = self._find(backend)
         if container is not None:
             self._put_down(container, grace)
 
@@ -259,7 +268,7 @@ class ComposeRuntime:
     def pids(self, backend: Backend) -> list[int]:
         with self._lock:
             known = self._ids.get(backend.name)
-        container = None if known else self._look_up(backend.name)
+        container = None if known else self._look_up(backend)
         id = known or (container.id if container else None)
         # Of one that does not run, Docker says that it is not running.
         done = self._run(docker_top(id), ASK_TIMEOUT) if id else Done(0)
@@ -271,27 +280,27 @@ class ComposeRuntime:
             return self._owners.get(id) if id else None
 
     def ended(self, backend: Backend) -> str | None:
-        container = self._find(backend.name)
+        container = self._find(backend)
         return "has no container" if container is None else how_it_ended(container)
 
     def running(self) -> dict[str, str]:
         urls = {}
-        for container in self._alive():
-            backend = self._backends[container.service]
+        for name, container in self._alive().items():
             restarting = container.status == "restarting"
-            urls[backend.name] = "" if restarting else base_url(container, listen_port(backend)) or ""
+            port = listen_port(self._backends[name])
+            urls[name] = "" if restarting else base_url(container, port) or ""
             with self._lock:
-                self._owners[container.id] = backend.name
-                self._up[backend.name] = container.run
+                self._owners[container.id] = name
+                self._up[name] = container.run
         return urls
 
     def is_frozen(self, backend: Backend) -> bool:
-        container = self._find(backend.name)
+        container = self._find(backend)
         return container is not None and container.status == "paused"
 
     def log_tail(self, backend: Backend, lines: int = 20) -> list[str]:
         try:
-            container = self._find(backend.name)
+            container = self._find(backend)
             if container is None or container.status == "created":
                 return []
             argv = docker_logs(container.id, lines, since=_moment(container.started_at) - LOG_MARGIN)
@@ -300,7 +309,7 @@ class ComposeRuntime:
             return []
 
     def follow_log(self, backend: Backend) -> Iterator[str]:
-        container = self._find(backend.name)
+        container = self._find(backend)
         if container is None:
             return
         with self._spawn(docker_follow(container.id, 100)) as child:
@@ -336,25 +345,34 @@ class ComposeRuntime:
     # Containers
 
     def _create(self, backend: Backend, *, anew: bool = False) -> str:
-        argv = compose_create(self._config, backend.name, anew=anew)
+        service = backend.service_name
         try:
             with self._creating:
+                recreate = "--force-recreate" if anew else ""
+                if backend.service.scale > 1 and any(
+                    each.status in ALIVE for each in self._containers(service)
+                ):
+                    recreate = "--no-recreate"
+                    if anew and (left := self._find(backend)):
+                        self._call(docker_rm(left.id), ASK_TIMEOUT)
+                argv = compose_create(self._config, service, recreate)
                 self._call(argv, CREATE_TIMEOUT)
         except _NoImage as error:
             raise LoadError(self._how_to_get_image(backend, error.reason)) from None
-        container = self._look_up(backend.name)
+        container = self._look_up(backend)
         if container is None:
-            raise BackendError(f"`{_show(argv)}` made no container for service {backend.name}")
+            raise BackendError(f"`{_show(argv)}` made no container for {backend.name}")
         return container.id
 
     def _how_to_get_image(self, backend: Backend, said: str) -> str:
         named = re.search(r"no such image: (\S+?):?(?:\s|$)", said, re.IGNORECASE)
         image = named[1] if named else backend.service.image
-        if image in (None, f"{self._config.project}-{backend.name}"):
+        service = backend.service_name
+        if image in (None, f"{self._config.project}-{service}"):
             files = "".join(f" -f {file}" for file in self._config.files)
             return (
-                f"the image of service {backend.name} is not built: "
-                f"docker compose{files} -p {self._config.project} build {backend.name}"
+                f"the image of service {service} is not built: "
+                f"docker compose{files} -p {self._config.project} build {service}"
             )
         return f"image {image} is not present: docker pull {image}"
 
@@ -387,28 +405,48 @@ class ComposeRuntime:
         raise BackendError(f"service {container.service} still runs after stop, kill and rm{why}")
 
     def _running(self, backend: Backend) -> Container:
-        container = self._find(backend.name)
+        container = self._find(backend)
         how = "has no container" if container is None else how_it_ended(container)
         if container is None or how:
             raise BackendError(f"service {backend.name} {how}")
         return container
 
-    def _find(self, service: str) -> Container | None:
+    def _find(self, backend: Backend) -> Container | None:
         with self._lock:
-            known = self._ids.get(service)
-        return (self._inspect(known) if known else None) or self._look_up(service)
+            known = self._ids.get(backend.name)
+        return (self._inspect(known) if known else None) or self._look_up(backend)
 
-    def _look_up(self, service: str) -> Container | None:
-        """The service's container; of a scaled service, its first."""
-        found = self._inspect_all(self._call(docker_ps(self._config.project, service, all=True), ASK_TIMEOUT))
-        return min(found, key=lambda container: container.number, default=None)
+    def _look_up(self, backend: Backend) -> Container | None:
+        return self._places(self._containers(backend.service_name), backend).get(backend.name)
 
-    def _alive(self) -> list[Container]:
-        """Of each of our services the first container, where it runs."""
+    def _containers(self, service: str) -> list[Container]:
+        return self._inspect_all(self._call(docker_ps(self._config.project, service, all=True), ASK_TIMEOUT))
+
+    def _alive(self) -> dict[str, Container]:
+        """Those of our backends whose containers run."""
         found = self._inspect_all(self._call(docker_ps(self._config.project), ASK_TIMEOUT))
-        found.sort(key=lambda container: container.number, reverse=True)
-        firsts = {container.service: container for container in found if container.status in ALIVE}
-        return [firsts[service] for service in self._backends if service in firsts]
+        places = self._places([container for container in found if container.status in ALIVE])
+        return {name: places[name] for name in self._backends if name in places}
+
+    def _places(self, found: Sequence[Container], also: Backend | None = None) -> dict[str, Container]:
+        """Backend (ours, or ``also``) -> its container: what ran as it, has its number, or is left over."""
+        backends = {**self._backends, **({also.name: also} if also else {})}
+        numbered = {(each.service_name, each.service.number): name for name, each in backends.items()}
+        with self._lock:
+            owners = {id: name for id, name in self._owners.items() if name in backends}
+        places: dict[str, Container] = {}
+        spare = []
+        for each in sorted(found, key=lambda each: (each.id not in owners, each.number)):
+            name = owners.get(each.id) or numbered.get((each.service, each.number))
+            if name and name not in places:
+                places[name] = each
+            else:
+                spare.append(each)
+        for each in spare:
+            free = (n for n, b in backends.items() if b.service_name == each.service and n not in places)
+            if name := next(free, None):
+                places[name] = each
+        return places
 
     def _inspect(self, id: str) -> Container | None:
         return next(iter(self._inspect_all(id)), None)
@@ -459,10 +497,10 @@ class ComposeRuntime:
         """Reports whatever ended while nobody followed the events."""
         with self._lock:
             before = dict(self._up)
-        runs = {container.service: container.run for container in self._alive()}
-        for service, run in before.items():
-            if runs.get(service) != run:
-                self._judge(service, died)
+        runs = {name: container.run for name, container in self._alive().items()}
+        for name, run in before.items():
+            if runs.get(name) != run:
+                self._judge(name, died)
 
     def _follow_events(self, since: float, died: Callable[[str], None]) -> None:
         with self._spawn(docker_events(self._config.project, since)) as child:
@@ -471,28 +509,32 @@ class ComposeRuntime:
                     self._events = child
                 if not self._closed.is_set():
                     for line in _lines(child):
-                        self._judge(line.strip(), died)
+                        with self._lock:
+                            owner = self._owners.get(line.strip())
+                        if owner:
+                            self._judge(owner, died)
             finally:
                 with self._lock:
                     self._events = None
                 child.kill()
 
-    def _judge(self, service: str, died: Callable[[str], None]) -> None:
-        """Reports the service unless the run that we answer for goes on; a revived one is put down first."""
+    def _judge(self, name: str, died: Callable[[str], None]) -> None:
+        """Reports the backend unless the run that we answer for goes on; a revived one is put down first."""
         with self._lock:
-            run = self._up.get(service)
+            run = self._up.get(name)
         if run is None or self._closed.is_set():
             return
-        container = self._find(service)
+        backend = self._backends[name]
+        container = self._find(backend)
         if container is not None and container.status in ALIVE:
             if container.run == run and container.status != "restarting":
                 return
-            self._put_down(container, self._backends[service].stop_timeout)
+            self._put_down(container, backend.stop_timeout)
         with self._lock:
-            if self._up.get(service) != run:
+            if self._up.get(name) != run:
                 return
-            del self._up[service]
-        died(service)
+            del self._up[name]
+        died(name)
 
 
 def how_it_ended(container: Container) -> str | None:

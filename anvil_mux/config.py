@@ -34,6 +34,12 @@ class Gpu:
 class Service:
     """What the runtimes need to know of a compose service, interpolated."""
 
+    name: str = ""
+    """Of a scaled one; empty: the backend's."""
+    number: int = 1
+    """Which of its containers, as Compose counts them."""
+    scale: int = 1
+    """How many it has."""
     image: str | None = None
     command: tuple[str, ...] = ()
     """entrypoint + command as one argv (process runtime)."""
@@ -46,10 +52,10 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """One compose service that serves a model."""
+    """One compose service that serves a model, or one container of a scaled one."""
 
     name: str
-    """The service's name; unique."""
+    """The service's name, with the container's number if it is scaled; unique."""
     model: str
     gpus: tuple[str, ...] = ()
     """Ids of the GPUs that it needs, all of them; empty: it needs none and is never put out for another."""
@@ -106,6 +112,11 @@ class Backend:
     checkpoint_anyway: bool = False
     """Whether it may be checkpointed although it holds several GPUs."""
     service: Service = Service()
+
+    @property
+    def service_name(self) -> str:
+        """As the compose file has it."""
+        return self.service.name or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +200,9 @@ def _read_gpu(id: str, about: Any) -> Gpu:
     return Gpu(id, **sizes)
 
 
-def _read_used_gpus(value: Any) -> str | tuple[str, ...]:
+def _read_used_gpus(value: Any) -> str | tuple[str, ...] | list[tuple[str, ...]]:
+    if isinstance(value, list) and any(isinstance(each, list) for each in value):
+        return [settings.NAMES.read(each) for each in value]
     return service.ALL if value == service.ALL else settings.NAMES.read(value)
 
 
@@ -299,7 +312,8 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "aliases": Setting(settings.NAMES, "Other names for the model."),
     "gpus": Setting(
         Kind("list of ids, or all", _read_used_gpus),
-        "The GPUs it needs, all of them; by default those that the service reserves.",
+        "The GPUs it needs, all of them; by default those that the service reserves. "
+        "A scaled process may have a list for each replica.",
     ),
     "vram": Setting(
         Kind("size, or measured", _read_vram),

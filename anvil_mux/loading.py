@@ -13,7 +13,9 @@ Problems are collected and raised together, each with file, line and key. What w
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -94,6 +96,7 @@ class _Loading:
         self._origins = dict.fromkeys(SETTINGS, "default")
         self._variables = interpolate.environment(documents[0].file.parent, environ)
         self._host_ports: dict[str, set[int]] = {}
+        self._each_gpus: dict[str, list[tuple[str, ...]]] = {}  # scaled service -> those of each replica
 
     def load(self, compose: Compose | None) -> Config:
         content = combine(self._documents, self._environ, None if self._wants_process() else compose)
@@ -116,7 +119,7 @@ class _Loading:
         self._check_room(backends)
         self._check_ports(backends, values.get("port", default_of(Config, "port")))
         if self._problems:
-            raise ConfigError(self._problems)
+            raise ConfigError(list(dict.fromkeys(self._problems)))
         return Config(
             tuple(backends),
             gpus=tuple(self._gpus.values()),
@@ -202,13 +205,31 @@ class _Loading:
                 ours = True
                 given = self._take(SERVICE_SETTINGS, said, (*key, "labels"), LABEL)
                 given |= self._take(SERVICE_SETTINGS, described.get("x-anvil"), (*key, "x-anvil"))
-                backends.append(self._backend(name, described, given))
+                backends += self._replicas(self._backend(name, described, given), described)
             except ValueError as error:
                 ours = True
                 self._problem(key, str(error))
         if not ours:
             self._problem(("services",), "none serves a model; add `x-anvil: {}` to each service that does")
         return backends
+
+    def _replicas(self, backend: Backend, described: dict[str, Any]) -> Iterator[Backend]:
+        """The containers of a scaled service, each a backend; of any other the one."""
+        name, scale, each_gpus = backend.name, service.copies(described), self._each_gpus.get(backend.name)
+        if each_gpus and len(each_gpus) != scale:
+            raise ValueError(f"has {scale} replicas, and gpus for {len(each_gpus)}")
+        if scale == 1 and not each_gpus:
+            yield backend
+            return
+        for number in range(1, scale + 1):
+            made = replace(backend.service, name=name, number=number, scale=scale)
+            gpus = backend.gpus
+            if each_gpus:
+                gpus = each_gpus[number - 1]
+                variables = {**dict(made.environment), **service.sees_only(gpus)}
+                made = replace(made, environment=tuple(sorted(variables.items())))
+            self._host_ports[f"{name}-{number}"] = self._host_ports[name]
+            yield replace(backend, name=f"{name}-{number}", gpus=gpus, service=made)
 
     def _in_order(self, services: Any) -> list[tuple[str, Any]]:
         """The services in the order of the files; the Compose program sorts them by name."""
@@ -223,7 +244,7 @@ class _Loading:
             self._problem(("services", name, "env_file"), interpolate.NEED_COMPOSE)
         engine = self._fill_in(name, described, given)
         variables = service.environment(described, self._variables)
-        given["gpus"] = self._used(name, given.get("gpus", service.gpus(described, variables)))
+        given["gpus"] = self._gpus_of(name, given.get("gpus", service.gpus(described, variables)))
         given.setdefault("prepare", self._prepare)
         given.setdefault("rest", service.lightest_rest(described, variables, engine))
         self._check_rest(name, described, variables, given)
@@ -304,6 +325,22 @@ class _Loading:
             profiles=service.profiles(described),
         )
 
+    def _gpus_of(
+        self, name: str, used: str | tuple[str, ...] | list[tuple[str, ...]] | None
+    ) -> tuple[str, ...]:
+        """Those of the service, or of its first replica where each has its own."""
+        if not isinstance(used, list):
+            return self._used(name, used)
+        if not self._process:
+            key = ("services", name, "x-anvil", "gpus")
+            self._problem(
+                key,
+                "differ between replicas, and Compose gives all containers of a service the same GPUs: "
+                "write a service for each, each with the same x-anvil: {model: ...}",
+            )
+        self._each_gpus[name] = [self._used(name, each) for each in used]
+        return self._each_gpus[name][0]
+
     def _used(self, name: str, used: str | tuple[str, ...] | None) -> tuple[str, ...]:
         if used == service.ALL:
             known = self._gpus or {gpu.id: gpu for gpu in self._present.values()}
@@ -353,7 +390,7 @@ class _Loading:
             self._problem_of_setting("routing", f"no policy {default}; {settings.nearest(default, known)}")
         models: dict[str, tuple[str, str]] = {}
         for backend in backends:
-            key = ("services", backend.name, "x-anvil", "routing")
+            key = ("services", backend.service_name, "x-anvil", "routing")
             name = backend.routing or default
             if backend.routing and name not in known:
                 self._problem(key, f"no policy {name}; {settings.nearest(name, known)}")
@@ -362,7 +399,9 @@ class _Loading:
                 self._problem(key, f"is {name}, but {first}, a replica of the same model, has {other}")
             for need in sorted(needs.get(name, ())):
                 if not getattr(backend, need):
-                    self._problem(("services", backend.name), f"needs {need}, because routing is {name}")
+                    self._problem(
+                        ("services", backend.service_name), f"needs {need}, because routing is {name}"
+                    )
 
     def _check_stages(self, backends: Sequence[Backend]) -> None:
         for one, other in (("prefill", "decode"), ("decode", "prefill")):
@@ -370,7 +409,7 @@ class _Loading:
             for backend in backends:
                 if backend.infer_type == one and backend.model not in served:
                     self._problem(
-                        ("services", backend.name, "x-anvil", "infer_type"),
+                        ("services", backend.service_name, "x-anvil", "infer_type"),
                         f"is {one}, but no service of {backend.model} is {other}: both stages are needed",
                     )
 
@@ -387,13 +426,16 @@ class _Loading:
         return made.needs
 
     def _check_names(self, backends: Sequence[Backend]) -> None:
+        for name, count in Counter(backend.name for backend in backends).items():
+            if count > 1:
+                self._problem(("services", name), f"a replica of a scaled service is called {name} too")
         owners = {backend.model: backend.model for backend in backends}
         for backend in backends:
             for alias in backend.aliases:
                 owner = owners.setdefault(alias, backend.model)
                 if owner != backend.model:
                     self._problem(
-                        ("services", backend.name, "x-anvil", "aliases"),
+                        ("services", backend.service_name, "x-anvil", "aliases"),
                         f"{alias} is already a name of {owner}",
                     )
 
@@ -402,7 +444,7 @@ class _Loading:
             users = [backend for backend in backends if gpu.id in backend.gpus]
             room = _room(gpu)
             for backend in users:
-                key = ("services", backend.name, "x-anvil", "vram")
+                key = ("services", backend.service_name, "x-anvil", "vram")
                 if backend.vram and room is None:
                     self._warnings.append(
                         f"{self._where(key)} has no effect: how large GPU {gpu.id} is is not known; "
@@ -412,19 +454,29 @@ class _Loading:
                     self._problem(
                         key, f"{gib(backend.vram)} never fit GPU {gpu.id}, which has {gib(room)} for models"
                     )
+            self._check_replicas(gpu, room, users)
             self._check_pins(gpu, room, users)
+
+    def _check_replicas(self, gpu: Gpu, room: int | None, users: Sequence[Backend]) -> None:
+        for name, count in Counter(backend.service_name for backend in users).items():
+            pair = [backend for backend in users if backend.service_name == name][:2]
+            if count > 1 and not pair[0].vram_measured and not _fit(pair, room):
+                self._warnings.append(
+                    f"{self._where(('services', name))}: no two of its replicas fit on GPU {gpu.id}, "
+                    "so they take turns: declare what one takes, x-anvil: {vram: ...}"
+                )
 
     def _check_pins(self, gpu: Gpu, room: int | None, users: Sequence[Backend]) -> None:
         pinned = [backend for backend in users if backend.pin]
         names = ", ".join(backend.name for backend in pinned)
         if not _fit(pinned, room):
-            key = ("services", pinned[-1].name, "x-anvil", "pin")
+            key = ("services", pinned[-1].service_name, "x-anvil", "pin")
             self._problem(key, f"the pinned {names} do not fit on GPU {gpu.id} together")
             return
         for backend in users:
             if pinned and not backend.pin and not _fit([*pinned, backend], room):
                 self._warnings.append(
-                    f"{self._where(('services', backend.name))}: does not fit on GPU {gpu.id} beside "
+                    f"{self._where(('services', backend.service_name))}: does not fit on GPU {gpu.id} beside "
                     f"the pinned {names}: while that is loaded its requests are refused; "
                     "unpin, or declare less vram"
                 )
@@ -433,16 +485,21 @@ class _Loading:
         for backend in backends:
             if listen in self._host_ports[backend.name]:
                 self._problem(
-                    ("services", backend.name), f"port {listen} is the one that anvil-mux listens on"
+                    ("services", backend.service_name), f"port {listen} is the one that anvil-mux listens on"
                 )
         for one, other in combinations(backends, 2):
             common = self._host_ports[one.name] & self._host_ports[other.name]
             if common and not self._take_turns(one, other):
                 ports = ", ".join(map(str, sorted(common)))
-                self._problem(
-                    ("services", other.name),
-                    f"port {ports} is also that of {one.name}, and both may run at once",
-                )
+                text = f"port {ports} is also that of {one.name}, and both may run at once"
+                if one.service_name == other.service_name:
+                    text = f"port {ports} cannot be that of all its replicas: {self._port_advice(other)}"
+                self._problem(("services", other.service_name), text)
+
+    def _port_advice(self, backend: Backend) -> str:
+        if self._process:
+            return "leave it out, and each has one of its own in $PORT"
+        return f'publish any, "127.0.0.1::{backend.port or "PORT"}", or a range'
 
     def _take_turns(self, one: Backend, other: Backend) -> bool:
         """Whether they never run at once; whoever rests without being stopped keeps its port."""
@@ -471,11 +528,8 @@ class _Loading:
 def _check_service(name: str, described: dict[str, Any]) -> None:
     if not SERVICE_NAME.fullmatch(name):
         raise ValueError("its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any")
-    if service.copies(described) > 1:
-        raise ValueError(
-            "is scaled, but only one container of a service is used: write a service for each replica, "
-            "each with the same x-anvil: {model: ...}"
-        )
+    if service.copies(described) > 1 and "container_name" in described:
+        raise ValueError("is scaled, so it can have no container_name")
 
 
 def _room(gpu: Gpu) -> int | None:

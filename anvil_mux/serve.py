@@ -37,7 +37,7 @@ from anvil_mux import __version__, eventlog, gpu, journal
 from anvil_mux.adopt import Adopter, Awake, Notes, Unfit
 from anvil_mux.checkpoint import Checkpointer
 from anvil_mux.clock import Clock
-from anvil_mux.config import Backend, Config
+from anvil_mux.config import Backend, Config, Service
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.eventlog import EventLog
 from anvil_mux.events import Event
@@ -382,10 +382,10 @@ class Program:
         The names are noted because Docker cannot tell a model from any other service of the project.
         """
         note = state_folder(self._config.project, os.environ) / "services"
-        known = {backend.name for backend in self._config.backends}
+        known = {_noted(backend) for backend in self._config.backends}
         earlier = set(note.read_text().split()) if note.exists() else set()
-        orphans = [Backend(name, name) for name in sorted(earlier - known)]
-        left = {b.name for b in orphans if not self._stop_engine(b, "the configuration has it no longer")}
+        orphans = [_of_note(word) for word in sorted(earlier - known)]
+        left = {_noted(b) for b in orphans if not self._stop_engine(b, "the configuration has it no longer")}
         write_whole(note, "\n".join(sorted(known | left)))
 
     def _stop_engine(self, backend: Backend, why: str) -> bool:
@@ -590,6 +590,19 @@ def _print_banner(config: Config, url: str, options: Options) -> None:
             print(f"  {backend.model:{width}}  {backend.engine} on {where}")
         print(f"Try it:\n  {curl_line(url, config.backends[0].model)}")
     sys.stdout.flush()
+
+
+def _noted(backend: Backend) -> str:
+    """A word by which a later start knows the backend when the configuration has it no longer."""
+    service = backend.service
+    return f"{service.name}/{service.number}" if service.name else backend.name
+
+
+def _of_note(word: str) -> Backend:
+    service, scaled, number = word.partition("/")
+    if not scaled:
+        return Backend(word, word)
+    return Backend(f"{service}-{number}", service, service=Service(name=service, number=int(number)))
 
 
 def curl_line(url: str, model: str) -> str:

@@ -192,6 +192,11 @@ def reserves_gpu(service: Service) -> bool:
     return _reserved(service) is not None or service.get("runtime") == "nvidia"
 
 
+def sees_only(gpus: Sequence[str]) -> dict[str, str]:
+    """The variables that show a process these GPUs alone, counted as NVML does."""
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+
+
 def _reserved(service: Service) -> str | tuple[str, ...] | None:
     requests = [*_deployed(service), *_short(service), *_cdi(service)]
     if not requests:

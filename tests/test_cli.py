@@ -1011,6 +1011,34 @@ def test_engines_that_the_file_has_no_longer_are_stopped(state: Path) -> None:
         second.tells("stopping b: the configuration has it no longer")
 
 
+def scaled(folder: Path, scale: int) -> Path:
+    """A compose file of one demo engine on no GPU, so many times."""
+    file = compose(folder, "a")
+    written = yaml.safe_load(file.read_text())
+    written["services"]["a"] |= {"scale": scale, "x-anvil": {"gpus": [], "prepare": True}}
+    file.write_text(yaml.safe_dump(written))
+    return file
+
+
+def test_a_scaled_process_is_several_replicas_and_those_beyond_a_smaller_scale_are_stopped(
+    state: Path,
+) -> None:
+    first = serve(scaled(state, 3), state=state)
+    backends = ["a-1", "a-2", "a-3"]
+    eventually(lambda: len(first.get("/healthz")["models"]["a"]["backends"]) == 3)
+    eventually(
+        lambda: all(
+            each["state"] == "ready" for each in first.get("/healthz")["models"]["a"]["backends"].values()
+        )
+    )
+    pids = [engine_pid(state, name) for name in backends]
+    first.stop(signal.SIGKILL)
+    with serving(scaled(state, 2), state=state) as second:
+        assert [is_alive(pid) for pid in pids] == [True, True, False]
+        second.tells("stopping a-3: the configuration has it no longer")
+        assert second.chat("a")[0] == 200
+
+
 def test_a_hook_is_told_what_happens(state: Path) -> None:
     told = state / "told"
     hook = {"on": ["loaded"], "run": ["sh", "-c", 'cat >> "$0"; echo >> "$0"', str(told)]}

@@ -35,7 +35,14 @@ from tests.test_process import gone
 PATIENCE = 30.0
 A = Backend(name="a", model="a", engine="llamacpp", stop_timeout=3.5, service=Service(image="llama:1"))
 B = replace(A, name="b", model="b")
-CONFIG = Config(backends=(A, B), project="p", files=("/s/compose.yaml", "/s/more.yaml"))
+
+
+def replica(number: int) -> Backend:
+    return replace(A, name=f"s-{number}", service=Service(name="s", number=number, scale=3))
+
+
+REPLICAS = (replica(1), replica(2), replica(3))
+CONFIG = Config(backends=(A, B, *REPLICAS), project="p", files=("/s/compose.yaml", "/s/more.yaml"))
 
 NO_DAEMON = (
     "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?"
@@ -53,7 +60,7 @@ def test_create_neither_pulls_nor_builds():
 
 
 def test_create_anew():
-    assert compose.compose_create(CONFIG, "a", anew=True)[-5:] == [
+    assert compose.compose_create(CONFIG, "a", "--force-recreate")[-5:] == [
         *["--no-build", "--pull", "never", "--force-recreate", "a"]
     ]
 
@@ -90,7 +97,7 @@ def test_logs_and_events():
     assert compose.docker_events("p", 12.3456) == [
         *["docker", "events", "--since", "12.346", "--filter", "type=container", "--filter", "event=die"],
         *["--filter", "label=com.docker.compose.project=p"],
-        *["--format", '{{index .Actor.Attributes "com.docker.compose.service"}}'],
+        *["--format", "{{.Actor.ID}}"],
     ]
 
 
@@ -224,6 +231,9 @@ class Docker:
     """Verb -> the error text of its next calls."""
     ignores: set[str] = field(default_factory=set)
     """Verbs that report success and do nothing."""
+    scale: int = 1
+    changed: bool = False
+    """The description of the services, since their containers were made."""
     logs: str = ""
     since: float = 0.0
     moment: int = 0
@@ -272,14 +282,20 @@ class Docker:
         return getattr(self, f"do_{verb}")(argv)  # type: ignore[no-any-return]
 
     def do_create(self, argv: Sequence[str]) -> Done:
+        """As Compose: up to the service's scale, each with the number after the last."""
         service = argv[-1]
         old = [id for id, each in self.containers.items() if self._service(each) == service]
-        if "--force-recreate" in argv:
+        if "--force-recreate" in argv or (self.changed and "--no-recreate" not in argv):
             for id in old:
                 del self.containers[id]
-        if not old or "--force-recreate" in argv:
-            self.add(f"new-{service}-{self.moment}", service, "created")
+            old = []
+        last = max([self.number(id) for id in old], default=0)
+        for number in range(last + 1, last + 1 + self.scale - len(old)):
+            self.add(f"new-{service}-{number}-{self.moment}", service, "created", str(number))
         return Done(0, "", " Container created")
+
+    def number(self, id: str) -> int:
+        return int(self.containers[id]["Config"]["Labels"]["com.docker.compose.container-number"])
 
     def do_ps(self, argv: Sequence[str]) -> Done:
         services = [word.rpartition("=")[2] for word in argv if ".service=" in word]
@@ -375,9 +391,9 @@ def test_the_first_start_creates_the_container_and_later_ones_do_not_pay_compose
 
 def test_a_running_service_is_not_started_again(docker: Docker, runtime: ComposeRuntime):
     runtime.start(A)
-    run = runtime._find("a").run
+    run = runtime._find(A).run
     runtime.start(A)
-    assert runtime._find("a").run == run
+    assert runtime._find(A).run == run
 
 
 def test_a_paused_service_is_unpaused(docker: Docker, runtime: ComposeRuntime):
@@ -449,11 +465,101 @@ def test_docker_that_does_not_answer_is_a_backend_error(docker: Docker, runtime:
         runtime.start(A)
 
 
-def test_of_a_scaled_service_the_first_container_is_used(docker: Docker, runtime: ComposeRuntime):
+def test_the_first_container_is_used_where_somebody_made_more(docker: Docker, runtime: ComposeRuntime):
     docker.add("c2", number="2")
     docker.add("c1", number="1")
     docker.end("c1", 5)
     assert runtime.ended(A) == "exited with code 5"
+
+
+# Scaled services
+
+
+@pytest.fixture
+def scaled(docker: Docker, runtime: ComposeRuntime) -> ComposeRuntime:
+    docker.scale = 3
+    return runtime
+
+
+def up(docker: Docker) -> list[int]:
+    """The numbers of the containers that run."""
+    return sorted(docker.number(id) for id in docker.containers if docker.state(id)["Status"] == "running")
+
+
+def test_each_container_of_a_scaled_service_is_started_and_stopped_alone(
+    docker: Docker, scaled: ComposeRuntime
+):
+    scaled.start(REPLICAS[1])
+    assert up(docker) == [2]
+    scaled.start(REPLICAS[2])
+    scaled.stop(REPLICAS[1])
+    assert up(docker) == [3]
+    assert scaled.ended(REPLICAS[0]) == "has not been started"
+
+
+def test_containers_that_run_are_adopted_by_their_numbers(docker: Docker, scaled: ComposeRuntime):
+    docker.add("c3", "s", number="3")
+    docker.add("c1", "s", number="1")
+    assert list(scaled.running()) == ["s-1", "s-3"]
+    scaled.stop(REPLICAS[2])
+    assert up(docker) == [1]
+
+
+def test_a_container_that_somebody_removed_is_replaced_beside_those_that_run(
+    docker: Docker, scaled: ComposeRuntime
+):
+    for each in REPLICAS:
+        scaled.start(each)
+    docker.containers.pop(next(id for id in docker.containers if docker.number(id) == 2))
+    scaled.start(REPLICAS[1])
+    assert up(docker) == [1, 3, 4]
+    scaled.stop(REPLICAS[2])
+    scaled.stop(REPLICAS[0])
+    assert up(docker) == [4]
+    assert scaled.ended(REPLICAS[1]) is None
+
+
+def test_who_stands_in_for_a_removed_container_does_so_after_a_restart_too(
+    docker: Docker, scaled: ComposeRuntime
+):
+    docker.add("c4", "s", number="4")
+    docker.add("c3", "s", number="3")
+    docker.add("c1", "s", number="1", status="exited")
+    assert list(scaled.running()) == ["s-1", "s-3"]  # the one that runs is needed, not its number
+    scaled.start(REPLICAS[1])
+    assert up(docker) == [1, 3, 4]
+
+
+def test_a_changed_description_does_not_end_replicas_that_run(docker: Docker, scaled: ComposeRuntime):
+    docker.add("c1", "s", number="1")
+    scaled.running()
+    docker.changed = True
+    scaled.start(REPLICAS[1])
+    assert up(docker) == [1, 2]
+    scaled.stop(REPLICAS[0])
+    scaled.stop(REPLICAS[1])
+    scaled.start(REPLICAS[2])
+    assert "c1" not in docker.containers
+
+
+def test_a_replica_that_is_half_removed_is_made_anew_beside_those_that_run(
+    docker: Docker, scaled: ComposeRuntime
+):
+    docker.add("c1", "s", number="1")
+    docker.add("c2", "s", number="2", status="dead")
+    scaled.running()
+    scaled.start(REPLICAS[1])
+    assert "c2" not in docker.containers
+    assert docker.state("c1")["Status"] == "running"
+
+
+def test_a_replica_that_the_configuration_has_no_longer_can_be_stopped(
+    docker: Docker, scaled: ComposeRuntime
+):
+    docker.add("c3", "s", number="3")
+    docker.add("c4", "s", number="4")
+    scaled.stop(replica(4))
+    assert up(docker) == [3]
 
 
 def test_stopping_what_does_not_run_or_exist_is_no_error(docker: Docker, runtime: ComposeRuntime):
@@ -626,6 +732,15 @@ class Watched:
     def died(self) -> str:
         return self.deaths.get(timeout=PATIENCE)
 
+    def id(self, service: str) -> str:
+        """Of its container."""
+        found = self.docker.containers.items()
+        return next(id for id, each in found if self.docker._service(each) == service)
+
+    def tell(self, into: int, *ids: str) -> None:
+        """Docker's events say that these containers ended."""
+        os.write(into, "".join(f"{id}\n" for id in ids).encode())
+
 
 @pytest.fixture
 def watched(docker: Docker, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
@@ -649,12 +764,12 @@ def test_a_death_is_reported_once(watched: Watched):
     into = watched.events.next()
     watched.runtime.start(A)
     watched.runtime.start(B)
-    ids = list(watched.docker.containers)
-    watched.docker.end(ids[0])
-    os.write(into, b"a\na\n")
+    a, b = watched.id("a"), watched.id("b")
+    watched.docker.end(a)
+    watched.tell(into, a, a)
     assert watched.died() == "a"
-    watched.docker.end(ids[1])
-    os.write(into, b"b\n")
+    watched.docker.end(b)
+    watched.tell(into, b)
     assert watched.died() == "b"
     os.close(into)
 
@@ -664,8 +779,8 @@ def test_our_own_stop_is_no_death(watched: Watched):
     watched.runtime.start(A)
     watched.runtime.start(B)
     watched.runtime.stop(A)
-    watched.docker.end(list(watched.docker.containers)[1])
-    os.write(into, b"a\nb\n")
+    watched.docker.end(watched.id("b"))
+    watched.tell(into, watched.id("a"), watched.id("b"))
     assert watched.died() == "b"
     os.close(into)
 
@@ -675,11 +790,11 @@ def test_a_late_event_of_our_own_stop_does_not_hurt_the_next_run(watched: Watche
     watched.runtime.start(A)
     watched.runtime.start(B)
     watched.runtime.stop(A)
-    os.write(into, b"a\n")
+    watched.tell(into, watched.id("a"))
     watched.runtime.start(A)
-    os.write(into, b"a\n")
-    watched.docker.end(list(watched.docker.containers)[1])
-    os.write(into, b"b\n")
+    watched.tell(into, watched.id("a"))
+    watched.docker.end(watched.id("b"))
+    watched.tell(into, watched.id("b"))
     assert watched.died() == "b"
     assert watched.runtime.ended(A) is None
     os.close(into)
@@ -690,7 +805,7 @@ def test_a_service_that_its_restart_policy_revived_is_put_down_and_reported(watc
     watched.runtime.start(A)
     id = next(iter(watched.docker.containers))
     watched.docker.state(id).update(Status="running", StartedAt="2026-11-21T23:59:59.9Z")
-    os.write(into, b"a\n")
+    watched.tell(into, watched.id("a"))
     assert watched.died() == "a"
     assert watched.docker.state(id)["Status"] == "exited"
     os.close(into)
@@ -699,9 +814,9 @@ def test_a_service_that_its_restart_policy_revived_is_put_down_and_reported(watc
 def test_deaths_of_other_services_are_not_ours(watched: Watched):
     into = watched.events.next()
     watched.runtime.start(A)
-    os.write(into, b"database\n\n")
+    watched.tell(into, "database", "")
     watched.docker.end(next(iter(watched.docker.containers)))
-    os.write(into, b"a\n")
+    watched.tell(into, watched.id("a"))
     assert watched.died() == "a"
     os.close(into)
 
@@ -722,8 +837,21 @@ def test_an_adopted_service_is_watched_too(watched: Watched):
     watched.docker.add("c1")
     watched.runtime.running()
     watched.docker.end("c1")
-    os.write(into, b"a\n")
+    watched.tell(into, "c1")
     assert watched.died() == "a"
+    os.close(into)
+
+
+def test_the_death_of_one_replica_is_its_own(docker: Docker, watched: Watched):
+    into = watched.events.next()
+    docker.scale = 3
+    for each in REPLICAS:
+        watched.runtime.start(each)
+    second = next(id for id in docker.containers if docker.number(id) == 2)
+    docker.end(second)
+    watched.tell(into, second)
+    assert watched.died() == "s-2"
+    assert up(docker) == [1, 3]
     os.close(into)
 
 

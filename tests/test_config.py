@@ -1111,8 +1111,6 @@ def test_a_routing_policy_of_the_file_can_be_the_default_or_a_models_own(tmp_pat
         ("kappa_work: {kappa", "kappa_work: {k", 9, "unknown setting of kappa_work; known: kappa"),
         ("          mine:\n", "          sticky:\n", 8, "is the name of a policy that is shipped"),
         ("metric: tax,", "metric: kv_cache_usage_ratio_projected,", 14, "services.b: needs kv_tokens"),
-        ("c: {command: [c],", "c: {command: [c], scale: 2,", 15, "services.c: is scaled, but only one"),
-        ("c: {command: [c],", "c: {command: [c], deploy: {replicas: 2},", 15, "services.c: is scaled"),
     ],
 )
 def test_what_is_wrong_with_routing_is_told_with_its_line(
@@ -1122,6 +1120,85 @@ def test_what_is_wrong_with_routing_is_told_with_its_line(
     with pytest.raises(ConfigError) as caught:
         plain(tmp_path, ROUTED.replace(old, new))
     assert any(f":{line}: " in each and text in each for each in caught.value.problems), caught.value.problems
+
+
+# Scaled services
+
+PROCESS = 'x-anvil: {runtime: process, gpus: {"0": {vram: 24GiB}, "1": {}}}'
+
+
+def scaled(folder: Path, service: str, top: str = "") -> Config:
+    """Of a file with one service, described in YAML flow."""
+    return plain(folder, f"{top}\nservices: {{a: {{image: x, command: [x], {service}}}}}")
+
+
+@pytest.mark.parametrize("how", ["scale: 3", "deploy: {replicas: 3}"])
+def test_each_container_of_a_scaled_service_is_a_replica(tmp_path: Path, how: str) -> None:
+    found = scaled(tmp_path, f"{how}, x-anvil: {{kv_tokens: 4096}}").backends
+    assert [(each.name, each.model, each.kv_tokens) for each in found] == [
+        *[("a-1", "a", 4096), ("a-2", "a", 4096), ("a-3", "a", 4096)]
+    ]
+    assert {each.service_name for each in found} == {"a"}
+    assert [each.service.number for each in found] == [1, 2, 3]
+
+
+def test_a_service_scaled_to_one_is_like_any_other(tmp_path: Path) -> None:
+    (backend,) = scaled(tmp_path, "scale: 1, x-anvil: {}").backends
+    assert (backend.name, backend.service_name, backend.service.scale) == ("a", "a", 1)
+
+
+def test_replicas_of_a_scaled_service_share_its_gpu_by_their_memory(tmp_path: Path) -> None:
+    found = scaled(tmp_path, 'scale: 2, x-anvil: {gpus: ["0"], vram: 10GiB}', PROCESS)
+    assert [each.gpus for each in found.backends] == [("0",), ("0",)]
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize("vram", ["", ", vram: 20GiB"])
+def test_replicas_that_never_fit_beside_each_other_are_warned_of(tmp_path: Path, vram: str) -> None:
+    found = scaled(tmp_path, f'scale: 3, x-anvil: {{gpus: ["0"]{vram}}}', PROCESS)
+    [warning] = found.warnings
+    assert "compose.yaml:2: services.a: no two of its replicas fit on GPU 0, so they take turns" in warning
+
+
+def test_replicas_that_are_processes_may_each_have_a_gpu_and_see_no_other(tmp_path: Path) -> None:
+    found = scaled(tmp_path, 'scale: 2, x-anvil: {gpus: [["1"], ["0"]]}, environment: {A: b}', PROCESS)
+    assert [each.gpus for each in found.backends] == [("1",), ("0",)]
+    seen = [dict(each.service.environment) for each in found.backends]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in seen] == ["1", "0"]
+    assert all(each["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and each["A"] == "b" for each in seen)
+    assert found.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("service", "top", "text"),
+    [
+        ('x-anvil: {gpus: [["0"], ["1"]]}', "", "Compose gives all containers of a service the same GPUs"),
+        ('x-anvil: {gpus: [["0"]]}', PROCESS, "services.a: has 2 replicas, and gpus for 1"),
+        ('x-anvil: {gpus: [["0"], ["7"]]}', PROCESS, "GPU 7 is not declared"),
+        (
+            "x-anvil: {}, ports: ['81:80']",
+            "",
+            'port 81 cannot be that of all its replicas: publish any, "127',
+        ),
+        ("x-anvil: {port: 81}, network_mode: host", "", "port 81 cannot be that of all its replicas"),
+        ("x-anvil: {port: 81}", PROCESS, "leave it out, and each has one of its own in $PORT"),
+        ("x-anvil: {}, container_name: a", "", "services.a: is scaled, so it can have no container_name"),
+        ("x-anvil: {}}, a-2: {image: x, x-anvil: {}", "", "a replica of a scaled service is called a-2 too"),
+        ("x-anvil: {infer_type: decode}", "", "a.x-anvil.infer_type: is decode, but no service of a is"),
+    ],
+)
+def test_what_cannot_be_scaled_is_told_once_with_its_line(
+    tmp_path: Path, service: str, top: str, text: str
+) -> None:
+    told = problems(tmp_path, f"{top}\nservices: {{a: {{image: x, command: [x], scale: 2, {service}}}}}")
+    assert len(told) == 1, told
+    assert told[0].startswith("compose.yaml:2: ")
+    assert text in told[0]
+
+
+@pytest.mark.parametrize("ports", ["8001-8002:8080", "127.0.0.1::8080", "8080"])
+def test_replicas_may_share_what_each_gets_a_port_of_its_own_from(tmp_path: Path, ports: str) -> None:
+    assert len(scaled(tmp_path, f"scale: 2, x-anvil: {{}}, ports: ['{ports}']").backends) == 2
 
 
 # Keys, certificates, the engine itself
