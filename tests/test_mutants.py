@@ -28,14 +28,15 @@ MUTANTS = {
     ),
     "leases are granted while their backend drains": (
         "residency",
-        'if seat.state == "ready"]\n        if ready and self._turns',
-        'if seat.state in ("ready", "draining")]\n        if ready and self._turns',
+        "ready = self._ready_of[ticket.model]\n",
+        'ready = [s for s in self._replicas[ticket.model] if s.state in ("ready", "draining")]\n',
     ),
     "leases are counted, not identified": (
         "residency",
-        "ticket not in seat.holders:\n            return False\n",
-        "not seat.holders:\n            return False\n"
-        "        seat.holders[ticket] = seat.holders.popitem()[1]\n",
+        "since = seat.holders.pop(ticket, None) if seat else None\n",
+        "since = seat.holders.pop(ticket, None) if seat else None\n"
+        "        if seat and seat.holders and since is None:\n"
+        "            since = seat.holders.popitem()[1]\n",
     ),
     "only the first of a line is admitted": (
         "residency",
