@@ -44,6 +44,10 @@ class Route:
     """A websocket."""
 
 
+NO_ROUTE = Route("openai", "none")
+"""Of a request that goes to no engine."""
+
+
 _POST: tuple[tuple[Route, str], ...] = (
     (Route("openai", "json", "chat", True), "/v1/chat/completions"),
     (Route("openai", "json", "completion", True), "/v1/completions"),

@@ -74,7 +74,7 @@ class Call:
         """Whether the connection can be used again."""
         self.since = time.monotonic()
         self.api = "openai"
-        self.route: api.Route | None = None
+        self.route = api.NO_ROUTE
         self.model = self.backend = self.code = ""
         self.status = self.sent = 0
         self.tokens = api.NO_TOKENS
@@ -145,7 +145,7 @@ class Call:
     def break_off(self, error: MuxError, *, last: bytes) -> None:
         """Ends a stream of events, of which ``last`` was sent last, with an error event and a cut."""
         self.keep, self.code = False, error.code
-        event = api.error_event(self.api, self.route.beat if self.route else "none", error, self.request_id)
+        event = api.error_event(self.api, self.route.beat, error, self.request_id)
         self.send_event(event if _ends_event(last) else b"\n\n" + event)
 
     def send_event(self, data: bytes) -> None:
@@ -237,7 +237,6 @@ class Waiting:
         text = api.comment(f"anvil-mux {doing} {call.model} {self._mux.how_far(call.model)}", call.api)
         if now >= self._chunk_at:
             self._chunk_at = now + self._patience.chunk_every
-            assert call.route is not None
             text += api.beat(call.route.beat, call.model, call.request_id, int(time.time()))
         self._beat_at = now + self._every
         if not call.began:

@@ -5,6 +5,8 @@ Most of a head is the same for all requests with the same head; that part is mad
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from anvil_mux import http1
 from anvil_mux.call import Call
 from anvil_mux.multiplexer import Lease
@@ -15,10 +17,9 @@ _OWN = frozenset([b"x-request-id", b"content-encoding"])
 """What every forwarded head gets anew."""
 
 
-def request_head(call: Call, lease: Lease, length: int, own: dict[bytes, bytes]) -> bytes:
+def request_head(call: Call, lease: Lease, length: int, own: Mapping[bytes, bytes]) -> bytes:
     """The head for the engine: but for its last two lines the same for all requests with the same head."""
     request, route = call.request, call.route
-    assert route is not None
     given = {} if request.prepared is None else request.prepared
     constant = given.get(lease.address)
     if constant is None:
@@ -41,12 +42,12 @@ def request_head(call: Call, lease: Lease, length: int, own: dict[bytes, bytes])
     )
 
 
-def _filled(fields: dict[bytes, bytes]) -> dict[bytes, bytes]:
+def _filled(fields: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     return {name: value for name, value in fields.items() if value}
 
 
 def translated_head(
-    call: Call, lease: Lease, path: str, length: int, credentials: dict[bytes, bytes]
+    call: Call, lease: Lease, path: str, length: int, credentials: Mapping[bytes, bytes]
 ) -> bytes:
     """The head of a question that the client did not ask in these words."""
     own = {

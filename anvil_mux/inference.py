@@ -18,6 +18,7 @@ Four things may come between:
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -55,7 +56,9 @@ EXPLAIN = b"x-anvil-explain"
 """The header of a request that is not to be sent on: where it would go, and why, is the answer."""
 MAX_QUOTED = 2000
 """Bytes of an engine's error that an error event repeats."""
-NO_KEY: dict[bytes, bytes] = dict.fromkeys(FIELDS, b"")
+NO_KEY: Mapping[bytes, bytes] = dict.fromkeys(FIELDS, b"")
+AS_THEY_ARE: Mapping[bytes, bytes] = {}
+"""How credentials change, or not, on their way to an engine."""
 Body = bytes | bytearray | Spool
 
 
@@ -88,30 +91,27 @@ class Inference:
     def infer(self, call: Call, route: api.Route) -> None:
         """Answers ``call`` from the engine of the model that it names."""
         call.route, call.api = route, route.api
-        if route.upgrades and call.request.fields.get(b"upgrade", b"").lower() != b"websocket":
-            raise BadRequest(f"{call.request.path} is a websocket", status=426)
-        if route.model_in == "query":
-            self._send_on(call, naming.model_in_query(call.request.query), b"")
-            return
-        if route.model_in == "upstream":
-            self._send(call, None, self._read(call))
-            return
-        if route.model_in == "answer":
-            self._ask_of_answer(call)
-        elif route.model_in == "multipart":
-            self._infer_from_form(call)
-        elif route.model_in == "path":
-            body = self.read_json(call)
-            call.stream = naming.model_and_stream(body)[1] and route.streams
-            call.model = self.resolve(call, api.model_in_path(call.request.path))
-            self._send(call, None, body)
-        elif route.translated == "always":
-            self._infer_translated(call, self.read_json(call))
-        else:
-            body = self.read_json(call)
-            name, stream = naming.model_and_stream(body)
-            call.stream = stream and route.streams
-            self._send_on(call, name, body)
+        match route.model_in:
+            case "json" if route.translated == "always":
+                self._infer_translated(call, self.read_json(call))
+            case "json":
+                body = self.read_json(call)
+                name, stream = naming.model_and_stream(body)
+                call.stream = stream and route.streams
+                self._send_on(call, name, body)
+            case "path":
+                body = self.read_json(call)
+                call.stream = naming.model_and_stream(body)[1] and route.streams
+                call.model = self.resolve(call, api.model_in_path(call.request.path))
+                self._send(call, None, body)
+            case "multipart":
+                self._infer_from_form(call)
+            case "query":
+                self._infer_from_query(call)
+            case "answer":
+                self._ask_of_answer(call)
+            case "upstream":
+                self._send(call, None, self._read(call))
 
     def pass_on(self, call: Call) -> None:
         """A request below /upstream/: for the engine of the model in its path, as it is.
@@ -159,7 +159,6 @@ class Inference:
         return all(_offers(backend, method, path) for backend in backends)
 
     def _infer_translated(self, call: Call, body: bytes | bytearray) -> None:
-        assert call.route is not None
         asked = call.translation = TRANSLATE[call.route.path](parse(body))
         call.stream = asked.stream and bool(asked.path)
         if asked.path or not asked.unloads:
@@ -183,8 +182,16 @@ class Inference:
     def _read(self, call: Call) -> bytes | bytearray:
         """The body, in memory and not compressed."""
         body = call.client.read_body(call.request, self._config.max_body)
+        if b"content-encoding" not in call.request.fields:
+            return body
         packed = _coding(call.request)
         return coding.unpacked(body, packed, self._config.max_body) if packed else body
+
+    def _infer_from_query(self, call: Call) -> None:
+        request = call.request
+        if call.route.upgrades and request.fields.get(b"upgrade", b"").lower() != b"websocket":
+            raise BadRequest(f"{request.path} is a websocket", status=426)
+        self._send_on(call, naming.model_in_query(request.query), b"")
 
     def _infer_from_form(self, call: Call) -> None:
         request, route = call.request, call.route
@@ -197,7 +204,7 @@ class Inference:
         with Spool() as spool:
             spool.fill(call.client.read_pieces(request, self._config.max_upload), scanner.feed)
             scanner.finish()
-            call.stream = scanner.stream and route is not None and route.streams
+            call.stream = scanner.stream and route.streams
             self._send_on(call, scanner.model, spool, scanner.span)
 
     def _send_on(
@@ -233,7 +240,7 @@ class Inference:
 
     def _owner(self, call: Call, body: Body) -> str:
         """The replica that has the answer which a question refers to."""
-        if not call.route or call.route.beat != "responses" or isinstance(body, Spool):
+        if call.route.beat != "responses" or isinstance(body, Spool):
             return call.work.owner
         kept = self._answers.find(answers.previous(body), call.request.key)
         return kept.backend if kept else ""
@@ -338,30 +345,31 @@ class Inference:
         self, call: Call, lease: Lease, named: str | None, body: Body, span: tuple[int, int] | None
     ) -> None:
         """Asks the engine in the client's words, or else in its own."""
-        known_as = lease.backend.served_model or call.model
-        if call.route and call.route.model_in == "upstream":
+        route, backend = call.route, lease.backend
+        known_as = backend.served_model or call.model
+        if route.model_in == "upstream":
             named = known_as
         lacks = None
-        if not call.translation:
-            assert call.route is not None
-            lacks = (lease.backend.name, call.route.path) if call.route.translated else None
+        if call.translation is None:
+            lacks = (backend.name, route.path) if route.translated else None
             if lacks not in self._lacking:
-                said = _rewritten(body, lease.backend) if call.route.model_in in ("json", "path") else body
+                said = _rewritten(body, backend) if route.model_in in ("json", "path") else body
+                length, pieces = _renamed(said, named, known_as, span)
                 try:
-                    return self._forward(call, lease, *_renamed(said, named, known_as, span))
+                    return self._forward(call, lease, length, pieces)
                 except _Lacking:
                     pass
             assert isinstance(body, (bytes, bytearray))
-            call.translation = TRANSLATE[call.route.path](parse(body))
+            call.translation = TRANSLATE[route.path](parse(body))
         self._translate(call, lease, call.translation, known_as)
         if lacks:
             self._lacking.add(lacks)
         return None
 
-    def _credentials(self, lease: Lease) -> dict[bytes, bytes]:
+    def _credentials(self, lease: Lease) -> Mapping[bytes, bytes]:
         """What goes to the engine in place of the client's key; empty values take a field away."""
         if not self._hides_keys:
-            return {}
+            return AS_THEY_ARE
         own = api_key(lease.backend.service)
         return {**NO_KEY, b"authorization": b"Bearer " + own.encode()} if own else NO_KEY
 
@@ -383,16 +391,17 @@ class Inference:
         call.waiting.tend(now)
 
     def _forward(self, call: Call, lease: Lease, length: int, body: RequestBody) -> None:
-        if call.route and call.route.upgrades:
+        route = call.route
+        if route.upgrades:
             self._tunnel(call, lease)
             return
         with Exchange(self._relay, lease, call.client.socket) as exchange:
             head = heads.request_head(call, lease, length, self._credentials(lease))
             response = exchange.ask(call.request.method, head, body)
             call.first_byte = time.monotonic() - call.since
-            if response.status in LACKING and call.route and call.route.translated:
+            if response.status in LACKING and route.translated:
                 raise _Lacking
-            if response.status == 200 and call.route and call.route.beat == "responses":
+            if response.status == 200 and route.beat == "responses":
                 self._note_answer(call, lease, exchange, response)
             if call.began:
                 self._continue(call, lease, exchange, response)
@@ -408,7 +417,7 @@ class Inference:
         """A websocket: the lease lasts as long as it is open."""
         wish = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
         with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = heads.request_head(call, lease, 0, self._credentials(lease) | wish)
+            head = heads.request_head(call, lease, 0, {**self._credentials(lease), **wish})
             response = exchange.ask("GET", head, b"", upgrade=True)
             call.first_byte = time.monotonic() - call.since
             call.status, call.keep, call.answered = response.status, False, True
@@ -510,13 +519,12 @@ class Inference:
 
 def _path(call: Call) -> str:
     """What the engine is asked for."""
-    assert call.route is not None
     return call.translation.path if call.translation else call.route.path
 
 
 def _stages(call: Call) -> bool:
     """Whether it can be served in two stages."""
-    return _path(call) in stages.PATHS and call.route is not None and call.route.model_in != "upstream"
+    return _path(call) in stages.PATHS and call.route.model_in != "upstream"
 
 
 def _offers(backend: Backend, method: str, path: str) -> bool:

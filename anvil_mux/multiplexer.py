@@ -76,16 +76,17 @@ class Mechanism(Protocol):
 class Lease:
     """One request's hold on a resident backend. A context manager; leaving it releases, once."""
 
-    __slots__ = ("_mux", "_tail", "_ticket", "address", "backend", "prefill", "waited")
+    __slots__ = ("_mux", "_tail", "_ticket", "address", "backend", "prefill", "waited", "why")
 
-    def __init__(
-        self, mux: Multiplexer, ticket: Ticket, backend: Backend, address: tuple[str, int], waited: float
-    ) -> None:
+    def __init__(self, mux: Multiplexer, ticket: Ticket) -> None:
+        assert ticket.backend is not None
         self._mux = mux
         self._ticket = ticket
-        self.backend = backend
-        self.address = address
-        self.waited = waited
+        self.backend = mux._backends[ticket.backend]
+        self.address = mux._addresses[ticket.backend]
+        self.why = ticket.choice.why if ticket.choice else ""
+        """Why this backend, where the model has several."""
+        self.waited = 0.0
         """Seconds in the line."""
         self.prefill: Lease | None = None
         """Of the first stage, where the request is to be served in two; it may be left before this one."""
@@ -100,11 +101,6 @@ class Lease:
         self._mux._release(self._ticket, self._tail)
         # It leads back to this lease: without a cycle nothing is left for the garbage collector.
         self._ticket.cut = None
-
-    @property
-    def why(self) -> str:
-        """Why this backend, where the model has several."""
-        return self._ticket.choice.why if self._ticket.choice else ""
 
     @property
     def watch(self) -> Callable[[bytes], bool] | None:
@@ -292,17 +288,12 @@ class Multiplexer:
         ends the wait and propagates; ClientGone is how it says that nobody wants the answer any more.
         """
         ticket = self._ask_for(model, tend, leases=True, work=work, key=key, staged=staged)
-        lease = self._lease_of(ticket)
+        lease = Lease(self, ticket)
         if ticket.wake:
             lease.waited = self._clock.now() - ticket.since
         if ticket.prefill and ticket.prefill.backend:
-            lease.prefill = self._lease_of(ticket.prefill)
+            lease.prefill = Lease(self, ticket.prefill)
         return lease
-
-    def _lease_of(self, ticket: Ticket) -> Lease:
-        name = ticket.backend
-        assert name is not None
-        return Lease(self, ticket, self._backends[name], self._addresses[name], 0.0)
 
     def load(self, model: str, tend: Tend | None = None) -> None:
         """Blocks until ``model`` is resident without leasing it; waits and fails like a request."""
@@ -329,7 +320,7 @@ class Multiplexer:
                 self._check_waiters(key, key.waiting)
             self._tickets += 1
             first = self._first_stage(model, now, work) if staged else None
-            ticket = Ticket(self._tickets, model, now, leases=leases, work=work, prefill=first, sender=key)
+            ticket = Ticket(self._tickets, model, now, leases, work, first, key)
             if island.residency.request(ticket, now):
                 island.changed.notify_all()
             if ticket.backend is None and ticket.error is None:

@@ -37,7 +37,6 @@ class Ticket:
         id: int,
         model: str,
         since: float,
-        *,
         leases: bool = True,
         work: Work = NO_WORK,
         prefill: Ticket | None = None,
