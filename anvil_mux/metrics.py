@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import platform
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
@@ -157,7 +157,7 @@ class Metrics:
         self._durations = Histograms()
         self._first_bytes = Histograms()
         self._waits = Histograms()
-        self._tokens: Counter[Labels] = Counter()
+        self._tokens: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(TOKENS))
         self._loads: Counter[Labels] = Counter()
         self._load_seconds = Histograms()
         self._swaps: Counter[Labels] = Counter()
@@ -188,7 +188,7 @@ class Metrics:
         for model in set(self._models.values()):
             self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
             self._severed[model,] = 0
-            self._tokens.update({(model, kind): 0 for kind in TOKENS})
+            self._tokens[model] = [0] * len(TOKENS)
             for result in RESULTS:
                 self._loads[model, result] = 0
         self._swap_seconds |= {(result,): Histogram() for result in RESULTS}
@@ -207,9 +207,10 @@ class Metrics:
             if record.first_byte:
                 self._first_bytes[by_model].observe(record.first_byte)
             if record.prompt_tokens or record.tokens:
-                new = max(record.prompt_tokens - record.cached_tokens, 0)
-                for kind, count in zip(TOKENS, (new, record.cached_tokens, record.tokens), strict=True):
-                    self._tokens[model, kind] += count
+                tokens = self._tokens[model]
+                tokens[0] += max(record.prompt_tokens - record.cached_tokens, 0)
+                tokens[1] += record.cached_tokens
+                tokens[2] += record.tokens
 
     # Events and phases
 
@@ -353,11 +354,13 @@ class Metrics:
             "model",
             self._waits,
         )
+        counted = [(model, zip(TOKENS, of, strict=True)) for model, of in list(self._tokens.items())]
+        tokens = {(model, kind): count for model, of in counted for kind, count in of}
         yield _counter(
             "anvil_tokens",
             "Tokens of prompts (cached or not) and of answers.",
             "model kind",
-            self._tokens,
+            tokens,
         )
         yield from self._of_swaps()
         yield from gauges.of_costs(self._costs(), set(self._models.values()))
