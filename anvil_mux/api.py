@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
-from typing import NamedTuple
 from urllib.parse import unquote
 
 from anvil_mux.errors import BadRequest, MuxError, NotFound
@@ -268,24 +267,19 @@ def error_said(body: bytes) -> dict[str, object] | None:
     return {key: inner[key] for key in _ERROR_FIELDS if isinstance(inner.get(key), (str, int))}
 
 
-class Tokens(NamedTuple):
-    """What the end of an answer says that it took; None where it does not say."""
-
-    answer: int | None = None
-    prompt: int | None = None
-    """All of the input."""
-    cached: int | None = None
-    """Of the input."""
-
-
-NO_TOKENS = Tokens()
+Tokens = tuple[int | None, int | None, int | None]
+"""What an answer took: of the answer, of all its input, and of the input what was cached; None: not said."""
+NO_TOKENS: Tokens = (None, None, None)
 USAGE_BYTES = 2048
 """Of an answer's end, where its usage stands."""
 _NUMBER = re.compile(rb"[ \t]*:[ \t]*(\d{1,9})(?!\d)")
 
 
 def tokens_said(body: bytes) -> Tokens:
-    """OpenAI and most engines count what was cached as part of the input, Anthropic beside it."""
+    """What the end of an answer says.
+
+    OpenAI and most engines count what was cached as part of the input, Anthropic beside it.
+    """
     tail = body[-USAGE_BYTES:]
     if b'"usage"' not in tail:  # an answer to count_tokens has an "input_tokens" of its own
         return NO_TOKENS
@@ -294,8 +288,8 @@ def tokens_said(body: bytes) -> Tokens:
     if prompt is None:
         prompt, beside = _count(tail, b'"input_tokens"'), _count(tail, b'"cache_read_input_tokens"')
         if prompt is not None and beside is not None:
-            return Tokens(answer, prompt + beside, beside)
-    return Tokens(answer, prompt, cached)
+            return answer, prompt + beside, beside
+    return answer, prompt, cached
 
 
 def _count(tail: bytes, *names: bytes) -> int | None:

@@ -484,8 +484,8 @@ class Exchange:
     @property
     def tokens(self) -> api.Tokens:
         """What the engine says; of the answer, if it does not say, the events of its stream."""
-        said = api.tokens_said(self.data if self.whole else self._said)
-        return said._replace(answer=self._events) if said.answer is None else said
+        answer, prompt, cached = api.tokens_said(self.data if self.whole else self._said)
+        return self._events if answer is None else answer, prompt, cached
 
     def stream(self, response: http1.Response) -> End:
         """Moves the rest of the body to the client; blocks until it has ended."""
