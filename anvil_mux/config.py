@@ -48,6 +48,8 @@ class Service:
     """Absolute (resolved against the compose file's folder); None: that folder."""
     stop_grace_period: float | None = None
     profiles: tuple[str, ...] = ()
+    digest: str = field(default="", compare=False)
+    """Of the whole description, in the words of whatever read it."""
 
 
 @dataclass(frozen=True, slots=True)

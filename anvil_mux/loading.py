@@ -323,6 +323,7 @@ class _Loading:
             working_dir=folder,
             stop_grace_period=None if grace is None else settings.read_seconds(grace),
             profiles=service.profiles(described),
+            digest=service.digest(described, LABEL),
         )
 
     def _gpus_of(

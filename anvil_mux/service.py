@@ -8,6 +8,8 @@ from image and command, and only here.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +64,21 @@ def labels(service: Service, prefix: str) -> dict[str, str]:
         raise ValueError("must be a mapping")
     found = _mapping(service, "labels", "").items()
     return {name[len(prefix) :]: _text(value) for name, value in found if name.startswith(prefix)}
+
+
+def digest(service: Service, prefix: str) -> str:
+    """Equal for two descriptions that differ in extensions and labels with ``prefix`` at most."""
+    said = {name: value for name, value in service.items() if not str(name).startswith("x-")}
+    said["labels"] = {
+        name: value for name, value in _mapping(service, "labels", "").items() if not name.startswith(prefix)
+    }
+    return hashlib.sha256(json.dumps(_by_name(said), default=str).encode()).hexdigest()
+
+
+def _by_name(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _by_name(value[name]) for name in sorted(value, key=str)}
+    return [_by_name(each) for each in value] if isinstance(value, list) else value
 
 
 def profiles(service: Service) -> tuple[str, ...]:

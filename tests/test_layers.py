@@ -11,7 +11,7 @@ ROWS = (
     "errors clock http1 coding interpolate accesslog settings service home state notify remote",
     "screen completion",
     "keys naming api rewrite completions stages ollama anthropic composefile",
-    "policy preemption profile routing prefix pipeline costs footprint demand hooks config loading",
+    "policy preemption profile routing prefix pipeline costs footprint demand hooks config loading change",
     "turns events steps placement ladder ledger replicas residency outlook progress status engine control",
     "gpu compose process freed lookout driver checkpoint",
     "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
@@ -41,6 +41,7 @@ CORE = (
     "costs",
     "footprint",
     "demand",
+    "change",
 )
 FORBIDDEN = {
     "threading",
