@@ -23,7 +23,7 @@ No lock and no clock: the residency calls it under the multiplexer's lock, the s
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from anvil_mux.prefix import BYTES_PER_TOKEN, Prefixes
@@ -125,6 +125,20 @@ class Ledger:
         self.bytes_per_token = BYTES_PER_TOKEN
         """Written as all here; whoever only reads it needs no lock."""
         self.prefixes = Prefixes(self._accounts)
+
+    def go_on_from(self, before: Ledger) -> None:
+        """What ``before`` knows of the replicas that are here too; members and routing may be others."""
+        for name in self._accounts.keys() & before._accounts.keys():
+            account, member = before._accounts[name], self._accounts[name].member
+            if account.member.kv_tokens != member.kv_tokens:
+                account.kv_tokens = member.kv_tokens or KV_TOKENS
+            account.member = member
+            self._accounts[name] = account
+            self._where |= dict.fromkeys(account.entries, name)
+            self._prefill_tokens += account.prefill_tokens + account.others.prefill_tokens
+            self.prefixes.go_on_from(before.prefixes, name)
+        self._memory = replace(before._memory, replicas=len(self._accounts))
+        self.bytes_per_token = before.bytes_per_token
 
     def __repr__(self) -> str:
         return f"<Ledger {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"

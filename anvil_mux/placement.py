@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from anvil_mux import preemption as whom
@@ -47,6 +48,8 @@ class Seat:
     """It is the target of a swap."""
     pinned: bool = False
     """While it is resident it is not put out for another model."""
+    leaving: str = ""
+    """Why it goes for good: the configuration has it no longer, or not as it is."""
     whole: bool = True
     """It needs its GPUs to itself."""
     ram: int = 0
@@ -91,19 +94,33 @@ class Seat:
 class Placement:
     """The seats of one island and the memory of its GPUs."""
 
-    def __init__(self, backends: Iterable[Backend], gpus: Iterable[Gpu], preemption: whom.Preemption) -> None:
+    def __init__(
+        self,
+        backends: Iterable[Backend],
+        gpus: Iterable[Gpu],
+        preemption: whom.Preemption,
+        before: Mapping[str, Seat] = MappingProxyType({}),
+    ) -> None:
+        """``before``: the seats that backends have already, and keep."""
         self.capacity = {gpu.id: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
         self.strangers: Mapping[str, int] = {}
         """GPU id -> bytes that programs hold there which are none of ours."""
-        self.seats = {backend.name: self._seat(backend) for backend in backends}
+        self.seats = {each.name: self._seat(each, before.get(each.name)) for each in backends}
         self._preemption = preemption
 
-    def _seat(self, backend: Backend) -> Seat:
+    def _seat(self, backend: Backend, seat: Seat | None) -> Seat:
         holds = {}
         for gpu in backend.gpus:
             whole = self.capacity.setdefault(gpu, 1)
             holds[gpu] = backend.vram if backend.vram and whole > 1 else whole
-        return Seat(backend, holds)
+        if seat is None:
+            return Seat(backend, holds)
+        if seat.backend.ram != backend.ram:
+            seat.ram = backend.ram or 0
+        if seat.backend.pin != backend.pin:
+            seat.pinned = backend.pin
+        seat.backend, seat.holds, seat.whole = backend, holds, backend.vram is None
+        return seat
 
     def measure(self, seat: Seat, held: Mapping[str, int]) -> None:
         """What the backend held when it last left, by GPU: it counts for one that is to be measured."""
@@ -260,14 +277,19 @@ class Placement:
         return [seat for seat in seats if seat.pinned and seat is not target and seat.state in STAYING]
 
 
-def islands(backends: Iterable[Backend]) -> list[tuple[str, list[Backend]]]:
+def islands(
+    backends: Iterable[Backend], before: Mapping[str, str] = MappingProxyType({})
+) -> list[tuple[str, list[Backend]]]:
     """The backends grouped into islands, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
 
-    GPUs are tied by a backend that needs several of them, and by the replicas of one model.
+    GPUs are tied by a backend that needs several of them, and by the replicas of one model. ``before``:
+    backend -> the island that it was on; those of one island stay together.
     """
     groups: list[tuple[set[str], list[Backend]]] = []
     for backend in backends:
         ties = {f"gpu {gpu}" for gpu in backend.gpus} | {f"model {backend.model}"}
+        if backend.name in before:
+            ties.add(f"island {before[backend.name]}")
         members: list[Backend] = []
         for group in [g for g in groups if g[0] & ties]:
             groups.remove(group)

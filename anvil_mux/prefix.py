@@ -135,6 +135,11 @@ class Prefixes:
         while len(used) > capacity:
             self._drop(replica, next(iter(used)))
 
+    def go_on_from(self, before: Prefixes, replica: str) -> None:
+        """``replica`` holds what it held before."""
+        blocks = list(before._used[replica])
+        self.use(replica, blocks[::-1], len(blocks))
+
     def cut(self, replica: str, blocks: Iterable[int]) -> None:
         """``replica`` turned out not to hold these."""
         for block in blocks:

@@ -35,6 +35,10 @@ Invariants:
  8. A backend that failed to start is not tried before its cool-down ends; its requests fail at once.
  9. What can never fit is refused before anything is drained.
 
+A backend that the configuration has no longer, or not as it is (``retired``), is leaving: it gets no new leases,
+is drained and stopped, whatever its ladder says, and its seat is left for good. Its line waits on for whoever
+takes that seat; layout.py builds the residency that takes this one's place then.
+
 After a failed start there is no rollback: the backend is empty, and the next question serves whoever waits.
 """
 
@@ -44,6 +48,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from anvil_mux.config import Backend, Config
@@ -56,6 +61,7 @@ from anvil_mux.errors import (
     LoadError,
     MuxError,
     Stuck,
+    UnknownModel,
 )
 from anvil_mux.events import ERRAND, TRANSITIONS, Event
 from anvil_mux.footprint import Footprints
@@ -177,11 +183,24 @@ class Residency:
         footprints: Footprints | None = None,
         *,
         emit_leases: bool = True,
+        before: Sequence[Residency] = (),
+        coming: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """``before``: those whose place it takes, and which are told nothing any more.
+
+        Backends that it has in common with them keep their seats, unless these were left for good. ``coming``:
+        seat that is about to be left -> the model that it will be of then.
+        """
         self.name = name
-        self._placement = Placement(backends, config.gpus, preemption)
+        kept = {name: seat for each in before for name, seat in each.seats.items() if not _is_left(seat)}
+        self._placement = Placement(backends, config.gpus, preemption, kept)
         self.seats = self._placement.seats
-        self.lines: dict[str, dict[Ticket, None]] = {seat.model: {} for seat in self.seats.values()}
+        models = [(seat.model, seat) for seat in self.seats.values()]
+        models += [(model, self.seats[name]) for name, model in coming.items()]
+        self._replicas: dict[str, list[Seat]] = {model: [] for model, _ in models}
+        for model, seat in models:
+            self._replicas[model].append(seat)
+        self.lines: dict[str, dict[Ticket, None]] = {model: {} for model in self._replicas}
         self.settled: list[Ticket] = []
         """Tickets that ended after waiting in a line; whoever drives the residency takes and wakes them."""
         self.taken_back: list[Ticket] = []
@@ -194,11 +213,8 @@ class Residency:
         self._plans_hold_until = -FOREVER
         """Until then they are the same, unless a state changes or a line begins or loses a request."""
         self._announced: Ticket | None = None
-        self._replicas: dict[str, list[Seat]] = {model: [] for model in self.lines}
-        for seat in self.seats.values():
-            self._replicas[seat.model].append(seat)
-        self._ready: list[Seat] = []
-        self._ready_of: dict[str, list[Seat]] = {model: [] for model in self.lines}
+        self._ready_of = {model: _those_ready(seats) for model, seats in self._replicas.items()}
+        self._ready = _those_ready(self.seats.values())
         self._routed = {m: Replicas(seats, config) for m, seats in self._replicas.items() if len(seats) > 1}
         """Of models with several backends: whom a request is sent to."""
         self._swaps: list[_Swap] = []
@@ -209,14 +225,16 @@ class Residency:
         """Of models that may have a line while they are resident: who is next in it."""
         self._left: dict[str, float] = {}
         """Of those: when a backend last ceased to be ready. Before that, no line waited for a load."""
-        self._unprepared = [seat for seat in self.seats.values() if seat.backend.prepare]
+        waiting = {seat for each in before for seat in each._unprepared}
+        new = [seat for seat in self.seats.values() if seat.name not in kept or seat in waiting]
+        self._unprepared = [seat for seat in new if seat.backend.prepare]
         self._host = host or Host()
         self._footprints = footprints or Footprints()
         for seat in self.seats.values():
             self._host.join(seat, self._worth)
             self._placement.measure(seat, self._footprints.held(seat.name))
         self._demand = {model: Demand() for model in self.lines}
-        self._max_wait = max_waits(self.seats.values(), config)
+        self._max_wait = dict.fromkeys(self.lines, config.max_wait) | max_waits(self.seats.values(), config)
         self._priority = {m: max(s.backend.priority for s in seats) for m, seats in self._replicas.items()}
         self._costs = costs or Costs()
         self._config = config
@@ -224,6 +242,25 @@ class Residency:
         self._emit = emit
         self._emit_leases = emit_leases
         """Whether anybody is interested in ``leased`` and ``released``; all other events are rarer."""
+        for each in before:
+            self._go_on_from(each)
+
+    def _go_on_from(self, before: Residency) -> None:
+        """What is under way goes on here, and who waits for a model that is served here waits on."""
+        self.settled += before.settled
+        self.taken_back += before.taken_back
+        self._swaps += before._swaps
+        self._left |= before._left
+        self._placement.strangers = {**self._placement.strangers, **before._placement.strangers}
+        for model, line in before.lines.items():
+            if model not in self.lines:
+                continue
+            self.lines[model], self._demand[model] = line, before._demand[model]
+            if model in self._routed and model in before._routed:
+                self._routed[model].ledger.go_on_from(before._routed[model].ledger)
+            for ticket in line if model in self._turns else ():
+                if ticket.leases:
+                    self._turns[model].join(ticket.sender, ticket)
 
     def __repr__(self) -> str:
         seats = ", ".join(f"{s.name}: {s.state} {len(s.holders)} leases" for s in self.seats.values())
@@ -295,7 +332,8 @@ class Residency:
 
     def first_byte(self, ticket: Ticket) -> bool:
         """The first byte of an answer came, of a model with several backends; False: it comes too late."""
-        self._routed[ticket.model].ledger.first_byte(ticket)
+        if ticket.model in self._routed:
+            self._routed[ticket.model].ledger.first_byte(ticket)
         return not ticket.severed
 
     def observed(self, backend: str, load: Load, now: float) -> None:
@@ -323,20 +361,20 @@ class Residency:
 
         ``usage``: tokens of the input and how many were cached, if the engine said so.
         """
-        seat = self.seats[ticket.backend] if ticket.backend else None
+        seat = self.seats.get(ticket.backend or "")
         since = seat.holders.pop(ticket, None) if seat else None
         if seat is None or since is None:
             return False
         if ticket.work.infer_type != "prefill":
             self._demand[ticket.model].served(now - since)
         seat.last_used = now
-        if ticket.choice:
+        if ticket.choice and ticket.model in self._routed:
             self._routed[ticket.model].ledger.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
         if self._emit_leases:
             self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
         if self._turns and seat.state == "ready":
             self._fill_places(ticket.model, now)
-        if ticket.choice and not seat.holders and seat.state == "ready":
+        if ticket.model in self._routed and not seat.holders and seat.state == "ready":
             self._take_back(seat, now)
         deferred, leases = self.deferred, len(seat.holders)
         asked = deferred is not None and (leases < deferred[1].leases or now >= self._plans_hold_until)
@@ -385,7 +423,7 @@ class Residency:
 
     def pin_requested(self, model: str, now: float, pinned: bool) -> None:
         """Whether ``model`` is kept, once it is resident, from being put out for others."""
-        seats = [seat for seat in self._replicas[model] if seat.pinned != pinned]
+        seats = [s for s in self._replicas[model] if s.pinned != pinned and not s.leaving]
         if not seats:
             return
         self._plans_hold_until = -FOREVER
@@ -403,6 +441,41 @@ class Residency:
             if swap.target and seat in swap.victims and seat.state == "draining":
                 swap.victims.remove(seat)
                 self._reprieve(seat, now)
+
+    # Another configuration
+
+    def retired(self, leaving: Mapping[str, str], served: Set[str], now: float) -> None:
+        """Backends are to go for good, each for a reason; lines of models that are not ``served`` end."""
+        for seat in self.seats.values():
+            seat.leaving = seat.leaving or leaving.get(seat.name, "")
+            seat.pinned = seat.pinned and not seat.leaving
+        for swap in tuple(self._swaps):
+            if swap.target and swap.target.leaving and swap.target.state != "starting":
+                self._dissolve(swap, now)
+        for seat in self.seats.values():
+            if seat.leaving and seat.state == "ready":
+                self._begin(None, [seat], now, seat.leaving)
+            elif seat.leaving and seat.state == "parked":
+                seat.rung = "stop"
+        for model in self.lines.keys() - served:
+            self._fail_line(model, UnknownModel(model, served), now)
+
+    @property
+    def leaving(self) -> list[Seat]:
+        """Those that have not left yet."""
+        return [seat for seat in self.seats.values() if seat.leaving and not _is_left(seat)]
+
+    @property
+    def is_outgrown(self) -> bool:
+        """Whether a seat was left for good: another is to take this one's place."""
+        return any(_is_left(seat) for seat in self.seats.values())
+
+    def resumed(self, now: float) -> None:
+        """It took the place of others: whoever may be served now is."""
+        for model, line in self.lines.items():
+            if line and self.is_ready(model):
+                self._admit(model, now)
+        self._fail_refused(now)
 
     # Facts from the engines
 
@@ -444,6 +517,9 @@ class Residency:
         self._learn(seat, how)
         self._end_swap_to(seat)
         self._emit(Event(now, "ready", seat.model, name, seconds=seat.load_seconds, way=how))
+        if seat.leaving:
+            self._begin(None, [seat], now, seat.leaving)
+            return
         self._admit(seat.model, now)
         if wanted:
             seat.rung = ""
@@ -486,7 +562,8 @@ class Residency:
             self._footprints.learn(name, how, gave_up, residual or {}, host_bytes if parked else 0)
             self._placement.measure(seat, self._footprints.held(name))
         self._enter(seat, "parked" if parked else "stopped", now)
-        seat.rests, seat.rung, seat.residual = how, "", dict(residual or {}) if parked else {}
+        seat.rests, seat.rung = how, "stop" if seat.leaving else ""
+        seat.residual = dict(residual or {}) if parked else {}
         seat.host_bytes = host_bytes if parked else 0
         if how in PINS:
             seat.ram = max(seat.ram, host_bytes)
@@ -665,14 +742,14 @@ class Residency:
             if seat.state == "stuck":
                 return self._stop(seat, now, "trying again to stop it")
             if seat.rung == "stop" and self._may_be_stopped(seat):
-                return self._demote(
-                    seat, now, "trying again to stop it" if seat.failed_stops else "unload requested"
-                )
+                why = "trying again to stop it" if seat.failed_stops else seat.leaving or "unload requested"
+                return self._demote(seat, now, why)
         return None
 
     def _may_be_stopped(self, seat: Seat) -> bool:
-        """Whether it is parked and nobody waits for it."""
-        return seat.state == "parked" and not seat.coming and not self.lines[seat.model]
+        """Whether it is parked and nobody waits for it as it is."""
+        wanted = self.lines[seat.model] and not seat.leaving
+        return seat.state == "parked" and not seat.coming and not wanted
 
     def _demote_next(self, now: float) -> Step | None:
         """A parked backend that rests too high for too long, or for the host's memory."""
@@ -756,7 +833,8 @@ class Residency:
 
     def _stop(self, seat: Seat, now: float, reason: str, target: Seat | None = None) -> Stop:
         drained = now - seat.since if seat.state == "draining" else 0.0
-        how = "stop" if seat.state == "stuck" else seat.rung or self._rung(seat, target)
+        for_good = seat.state == "stuck" or seat.leaving
+        how = "stop" if for_good else seat.rung or self._rung(seat, target)
         self._enter(seat, "stop", now)
         seat.rung = how
         severed = self._sever(seat, now, drained)
@@ -882,7 +960,7 @@ class Residency:
         return {gpu for swap in self._swaps if swap is not but for gpu in swap.gpus()}
 
     def _loadable(self, model: str, now: float) -> list[Seat]:
-        seats = self._replicas[model]
+        seats = [seat for seat in self._replicas[model] if not seat.leaving]
         return [s for s in seats if s.state == "parked" or (s.state == "empty" and s.retry_at <= now)]
 
     def _ask_policy(self, plans: Mapping[str, _Plan], now: float) -> bool:
@@ -1011,6 +1089,10 @@ class Residency:
             self._host.changes += 1
 
     def _reprieve(self, victim: Seat, now: float) -> None:
+        if victim.leaving:
+            left = victim.since + self._config.drain_timeout - now
+            self._begin(None, [victim], now, victim.leaving, max(left, 0.0))
+            return
         self._enter(victim, "reprieve", now)
         self._emit(Event(now, "ready", victim.model, victim.name, reason="reprieved"))
         self._admit(victim.model, now)
@@ -1130,7 +1212,7 @@ class Residency:
         return first
 
     def _obstacle(self, seat: Seat, now: float) -> MuxError | None:
-        if seat.state not in ("empty", "parked", "stuck"):
+        if seat.state not in ("empty", "parked", "stuck") or (seat.leaving and seat.state != "stuck"):
             return None
         for other in self.seats.values():
             if self._is_stuck_before(other, seat):
@@ -1183,7 +1265,7 @@ class Residency:
         if before == "ready" and seat.model in self._turns:
             self._left[seat.model] = now
         if "ready" in (before, seat.state):
-            self._ready = [each for each in self.seats.values() if each.state == "ready"]
+            self._ready = _those_ready(self.seats.values())
             self._ready_of[seat.model] = [each for each in self._ready if each.model == seat.model]
         self._plans_hold_until = -FOREVER
         self._host.changes += 1
@@ -1316,6 +1398,15 @@ class Residency:
             for victim in swap.victims
             if victim.state == "draining"
         }
+
+
+def _those_ready(seats: Iterable[Seat]) -> list[Seat]:
+    return [seat for seat in seats if seat.state == "ready"]
+
+
+def _is_left(seat: Seat) -> bool:
+    """It went for good, and holds nothing any more."""
+    return bool(seat.leaving) and seat.state == "empty"
 
 
 def idle_until(seat: Seat) -> float:

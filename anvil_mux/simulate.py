@@ -25,9 +25,9 @@ from anvil_mux.costs import Cost, Costs
 from anvil_mux.errors import LoadError, MuxError, WaitedTooLong
 from anvil_mux.events import ERRAND, TRANSITIONS, Event
 from anvil_mux.footprint import Footprints
-from anvil_mux.ladder import Host
+from anvil_mux.layout import Layout
 from anvil_mux.placement import HOLDING, Placement, islands
-from anvil_mux.policy import FOREVER, build_policy
+from anvil_mux.policy import FOREVER
 from anvil_mux.preemption import build_preemption
 from anvil_mux.residency import Residency, cool_down, max_waits
 from anvil_mux.steps import Demote, Start, Stop, Ticket, Wait
@@ -58,6 +58,13 @@ class Death(NamedTuple):
 
     at: float
     backend: str
+
+
+class Reload(NamedTuple):
+    """Another configuration takes the place of the one that holds."""
+
+    at: float
+    config: Config
 
 
 class Outcome(NamedTuple):
@@ -111,7 +118,7 @@ class Engines:
 
 def simulate(
     config: Config,
-    trace: Iterable[Request | Unloading | Death],
+    trace: Iterable[Request | Unloading | Death | Reload],
     perform: Perform | None = None,
     *,
     resident: Iterable[str] = (),
@@ -161,7 +168,6 @@ class _Simulation:
     def __init__(self, config: Config, perform: Perform, follow: Follow | None, costs: Costs) -> None:
         self.log: list[Event] = []
         self._follow = follow
-        self._config = config
         self._perform = perform
         self._steps: Counter[str] = Counter()
         self._heap: list[_Happening] = []
@@ -170,26 +176,20 @@ class _Simulation:
         self._ids = count(1)
         self._open = 0  # requests that have not ended, and steps under way
         self._waiting = 0
-        self._models = {backend.name: backend.model for backend in config.backends}
-        self._islands: dict[str, _Island] = {}
-        footprints = Footprints()
-        self._host = Host(config.host_memory, footprints)
+        self._layout = Layout(config, self.log.append, costs, Footprints())
+        self._host = self._layout.host
         self._host_seen = 0
-        policy = build_policy(config.policy, config.policy_settings)
-        preemption = build_preemption(config.preemption, config.preemption_settings)
-        for name, backends in islands(config.backends):
-            residency = Residency(
-                name, config, backends, policy, preemption, self.log.append, costs, self._host, footprints
-            )
-            island = _Island(residency)
-            self._islands.update(dict.fromkeys(island.residency.lines, island))
+        self._islands = {residency: _Island(residency) for residency in self._layout.residencies}
 
     def adopt(self, running: Iterable[str]) -> None:
         for name in running:
-            self._islands[self._models[name]].residency.adopt(name, 0.0)
+            self._layout.of_backend[name].adopt(name, 0.0)
 
-    def run(self, trace: Iterable[Request | Unloading | Death]) -> None:
-        for island in dict.fromkeys(self._islands.values()):
+    def _island(self, model: str) -> _Island:
+        return self._islands[self._layout.of_model[model]]
+
+    def run(self, trace: Iterable[Request | Unloading | Death | Reload]) -> None:
+        for island in tuple(self._islands.values()):
             self._ask(island, 0.0)
         heap = self._heap
         for entry in trace:
@@ -200,9 +200,11 @@ class _Simulation:
                 case Request():
                     self._arrive(entry)
                 case Unloading(at, model):
-                    self._unload(self._islands[model], model, at)
+                    self._unload(model, at)
                 case Death(at, backend):
-                    self._die(self._islands[self._models[backend]], backend, at)
+                    self._die(backend, at)
+                case Reload(at, config):
+                    self._reload(config, at)
         while heap and self._open:
             now, _, call, argument = heappop(heap)
             call(now, argument)
@@ -225,8 +227,11 @@ class _Simulation:
 
     def _arrive(self, request: Request) -> None:
         now, model = request.at, request.model
-        island = self._islands[model]
-        if self._waiting >= self._config.max_queue and not island.residency.takes(model):
+        if model not in self._layout.served:
+            self._follow_up(now, request)
+            return
+        island = self._island(model)
+        if self._waiting >= self._layout.config.max_queue and not island.residency.takes(model):
             self._follow_up(now, request)  # overloaded
             return
         ticket = Ticket(next(self._ids), model, now, leases=request.leases, sender=request.sender)
@@ -245,18 +250,42 @@ class _Simulation:
         if ask:
             self._ask(island, now)
 
-    def _unload(self, island: _Island, model: str, now: float) -> None:
+    def _unload(self, model: str, now: float) -> None:
+        if model not in self._layout.served:
+            return
+        island = self._island(model)
         if any(seat.state == "starting" for seat in island.residency.seats_of(model)):
             return
         island.residency.unload_requested(model, now, "unload requested")
         self._ask(island, now)
 
-    def _die(self, island: _Island, backend: str, now: float) -> None:
-        island.residency.died(backend, now, "killed")
-        self._ask(island, now)
+    def _die(self, backend: str, now: float) -> None:
+        if backend in self._layout.of_backend:
+            island = self._islands[self._layout.of_backend[backend]]
+            island.residency.died(backend, now, "killed")
+            self._ask(island, now)
+
+    def _reload(self, config: Config, now: float) -> None:
+        places = self._layout.reconfigure(config, now)
+        before, self._islands = self._islands, {}
+        for residency, island in before.items():
+            self._move(island, places[residency])
+        for residency in self._layout.residencies:
+            self._islands.setdefault(residency, _Island(residency))
+        for island in self._islands.values():
+            self._take_settled(island, now)
+        for island in tuple(self._islands.values()):
+            self._ask(island, now)
+
+    def _move(self, island: _Island, place: Residency) -> None:
+        """What rang for a residency rings for the one that took its place, if nothing does yet."""
+        if place in self._islands:
+            island.rings = FOREVER
+        else:
+            self._islands[place], island.residency = island, place
 
     def _limit_wait(self, ticket: Ticket, now: float) -> None:
-        self._time_outs.append((now + self._config.queue_timeout, next(self._order), self._time_out, ticket))
+        self._time_outs.append((now + self._layout.config.queue_timeout, next(self._order), self._time_out, ticket))
         if len(self._time_outs) == 1:
             heappush(self._heap, self._time_outs[0])
 
@@ -269,7 +298,9 @@ class _Simulation:
             heappush(self._heap, self._time_outs[0])
 
     def _leave(self, now: float, ticket: Ticket, error: MuxError | None = None) -> None:
-        island = self._islands[ticket.model]
+        if ticket.settled:
+            return
+        island = self._island(ticket.model)
         if ticket in island.residency.lines[ticket.model]:
             island.residency.give_up(ticket, now, error)
             self._waiting -= 1
@@ -290,7 +321,10 @@ class _Simulation:
     def _release(self, now: float, ticket: Ticket) -> None:
         if ticket.severed:
             return
-        island = self._islands[ticket.model]
+        if ticket.model not in self._layout.of_model:
+            self._end(ticket, now)
+            return
+        island = self._island(ticket.model)
         ask = island.residency.release(ticket, now)
         self._end(ticket, now)
         self._take_settled(island, now)
@@ -308,13 +342,16 @@ class _Simulation:
         """What one island does with the host's memory concerns all."""
         while self._host.changes != self._host_seen:
             self._host_seen = self._host.changes
-            for each in dict.fromkeys(self._islands.values()):
+            for each in tuple(self._islands.values()):
                 self._ask_alone(each, now)
 
     def _ask_alone(self, island: _Island, now: float) -> None:
-        residency = island.residency
+        place = self._layout.settle(island.residency, now)
+        if place is not island.residency:
+            del self._islands[island.residency]
+            self._move(island, place)
         while True:
-            step = residency.next_step(now)
+            step = place.next_step(now)
             self._take_settled(island, now)
             if isinstance(step, Wait):
                 break
@@ -324,7 +361,7 @@ class _Simulation:
             outcome = self._perform(step, self._steps[step.backend])
             self._steps[step.backend] += 1
             self._open += 1
-            self._at(now + outcome.seconds, self._performed, (island, step, outcome))
+            self._at(now + outcome.seconds, self._performed, (step, outcome))
         self._set_alarm(island, step.until)
 
     def _take_settled(self, island: _Island, now: float) -> None:
@@ -350,8 +387,9 @@ class _Simulation:
         else:
             self._ask(island, now)
 
-    def _performed(self, now: float, what: tuple[_Island, Start | Stop | Demote, Outcome]) -> None:
-        island, step, (_, error, how, residual, host_bytes) = what
+    def _performed(self, now: float, what: tuple[Start | Stop | Demote, Outcome]) -> None:
+        step, (_, error, how, residual, host_bytes) = what
+        island = self._islands[self._layout.of_backend[step.backend]]
         how = how or (step.to if isinstance(step, Demote) else step.how)
         self._open -= 1
         residency = island.residency

@@ -12,8 +12,8 @@ ROWS = (
     "screen completion",
     "keys naming api rewrite completions stages ollama anthropic composefile",
     "policy preemption profile routing prefix pipeline costs footprint demand hooks config loading change",
-    "turns events steps placement ladder ledger replicas residency outlook progress status engine control",
-    "gpu compose process freed lookout driver checkpoint",
+    "turns events steps placement ladder ledger replicas residency layout outlook progress status engine",
+    "control gpu compose process freed lookout driver checkpoint",
     "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
     "answers tunnel pump relay gauges metrics feed journal learned client tls",
@@ -41,6 +41,7 @@ CORE = (
     "costs",
     "footprint",
     "demand",
+    "layout",
     "change",
 )
 FORBIDDEN = {
