@@ -1,10 +1,10 @@
 """All islands of one configuration, and how they become those of another while requests run.
 
-A backend that goes on (change.py) keeps its seat with all that hangs on it: state, leases, memory. One that was
-changed or removed is leaving (residency.py): its seat keeps the description by which it was started until it
-holds nothing any more, and is then given to the new description, or taken away. Lines belong to models, so
-whoever waits for a backend that changed waits on, and whoever waits for a model that is served no longer is
-told so at once.
+A backend that goes on (change.py) keeps its seat with all that hangs on it: state, leases, memory. One that
+was changed or removed is leaving (residency.py): its seat keeps the description by which it was started until
+it holds nothing any more, and is then given to the new description, or taken away. Lines belong to models,
+so whoever waits for a backend that changed waits on, and whoever waits for a model that is served no longer
+is told so at once.
 
 No residency is altered: another one takes its place and goes on from it (``reconfigure``, and ``settle`` each
 time a seat was left), so what follows from the configuration is computed in one place only, its constructor.

@@ -41,12 +41,10 @@ from anvil_mux.errors import (
 from anvil_mux.events import Event
 from anvil_mux.footprint import Footprint, Footprints
 from anvil_mux.keys import Key
-from anvil_mux.ladder import Host
+from anvil_mux.layout import Layout
 from anvil_mux.ledger import Load, Report
 from anvil_mux.outlook import Outlook, outlook
-from anvil_mux.placement import islands
-from anvil_mux.policy import FOREVER, build_policy
-from anvil_mux.preemption import build_preemption
+from anvil_mux.policy import FOREVER
 from anvil_mux.progress import Progress, Said, progress
 from anvil_mux.residency import Residency
 from anvil_mux.routing import Work
@@ -142,14 +140,17 @@ class Lease:
 
 
 class _Island:
-    """A residency, the condition its keepers wait on, and the addresses of what is resident."""
+    """A residency, the condition its keepers wait on, and how many of them were started here.
+
+    Islands that a reload ties together share residency and condition from then on.
+    """
 
     __slots__ = ("changed", "keepers", "residency")
 
-    def __init__(self, residency: Residency, changed: Condition, keepers: int) -> None:
+    def __init__(self, residency: Residency, changed: Condition) -> None:
         self.residency = residency
         self.changed = changed
-        self.keepers = keepers
+        self.keepers = 0
 
 
 class Multiplexer:
@@ -169,19 +170,21 @@ class Multiplexer:
         footprints: Iterable[Footprint] = (),
         clock: Clock | None = None,
     ) -> None:
-        self._config = config
         self._mechanism = mechanism
+        self._log = log
         self._clock = clock or Clock()
-        self._backends = {backend.name: backend for backend in config.backends}
-        self._replicas = Counter(backend.model for backend in config.backends)
-        self._names = {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
+        # Replaced as a whole, under the lock, and never altered: whoever only reads them needs none.
+        self._backends: dict[str, Backend] = {}  # as they were last started; those that went too
+        self._take(config)
         # The lock guards everything below it. It is held for microseconds: no I/O, no engine, no Docker.
         self._lock = self._clock.lock()
-        self._islands: dict[str, _Island] = {}  # model -> island; the islands' residencies too
+        self._layout = Layout(config, log, Costs(costs), Footprints(footprints), emit_leases=log_leases)
+        self._every: list[_Island] = []  # each has keepers of its own
+        self._islands: dict[str, _Island] = {}  # model -> island
+        self._homes: dict[Residency, _Island] = {}
         self._addresses: dict[str, tuple[str, int]] = {}  # backend -> where it was last seen to listen
-        self._costs = Costs(costs)
-        self._footprints = Footprints(footprints)
-        self._host = Host(config.host_memory, self._footprints)
+        self._costs, self._footprints = self._layout.costs, self._layout.footprints
+        self._host = self._layout.host
         self._said: dict[str, Said] = {}  # backend -> what its log says of the load that is under way
         self._tickets = 0
         self._waiting = 0
@@ -189,34 +192,42 @@ class Multiplexer:
         self._waiters: Counter[Key] = Counter()
         self._closing: MuxError | None = None
         self._closed = False
-        self._build_islands(log, log_leases)
+        self._settle_down({})
 
-    def _build_islands(self, log: Callable[[Event], object], log_leases: bool) -> None:
-        config = self._config
-        policy = build_policy(config.policy, config.policy_settings)
-        preemption = build_preemption(config.preemption, config.preemption_settings)
-        for name, backends in islands(config.backends):
-            residency = Residency(
-                name,
-                config,
-                backends,
-                policy,
-                preemption,
-                log,
-                self._costs,
-                self._host,
-                self._footprints,
-                emit_leases=log_leases,
-            )
-            island = _Island(residency, self._clock.condition(self._lock), _steps_at_once(backends))
-            self._islands.update(dict.fromkeys(residency.lines, island))
+    def _take(self, config: Config) -> None:
+        self._config = config
+        self._replicas = Counter(backend.model for backend in config.backends)
+        self._names = {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
+
+    def _settle_down(self, places: Mapping[Residency, Residency]) -> None:
+        """Under the lock: residencies took the place of others."""
+        homes: dict[Residency, _Island] = {}
+        for island in self._every:
+            island.changed.notify_all()
+            island.residency = places.get(island.residency, island.residency)
+            island.changed = homes.setdefault(island.residency, island).changed
+        for residency in self._layout.residencies:
+            if residency not in homes:
+                homes[residency] = _Island(residency, self._clock.condition(self._lock))
+                self._every.append(homes[residency])
+        self._homes = homes
+        self._islands = {model: homes[place] for model, place in self._layout.of_model.items()}
+        seats = [seat for residency in homes for seat in residency.seats.values()]
+        self._backends = {**self._backends, **{seat.name: seat.backend for seat in seats}}
 
     def __repr__(self) -> str:
         with self._lock:
             return f"<Multiplexer {[island.residency for island in self._each_island()]}>"
 
     def _each_island(self) -> list[_Island]:
-        return list(dict.fromkeys(self._islands.values()))
+        return list(self._homes.values())
+
+    def _island(self, model: str) -> _Island:
+        """UnknownModel if it was served until a moment ago."""
+        try:
+            return self._islands[model]
+        except KeyError:
+            raise UnknownModel(model, self._replicas) from None
 
     # The serve path
 
@@ -225,12 +236,12 @@ class Multiplexer:
         try:
             return self._names[name]
         except KeyError:
-            raise UnknownModel(name, self._islands) from None
+            raise UnknownModel(name, self._replicas) from None
 
     def is_ready(self, model: str) -> bool:
         """Whether it is resident; its requests may have to wait for a place all the same."""
         with self._lock:
-            return self._islands[model].residency.is_ready(model)
+            return self._island(model).residency.is_ready(model)
 
     def replicas(self, model: str) -> int:
         """How many backends serve it."""
@@ -238,7 +249,7 @@ class Multiplexer:
 
     def bytes_per_token(self, model: str) -> float:
         """Of a model with several backends."""
-        return self._islands[model].residency.bytes_per_token(model)
+        return self._island(model).residency.bytes_per_token(model)
 
     def explain(
         self, model: str, work: Work = NO_WORK, *, staged: bool = False
@@ -247,12 +258,13 @@ class Multiplexer:
         if self._replicas[model] == 1:
             return {}
         with self._lock:
-            return self._islands[model].residency.explain(model, work, self._clock.now(), staged=staged)
+            return self._island(model).residency.explain(model, work, self._clock.now(), staged=staged)
 
     def has_another(self, lease: Lease) -> bool:
         """Whether a request may be sent to another backend of its model without waiting for a load."""
         with self._lock:
-            seats = self._islands[lease.backend.model].residency.seats_of(lease.backend.model)
+            model = lease.backend.model
+            seats = self._islands[model].residency.seats_of(model) if model in self._islands else ()
             return any(seat.state == "ready" and seat.name != lease.backend.name for seat in seats)
 
     @contextmanager
@@ -311,9 +323,11 @@ class Multiplexer:
     ) -> Ticket:
         with self._lock:
             now = self._clock.now()
-            island = self._islands[model]
             if self._closing:
                 raise self._closing.with_traceback(None)
+            if model not in self._replicas:
+                raise UnknownModel(model, self._replicas)
+            island = self._islands[model]
             if self._waiting >= self._config.max_queue and not island.residency.takes(model):
                 raise Overloaded(f"overloaded: {self._waiting} requests wait for models already. Try again.")
             if key and key.waiting is not None and not island.residency.takes(model):
@@ -411,7 +425,9 @@ class Multiplexer:
     def _release(self, ticket: Ticket, tail: bytes = b"") -> None:
         usage = api.tokens_said(tail)[1:] if tail else (None, None)
         with self._lock:
-            island = self._islands[ticket.model]
+            island = self._islands.get(ticket.model)
+            if island is None:
+                return
             if island.residency.release(ticket, self._clock.now(), usage):
                 island.changed.notify_all()
             if island.residency.settled:
@@ -427,19 +443,20 @@ class Multiplexer:
 
     def _first_byte(self, ticket: Ticket) -> bool:
         with self._lock:
-            return self._islands[ticket.model].residency.first_byte(ticket)
+            island = self._islands.get(ticket.model)
+            return not ticket.severed if island is None else island.residency.first_byte(ticket)
 
     # Facts from outside
 
     def died(self, backend: str, why: str) -> None:
         """The backend's service ended, and nobody here told it to."""
-        if backend in self._backends:
-            self._tell(backend, lambda residency, now: residency.died(backend, now, why))
+        self._tell(backend, lambda residency, now: residency.died(backend, now, why))
 
     def last_words(self, backend: str, log: Iterable[str]) -> None:
         """What the engine of a backend that died had printed last."""
         with self._lock:
-            self._residency_of(backend).last_words(backend, log)
+            if residency := self._layout.of_backend.get(backend):
+                residency.last_words(backend, log)
 
     def strangers_hold(self, held: Mapping[str, int]) -> None:
         """Programs that are none of ours hold so many bytes of these GPUs."""
@@ -457,7 +474,8 @@ class Multiplexer:
         why = self._mechanism.ended(backend)
 
         def fact(residency: Residency, now: float) -> None:
-            if ticket not in residency.seats[backend.name].holders:
+            seat = residency.seats.get(backend.name)
+            if seat is None or ticket not in seat.holders:
                 return
             if why:
                 residency.died(backend.name, now, why)
@@ -482,8 +500,8 @@ class Multiplexer:
     def observed(self, backend: str, load: Load) -> None:
         """The engine of a replica said this of itself."""
         with self._lock:
-            residency = self._islands[self._backends[backend].model].residency
-            residency.observed(backend, load, self._clock.now())
+            if residency := self._layout.of_backend.get(backend):
+                residency.observed(backend, load, self._clock.now())
 
     def reports(self) -> dict[str, Report]:
         """What other anvil-mux are told of the replicas that are shared with them."""
@@ -501,7 +519,7 @@ class Multiplexer:
     def unload_idle(self, model: str) -> bool:
         """Puts ``model`` out if it is resident and nobody uses it; False if it stays as it is."""
         with self._lock:
-            island = self._islands[model]
+            island = self._island(model)
             residency = island.residency
             if not residency.is_ready(model) or any(seat.holders for seat in residency.seats_of(model)):
                 return False
@@ -515,7 +533,7 @@ class Multiplexer:
         BadRequest while it is loading.
         """
         with self._lock:
-            island = self._islands[model]
+            island = self._island(model)
             if any(seat.state == "starting" for seat in island.residency.seats_of(model)):
                 raise BadRequest(f"{model} is loading; unload it when it is ready.", status=409)
             told = island.residency.unload_requested(model, self._clock.now(), "unload requested")
@@ -534,29 +552,58 @@ class Multiplexer:
 
     def adopt(self, running: Mapping[str, str], parked: Mapping[str, Rested] | None = None) -> list[str]:
         """Takes over backends that run already (name -> URL), or rest; returns those that cannot stay."""
-        refused = []
         with self._lock:
-            now = self._clock.now()
-            for name, url in running.items():
-                if name not in self._backends:
-                    continue
-                self._addresses[name] = _address(url)
-                if not self._residency_of(name).adopt(name, now):
-                    refused.append(name)
-            for name, rested in (parked or {}).items():
+            return self._adopt(running, parked or {}, self._clock.now())
+
+    def _adopt(self, running: Mapping[str, str], parked: Mapping[str, Rested], now: float) -> list[str]:
+        refused = []
+        for name in (*running, *parked):
+            residency = self._layout.of_backend.get(name)
+            if residency is None or residency.seats[name].state != "empty":
+                continue
+            if name in running:
+                self._addresses[name] = _address(running[name])
+                stays = residency.adopt(name, now)
+            else:
+                rested = parked[name]
                 about = rested.how, rested.residual, rested.host_bytes
-                if not self._residency_of(name).adopt_parked(name, now, *about):
-                    refused.append(name)
+                stays = residency.adopt_parked(name, now, *about)
+            if not stays:
+                refused.append(name)
         return refused
 
-    def _residency_of(self, backend: str) -> Residency:
-        return self._islands[self._backends[backend].model].residency
+    def reconfigure(
+        self, config: Config, running: Mapping[str, str], parked: Mapping[str, Rested] | None = None
+    ) -> list[str]:
+        """From now on ``config`` holds, and requests that run go on; the rest is as with ``adopt``."""
+        with self._lock:
+            now = self._clock.now()
+            self._take(config)
+            self._settle_down(self._layout.reconfigure(config, now))
+            refused = self._adopt(running, parked or {}, now)
+            for island in self._each_island():
+                self._wake_settled(island)
+                island.changed.notify_all()
+            lacking = self._lacking_keepers()
+        self._start_keepers(lacking)
+        return refused
+
+    def tell(self, kind: str, reason: str) -> None:
+        """Something happened to the whole program."""
+        with self._lock:
+            self._log(Event(self._clock.now(), kind, "", reason=reason))
 
     def _tell(self, backend: str, fact: Callable[[Residency, float], object]) -> None:
         with self._lock:
-            island = self._islands[self._backends[backend].model]
+            home = self._layout.of_backend.get(backend)
+            if home is None:
+                return
+            island, now = self._homes[home], self._clock.now()
             changes = self._host.changes
-            fact(island.residency, self._clock.now())
+            fact(home, now)
+            place = self._layout.settle(home, now)
+            if place is not home:
+                self._settle_down({home: place})
             self._wake_settled(island)
             taken_back = self._taken_back(island)
             island.changed.notify_all()
@@ -574,27 +621,42 @@ class Multiplexer:
 
     def start(self) -> None:
         """Starts the keepers."""
-        for island in self._each_island():
-            for number in range(island.keepers):
-                self._clock.spawn(partial(self._keep, island), f"keeper-{island.residency.name}-{number}")
+        with self._lock:
+            lacking = self._lacking_keepers()
+        self._start_keepers(lacking)
+
+    def _lacking_keepers(self) -> list[tuple[_Island, int]]:
+        """Under the lock: those that are to be started now."""
+        have = Counter[Residency]()
+        for island in self._every:
+            have[island.residency] += island.keepers
+        lacking = []
+        for residency, island in self._homes.items():
+            here = [seat.backend for seat in residency.seats.values()]
+            here += [b for b in self._config.backends if b.name in residency.seats]
+            for number in range(have[residency], _steps_at_once(here)):
+                island.keepers += 1
+                lacking.append((island, number))
+        return lacking
+
+    def _start_keepers(self, lacking: Iterable[tuple[_Island, int]]) -> None:
+        for island, number in lacking:
+            self._clock.spawn(partial(self._keep, island), f"keeper-{island.residency.name}-{number}")
 
     def _keep(self, island: _Island) -> None:
         """A keeper's life: take a step, perform it, report how it ended."""
-        while True:
-            step = self._next_step(island)
+        while todo := self._next_step(island):
+            step, backend = todo
             match step:
-                case Start(name, how):
-                    self._load(self._backends[name], how)
-                case Stop(name, how, severed):
-                    self._evict(self._backends[name], how, severed)
-                case Demote(name, how, to):
-                    backend = self._backends[name]
+                case Start(_, how):
+                    self._load(backend, how)
+                case Stop(_, how, severed):
+                    self._evict(backend, how, severed)
+                case Demote(_, how, to):
                     self._rest(backend, partial(self._mechanism.demote, backend, how, to))
-                case None:
-                    return
 
-    def _next_step(self, island: _Island) -> Step | None:
-        """Waits until the island has a step to perform; None when the program ends."""
+    def _next_step(self, island: _Island) -> tuple[Step, Backend] | None:
+        """Waits until the island has a step to perform, and on whom; None when the program ends."""
         with self._lock:
             while not self._closed:
                 now = self._clock.now()
@@ -605,7 +667,7 @@ class Multiplexer:
                 if not isinstance(step, Wait):
                     self._said.pop(step.backend, None)
                     island.changed.notify_all()
-                    return step
+                    return step, island.residency.seats[step.backend].backend
                 island.changed.wait(None if step.until == FOREVER else step.until - now)
             return None
 
@@ -691,7 +753,7 @@ class Multiplexer:
         """
         with self._lock:
             now = self._clock.now()
-            residency = self._islands[model].residency
+            residency = self._island(model).residency
             seats = residency.seats_of(model)
             far = self._progress(residency, model, now)
             if far and far.seconds_left is not None:
@@ -706,7 +768,7 @@ class Multiplexer:
     def how_far(self, model: str) -> str:
         """How far the load of ``model`` is, or how long it waits for one, in a few words for its clients."""
         with self._lock:
-            residency, now = self._islands[model].residency, self._clock.now()
+            residency, now = self._island(model).residency, self._clock.now()
             far = self._progress(residency, model, now)
             if far:
                 return far.words
@@ -716,7 +778,7 @@ class Multiplexer:
     def outlook(self, model: str) -> Outlook:
         """What a request for ``model`` would wait for now."""
         with self._lock:
-            residency = self._islands[model].residency
+            residency = self._island(model).residency
             return outlook(residency, model, self._clock.now(), self._config.drain_timeout)
 
     def report(self, backend: str, said: Said) -> None:
@@ -783,7 +845,8 @@ def _cut(ticket: Ticket) -> None:
 def _steps_at_once(backends: list[Backend]) -> int:
     """How many keepers an island needs, so that no drain and no retry waits for a free one."""
     if any(b.vram or b.vram_measured or not b.gpus or b.rest != ("stop",) for b in backends):
-        return len(backends)  # several share a GPU, or are taken down their ladders while others swap
+        # Several share a GPU, or are taken down their ladders while others swap.
+        return len({backend.name for backend in backends})
     return len({gpu for backend in backends for gpu in backend.gpus})
 
 

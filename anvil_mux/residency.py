@@ -35,9 +35,9 @@ Invariants:
  8. A backend that failed to start is not tried before its cool-down ends; its requests fail at once.
  9. What can never fit is refused before anything is drained.
 
-A backend that the configuration has no longer, or not as it is (``retired``), is leaving: it gets no new leases,
-is drained and stopped, whatever its ladder says, and its seat is left for good. Its line waits on for whoever
-takes that seat; layout.py builds the residency that takes this one's place then.
+A backend that the configuration has no longer, or not as it is (``retired``), is leaving: it gets no new
+leases, is drained and stopped, whatever its ladder says, and its seat is left for good. Its line waits on for
+whoever takes that seat; layout.py builds the residency that takes this one's place then.
 
 After a failed start there is no rollback: the backend is empty, and the next question serves whoever waits.
 """
@@ -83,6 +83,7 @@ from anvil_mux.policy import (
     decide,
 )
 from anvil_mux.preemption import Preemption
+from anvil_mux.prefix import BYTES_PER_TOKEN
 from anvil_mux.replicas import Replicas, nobody_takes
 from anvil_mux.routing import Work
 from anvil_mux.settings import gib
@@ -188,18 +189,14 @@ class Residency:
     ) -> None:
         """``before``: those whose place it takes, and which are told nothing any more.
 
-        Backends that it has in common with them keep their seats, unless these were left for good. ``coming``:
-        seat that is about to be left -> the model that it will be of then.
+        Backends that it has in common with them keep their seats, unless these were left for good.
+        ``coming``: seat that is about to be left -> the model that it will be of then.
         """
         self.name = name
         kept = {name: seat for each in before for name, seat in each.seats.items() if not _is_left(seat)}
         self._placement = Placement(backends, config.gpus, preemption, kept)
-        self.seats = self._placement.seats
-        models = [(seat.model, seat) for seat in self.seats.values()]
-        models += [(model, self.seats[name]) for name, model in coming.items()]
-        self._replicas: dict[str, list[Seat]] = {model: [] for model, _ in models}
-        for model, seat in models:
-            self._replicas[model].append(seat)
+        self.seats: dict[str, Seat] = self._placement.seats
+        self._replicas = _by_model(self.seats, coming)
         self.lines: dict[str, dict[Ticket, None]] = {model: {} for model in self._replicas}
         self.settled: list[Ticket] = []
         """Tickets that ended after waiting in a line; whoever drives the residency takes and wakes them."""
@@ -225,9 +222,8 @@ class Residency:
         """Of models that may have a line while they are resident: who is next in it."""
         self._left: dict[str, float] = {}
         """Of those: when a backend last ceased to be ready. Before that, no line waited for a load."""
-        waiting = {seat for each in before for seat in each._unprepared}
-        new = [seat for seat in self.seats.values() if seat.name not in kept or seat in waiting]
-        self._unprepared = [seat for seat in new if seat.backend.prepare]
+        done = {name for each in before for name in kept.keys() & each.prepared}
+        self._unprepared = [s for s in self.seats.values() if s.backend.prepare and s.name not in done]
         self._host = host or Host()
         self._footprints = footprints or Footprints()
         for seat in self.seats.values():
@@ -338,7 +334,9 @@ class Residency:
 
     def observed(self, backend: str, load: Load, now: float) -> None:
         """The engine of a replica said this of itself."""
-        self._routed[self.seats[backend].model].ledger.observe(backend, load, now)
+        routed = self._routed.get(self.seats[backend].model)
+        if routed:
+            routed.ledger.observe(backend, load, now)
 
     def reports(self, now: float) -> dict[str, Report]:
         """What other anvil-mux are told of the replicas here."""
@@ -352,7 +350,7 @@ class Residency:
 
     def bytes_per_token(self, model: str) -> float:
         """As engines' counts have it. Any thread may ask, at any time."""
-        return self._routed[model].ledger.bytes_per_token
+        return self._routed[model].ledger.bytes_per_token if model in self._routed else BYTES_PER_TOKEN
 
     def release(
         self, ticket: Ticket, now: float, usage: tuple[int | None, int | None] = (None, None)
@@ -459,6 +457,11 @@ class Residency:
                 seat.rung = "stop"
         for model in self.lines.keys() - served:
             self._fail_line(model, UnknownModel(model, served), now)
+
+    @property
+    def prepared(self) -> Set[str]:
+        """Backends that are not to be loaded before anybody asks, or not any more."""
+        return self.seats.keys() - {seat.name for seat in self._unprepared}
 
     @property
     def leaving(self) -> list[Seat]:
@@ -1398,6 +1401,14 @@ class Residency:
             for victim in swap.victims
             if victim.state == "draining"
         }
+
+
+def _by_model(seats: Mapping[str, Seat], coming: Mapping[str, str]) -> dict[str, list[Seat]]:
+    found: dict[str, list[Seat]] = {}
+    for seat in seats.values():
+        for model in dict.fromkeys((seat.model, coming.get(seat.name, seat.model))):
+            found.setdefault(model, []).append(seat)
+    return found
 
 
 def _those_ready(seats: Iterable[Seat]) -> list[Seat]:

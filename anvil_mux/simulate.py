@@ -285,7 +285,9 @@ class _Simulation:
             self._islands[place], island.residency = island, place
 
     def _limit_wait(self, ticket: Ticket, now: float) -> None:
-        self._time_outs.append((now + self._layout.config.queue_timeout, next(self._order), self._time_out, ticket))
+        self._time_outs.append(
+            (now + self._layout.config.queue_timeout, next(self._order), self._time_out, ticket)
+        )
         if len(self._time_outs) == 1:
             heappush(self._heap, self._time_outs[0])
 

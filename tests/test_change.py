@@ -31,7 +31,14 @@ def test_backends_come_go_and_stay():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("gpus", ("1",)), ("model", "other"), ("engine", "vllm"), ("vram", 7), ("rest", ("sleep",)), ("port", 1)],
+    [
+        ("gpus", ("1",)),
+        ("model", "other"),
+        ("engine", "vllm"),
+        ("vram", 7),
+        ("rest", ("sleep",)),
+        ("port", 1),
+    ],
 )
 def test_what_concerns_its_engine_or_its_place_makes_it_another_one(field, value):
     assert compare(OLD, replace(OLD, backends=(replace(A, **{field: value}), B))).changed == ("a",)

@@ -26,7 +26,7 @@ from anvil_mux.events import Event
 from anvil_mux.footprint import Footprint
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.progress import Progress, Said
-from anvil_mux.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
+from anvil_mux.simulate import Death, Engines, Outcome, Reload, Request, Unloading, check, simulate
 from anvil_mux.steps import Demote, Start, Stop
 from anvil_mux.swap import Loaded, Rested
 from tests.baton import BatonClock, Deadlock
@@ -110,6 +110,8 @@ class Player:
                     self._mux.unload(model)
                 case Death(_, backend):
                     self._mux.died(backend, "killed")
+                case Reload(_, config):
+                    self._mux.reconfigure(config, {})
         except self._errors.MuxError:
             pass
 

@@ -1,0 +1,576 @@
+"""Another configuration while requests run: histories in virtual time, simulated and threaded alike."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from anvil_mux.config import Config, Gpu
+from anvil_mux.errors import BackendError, LoadError, UnknownModel
+from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.simulate import Death, Engines, Outcome, Reload, Request, simulate
+from anvil_mux.steps import Demote, Start, Stop
+from tests.baton import BatonClock
+from tests.test_multiplexer import Player, VirtualEngines, differences
+from tests.test_simulate import one
+
+A, B, C = one("a", "0"), one("b", "0"), one("c", "0")
+OTHER_A = replace(A, load_timeout=1.0, engine="vllm")
+TWO = Config((A, B), policy="eager", max_wait=1000.0)
+
+
+def with_backends(*backends, **settings):
+    return replace(TWO, backends=backends, **settings)
+
+
+def story(trace, config=TWO, perform=None, *, seeds=2, **before):
+    """The history as "moment kind who", once it is certain that the threaded program tells the same one."""
+    perform = perform or Engines(other_load_seconds=10.0, stop_seconds=1.0)
+    for seed in range(seeds):
+        assert differences(config, trace, perform, seed=seed, **before) is None
+    return [
+        f"{event.at:g} {event.kind} {event.backend or event.model}".rstrip()
+        for event in simulate(config, trace, perform, **before)
+        if event.kind not in ("released",)
+    ]
+
+
+def test_what_is_unchanged_goes_on_and_its_streams_with_it():
+    trace = [
+        Request(0.0, "a", 100.0),
+        Reload(1.0, with_backends(replace(A, priority=5, aliases=("x",)), C, drain_timeout=3.0)),
+        Request(2.0, "a", 1.0),
+        Request(3.0, "b", 1.0),
+    ]
+    assert story(trace, resident=["a"]) == ["0 ready a", "0 leased a", "1 reloaded", "2 leased a"]
+
+
+def test_a_stream_of_a_changed_backend_ends_before_it_is_replaced_and_its_line_waits_on():
+    trace = [Request(0.0, "a", 20.0), Reload(1.0, with_backends(OTHER_A, B)), Request(2.0, "a", 1.0)]
+    assert story(trace, resident=["a"]) == [
+        "0 ready a",
+        "0 leased a",
+        "1 reloaded",
+        "1 draining a",
+        "2 queued a",
+        "20 stopping a",
+        "21 empty a",
+        "21 starting a",
+        "31 ready a",
+        "31 leased a",
+    ]
+
+
+def test_who_is_not_done_when_the_drain_ends_is_severed():
+    trace = [Request(0.0, "a", 500.0), Reload(1.0, with_backends(B)), Request(5.0, "b", 1.0)]
+    assert story(trace, resident=["a"]) == [
+        "0 ready a",
+        "0 leased a",
+        "1 reloaded",
+        "1 draining a",
+        "5 queued b",
+        "31 severed a",
+        "31 stopping a",
+        "32 empty a",
+        "32 starting b",
+        "42 ready b",
+        "42 leased b",
+    ]
+
+
+def test_who_waits_for_a_removed_model_is_told_so_and_one_that_was_added_is_served():
+    trace = [
+        Request(0.0, "a", 5.0),
+        Request(1.0, "b", 1.0),
+        Reload(2.0, with_backends(A, C)),
+        Request(3.0, "c", 1.0),
+    ]
+    log = simulate(TWO, trace, Engines(other_load_seconds=10.0), resident=["a"])
+    assert [e.reason for e in log if e.kind == "failed"] == ["model_not_found"]
+    assert story(trace, resident=["a"])[4:] == [
+        "2 reloaded",
+        "2 ready a",
+        "2 failed b",
+        "3 queued c",
+        "3 draining a",
+        "5 stopping a",
+        "6 empty a",
+        "6 starting c",
+        "16 ready c",
+        "16 leased c",
+    ]
+
+
+def test_a_reload_during_a_load_lets_it_end_and_begins_again_with_the_new_definition():
+    trace = [Request(0.0, "a", 1.0), Reload(4.0, with_backends(OTHER_A, B))]
+    assert story(trace) == [
+        "0 queued a",
+        "0 starting a",
+        "4 reloaded",
+        "10 ready a",
+        "10 draining a",
+        "10 stopping a",
+        "11 empty a",
+        "11 starting a",
+        "21 ready a",
+        "21 leased a",
+    ]
+
+
+def test_a_load_that_fails_after_the_reload_fails_nobody_who_waits_for_the_new_definition():
+    def perform(step, nth):
+        failed = isinstance(step, Start) and nth == 0
+        return Outcome(10.0, LoadError("no") if failed else None)
+
+    trace = [Request(0.0, "a", 1.0), Reload(4.0, with_backends(OTHER_A, B))]
+    assert story(trace, perform=perform) == [
+        "0 queued a",
+        "0 starting a",
+        "4 reloaded",
+        "10 empty a",
+        "10 starting a",
+        "20 ready a",
+        "20 leased a",
+    ]
+
+
+def test_a_reload_while_a_victim_drains_for_a_target_that_changes():
+    """The swap is off, its victim stays for a moment; then the new target gets the GPU."""
+    trace = [
+        Request(0.0, "a", 20.0),
+        Request(1.0, "b", 1.0),
+        Reload(2.0, with_backends(A, replace(B, engine="vllm"))),
+    ]
+    assert story(trace, resident=["a"])[3:] == [
+        "1 draining a",
+        "2 reloaded",
+        "2 ready a",
+        "2 draining a",
+        "20 stopping a",
+        "21 empty a",
+        "21 starting b",
+        "31 ready b",
+        "31 leased b",
+    ]
+
+
+def test_a_reload_while_a_changed_backend_drains_for_another():
+    trace = [Request(0.0, "a", 20.0), Request(1.0, "b", 1.0, 5.0), Reload(2.0, with_backends(OTHER_A, B))]
+    assert story(trace, resident=["a"])[3:] == [
+        "1 draining a",
+        "2 reloaded",
+        "6 gone b",
+        "20 stopping a",
+        "21 empty a",
+    ]
+
+
+def test_a_reload_in_the_middle_of_a_swap_lets_the_stop_end():
+    trace = [
+        Request(0.0, "b", 1.0),
+        Reload(0.5, with_backends(A, replace(B, engine="vllm"))),
+    ]
+    assert story(trace, resident=["a"]) == [
+        "0 ready a",
+        "0 queued b",
+        "0 draining a",
+        "0 stopping a",
+        "0.5 reloaded",
+        "1 empty a",
+        "1 starting b",
+        "11 ready b",
+        "11 leased b",
+    ]
+
+
+def test_backends_that_exchange_their_names_are_both_replaced():
+    one_port, other_port = replace(A, port=1), replace(B, port=2)
+    swapped = with_backends(replace(one_port, name="b", model="b"), replace(other_port, name="a", model="a"))
+    trace = [Request(0.0, "a", 5.0), Reload(1.0, swapped), Request(2.0, "b", 1.0), Request(3.0, "a", 1.0)]
+    assert story(trace, with_backends(one_port, other_port), resident=["a"])[2:] == [
+        "1 reloaded",
+        "1 draining a",
+        "2 queued b",
+        "3 queued a",
+        "5 stopping a",
+        "6 empty a",
+        "6 starting b",
+        "16 ready b",
+        "16 leased b",
+        "16 draining b",
+        "17 stopping b",
+        "18 empty b",
+        "18 starting a",
+        "28 ready a",
+        "28 leased a",
+    ]
+
+
+def test_a_backend_that_moves_to_another_gpu_leaves_its_old_one_first():
+    config = with_backends(A, B, one("z", "1"))
+    moved = with_backends(replace(A, gpus=("1",)), B, one("z", "1"))
+    trace = [
+        Request(0.0, "z", 3.0),
+        Request(0.5, "a", 10.0),
+        Reload(1.0, moved),
+        Request(2.0, "a", 1.0),
+        Request(2.5, "b", 1.25),
+    ]
+    moves = ("draining", "empty", "starting")
+    told = story(trace, config, resident=["a", "z"])
+    assert [line for line in told if line.split()[1] in moves] == [
+        "1 draining a",
+        "11.5 empty a",
+        "11.5 draining z",
+        "11.5 starting b",
+        "12.5 empty z",
+        "12.5 starting a",
+    ]
+
+
+def test_a_model_that_is_renamed_is_waited_for_by_its_new_name_at_once():
+    renamed = with_backends(replace(A, model="new"), B)
+    trace = [Request(0.0, "a", 5.0), Reload(1.0, renamed), Request(2.0, "new", 1.0), Request(2.5, "a", 1.0)]
+    assert story(trace, resident=["a"])[2:] == [
+        "1 reloaded",
+        "1 draining a",
+        "2 queued new",
+        "5 stopping a",
+        "6 empty a",
+        "6 starting a",
+        "16 ready a",
+        "16 leased a",
+    ]
+
+
+def test_a_backend_that_ties_two_islands_makes_them_one_while_both_swap():
+    config = with_backends(A, B, one("y", "1"), one("z", "1"))
+    trace = [
+        Request(0.0, "b", 5.0),
+        Request(0.25, "z", 5.0),
+        Reload(0.5, replace(config, backends=(*config.backends, one("wide", "0", "1")))),
+        Request(2.0, "wide", 1.0),
+    ]
+    told = story(trace, config, resident=["a", "y"])
+    assert told[told.index("2 queued wide") + 1 :] == [
+        "11 ready b",
+        "11 leased b",
+        "11.25 ready z",
+        "11.25 leased z",
+        "11.25 draining b",
+        "11.25 draining z",
+        "16 stopping b",
+        "16.25 stopping z",
+        "17 empty b",
+        "17.25 empty z",
+        "17.25 starting wide",
+        "27.25 ready wide",
+        "27.25 leased wide",
+    ]
+
+
+def test_an_island_of_which_nothing_is_left_goes():
+    trace = [
+        Request(0.0, "z", 50.0),
+        Request(0.5, "a", 5.0),
+        Reload(1.0, with_backends(A)),
+        Request(2.0, "z", 1.0),
+        Reload(40.0, with_backends(A, one("z", "1"))),
+        Request(41.0, "z", 1.0),
+    ]
+    told = story(trace, with_backends(A, one("z", "1")), resident=["a", "z"])
+    assert [line for line in told if line.endswith(" z")][2:] == [
+        "1 draining z",
+        "31 severed z",
+        "31 stopping z",
+        "32 empty z",
+        "41 queued z",
+        "41 starting z",
+        "51 ready z",
+        "51 leased z",
+    ]
+
+
+def test_who_waits_on_an_island_that_goes_at_once_is_told_so():
+    """It waits for the host's memory, which one on another island has."""
+    config = with_backends(replace(A, ram=8), one("z", "1", ram=8), host_memory=10)
+    trace = [Request(0.0, "a", 50.0), Request(1.0, "z", 1.0), Reload(2.0, replace(config, backends=(A,)))]
+    assert story(trace, config, resident=["a"])[2:] == ["1 queued z", "2 reloaded", "2 failed z"]
+    clock = BatonClock()
+    mux = Multiplexer(config, VirtualEngines(clock, Engines()), log=lambda event: None, clock=clock)
+    told = []
+
+    def wait():
+        with pytest.raises(UnknownModel, match=r"`z` does not exist. Known models: a\."):
+            mux.lease("z")
+        told.append(clock.now())
+
+    def main():
+        mux.adopt({"a": "http://127.0.0.1:1"})
+        mux.start()
+        clock.spawn(wait, "wait")
+        clock.sleep(2.0)
+        mux.reconfigure(replace(config, backends=(A,)), {})
+        mux.close()
+
+    clock.run(main)
+    assert told == [2.0]
+
+
+def test_one_that_is_changed_twice_is_replaced_once_by_the_last_definition():
+    trace = [
+        Request(0.0, "a", 10.0),
+        Reload(1.0, with_backends(OTHER_A, B)),
+        Reload(2.0, with_backends(replace(OTHER_A, vram=1), B)),
+        Request(3.0, "a", 1.0),
+    ]
+    assert [line.split()[1] for line in story(trace, resident=["a"])[2:]] == [
+        *("reloaded", "draining", "reloaded", "queued", "stopping", "empty", "starting", "ready", "leased")
+    ]
+
+
+def test_one_that_cannot_be_stopped_is_replaced_when_it_was():
+    def perform(step, nth):
+        return Outcome(1.0, BackendError("it stays") if isinstance(step, Stop) and nth == 0 else None)
+
+    trace = [Request(0.0, "a", 1.0), Reload(0.5, with_backends(OTHER_A, B)), Request(20.0, "a", 1.0)]
+    assert story(trace, perform=perform, resident=["a"])[2:] == [
+        "0.5 reloaded",
+        "0.5 draining a",
+        "1 stopping a",
+        "2 stuck a",
+        "7 stopping a",
+        "8 empty a",
+        "20 queued a",
+        "20 starting a",
+        "21 ready a",
+        "21 leased a",
+    ]
+
+
+def test_one_that_rests_is_stopped_although_somebody_waits_for_it():
+    rests = replace(A, rest=("sleep", "stop"))
+    trace = [
+        Request(0.0, "a", 1.0),
+        Request(1.5, "b", 10.0),
+        Request(7.0, "a", 1.0),
+        Reload(8.0, with_backends(replace(rests, engine="vllm"), B)),
+    ]
+    told = story(trace, with_backends(rests, B), lambda step, nth: Outcome(1.0))
+    assert "3 parked a" in told
+    assert told[told.index("8 reloaded") :] == [
+        "8 reloaded",
+        "8 ready b",
+        "8 demoting a",
+        "9 empty a",
+        "9 draining b",
+        "14 stopping b",
+        "15 empty b",
+        "15 starting a",
+        "16 ready a",
+        "16 leased a",
+    ]
+
+
+def test_one_that_rests_and_cannot_be_stopped_is_not_woken_meanwhile():
+    rests = replace(A, rest=("sleep", "stop"))
+
+    def perform(step, nth):
+        return Outcome(1.0, BackendError("it stays") if isinstance(step, Demote) and nth == 2 else None)
+
+    trace = [
+        Request(0.0, "a", 1.0),
+        Request(1.5, "b", 0.25),
+        Reload(8.0, with_backends(replace(rests, engine="vllm"), B)),
+        Request(9.5, "a", 1.0),
+    ]
+    told = story(trace, with_backends(rests, B), perform)
+    assert told[told.index("8 reloaded") :] == [
+        "8 reloaded",
+        "8 demoting a",
+        "9 parked a",
+        "9.5 queued a",
+        "14 demoting a",
+        "15 empty a",
+        "15 draining b",
+        "15 stopping b",
+        "16 empty b",
+        "16 starting a",
+        "17 ready a",
+        "17 leased a",
+    ]
+
+
+def test_a_resident_that_would_rest_is_stopped_if_it_goes_for_good():
+    rests = with_backends(replace(A, rest=("sleep", "stop")), B)
+    told = story([Request(0.0, "a", 1.0), Reload(2.0, TWO)], rests, resident=["a"])
+    assert told[2:] == ["2 reloaded", "2 draining a", "2 stopping a", "3 empty a"]
+
+
+def test_one_that_is_put_to_sleep_when_it_changes_is_stopped_after_that():
+    rests = replace(A, rest=("sleep", "stop"))
+
+    def perform(step, nth):
+        return Outcome({Start: 1.5, Stop: 4.0, Demote: 1.0}[type(step)])
+
+    trace = [Request(0.0, "b", 1.0), Reload(2.0, with_backends(B))]
+    told = story(trace, with_backends(rests, B), perform, resident=["a"])
+    assert [line for line in told if line.endswith("a")][2:] == [
+        "0 stopping a",
+        "4 parked a",
+        "4 demoting a",
+        "5 empty a",
+    ]
+
+
+def test_one_that_dies_on_its_way_out_is_replaced():
+    trace = [
+        Request(0.0, "a", 20.0),
+        Reload(1.0, with_backends(OTHER_A, B)),
+        Death(3.0, "a"),
+        Request(4.0, "a", 1.0),
+    ]
+    assert [line.split()[1] for line in story(trace, resident=["a"])[2:]] == [
+        *("reloaded", "draining", "empty", "queued", "starting", "ready", "leased")
+    ]
+
+
+def test_a_pinned_one_that_goes_makes_room():
+    pinned = with_backends(replace(A, pin=True), B)
+    trace = [Request(0.0, "a", 10.0), Reload(1.0, with_backends(B)), Request(2.0, "b", 1.0)]
+    assert [line.split()[1] for line in story(trace, pinned, resident=["a"])[2:]] == [
+        *("reloaded", "draining", "queued", "stopping", "empty", "starting", "ready", "leased")
+    ]
+
+
+def test_a_gpu_with_other_memory_is_not_shared_with_those_of_before():
+    """They are replaced, and until then they have as much of it as they had: all."""
+    small = replace(B, vram=4)
+    trace = [
+        Request(0.0, "a", 10.0),
+        Reload(1.0, with_backends(A, small, gpus=(Gpu("0", 10),))),
+        Request(2.0, "b", 1.0),
+    ]
+    told = story(trace, with_backends(A, B, gpus=(Gpu("0"),)), resident=["a"])
+    assert told[3:] == [
+        "1 draining a",
+        "2 queued b",
+        "10 stopping a",
+        "11 empty a",
+        "11 starting b",
+        "21 ready b",
+        "21 leased b",
+    ]
+
+
+def test_a_higher_limit_lets_more_of_the_line_in_and_none_lets_all():
+    limited = [with_backends(replace(A, concurrency=limit), B) for limit in (1, 2, None)]
+    trace = [
+        *[Request(number / 8, "a", 20.0 + number) for number in range(5)],
+        Reload(1.0, limited[1]),
+        Reload(2.0, limited[2]),
+    ]
+    told = story(trace, limited[0], resident=["a"])
+    assert [line for line in told if "leased" in line or "reloaded" in line] == [
+        *("0 leased a", "1 reloaded", "1 leased a", "2 reloaded", "2 leased a", "2 leased a", "2 leased a")
+    ]
+
+
+def test_replicas_come_and_go_under_their_requests():
+    first, second = one("m-1", "0", model="m"), one("m-2", "1", model="m")
+    trace = [
+        Request(0.0, "m", 5.0),
+        Reload(1.0, with_backends(first, second)),
+        Request(2.0, "m", 1.5),
+        Request(3.0, "m", 10.0),
+        Reload(4.0, with_backends(second)),
+        Request(4.5, "m", 1.0),
+        Request(20.0, "m", 1.0),
+    ]
+    assert story(trace, with_backends(first), resident=["m-1"])[2:] == [
+        "1 reloaded",
+        "2 leased m-1",
+        "3 leased m-1",
+        "4 reloaded",
+        "4 draining m-1",
+        "4.5 queued m",
+        "4.5 starting m-2",
+        "13 stopping m-1",
+        "14 empty m-1",
+        "14.5 ready m-2",
+        "14.5 leased m-2",
+        "20 leased m-2",
+    ]
+
+
+def test_a_new_policy_and_new_limits_hold_at_once():
+    patient = replace(TWO, policy="debounce", policy_settings={"quiet": 2.0, "max_hold": 10.0})
+    trace = [Request(0.0, "a", 0.5), Reload(1.0, patient), Request(2.0, "b", 1.0)]
+    assert "4 draining a" in story(trace, resident=["a"])
+
+
+GPUS = {"a": "0", "b": "0", "c": "1", "d": "1"}
+ANY = [
+    *[
+        [one(name, gpu), one(name, gpu, engine="vllm"), one(name, str(1 - int(gpu)))]
+        for name, gpu in GPUS.items()
+    ],
+    [one("w", "0", "1")],
+]
+
+
+def any_history(seed):
+    draw = random.Random(seed)
+
+    def any_config():
+        chosen = [draw.choice([*each, None]) for each in ANY]
+        return with_backends(*([each for each in chosen if each] or [A]), max_wait=20.0)
+
+    trace, at, start = [], 0.0, any_config()
+    for number in range(40):
+        at += draw.choice([0.25, 1.5, 7.125])
+        if draw.random() < 0.2:
+            trace.append(Reload(at, any_config()))
+        else:
+            seconds = draw.choice([0.5, 3.25, 40.0]) + number / 1024
+            trace.append(Request(at, draw.choice([*GPUS, "w"]), seconds))
+    return start, trace
+
+
+def takes_its_time(step, nth):
+    """Never as long as another step."""
+    number = "abcdw".index(step.backend)
+    return Outcome(5.0 * isinstance(step, Start) + 1.0 + number / 64 + nth / 4096)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_changes_when_both_programs_tell_the_same_and_nobody_waits_for_ever(seed):
+    start, trace = any_history(seed)
+    log = simulate(start, trace, takes_its_time)
+    until = max(trace[-1].at, log[-1].at)
+    real = Player(start, takes_its_time, seed).play(trace, until)
+    # Islands do not wait for each other: what happens at one moment has no order.
+    assert sorted(real, key=repr) == sorted(map(tuple, log), key=repr)
+    ended = {event.ticket for event in log if event.kind in ("leased", "failed", "gone")}
+    assert {event.ticket for event in log if event.kind == "queued"} <= ended
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_changes_when_no_gpu_is_ever_held_twice(seed):
+    start, trace = any_history(seed)
+    gpus = {each.name: each.gpus for each in start.backends}
+    configs = {entry.at: entry.config for entry in trace if isinstance(entry, Reload)}
+    wanted, holding = dict(gpus), {}
+    for event in simulate(start, trace, takes_its_time):
+        name = event.backend
+        if event.kind == "reloaded":
+            wanted = {each.name: each.gpus for each in configs[event.at].backends}
+        elif event.kind == "starting":
+            holding[name] = wanted[name]
+            held = [gpu for gpus in holding.values() for gpu in gpus]
+            assert len(held) == len(set(held)), event
+        elif event.kind == "empty":
+            del holding[name]
+        elif event.kind == "leased":
+            assert name in holding
+    assert not holding.keys() - wanted.keys()
