@@ -13,6 +13,7 @@ end of its run, which readers pass over.
 A file that has become too large is set aside as FILE.1, FILE.1 as FILE.2 and so on, and a new one begun, at a
 moment at which no backend is on its way. Each can be read without the others: a new one begins with what is
 so at that moment (``Standing``), told as the events that would have led there if all had happened just then.
+So does a new run within the file after a reload, under another header.
 
 ``replay`` makes of a log the workload that its clients were, so that a simulation can tell what another
 policy would have done with it.
@@ -132,6 +133,8 @@ class Standing:
         self._leased: dict[str, dict[int, Event]] = {}  # backend -> ticket -> its lease
 
     def read(self, event: Event) -> None:
+        if event.kind in ("reloaded", "reload_failed"):
+            return
         leases = self._leased.setdefault(event.backend, {})
         if event.kind in ("deferred", "queued"):
             if event.kind == "queued":
@@ -209,6 +212,8 @@ class EventLog:
         self._header = header
         self._rotation = rotation
         self._standing = Standing()
+        self._anew = False
+        """A run is to begin, as soon as no swap is under way."""
         self._complain: Callable[[str], object] | None = complain
         self._events: deque[Event] = deque()
         self._some = threading.Event()
@@ -226,6 +231,10 @@ class EventLog:
         self._events.append(event)
         if not self._some.is_set():
             self._some.set()
+
+    def head(self, header: Mapping[str, Any]) -> None:
+        """What runs from the next reload on begin with."""
+        self._header = header
 
     def close(self) -> None:
         """Writes what is left."""
@@ -248,8 +257,9 @@ class EventLog:
         self._write(())
 
     def _write(self, events: Sequence[Event]) -> None:
-        for event in events if self._rotation else ():
+        for event in events:
             self._standing.read(event)
+            self._anew = self._anew or event.kind == "reloaded"
         if not self._push() and (self._lost or len(self._pending) > KEEP_BYTES):
             self._lost += len(events)
             return
@@ -257,13 +267,14 @@ class EventLog:
             self._pending += _encoded({"lost": self._lost})
             self._lost = 0
         self._pending += "".join([_line(event) for event in events]).encode()
-        if self._push() and events and self._rotation and self._standing.is_still:
-            self._turn(self._rotation, events[-1].at)
+        if self._push() and events and self._standing.is_still:
+            if self._rotation and os.fstat(self._descriptor).st_size >= self._rotation.size:
+                self._turn(self._rotation)
+            if self._anew:
+                self._begin(events[-1].at)
 
-    def _turn(self, rotation: Rotation, now: float) -> None:
-        """Begins a new file if this one has become too large."""
-        if os.fstat(self._descriptor).st_size < rotation.size:
-            return
+    def _turn(self, rotation: Rotation) -> None:
+        """This one has become too large: begins a new file."""
         try:
             fresh = rotation.turn()
         except OSError as error:
@@ -272,6 +283,11 @@ class EventLog:
             return
         os.dup2(fresh, self._descriptor)  # whoever opened the first one closes it
         os.close(fresh)
+        self._anew = True
+
+    def _begin(self, now: float) -> None:
+        """A run, with what is so at its beginning."""
+        self._anew = False
         lines = "".join([_line(event) for event in self._standing.events(now)]).encode()
         self._pending += _encoded(self._header) + lines
         self._push()
@@ -448,7 +464,7 @@ class _Learned:
         for event in run.events:
             if event.ticket:
                 self._read_ticket(event)
-            else:
+            elif event.backend:
                 self._read_backend(event)
         end = run.events[-1].at
         for ticket in tuple(self._leased):

@@ -52,6 +52,8 @@ KINDS = {
     "ready": "a backend may be leased; `seconds` is what the load took",
     "pinned": "a model is put out for no other one from now on, once it is resident",
     "unpinned": "a model makes room for others again",
+    "reloaded": "another configuration holds from now on; `reason` is what is different",
+    "reload_failed": "another configuration was refused for a `reason`, and nothing has changed",
 }
 """What can happen."""
 

@@ -204,7 +204,7 @@ def _write(descriptor: int, text: str) -> None:
 
 _OF_REQUESTS = frozenset(("queued", "leased", "released"))
 _MOVES = frozenset(("starting", "ready", "draining", "stopping", "parked", "demoting", "empty"))
-_NORMAL = _MOVES | {"deferred", "pinned", "unpinned"}
+_NORMAL = _MOVES | {"deferred", "pinned", "unpinned", "reloaded"}
 
 
 def _is_failure(event: Event) -> bool:
@@ -214,7 +214,7 @@ def _is_failure(event: Event) -> bool:
 
 def _level(event: Event) -> int:
     """How much must be asked for to be told; what single requests go through is for -v."""
-    if _is_failure(event):
+    if _is_failure(event) or event.kind == "reload_failed":
         return QUIET
     return NORMAL if event.kind in _NORMAL else VERBOSE
 
@@ -253,7 +253,7 @@ def told(event: Event, at: float) -> dict[str, Any]:
 
 
 def _human_event(event: Event, moment: float, tail: Sequence[str]) -> str:
-    lines = [f"{stamp(moment)} {event.model}: {story(event)}\n"]
+    lines = [f"{stamp(moment)} {event.model or 'anvil-mux'}: {story(event)}\n"]
     if tail:
         lines.append("  Last lines of the engine's log:\n")
         lines += [f"  | {line}\n" for line in tail]
@@ -286,6 +286,10 @@ def story(event: Event) -> str:
         case "deferred":
             until = f" for up to {seconds:.1f} s" if seconds < float("inf") else ""
             return f"its swap is put off{until}: {reason}"
+        case "reloaded":
+            return f"configuration reloaded: {reason}"
+        case "reload_failed":
+            return f"configuration refused, nothing has changed: {reason}"
         case kind:
             took = f" after {seconds:.3f} s" if seconds else ""
             return _PINNED.get(kind) or f"{kind} #{event.ticket}{took} {reason}"

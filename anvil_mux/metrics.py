@@ -44,6 +44,7 @@ from anvil_mux.costs import Cost
 from anvil_mux.events import Event
 from anvil_mux.footprint import Footprint
 from anvil_mux.gauges import NONE, SEVERAL
+from anvil_mux.layout import CHANGED, REMOVED
 from anvil_mux.lookout import Sight
 from anvil_mux.status import Status
 
@@ -151,7 +152,7 @@ class Metrics:
         self._costs = costs
         self._footprints = footprints
         self._sight = sight
-        self._models = {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
+        self._models: dict[str, str] = {}
         self._routes = _route_labels()
         self._requests: Counter[tuple[str, str, int]] = Counter()
         self._durations = Histograms()
@@ -167,11 +168,13 @@ class Metrics:
         self._deferrals: Counter[Labels] = Counter()
         self._evictions: Counter[Labels] = Counter()
         self._demotions: Counter[Labels] = Counter()
+        self._reloads: Counter[Labels] = Counter({("ok",): 0, ("failed",): 0})
         self._held: dict[str, tuple[int, float]] = {}  # model -> the first of its line, held back since
         self._demoting: set[str] = set()
         self._leaving: dict[str, _Leaving] = {}
         self._loading: dict[str, _Loading] = {}
-        self._begin_at_zero()
+        self._swap_seconds |= {(result,): Histogram() for result in RESULTS}
+        self.know(config)
         self.registry = CollectorRegistry()
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         ProcessCollector(registry=self.registry)
@@ -183,15 +186,19 @@ class Metrics:
         encode, content_type = choose_encoder(accept)
         return content_type, encode(self.registry)
 
-    def _begin_at_zero(self) -> None:
-        """What a rate is asked of must be there before it first grows, or Prometheus misses that."""
-        for model in set(self._models.values()):
+    def know(self, config: Config) -> None:
+        """Its models are served from now on; those of before are known still, since their requests go on.
+
+        What a rate is asked of must be there before it first grows, or Prometheus misses that.
+        """
+        known = set(self._models.values())
+        self._models |= {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
+        for model in set(self._models.values()) - known:
             self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
             self._severed[model,] = 0
             self._tokens[model] = [0] * len(TOKENS)
             for result in RESULTS:
                 self._loads[model, result] = 0
-        self._swap_seconds |= {(result,): Histogram() for result in RESULTS}
 
     # Requests
 
@@ -284,6 +291,9 @@ class Metrics:
         self._held[event.model] = event.ticket, event.at
         self._deferrals[event.model, _deferral(event.reason)] += 1
 
+    def _on_reload(self, event: Event) -> None:
+        self._reloads["ok" if event.kind == "reloaded" else "failed",] += 1
+
     def _on_given_up(self, event: Event) -> None:
         held = self._held.get(event.model)
         if held and held[0] == event.ticket:
@@ -302,6 +312,8 @@ class Metrics:
         "deferred": _on_deferred,
         "gone": _on_given_up,
         "failed": _on_given_up,
+        "reloaded": _on_reload,
+        "reload_failed": _on_reload,
     }
 
     def _end_hold(self, target: str, now: float) -> None:
@@ -409,6 +421,7 @@ class Metrics:
         yield _counter(
             "anvil_evictions", "Models that left their GPUs, by reason.", "model reason", self._evictions
         )
+        yield _counter("anvil_reloads", "Other configurations, by result: ok, failed.", "result", self._reloads)
         yield _counter(
             "anvil_demotions",
             "Backends at rest that were taken further down, by how they rest then.",
@@ -429,7 +442,12 @@ def _cause(reason: str) -> str:
     return _CAUSES.get(reason, "policy")
 
 
-_CAUSES = {"unload requested": "unload", "it does not answer": "unreachable"}
+_CAUSES = {
+    "unload requested": "unload",
+    "it does not answer": "unreachable",
+    CHANGED: "reload",
+    REMOVED: "reload",
+}
 
 
 def _other_spelling(path: str) -> str:
@@ -450,7 +468,7 @@ def _route_labels() -> dict[str, str]:
     state = "/ /health /healthz /livez /metrics /readyz"
     models = "/api/v0/models /models /models/load /models/sse /models/unload /v1/models"
     theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
-    seen = "/events /lines/cancel /logs /why"
+    seen = "/events /lines/cancel /logs /reload /why"
     return labels | {path: path for path in f"{state} {models} {theirs} {seen}".split()}
 
 

@@ -129,4 +129,4 @@ def _gpu_row(gpu: str, about: Told) -> tuple[str, ...]:
 def event_line(event: Told) -> str:
     """An event as ``anvil-mux events`` prints it."""
     clock = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-    return f"{clock} {event['model']}: {event['text']}"
+    return f"{clock} {event['model'] or 'anvil-mux'}: {event['text']}"
