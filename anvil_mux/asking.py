@@ -126,6 +126,17 @@ def unpin(given: argparse.Namespace) -> int:
     return _done(given, "makes room for others again")
 
 
+def reload(given: argparse.Namespace) -> int:
+    answer = ask_mux(given, "POST", "/reload", timeout=None, accept=(200, 422))
+    if "error" in answer:
+        raise ConfigError(answer["error"]["message"].splitlines())
+    if given.json:
+        print_json(answer)
+    else:
+        say(answer["text"])
+    return 0
+
+
 def profile(given: argparse.Namespace) -> int:
     from anvil_mux import profiler
 

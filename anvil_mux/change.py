@@ -113,7 +113,8 @@ def within(old: Config, new: Config) -> Config:
 
 def _goes_on(before: Backend, after: Backend) -> bool:
     ours: dict[str, Any] = {name: getattr(after, name) for name in OURS}
-    return replace(before, **ours) == after and before.service.digest == after.service.digest
+    service = replace(before.service, scale=after.service.scale)
+    return replace(before, **ours, service=service) == after and service.digest == after.service.digest
 
 
 def _differ(before: Backend, after: Backend, field: str) -> bool:

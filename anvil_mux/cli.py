@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,6 @@ VARIABLES = {
     "NO_COLOR, FORCE_COLOR": "no colours at all, or colours even if nobody sees them",
     "XDG_STATE_HOME": "where what was learned and engines' logs are kept; by default ~/.local/state",
 }
-DOCKER_SECONDS = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -137,6 +137,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="serve on one CPU always, or never (default: under load, if a CPU is free); engines keep all",
     )
+    add("--watch", action="store_true", help="reload whenever the files of the configuration change")
     add("--access-log", metavar="FILE", default="-", help="a file, - for standard error (default), or off")
     add("--log-format", choices=("human", "json"), default="human")
     add("--event-log", metavar="FILE", help="append every event to a file that `anvil-mux simulate` reads")
@@ -220,16 +221,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _serve(given: argparse.Namespace) -> int:
     from anvil_mux.serve import Options, serve
 
-    overrides = {
-        "drain_timeout": given.drain_timeout,
-        "queue_timeout": given.queue_timeout,
-        "policy": given.policy,
-        "on_exit": given.on_exit,
-    }
-    config = configuration(given.files, overrides, here=True)
-    config = replace(
-        config, host=given.host or config.host, port=config.port if given.port is None else given.port
-    )
+    config = _configuration_served(given)
     for warning in config.warnings if given.verbosity >= 0 else ():
         say(f"warning: {warning}")
     options = Options(
@@ -239,9 +231,23 @@ def _serve(given: argparse.Namespace) -> int:
         log_format=given.log_format,
         pin=given.pin,
         insecure=given.insecure,
+        watch=given.watch,
         verbosity=given.verbosity,
     )
-    return serve(config, options)
+    return serve(config, options, partial(_configuration_served, given))
+
+
+def _configuration_served(given: argparse.Namespace) -> Config:
+    """As it is now, with what the command line says."""
+    overrides = {
+        "drain_timeout": given.drain_timeout,
+        "queue_timeout": given.queue_timeout,
+        "policy": given.policy,
+        "on_exit": given.on_exit,
+    }
+    config = configuration(given.files, overrides, here=True)
+    port = config.port if given.port is None else given.port
+    return replace(config, host=given.host or config.host, port=port)
 
 
 def _check(given: argparse.Namespace) -> int:
@@ -274,22 +280,15 @@ def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:
 
 def _missing_images(config: Config) -> list[str]:
     """A warning for each image that Docker does not have."""
-    import subprocess
+    if config.runtime != "compose":
+        return []
+    from anvil_mux.compose import missing_images
 
-    images = {b.service.image: b.name for b in config.backends if b.service.image}
-    found = []
-    for image, name in images.items() if config.runtime == "compose" else ():
-        command = ["docker", "image", "inspect", "--format", "{{.Id}}", image]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=DOCKER_SECONDS)
-        except (OSError, subprocess.TimeoutExpired):
-            done = None
-        if done is None or (done.returncode and "no such image" not in done.stderr.lower()):
-            say("note: Docker does not answer, so images were not looked for")
-            break
-        if done.returncode:
-            found.append(f"service {name}: image {image} is not present: docker pull {image}")
-    return found
+    try:
+        return missing_images(config.backends)
+    except MuxError:
+        say("note: Docker does not answer, so images were not looked for")
+        return []
 
 
 def _config(given: argparse.Namespace) -> int:
@@ -490,6 +489,7 @@ COMMANDS: dict[str, tuple[str, Run, Add]] = {
     "unload": ("Put a model out, or stop one that rests", asking.unload, asking.add_model),
     "pin": ("Keep a model, once it is resident, from being put out for others", asking.pin, asking.add_model),
     "unpin": ("Let a pinned model make room for others again", asking.unpin, asking.add_model),
+    "reload": ("Put the compose files into effect as they are now", asking.reload, asking.add_address),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
     "simulate": ("Run traffic under each policy in virtual time", studying.run, studying.add_arguments),
     "profile": ("Measure how fast a model's engine is, for routing", asking.profile, asking.add_profile),

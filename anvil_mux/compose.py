@@ -33,7 +33,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -47,6 +47,7 @@ from anvil_mux.errors import BackendError, LoadError, MuxError
 CREATE_TIMEOUT = 120.0
 START_TIMEOUT = 60.0
 ASK_TIMEOUT = 20.0
+IMAGE_TIMEOUT = 5.0
 STOP_SLACK = 20.0
 """Docker's own time around the grace period."""
 LOG_MARGIN = 2.0
@@ -182,6 +183,20 @@ class Run(Protocol):
 Spawn = Callable[[Sequence[str]], "subprocess.Popen[str]"]
 
 
+def missing_images(backends: Iterable[Backend]) -> list[str]:
+    """A line for each image that Docker does not have; BackendError if it does not answer."""
+    images = {backend.service.image: backend.service_name for backend in backends if backend.service.image}
+    found = []
+    for image, name in images.items():
+        argv = ["docker", "image", "inspect", "--format", "{{.Id}}", image]
+        done = _run(argv, IMAGE_TIMEOUT, env=os.environ)
+        if done.code and "no such image" not in done.err.lower():
+            raise complaint(argv, done)
+        if done.code:
+            found.append(f"service {name}: image {image} is not present: docker pull {image}")
+    return found
+
+
 class UnixConnection(http.client.HTTPConnection):
     """To the Docker Engine itself: an inspect takes it 2 ms, and the docker program 30."""
 
@@ -209,7 +224,8 @@ class ComposeRuntime:
     ) -> None:
         env = dict(os.environ if environ is None else environ)
         self._config = config
-        self._backends = {backend.name: backend for backend in config.backends}
+        self._served = {backend.name: backend for backend in config.backends}
+        self._backends = self._served  # and those that are about to go; replaced as a whole
         self._run: Run = run or partial(_run, env=env, lock=lock)
         self._spawn: Spawn = spawn or partial(_spawn, env=env)
         self._socket = _engine_socket(env) if run is None else None
@@ -219,6 +235,7 @@ class ComposeRuntime:
         # Guards the fields below; held for single reads and writes only.
         self._lock = threading.Lock()
         self._ids: dict[str, str] = {}  # of the containers that were created, or found fit, by this object
+        self._digests: dict[str, str] = {}  # of the descriptions of those that were started or found running
         self._owners: dict[str, str] = {}  # container that ran -> its backend
         self._up: dict[str, tuple[str, str]] = {}  # the runs that `watch` answers for
         self._events: subprocess.Popen[str] | None = None
@@ -227,14 +244,18 @@ class ComposeRuntime:
     def start(self, backend: Backend) -> str:
         with self._lock:
             known = self._ids.get(backend.name)
+            changed = self._digests.get(backend.name, backend.service.digest) != backend.service.digest
         try:
-            container = self._started(known or self._create(backend))
+            if changed or not known:
+                known = self._create(backend, anew=changed)
+            container = self._started(known)
         except _Gone:
             # `docker compose down` took the container or its network.
             container = self._started(self._create(backend, anew=True))
         url = base_url(container, listen_port(backend))
         with self._lock:
             self._ids[backend.name] = container.id
+            self._digests[backend.name] = backend.service.digest
             self._owners[container.id] = backend.name
             self._up[backend.name] = container.run
         if url is None:
@@ -256,6 +277,15 @@ class ComposeRuntime:
         container = self._find(backend)
         if container is not None:
             self._put_down(container, grace)
+        with self._lock:
+            if backend.name not in self._served:
+                self._backends = {n: each for n, each in self._backends.items() if n != backend.name}
+
+    def reconfigure(self, config: Config) -> None:
+        with self._lock:
+            self._config = config
+            self._served = {backend.name: backend for backend in config.backends}
+            self._backends = {**self._backends, **self._served}
 
     def pause(self, backend: Backend) -> None:
         self._call(docker_pause(self._running(backend).id), ASK_TIMEOUT)
@@ -290,6 +320,7 @@ class ComposeRuntime:
             port = listen_port(self._backends[name])
             urls[name] = "" if restarting else base_url(container, port) or ""
             with self._lock:
+                self._digests.setdefault(name, self._backends[name].service.digest)
                 self._owners[container.id] = name
                 self._up[name] = container.run
         return urls
@@ -524,7 +555,9 @@ class ComposeRuntime:
             run = self._up.get(name)
         if run is None or self._closed.is_set():
             return
-        backend = self._backends[name]
+        backend = self._backends.get(name)
+        if backend is None:
+            return
         container = self._find(backend)
         if container is not None and container.status in ALIVE:
             if container.run == run and container.status != "restarting":

@@ -42,7 +42,8 @@ class MuxError(Exception):
 class ConfigError(MuxError):
     """The configuration cannot be used; ``problems`` lists every reason, each with its file and key."""
 
-    code = "bad_config"
+    status, code = 422, "bad_config"
+    retry = False
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)

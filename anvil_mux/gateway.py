@@ -34,6 +34,7 @@ from anvil_mux.keys import Key, Keyring
 from anvil_mux.lookout import Seen, Sight
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.relay import Relay
+from anvil_mux.reloads import Reloads, as_json
 from anvil_mux.routerapi import RouterApi
 from anvil_mux.status import ModelState
 
@@ -67,11 +68,11 @@ class Gateway:
         tail: Callable[[str, int], Iterable[str]] = lambda backend, lines: (),
         sight: Callable[[], Sight] = dict,
         keys: Keyring | None = None,
+        reloads: Reloads | None = None,
     ) -> None:
         self._mux = mux
-        self._keys = keys or Keyring()
-        self._hosts = frozenset(host.lower() for host in config.hosts)
-        self._backends = config.backends
+        self._reloads = reloads
+        self._take(config, keys)
         self._inference = Inference(
             config,
             mux,
@@ -119,9 +120,21 @@ class Gateway:
             "/models/sse": self._router.follow,
             "/why": self._console.why,
         }
+        if reloads:
+            self._admin["/reload"] = lambda call: self._reload(call, reloads)
         self.draining = False
         self.only_local_hosts = False
         """Bound to loopback: any other Host is a web page whose name was made to mean this machine."""
+
+    def _take(self, config: Config, keys: Keyring | None) -> None:
+        self._keys = keys or Keyring()
+        self._hosts = frozenset(host.lower() for host in config.hosts)
+        self._backends = config.backends
+
+    def reconfigure(self, config: Config, keys: Keyring) -> None:
+        """By these requests are answered from now on, also those of connections that are open already."""
+        self._take(config, keys)
+        self._inference.reconfigure(config, Patience(grace=config.loading_grace), hides_keys=len(keys) > 0)
 
     def drain(self) -> None:
         """The program ends: from now on every answer is the last of its connection."""
@@ -134,7 +147,8 @@ class Gateway:
         request_id = next(self._ids) if given is None else api.request_id(given, self._ids.__next__)
         call = Call(client, request, request_id, keep=request.keep_alive and not self.draining)
         try:
-            route = request.route or self._find_route(call)
+            route = request.route if request.judge is self._keys else None
+            route = route or self._find_route(call)
             if isinstance(route, api.Route):
                 self._inference.infer(call, route)
             else:
@@ -164,11 +178,14 @@ class Gateway:
         route = api.match(request.method, request.path)
         call.api = route.api if route else api.api_of(request.path)
         self._check_origin(request)
-        if self._keys and request.path not in OPEN:
-            key = request.key = self._keys.of(request.fields)
+        keys, request.key = self._keys, None
+        if keys and request.path not in OPEN:
+            key = request.key = keys.of(request.fields)
             if route is None and not _may(key, request.path):
                 raise Forbidden("this API key is for models, not for this")
-        request.route = route
+        request.route, request.judge = route, keys
+        if request.prepared:
+            request.prepared.clear()
         return route
 
     def _check_origin(self, request: http1.Request) -> None:
@@ -262,7 +279,12 @@ class Gateway:
             "gpus": {gpu.gpu: healthz.gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
             "resident": ready[0] if ready else None,
             "registry": [model.model for model in status.models],
+            "reload": self._reloads.told() if self._reloads else None,
         }
+
+    def _reload(self, call: Call, reloads: Reloads) -> None:
+        told = json.dumps(as_json(reloads.reload())).encode("ascii")
+        call.send_own(200, [JSON, (b"Cache-Control", b"no-store")], told + b"\n")
 
     def _entry(self, model: ModelState) -> dict[str, object]:
         return api.model_entry(
@@ -303,7 +325,7 @@ class Gateway:
     def _ollama_running(self, request: http1.Request) -> Answer:
         resident = [m for m in self._visible(request) if m.state in ("ready", "draining")]
         ttls = {backend.name: backend.ttl for backend in self._backends}
-        return 200, JSON, ollama.running({m.model: ttls[m.backend] for m in resident}, time.time())
+        return 200, JSON, ollama.running({m.model: ttls.get(m.backend) for m in resident}, time.time())
 
     def _ollama_show(self, call: Call) -> None:
         name = ollama.name_in(parse(self._inference.read_json(call)))

@@ -101,6 +101,8 @@ class Request:
     """What the server found it to ask for; noted here, it need not be found again (see ``LastHead``)."""
     key: object = None
     """Whose API key it shows; noted together with ``route``."""
+    judge: object = None
+    """By what these two were found."""
 
 
 @dataclass(slots=True)

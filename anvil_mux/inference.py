@@ -72,19 +72,24 @@ class Inference:
     def __init__(
         self, config: Config, mux: Multiplexer, relay: Relay, patience: Patience, *, hides_keys: bool = False
     ) -> None:
-        self._config = config
         self._mux = mux
         self._relay = relay
+        self._answers = Answers()
+        self.reconfigure(config, patience, hides_keys=hides_keys)
+
+    def reconfigure(self, config: Config, patience: Patience, *, hides_keys: bool) -> None:
+        """By this requests are answered from now on. Each field is replaced as a whole."""
+        self._config = config
         self._patience = patience
-        self._names: dict[str, set[str]] = {}
+        names: dict[str, set[str]] = {}
         for backend in config.backends:
-            self._names.setdefault(backend.model, {backend.model}).update(backend.aliases)
+            names.setdefault(backend.model, {backend.model}).update(backend.aliases)
+        self._names = names
         kinds = {(backend.model, backend.infer_type) for backend in config.backends}
         self._staged = {model for model, kind in kinds if kind == "prefill"}
         """Models of which a request may be served in two stages."""
         self._hides_keys = hides_keys
         """Clients' keys are ours, so that engines get their own instead."""
-        self._answers = Answers()
         self._lacking: set[tuple[str, str] | None] = set()
         """(backend, path) of routes that engines turned out not to have; changed by atomic operations."""
 
@@ -286,8 +291,11 @@ class Inference:
             return ""
 
     def may_use(self, key: object, model: str) -> bool:
-        """``key``: of a request; None where nobody is asked for one."""
-        return not isinstance(key, Key) or key.models is None or not key.models.isdisjoint(self._names[model])
+        """``key``: of a request; None where nobody is asked for one. Nobody uses one that is about to go."""
+        names = self._names.get(model)
+        if names is None:
+            return False
+        return not isinstance(key, Key) or key.models is None or not key.models.isdisjoint(names)
 
     def _try(self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None) -> None:
         with self._lease(call) as lease:

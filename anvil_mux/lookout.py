@@ -63,6 +63,10 @@ class Lookout:
         self._closed = threading.Event()
         self._sight: Sight = {}
 
+    def look_at(self, gpus: Iterable[str]) -> None:
+        """From now on these are looked at. Any thread."""
+        self._gpus = tuple(gpus)
+
     def sight(self) -> Sight:
         """What was last seen. Any thread."""
         self._asked = self._now()

@@ -243,6 +243,15 @@ class Multiplexer:
         with self._lock:
             return self._island(model).residency.is_ready(model)
 
+    def backend(self, name: str) -> Backend | None:
+        """As it was last started or is to be, also if the configuration has it no longer."""
+        return self._backends.get(name)
+
+    def leaving(self) -> list[Backend]:
+        """Those that go because the configuration has changed, and have not gone yet."""
+        with self._lock:
+            return [seat.backend for island in self._each_island() for seat in island.residency.leaving]
+
     def replicas(self, model: str) -> int:
         """How many backends serve it."""
         return self._replicas[model]

@@ -61,6 +61,8 @@ class ProcessRuntime:
         self, config: Config, *, state: Path | None = None, environ: Mapping[str, str] | None = None
     ) -> None:
         self._config = config
+        self._names = {backend.name for backend in config.backends}
+        """Also of those that are about to go."""
         self._environ = dict(os.environ if environ is None else environ)
         self._state = state or state_folder(config.project, self._environ)
         self._closed = threading.Event()
@@ -125,10 +127,10 @@ class ProcessRuntime:
 
     def owner(self, pid: int) -> str | None:
         seen = _stat(pid)
-        for backend in self._config.backends:
-            record = self._record(backend.name) if seen else None
+        for name in self._names:
+            record = self._record(name) if seen else None
             if seen and record and record.pid == seen[1] and not _is_replaced(record):
-                return backend.name
+                return name
         return None
 
     def ended(self, backend: Backend) -> str | None:
@@ -142,13 +144,13 @@ class ProcessRuntime:
 
     def running(self) -> dict[str, str]:
         found = {}
-        for backend in self._config.backends:
-            record = self._record(backend.name)
+        for name in self._names:
+            record = self._record(name)
             if record is not None and _alive(record):
-                found[backend.name] = record.url
-                self._answer_for(backend.name, record)
+                found[name] = record.url
+                self._answer_for(name, record)
             elif record is not None and _members(record):
-                found[backend.name] = ""  # its workers have outlived it
+                found[name] = ""  # its workers have outlived it
         return found
 
     def is_frozen(self, backend: Backend) -> bool:
@@ -190,6 +192,10 @@ class ProcessRuntime:
                 up = dict(self._up)
             for name in self._wait_for_end(up):
                 self._judge(name, up[name], died)
+
+    def reconfigure(self, config: Config) -> None:
+        self._names = self._names | {backend.name for backend in config.backends}
+        self._config = config
 
     def problem(self) -> str:
         return ""

@@ -18,23 +18,22 @@ import json
 import logging
 import os
 import resource
-import signal
 import ssl
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 from anvil_mux import __version__, eventlog, gpu, journal
-from anvil_mux.adopt import Adopter, Awake, Notes, Unfit
+from anvil_mux.adopt import Adopter, Awake, Found, Notes, Unfit
+from anvil_mux.change import Change, compare, within
 from anvil_mux.checkpoint import Checkpointer
 from anvil_mux.clock import Clock
 from anvil_mux.config import Backend, Config, Service
@@ -48,6 +47,7 @@ from anvil_mux.hooks import Telling
 from anvil_mux.journal import Journal, requests, told
 from anvil_mux.keys import Keyring
 from anvil_mux.keys import load as load_keys
+from anvil_mux.layout import REMOVED
 from anvil_mux.learned import Known, Learned
 from anvil_mux.lookout import Lookout
 from anvil_mux.metrics import Metrics
@@ -56,9 +56,11 @@ from anvil_mux.notify import Notifier
 from anvil_mux.process import ProcessRuntime, state_folder
 from anvil_mux.progress import LoadLogs
 from anvil_mux.relay import Relay
+from anvil_mux.reloads import LOOK_SECONDS, Reloads, Watch
 from anvil_mux.remote import Place, announced
 from anvil_mux.scraper import Scraper
 from anvil_mux.server import Server
+from anvil_mux.signals import RELOAD, Signals
 from anvil_mux.state import write_whole
 from anvil_mux.store import RedisStore, Sharing, StoreError
 from anvil_mux.swap import Rested, Runtime, Swapper
@@ -70,7 +72,9 @@ COMMANDS_SECONDS = 60.0
 """How long a start waits for what one that was killed has Docker do."""
 ENGINE_SECONDS = 60.0
 """What runtimes may take around an engine's own time to stop."""
-INTERRUPTED = 130
+
+Adopt = Callable[[Mapping[str, str], Mapping[str, Rested]], list[str]]
+"""Takes over what runs (name -> URL) and what rests; the names of those that cannot stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class Options:
     pin: bool | None = None
     """Whether the threads of connections stay on one CPU; None: while it is better (home.py)."""
     insecure: bool = False
+    watch: bool = False
+    """Whether files are watched, and a change of them is a reload."""
     verbosity: int = journal.NORMAL
 
 
@@ -107,17 +113,21 @@ def say(text: str) -> None:
     print(f"anvil-mux: {text}\n", end="", file=sys.stderr, flush=True)  # in one piece: several threads say
 
 
-def serve(config: Config, options: Options) -> int:
-    """Serves until a signal; the exit code. ConfigError or CannotServe if it does not come to that."""
-    keys = load_keys(Path(config.key_file) if config.key_file else None, os.environ)
-    _refuse_open_address(config, options, keys)
-    tls = _tls_context(config)
+def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
+    """Serves until a signal; the exit code. ConfigError or CannotServe if it does not come to that.
+
+    ``read`` gives the configuration as it is when a reload is asked for, or raises ConfigError.
+    """
+    keys, tls = _secrets(config, options)
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
     _raise_file_limit()
     faulthandler.enable()  # systemd's watchdog ends who hangs with SIGABRT: this tells where every thread was
     signals, notifier = Signals(), Notifier(os.environ)
     with locked(config) as lock, _access_log(options) as access, _event_log(options) as events:
-        program = Program(config, options, access, events, keys=keys, tls=tls, lock=lock)
+        reading = partial(_reloading, notifier)
+        program = Program(
+            config, options, access, events, keys=keys, tls=tls, lock=lock, read=read, reloading=reading
+        )
         program.adopt()
         program.start()
         place = Place(program.url, tuple(os.path.abspath(file) for file in config.files))
@@ -128,38 +138,24 @@ def serve(config: Config, options: Options) -> int:
                 threading.Thread(
                     target=notifier.run, args=(program.look,), name="notify", daemon=True
                 ).start()
-            signals.wait()
+            if options.watch:
+                threading.Thread(target=program.watch_files, name="watch-files", daemon=True).start()
+            while signals.wait() == RELOAD:
+                program.reload()
             notifier.tell(STOPPING="1", EXTEND_TIMEOUT_USEC=f"{program.stop_seconds * 1e6:.0f}")
             program.stop()
             notifier.close()
     return 0
 
 
-class Signals:
-    """The first SIGTERM or SIGINT ends ``wait``; the second ends the program, whatever it is doing.
-
-    A handler may run in the middle of anything, even of itself, so it takes no lock and writes no buffer.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        # The kernel may give a signal to any thread, but its handler waits for the main thread to run Python
-        # again: this wakes that.
-        self._woken, waker = os.pipe()
-        os.set_blocking(waker, False)
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._tell)
-
-    def _tell(self, _number: int, _frame: FrameType | None) -> None:
-        self._count += 1
-        if self._count > 1:
-            os.write(journal.STDERR, b"anvil-mux: ended at once; engines run on\n")
-            os._exit(INTERRUPTED)
-
-    def wait(self) -> None:
-        while not self._count:
-            os.read(self._woken, 1)
+@contextmanager
+def _reloading(notifier: Notifier) -> Iterator[None]:
+    """systemd is told that a reload has begun, and that it is over, however it ended."""
+    notifier.tell(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
+    try:
+        yield
+    finally:
+        notifier.tell(READY="1")
 
 
 class Program:
@@ -175,10 +171,10 @@ class Program:
         keys: Keyring | None = None,
         tls: ssl.SSLContext | None = None,
         lock: int | None = None,
+        read: Callable[[], Config] | None = None,
+        reloading: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        if config.host_memory is None:
-            config = replace(config, host_memory=spare_memory())
-        self._config = config
+        self._config = config = _complete(config)
         self._options = options
         self._clock = Clock()
         self._runtime = build_runtime(config, lock)
@@ -239,7 +235,14 @@ class Program:
             self._lookout = Lookout(used, self._runtime.owner, tell=self._mux.strangers_hold)
             self._scraper = Scraper(self._mux.resident_replicas, self._mux.observed)
             self._sharing = self._open_sharing()
-            gateway = Gateway(
+            self._reloads = Reloads(
+                read or (lambda: self._config),
+                self._reconfigure,
+                partial(self._mux.tell, "reload_failed"),
+                time.time,
+                reloading,
+            )
+            self._gateway = Gateway(
                 config,
                 self._mux,
                 relay,
@@ -250,8 +253,9 @@ class Program:
                 tail=self._log_tail,
                 sight=self._lookout.sight,
                 keys=keys,
+                reloads=self._reloads,
             )
-            self._server = self._bind(gateway, tls)
+            self._server = self._bind(self._gateway, tls)
         host, port = self._server.server_address[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
         scheme = "https" if tls else "http"
@@ -301,8 +305,8 @@ class Program:
         self._learned.save(Known(self._mux.costs(), self._mux.footprints()))
 
     def _log_tail(self, backend: str, lines: int = 20) -> list[str]:
-        found = (b for b in self._config.backends if b.name == backend)
-        return next((self._runtime.log_tail(b, lines) for b in found), [])
+        found = self._mux.backend(backend)
+        return self._runtime.log_tail(found, lines) if found else []
 
     def start(self) -> None:
         # Keepers start engines, which inherit what their thread may run on: they are never pinned.
@@ -335,16 +339,17 @@ class Program:
         self._server.serve_forever()
 
     def _watch(self) -> None:
-        backends = {backend.name: backend for backend in self._config.backends}
-
         def died(name: str) -> None:
+            backend = self._mux.backend(name)
+            if backend is None:
+                return
             try:
-                why = self._runtime.ended(backends[name])
+                why = self._runtime.ended(backend)
             except MuxError as error:
                 why = error.message
             if why:  # else it was started again and holds its GPU; a request will see whether it answers
                 self._mux.died(name, why)
-                self._mux.last_words(name, self._runtime.log_tail(backends[name]))
+                self._mux.last_words(name, self._runtime.log_tail(backend))
 
         self._runtime.watch(died)
 
@@ -353,28 +358,37 @@ class Program:
     def adopt(self) -> None:
         """Takes over what answers or rests, stops what is left."""
         self._stop_orphans()
+        self._take_over(self._config.backends, self._mux.adopt)
+
+    def _take_over(self, backends: Iterable[Backend], adopt: Adopt) -> None:
+        """Those of ``backends`` that run already; ``adopt`` is called whether any does or not."""
+        found = self._look_at({backend.name: backend for backend in backends})
+        unfit = [(backend, each.why) for backend, each in found if isinstance(each, Unfit)]
+        self._stop_engines([(b, f"{why}; the next request for {b.model} loads it anew") for b, why in unfit])
+        awake = {backend.name: each.url for backend, each in found if isinstance(each, Awake)}
+        parked = {backend.name: each for backend, each in found if isinstance(each, Rested)}
+        refused = adopt(awake, parked)
+        late = [backend for backend, _ in found if backend.name in refused]
+        self._stop_engines([(backend, "it cannot stay beside the others") for backend in late])
+
+    def _look_at(self, backends: Mapping[str, Backend]) -> list[tuple[Backend, Found]]:
         try:
-            running = self._runtime.running()
+            running = self._runtime.running() if backends else {}
         except MuxError as error:
             say(f"cannot see what runs already: {error.message}")
-            return
-        if not running:
-            return
-        backends = {b.name: b for b in self._config.backends if b.name in running}
+            return []
+        here = [backend for name, backend in backends.items() if name in running]
+        if not here:
+            return []
         probe = gpu.probe if gpu.probe().readings else None
         adopter = Adopter(self._runtime, self._notes, probe=probe, checkpointer=Checkpointer())
-        with ThreadPoolExecutor(len(running)) as pool:
-            looks = pool.map(lambda backend: adopter.look(backend, running[backend.name]), backends.values())
-            found = dict(zip(backends, looks, strict=True))
-            awake = {name: each.url for name, each in found.items() if isinstance(each, Awake)}
-            parked = {name: each for name, each in found.items() if isinstance(each, Rested)}
-            for name in self._mux.adopt(awake, parked):
-                found[name] = Unfit("it cannot stay beside the others")
-            unfit = [(backends[name], each.why) for name, each in found.items() if isinstance(each, Unfit)]
-            list(pool.map(lambda pair: self._stop_unfit(*pair), unfit))
+        with ThreadPoolExecutor(len(here)) as pool:
+            return [*zip(here, pool.map(lambda b: adopter.look(b, running[b.name]), here), strict=True)]
 
-    def _stop_unfit(self, backend: Backend, why: str) -> bool:
-        return self._stop_engine(backend, f"{why}; the next request for {backend.model} loads it anew")
+    def _stop_engines(self, pairs: Sequence[tuple[Backend, str]]) -> None:
+        """Side by side, each for a reason."""
+        with ThreadPoolExecutor(len(pairs) or 1) as pool:
+            list(pool.map(lambda pair: self._stop_engine(*pair), pairs))
 
     def _stop_orphans(self) -> None:
         """Stops what an earlier start served and the configuration has no longer.
@@ -385,8 +399,57 @@ class Program:
         known = {_noted(backend) for backend in self._config.backends}
         earlier = set(note.read_text().split()) if note.exists() else set()
         orphans = [_of_note(word) for word in sorted(earlier - known)]
-        left = {_noted(b) for b in orphans if not self._stop_engine(b, "the configuration has it no longer")}
+        left = {_noted(b) for b in orphans if not self._stop_engine(b, REMOVED)}
         write_whole(note, "\n".join(sorted(known | left)))
+
+    def _note_services(self, config: Config) -> None:
+        """Those of before are known still: should this end before they have, the next start stops them."""
+        note = state_folder(config.project, os.environ) / "services"
+        with suppress(OSError):
+            known = {*note.read_text().split(), *map(_noted, config.backends)}
+            write_whole(note, "\n".join(sorted(known)))
+
+    # Another configuration
+
+    def reload(self) -> None:
+        """Nobody waits for what comes of it, which is told as any other event is; every problem is said."""
+        try:
+            self._reloads.reload()
+        except ConfigError as error:
+            for problem in error.problems:
+                say(problem)
+        except MuxError:
+            pass  # the program ends
+
+    def watch_files(self) -> None:
+        """The life of the thread that looks for changes."""
+        watch = Watch(lambda: _files_of(self._config))
+        while True:
+            time.sleep(LOOK_SECONDS)
+            if watch.has_news():
+                self.reload()
+
+    def _reconfigure(self, config: Config) -> Change:
+        """ConfigError: it cannot be used, and nothing has changed. One at a time, in the thread that asks."""
+        read, before = _complete(config), self._config
+        config, change = within(before, read), compare(before, read)
+        keys, tls = _secrets(config, self._options)
+        _refuse_missing_images(config, {*change.changed, *change.added})
+        self._runtime.reconfigure(config)
+        self._note_services(config)
+        for warning in [each for each in config.warnings if each not in before.warnings]:
+            say(f"warning: {warning}")
+        self._config = config
+        self._gateway.reconfigure(config, keys)
+        self._server.max_connections = config.max_connections
+        self._server.tls = tls
+        self._metrics.know(config)
+        self._lookout.look_at({id for backend in config.backends for id in backend.gpus})
+        if self._event_log:
+            self._event_log.head(eventlog.header(config, self._clock.wall(0.0)))
+        added = [backend for backend in config.backends if backend.name in change.added]
+        self._take_over(added, partial(self._mux.reconfigure, config))
+        return change
 
     def _stop_engine(self, backend: Backend, why: str) -> bool:
         say(f"stopping {backend.name}: {why}")
@@ -416,6 +479,7 @@ class Program:
 
     def stop(self) -> None:
         """Finishes the requests that run, then leaves or stops the engines."""
+        self._reloads.close()
         self._scraper.close()
         if self._sharing:
             self._sharing.close()
@@ -439,14 +503,17 @@ class Program:
         except MuxError as error:
             say(f"cannot see what runs: {error.message}")
             return
+        leaving = {backend.name: backend for backend in self._mux.leaving()}
         backends, loading = self._config.backends, self._mux.loading()
-        unfit = [(b, "it was still loading") for b in backends if b.name in loading]
-        left = [b for b in backends if b.name in running and b.name not in loading]
+        unfit = [(backend, "the configuration has changed") for backend in leaving.values()]
+        unfit += [
+            (b, "it was still loading") for b in backends if b.name in loading and b.name not in leaving
+        ]
+        left = [b for b in backends if b.name in running and b.name not in {*loading, *leaving}]
         if self._config.on_exit == "stop":
             unfit += [(backend, "on_exit: stop") for backend in left]
             left = []
-        with ThreadPoolExecutor(len(backends)) as pool:
-            list(pool.map(lambda pair: self._stop_engine(*pair), unfit))
+        self._stop_engines(unfit)
         names = ", ".join(backend.name for backend in left)
         say(f"stopped; kept running for the next start (on_exit: keep): {names}" if left else "stopped")
 
@@ -457,6 +524,36 @@ def spare_memory() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 9 // 10
     except (ValueError, OSError):
         return None
+
+
+def _complete(config: Config) -> Config:
+    """With what the machine says where nobody else does."""
+    return config if config.host_memory is not None else replace(config, host_memory=spare_memory())
+
+
+def _secrets(config: Config, options: Options) -> tuple[Keyring, ssl.SSLContext | None]:
+    """What other files hold. ConfigError if they cannot be used, or if too little is asked of strangers."""
+    keys = load_keys(Path(config.key_file) if config.key_file else None, os.environ)
+    _refuse_open_address(config, options, keys)
+    return keys, _tls_context(config)
+
+
+def _refuse_missing_images(config: Config, names: Collection[str]) -> None:
+    """Of backends that are about to take the place of others."""
+    if config.runtime == "compose":
+        from anvil_mux.compose import missing_images
+
+        missing: list[str] = []
+        with suppress(MuxError):  # Docker is away: who needs an image is told when it is loaded
+            missing = missing_images([b for b in config.backends if b.name in names])
+        if missing:
+            raise ConfigError(missing)
+
+
+def _files_of(config: Config) -> list[str]:
+    """Whatever a configuration was read from, as far as it is known here."""
+    named = [each for each in (config.key_file, config.tls_cert, config.tls_key) if each]
+    return [*config.files, os.path.join(os.path.dirname(config.files[0]), ".env"), *named]
 
 
 def _tls_context(config: Config) -> ssl.SSLContext | None:

@@ -126,7 +126,7 @@ class Server(ThreadingHTTPServer):
         self._pulse = time.monotonic()
         """When the accepting thread last came by."""
         self._over = False
-        self._limit = max_connections
+        self.max_connections = max_connections
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         threading.stack_size(STACK_BYTES)
@@ -155,7 +155,7 @@ class Server(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if len(self.connections) >= self._limit:
+        if len(self.connections) >= self.max_connections:
             self._turn_away(request)
             return
         self.connections.add(request)
@@ -166,7 +166,7 @@ class Server(ThreadingHTTPServer):
             self._turn_away(request)
 
     def _turn_away(self, request: socket.socket) -> None:
-        error = Overloaded(f"overloaded: {self._limit} connections are open already. Try again.")
+        error = Overloaded(f"overloaded: {self.max_connections} connections are open already. Try again.")
         headers = [
             (b"Content-Type", b"application/json"),
             (b"Connection", b"close"),

@@ -67,8 +67,10 @@ def labels(service: Service, prefix: str) -> dict[str, str]:
 
 
 def digest(service: Service, prefix: str) -> str:
-    """Equal for two descriptions that differ in extensions and labels with ``prefix`` at most."""
-    said = {name: value for name, value in service.items() if not str(name).startswith("x-")}
+    """Equal for descriptions that differ at most in extensions, labels with ``prefix``, and their scale."""
+    said = {n: value for n, value in service.items() if not str(n).startswith("x-") and n != "scale"}
+    if isinstance(deploy := said.get("deploy"), Mapping):
+        said["deploy"] = {name: value for name, value in deploy.items() if name != "replicas"}
     said["labels"] = {
         name: value for name, value in _mapping(service, "labels", "").items() if not name.startswith(prefix)
     }

@@ -28,7 +28,7 @@ from typing import ClassVar, Protocol
 
 from anvil_mux import control, service
 from anvil_mux.checkpoint import Checkpointer
-from anvil_mux.config import WAY_ALIASES, Backend
+from anvil_mux.config import WAY_ALIASES, Backend, Config
 from anvil_mux.engine import await_ready
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.freed import Held, Left, Memory, host_bytes
@@ -105,6 +105,13 @@ class Runtime(Protocol):
         Only services that ``start`` returned or ``running`` listed are reported, each run once, when nothing
         of it runs any more. An engine may die while its load is still being awaited, or just after: this
         call may come before ``load`` has returned or raised.
+        """
+
+    def reconfigure(self, config: Config) -> None:
+        """From now on services are as they are described there.
+
+        What runs goes on, and what is served no longer is known until it was stopped. A service whose
+        description has changed is made anew by its next ``start``.
         """
 
     def problem(self) -> str:

@@ -1,0 +1,63 @@
+"""The signals that the program is sent: reload, end, end at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+INTERRUPTED = 130
+STDERR = 2
+RELOAD, END = "reload", "end"
+
+
+class Signals:
+    """SIGHUP makes ``wait`` return RELOAD, the first SIGTERM or SIGINT END; the second ends the program.
+
+    That whatever it is doing: a handler may run in the middle of anything, even of itself, so it takes no lock
+    and writes no buffer. A SIGHUP that comes because the terminal was closed is an end.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._reloads = 0
+        self._reloaded = 0
+        # The kernel may give a signal to any thread, but its handler waits for the main thread to run Python
+        # again: this wakes that.
+        self._woken, waker = os.pipe()
+        os.set_blocking(waker, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._tell)
+        ends = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        self._terminal = ends and _has_terminal()
+        signal.signal(signal.SIGHUP, self._hang_up)
+
+    def _hang_up(self, number: int, frame: FrameType | None) -> None:
+        if self._terminal and not _has_terminal():
+            self._tell(number, frame)
+        else:
+            self._reloads += 1
+
+    def _tell(self, _number: int, _frame: FrameType | None) -> None:
+        self._count += 1
+        if self._count > 1:
+            os.write(STDERR, b"anvil-mux: ended at once; engines run on\n")
+            os._exit(INTERRUPTED)
+
+    def wait(self) -> str:
+        """Signals that come while a reload is under way lead to one more."""
+        while not self._count:
+            if self._reloads > self._reloaded:
+                self._reloaded = self._reloads
+                return RELOAD
+            os.read(self._woken, 1)
+        return END
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
