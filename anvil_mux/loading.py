@@ -135,7 +135,7 @@ class _Loading:
         for document in self._documents:
             top = document.content.get("x-anvil")
             if isinstance(top, dict):
-                found = top.get("runtime", found)
+                found = top.get("runtime", "")  # Compose takes all of it from the last file
         found = self._overrides.get("runtime") or self._environ.get("ANVIL_RUNTIME") or found
         try:
             return interpolate.Scope(self._variables).fill(str(found)) == "process"

@@ -779,13 +779,6 @@ def test_a_second_file_needs_compose(tmp_path: Path) -> None:
         load(files, compose=None, environ={})
 
 
-def test_the_runtime_that_one_file_says_holds_for_all(tmp_path: Path) -> None:
-    first = write(tmp_path, "x-anvil: {runtime: process}\nservices: {a: {command: [a], x-anvil: {}}}")
-    second = write(tmp_path, "x-anvil: {max_wait: 1}", "two.yaml")
-    with pytest.raises(ConfigError, match=r"two\.yaml: a second file needs the Docker Compose program"):
-        load([first, second], compose=lambda files: pytest.fail("Compose was asked"), environ={})
-
-
 def test_files_that_are_not_there_are_all_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load([tmp_path / "x.yaml", tmp_path / "y.yaml"], compose=None)
