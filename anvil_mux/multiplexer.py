@@ -787,8 +787,9 @@ class Multiplexer:
     def outlook(self, model: str) -> Outlook:
         """What a request for ``model`` would wait for now."""
         with self._lock:
-            residency = self._island(model).residency
-            return outlook(residency, model, self._clock.now(), self._config.drain_timeout)
+            residency, now = self._island(model).residency, self._clock.now()
+            far = self._progress(residency, model, now)
+            return outlook(residency, model, now, self._config.drain_timeout, far)
 
     def report(self, backend: str, said: Said) -> None:
         """What the log of a backend says of its load."""

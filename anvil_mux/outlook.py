@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from anvil_mux.placement import HOLDING, Seat
 from anvil_mux.policy import FOREVER, Stay, SwapTo
+from anvil_mux.progress import Progress
 from anvil_mux.residency import Prospect, Residency
 
 
@@ -39,8 +40,10 @@ class Outlook(NamedTuple):
         return f"waits{about}{',' if about and most else ''}{most}"
 
 
-def outlook(residency: Residency, model: str, now: float, drain_timeout: float) -> Outlook:
-    """What a request for ``model`` would meet."""
+def outlook(
+    residency: Residency, model: str, now: float, drain_timeout: float, far: Progress | None = None
+) -> Outlook:
+    """What a request for ``model`` would meet; ``far``: how far its load is, if there is one."""
     seats = residency.seats_of(model)
     ready = [seat for seat in seats if seat.state == "ready"]
     if ready:
@@ -56,23 +59,23 @@ def outlook(residency: Residency, model: str, now: float, drain_timeout: float) 
     if found.target and found.decision:
         return _planned(model, found, now, drain_timeout)
     if found.target:
-        return _coming(model, found.target, found, now)
+        return _coming(model, found.target, found, now, far)
     return _blocked(residency, model, found, now)
 
 
-def _coming(model: str, target: Seat, found: Prospect, now: float) -> Outlook:
+def _coming(model: str, target: Seat, found: Prospect, now: float, far: Progress | None) -> Outlook:
     """A swap to it is under way."""
     cost = found.cost
     if target.state == "starting":
-        since = now - target.since
-        left = max(cost.load_seconds - since, 0.0)
+        since, left = now - target.since, far.seconds_left if far else None
         told = (
             f"loads have taken {span(cost.load_seconds)}"
             if found.loaded_before
             else "it was never loaded before"
         )
-        limit = max(target.backend.load_timeout - since, left)
-        return Outlook(model, "waits", left, limit, f"it has been loading for {span(since)}; {told}.")
+        stage = f", and says that it is {far.stage}" if far and far.stage else ""
+        limit = max(target.backend.load_timeout - since, left or 0.0)
+        return Outlook(model, "waits", left, limit, f"it has been loading for {span(since)}{stage}; {told}.")
     names = _names(victim.model for victim in found.victims)
     busy = sum(len(victim.holders) for victim in found.victims)
     if busy:

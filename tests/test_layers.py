@@ -12,7 +12,7 @@ ROWS = (
     "screen completion",
     "keys naming api rewrite completions stages ollama anthropic composefile",
     "policy preemption profile routing prefix pipeline costs footprint demand hooks config loading change",
-    "turns events steps placement ladder ledger replicas residency layout outlook progress status engine",
+    "turns events steps placement ladder ledger replicas residency layout progress outlook status engine",
     "control gpu compose process freed lookout driver checkpoint",
     "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",

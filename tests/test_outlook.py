@@ -7,14 +7,17 @@ import pytest
 from anvil_mux.errors import LoadError
 from anvil_mux.outlook import Outlook, outlook, span
 from anvil_mux.policy import build_policy
+from anvil_mux.progress import Said, progress
 from tests.test_residency import DEBOUNCE, TEN, A, B, C, Island, backend
 
 DRAIN = 30.0
 
 
-def ask(island: Island, model: str, at: float) -> Outlook:
+def ask(island: Island, model: str, at: float, said: Said | None = None) -> Outlook:
     before = repr(island.core), len(island.log), repr(island.core.lines)
-    found = outlook(island.core, model, at, DRAIN)
+    loading = [seat for seat in island.core.seats_of(model) if seat.state == "starting"]
+    far = progress(at - loading[0].since, island.core.expected_load(loading[0]), said) if loading else None
+    found = outlook(island.core, model, at, DRAIN, far)
     assert (repr(island.core), len(island.log), repr(island.core.lines)) == before, "asking changes nothing"
     return found
 
@@ -89,7 +92,21 @@ def test_a_load_under_way_says_how_much_is_left_of_it() -> None:
     island.steps(0.0)
     found = ask(island, "a", 8.0)
     assert (found.seconds, found.because) == (12.0, "it has been loading for 8.0 s; loads have taken 20 s.")
-    assert ask(island, "a", 25.0).seconds == 0.0
+    assert ask(island, "a", 25.0).sentence == (
+        "A request for a waits at most 10 min: it has been loading for 25 s; loads have taken 20 s."
+    )
+
+
+def test_what_the_engine_says_of_its_first_load_is_better_than_a_guess() -> None:
+    island = Island(A, B)
+    island.request("a", 0.0)
+    island.steps(0.0)
+    because = "it has been loading for 4.0 s{}; it was never loaded before."
+    found = ask(island, "a", 4.0)
+    assert (found.seconds, found.at_most, found.because) == (None, 596.0, because.format(""))
+    found = ask(island, "a", 4.0, Said("reading weights", 0.25, 30.0))
+    said = ", and says that it is reading weights"
+    assert (found.seconds, found.because) == (30.0, because.format(said))
 
 
 def test_a_load_from_elsewhere_is_better_than_a_guess() -> None:
