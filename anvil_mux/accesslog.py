@@ -79,7 +79,7 @@ def human_line(r: Served) -> str:
         return ""
     code = f" {r.code}" if r.code else ""
     waited = f" waited {r.waited:.1f}s" if r.waited >= 0.1 else ""
-    where = f" {r.model}@{r.backend}" if r.backend else ""
+    where = f" {r.model}@{r.backend}" if r.backend else f" {r.model}" if r.model else ""
     return (
         f"{stamp(r.ended)} {r.status}{code} {r.method} {ascii(r.path)[1:-1]}{where} "
         f"{r.seconds:.3f}s{waited} {r.sent}B {r.client} {r.request_id}\n"

@@ -22,6 +22,8 @@ from anvil_mux.events import Event
 EVENTS = 500
 REQUESTS = 100
 WATCHERS = 32
+BY_HAND = ("/models/", "/api/show")
+"""Paths of what names a model and asks it nothing."""
 
 
 class Place(NamedTuple):
@@ -63,8 +65,8 @@ class Feed:
         self._events.append((next(self._numbers), event))
 
     def ended(self, record: Served) -> None:
-        """Takes the record of a request; those that were for no model are no news."""
-        if record.model:
+        """Takes the record of a request; those that no model was to answer are no news."""
+        if record.model and not record.path.startswith(BY_HAND):
             self._requests.append((next(self._request_numbers), record))
 
     def ring(self) -> None:

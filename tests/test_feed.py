@@ -45,6 +45,7 @@ def test_only_the_last_requests_are_kept_and_only_those_for_a_model() -> None:
     for number in range(REQUESTS + 1):
         feed.ended(record(request_id=str(number)))
         feed.ended(record(request_id="probe", model="", path="/healthz"))
+        feed.ended(record(request_id="hand", model="a", path="/models/pin"))
     assert [r.request_id for r in feed.news(Place()).requests] == [str(n) for n in range(1, REQUESTS + 1)]
 
 
