@@ -108,12 +108,17 @@ def _state_of(given: argparse.Namespace) -> str:
         models = ask_mux(given, "GET", "/healthz", accept=(200, 503))["models"]
     except MuxError as error:
         return error.message
-    return str(models.get(given.model, {}).get("state", "loading"))
+    model = models.get(given.model, {})
+    far = model.get("progress")
+    return str(model.get("state", "loading")) + (f" {far['words']}" if far else "")
 
 
 def unload(given: argparse.Namespace) -> int:
-    ask_mux(given, "POST", "/models/unload", {"model": given.model})
-    return _done(given, "leaves as soon as its requests have ended")
+    told = ask_mux(given, "POST", "/models/unload", {"model": given.model})
+    leaves = told.get("resident", True)
+    return _done(
+        given, "leaves as soon as its requests have ended" if leaves else "is not resident, or leaves already"
+    )
 
 
 def pin(given: argparse.Namespace) -> int:

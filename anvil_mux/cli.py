@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,8 @@ VARIABLES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    given = _parser().parse_args(_with_command(words))
+    parser = _parser()
+    given = parser.parse_args(_with_command(words, parser.error))
     try:
         code: int = given.run(given)
         sys.stdout.flush()
@@ -80,10 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 # Arguments
 
 
-def _with_command(words: list[str]) -> list[str]:
+def _with_command(words: list[str], refuse: Callable[[str], object]) -> list[str]:
     """``anvil-mux FILE`` and ``anvil-mux`` alone mean ``serve``."""
     asks = {"-h", "--help", "--version"}
     first = words[0] if words else ""
+    if first.isalpha() and first not in COMMANDS and not os.path.exists(first):
+        near = get_close_matches(first, COMMANDS, 1)
+        refuse(f"neither a command nor a file: {first}" + (f"; did you mean {near[0]}?" if near else ""))
     return words if first in COMMANDS or first in asks else ["serve", *words]
 
 

@@ -47,8 +47,8 @@ class RouterApi:
         call.send_own(200, [JSON], DONE)
 
     def unload(self, call: Call) -> None:
-        self._mux.unload(self._named(call))
-        call.send_own(200, [JSON], DONE)
+        told = self._mux.unload(self._named(call))
+        call.send_own(200, [JSON], DONE if told else b'{"success":true,"resident":false}')
 
     def pin(self, call: Call) -> None:
         self._mux.pin(self._named(call), True)

@@ -699,12 +699,24 @@ def test_top_draws_anew_on_a_terminal_until_it_is_interrupted(mux: Running, url:
     assert shown.startswith(b"\x1b[H")
 
 
+@pytest.mark.parametrize(("word", "hint"), [("unlaod", "; did you mean unload?\n"), ("x", "file: x\n")])
+def test_a_word_that_is_no_command_and_no_file_is_wrong_usage(
+    word: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([word])
+    assert capsys.readouterr().err.endswith(hint)
+
+
 def test_unload_puts_a_model_out(mux: Running, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["load", "a", "--url", url]) == 0
     assert main(["unload", "a", "--json", "--url", url]) == 0
     assert json.loads(capsys.readouterr().out) == {"model": "a", "success": True}
     assert main(["load", "b", "--url", url]) == 0
     assert mux.get("/healthz")["models"]["a"]["state"] == "empty"
+    capsys.readouterr()
+    assert main(["unload", "a", "--url", url]) == 0
+    assert capsys.readouterr().err == "anvil-mux: a is not resident, or leaves already\n"
 
 
 def test_a_pinned_model_stays_until_it_is_unpinned(

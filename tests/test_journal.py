@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux import journal as journal_room
+from anvil_mux.accesslog import human_line
 from anvil_mux.config import Backend, Config
 from anvil_mux.events import KINDS, Event
 from anvil_mux.journal import _OF_REQUESTS, NORMAL, QUIET, VERBOSE, Journal, _level, story
@@ -230,3 +231,8 @@ def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
 )
 def test_an_event_is_told_in_words(kind: str, more: dict[str, str], said: str) -> None:
     assert story(Event(1.0, kind, "a", **more)) == said
+
+
+@pytest.mark.parametrize(("backend", "shown"), [("a-1", " a@a-1 "), ("", " a ")])
+def test_the_access_log_names_the_model_also_where_no_engine_answered(backend: str, shown: str) -> None:
+    assert shown in human_line(record(model="a", backend=backend))

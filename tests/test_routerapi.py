@@ -82,6 +82,8 @@ def test_ejecting_puts_the_model_out(rig: Rig) -> None:
     assert connection.read().body == b'{"success":true}'
     rig.events.wait("empty")
     assert badge(rig, "a") == {"value": "unloaded"}
+    connection.post(ASK_A, path=b"/models/unload")
+    assert json.loads(connection.read().body) == {"success": True, "resident": False}
 
 
 def test_a_model_is_pinned_and_unpinned(rig: Rig) -> None:
