@@ -145,7 +145,7 @@ def reload(given: argparse.Namespace) -> int:
 def profile(given: argparse.Namespace) -> int:
     from anvil_mux import profiler
 
-    engine = profiler.Profiler(_url(given), given.model, os.environ.get("OPENAI_API_KEY", ""))
+    engine = profiler.Profiler(_url(given), given.model, os.environ.get("ANVIL_API_KEY", ""))
     found = profiler.measure(
         engine,
         say,

@@ -3,10 +3,13 @@
 Prompts are random words, so that nothing of them is cached. The time to a first token is measured with one
 request at a time; the time for each further one with several requests that stream at once, between the moment
 at which the last of them has begun and the end of the first. What a prompt really has in tokens, the engine's
-``usage`` says.
+``usage`` says, from the first question on.
+
+What an engine refuses (a prompt longer than its context) or does not do (llama.cpp answers no more at once
+than it has slots) is left out of the profile, and so nothing is promised of it.
 
 The engine is asked through an anvil-mux or directly: both speak the same API. Several replicas behind one
-name would share the requests, so all but one of them have to be out.
+name would share the requests, so that is an error.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from anvil_mux.errors import BackendError
+from anvil_mux.profile import CHUNK
 
 PROMPTS = (128, 512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16)
 LENGTHS = (128, 2048, 8192)
 OUTPUT = 48
+LONGEST_OUTPUT = 64 * OUTPUT
+MEETING_SECONDS = 0.5
+"""Answers that last as long as that meet one another, if the engine gives them at once."""
 TIMEOUT = 600.0
 
 
@@ -44,27 +51,41 @@ class Streamed:
         return self.moments[0] - self.begun
 
 
+class Refused(BackendError):
+    """The engine does not take this request, and might take another."""
+
+
 class Profiler:
     """One engine being measured."""
 
-    def __init__(self, url: str, model: str, key: str = "", seed: int = 0) -> None:
+    def __init__(self, url: str, model: str, key: str = "") -> None:
         parts = urlsplit(url)
         self._address = parts.hostname or "127.0.0.1", parts.port or 80
-        self._model = model
+        self.model = model
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
-        self._random = random.Random(seed)
+        self._random = random.Random()
+        self._tokens_per_word = 2.0
+        self._backend = ""
 
     def prompt(self, tokens: int) -> str:
         """About so many tokens that nobody has seen."""
-        return " ".join(str(self._random.randrange(100, 1000)) for _ in range(max(tokens // 2, 1)))
+        words = max(round(tokens / self._tokens_per_word), 1)
+        return " ".join(str(self._random.randrange(100, 1000)) for _ in range(words))
+
+    def warm_up(self) -> None:
+        """What is slow only once; and how many tokens a word has."""
+        words = 64
+        prompt = self.prompt(round(words * self._tokens_per_word))
+        if tokens := self.ask(prompt, 2).prompt_tokens:
+            self._tokens_per_word = tokens / words
 
     def ask(self, prompt: str, output: int) -> Streamed:
         """One completion, streamed."""
         connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT)
         asked = {
-            "model": self._model,
+            "model": self.model,
             "prompt": prompt,
             "max_tokens": output,
             "temperature": 0,
@@ -78,19 +99,30 @@ class Profiler:
             with connection.getresponse() as response:
                 if response.status != 200:
                     text = response.read(2000).decode("utf-8", "replace")
-                    raise BackendError(f"{self._model} answered {response.status}: {text}")
+                    kind = Refused if response.status in (400, 413, 422) else BackendError
+                    raise kind(f"{self.model} answered {response.status}: {text}")
+                self._check_backend(response.headers.get("X-Anvil-Backend", "").partition(";")[0])
                 for event in _events(response):
                     if event.get("choices"):
                         found.moments.append(time.monotonic())
                     if usage := event.get("usage"):
                         found.prompt_tokens = int(usage["prompt_tokens"])
         except (OSError, http.client.HTTPException) as error:
-            raise BackendError(f"{self._model} cannot be measured: {error}") from None
+            raise BackendError(f"{self.model} cannot be measured: {error}") from None
         finally:
             connection.close()
         if not found.moments:
-            raise BackendError(f"{self._model} streamed no token")
+            raise BackendError(f"{self.model} streamed no token")
         return found
+
+    def _check_backend(self, backend: str) -> None:
+        """``backend``: who answered, where several could have."""
+        before = self._backend = self._backend or backend
+        if backend and backend != before:
+            raise BackendError(
+                f"{before} and {backend} both answer for {self.model}: "
+                "stop all but one, or give the address of one engine with --url"
+            )
 
     def at_once(self, prompts: Sequence[str], output: int) -> list[Streamed]:
         """Several completions at the same time."""
@@ -123,38 +155,86 @@ def measure(
     repeat: int = 3,
 ) -> dict[str, Any]:
     """A profile, as it is written to a file."""
-    profiler.ask(profiler.prompt(64), 2)  # what is slow only once
-    ttft = []
+    profiler.warm_up()
+    ttft: list[dict[str, Any]] = []
     for tokens in prompts:
-        answers = [profiler.ask(profiler.prompt(tokens), 1) for _ in range(repeat)]
+        try:
+            answers = [profiler.ask(profiler.prompt(tokens), 1) for _ in range(repeat)]
+        except Refused as refusal:
+            if not ttft:
+                raise
+            say(f"prompts of {tokens} tokens and more are left out: {refusal.message}")
+            break
         count = round(median([answer.prompt_tokens or tokens for answer in answers]))
         ttft.append({"tokens_num": count, **_figures([answer.first * 1e3 for answer in answers])})
         say(f"first token of {count} tokens: {ttft[-1]['p50']:.1f} ms")
-    tpot = []
+    tpot = _each_batch(profiler, say, batches, lengths, repeat)
+    chunk = min(CHUNK, max(row["tokens_num"] for row in ttft))
+    return {
+        "metadata": {"model": profiler.model, "max_num_batched_tokens": chunk},
+        "ttft": {"results": ttft},
+        "tpot": {"results": tpot},
+    }
+
+
+def _each_batch(
+    profiler: Profiler,
+    say: Callable[[str], None],
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    repeat: int,
+) -> list[dict[str, Any]]:
+    tpot: list[dict[str, Any]] = []
     for batch in batches:
+        most, output = _most_at_once(profiler, batch)
+        if most < batch:
+            say(f"{batch} at once and more are left out: the engine answers {most} at once")
+            break
         for length in lengths:
-            row = _batch(profiler, batch, length, repeat)
+            try:
+                row = _batch(profiler, batch, length, output, repeat)
+            except Refused as refusal:
+                say(f"{batch} at once with {length} tokens each are left out: {refusal.message}")
+                break
             tpot.append(row)
             say(f"{batch} at once with {row['tokens_per_request']} tokens each: {row['p50']:.2f} ms a token")
-    return {"ttft": {"results": ttft}, "tpot": {"results": tpot}}
+    if not tpot:
+        raise BackendError(f"{profiler.model} could not be asked so many at once, or of such lengths")
+    return tpot
 
 
-def _batch(profiler: Profiler, batch: int, length: int, repeat: int) -> dict[str, Any]:
+def _most_at_once(profiler: Profiler, batch: int) -> tuple[int, int]:
+    """How many of ``batch`` small requests it answers at one moment; how long answers are that show it."""
+    most, output, lasted = 1, OUTPUT, 0.0
+    while most < batch and output <= LONGEST_OUTPUT and lasted < MEETING_SECONDS:
+        try:
+            answers = profiler.at_once([profiler.prompt(64) for _ in range(batch)], output)
+        except Refused:
+            break
+        spans = [(answer.moments[0], answer.moments[-1]) for answer in answers]
+        middles = [(begun + ended) / 2 for begun, ended in spans]
+        most = max([sum(begun <= now <= ended for begun, ended in spans) for now in middles])
+        lasted = min([ended - begun for begun, ended in spans])
+        output *= 4
+    return most, max(output // 4, OUTPUT)
+
+
+def _batch(profiler: Profiler, batch: int, length: int, output: int, repeat: int) -> dict[str, Any]:
     gaps, tokens = [], length
     for _ in range(repeat):
-        answers = profiler.at_once([profiler.prompt(length) for _ in range(batch)], OUTPUT)
+        answers = profiler.at_once([profiler.prompt(length) for _ in range(batch)], output)
         tokens = round(median([answer.prompt_tokens or length for answer in answers]))
         begun, ended = max(a.moments[0] for a in answers), min(a.moments[-1] for a in answers)
         for answer in answers:
             together = [moment for moment in answer.moments if begun <= moment <= ended]
-            moments = together if len(together) > 1 else answer.moments
+            moments = together if 2 * len(together) > len(answer.moments) else answer.moments
             if len(moments) > 1:
                 gaps.append((moments[-1] - moments[0]) / (len(moments) - 1) * 1e3)
     if not gaps:
         raise BackendError(
             "the engine streams its answers in one piece: no time between tokens can be measured"
         )
-    return {"batch_size": batch, "tokens_per_request": tokens + OUTPUT // 2, **_figures(gaps)}
+    return {"batch_size": batch, "tokens_per_request": tokens + output // 2, **_figures(gaps)}
 
 
 def _figures(values: Sequence[float]) -> dict[str, float]:

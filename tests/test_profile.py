@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from anvil_mux import cli, pipeline, profile, routing
 from anvil_mux.errors import BackendError
-from anvil_mux.profiler import Profiler, measure
+from anvil_mux.profiler import OUTPUT, Profiler, Streamed, measure
 from anvil_mux.routing import Memory, Replica, Work
 
 MADE = profile.Profile(
@@ -107,29 +107,65 @@ def test_slo_refuses_what_would_come_too_late_and_takes_the_quickest_of_the_othe
 # Measuring
 
 
-class Engine(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     """Streams as many tokens as are asked for; a prompt's words are its tokens."""
+
+    server: Engine
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(asked)  # type: ignore[attr-defined]
-        self.send_response(200 if asked["model"] == "m" else 404)
+        self.server.asked.append(asked)
+        tokens = len(asked["prompt"].split()) * self.server.tokens_per_word
+        status = 404 if asked["model"] != "m" else 400 if tokens > self.server.context else 200
+        self.send_response(status)
+        self.send_header(
+            "X-Anvil-Backend", f"{self.server.backends.pop(0)}; why" if self.server.backends else ""
+        )
         self.end_headers()
         for _ in range(asked["max_tokens"]):
             self.wfile.write(b'data: {"choices": [{"text": "x"}]}\n\n')
-        usage = {"prompt_tokens": len(asked["prompt"].split())}
-        self.wfile.write(
-            b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"choices": [], "usage": usage}).encode()
-        )
+        usage = json.dumps({"choices": [], "usage": {"prompt_tokens": tokens}}).encode()
+        self.wfile.write(b"data: %b\n\ndata: [DONE]\n\n" % usage)
 
     def log_message(self, *words: object) -> None:
         pass
 
 
+class Engine(ThreadingHTTPServer):
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.asked: list[dict[str, Any]] = []
+        self.backends: list[str] = []
+        self.tokens_per_word = 1
+        self.context = 10_000
+
+
+class SideBySide(Profiler):
+    """Sees all answers that are asked for at once begin and end at once."""
+
+    def at_once(self, prompts: Sequence[str], output: int) -> list[Streamed]:
+        answers = super().at_once(prompts, output)
+        for answer in answers:
+            answer.moments = [0.01 * number for number in range(len(answer.moments))]
+        return answers
+
+
+class OneByOne(Profiler):
+    """Has the engine answer one after another."""
+
+    def __init__(self, url: str, model: str) -> None:
+        super().__init__(url, model)
+        self._slot = threading.Lock()
+
+    def ask(self, prompt: str, output: int) -> Streamed:
+        with self._slot:
+            return super().ask(prompt, output)
+
+
 @pytest.fixture
-def engine() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Engine)
-    server.asked = []  # type: ignore[attr-defined]
+def engine() -> Iterator[Engine]:
+    server = Engine()
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield server
@@ -138,29 +174,78 @@ def engine() -> Iterator[ThreadingHTTPServer]:
     server.server_close()
 
 
-def url(engine: ThreadingHTTPServer) -> str:
-    return f"http://127.0.0.1:{engine.server_address[1]}"
-
-
-def test_a_measured_profile_can_be_read_and_has_the_engines_own_counts(engine: ThreadingHTTPServer) -> None:
+def test_a_measured_profile_can_be_read_and_has_the_engines_own_counts(engine: Engine) -> None:
     said: list[str] = []
     found = measure(
-        Profiler(url(engine), "m"), said.append, prompts=(100, 400), batches=(1, 3), lengths=(200,), repeat=2
+        SideBySide(engine.url, "m"), said.append, prompts=(100, 400), batches=(1, 3), lengths=(200,), repeat=2
     )
-    assert [row["tokens_num"] for row in found["ttft"]["results"]] == [50, 200]
+    assert [row["tokens_num"] for row in found["ttft"]["results"]] == [100, 400]
     made = profile.read(json.dumps(found))
     assert [batch for batch, _ in made.tpot] == [1, 3]
-    assert [x for x, _ in made.tpot[0][1]] == [100 + 24]
+    assert [x for x, _ in made.tpot[0][1]] == [200 + OUTPUT // 2]
+    assert made.chunk == 400
     assert len(said) == 4
-    prompts = [asked["prompt"] for asked in engine.asked]  # type: ignore[attr-defined]
-    assert len(set(prompts)) == len(prompts) == 1 + 4 + 2 + 6
+    prompts = [asked["prompt"] for asked in engine.asked]
+    assert len(set(prompts)) == len(prompts) == 1 + 4 + 2 + 3 + 6
 
 
-def test_an_engine_that_refuses_is_quoted(engine: ThreadingHTTPServer) -> None:
+@pytest.mark.parametrize("tokens_per_word", [1, 4])
+def test_prompts_have_the_length_that_was_asked_for_whatever_the_tokenizer(
+    engine: Engine, tokens_per_word: int
+) -> None:
+    engine.tokens_per_word = tokens_per_word
+    found = measure(
+        SideBySide(engine.url, "m"), print, prompts=(128, 2048), batches=(1,), lengths=(64,), repeat=1
+    )
+    assert [row["tokens_num"] for row in found["ttft"]["results"]] == [128, 2048]
+
+
+def test_what_the_engine_has_no_context_for_is_left_out(engine: Engine) -> None:
+    engine.context, said = 300, []
+    found = measure(
+        SideBySide(engine.url, "m"),
+        said.append,
+        prompts=(100, 300, 301),
+        batches=(1, 2),
+        lengths=(200, 400, 800),
+        repeat=1,
+    )
+    assert [row["tokens_num"] for row in found["ttft"]["results"]] == [100, 300]
+    points = [(row["batch_size"], row["tokens_per_request"]) for row in found["tpot"]["results"]]
+    assert points == [(1, 200 + OUTPUT // 2), (2, 200 + OUTPUT // 2)]
+    assert sum("left out: m answered 400" in line for line in said) == 3
+
+
+def test_an_engine_that_has_no_context_for_any_of_it_is_quoted(engine: Engine) -> None:
+    engine.context = 70
+    with pytest.raises(BackendError, match="m answered 400"):
+        measure(SideBySide(engine.url, "m"), print, prompts=(100,))
+    with pytest.raises(BackendError, match="m could not be asked so many at once, or of such lengths"):
+        measure(SideBySide(engine.url, "m"), print, prompts=(50,), batches=(1,), lengths=(100,))
+
+
+def test_more_than_the_engine_answers_at_once_is_left_out(engine: Engine) -> None:
+    said: list[str] = []
+    found = measure(
+        OneByOne(engine.url, "m"), said.append, prompts=(100,), batches=(1, 2, 4), lengths=(64,), repeat=1
+    )
+    assert [row["batch_size"] for row in found["tpot"]["results"]] == [1]
+    assert said[-1] == "2 at once and more are left out: the engine answers 1 at once"
+    longest = max(asked["max_tokens"] for asked in engine.asked)
+    assert longest > OUTPUT  # short answers may have missed each other
+
+
+def test_two_replicas_are_not_measured_as_one(engine: Engine) -> None:
+    engine.backends = ["a", "a", "b"]
+    with pytest.raises(BackendError, match="a and b both answer for m: stop all but one"):
+        measure(SideBySide(engine.url, "m"), print, prompts=(100,), batches=(1,), lengths=(64,))
+
+
+def test_an_engine_that_refuses_is_quoted(engine: Engine) -> None:
     with pytest.raises(BackendError, match="other answered 404"):
-        measure(Profiler(url(engine), "other"), print)
+        measure(Profiler(engine.url, "other"), print)
     with pytest.raises(BackendError, match="other answered 404"):
-        Profiler(url(engine), "other").at_once(["a", "b"], 1)
+        Profiler(engine.url, "other").at_once(["a", "b"], 1)
 
 
 def test_an_engine_that_is_not_there_is_said() -> None:
@@ -169,12 +254,12 @@ def test_an_engine_that_is_not_there_is_said() -> None:
 
 
 def test_the_command_writes_a_file_that_a_service_can_name(
-    engine: ThreadingHTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    engine: Engine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "fast.json"
-    words = ["profile", "m", "--url", url(engine), "--prompts", "100", "--batches", "2", "--lengths", "64"]
+    words = ["profile", "m", "--url", engine.url, "--prompts", "100", "--batches", "1", "--lengths", "64"]
     assert cli.main([*words, "--repeat", "1", "-o", str(target)]) == 0
-    assert profile.read(target.read_text()).tpot[0][0] == 2
+    assert profile.read(target.read_text()).tpot[0][0] == 1
     assert "x-anvil: {profile: " in capsys.readouterr().err
     compose = tmp_path / "compose.yaml"
     compose.write_text(

@@ -1,0 +1,82 @@
+"""A real engine is measured, and requests are routed by what was found."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import openai
+import pytest
+import yaml
+
+from anvil_mux import profile
+from tests.docker.conftest import Stack
+from tests.docker.served import ENDLESS, FOREVER, PATIENCE, ask, client_of, eventually, served, stream
+from tests.running import Running
+
+MODEL = "model-1"
+SLOTS = 2
+FILE = "fast.json"
+
+
+def measure(stack: Stack, mux: Running) -> str:
+    """Writes the profile of the one replica that serves; what was said of it."""
+    sizes = ["--prompts", "128,512,4096", "--lengths", "128,512", "--batches", "1,2,4", "--repeat", "2"]
+    address = ["--url", f"http://127.0.0.1:{mux.port}", "-o", str(stack.file.parent / FILE)]
+    done = subprocess.run(
+        [sys.executable, "-m", "anvil_mux", "profile", MODEL, *sizes, *address],
+        env=dict(os.environ),
+        timeout=PATIENCE,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def two_by_profile(stack: Stack) -> None:
+    """Two replicas, and a policy that goes by the profile."""
+    written = yaml.safe_load(stack.file.read_text())
+    written["x-anvil"] = {"routing": "slo"}
+    written["services"][MODEL] |= {"scale": 2, "x-anvil": {"gpus": [], "prepare": True, "profile": FILE}}
+    stack.file.write_text(yaml.safe_dump(written))
+
+
+def ready(mux: Running) -> int:
+    return [each["state"] for each in mux.get("/healthz")["models"][MODEL]["backends"].values()].count(
+        "ready"
+    )
+
+
+def test_a_real_engine_is_profiled_and_gets_no_more_than_it_was_seen_to_do(
+    llamacpp_compose: Callable[..., Stack], tmp_path: Path
+) -> None:
+    alone = {MODEL: {"x-anvil": {"gpus": []}, **ENDLESS}}
+    stack = llamacpp_compose(tmp_path, models=1, slots=SLOTS, services=alone)
+    with served(stack) as mux:
+        assert ask(mux, MODEL) == ""
+        said = measure(stack, mux)
+    print(said)
+    assert "prompts of 4096 tokens and more are left out: model-1 answered 400" in said
+    assert f"4 at once and more are left out: the engine answers {SLOTS} at once" in said
+    found = profile.read((tmp_path / FILE).read_text())
+    assert [
+        tokens == pytest.approx(asked, rel=0.05)
+        for (tokens, _), asked in zip(found.ttft[1:], (128, 512), strict=True)
+    ]
+    assert all(milliseconds > 0 for _, milliseconds in found.ttft[1:])
+    assert [batch for batch, _ in found.tpot] == [1, 2]
+
+    two_by_profile(stack)
+    with served(stack) as mux, client_of(mux) as client, ExitStack() as streams:
+        eventually(lambda: ready(mux) == 2)
+        for _ in range(2 * SLOTS):
+            answer = streams.enter_context(stream(client, MODEL, FOREVER))
+            assert "slo: predicted_ttft" in answer.response.headers["x-anvil-backend"]
+            next(answer)
+        with pytest.raises(openai.InternalServerError, match="overloaded"):
+            stream(client, MODEL, 10)
