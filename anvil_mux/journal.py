@@ -281,25 +281,24 @@ def story(event: Event) -> str:
             return (f"parked ({reason})" if event.kind == "parked" else reason) or "stopped"
         case "demoting":
             return f"{_deeper(event.way)}: {reason}"
-        case "stuck":
-            return f"may still hold its GPUs, and is told to stop again later: {reason}"
         case "deferred":
             until = f" for up to {seconds:.1f} s" if seconds < float("inf") else ""
             return f"its swap is put off{until}: {reason}"
-        case "reloaded":
-            return f"configuration reloaded: {reason}"
-        case "reload_failed":
-            return f"configuration refused, nothing has changed: {reason}"
+        case kind if kind in _TOLD:
+            return _TOLD[kind] + reason
         case kind:
             took = f" after {seconds:.3f} s" if seconds else ""
-            return _PINNED.get(kind) or f"{kind} #{event.ticket}{took} {reason}"
+            return f"{kind} #{event.ticket}{took} {reason}"
 
 
 _READY = {
     "adopted": "runs already, taken over",
     "reprieved": "stays after all: it need not make room any more",
 }
-_PINNED = {
+_TOLD = {
+    "stuck": "may still hold its GPUs, and is told to stop again later: ",
+    "reloaded": "configuration reloaded: ",
+    "reload_failed": "configuration refused, nothing has changed: ",
     "pinned": "pinned: once it is resident no other model puts it out",
     "unpinned": "unpinned: it makes room for others again",
 }

@@ -1,7 +1,7 @@
 """Another configuration while the program runs: asked for, refused or in effect, one after the other.
 
-A reload reads the files anew and checks them whole. If anything is wrong nothing changes, and every problem is
-told to whoever asked; else ``take`` makes it so. ``Watch`` sees for itself when files have changed.
+A reload reads the files anew and checks them whole. If anything is wrong nothing changes, and every problem
+is told to whoever asked; else ``take`` makes it so. ``Watch`` sees for itself when files have changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Stamps = tuple[tuple[int, int, int] | None, ...]
 
 
 class Reloads:
-    """``take`` puts a configuration into effect, or raises ConfigError; ``failed`` is told why one was refused.
+    """``take`` puts a configuration into effect, or raises ConfigError; ``failed`` is told why not.
 
     Any thread.
     """

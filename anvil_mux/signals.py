@@ -14,8 +14,8 @@ RELOAD, END = "reload", "end"
 class Signals:
     """SIGHUP makes ``wait`` return RELOAD, the first SIGTERM or SIGINT END; the second ends the program.
 
-    That whatever it is doing: a handler may run in the middle of anything, even of itself, so it takes no lock
-    and writes no buffer. A SIGHUP that comes because the terminal was closed is an end.
+    That whatever it is doing: a handler may run in the middle of anything, even of itself, so it takes no
+    lock and writes no buffer. A SIGHUP that comes because the terminal was closed is an end.
     """
 
     def __init__(self) -> None:
