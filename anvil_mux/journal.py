@@ -175,7 +175,8 @@ class Journal:
     def _count(self, entry: Event | Phase) -> None:
         try:
             if isinstance(entry, Event):
-                self._feed.tell(entry)
+                if entry.kind not in _OF_REQUESTS:
+                    self._feed.tell(entry)
                 self._metrics.observe(entry)
             else:
                 self._metrics.took(entry)

@@ -14,6 +14,7 @@ from anvil_mux import journal as journal_room
 from anvil_mux.accesslog import human_line
 from anvil_mux.config import Backend, Config
 from anvil_mux.events import KINDS, Event
+from anvil_mux.feed import Feed, Place
 from anvil_mux.journal import _OF_REQUESTS, NORMAL, QUIET, VERBOSE, Journal, _level, story
 from anvil_mux.metrics import Metrics
 from tests.test_metrics import nothing, record, value
@@ -185,6 +186,15 @@ def test_only_verbose_tells_what_single_requests_go_through(
         said = capfd.readouterr().err
         assert ("leased #7" in said) is told
         assert "ready after" in said
+
+
+def test_who_looks_on_is_not_told_of_every_request_even_if_the_log_is(desk: Desk) -> None:
+    feed = Feed()
+    journal = desk.open(verbosity=VERBOSE, feed=feed)
+    for kind in ("queued", "leased", "ready", "released", "severed"):
+        journal.observe(Event(1.0, kind, "a", "a", 7))
+    journal.flush()
+    assert [event.kind for event in feed.news(Place()).events] == ["ready", "severed"]
 
 
 def test_no_event_is_dropped_that_is_counted_or_told_without_asking() -> None:
