@@ -265,8 +265,6 @@ def story(event: Event) -> str:
     """One event in a few words."""
     size, seconds, reason = event.size, event.seconds, event.reason
     match event.kind:
-        case "starting":
-            return f"loading ({reason})"
         case "ready" if reason:
             return _READY.get(reason, reason)
         case "ready":
@@ -285,23 +283,23 @@ def story(event: Event) -> str:
         case "deferred":
             until = f" for up to {seconds:.1f} s" if seconds < float("inf") else ""
             return f"its swap is put off{until}: {reason}"
-        case kind if kind in _TOLD:
-            return _TOLD[kind] + reason
+        case kind if kind in _PLAIN:
+            return _PLAIN[kind].format(reason=reason)
         case kind:
-            took = f" after {seconds:.3f} s" if seconds else ""
-            return f"{kind} #{event.ticket}{took} {reason}"
+            return f"{kind} #{event.ticket}" + (f" after {seconds:.3f} s" if seconds else "") + f" {reason}"
 
 
+_PLAIN = {
+    "starting": "loading ({reason})",
+    "stuck": "may still hold its GPUs, and is told to stop again later: {reason}",
+    "pinned": "pinned: once it is resident no other model puts it out",
+    "unpinned": "unpinned: it makes room for others again",
+    "reloaded": "configuration reloaded: {reason}",
+    "reload_failed": "configuration refused, nothing has changed: {reason}",
+}
 _READY = {
     "adopted": "runs already, taken over",
     "reprieved": "stays after all: it need not make room any more",
-}
-_TOLD = {
-    "stuck": "may still hold its GPUs, and is told to stop again later: ",
-    "reloaded": "configuration reloaded: ",
-    "reload_failed": "configuration refused, nothing has changed: ",
-    "pinned": "pinned: once it is resident no other model puts it out",
-    "unpinned": "unpinned: it makes room for others again",
 }
 
 
