@@ -421,9 +421,7 @@ class Metrics:
         yield _counter(
             "anvil_evictions", "Models that left their GPUs, by reason.", "model reason", self._evictions
         )
-        yield _counter(
-            "anvil_reloads", "Other configurations, by result: ok, failed.", "result", self._reloads
-        )
+        yield _counter("anvil_reloads", "Other configurations, by result.", "result", self._reloads)
         yield _counter(
             "anvil_demotions",
             "Backends at rest that were taken further down, by how they rest then.",

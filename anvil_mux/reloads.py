@@ -24,7 +24,7 @@ Stamps = tuple[tuple[int, int, int] | None, ...]
 
 
 class Reloads:
-    """``take`` puts a configuration into effect, or raises ConfigError; ``failed`` is told why not.
+    """``take`` puts a configuration into effect, or raises ConfigError; ``failed`` is told why.
 
     Any thread.
     """
@@ -45,13 +45,7 @@ class Reloads:
         self._around = around
         # Held through a whole reload. Whoever only looks reads ``_told``, which is replaced as a whole.
         self._lock = threading.Lock()
-        self._told: dict[str, Any] = {
-            "count": 0,
-            "at": None,
-            "changed": "",
-            "failed_at": None,
-            "problems": [],
-        }
+        self._told: dict[str, Any] = _told(0, None, "")
         self._closed = False
 
     def reload(self) -> Change:
@@ -71,8 +65,7 @@ class Reloads:
             more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
             self._failed(error.problems[0] + more)
             raise
-        now, count = self._wall(), told["count"] + 1
-        self._told = {"count": count, "at": now, "changed": str(change), "failed_at": None, "problems": []}
+        self._told = _told(told["count"] + 1, self._wall(), str(change))
         return change
 
     def told(self) -> dict[str, Any]:
@@ -83,6 +76,10 @@ class Reloads:
         """From now on every reload is refused; returns when none is under way."""
         with self._lock:
             self._closed = True
+
+
+def _told(count: int, at: float | None, changed: str) -> dict[str, Any]:
+    return {"count": count, "at": at, "changed": changed, "failed_at": None, "problems": []}
 
 
 def as_json(change: Change) -> dict[str, Any]:

@@ -506,10 +506,9 @@ class Program:
         leaving = {backend.name: backend for backend in self._mux.leaving()}
         backends, loading = self._config.backends, self._mux.loading()
         unfit = [(backend, "the configuration has changed") for backend in leaving.values()]
-        unfit += [
-            (b, "it was still loading") for b in backends if b.name in loading and b.name not in leaving
-        ]
-        left = [b for b in backends if b.name in running and b.name not in {*loading, *leaving}]
+        here = [backend for backend in backends if backend.name not in leaving]
+        unfit += [(backend, "it was still loading") for backend in here if backend.name in loading]
+        left = [backend for backend in here if backend.name in running and backend.name not in loading]
         if self._config.on_exit == "stop":
             unfit += [(backend, "on_exit: stop") for backend in left]
             left = []

@@ -12,10 +12,10 @@ RELOAD, END = "reload", "end"
 
 
 class Signals:
-    """SIGHUP makes ``wait`` return RELOAD, the first SIGTERM or SIGINT END; the second ends the program.
+    """SIGHUP is a reload, the first SIGTERM or SIGINT an end; the second ends the program at once.
 
-    That whatever it is doing: a handler may run in the middle of anything, even of itself, so it takes no
-    lock and writes no buffer. A SIGHUP that comes because the terminal was closed is an end.
+    A handler may run in the middle of anything, even of itself, so it takes no lock and writes no buffer. A
+    SIGHUP that comes because the terminal was closed is an end too.
     """
 
     def __init__(self) -> None:
