@@ -16,7 +16,7 @@ from typing import Any
 from anvil_mux import hooks, pipeline, service, settings
 from anvil_mux.profile import Profile
 from anvil_mux.rewrite import check_strip, read_set
-from anvil_mux.routing import INFER_TYPES
+from anvil_mux.routing import EITHER, INFER_TYPES
 from anvil_mux.settings import Kind, Setting
 
 
@@ -86,7 +86,7 @@ class Backend:
     kv_tokens: int | None = None
     """How many tokens its engine's cache holds; None: not known."""
     infer_type: str = "neutral"
-    """prefill and decode: one of the two stages in which the requests of its model are served."""
+    """prefill, decode: which of two stages in which its model's requests are served; either: any of them."""
     node: str = ""
     unit: str = ""
     """What it fails with: a machine, and a group of services; empty: nothing but itself."""
@@ -334,8 +334,8 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "routing": Setting(TEXT, "The routing policy of its model; replicas have the same."),
     "kv_tokens": Setting(COUNT, "How many tokens its engine's cache holds, for the choice among replicas."),
     "infer_type": Setting(
-        settings.one_of(*INFER_TYPES),
-        "prefill or decode: which of two stages it serves (see docs/routing.md).",
+        settings.one_of(*INFER_TYPES, EITHER),
+        "prefill, decode or either: which of two stages it serves (see docs/routing.md).",
     ),
     "node": Setting(TEXT, "The machine it is on. The filter failover can take out all of a machine."),
     "unit": Setting(TEXT, "The group of replicas it is in, for the filter failover too."),

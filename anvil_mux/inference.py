@@ -44,7 +44,7 @@ from anvil_mux.keys import FIELDS, Key
 from anvil_mux.multiplexer import Lease, Multiplexer
 from anvil_mux.pump import End
 from anvil_mux.relay import WHOLE, BrokenOff, Exchange, Relay, RequestBody, Unreachable
-from anvil_mux.routing import Work
+from anvil_mux.routing import EITHER, Work
 
 TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
 """Path -> how a body that is asked for there becomes a question that every engine understands."""
@@ -86,7 +86,7 @@ class Inference:
             names.setdefault(backend.model, {backend.model}).update(backend.aliases)
         self._names = names
         kinds = {(backend.model, backend.infer_type) for backend in config.backends}
-        self._staged = {model for model, kind in kinds if kind == "prefill"}
+        self._staged = {model for model, kind in kinds if kind in ("prefill", EITHER)}
         """Models of which a request may be served in two stages."""
         self._hides_keys = hides_keys
         """Clients' keys are ours, so that engines get their own instead."""

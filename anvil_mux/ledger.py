@@ -6,7 +6,7 @@ until the end. What engines say at the end of an answer (tokens, and how many of
 how long a token is taken to be, and how much a replica's cache to hold.
 
 A request in two stages is charged to both replicas at once: its input to the one that computes it, until that
-has answered, and to the other, which is given it, as if all of it were in its cache.
+has answered, and to the other, which is given it, as if all of it were cached there and answered already.
 
 Requests are identities held in a dict, never counts, so an end that comes twice, or after the replica was
 forgotten, changes nothing, and all counts are 0 when nobody is left.
@@ -243,8 +243,7 @@ class Ledger:
 
         Those whose input another one computes wait for that one.
         """
-        entries = self._accounts[backend].entries.items()
-        return [key for key, e in entries if not e.answering and e.work.infer_type != "decode"]
+        return [key for key, entry in self._accounts[backend].entries.items() if not entry.answering]
 
     def choose(
         self,
@@ -311,6 +310,8 @@ class Ledger:
         entry = _Entry(work, choice.hit_tokens, now)
         account.entries[key] = entry
         self._add_prefill(account, entry.missing)
+        if work.infer_type == "decode":
+            self._begin_decode(account, entry)
         account.num_tokens += work.tokens
         self._where[key] = choice.backend
         if work.blocks:
@@ -324,10 +325,13 @@ class Ledger:
         """Its prefill is done."""
         account, entry = self._find(key)
         if account and entry and not entry.answering:
-            entry.answering = True
             self._add_prefill(account, -entry.missing)
-            account.decode_tokens += entry.work.tokens
-            account.decode_batch += 1
+            self._begin_decode(account, entry)
+
+    def _begin_decode(self, account: _Account, entry: _Entry) -> None:
+        entry.answering = True
+        account.decode_tokens += entry.work.tokens
+        account.decode_batch += 1
 
     def ended(
         self, key: Hashable, cached_tokens: int | None = None, prompt_tokens: int | None = None

@@ -43,6 +43,7 @@ from anvil_mux.interpolate import Document, Key
 from anvil_mux.policy import build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.profile import Profile, read
+from anvil_mux.routing import EITHER
 from anvil_mux.settings import Setting, gib
 
 
@@ -406,7 +407,7 @@ class _Loading:
 
     def _check_stages(self, backends: Sequence[Backend]) -> None:
         for one, other in (("prefill", "decode"), ("decode", "prefill")):
-            served = {backend.model for backend in backends if backend.infer_type == other}
+            served = {backend.model for backend in backends if backend.infer_type in (other, EITHER)}
             for backend in backends:
                 if backend.infer_type == one and backend.model not in served:
                     self._problem(

@@ -2,7 +2,8 @@
 
 Of the backends that are ready and have a place, the routing policy (pipeline.py) takes one, by what the
 ledger knows of each. A model with backends for prefill and for decode is asked in two stages: both are chosen
-in one go, or neither. Like the residency, whose part this is, it has no lock, no clock and no I/O.
+in one go, or neither. One that takes either stage does all of a request if no other is left for its prompt.
+Like the residency, whose part this is, it has no lock, no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -15,10 +16,8 @@ from anvil_mux.config import Config
 from anvil_mux.errors import Overloaded
 from anvil_mux.ledger import Ledger, Member
 from anvil_mux.placement import Seat
-from anvil_mux.routing import INFER_TYPES, Work
+from anvil_mux.routing import EITHER, STAGES, Work
 from anvil_mux.steps import Ticket
-
-_STAGES = ("prefill", "decode")
 
 
 class Replicas:
@@ -26,7 +25,7 @@ class Replicas:
 
     def __init__(self, seats: list[Seat], config: Config) -> None:
         self._seats = {seat.name: seat for seat in seats}
-        self._staged = any(seat.backend.infer_type == "prefill" for seat in seats)
+        self._staged = any(seat.backend.infer_type in ("prefill", EITHER) for seat in seats)
         self.ledger = _ledger(seats, config)
 
     def take_one_more(self) -> bool:
@@ -34,18 +33,22 @@ class Replicas:
         ready = self._ready()
         if not self._staged:
             return any(not seat.full for seat in ready)
-        free = {seat.backend.infer_type for seat in ready if not seat.full}
-        if {seat.backend.infer_type for seat in ready}.issuperset(_STAGES):
-            return free.issuperset(_STAGES)
+        free = [seat for seat in ready if not seat.full]
+        if all(any(_takes(seat, stage) for seat in ready) for stage in STAGES):
+            return all(any(_takes(seat, stage) for seat in free) for stage in STAGES)
         return bool(free)
 
     def lacking(self, now: float) -> list[Seat]:
         """One backend of each stage that none is loaded of, if it may be loaded."""
         if not self._staged:
             return []
-        loaded = {seat.backend.infer_type for seat in self._seats.values() if seat.state != "empty"}
-        able = {s.backend.infer_type: s for s in self._seats.values() if s.retry_at <= now}
-        return [able[kind] for kind in _STAGES if kind in able and kind not in loaded]
+        loaded = [seat for seat in self._seats.values() if seat.state != "empty"]
+        able = [seat for seat in self._seats.values() if seat.retry_at <= now]
+        found = []
+        for stage in STAGES:
+            if not any(_takes(seat, stage) for seat in loaded):
+                found += [seat for seat in able if _takes(seat, stage) and seat not in found][-1:]
+        return found
 
     def route(self, ready: list[Seat], ticket: Ticket, now: float) -> tuple[Seat | None, Seat | None]:
         """Who is charged with the request, and with its prefill if it is asked in two stages.
@@ -80,17 +83,24 @@ class Replicas:
         """Among whom each stage of a request is to be placed; neutral: all of it at one backend."""
         if not self._staged:
             return {"neutral": ready}
-        of = {kind: [seat for seat in ready if seat.backend.infer_type == kind] for kind in INFER_TYPES}
-        if staged and of["prefill"] and of["decode"]:
-            return {kind: of[kind] for kind in _STAGES}
-        return {"neutral": [*of["neutral"], *of["decode"]] or ready}
+        of = {stage: [seat for seat in ready if _takes(seat, stage)] for stage in STAGES}
+        if staged and of["prefill"] and of["decode"] and len(ready) > 1:
+            return of
+        whole = [seat for seat in ready if seat.backend.infer_type == "neutral"]
+        return {"neutral": [*whole, *of["decode"]] or ready}
 
     def _route_stages(
         self, prefills: list[Seat], decodes: list[Seat], ticket: Ticket, first: Ticket, now: float
     ) -> tuple[Seat | None, Seat | None]:
-        ticket.work = ticket.work._replace(infer_type="decode", session="", stream=False)
+        whole = ticket.work
+        ticket.work = whole._replace(infer_type="decode", session="", stream=False)
         seat = self._choose(decodes, ticket, now)
-        leads = self._choose(prefills, first, now) if seat else None
+        others = [each for each in prefills if each is not seat and not each.full]
+        if seat and seat in prefills and not others:
+            self.ledger.ended(ticket)
+            ticket.work = whole
+            return self._choose([seat], ticket, now), None
+        leads = self._choose(others, first, now) if seat else None
         if leads is None:
             self.ledger.ended(ticket)
             ticket.choice = None
@@ -121,6 +131,10 @@ class Replicas:
     def _failed(self, now: float) -> list[str]:
         """Those that could not be stopped, or loaded lately."""
         return [s.name for s in self._seats.values() if s.state == "stuck" or s.retry_at > now]
+
+
+def _takes(seat: Seat, stage: str) -> bool:
+    return seat.backend.infer_type in (stage, EITHER)
 
 
 def _ledger(seats: list[Seat], config: Config) -> Ledger:

@@ -25,6 +25,9 @@ from typing import Any, Literal, NamedTuple
 from anvil_mux.profile import Profile
 
 INFER_TYPES = ("neutral", "prefill", "decode")
+STAGES = ("prefill", "decode")
+EITHER = "either"
+"""The infer type of a replica that takes whichever stage it is given."""
 MAX_SESSIONS = 10_000
 """Sessions whose replica is remembered."""
 HORIZON = 16
@@ -336,8 +339,8 @@ def below(
 
 
 def infer_type(work: Work, replica: Replica, *, type: str = "") -> bool:
-    """Out unless it is of this `type`; by default of the one that is to be placed."""
-    return replica.infer_type == (type or work.infer_type)
+    """Out unless it is of this `type`, or of either; by default of the one that is to be placed."""
+    return replica.infer_type in (type or work.infer_type, EITHER)
 
 
 FILTERS: dict[str, Callable[..., bool]] = {
@@ -474,12 +477,41 @@ def sticky(
     return otherwise.pick(work, left, seen)
 
 
+def adaptive_prefill(work: Work, left: Sequence[Replica], seen: Field, *, by: Metric) -> Pick:
+    """The best by the metric; among equals one that does nothing but prefill."""
+
+    def order(replica: Replica) -> tuple[float, bool, int]:
+        picked = seen.memory.picked.get(replica.backend, 0)
+        return by.rank(work, replica), replica.infer_type == EITHER, picked
+
+    best = min(left, key=order)
+    return best, f"{by.name} {by.of(work, best):.10g}"
+
+
+def adaptive_decode(
+    work: Work, left: Sequence[Replica], seen: Field, *, by: Metric, threshold: float, ties: Metric
+) -> Pick:
+    """The fullest below `threshold`, of those that only decode if there are any; else the emptiest of all."""
+
+    def order(replica: Replica) -> tuple[float, float, int]:
+        return by.rank(work, replica), -ties.rank(work, replica), -seen.memory.picked.get(replica.backend, 0)
+
+    fits = [replica for replica in left if by.rank(work, replica) < threshold]
+    if not fits:
+        best = min(left, key=lambda replica: (by.rank(work, replica), ties.rank(work, replica)))
+        return best, f"{by.name} {by.of(work, best):.10g}, the least"
+    best = max([r for r in fits if r.infer_type != EITHER] or fits, key=order)
+    return best, f"{by.name} {by.of(work, best):.10g}, the most below {threshold:g}"
+
+
 SELECTORS: dict[str, Callable[..., Pick]] = {
     "metric": by_metric,
     "round_robin": round_robin,
     "fixed_preference": fixed_preference,
     "power_of_two": power_of_two,
     "sticky": sticky,
+    "adaptive_prefill": adaptive_prefill,
+    "adaptive_decode": adaptive_decode,
 }
 
 

@@ -8,13 +8,14 @@ import pytest
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Costs
 from anvil_mux.demand import Demand
-from anvil_mux.errors import DoesNotFit, LoadError, Stuck, WaitedTooLong
+from anvil_mux.errors import DoesNotFit, LoadError, Overloaded, Stuck, WaitedTooLong
 from anvil_mux.events import TRANSITIONS
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import Host
 from anvil_mux.placement import islands
 from anvil_mux.policy import POLICIES, Stay, SwapTo, Unload, build_policy
 from anvil_mux.preemption import build_preemption
+from anvil_mux.profile import Profile
 from anvil_mux.residency import Residency
 from anvil_mux.routing import Work
 from anvil_mux.simulate import Engines, Request, check, simulate
@@ -1312,6 +1313,83 @@ def test_a_stage_that_could_not_be_loaded_cools_down():
     for at, steps in ((6.0, []), (9.0, []), (10.0, ["start prefill"])):
         island.request("m", at)
         assert island.steps(at) == steps
+
+
+# Backends that take either stage
+
+SPEED = Profile(
+    ttft=((0.0, 0.0), (8192.0, 4000.0)),
+    tpot=(
+        (1, ((0.0, 10.0), (8192.0, 10.0))),
+        (4, ((0.0, 40.0), (8192.0, 40.0))),
+        (8, ((0.0, 80.0), (8192.0, 80.0))),
+    ),
+)
+"""Four answers at once keep slo_adaptive's 42.5 ms, a fifth does not."""
+
+
+class Either:
+    """Backends of one model that take either stage, all resident, and the requests that they have."""
+
+    def __init__(self, count, **settings):
+        settings = {
+            "model": "m",
+            "infer_type": "either",
+            "profile": SPEED,
+            "routing": "slo_adaptive",
+            **settings,
+        }
+        self.island = Island(*[backend(f"e{number}", f"{number}", **settings) for number in range(count)])
+        for name in self.island.core.seats:
+            self.island.core.adopt(name, 0.0)
+
+    def ask(self):
+        """A request whose prompt is computed before the next one comes; its ticket and who did what."""
+        first = Ticket(next(self.island.ids), "m", 1.0, work=Work(tokens=1000, infer_type="prefill"))
+        ticket = Ticket(next(self.island.ids), "m", 1.0, work=Work(tokens=1000), prefill=first)
+        self.island.core.request(ticket, 1.0)
+        if first.backend:
+            self.island.core.release(first, 1.0)
+        return ticket, (first.backend, ticket.backend)
+
+
+def test_answers_gather_at_one_backend_until_it_is_full_and_prompts_go_to_the_others():
+    engines = Either(3)
+    found = [engines.ask() for _ in range(5)]
+    assert [roles for _, roles in found] == [
+        *[("e1", "e0"), ("e2", "e0"), ("e1", "e0"), ("e2", "e0")],
+        ("e2", "e1"),  # a fifth answer would be too much for e0
+    ]
+    engines.island.core.release(found[4][0], 1.0)
+    engines.island.core.release(found[0][0], 1.0)
+    assert [engines.ask()[1] for _ in range(2)] == [("e1", "e0"), ("e1", "e2")]
+    engines.island.sound()
+
+
+def test_a_request_is_refused_if_every_backend_would_be_disturbed_in_its_answers():
+    engines = Either(2)
+    assert [engines.ask()[1] for _ in range(4)] == [("e1", "e0")] * 4
+    ticket, roles = engines.ask()
+    assert roles == (None, None)
+    assert isinstance(ticket.error, Overloaded)
+    engines.island.sound()
+
+
+def test_the_only_backend_that_is_left_does_all_of_a_request():
+    engines = Either(2)
+    engines.island.core.died("e1", 1.0, "killed")
+    ticket, roles = engines.ask()
+    assert roles == (None, "e0")
+    assert ticket.work.infer_type == "neutral"
+    assert ticket.choice.reason.startswith("predicted_ttft ")
+
+
+def test_the_only_backend_that_has_a_place_does_all_of_a_request():
+    engines = Either(2, concurrency=1)
+    assert [engines.ask()[1] for _ in range(2)] == [("e1", "e0"), (None, "e1")]
+    ticket, roles = engines.ask()
+    assert (roles, ticket.error) == ((None, None), None)
+    assert list(engines.island.core.lines["m"]) == [ticket]
 
 
 # Settings per model: idle time-outs

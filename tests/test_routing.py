@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import yaml
 
 from anvil_mux import pipeline, routing
 from anvil_mux.profile import Profile
-from anvil_mux.routing import Memory, Metric, Replica, Work, choose, explain
+from anvil_mux.routing import Choice, Memory, Metric, Replica, Work, choose, explain
 
 WORK = Work(tokens=1000, session="s")
 PROFILE = Profile(
@@ -357,6 +358,72 @@ def test_a_stage_goes_to_replicas_of_its_type() -> None:
     replicas = (Replica("p", infer_type="prefill"), Replica("d", infer_type="decode"))
     assert pick("load_balance", replicas, WORK._replace(infer_type="decode")) == "d"
     assert pick("load_balance", replicas, WORK._replace(infer_type="prefill")) == "p"
+
+
+def test_who_takes_either_stage_stays_for_both() -> None:
+    replicas = (Replica("n"), Replica("e", infer_type="either"))
+    for stage in ("prefill", "decode"):
+        assert pick("load_balance", replicas, WORK._replace(infer_type=stage)) == "e"
+
+
+# Adaptive prefill and decode
+
+SPEED = Profile(
+    ttft=((0.0, 0.0), (8192.0, 4000.0)),
+    tpot=(
+        (1, ((0.0, 10.0), (8192.0, 10.0))),
+        (4, ((0.0, 40.0), (8192.0, 40.0))),
+        (8, ((0.0, 80.0), (8192.0, 80.0))),
+    ),
+)
+"""Four answers at once keep the 42.5 ms, a fifth does not; 10,000 tokens take less than 5.1 s."""
+
+
+def either(name: str, **known: Any) -> Replica:
+    return Replica(name, infer_type=known.pop("infer_type", "either"), profile=SPEED, **known)
+
+
+def stage(kind: str, *replicas: Replica) -> str:
+    return pick("slo_adaptive", replicas, WORK._replace(infer_type=kind))
+
+
+def test_answers_are_packed_where_most_are_that_still_keep_their_time() -> None:
+    idle, some, full = either("idle"), either("some", decode_batch=2), either("full", decode_batch=4)
+    assert stage("decode", idle, some, full) == "some"
+    assert stage("decode", idle, full) == "idle"
+
+
+def test_one_that_only_decodes_gets_answers_before_one_that_could_compute_prompts() -> None:
+    reserved, packed = either("reserved", infer_type="decode"), either("packed", decode_batch=2)
+    assert stage("decode", reserved, packed) == "reserved"
+    assert stage("decode", reserved._replace(decode_batch=4), packed) == "packed"
+
+
+def test_if_all_are_too_slow_the_least_slow_gets_the_answer() -> None:
+    assert stage("decode", either("more", decode_batch=6), either("less", decode_batch=5)) == "less"
+
+
+def test_an_answer_may_go_where_prompts_wait_if_nobody_else_keeps_its_time() -> None:
+    # With 10,240 tokens to compute it misses the time to a first token, but not that for each further one.
+    late = either("late", decode_batch=2, prefill_tokens=16384)
+    assert stage("decode", either("slow", decode_batch=5), late) == "late"
+
+
+def test_prompts_go_to_those_that_answer_nothing() -> None:
+    quick, busy = either("quick"), either("busy", decode_batch=1)
+    assert stage("prefill", busy, quick) == "quick"
+    assert stage("prefill", busy, quick._replace(prefill_tokens=4096)) == "quick"
+    assert pick_or_none("prefill", busy) is None
+
+
+def test_among_equals_one_that_only_computes_prompts_gets_them() -> None:
+    reserved = either("reserved", infer_type="prefill")
+    assert stage("prefill", either("other"), reserved) == "reserved"
+    assert stage("prefill", either("other"), reserved._replace(prefill_tokens=10)) == "other"
+
+
+def pick_or_none(kind: str, *replicas: Replica) -> Choice | None:
+    return choose(pipeline.build("slo_adaptive"), WORK._replace(infer_type=kind), replicas, Memory())
 
 
 # Selectors

@@ -291,6 +291,18 @@ def test_what_speaks_for_each_replica_is_told_of_both_stages(rig: Rig) -> None:
     }
 
 
+def test_who_is_to_write_an_answer_has_it_counted_before_its_prompt_is_computed() -> None:
+    ledger = Ledger(build("load_balance"), [Member("d", "decode"), Member("e", "decode")])
+    work = Work(tokens=4000, infer_type="decode")
+    chosen = [ledger.choose(key, work, ["d", "e"]) for key in range(4)]
+    assert [choice and choice.backend for choice in chosen] == ["d", "e", "d", "e"]
+    assert [each.decode_batch for each in ledger.view(Work(), ["d", "e"])] == [2, 2]
+    assert ledger.waiting("d") == []
+    ledger.first_byte(0)
+    ledger.ended(0)
+    assert [each.decode_tokens for each in ledger.view(Work(), ["d", "e"])] == [4000, 8000]
+
+
 def test_the_input_is_work_for_the_one_that_computes_it_only() -> None:
     ledger = Ledger(build("least_prefill_work"), [Member("p", "prefill"), Member("d", "decode")])
     work = Work(tokens=4000)
@@ -316,3 +328,8 @@ def test_a_model_with_one_stage_only_is_a_mistake(tmp_path: Path) -> None:
         ConfigError, match="is prefill, but no service of m is decode: both stages are needed"
     ):
         load([file], compose=None, environ={})
+    either = {**about, "gpus": ["1"], "infer_type": "either"}
+    services = {"p": {**service, "x-anvil": about}, "e": {**service, "x-anvil": either}}
+    file.write_text(yaml.safe_dump({"services": services}))
+    found = load([file], compose=None, environ={})
+    assert [backend.infer_type for backend in found.backends] == ["either", "prefill"]
