@@ -40,6 +40,8 @@ class Served(NamedTuple):
     """Of the input, as its engine said."""
     cached_tokens: int = 0
     """Of these, those that the engine had in its cache."""
+    foreseen: float | None = None
+    """The part of the input that its replica was thought to have cached; None: nobody can say if that was so."""
 
 
 class Sink(Protocol):

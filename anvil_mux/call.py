@@ -49,6 +49,7 @@ class Call:
         "client",
         "code",
         "first_byte",
+        "foreseen",
         "keep",
         "model",
         "request",
@@ -79,6 +80,8 @@ class Call:
         self.status = self.sent = 0
         self.tokens = api.NO_TOKENS
         self.waited = self.first_byte = 0.0
+        self.foreseen: float | None = None
+        """The part of its input that its replica was thought to have cached."""
         self.stream = False
         """The client asked for a stream into which comments may be written."""
         self.began = False
@@ -191,6 +194,7 @@ class Call:
             answer or 0,
             prompt or 0,
             cached or 0,
+            None if cached is None else self.foreseen,
         )
 
 

@@ -303,6 +303,7 @@ class Inference:
             backend = lease.backend
             call.backend = backend.name
             call.routed = f"{backend.name}; {lease.why}" if lease.why else ""
+            call.foreseen = lease.foreseen if lease.why else None
             if lease.prefill:
                 call.routed += f"; prefill by {lease.prefill.backend.name}"
                 body = self._prefill(call, lease.prefill, body)

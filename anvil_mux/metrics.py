@@ -22,7 +22,7 @@ import math
 import platform
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -55,6 +55,8 @@ BUCKETS = (
 """A token takes milliseconds, a cold start of a large model minutes."""
 UNKNOWN, OTHER = "unknown", "other"
 TOKENS = ("prompt", "cached", "completion")
+FORECASTS = ("hit", "missing", "unforeseen")
+"""Of tokens that a replica was thought to have cached, or had: both, only thought, only had."""
 """Each token is of one kind: what was cached of a prompt is no longer counted as ``prompt``."""
 RESULTS = ("ok", "failed", "stuck")
 """Of loads."""
@@ -159,6 +161,7 @@ class Metrics:
         self._first_bytes = Histograms()
         self._waits = Histograms()
         self._tokens: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(TOKENS))
+        self._forecasts: dict[str, list[int]] = {}  # of models with replicas
         self._loads: Counter[Labels] = Counter()
         self._load_seconds = Histograms()
         self._swaps: Counter[Labels] = Counter()
@@ -192,6 +195,10 @@ class Metrics:
         What a rate is asked of must be there before it first grows, or Prometheus misses that.
         """
         known = set(self._models.values())
+        replicas = Counter(backend.model for backend in config.backends)
+        for model in replicas:
+            if replicas[model] > 1:
+                self._forecasts.setdefault(model, [0] * len(FORECASTS))
         self._models |= {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
         for model in set(self._models.values()) - known:
             self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
@@ -218,6 +225,12 @@ class Metrics:
                 tokens[0] += max(record.prompt_tokens - record.cached_tokens, 0)
                 tokens[1] += record.cached_tokens
                 tokens[2] += record.tokens
+            if record.foreseen is not None and model in self._forecasts:
+                forecast, cached = self._forecasts[model], record.cached_tokens
+                thought = round(record.foreseen * record.prompt_tokens)
+                forecast[0] += min(thought, cached)
+                forecast[1] += max(thought - cached, 0)
+                forecast[2] += max(cached - thought, 0)
 
     # Events and phases
 
@@ -366,13 +379,17 @@ class Metrics:
             "model",
             self._waits,
         )
-        counted = [(model, zip(TOKENS, of, strict=True)) for model, of in list(self._tokens.items())]
-        tokens = {(model, kind): count for model, of in counted for kind, count in of}
         yield _counter(
             "anvil_tokens",
             "Tokens of prompts (cached or not) and of answers.",
             "model kind",
-            tokens,
+            _by_kind(TOKENS, self._tokens),
+        )
+        yield _counter(
+            "anvil_cache_forecast_tokens",
+            "Tokens of prompts that a replica was thought to have cached, or had, by who was right.",
+            "model kind",
+            _by_kind(FORECASTS, self._forecasts),
         )
         yield from self._of_swaps()
         yield from gauges.of_costs(self._costs(), set(self._models.values()))
@@ -473,6 +490,12 @@ def _route_labels() -> dict[str, str]:
 
 
 _L = TypeVar("_L", bound=Labels)
+
+
+def _by_kind(kinds: Sequence[str], counts: Mapping[str, Sequence[int]]) -> dict[Labels, int]:
+    """(model, kind) -> count; another thread may add models meanwhile."""
+    each = [(model, zip(kinds, of, strict=True)) for model, of in list(counts.items())]
+    return {(model, kind): count for model, of in each for kind, count in of}
 
 
 def _counter(name: str, text: str, labels: str, values: Mapping[_L, int]) -> Metric:

@@ -101,6 +101,12 @@ class Lease:
         self._ticket.cut = None
 
     @property
+    def foreseen(self) -> float | None:
+        """The part of its input that is thought to be cached there; None where nobody thought of that."""
+        choice, tokens = self._ticket.choice, self._ticket.work.tokens
+        return choice.hit_tokens / tokens if choice and tokens and not self.prefill else None
+
+    @property
     def watch(self) -> Callable[[bytes], bool] | None:
         """To be called with the bytes of the answer, in order, by any thread; None: they are of no use.
 

@@ -39,8 +39,8 @@ def nothing() -> Status:
     return Status(0.0, (), (), 0, 0)
 
 
-def metrics() -> Metrics:
-    return Metrics(CONFIG, nothing)
+def metrics(config: Config = CONFIG) -> Metrics:
+    return Metrics(config, nothing)
 
 
 def told(events: Iterable[Event]) -> Metrics:
@@ -139,6 +139,26 @@ def test_each_token_is_counted_once_by_its_kind() -> None:
     assert counts == {"prompt": 4, "cached": 8, "completion": 40}
     assert value(made, "anvil_tokens_total", model="b", kind="prompt") == 5
     assert value(made, "anvil_tokens_total", model="c", kind="completion") == 0
+
+
+def test_what_was_thought_cached_is_compared_with_what_engines_say() -> None:
+    two = [Backend(f"a-{number}", "a") for number in (1, 2)]
+    made = metrics(Config((*two, Backend("b", "b"))))
+    kinds = ("hit", "missing", "unforeseen")
+
+    def counts() -> list[float | None]:
+        return [value(made, "anvil_cache_forecast_tokens_total", model="a", kind=kind) for kind in kinds]
+
+    assert counts() == [0, 0, 0]
+    made.served(record(prompt_tokens=1000, cached_tokens=600, foreseen=0.5))
+    assert counts() == [500, 0, 100]
+    made.served(record(prompt_tokens=1000, cached_tokens=600, foreseen=0.75))
+    assert counts() == [1100, 150, 100]
+    made.served(record(prompt_tokens=1000, cached_tokens=0, foreseen=0.1))
+    made.served(record(prompt_tokens=1000, cached_tokens=0))  # an engine that says nothing of it
+    made.served(record(model="b", prompt_tokens=1000, cached_tokens=10, foreseen=0.1))
+    assert counts() == [1100, 250, 100]
+    assert value(made, "anvil_cache_forecast_tokens_total", model="b", kind="hit") is None
 
 
 def test_a_swap_of_several_victims_is_one_swap() -> None:

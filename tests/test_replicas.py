@@ -177,6 +177,25 @@ def test_a_session_named_in_a_header_stays() -> None:
         rig.close()
 
 
+def said(cached: int | None) -> bytes:
+    """A whole answer of an engine that counted 5,500 tokens of input."""
+    details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+    body = json.dumps({"usage": {"prompt_tokens": 5500, "completion_tokens": 1, **details}}).encode()
+    return (
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    )
+
+
+def test_what_the_router_thought_cached_is_recorded_where_the_engine_says_what_was(rig: Rig) -> None:
+    for cached in (0, 5000, None):
+        client = ask(rig, LONG)
+        rig.engine.next().send(said(cached))  # it has the beginning of it, so it gets all three
+        client.read()
+    first, second, third = (rig.events.record(number).foreseen for number in (1, 2, 3))
+    assert (first, third) == (0.0, None)
+    assert second == pytest.approx(1.0, abs=0.1)
+
+
 def test_the_first_byte_of_a_stream_says_that_its_prefill_is_done(rig: Rig) -> None:
     client = ask(rig, LONG.replace(b'{"model"', b'{"stream":true,"model"', 1))
     streaming = rig.engine.next()
