@@ -41,7 +41,7 @@ class Served(NamedTuple):
     cached_tokens: int = 0
     """Of these, those that the engine had in its cache."""
     foreseen: float | None = None
-    """The part of the input that its replica was thought to have cached; None: nobody can say if that was so."""
+    """The part of the input that its replica was thought to have cached; None: nobody knows if it was."""
 
 
 class Sink(Protocol):
