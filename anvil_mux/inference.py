@@ -85,6 +85,7 @@ class Inference:
         for backend in config.backends:
             names.setdefault(backend.model, {backend.model}).update(backend.aliases)
         self._names = names
+        self._models = {name: model for model, known_as in names.items() for name in known_as}
         kinds = {(backend.model, backend.infer_type) for backend in config.backends}
         self._staged = {model for model, kind in kinds if kind in ("prefill", EITHER)}
         """Models of which a request may be served in two stages."""
@@ -276,19 +277,12 @@ class Inference:
         name = named or self._config.default_model
         if name is None:
             raise BadRequest("the request must name a `model`", param="model")
-        key = call.request.key
-        model = self._find(name)
-        if not model and call.api == "ollama":
-            model = self._find(name.removesuffix(ollama.LATEST))
-        if not model or not self.may_use(key, model):
+        key, model = call.request.key, self._models.get(name)
+        if model is None and call.api == "ollama":
+            model = self._models.get(name.removesuffix(ollama.LATEST))
+        if model is None or not self.may_use(key, model):
             raise UnknownModel(name, [known for known in self._names if self.may_use(key, known)])
         return model
-
-    def _find(self, name: str) -> str:
-        try:
-            return self._mux.resolve(name)
-        except UnknownModel:
-            return ""
 
     def may_use(self, key: object, model: str) -> bool:
         """``key``: of a request; None where nobody is asked for one. Nobody uses one that is about to go."""

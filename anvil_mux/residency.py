@@ -292,7 +292,7 @@ class Residency:
             self._queue(ticket, now, "busy")
             return ticket.model in self._routed and self._spill(ticket.model, now) is not None
         if ready:
-            routed = ticket.leases and ticket.model in self._routed
+            routed = ticket.model in self._routed
             seat = self._route(ready, ticket, now) if routed else ready[0]
             if seat is None:
                 self._fail(ticket, nobody_takes(ticket.model), now)
@@ -300,8 +300,7 @@ class Residency:
             if not seat.holders:
                 demand.returned(now - seat.used)
             self._lease(seat, ticket, now)
-            completes = self._complete(ticket.model, now)
-            return completes or (routed and self._spill(ticket.model, now) is not None)
+            return routed and self._wants_more(ticket, now)
         line = self.lines[ticket.model]
         if not line:  # a line that nobody can serve any more has failed already
             if error := self._refusal(ticket.model, now):
@@ -311,6 +310,11 @@ class Residency:
             self._note_pause(ticket.model, now)
         self._queue(ticket, now)
         return self.deferred is not None or (len(line) == 1 and ticket.model not in self._coming())
+
+    def _wants_more(self, ticket: Ticket, now: float) -> bool:
+        """Whether more of its model's backends are to be loaded now that it has come."""
+        completes = self._complete(ticket.model, now)
+        return completes or (ticket.leases and self._spill(ticket.model, now) is not None)
 
     def _queue(self, ticket: Ticket, now: float, reason: str = "") -> None:
         line = self.lines[ticket.model]
