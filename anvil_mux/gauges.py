@@ -31,6 +31,9 @@ def of_models(status: Status) -> Iterator[Metric]:
     yield _gauge("anvil_queued_requests", "Requests that wait in a line.", "model", queued)
     states: Samples = {(m.model, state): float(m.state == state) for m in models for state in STATES}
     yield _gauge("anvil_model_state", "1 for the state that the model is in.", "model state", states)
+    backends = [backend for model in models for backend in model.backends]
+    states = {(b.backend, state): float(b.state == state) for b in backends for state in STATES}
+    yield _gauge("anvil_backend_state", "1 for the state that the backend is in.", "backend state", states)
 
 
 def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:

@@ -21,7 +21,7 @@ from anvil_mux.policy import POLICIES
 from anvil_mux.preemption import PREEMPTIONS
 from anvil_mux.residency import Residency
 from anvil_mux.simulate import Engines, Request, simulate
-from anvil_mux.status import GpuState, ModelState, Status
+from anvil_mux.status import BackendState, GpuState, ModelState, Status
 from anvil_mux.steps import Start, Stop, Ticket
 
 CONFIG = Config(
@@ -466,6 +466,18 @@ def test_gauges_show_the_moment_of_the_scrape() -> None:
     shown = {state: first["anvil_model_state", state] for state in STATES}
     assert shown == {**dict.fromkeys(STATES, 0.0), "starting": 1.0}
     assert value(seen, "anvil_model_state", model="a", state="ready") == 1
+
+
+def test_each_backend_has_a_state_of_its_own() -> None:
+    def backend(name: str, state: str) -> BackendState:
+        return BackendState(name, state, None, ("0",), 0, "", None, None, None, None, 0.0, "", ())
+
+    both = backend("a-0", "ready"), backend("a-1", "stuck")
+    model = ModelState("a", "ready", "a-0", ("0",), (), 0, 0, "", None, backends=both)
+    seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
+    for name, state in (("a-0", "ready"), ("a-1", "stuck")):
+        shown = {each: value(seen, "anvil_backend_state", backend=name, state=each) for each in STATES}
+        assert shown == {**dict.fromkeys(STATES, 0.0), state: 1.0}
 
 
 def test_gpus_are_shown_with_who_uses_them() -> None:
