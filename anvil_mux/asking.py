@@ -23,13 +23,15 @@ from anvil_mux.screen import MODEL_HEAD, event_line, model_row
 
 
 def add_address(command: argparse.ArgumentParser) -> None:
-    command.add_argument("-f", "--file", action="append", dest="files", default=[], help="compose file")
+    command.add_argument(
+        "-f", "--file", action="append", dest="files", default=[], metavar="FILE", help="compose file"
+    )
     command.add_argument("--url", help="where anvil-mux is; by default ANVIL_URL, the one that serves here")
     add_json(command)
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("model", metavar="MODEL")
+    command.add_argument("model", metavar="MODEL", help="what clients call it")
     add_address(command)
 
 
@@ -49,7 +51,9 @@ def add_why(command: argparse.ArgumentParser) -> None:
 def add_events(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", nargs="?", default="", help="only this one's")
     command.add_argument("-f", "--follow", action="store_true", help="go on as they come")
-    command.add_argument("--file", action="append", dest="files", default=[], help="compose file")
+    command.add_argument(
+        "--file", action="append", dest="files", default=[], metavar="FILE", help="compose file"
+    )
     command.add_argument("--url", help="where anvil-mux is; see `ps`")
     add_json(command)
 

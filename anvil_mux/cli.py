@@ -184,7 +184,9 @@ def _add_config(command: argparse.ArgumentParser) -> None:
 
 def _add_logs(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="a model, or the service of a replica")
-    command.add_argument("--file", action="append", dest="files", default=[], help="compose file")
+    command.add_argument(
+        "--file", action="append", dest="files", default=[], metavar="FILE", help="compose file"
+    )
     command.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
     command.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="how many (default 100)")
     add_json(command)

@@ -286,7 +286,8 @@ def story(event: Event) -> str:
         case kind if kind in _PLAIN:
             return _PLAIN[kind].format(reason=reason)
         case kind:
-            return f"{kind} #{event.ticket}" + (f" after {seconds:.3f} s" if seconds else "") + f" {reason}"
+            took = f" after {seconds:.3f} s" if seconds else ""
+            return f"{kind} #{event.ticket}{took} {reason}".rstrip()
 
 
 _PLAIN = {
