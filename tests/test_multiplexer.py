@@ -1,6 +1,8 @@
 """The threaded multiplexer writes the log that was simulated; and single situations, virtual and real."""
 
+import gc
 import threading
+import weakref
 from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
@@ -577,6 +579,29 @@ def test_a_cut_that_raises_ends_no_keeper(seed, caplog):
         assert "cutting a severed request for a" in caplog.text
 
     Stage(Config(policy="eager", backends=(A, B), drain_timeout=0.0), seed=seed).play(main)
+
+
+def test_what_a_lease_was_used_for_is_freed_with_it_and_waits_for_no_collector():
+    class Use:
+        def __init__(self, lease):
+            self.lease = lease
+
+        def cut(self):
+            raise AssertionError
+
+    def main(stage):
+        gc.disable()
+        try:
+            with stage.mux.lease("a") as lease:
+                use = Use(lease)
+                lease.on_severed(use.cut)
+            used = weakref.ref(use)
+            del use, lease
+            assert used() is None
+        finally:
+            gc.enable()
+
+    Stage().play(main)
 
 
 @SEEDS
