@@ -90,9 +90,9 @@ def compare(old: Config, new: Config) -> Change:
     before = {backend.name: backend for backend in old.backends}
     after = {backend.name: backend for backend in new.backends}
     common = [name for name in before if name in after]
-    moved = {gpu.id for gpu in set(old.gpus) ^ set(new.gpus)}
-    kept = [n for n in common if _goes_on(before[n], after[n]) and moved.isdisjoint(before[n].gpus)]
-    different = [key for key in SETTINGS if _values(old, key) != _values(new, key)]
+    resized = _resized(old, new)
+    kept = [n for n in common if _goes_on(before[n], after[n]) and resized.isdisjoint(before[n].gpus)]
+    different = [key for key in SETTINGS if key != "gpus" and _values(old, key) != _values(new, key)]
     effective = within(old, new)
     own = [f"{name}.{key}" for name in kept for key in OURS if _differ(before[name], after[name], key)]
     return Change(
@@ -100,7 +100,11 @@ def compare(old: Config, new: Config) -> Change:
         changed=tuple(name for name in common if name not in kept),
         removed=tuple(name for name in before if name not in after),
         added=tuple(name for name in after if name not in before),
-        settings=tuple([key for key in different if _values(old, key) != _values(effective, key)] + own),
+        settings=(
+            *(["gpus"] if resized else []),
+            *[key for key in different if _values(old, key) != _values(effective, key)],
+            *own,
+        ),
         later=tuple(key for key in different if _values(effective, key) != _values(new, key)),
     )
 
@@ -109,6 +113,12 @@ def within(old: Config, new: Config) -> Config:
     """``new`` as far as it can take effect in a program that was started with ``old``."""
     fixed = LATER if (old.tls_cert is None) == (new.tls_cert is None) else LATER + TLS
     return replace(new, **{name: getattr(old, name) for name in fixed})
+
+
+def _resized(old: Config, new: Config) -> set[str]:
+    """The GPUs of which another memory is known now."""
+    before = {gpu.id: gpu for gpu in old.gpus}
+    return {gpu.id for gpu in new.gpus if before.get(gpu.id, gpu) != gpu}
 
 
 def _goes_on(before: Backend, after: Backend) -> bool:

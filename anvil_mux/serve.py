@@ -128,6 +128,7 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
         program = Program(
             config, options, access, events, keys=keys, tls=tls, lock=lock, read=read, reloading=reading
         )
+        watch = Watch(program.files)
         program.adopt()
         program.start()
         place = Place(program.url, tuple(os.path.abspath(file) for file in config.files))
@@ -139,7 +140,8 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
                     target=notifier.run, args=(program.look,), name="notify", daemon=True
                 ).start()
             if options.watch:
-                threading.Thread(target=program.watch_files, name="watch-files", daemon=True).start()
+                look = partial(program.watch_files, watch)
+                threading.Thread(target=look, name="watch-files", daemon=True).start()
             while signals.wait() == RELOAD:
                 program.reload()
             notifier.tell(STOPPING="1", EXTEND_TIMEOUT_USEC=f"{program.stop_seconds * 1e6:.0f}")
@@ -421,13 +423,18 @@ class Program:
         except MuxError:
             pass  # the program ends
 
-    def watch_files(self) -> None:
+    def watch_files(self, watch: Watch) -> None:
         """The life of the thread that looks for changes."""
-        watch = Watch(lambda: _files_of(self._config))
         while True:
             time.sleep(LOOK_SECONDS)
             if watch.has_news():
                 self.reload()
+
+    def files(self) -> list[str]:
+        """Whatever the configuration was read from, as far as it is known here."""
+        config = self._config
+        named = [each for each in (config.key_file, config.tls_cert, config.tls_key) if each]
+        return [*config.files, os.path.join(os.path.dirname(config.files[0]), ".env"), *named]
 
     def _reconfigure(self, config: Config) -> Change:
         """ConfigError: it cannot be used, and nothing has changed. One at a time, in the thread that asks."""
@@ -547,12 +554,6 @@ def _refuse_missing_images(config: Config, names: Collection[str]) -> None:
             missing = missing_images([b for b in config.backends if b.name in names])
         if missing:
             raise ConfigError(missing)
-
-
-def _files_of(config: Config) -> list[str]:
-    """Whatever a configuration was read from, as far as it is known here."""
-    named = [each for each in (config.key_file, config.tls_cert, config.tls_key) if each]
-    return [*config.files, os.path.join(os.path.dirname(config.files[0]), ".env"), *named]
 
 
 def _tls_context(config: Config) -> ssl.SSLContext | None:

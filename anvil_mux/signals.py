@@ -31,10 +31,13 @@ class Signals:
             signal.signal(number, self._tell)
         ends = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
         self._terminal = ends and _has_terminal()
+        self._printed_on = [output for output in (1, 2) if os.isatty(output)]
         signal.signal(signal.SIGHUP, self._hang_up)
 
     def _hang_up(self, number: int, frame: FrameType | None) -> None:
         if self._terminal and not _has_terminal():
+            for output in self._printed_on:  # else the farewell fails
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
             self._tell(number, frame)
         else:
             self._reloads += 1
