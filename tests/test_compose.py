@@ -472,6 +472,76 @@ def test_the_first_container_is_used_where_somebody_made_more(docker: Docker, ru
     assert runtime.ended(A) == "exited with code 5"
 
 
+# Another configuration
+
+
+def described(backend: Backend, digest: str) -> Backend:
+    return replace(backend, service=replace(backend.service, digest=digest))
+
+
+def test_a_service_that_is_described_otherwise_is_made_anew_by_its_next_start(
+    docker: Docker, runtime: ComposeRuntime
+):
+    runtime.start(A)
+    (first,) = docker.containers
+    runtime.reconfigure(replace(CONFIG, backends=(described(A, "other"), B)))
+    runtime.stop(A)
+    assert docker.state(first)["Status"] == "exited"
+    runtime.start(described(A, "other"))
+    assert first not in docker.containers
+    docker.verbs()
+    runtime.stop(described(A, "other"))
+    runtime.start(described(A, "other"))
+    assert "create" not in docker.verbs()
+
+
+def test_so_is_one_that_was_found_running(docker: Docker, runtime: ComposeRuntime):
+    docker.add("c1")
+    assert runtime.running() == {"a": URL}
+    runtime.reconfigure(replace(CONFIG, backends=(described(A, "other"), B)))
+    runtime.stop(A)
+    runtime.start(described(A, "other"))
+    assert "c1" not in docker.containers
+
+
+def test_a_service_that_goes_on_is_not_asked_of_compose_again(docker: Docker, runtime: ComposeRuntime):
+    runtime.start(A)
+    runtime.reconfigure(replace(CONFIG, backends=(replace(A, ttl=1.0), B)))
+    runtime.stop(A)
+    docker.verbs()
+    runtime.start(replace(A, ttl=1.0))
+    assert docker.verbs() == ["start", "inspect"]
+
+
+def test_a_service_that_is_served_no_longer_is_ours_until_it_was_stopped(
+    docker: Docker, runtime: ComposeRuntime
+):
+    runtime.start(B)
+    runtime.reconfigure(replace(CONFIG, backends=(A,)))
+    assert runtime.running() == {"b": URL}
+    runtime.stop(B)
+    docker.add("c9", "b")
+    assert runtime.running() == {}
+
+
+def test_a_replica_that_is_described_otherwise_is_made_anew_beside_those_that_still_run(
+    docker: Docker, runtime: ComposeRuntime
+):
+    docker.scale = 3
+    for each in REPLICAS:
+        runtime.start(each)
+    others = [described(each, "other") for each in REPLICAS]
+    runtime.reconfigure(replace(CONFIG, backends=tuple(others)))
+    first = {docker.number(id): id for id in docker.containers}
+    runtime.stop(REPLICAS[0])
+    runtime.start(others[0])
+    assert first[1] not in docker.containers
+    assert up(docker) == [2, 3, 4]
+    runtime.stop(REPLICAS[1])
+    runtime.start(others[1])
+    assert up(docker) == [3, 4, 5]
+
+
 # Scaled services
 
 

@@ -150,6 +150,9 @@ def test_a_service_tells_when_it_serves_what_it_does_and_when_it_ends(
     while "resident: a; 0 requests running" not in manager.hears_of("STATUS")["STATUS"]:
         pass
     assert manager.hears_of("WATCHDOG")["WATCHDOG"] == "1"
+    running.process.send_signal(signal.SIGHUP)
+    assert int(manager.hears_of("RELOADING")["MONOTONIC_USEC"]) > 0
+    assert manager.hears_of("READY") == {"READY": "1"}
     running.process.send_signal(signal.SIGTERM)
     ending = manager.hears_of("STOPPING")
     assert int(ending["EXTEND_TIMEOUT_USEC"]) > 30_000_000

@@ -174,7 +174,7 @@ def test_a_stream_spans_a_reload_and_everything_else_changes(
         assert seen(lambda: states(running), lambda found: found == after) == after
         assert first_word(running, "changes") == "changed"
         assert first_word(running, "alias") == "stays"
-        assert sum("another configuration holds" in line for line in running.output) == 1
+        assert sum("configuration reloaded" in line for line in running.output) == 1
         about = running.get("/healthz")["reload"]
         assert (about["count"], about["changed"], about["problems"]) == (1, told, [])
         assert reloads(running) == [
@@ -202,7 +202,7 @@ def test_a_bad_configuration_changes_nothing_and_every_problem_is_told(
         assert about["failed_at"] > 0
         assert len(about["problems"]) == 2
         assert 'anvil_reloads_total{result="failed"} 2.0' in reloads(running)
-        running.tells("another configuration was refused, and nothing has changed: .*and 1 more")
+        running.tells("configuration refused, nothing has changed: .*and 1 more")
         house.open()
         assert [stream.word(), stream.word()] == ["end", ""]
         house.write({"a": {}}, drain_timeout="3")
@@ -214,7 +214,7 @@ def test_sighup_is_a_reload_and_tells_what_is_wrong(house: House, state: Path) -
     with serving(house.write({"a": {}}), state=state) as running:
         house.write({"a": {}, "b": {}}, listen="127.0.0.1:1", max_queue=5)
         running.process.send_signal(signal.SIGHUP)
-        running.tells("holds from now on: added b; set max_queue")
+        running.tells("configuration reloaded: added b; set max_queue")
         assert models(running) == ["a", "b"]
         house.file.write_text("services: [")
         running.process.send_signal(signal.SIGHUP)
@@ -269,9 +269,9 @@ def test_who_may_only_use_models_may_not_reload(house: House, state: Path) -> No
 def test_files_that_are_watched_are_a_reload_when_they_change(house: House, state: Path) -> None:
     with serving(house.write({"a": {}}), "--watch", state=state) as running:
         house.write({"a": {}, "b": {}})
-        running.tells("another configuration holds from now on: added b")
+        running.tells("configuration reloaded: added b")
         (state / ".env").write_text("WORD=there\n")
-        running.tells("another configuration holds from now on: nothing is different")
+        running.tells("configuration reloaded: nothing is different")
 
 
 def test_an_added_engine_that_runs_already_is_taken_over(house: House, state: Path) -> None:
