@@ -21,6 +21,8 @@ from anvil_mux.steps import NO_WORK
 
 JSON = (b"Content-Type", b"application/json")
 UNBUFFERED = [(b"Cache-Control", b"no-cache"), (b"X-Accel-Buffering", b"no")]
+READABLE = [(b"Access-Control-Expose-Headers", b"*"), (b"Vary", b"Origin")]
+"""With an origin, what lets its pages read an answer."""
 FOREVER = float("inf")
 
 
@@ -117,6 +119,8 @@ class Call:
             headers.append((b"request-id", value))
         if self.routed:
             headers.append((b"X-Anvil-Backend", self.routed.encode("ascii", "replace")))
+        if self.request.reader:
+            headers += [(b"Access-Control-Allow-Origin", self.request.reader), *READABLE]
         return headers
 
     def send(self, data: bytes) -> None:

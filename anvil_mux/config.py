@@ -171,6 +171,8 @@ class Config:
     tls_key: str | None = None
     hosts: tuple[str, ...] = ()
     """Names by which clients may call it, besides those of this machine."""
+    cors: tuple[str, ...] = ()
+    """Origins of other web sites whose pages may use it."""
     on_exit: str = "keep"
     """keep | stop: what happens to running engines at exit."""
     hooks: tuple[hooks.Hook, ...] = ()
@@ -305,6 +307,7 @@ SETTINGS: dict[str, Setting] = {
     "hosts": Setting(
         settings.NAMES, "Names in the Host header that are answered to besides this machine's; see security."
     ),
+    "cors": Setting(settings.ORIGINS, "Other web sites whose pages may use this address; see security."),
     "on_exit": Setting(settings.one_of("keep", "stop"), "What happens to running engines at exit."),
     "hooks": Setting(hooks.KIND, "Commands or web addresses that are told of what happens to models."),
 }

@@ -129,6 +129,7 @@ class Gateway:
     def _take(self, config: Config, keys: Keyring | None) -> None:
         self._keys = keys or Keyring()
         self._hosts = frozenset(host.lower() for host in config.hosts)
+        self._readers = frozenset(origin.encode("ascii") for origin in config.cors)
         self._backends = config.backends
 
     def reconfigure(self, config: Config, keys: Keyring) -> None:
@@ -179,7 +180,7 @@ class Gateway:
         call.api = route.api if route else api.api_of(request.path)
         self._check_origin(request)
         keys, request.key = self._keys, None
-        if keys and request.path not in OPEN:
+        if keys and request.path not in OPEN and not _is_preflight(request):
             key = request.key = keys.of(request.fields)
             if route is None and not _may(key, request.path):
                 raise Forbidden("this API key is for models, not for this")
@@ -196,8 +197,9 @@ class Gateway:
                 text = f"this address does not answer for the host {name!r}; see the setting `hosts`"
                 raise BadRequest(text, status=403)
         origin = request.fields.get(b"origin")
+        request.reader = origin if origin is not None and origin in self._readers else b""
         acts = request.method not in ("GET", "HEAD", "OPTIONS") or b"upgrade" in request.fields
-        if origin is not None and acts and origin.partition(b"://")[2] != host:
+        if origin is not None and acts and not request.reader and origin.partition(b"://")[2] != host:
             raise BadRequest("requests from other web sites are not accepted", status=403)
 
     def _answer_here(self, call: Call) -> None:
@@ -206,7 +208,8 @@ class Gateway:
         if local is None and path.startswith("/v1/models/"):
             local = self._model
         if method == "OPTIONS":
-            call.send_own(204, [(b"Allow", self._allowed(path))], b"")
+            allowed = self._allowed(path)
+            call.send_own(204, [(b"Allow", allowed), *_preflight(call.request, allowed)], b"")
         elif method == "POST" and admin:
             admin(call)
         elif method == "GET" and path in self._streams:
@@ -336,6 +339,20 @@ class Gateway:
 def _may(key: Key, path: str) -> bool:
     """Whether ``key`` may ask for something that is answered here."""
     return key.admin or LISTS.fullmatch(path) is not None or (key.state and path in STATE)
+
+
+def _is_preflight(request: http1.Request) -> bool:
+    """A browser's question, before its page's, from a site whose pages may use this; it shows no key."""
+    asks = b"access-control-request-method" in request.fields
+    return request.method == "OPTIONS" and bool(request.reader) and asks
+
+
+def _preflight(request: http1.Request, methods: bytes) -> list[Field]:
+    if not _is_preflight(request):
+        return []
+    wanted = request.fields.get(b"access-control-request-headers", b"")
+    headers = [(b"Access-Control-Allow-Headers", wanted)] if wanted else []
+    return [(b"Access-Control-Allow-Methods", methods), *headers, (b"Access-Control-Max-Age", b"600")]
 
 
 def _name_in(host: str) -> str:

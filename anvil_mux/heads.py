@@ -72,7 +72,8 @@ def response_head(
     call: Call, response: http1.Response, *, length: int | None = None, chunked: bool = False
 ) -> bytes:
     """The head for the client: but for its last two lines the same for all answers with the same head."""
-    if length is None or response.prepared is None or call.routed or call.api == "anthropic":
+    varies = call.routed or call.request.reader or call.api == "anthropic"
+    if length is None or response.prepared is None or varies:
         return http1.forward_response_head(
             response, length=length, chunked=chunked, connection=call.connection, extra=call.own_headers
         )

@@ -103,6 +103,8 @@ class Request:
     """Whose API key it shows; noted together with ``route``."""
     judge: object = None
     """By what these two were found."""
+    reader: bytes = b""
+    """The origin of another site's page that may read the answer; noted together with ``route``."""
 
 
 @dataclass(slots=True)

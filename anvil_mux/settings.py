@@ -112,6 +112,17 @@ def _read_names(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_read_text(each) for each in value))
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
+
+
+def _read_origins(value: Any) -> tuple[str, ...]:
+    origins = tuple(each.lower() for each in _read_names(value))
+    for each in origins:
+        if not _ORIGIN.fullmatch(each):
+            raise ValueError(f"must name web sites such as https://app.example, each alone, not {show(each)}")
+    return origins
+
+
 FLAGS = {
     "true": True,
     "yes": True,
@@ -197,6 +208,7 @@ def plain(value: object) -> str:
 SECONDS = Kind("seconds", read_seconds)
 TEXT = Kind("text", _read_text)
 NAMES = Kind("list of names", _read_names)
+ORIGINS = Kind("list of origins", _read_origins)
 FLAG = Kind("true | false", _read_flag)
 LISTEN = Kind("ADDRESS:PORT", _read_listen)
 CHOSEN = Kind("name, or {name: ..., its settings}", _read_chosen)

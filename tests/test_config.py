@@ -132,7 +132,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
            max_queue: 3, max_connections: 4, upstream_timeout: 5, loading_grace: 6, max_body: 1MiB,
            max_upload: 2MB, default_model: a, on_exit: stop, routing: lmetric,
            host_memory: 64GiB, prepare: yes, hooks: {url: "http://x"},
-           hosts: [mux], key_file: /keys, tls_cert: /cert, tls_key: /key}
+           hosts: [mux], cors: ["HTTPS://app.example"], key_file: /keys, tls_cert: /cert, tls_key: /key}
         services: {a: {command: [a], x-anvil: {}}}
     """
     found = plain(tmp_path, text)
@@ -144,7 +144,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert (found.default_model, found.on_exit, found.routing) == ("a", "stop", "lmetric")
     assert (found.host_memory, found.prepare, found.backends[0].prepare) == (64 << 30, True, True)
     assert [hook.url for hook in found.hooks] == ["http://x"]
-    assert (found.hosts, found.key_file) == (("mux",), "/keys")
+    assert (found.hosts, found.cors, found.key_file) == (("mux",), ("https://app.example",), "/keys")
     assert (found.tls_cert, found.tls_key) == ("/cert", "/key")
     assert not {key for key, origin in found.origins.items() if origin == "default"}
 
@@ -1203,6 +1203,16 @@ def test_files_of_keys_and_certificates_are_seen_from_the_compose_file(tmp_path:
     assert found.key_file == str(tmp_path / "keys.txt")
     assert (found.tls_cert, found.tls_key) == ("/etc/cert.pem", str(tmp_path.parent / "key.pem"))
     assert found.hosts == ("mux.example",)
+
+
+@pytest.mark.parametrize(
+    "written", ["'*'", "app.example", "https://app.example/", "'https://a, https://*.b'"]
+)
+def test_web_sites_are_named_each_alone(tmp_path: Path, written: str) -> None:
+    [problem] = problems(
+        tmp_path, f"x-anvil: {{cors: {written}}}\nservices: {{a: {{image: x, x-anvil: {{}}}}}}"
+    )
+    assert "must name web sites such as https://app.example" in problem
 
 
 @pytest.mark.parametrize(("one", "other"), [("tls_cert", "tls_key"), ("tls_key", "tls_cert")])

@@ -367,6 +367,51 @@ def test_no_origin_is_ever_allowed_to_read(rig: Rig) -> None:
         assert b"access-control" not in answer.head.lower()
 
 
+CHAT = b"/v1/chat/completions"
+APP = b"Origin: https://app.example\r\n"
+ASKS = (
+    b"Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization,content-type\r\n"
+)
+
+
+def test_a_site_that_is_named_may_use_everything_from_its_pages(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cors=("https://app.example",), keys=ring(LINES))
+    client = rig.client()
+    asked = client.get(CHAT, b"OPTIONS", extra=APP + ASKS)
+    assert asked.status == 204
+    assert asked.header(b"Access-Control-Allow-Origin") == b"https://app.example"
+    assert asked.header(b"Access-Control-Allow-Methods") == b"POST, OPTIONS"
+    assert asked.header(b"Access-Control-Allow-Headers") == b"authorization,content-type"
+    for body in (b'{"model":"a"}', b'{"model":"a","stream":true}', b'{"model":"a"}'):
+        client.post(body, extra=APP + bearer(ROOT))
+        rig.engine.next().send(JSON_OK)
+        answer = client.read()
+        assert answer.status == 200
+        assert answer.header(b"Access-Control-Allow-Origin") == b"https://app.example"
+        assert answer.header(b"Vary") == b"Origin"
+
+
+def test_a_named_sites_page_sees_why_it_is_refused(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cors=("https://app.example",), keys=ring(LINES))
+    answer = rig.client().get(b"/v1/models", extra=APP)
+    assert answer.status == 401
+    assert answer.header(b"Access-Control-Allow-Origin") == b"https://app.example"
+
+
+@pytest.mark.parametrize("origin", [b"https://app.example.evil", b"http://app.example", b"null"])
+def test_any_other_site_stays_out(make_rig: Callable[..., Rig], origin: bytes) -> None:
+    rig = make_rig(cors=("https://app.example",))
+    for method in (b"OPTIONS", b"POST"):
+        answer = rig.client().get(b"/models/unload", method, extra=b"Origin: %b\r\n" % origin + ASKS)
+        assert b"access-control" not in answer.head.lower()
+        assert (answer.status == 403) == (method == b"POST")
+
+
+def test_a_key_is_asked_for_whatever_a_page_calls_itself(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(keys=ring(LINES))
+    assert rig.client().get(CHAT, b"OPTIONS", extra=APP + ASKS).status == 401
+
+
 @pytest.mark.parametrize("method", [b"POST", b"PUT", b"DELETE", b"PATCH"])
 def test_another_sites_page_changes_nothing(rig: Rig, method: bytes) -> None:
     answer = rig.client().get(b"/models/unload", method, extra=b"Origin: null\r\n")
