@@ -35,7 +35,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 """(state, what happened) -> state. Anything else is a mistake of the caller and changes nothing."""
 
 KINDS = {
-    "queued": "a request waits for its model",
+    "queued": "a request waits for its model, or for the one `backend` that has what it goes on from",
     "leased": "a request has its backend; `seconds` is what it waited",
     "released": "a lease ended",
     "gone": "a waiting request's client left",

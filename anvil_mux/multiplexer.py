@@ -343,9 +343,9 @@ class Multiplexer:
             if model not in self._replicas:
                 raise UnknownModel(model, self._replicas)
             island = self._islands[model]
-            if self._waiting >= self._config.max_queue and not island.residency.takes(model):
+            if self._waiting >= self._config.max_queue and not island.residency.takes(model, work.owner):
                 raise Overloaded(f"overloaded: {self._waiting} requests wait for models already. Try again.")
-            if key and key.waiting is not None and not island.residency.takes(model):
+            if key and key.waiting is not None and not island.residency.takes(model, work.owner):
                 self._check_waiters(key, key.waiting)
             self._tickets += 1
             first = self._first_stage(model, now, work) if staged else None

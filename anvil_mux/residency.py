@@ -270,8 +270,10 @@ class Residency:
     def is_ready(self, model: str) -> bool:
         return bool(self._ready_of[model])
 
-    def takes(self, model: str) -> bool:
-        """Whether a request for ``model`` would be leased at once."""
+    def takes(self, model: str, owner: str = "") -> bool:
+        """Whether a request for ``model`` would be leased at once; one that needs ``owner`` waits for it."""
+        if needed := self._needed(owner):
+            return not needed.full
         if model in self._routed:
             return self._routed[model].take_one_more()
         return any(not seat.full for seat in self._ready_of[model])
@@ -288,8 +290,8 @@ class Residency:
         demand = self._demand[ticket.model]
         demand.arrived(now)
         ready = self._ready_of[ticket.model]
-        if ready and self._turns and ticket.leases and not self.takes(ticket.model):
-            self._queue(ticket, now, "busy")
+        if ready and self._turns and ticket.leases and not self.takes(ticket.model, ticket.work.owner):
+            self._queue(ticket, now, self._needed(ticket.work.owner), "busy")
             return ticket.model in self._routed and self._spill(ticket.model, now) is not None
         if ready:
             routed = ticket.model in self._routed
@@ -316,12 +318,18 @@ class Residency:
         completes = self._complete(ticket.model, now)
         return completes or (ticket.leases and self._spill(ticket.model, now) is not None)
 
-    def _queue(self, ticket: Ticket, now: float, reason: str = "") -> None:
+    def _needed(self, owner: str) -> Seat | None:
+        """The only backend that can serve a request, if that is there: it has what the request refers to."""
+        seat = self.seats.get(owner) if owner else None
+        return seat if seat and seat.state == "ready" else None
+
+    def _queue(self, ticket: Ticket, now: float, needed: Seat | None = None, reason: str = "") -> None:
         line = self.lines[ticket.model]
         line[ticket] = None
         if ticket.leases and ticket.model in self._turns:
             self._turns[ticket.model].join(ticket.sender, ticket)
-        self._emit(Event(now, "queued", ticket.model, "", ticket.id, len(line), reason=reason))
+        name = needed.name if needed else ""
+        self._emit(Event(now, "queued", ticket.model, name, ticket.id, len(line), reason=reason))
 
     def _note_pause(self, model: str, now: float) -> None:
         """A request for a model that was put out: its client's pause, unless another's answer brought it."""
@@ -1015,7 +1023,7 @@ class Residency:
             if seat.state == "ready"
             for ticket in self._routed[model].ledger.waiting(seat.name)[1:]
         ]
-        behind += [now - ticket.since for ticket in self.lines[model]]
+        behind += [now - each.since for each in self.lines[model] if not self._needed(each.work.owner)]
         if not behind:
             return None
         used = {seat.name for seat in self.seats.values() if seat.holders or seat.model == model}
@@ -1164,8 +1172,11 @@ class Residency:
         """As many of a line as there are places at the backends that are ready."""
         line = self.lines[model]
         while line and self.takes(model):
+            ticket = self._turns[model].take(lambda ticket: self.takes(model, ticket.work.owner))
+            if ticket is None:
+                return
             places = [seat for seat in self._ready_of[model] if not seat.full]
-            self._admit_one(self._turns[model].take(), places, now)
+            self._admit_one(ticket, places, now)
 
     def _admit_one(self, ticket: Ticket, ready: list[Seat], now: float) -> None:
         if seat := self._route(ready, ticket, now):
@@ -1276,6 +1287,8 @@ class Residency:
             self._ready_of[seat.model] = [each for each in self._ready if each.model == seat.model]
         self._plans_hold_until = -FOREVER
         self._host.changes += 1
+        if before == "ready" and seat.model in self._turns:
+            self._fill_places(seat.model, now)  # who needed just this one has nothing to wait for any more
         if seat.state not in ("ready", "draining") and seat.model in self._routed:
             self._routed[seat.model].ledger.forget(seat.name)
 

@@ -435,6 +435,7 @@ class _Checker:
         self._max_wait = max_waits(self._seats.values(), config)
         self._states = dict.fromkeys(self._seats, "empty")
         self._lines: dict[str, dict[int, float]] = {seat.model: {} for seat in self._seats.values()}
+        self._bound: dict[int, str] = {}  # waiting ticket -> the only backend that it waits for
         self._ended: set[int] = set()
         self._leases: dict[str, set[int]] = {name: set() for name in self._seats}
         self._drains: dict[str, tuple[float, float, str]] = {}  # backend -> since, time-out, for whom
@@ -455,7 +456,7 @@ class _Checker:
             self._look_for_overdue(event)
         self._now = event.at
         admitted = event.kind == "leased" and event.model == self._admitting
-        still = not admitted and self._lines.get(self._admitting) and self._has_place(self._admitting)
+        still = not admitted and self._could_be_served(self._admitting)
         self._claim(not still, event, f"{self._admitting} still waits")
         self._admitting = self._admitting if admitted else ""
         if event.kind in _TICKET_ENDS:
@@ -463,6 +464,8 @@ class _Checker:
         elif event.kind == "queued":
             self._claim(event.ticket not in self._ended, event, "the ticket has ended")
             self._lines[event.model][event.ticket] = event.at
+            if event.backend:
+                self._bound[event.ticket] = event.backend
             self._calm_until = min(self._calm_until, self._overdue(event.model, event.at))
         elif event.kind in ("released", "severed"):
             leases = self._leases[event.backend]
@@ -484,6 +487,7 @@ class _Checker:
         self._claim(event.ticket not in self._ended, event, f"ticket {event.ticket} ends twice")
         self._ended.add(event.ticket)
         since = self._lines[event.model].pop(event.ticket, event.at)
+        self._bound.pop(event.ticket, None)
         late = event.at - since > self._config.queue_timeout + self._slack
         self._claim(not late, event, f"ticket {event.ticket} waited longer than queue_timeout")
         if event.kind == "leased":
@@ -491,6 +495,12 @@ class _Checker:
             if event.size > len(self._leases[event.backend]):
                 self._claim(self._has_place(event.model, event.backend), event, "all its places are taken")
                 self._leases[event.backend].add(event.ticket)
+
+    def _could_be_served(self, model: str) -> bool:
+        """Whether anybody waits for ``model`` although there is a place."""
+        line = self._lines.get(model, {})
+        needed = {self._bound.get(ticket, "") for ticket in line} if self._bound else {""} if line else set()
+        return any(self._has_place(model, each) for each in needed)
 
     def _has_place(self, model: str, backend: str = "") -> bool:
         """At any backend that is ready, or at this one."""

@@ -6,7 +6,7 @@ one of his, not for a hundred. A sender who comes back after his last request wa
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 _Ticket = TypeVar("_Ticket", bound=Hashable)
@@ -29,11 +29,15 @@ class Turns(Generic[_Ticket]):
         if not tickets:
             self._waiting.pop(sender, None)
 
-    def take(self) -> _Ticket:
-        """The next, which then has left; its sender's next turn comes after everybody else's."""
-        sender = next(iter(self._waiting))
+    def take(self, fits: Callable[[_Ticket], bool]) -> _Ticket | None:
+        """The next that ``fits``, which then has left; its sender's next turn comes after all others'."""
+        found = (
+            (sender, each) for sender, tickets in self._waiting.items() for each in tickets if fits(each)
+        )
+        sender, ticket = next(found, (None, None))
+        if ticket is None:
+            return None
         tickets = self._waiting.pop(sender)
-        ticket = next(iter(tickets))
         del tickets[ticket]
         if tickets:
             self._waiting[sender] = tickets

@@ -51,7 +51,7 @@ MUTANTS = {
     ),
     "those who wait for a place are taken as they came": (
         "residency",
-        "self._admit_one(self._turns[model].take(), places, now)",
+        "self._admit_one(ticket, places, now)",
         "self._admit_one(next(iter(line)), places, now)",
     ),
     "who gets a place is not woken": (

@@ -9,6 +9,7 @@ from anvil_mux.errors import LoadError, Overloaded, WaitedTooLong
 from anvil_mux.events import Event
 from anvil_mux.outlook import outlook
 from anvil_mux.policy import Stay, SwapTo
+from anvil_mux.routing import Work
 from anvil_mux.simulate import Engines, Request, check, simulate
 from anvil_mux.turns import Turns
 from tests.test_multiplexer import Stage
@@ -185,17 +186,21 @@ def test_places_go_round_the_senders_and_each_senders_requests_keep_their_order(
 
 def test_who_comes_back_comes_last_and_who_leaves_takes_nobodys_turn():
     turns = Turns()
+
+    def anybody(ticket):
+        return True
+
     for sender, ticket in ("a1", "a2", "b1", "c1"):
         turns.join(sender, ticket)
-    assert turns.take() == "1"
+    assert turns.take(anybody) == "1"
     turns.leave("b", "1")
     turns.leave("b", "never there")
     turns.join("b", "2")
-    assert [turns.take() for _ in range(3)] == ["1", "2", "2"]
+    assert [turns.take(anybody) for _ in range(3)] == ["1", "2", "2"]
     turns.join("x", "1")
     turns.clear()
     turns.join("y", "9")
-    assert turns.take() == "9"
+    assert turns.take(anybody) == "9"
 
 
 def test_a_hundred_requests_of_one_sender_hold_up_the_first_of_another_by_one():
@@ -296,3 +301,75 @@ def test_waiting_for_a_place_has_an_end_and_a_full_queue_is_full_for_a_resident_
     assert isinstance(late.error, WaitedTooLong)
     assert "no place" in late.error.message
     assert isinstance(refused.error, Overloaded)
+
+
+def test_a_turn_goes_to_the_first_that_can_use_it():
+    turns = Turns()
+    for sender, ticket in ("a1", "b2", "a3"):
+        turns.join(sender, ticket)
+    assert turns.take(lambda ticket: ticket == "9") is None
+    assert [turns.take(lambda ticket: ticket > "1") for _ in range(3)] == ["3", "2", None]
+    assert turns.take(lambda ticket: True) == "1"
+
+
+# Requests that only one replica can serve
+
+
+def two_replicas(**settings):
+    """Replicas x and y of model a, resident, each with one place."""
+    island = Island(*[backend(name, gpu, model="a", concurrency=1) for name, gpu in ("x0", "y1")], **settings)
+    for name in ("x", "y"):
+        island.core.adopt(name, 0.0)
+    return island
+
+
+def bound(island, owner, at):
+    """A request that goes on from an answer that only ``owner`` has."""
+    return island.request("a", at, work=Work(owner=owner))
+
+
+def test_who_needs_a_replica_that_is_full_waits_for_it_though_another_has_a_place():
+    island = two_replicas()
+    first, waiting = bound(island, "x", 1.0), bound(island, "x", 2.0)
+    assert (first.backend, waiting.backend) == ("x", None)
+    other = island.request("a", 3.0)
+    assert other.backend == "y"  # nobody waits for one that is bound elsewhere
+    island.core.release(other, 4.0)
+    assert waiting.backend is None
+    island.core.release(first, 5.0)
+    assert waiting.backend == "x"
+    island.sound()
+
+
+def test_who_waits_for_any_replica_is_not_held_up_by_one_who_waits_for_another():
+    island = two_replicas()
+    x, y = bound(island, "x", 1.0), bound(island, "y", 1.0)
+    patient, anybody = bound(island, "x", 2.0), island.request("a", 3.0)
+    island.core.release(y, 4.0)
+    assert (patient.backend, anybody.backend) == (None, "y")
+    island.core.release(x, 5.0)
+    assert patient.backend == "x"
+    island.sound()
+
+
+def test_who_waits_for_a_replica_that_goes_is_served_by_another():
+    island = two_replicas()
+    bound(island, "x", 1.0)
+    waiting = bound(island, "x", 2.0)
+    island.core.died("x", 3.0, "killed")
+    assert waiting.backend == "y"  # whose engine will say that it has no such answer
+    assert waiting in island.core.settled
+
+
+def test_who_needs_a_replica_that_is_gone_takes_any():
+    island = two_replicas()
+    island.core.died("x", 1.0, "killed")
+    assert bound(island, "x", 2.0).backend == "y"
+
+
+def test_nothing_is_loaded_for_one_who_waits_for_a_replica_that_is_there():
+    island = Island(*[backend(name, gpu, model="a", concurrency=1) for name, gpu in ("x0", "y1")])
+    island.core.adopt("x", 0.0)
+    bound(island, "x", 1.0)
+    bound(island, "x", 2.0)
+    assert island.steps(500.0) == []

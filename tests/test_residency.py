@@ -19,7 +19,7 @@ from anvil_mux.profile import Profile
 from anvil_mux.residency import Residency
 from anvil_mux.routing import Work
 from anvil_mux.simulate import Engines, Request, check, simulate
-from anvil_mux.steps import Start, Stop, Ticket, Wait
+from anvil_mux.steps import NO_WORK, Start, Stop, Ticket, Wait
 
 
 def backend(name, *gpus, model=None, **fields):
@@ -56,8 +56,8 @@ class Island:
         self.ids = itertools.count(1)
         self.until = inf
 
-    def request(self, model, at, *, leases=True, sender=None):
-        ticket = Ticket(next(self.ids), model, at, leases=leases, sender=sender)
+    def request(self, model, at, *, leases=True, sender=None, work=NO_WORK):
+        ticket = Ticket(next(self.ids), model, at, leases=leases, sender=sender, work=work)
         self.core.request(ticket, at)
         return ticket
 
