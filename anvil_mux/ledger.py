@@ -266,6 +266,16 @@ class Ledger:
         """What ``choose`` would go by; nothing is changed."""
         return explain(self.routing, work, self.view(work, among, failed, now), self._memory)
 
+    def left_waiting(self, backend: str, among: Sequence[str], now: float) -> list[Hashable]:
+        """Requests that it does not answer, if the policy takes it for stale and has another for them."""
+        found = []
+        for key in self.waiting(backend):
+            work = self._accounts[backend].entries[key].work
+            choice = choose(self.routing, work, self.view(work, among, (), now), self._memory)
+            if choice and (backend, "staleness") in choice.removed:
+                found.append(key)
+        return found
+
     def better_off(self, to: str, among: Sequence[str]) -> list[Hashable]:
         """Requests that wait elsewhere behind others, and that the policy would send ``to`` now.
 

@@ -518,6 +518,10 @@ class Multiplexer:
             if residency := self._layout.of_backend.get(backend):
                 residency.observed(backend, load, self._clock.now())
 
+    def silent(self, backend: str) -> None:
+        """The engine of a replica says nothing of itself."""
+        self._tell(backend, lambda residency, now: residency.silent(backend, now))
+
     def reports(self) -> dict[str, Report]:
         """What other anvil-mux are told of the replicas that are shared with them."""
         with self._lock:

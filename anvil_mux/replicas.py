@@ -8,7 +8,7 @@ Like the residency, whose part this is, it has no lock, no clock and no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 from anvil_mux import pipeline
@@ -68,9 +68,19 @@ class Replicas:
 
     def take_back(self, idle: Seat) -> Iterator[tuple[Ticket, Seat]]:
         """Requests that wait behind others, would be better off at ``idle``, and are no longer charged."""
-        kind = idle.backend.infer_type
-        like = [seat.name for seat in self._ready() if seat.backend.infer_type == kind]
-        for ticket in self.ledger.better_off(idle.name, like):
+        return self._uncharged(self.ledger.better_off(idle.name, self._like(idle)))
+
+    def take_from(self, silent: Seat, now: float) -> Iterator[tuple[Ticket, Seat]]:
+        """Requests that wait at a stale replica, may go to another, and are no longer charged."""
+        return self._uncharged(self.ledger.left_waiting(silent.name, self._like(silent), now))
+
+    def _like(self, one: Seat) -> list[str]:
+        """Who is ready for the same stage."""
+        kind = one.backend.infer_type
+        return [seat.name for seat in self._ready() if seat.backend.infer_type == kind]
+
+    def _uncharged(self, tickets: Iterable[Hashable]) -> Iterator[tuple[Ticket, Seat]]:
+        for ticket in tickets:
             assert isinstance(ticket, Ticket)
             assert ticket.backend is not None
             self.ledger.ended(ticket)

@@ -350,6 +350,12 @@ class Residency:
         if routed:
             routed.ledger.observe(backend, load, now)
 
+    def silent(self, backend: str, now: float) -> None:
+        """The engine of a replica says nothing of itself: when it is stale, who waits there leaves."""
+        seat = self.seats[backend]
+        if seat.model in self._routed and seat.state == "ready":
+            self._send_anew(self._routed[seat.model].take_from(seat, now), f"{backend} is stale", now)
+
     def reports(self, now: float) -> dict[str, Report]:
         """What other anvil-mux are told of the replicas here."""
         ledgers = [each.ledger for each in self._routed.values()]
@@ -1188,12 +1194,14 @@ class Residency:
 
     def _take_back(self, idle: Seat, now: float) -> None:
         """Requests that wait behind others, and would be better off at ``idle``, are sent anew."""
-        for ticket, seat in self._routed[idle.model].take_back(idle):
+        self._send_anew(self._routed[idle.model].take_back(idle), f"taken back for {idle.name}", now)
+
+    def _send_anew(self, found: Iterable[tuple[Ticket, Seat]], why: str, now: float) -> None:
+        for ticket, seat in found:
             del seat.holders[ticket]
             ticket.severed = ticket.taken_back = True
             self.taken_back.append(ticket)
             if self._emit_leases:
-                why = f"taken back for {idle.name}"
                 size = len(seat.holders)
                 self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, size, reason=why))
 

@@ -52,16 +52,18 @@ def load_of(text: str) -> Load | None:
 
 
 class Scraper:
-    """Asks every replica that ``replicas`` names, again and again, and tells ``observed`` what it says."""
+    """Asks every replica that ``replicas`` names, again and again, and tells what it says, if anything."""
 
     def __init__(
         self,
         replicas: Callable[[], Iterable[tuple[str, Address]]],
         observed: Callable[[str, Load], object],
+        silent: Callable[[str], object],
         every: float = EVERY_SECONDS,
     ) -> None:
         self._replicas = replicas
         self._observed = observed
+        self._silent = silent
         self._every = every
         self._closing = threading.Event()
 
@@ -71,6 +73,8 @@ class Scraper:
             for backend, address in self._replicas():
                 if load := fetch(address):
                     self._observed(backend, load)
+                else:
+                    self._silent(backend)
             self._closing.wait(self._every)
 
     def close(self) -> None:

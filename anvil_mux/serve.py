@@ -235,7 +235,7 @@ class Program:
             )
             used = {id for backend in config.backends for id in backend.gpus}
             self._lookout = Lookout(used, self._runtime.owner, tell=self._mux.strangers_hold)
-            self._scraper = Scraper(self._mux.resident_replicas, self._mux.observed)
+            self._scraper = Scraper(self._mux.resident_replicas, self._mux.observed, self._mux.silent)
             self._sharing = self._open_sharing()
             self._reloads = Reloads(
                 read or (lambda: self._config),

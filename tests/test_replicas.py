@@ -17,6 +17,7 @@ import yaml
 
 from anvil_mux.cli import main
 from anvil_mux.config import Backend, Gpu
+from anvil_mux.ledger import Load, Report
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 from tests.running import serving
 
@@ -34,10 +35,10 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
-def fleet(policy: str) -> Rig:
+def fleet(policy: str, **settings: object) -> Rig:
     """Two replicas, a and b, resident."""
     backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)))
-    made = Rig(backends=backends, gpus=(Gpu("0"), Gpu("1")), routing=policy)
+    made = Rig(backends=backends, gpus=(Gpu("0"), Gpu("1")), routing=policy, **settings)
     assert made.mux.adopt({"a": made.engine.url, "b": made.other.url}) == []
     return made
 
@@ -296,6 +297,22 @@ def test_a_stream_that_waits_is_taken_back_when_another_replica_is_idle(rig: Rig
     for client, word in zip(clients, (b"a", b"b", b"moved", b"b"), strict=True):
         client.read_until(b"\r\n\r\n")
         assert client.read_chunks() == (b"data: %b\n\n" % word, True)
+
+
+@pytest.mark.parametrize("body", [ASK, STREAM])
+def test_a_request_without_a_byte_moves_when_its_replica_turns_stale(body: bytes) -> None:
+    rig = fleet("load_balance", routing_mode="full")
+    try:
+        client = ask(rig, body)
+        asked = rig.engine.next()
+        rig.mux.silent("a")
+        rig.mux.hear({"a": [Report(load=Load(1, 0, None), age_seconds=61.0)]})
+        rig.mux.silent("a")
+        rig.other.next().send(JSON_OK)
+        assert asked.was_left()
+        assert (client.read().header(b"x-anvil-backend") or b"").startswith(b"b; load_balance: ")
+    finally:
+        rig.close()
 
 
 def test_the_last_replica_that_dies_leaves_an_error_or_is_loaded_again(rig: Rig) -> None:

@@ -12,6 +12,7 @@ from anvil_mux.errors import DoesNotFit, LoadError, Overloaded, Stuck, WaitedToo
 from anvil_mux.events import TRANSITIONS
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import Host
+from anvil_mux.ledger import Load
 from anvil_mux.placement import islands
 from anvil_mux.policy import POLICIES, Stay, SwapTo, Unload, build_policy
 from anvil_mux.preemption import build_preemption
@@ -56,8 +57,8 @@ class Island:
         self.ids = itertools.count(1)
         self.until = inf
 
-    def request(self, model, at, *, leases=True, sender=None, work=NO_WORK):
-        ticket = Ticket(next(self.ids), model, at, leases=leases, sender=sender, work=work)
+    def request(self, model, at, **about):
+        ticket = Ticket(next(self.ids), model, at, **about)
         self.core.request(ticket, at)
         return ticket
 
@@ -1262,6 +1263,44 @@ class Loads:
     def decide(self, seen):
         mine = [line for line in seen.lines if line.model == self._model and not line.evicts]
         return SwapTo(self._model, "room") if mine else Stay(reason="never")
+
+
+# A replica that says nothing
+
+
+def silent(*answering):
+    """Both replicas were last heard of at 0.0, when four requests came; a has the first and the third."""
+    island = Island(
+        *(backend(name, gpu, model="m") for name, gpu in (("a", "0"), ("b", "1"))),
+        routing="load_balance",
+        routing_mode="full",
+    )
+    for name in "ab":
+        assert island.core.adopt(name, 0.0)
+    tickets = [island.request("m", 0.0, work=Work(tokens=1000)) for _ in range(4)]
+    assert [ticket.backend for ticket in tickets] == ["a", "b", "a", "b"]
+    for number in answering:
+        island.core.first_byte(tickets[number])
+    return island, tickets
+
+
+def test_who_waits_at_a_replica_leaves_when_it_turns_stale_and_who_is_answered_stays():
+    island, (first, _, third, _) = silent(0)
+    island.core.observed("b", Load(2, 0, None), 60.0)
+    island.core.silent("a", 60.9)
+    assert island.core.taken_back == []
+    island.core.silent("a", 61.0)
+    assert island.core.taken_back == [third]
+    assert (first.severed, third.severed) == (False, True)
+    assert [e.reason for e in island.log if e.kind == "released"] == ["a is stale"]
+    assert island.request("m", 61.0).backend == "b"
+
+
+def test_who_waits_stays_where_no_replica_says_anything():
+    island, _ = silent()
+    island.core.silent("a", 100.0)
+    island.core.silent("b", 100.0)
+    assert island.core.taken_back == []
 
 
 # The stages of a model: prefill and decode

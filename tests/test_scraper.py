@@ -76,7 +76,7 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
             if len(told) == 2:
                 both.set()
 
-        scraper = Scraper(rig.mux.resident_replicas, observed, every=60.0)
+        scraper = Scraper(rig.mux.resident_replicas, observed, rig.mux.silent, every=60.0)
         thread = threading.Thread(target=scraper.run)
         thread.start()
         assert both.wait(GUARD)
@@ -89,3 +89,20 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
             assert "num_requests 1;" in lease.why
     finally:
         rig.close()
+
+
+def test_an_engine_that_says_nothing_is_silent() -> None:
+    engine = FakeEngine()
+    engine.answer = lambda asked: page("nothing_of_requests 1\n")
+    told: list[str] = []
+
+    def silent(backend: str) -> None:
+        told.append(backend)
+        scraper.close()
+
+    try:
+        scraper = Scraper(lambda: [("a", engine.address)], lambda *_: told.append("heard"), silent)
+        scraper.run()
+        assert told == ["a"]
+    finally:
+        engine.close()
