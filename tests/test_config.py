@@ -894,12 +894,17 @@ def test_every_shipped_file_loads_without_a_warning(file: Path) -> None:
 
 def test_the_shipped_files_show_what_they_say() -> None:
     shipped = {file.stem: load([file], compose=None, environ={}) for file in SHIPPED}
-    assert set(shipped) == {"demo", "demo-sleep", "llamacpp", "vllm-pair", "sglang", "tensor-parallel"}
+    assert set(shipped) == {
+        *("demo", "demo-sleep", "llamacpp", "vllm-pair", "sglang"),
+        *("tensor-parallel", "prefill-decode"),
+    }
     assert shipped["demo"].runtime == "process"
     assert [each.gpus for each in shipped["vllm-pair"].backends] == [("0",), ("0",)]
     assert [each.engine for each in shipped["vllm-pair"].backends] == ["vllm", "vllm"]
     assert [each.gpus for each in shipped["tensor-parallel"].backends] == [("0", "1"), ("0",), ("1",)]
     assert {each.engine for each in shipped["llamacpp"].backends} == {"llamacpp"}
+    stages = {each.infer_type: (each.model, each.gpus) for each in shipped["prefill-decode"].backends}
+    assert stages == {"prefill": ("qwen3-8b", ("0",)), "decode": ("qwen3-8b", ("1",))}
     assert sum(each.vram or 0 for each in shipped["sglang"].backends) == 23 * GIB
 
 
