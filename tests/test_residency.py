@@ -20,7 +20,7 @@ from anvil_mux.profile import Profile
 from anvil_mux.residency import Residency
 from anvil_mux.routing import Work
 from anvil_mux.simulate import Engines, Request, check, simulate
-from anvil_mux.steps import NO_WORK, Start, Stop, Ticket, Wait
+from anvil_mux.steps import Start, Stop, Ticket, Wait
 
 
 def backend(name, *gpus, model=None, **fields):
