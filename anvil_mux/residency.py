@@ -33,7 +33,8 @@ Invariants:
  7. A line older than ``max_wait`` is overdue: whatever the policy says, its swap begins as soon as its GPUs
     are in no other swap, oldest line first, and nobody younger takes those GPUs meanwhile.
  8. A backend that failed to start is not tried before its cool-down ends; its requests fail at once.
- 9. What can never fit is refused before anything is drained.
+ 9. What can never fit, at all or beside what is pinned, is refused before anything is drained. What is
+    pinned drains for no other model.
 
 A backend that the configuration has no longer, or not as it is (``retired``), is leaving: it gets no new
 leases, is drained and stopped, whatever its ladder says, and its seat is left for good. Its line waits on for
