@@ -31,6 +31,9 @@ def of_models(status: Status) -> Iterator[Metric]:
     yield _gauge("anvil_queued_requests", "Requests that wait in a line.", "model", queued)
     states: Samples = {(m.model, state): float(m.state == state) for m in models for state in STATES}
     yield _gauge("anvil_model_state", "1 for the state that the model is in.", "model state", states)
+    far = [(m.model, m.progress.fraction) for m in models if m.progress]
+    done: Samples = {(model,): fraction for model, fraction in far if fraction is not None}
+    yield _gauge("anvil_model_load_progress_ratio", "How much of a load is done, if known.", "model", done)
     backends = [backend for model in models for backend in model.backends]
     states = {(b.backend, state): float(b.state == state) for b in backends for state in STATES}
     yield _gauge("anvil_backend_state", "1 for the state that the backend is in.", "backend state", states)

@@ -73,9 +73,9 @@ def _coming(model: str, target: Seat, found: Prospect, now: float, far: Progress
             if found.loaded_before
             else "it was never loaded before"
         )
-        stage = f", and says that it is {far.stage}" if far and far.stage else ""
+        so_far = f" ({far.words})" if far and far.words else ""
         limit = max(target.backend.load_timeout - since, left or 0.0)
-        return Outlook(model, "waits", left, limit, f"it has been loading for {span(since)}{stage}; {told}.")
+        return Outlook(model, "waits", left, limit, f"it has been loading for {span(since)}{so_far}; {told}.")
     names = _names(victim.model for victim in found.victims)
     busy = sum(len(victim.holders) for victim in found.victims)
     if busy:

@@ -19,6 +19,7 @@ from anvil_mux.lookout import Seen
 from anvil_mux.metrics import BUCKETS, OTHER, TOKENS, Metrics, Phase, _deferral
 from anvil_mux.policy import POLICIES
 from anvil_mux.preemption import PREEMPTIONS
+from anvil_mux.progress import Progress
 from anvil_mux.residency import Residency
 from anvil_mux.simulate import Engines, Request, simulate
 from anvil_mux.status import BackendState, GpuState, ModelState, Status
@@ -478,6 +479,16 @@ def test_each_backend_has_a_state_of_its_own() -> None:
     for name, state in (("a-0", "ready"), ("a-1", "stuck")):
         shown = {each: value(seen, "anvil_backend_state", backend=name, state=each) for each in STATES}
         assert shown == {**dict.fromkeys(STATES, 0.0), state: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("progress", "shown"),
+    [(Progress(0.42, 35.0, "reading weights"), 0.42), (Progress(None, None, ""), None), (None, None)],
+)
+def test_how_far_a_load_is_is_shown_where_it_is_known(progress: Progress | None, shown: float | None) -> None:
+    model = ModelState("a", "starting", "a", ("0",), (), 0, 0, "", None, progress=progress)
+    seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
+    assert value(seen, "anvil_model_load_progress_ratio", model="a") == shown
 
 
 def test_gpus_are_shown_with_who_uses_them() -> None:

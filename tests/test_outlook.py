@@ -91,9 +91,10 @@ def test_a_load_under_way_says_how_much_is_left_of_it() -> None:
     island.request("a", 0.0)
     island.steps(0.0)
     found = ask(island, "a", 8.0)
-    assert (found.seconds, found.because) == (12.0, "it has been loading for 8.0 s; loads have taken 20 s.")
+    because = "it has been loading for 8.0 s (40%, 12 s left); loads have taken 20 s."
+    assert (found.seconds, found.because) == (12.0, because)
     assert ask(island, "a", 25.0).sentence == (
-        "A request for a waits at most 10 min: it has been loading for 25 s; loads have taken 20 s."
+        "A request for a waits at most 10 min: it has been loading for 25 s (99%); loads have taken 20 s."
     )
 
 
@@ -105,7 +106,7 @@ def test_what_the_engine_says_of_its_first_load_is_better_than_a_guess() -> None
     found = ask(island, "a", 4.0)
     assert (found.seconds, found.at_most, found.because) == (None, 596.0, because.format(""))
     found = ask(island, "a", 4.0, Said("reading weights", 0.25, 30.0))
-    said = ", and says that it is reading weights"
+    said = " (25%, 30 s left, reading weights)"
     assert (found.seconds, found.because) == (30.0, because.format(said))
 
 
@@ -117,7 +118,9 @@ def test_a_load_from_elsewhere_is_better_than_a_guess() -> None:
     assert island.steps(1.0) == ["stop a"]
     island.core.stopped("a", 2.0)
     assert island.steps(2.0) == ["start b"]
-    assert ask(island, "b", 3.0).because == "it has been loading for 1.0 s; loads have taken 4.0 s."
+    assert ask(island, "b", 3.0).because == (
+        "it has been loading for 1.0 s (25%, 3 s left); loads have taken 4.0 s."
+    )
 
 
 def test_one_that_leaves_comes_back_later() -> None:
