@@ -562,7 +562,7 @@ class Multiplexer:
     def pin(self, model: str, pinned: bool) -> None:
         """Whether ``model``, once it is resident, is kept from being put out for others."""
         with self._lock:
-            island = self._islands[model]
+            island = self._island(model)
             changes = self._host.changes
             island.residency.pin_requested(model, self._clock.now(), pinned)
             self._wake_settled(island)

@@ -223,8 +223,8 @@ class Residency:
         """Of models that may have a line while they are resident: who is next in it."""
         self._left: dict[str, float] = {}
         """Of those: when a backend last ceased to be ready. Before that, no line waited for a load."""
-        done = {name for each in before for name in kept.keys() & each.prepared}
-        self._unprepared = [s for s in self.seats.values() if s.backend.prepare and s.name not in done]
+        new = [seat for seat in self.seats.values() if seat.backend.prepare and seat.name not in kept]
+        self._unprepared: list[Seat] = new
         self._host = host or Host()
         self._footprints = footprints or Footprints()
         for seat in self.seats.values():
@@ -247,6 +247,7 @@ class Residency:
         self.settled += before.settled
         self.taken_back += before.taken_back
         self._swaps += before._swaps
+        self._unprepared += [each for each in before._unprepared if self.seats.get(each.name) is each]
         self._left |= before._left
         self._placement.strangers = {**self._placement.strangers, **before._placement.strangers}
         for model, line in before.lines.items():
@@ -391,7 +392,7 @@ class Residency:
             self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
         if self._turns and seat.state == "ready":
             self._fill_places(ticket.model, now)
-        if ticket.model in self._routed and not seat.holders and seat.state == "ready":
+        if ticket.choice and not seat.holders and seat.state == "ready" and ticket.model in self._routed:
             self._take_back(seat, now)
         deferred, leases = self.deferred, len(seat.holders)
         asked = deferred is not None and (leases < deferred[1].leases or now >= self._plans_hold_until)
@@ -476,11 +477,6 @@ class Residency:
                 seat.rung = "stop"
         for model in self.lines.keys() - served:
             self._fail_line(model, UnknownModel(model, served), now)
-
-    @property
-    def prepared(self) -> Set[str]:
-        """Backends that are not to be loaded before anybody asks, or not any more."""
-        return self.seats.keys() - {seat.name for seat in self._unprepared}
 
     @property
     def leaving(self) -> list[Seat]:
