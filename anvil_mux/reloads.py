@@ -20,7 +20,7 @@ from anvil_mux.errors import ConfigError, Draining
 LOOK_SECONDS = 2.0
 """Between two looks at the files."""
 
-Stamps = tuple[tuple[int, int, int] | None, ...]
+Stamp = tuple[int, int, int] | None
 
 
 class Reloads:
@@ -89,7 +89,7 @@ def as_json(change: Change) -> dict[str, Any]:
 class Watch:
     """Whether any of the files has changed, and been left alone for as long as it took to look again.
 
-    Used by one thread.
+    Used by one thread. ``files``: those of the moment; one that is new among them is no change.
     """
 
     def __init__(self, files: Callable[[], Iterable[str]]) -> None:
@@ -99,16 +99,18 @@ class Watch:
     def has_news(self) -> bool:
         """True once for each change."""
         before, self._last = self._last, self._stamps()
-        if self._last != before or self._last == self._known:
+        self._known = {**self._last, **self._known}
+        changed = any(self._known[file] != stamp for file, stamp in self._last.items())
+        if not changed or self._last != before:
             return False
         self._known = self._last
         return True
 
-    def _stamps(self) -> Stamps:
-        return tuple(map(_stamp, self._files()))
+    def _stamps(self) -> dict[str, Stamp]:
+        return {file: _stamp(file) for file in self._files()}
 
 
-def _stamp(file: str) -> tuple[int, int, int] | None:
+def _stamp(file: str) -> Stamp:
     """None where there is no such file."""
     try:
         found = os.stat(file)

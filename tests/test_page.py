@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -268,6 +269,25 @@ def test_memory_that_nobody_reads_is_not_shown_as_free(page: Chromium) -> None:
     shown = "document.getElementById('gpus').firstChild"
     assert page.ask(f"{shown}.querySelector('.note').textContent") == "24.0 GiB"
     assert page.ask(f"{shown}.querySelector('.bar').hidden")
+
+
+def test_a_reload_is_told_and_so_is_one_that_was_refused(tmp_path: Path, browser: Chromium) -> None:
+    health = "document.getElementById('health').textContent"
+    file = compose(tmp_path, "a")
+    with serving(file, state=tmp_path) as running:
+        browser.open(f"http://127.0.0.1:{running.port}/")
+        browser.wait(READY)
+        written = file.read_text()
+        file.write_text("services: [")
+        running.process.send_signal(signal.SIGHUP)
+        browser.wait(f"{health}.startsWith('last reload refused: {file}')")
+        compose(tmp_path, "a", "new")
+        assert file.read_text() != written
+        running.process.send_signal(signal.SIGHUP)
+        browser.wait(f"{READY} && !!{row('new')}")
+        told = "[...document.querySelectorAll('#swaps li')].map(each => each.textContent).join()"
+        browser.wait(f"{told}.includes('anvil-mux: configuration reloaded: added new')")
+        browser.wait("document.getElementById('version').textContent.includes(', reloaded at ')")
 
 
 def test_it_says_when_nobody_answers_and_comes_back_by_itself(tmp_path: Path, browser: Chromium) -> None:

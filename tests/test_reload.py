@@ -396,6 +396,17 @@ def test_somebody_is_told_while_a_reload_is_under_way_however_it_ends() -> None:
     assert reloads.told()["failed_at"] == 7.0
 
 
+def test_a_file_that_is_new_among_those_watched_is_no_news_until_it_changes(tmp_path: Path) -> None:
+    file, keys = tmp_path / "compose.yaml", tmp_path / "keys"
+    keys.write_text("1")
+    files = [str(file)]
+    watch = Watch(lambda: files)
+    files.append(str(keys))
+    assert [watch.has_news() for _ in range(3)] == [False] * 3
+    keys.write_text("12")
+    assert [watch.has_news() for _ in range(3)] == [False, True, False]
+
+
 def test_a_file_is_news_once_it_has_been_left_alone(tmp_path: Path) -> None:
     file, other = tmp_path / "compose.yaml", tmp_path / ".env"
     file.write_text("1")
