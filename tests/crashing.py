@@ -37,7 +37,9 @@ class Rounds:
     begin: Callable[..., Running]
     """Starts anvil-mux with the flags that it is given, and does not wait for it."""
     up: Callable[[], Mapping[str, object]]
-    """The engines that run now, as the machine has them: model -> something that differs between two runs."""
+    """The engines that are awake, as the machine has them: model -> something that each run has anew."""
+    frozen: Callable[[], Mapping[str, object]]
+    """The engines that are frozen, in the same way."""
     state: Path
     """The project's state folder."""
     models: Sequence[str]
@@ -112,26 +114,31 @@ class Rounds:
             running.stop(signal.SIGKILL)
 
     def _wrongly_adopted(self, running: Running) -> list[str]:
-        runs = dict(self.up())
+        runs, frozen = dict(self.up()), dict(self.frozen())
         states = {name: about["state"] for name, about in running.get("/healthz")["models"].items()}
         resident = {name for name, state in states.items() if state == "ready"}
-        self.adopted += len(resident)
+        parked = {name for name, state in states.items() if state == "parked"}
+        self.adopted += len(resident | parked)
         flaws = []
-        if set(runs) != resident or len(resident) > 1 or set(states.values()) > {"ready", "empty"}:
-            flaws.append(f"it says {states}, and there run {runs}")
+        others = set(states.values()) - {"ready", "parked", "empty"}
+        if (set(runs), set(frozen)) != (resident, parked) or len(resident) > 1 or others:
+            flaws.append(f"it says {states}, and there run {runs}, and frozen {frozen}")
         for name in resident:
             flaws += _flaws_of_answer(running, name)
-        if dict(self.up()) != runs:
-            flaws.append(f"{runs} became {self.up()} when asked")
+        if (dict(self.up()), dict(self.frozen())) != (runs, frozen):
+            flaws.append(f"{runs} became {self.up()} when asked, and frozen {frozen} became {self.frozen()}")
         return flaws
 
     def _unserved(self, running: Running) -> list[str]:
-        """Every model is served, and leaves no other behind."""
+        """Every model is served, and leaves no other awake; who was frozen is not started anew."""
         flaws = []
+        frozen = dict(self.frozen())
         for model in self.draw.sample(self.models, len(self.models)):
             flaws += _flaws_of_answer(running, model)
             if set(self.up()) != {model}:
                 flaws.append(f"{model} answered, and there run {self.up()}")
+            if frozen.get(model, self.up().get(model)) != self.up().get(model):
+                flaws.append(f"{model} was frozen as {frozen[model]} and runs as {self.up()}")
         return flaws
 
     def _broken(self, running: Running) -> list[str]:

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ ROUNDS = int(os.environ.get("ANVIL_CRASH_ROUNDS", "4"))
 SEED = int(os.environ.get("ANVIL_CRASH_SEED", "1"))
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ("a", "b", "c")
+FROZEN = ("b", "c")
+"""Those that are not stopped when they are put out."""
 
 
 def compose(folder: Path) -> Path:
@@ -28,7 +31,7 @@ def compose(folder: Path) -> Path:
         name: {
             "command": ["bin/demo-engine", "--model", name, *flags],
             "working_dir": str(ROOT),
-            "x-anvil": {"gpus": ["0"]},
+            "x-anvil": {"gpus": ["0"], "rest": ["pause", "stop"] if name in FROZEN else ["stop"]},
         }
         for name in MODELS
     }
@@ -51,6 +54,17 @@ def engines(folder: Path) -> dict[int, str]:
     return found
 
 
+def runs(folder: Path, *, frozen: bool) -> dict[str, object]:
+    """The engines that are frozen, or awake: model -> session."""
+    found: dict[str, object] = {}
+    for session, model in engines(folder).items():
+        with suppress(OSError):
+            state = Path(f"/proc/{session}/stat").read_text().rpartition(") ")[2][0]
+            if (state == "T") == frozen:
+                found[model] = session
+    return found
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
@@ -66,17 +80,15 @@ def test_no_crash_leaves_an_orphan_two_residents_or_half_a_file(folder: Path) ->
     def start(*flags: str) -> Running:
         return begin(file, *flags, "--access-log", "off", state=folder)
 
-    def up() -> dict[str, object]:
-        return {model: session for session, model in engines(folder).items()}
-
     state = folder / "anvil-mux" / "crash-test"
-    rounds = Rounds(start, up, state, MODELS, random.Random(SEED))
-    crowded: list[dict[int, str]] = []
+    up, frozen = (partial(runs, folder, frozen=frozen) for frozen in (False, True))
+    rounds = Rounds(start, up, frozen, state, MODELS, random.Random(SEED))
+    crowded: list[dict[str, object]] = []
     over = threading.Event()
 
     def witness() -> None:
         while not over.wait(0.01):
-            if len(seen := engines(folder)) > 1:
+            if len(seen := up()) > 1:
                 crowded.append(seen)
 
     thread = threading.Thread(target=witness, daemon=True)

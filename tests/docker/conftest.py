@@ -180,14 +180,14 @@ class Stack:
 
     @contextmanager
     def watched(self, interval: float = 0.02) -> Iterator[Witness]:
-        """Samples `docker ps` of this project, from a thread of its own, until the block ends."""
+        """Samples who of this project is up and awake, from a thread of its own, until the block ends."""
         seen, over = Witness(), threading.Event()
 
         def sample() -> None:
             while not over.is_set():
                 try:
                     up = self.engine.containers(self.project)
-                    seen.note([container["Names"][0][1:] for container in up])
+                    seen.note([each["Names"][0][1:] for each in up if each["State"] != "paused"])
                 except (OSError, http.client.HTTPException, RuntimeError):
                     seen.missed += 1
                 over.wait(interval)

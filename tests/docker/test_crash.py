@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,17 +22,25 @@ SEED = int(os.environ.get("ANVIL_CRASH_SEED", "1"))
 def test_no_crash_leaves_an_orphan_two_residents_or_half_a_file(
     llamacpp_compose: Callable[..., Stack], tmp_path: Path
 ) -> None:
-    stack = llamacpp_compose(tmp_path, models=3, top={"x-anvil": {"policy": "eager"}})
+    freezing = {"x-anvil": {"gpus": ["0"], "rest": ["pause", "stop"]}}
+    services = {"model-2": freezing, "model-3": freezing}
+    stack = llamacpp_compose(tmp_path, models=3, top={"x-anvil": {"policy": "eager"}}, services=services)
 
     def start(*flags: str) -> Running:
         flags = (*flags, "--access-log", "off")
         return begin(stack.file, *flags, state=tmp_path, environ=stack.engine.env)
 
-    def up() -> dict[str, object]:
-        labels = [each["Labels"] | {"id": each["Id"]} for each in stack.engine.containers(stack.project)]
-        return {each["com.docker.compose.service"]: each["id"] for each in labels}
+    def runs(state: str) -> dict[str, object]:
+        found = [each for each in stack.engine.containers(stack.project) if each["State"] == state]
+        about = [stack.engine.request("GET", f"/containers/{each['Id']}/json") for each in found]
+        return {
+            each["Config"]["Labels"]["com.docker.compose.service"]: each["State"]["StartedAt"]
+            for each in about
+        }
 
-    rounds = Rounds(start, up, tmp_path / "anvil-mux" / stack.project, stack.models, random.Random(SEED))
+    folder = tmp_path / "anvil-mux" / stack.project
+    up, frozen = partial(runs, "running"), partial(runs, "paused")
+    rounds = Rounds(start, up, frozen, folder, stack.models, random.Random(SEED))
     with stack.watched() as seen:
         rounds.run(ROUNDS)
     print(rounds.seen)
