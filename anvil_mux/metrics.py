@@ -64,7 +64,7 @@ DEFERRALS = {
     "min_residency": "may stay for min_residency",
     "policy_failed": "the policy failed",
     "in_use": "was just in use",
-    "too_few": "are worth it",
+    "too_few": "worth it from",
     "swap_cost": "for as long as a swap costs",
     "more_awaited": "more may come",
     "not_quiet": "has been quiet for",
@@ -483,7 +483,9 @@ def _route_labels() -> dict[str, str]:
     """Path of a request -> its route: one for all spellings."""
     labels = {path: next(iter(methods.values())).path for path, methods in api.ROUTES.items()}
     state = "/ /health /healthz /livez /metrics /readyz"
-    models = "/api/v0/models /models /models/load /models/sse /models/unload /v1/models"
+    models = (
+        "/api/v0/models /models /models/load /models/pin /models/sse /models/unload /models/unpin /v1/models"
+    )
     theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
     seen = "/events /lines/cancel /logs /reload /why"
     return labels | {path: path for path in f"{state} {models} {theirs} {seen}".split()}

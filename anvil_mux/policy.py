@@ -373,7 +373,7 @@ class Adaptive:
         line = max(seen.lines, key=_urgency) if len(seen.lines) > 1 else seen.lines[0]
         turn = _Turn(seen, line)
         worth = turn.enough if turn.enough > 0.0 else 0.0
-        why = f"{line.waiting} waiting, {turn.expected:.1f} expected by its load, {worth:.1f} are worth it"
+        why = f"{line.waiting} waiting, {turn.expected:.1f} expected by its load; worth it from {worth:.1f}"
         if turn.expected < turn.enough:
             until = min(seen.now + max(self.pause, turn.seconds / 5), turn.quiet, overdue)
             return Stay(until, why, 2 * turn.leases if turn.leases <= FEW else max(turn.leases // 2, FEW))

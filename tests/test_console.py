@@ -14,6 +14,7 @@ import pytest
 from anvil_mux import console
 from anvil_mux.events import Event
 from anvil_mux.feed import EVENTS
+from anvil_mux.metrics import _route_labels
 from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig, chunk
 from tests.test_metrics import record
 
@@ -177,6 +178,11 @@ def test_a_cancel_that_names_no_ticket_is_refused(rig: Rig, body: bytes) -> None
     client = rig.client()
     client.post(body, b"/lines/cancel")
     assert client.read().status == 400
+
+
+def test_every_route_of_ours_has_a_label_in_the_metrics(rig: Rig) -> None:
+    ours = rig.gateway
+    assert {*ours._admin, *ours._local, *ours._streams} <= _route_labels().keys()
 
 
 def test_no_other_web_site_may_act_here(rig: Rig) -> None:
