@@ -3,7 +3,8 @@
 A choice charges its replica at once, so that the next request sees it. The input that a replica has not in
 its cache counts as prefill until the first byte of the answer, and all its tokens as decode from then on
 until the end. What engines say at the end of an answer (tokens, and how many of them were cached) corrects
-how long a token is taken to be, and how much a replica's cache to hold.
+how long a token is taken to be, and how much a replica's cache to hold. What caches hold of which nobody says
+is learned over all of a model's replicas together: they mostly run the same engine on the same GPU.
 
 A request in two stages is charged to both replicas at once: its input to the one that computes it, until that
 has answered, and to the other, which is given it, as if all of it were cached there and answered already.
@@ -35,6 +36,8 @@ LEARN = 0.1
 BYTES_LEAST, BYTES_MOST = 1.0, 16.0
 SURPRISES = 3
 """So many answers in a row that found less cached than was thought make the cache thought smaller."""
+LEAST_TOKENS, MOST_TOKENS = 1 << 14, 1 << 24
+"""That caches are thought to hold of which nobody says."""
 
 
 class Member(NamedTuple):
@@ -109,7 +112,7 @@ class _Account:
     """When its engine last said something of itself, or else when it was first looked at."""
 
     def __post_init__(self) -> None:
-        self.kv_tokens = self.member.kv_tokens or KV_TOKENS
+        self.kv_tokens = self.kv_tokens or self.member.kv_tokens or KV_TOKENS
 
 
 class Ledger:
@@ -121,6 +124,7 @@ class Ledger:
         self._accounts = {member.backend: _Account(member) for member in members}
         self._where: dict[Hashable, str] = {}
         self._prefill_tokens = 0  # of all accounts
+        self._kv_tokens = KV_TOKENS  # of those caches of which nobody says
         self._memory = Memory(replicas=len(self._accounts))
         self.bytes_per_token = BYTES_PER_TOKEN
         """Written as all here; whoever only reads it needs no lock."""
@@ -131,14 +135,14 @@ class Ledger:
         for name in self._accounts.keys() & before._accounts.keys():
             account, member = before._accounts[name], self._accounts[name].member
             if account.member.kv_tokens != member.kv_tokens:
-                account.kv_tokens = member.kv_tokens or KV_TOKENS
+                account.kv_tokens = member.kv_tokens or before._kv_tokens
             account.member = member
             self._accounts[name] = account
             self._where |= dict.fromkeys(account.entries, name)
             self._prefill_tokens += account.prefill_tokens + account.others.prefill_tokens
             self.prefixes.go_on_from(before.prefixes, name)
         self._memory = replace(before._memory, replicas=len(self._accounts))
-        self.bytes_per_token = before.bytes_per_token
+        self.bytes_per_token, self._kv_tokens = before.bytes_per_token, before._kv_tokens
 
     def __repr__(self) -> str:
         return f"<Ledger {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"
@@ -369,17 +373,33 @@ class Ledger:
 
     def _compare(self, account: _Account, entry: _Entry, cached_tokens: int) -> None:
         """A cache that repeatedly held less than was thought is smaller than was thought."""
-        block, full = entry.work.block_tokens, account.member.kv_tokens or KV_TOKENS
-        if cached_tokens > entry.hit - 2 * block:
+        block, unforeseen = entry.work.block_tokens, cached_tokens - entry.hit
+        held = self.prefixes.size(account.member.backend) * block
+        if (
+            not account.member.kv_tokens
+            and abs(unforeseen) > 2 * block
+            and held + 2 * block > account.kv_tokens
+        ):
+            self._learn_room(unforeseen)
+        full = account.member.kv_tokens or self._kv_tokens
+        if unforeseen > -2 * block:
             account.surprises = 0
             account.kv_tokens = min(account.kv_tokens + full // 16, full)
             return
         account.surprises += 1
         if account.surprises == SURPRISES:
             account.surprises = 0
-            held = self.prefixes.size(account.member.backend) * block
             account.kv_tokens = max(held * 3 // 4, full // 8)
             self.prefixes.use(account.member.backend, (), account.kv_tokens // block)
+
+    def _learn_room(self, tokens: int) -> None:
+        """A cache of which all that it is thought to hold was remembered had so many more, or less."""
+        before = self._kv_tokens
+        after = min(max(before + max(tokens, -before // 16), LEAST_TOKENS), MOST_TOKENS)
+        self._kv_tokens = after
+        for each in self._accounts.values():
+            if not each.member.kv_tokens and (each.kv_tokens >= before or each.kv_tokens > after):
+                each.kv_tokens = after
 
     def forget(self, backend: str) -> None:
         """It stopped, slept, was swapped or died: it has nothing to do, and nothing in its cache."""
@@ -387,7 +407,9 @@ class Ledger:
         for key in account.entries:
             del self._where[key]
         self._prefill_tokens -= account.prefill_tokens + account.others.prefill_tokens
-        self._accounts[backend] = _Account(account.member)
+        self._accounts[backend] = _Account(
+            account.member, kv_tokens=account.member.kv_tokens or self._kv_tokens
+        )
         self._memory.forget(backend)
         self.prefixes.clear(backend)
 

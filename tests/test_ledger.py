@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 
 from anvil_mux import pipeline
 from anvil_mux.ledger import Ledger, Load, Member
@@ -235,6 +236,66 @@ def test_a_cache_that_holds_less_than_was_thought_is_thought_smaller_and_recover
         chosen(made, key, Work(4096, blocks), among=("a",))
         made.ended(key, cached_tokens=3072)
     assert state(made, Work(4096, blocks))["a"].hit_tokens == 7 * 512
+
+
+def room(made: Ledger, name: str = "a") -> int:
+    """How many tokens of a prompt without end that cache is thought to hold once it has it."""
+    work = Work(1_000_000, tuple(range(10_000, 12_000)))
+    made.choose("endless", work, (name,))
+    made.ended("endless")
+    return made.view(work, (name,))[0].hit_tokens
+
+
+def told(made: Ledger, cached: Callable[[int], int], times: int = 1, among: Sequence[str] = ("a",)) -> None:
+    """Requests that fill all that the cache is thought to hold; what was cached of each, given our guess."""
+    for number in range(times):
+        work = Work(300_000, tuple(range(number * 1000, number * 1000 + 600)))
+        choice = made.choose("told", work, among)
+        assert choice is not None
+        made.ended("told", cached_tokens=cached(choice.hit_tokens))
+
+
+def test_a_cache_that_holds_more_than_could_be_remembered_is_thought_larger() -> None:
+    made = ledger()
+    assert room(made) == 131_072
+    told(made, lambda hit: hit + 50_000)
+    assert room(made) == 131_072 + 50_000 - 50_000 % 512
+    told(made, lambda hit: hit + 1000)  # as prompts end within a block
+    assert room(made) == 131_072 + 50_000 - 50_000 % 512
+
+
+def test_what_one_replica_teaches_holds_for_all_that_say_nothing_of_their_cache() -> None:
+    members = [Member("a"), Member("b"), Member("c", kv_tokens=8192)]
+    made = Ledger(pipeline.build("least_prefill_work"), members)
+    room(made)
+    told(made, lambda hit: hit + 50_000)
+    assert (room(made, "b") // 1000, room(made, "c")) == (180, 8192)
+    made.forget("a")  # it was stopped: its cache is empty, and as large as before
+    assert room(made) // 1000 == 180
+    told(made, lambda hit: hit + 50_000, among=("c",))
+    assert room(made) // 1000 == 180
+
+
+def test_a_cache_that_is_not_full_says_nothing_of_its_size() -> None:
+    made = ledger()
+    made.choose(1, Work(4096, tuple(range(8))), ("a",))
+    made.ended(1, cached_tokens=4096)  # what others had sent there
+    assert room(made) == 131_072
+
+
+def test_a_full_cache_that_held_less_is_thought_smaller_by_a_sixteenth_at_most() -> None:
+    made = ledger()
+    room(made)
+    made.choose("again", Work(1_000_000, tuple(range(10_000, 12_000))), ("a",))
+    made.ended("again", cached_tokens=0)
+    assert room(made) == 131_072 * 15 // 16
+
+
+def test_what_a_service_says_of_its_cache_is_not_exceeded() -> None:
+    made = ledger(kv_tokens=8192)
+    room(made)
+    told(made, lambda hit: hit + 50_000, times=5)
+    assert room(made) == 8192
 
 
 # The mode full
