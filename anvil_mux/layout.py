@@ -91,18 +91,24 @@ class Layout:
         change = compare(self.config, config)
         self._emit(Event(now, "reloaded", "", reason=str(change)))
         leaving = dict.fromkeys(change.changed, CHANGED) | dict.fromkeys(change.removed, REMOVED)
-        before, homes = self.residencies, self.of_backend
+        before, of_backend, of_model = self.residencies, self.of_backend, self.of_model
         self._take(config)
         for residency in before:
             residency.retired(leaving, self.served, now)
         self.host.budget = config.host_memory
         self.of_model, self.of_backend, self.residencies = {}, {}, []
         staying = {seat.name: seat.backend for each in before for seat in each.leaving}
-        found = islands([*staying.values(), *config.backends], {n: each.name for n, each in homes.items()})
+
+        def homes(backend: Backend) -> list[Residency]:
+            """Where it was, and where others wait for its model."""
+            found = of_backend.get(backend.name), of_model.get(backend.model)
+            return [residency for residency in found if residency]
+
         places: dict[Residency, Residency] = {}
-        for name, backends in found:
-            members = {each.name: staying.get(each.name, each) for each in backends}
-            merged = list(dict.fromkeys(homes[name] for name in members if name in homes))
+        backends = [*staying.values(), *config.backends]
+        for name, group in islands(backends, lambda backend: [each.name for each in homes(backend)]):
+            members = {each.name: staying.get(each.name, each) for each in group}
+            merged = list(dict.fromkeys(residency for each in group for residency in homes(each)))
             made = self._make(name, members.values(), merged)
             self.residencies.append(made)
             places |= dict.fromkeys(merged, made)

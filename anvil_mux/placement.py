@@ -278,18 +278,17 @@ class Placement:
 
 
 def islands(
-    backends: Iterable[Backend], before: Mapping[str, str] = MappingProxyType({})
+    backends: Iterable[Backend], before: Callable[[Backend], Iterable[str]] = lambda _: ()
 ) -> list[tuple[str, list[Backend]]]:
     """The backends grouped into islands, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
 
-    GPUs are tied by a backend that needs several of them, and by the replicas of one model. ``before``:
-    backend -> the island that it was on; those of one island stay together.
+    GPUs are tied by a backend that needs several of them, and by the replicas of one model. ``before``: the
+    islands of before that a backend goes on from; what goes on from the same one stays together.
     """
     groups: list[tuple[set[str], list[Backend]]] = []
     for backend in backends:
         ties = {f"gpu {gpu}" for gpu in backend.gpus} | {f"model {backend.model}"}
-        if backend.name in before:
-            ties.add(f"island {before[backend.name]}")
+        ties |= {f"island {island}" for island in before(backend)}
         members: list[Backend] = []
         for group in [g for g in groups if g[0] & ties]:
             groups.remove(group)

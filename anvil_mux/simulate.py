@@ -300,10 +300,9 @@ class _Simulation:
             heappush(self._heap, self._time_outs[0])
 
     def _leave(self, now: float, ticket: Ticket, error: MuxError | None = None) -> None:
-        if ticket.settled:
-            return
-        island = self._island(ticket.model)
-        if ticket in island.residency.lines[ticket.model]:
+        residency = self._layout.of_model.get(ticket.model)
+        if residency and ticket in residency.lines[ticket.model]:
+            island = self._islands[residency]
             island.residency.give_up(ticket, now, error)
             self._waiting -= 1
             self._end(ticket, now)
