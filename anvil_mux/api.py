@@ -30,7 +30,8 @@ class Route:
     api: str
     """Whose shapes to answer with: openai, anthropic, llamacpp, ollama."""
     model_in: str
-    """Where the model's name sits: json, multipart, query, path, upstream; answer: with an earlier answer."""
+    """Where the model's name sits: json, session (further in), multipart, query, path, upstream, or with an
+    earlier answer."""
     beat: str = "none"
     """chat, completion, messages, responses; with none a stream takes comments only."""
     streams: bool = False
@@ -56,6 +57,7 @@ _POST: tuple[tuple[Route, str], ...] = (
         "/v1/embeddings /v1/moderations /v1/decisions /v1/responses/compact /v1/responses/input_tokens "
         "/v1/audio/speech /v1/realtime/sessions",
     ),
+    (Route("openai", "session"), "/v1/realtime/client_secrets /v1/realtime/transcription_sessions"),
     (Route("openai", "json", streams=True), "/v1/images/generations /v1/chat/completions/batch"),
     (
         Route("openai", "multipart", streams=True),

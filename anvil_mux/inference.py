@@ -105,6 +105,10 @@ class Inference:
                 name, stream = naming.model_and_stream(body)
                 call.stream = stream and route.streams
                 self._send_on(call, name, body)
+            case "session":
+                body = self.read_json(call)
+                name, span = naming.session_model(body)
+                self._send_on(call, name, body, span)
             case "path":
                 body = self.read_json(call)
                 call.stream = naming.model_and_stream(body)[1] and route.streams
@@ -585,7 +589,7 @@ def _renamed(
     if named == model:
         return len(body), body
     if not isinstance(body, Spool):
-        pieces = naming.model_replaced(body, model) if body else ()
+        pieces = naming.model_replaced(body, model, span) if body else ()
         return sum(map(len, pieces)), pieces
     if span:
         body.replace(span, model.encode())

@@ -3,7 +3,8 @@
 The name of the model is read without changing a byte of the body. Small JSON is parsed; large JSON (images in
 base64) is scanned: between two strings only brackets matter, so the depth at each string is a count, and a
 string at depth 1 with a colon behind it is a key of the body. Both refuse a second ``model``, of which two
-parsers could choose a different one. Multipart bodies are scanned as they are spooled.
+parsers could choose a different one. Multipart bodies are scanned as they are spooled. What opens a realtime
+session has the name further in.
 """
 
 from __future__ import annotations
@@ -73,13 +74,54 @@ def model_and_stream(body: bytes | bytearray) -> tuple[str | None, bool]:
     return checked(model), found.stream
 
 
-def model_replaced(body: bytes | bytearray, new: str) -> tuple[bytes | memoryview, ...]:
-    """``body`` in pieces, with ``new`` as its model, every other byte as it was; copies nothing large."""
+Span = tuple[int, int]
+
+SESSIONS = (
+    ("session", "model"),
+    ("session", "audio", "input", "transcription", "model"),
+    ("input_audio_transcription", "model"),
+)
+"""The keys, from the outside in, under which what opens a realtime session has its model."""
+
+
+def session_model(body: bytes | bytearray) -> tuple[str | None, Span | None]:
+    """The model of the session that a JSON body describes, and where its value stands, quotes included."""
+    if len(body) > MAX_JSON_PARSED:
+        raise TooLarge(f"what describes a session has at most {MAX_JSON_PARSED} bytes")
+    _parse_with_care(body)
+    for keys in SESSIONS:
+        if span := _value_span(body, keys):
+            return checked(json.loads(body[slice(*span)])), span
+    return None, None
+
+
+def _value_span(body: bytes | bytearray, keys: tuple[str, ...]) -> Span | None:
+    start, end = 0, len(body)
+    for key in keys:
+        value = body[start:end]
+        opening = _START.match(value)
+        found = [at for name, at in _top_level_keys(value, opening.end()) if name == key] if opening else []
+        if not found:
+            return None
+        if len(found) > 1:
+            raise BadRequest(f"`{key}` is given twice", param=key)
+        start += found[0]
+        end = start + _scan_json(body[start:].decode("latin-1"), 0)[1]
+    return start, end
+
+
+def model_replaced(
+    body: bytes | bytearray, new: str, span: Span | None = None
+) -> tuple[bytes | memoryview, ...]:
+    """``body`` in pieces, with ``new`` as its model, every other byte as it was; copies nothing large.
+
+    ``span``: where the model stands, if not at the top.
+    """
     found = _scan(body)
     value = json.dumps(new).encode("ascii")
     view = memoryview(body)
-    if found.model is not None:
-        start, end = found.model
+    if span := span or found.model:
+        start, end = span
         return view[:start], value, view[end:]
     comma = b"" if _EMPTY.match(body, found.start) else b","
     return view[: found.start], b'"model":' + value + comma, view[found.start :]

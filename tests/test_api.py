@@ -202,6 +202,46 @@ def test_other_bodies_are_not_supported(content_type, body):
     assert caught.value.status == 415
 
 
+@pytest.mark.parametrize(
+    ("document", "model", "as_another"),
+    [
+        ('{"session":{"type":"realtime","model":"a"}}', "a", '{"session":{"type":"realtime","model":"new"}}'),
+        (
+            '{"x":"ä","session":{"model":"a"},"model":"b"}',
+            "a",
+            '{"x":"ä","session":{"model":"new"},"model":"b"}',
+        ),
+        (
+            '{"session": {"audio": {"input": {"transcription": {"language": "de", "model": "a"}}}}}',
+            "a",
+            '{"session": {"audio": {"input": {"transcription": {"language": "de", "model": "new"}}}}}',
+        ),
+        ('{"input_audio_transcription":{"model":"a"}}', "a", '{"input_audio_transcription":{"model":"new"}}'),
+        ('{"session":"model","x":{"session":{"model":"a"}}}', None, None),
+    ],
+)
+def test_a_realtime_sessions_model_stands_within(document: str, model: str, as_another: str | None) -> None:
+    found, span = naming.session_model(document.encode())
+    assert found == model
+    if span:
+        assert b"".join(naming.model_replaced(document.encode(), "new", span)).decode() == as_another
+
+
+@pytest.mark.parametrize(
+    ("document", "why"),
+    [
+        ('{"session":{"model":"a"},"session":{"model":"b"}}', "`session` is given twice"),
+        ('{"session":{"model":"a","model":"b"}}', "`model` is given twice"),
+        ('{"session":{"model":1}}', "`model` must be a string"),
+        ('{"session":{"model":"a"}', "not JSON"),
+        ("[]", "must be a JSON object"),
+    ],
+)
+def test_a_session_whose_model_is_not_clear_is_refused(document: str, why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        naming.session_model(document.encode())
+
+
 def padded(document: str) -> bytes:
     """The same JSON, large enough to be scanned instead of parsed."""
     return document.encode() + b" " * LARGE

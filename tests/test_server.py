@@ -148,6 +148,16 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(make_rig: Callabl
     assert (answer.status, code(answer.body)) == (413, "request_too_large")
 
 
+def test_a_sessions_model_is_what_the_engine_calls_it(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(b'{"session":{"model":"org/b"}}', path=b"/v1/realtime/client_secrets")
+    asked = rig.other.next()
+    assert asked.head.startswith(b"POST /v1/realtime/client_secrets HTTP/1.1\r\n")
+    assert asked.body == b'{"session":{"model":"b-inside"}}'
+    asked.send(JSON_OK)
+    assert connection.read().status == 200
+
+
 def test_a_model_in_the_path_is_told_to_the_engine_in_the_body(rig: Rig) -> None:
     connection = rig.client()
     path = b"/openai/deployments/org%2Fb/chat/completions?api-version=1"

@@ -167,10 +167,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     }
     file = folder / "compose.yaml"
     file.write_text(yaml.safe_dump({"x-anvil": settings, "services": services}))
-    node = shutil.which("node") or str(PLACE / "node/wheel/bin/node")
     clients = {
         "py": Clients(str(PLACE / "python/bin/python"), str(HERE / "ask.py")),
-        "js": Clients(node, str(PLACE / "node/ask.mjs")),
+        "js": Clients(str(PLACE / "node/node"), str(PLACE / "node/ask.mjs")),
     }
     try:
         with serving(file, state=folder) as mux:
