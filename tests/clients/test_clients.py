@@ -148,7 +148,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         "quick": engine("quick", "0"),
         "slow": engine("slow", "0", load=2.5),
         "short": engine("short", "1"),
-        "long": engine("long", "1", tokens=100),
+        "long": engine("long", "1", tokens=40),
         "steady": engine("steady", "2", tokens=2),
         "urgent": engine("urgent", "2"),
         "frail": engine("frail", "3", tokens=50, **frail),
