@@ -8,6 +8,7 @@ seed; what it finds is told as a line for the corpus, where it stays.
 from __future__ import annotations
 
 import ast
+import codecs
 import itertools
 import json
 import os
@@ -278,6 +279,11 @@ def check_body(body: bytes, draw: random.Random) -> None:
         others = [each for each in members if each[0] != "model"]
         assert [each for each in changed or () if each[0] != "model"] == others
         assert [value for name, value in changed or () if name == "model"] == ["new"]
+    if read is not None and read[0] is not None and not body.startswith(codecs.BOM_UTF8):
+        session = b'{"session":%b}' % body
+        model, span = naming.session_model(session)
+        changed = loaded(b"".join(naming.model_replaced(session, model or "", span)))
+        assert (model, changed) == (read[0], loaded(session))
     kept = [each for each in members if each[0] not in ("temperature", "stream")]
     assert loaded(rewritten(body, ["temperature", "stream"], {})) == kept
     assert dict(loaded(rewritten(body, [], {"top_k": "7"})) or ())["top_k"] == 7
