@@ -59,6 +59,8 @@ KINDS = {
 
 ERRAND = "errand: "
 """How the reason of a load begins that nobody waits for."""
+NO_ROOM = "no room to rest by "
+"""How the reason of a stop begins that was to be something lighter."""
 
 
 class Event(NamedTuple):

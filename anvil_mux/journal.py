@@ -23,7 +23,7 @@ from typing import Any
 
 from anvil_mux.accesslog import Served, human_line, json_line, stamp
 from anvil_mux.config import Backend
-from anvil_mux.events import Event
+from anvil_mux.events import NO_ROOM, Event
 from anvil_mux.feed import Feed
 from anvil_mux.metrics import Metrics, Phase
 
@@ -275,7 +275,7 @@ def story(event: Event) -> str:
             return f"leaves{goal} ({reason}){busy}"
         case "stopping":
             cut = f", {requests(size)} severed after {seconds:.1f} s" if size else ""
-            return f"stopping{cut}"
+            return f"stopping{cut}" + (f": {reason}" if reason.startswith(NO_ROOM) else "")
         case "empty" | "parked":
             return (f"parked ({reason})" if event.kind == "parked" else reason) or "stopped"
         case "demoting":

@@ -64,7 +64,7 @@ from anvil_mux.errors import (
     Stuck,
     UnknownModel,
 )
-from anvil_mux.events import ERRAND, TRANSITIONS, Event
+from anvil_mux.events import ERRAND, NO_ROOM, TRANSITIONS, Event
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at, rungs
 from anvil_mux.ledger import Load, Report
@@ -853,6 +853,8 @@ class Residency:
         drained = now - seat.since if seat.state == "draining" else 0.0
         for_good = seat.state == "stuck" or seat.leaving
         how = "stop" if for_good else seat.rung or self._rung(seat, target)
+        if not (for_good or seat.rung) and how != seat.backend.rest[0]:
+            reason = NO_ROOM + seat.backend.rest[0]
         self._enter(seat, "stop", now)
         seat.rung = how
         severed = self._sever(seat, now, drained)

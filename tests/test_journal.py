@@ -234,6 +234,8 @@ def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
         ("demoting", {"reason": "r", "way": "stop"}, "is stopped where it rests: r"),
         ("demoting", {"reason": "r", "way": "sleep:2"}, "goes to a deeper rest by sleep:2: r"),
         ("demoting", {"reason": "r"}, "goes to a deeper rest: r"),  # of an older log
+        ("stopping", {"reason": "1 waiting"}, "stopping"),
+        ("stopping", {"reason": "no room to rest by sleep"}, "stopping: no room to rest by sleep"),
         ("severed", {}, "severed #0"),
         ("failed", {"reason": "load_failed"}, "failed #0 load_failed"),
         ("pinned", {}, "pinned: once it is resident no other model puts it out"),

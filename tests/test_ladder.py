@@ -229,6 +229,8 @@ def test_who_is_known_to_keep_too_much_beside_the_target_goes_to_a_lower_rung_at
         island.footprints.learn("a", way, {"0": 4}, {"0": amount})
     island.request("b", 1.0)
     assert island.core.next_step(1.0) == Stop("a", expected)
+    told = island.log[-1].reason
+    assert told == ("1 waiting, oldest first" if expected == "sleep" else "no room to rest by sleep")
 
 
 def test_who_is_put_out_for_nobody_keeps_what_it_keeps():
