@@ -276,7 +276,7 @@ def test_a_reload_is_told_and_so_is_one_that_was_refused(tmp_path: Path, browser
     file = compose(tmp_path, "a")
     with serving(file, state=tmp_path) as running:
         browser.open(f"http://127.0.0.1:{running.port}/")
-        browser.wait(READY)
+        browser.wait(f"document.getElementById('health') && {READY}")
         written = file.read_text()
         file.write_text("services: [")
         running.process.send_signal(signal.SIGHUP)
