@@ -42,8 +42,9 @@ from anvil_mux.pump import EVENT, TOKENS, End, Pump, Stream
 from anvil_mux.tunnel import tunnel
 
 Address = tuple[str, int]
-RequestBody = bytes | bytearray | Iterable[bytes | bytearray | memoryview]
-"""Bytes, or something that can be iterated over more than once."""
+Pieces = Iterable[bytes | bytearray | memoryview]
+"""Something that can be iterated over more than once."""
+RequestBody = bytes | bytearray | Pieces
 
 READ = 16384
 SMALL = 65536
@@ -272,6 +273,8 @@ class Exchange:
 
         Where ``upgrade`` is asked for, 101 is an answer too, and ``tunnel`` follows it.
         """
+        if isinstance(body, (bytes, bytearray)):
+            head, body = (head + body, ()) if len(body) <= SMALL else (head, (body,))
         pooled = self._relay.pool.take(self._lease.address)
         data = self._try(pooled, head, body) if pooled else b""
         if not data:
@@ -303,31 +306,22 @@ class Exchange:
                 raise self._lease.severed_error() from None
             raise Unreachable(f"{self._name} cannot be reached: {error}.") from None
 
-    def _try(self, upstream: Upstream, head: bytes, body: RequestBody) -> bytes:
+    def _try(self, upstream: Upstream, head: bytes, pieces: Pieces) -> bytes:
         """The first bytes of the answer, or none if the connection failed before."""
         self._upstream = upstream
         if self._cut:
             raise self._lease.severed_error()
         self._deadline = 0.0
         try:
-            self._send_request(upstream.socket, head, body)
+            self._send(upstream.socket, head)
+            for piece in pieces:
+                self._send(upstream.socket, piece)
         except OSError:
             pass  # an engine may refuse a body early: its answer, if there is one, counts
         try:
             return self._recv(upstream.socket)
         except OSError:
             return b""
-
-    def _send_request(self, connection: socket, head: bytes, body: RequestBody) -> None:
-        if not isinstance(body, (bytes, bytearray)):
-            pieces = body
-        elif len(body) <= SMALL:
-            head, pieces = head + body, ()
-        else:
-            pieces = (body,)
-        self._send(connection, head)
-        for piece in pieces:
-            self._send(connection, piece)
 
     def _send(self, connection: socket, data: bytes | bytearray | memoryview) -> None:
         left = data
