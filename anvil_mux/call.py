@@ -69,7 +69,7 @@ class Call:
         "work",
     )
 
-    def __init__(self, client: Client, request: http1.Request, request_id: str, *, keep: bool) -> None:
+    def __init__(self, client: Client, request: http1.Request, request_id: str, keep: bool) -> None:
         self.client = client
         self.request = request
         self.request_id = request_id

@@ -146,7 +146,7 @@ class Gateway:
         """Answers one request; False if the connection must be closed after it."""
         given = request.fields.get(b"x-request-id")
         request_id = next(self._ids) if given is None else api.request_id(given, self._ids.__next__)
-        call = Call(client, request, request_id, keep=request.keep_alive and not self.draining)
+        call = Call(client, request, request_id, request.keep_alive and not self.draining)
         try:
             route = request.route if request.judge is self._keys else None
             route = route or self._find_route(call)
@@ -169,7 +169,7 @@ class Gateway:
     def refuse_unread(self, client: Client, error: MuxError) -> None:
         """Answers something that could not be read as a request."""
         request = http1.Request("-", b"", "", "", (1, 1), [], {}, False, None, False, False)
-        call = Call(client, request, next(self._ids), keep=False)
+        call = Call(client, request, next(self._ids), False)
         call.refuse(error, [])
         self._records.add(call.record())
 
