@@ -2,13 +2,14 @@
 
 import random
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from anvil_mux.config import Config, Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
 from anvil_mux.multiplexer import Multiplexer
-from anvil_mux.simulate import Death, Engines, Outcome, Reload, Request, simulate
+from anvil_mux.simulate import Death, Engines, Outcome, Reload, Request, Unloading, simulate
 from anvil_mux.steps import Demote, Start, Stop
 from tests.baton import BatonClock
 from tests.test_multiplexer import Player, VirtualEngines, differences
@@ -269,6 +270,19 @@ def test_a_backend_that_ties_two_islands_makes_them_one_while_both_swap():
     ]
 
 
+def test_a_line_follows_its_model_to_another_island():
+    config = with_backends(one("m-1", "0", model="m"), B, one("z", "1"))
+    moved = with_backends(B, one("z", "1"), one("m-2", "1", model="m"))
+    trace = [Request(0.0, "b", 50.0), Request(1.0, "m", 1.0), Reload(2.0, moved)]
+    assert story(trace, config, resident=["b"])[4:] == [
+        "2 reloaded",
+        "2 ready b",
+        "2 starting m-2",
+        "12 ready m-2",
+        "12 leased m-2",
+    ]
+
+
 def test_an_island_of_which_nothing_is_left_goes():
     trace = [
         Request(0.0, "z", 50.0),
@@ -510,11 +524,9 @@ def test_a_new_policy_and_new_limits_hold_at_once():
 
 
 GPUS = {"a": "0", "b": "0", "c": "1", "d": "1"}
+OTHERS = {"0": "1", "1": "0"}
 ANY = [
-    *[
-        [one(name, gpu), one(name, gpu, engine="vllm"), one(name, str(1 - int(gpu)))]
-        for name, gpu in GPUS.items()
-    ],
+    *[[one(n, gpu), one(n, gpu, engine="vllm"), one(n, OTHERS[gpu])] for n, gpu in GPUS.items()],
     [one("w", "0", "1")],
 ]
 
@@ -537,18 +549,76 @@ def any_history(seed):
     return start, trace
 
 
+SERVICES = {"a": "0", "b": "0", "c": "1", "d": "1", "m-1": "0", "m-2": "1", "m-3": "1", "none": ""}
+SETTINGS = {
+    "rest": ("sleep", "stop"),
+    "vram": 4,
+    "pin": True,
+    "concurrency": 1,
+    "ttl": 5.0,
+    "min_residency": 10.0,
+    "demote_after": 20.0,
+    "prepare": True,
+    "engine": "vllm",
+}
+
+
+def wild_history(seed):
+    """Whatever can be configured, with deaths, unloads, impatient clients and steps that fail."""
+    draw = random.Random(seed)
+
+    def service(name):
+        gpus = draw.choice([[SERVICES[name]] * 8, ["0", "1", "2"]])
+        gpu = draw.choice(gpus)
+        model = "m" if name in ("m-1", "m-2", "m-3") else draw.choice([name] * 9 + ["x"])
+        settings = {key: value for key, value in SETTINGS.items() if draw.random() < 0.25}
+        return one(name, *([gpu] if gpu else []), model=model, **settings)
+
+    def configured(before):
+        goes_on = {each.name: each for each in before if draw.random() < 0.6}
+        chosen = [goes_on.get(name) or service(name) for name in SERVICES if draw.random() < 0.8]
+        gpus = tuple(Gpu(id, vram=draw.choice([10, 10, 12])) for id in "012")
+        policy, drain = draw.choice(["eager", "debounce", "adaptive"]), draw.choice([0.0, 10.0, 30.0])
+        return with_backends(*(chosen or [A]), gpus=gpus, policy=policy, drain_timeout=drain, max_wait=20.0)
+
+    start = config = configured(())
+    trace, at = [], 0.0
+    for number in range(60):
+        at += draw.choice([0.0625, 0.25, 1.5, 7.125]) + number / 65536
+        model = draw.choice(config.backends).model
+        match draw.choices(["request", "reload", "unload", "death"], [15, 3, 1, 1])[0]:
+            case "request":
+                seconds = draw.choice([0.5, 3.25, 40.0]) + number / 1024 + 1 / 7777
+                trace.append(Request(at, model, seconds, draw.choice([inf, inf, 5.0])))
+            case "reload":
+                config = configured(config.backends)
+                trace.append(Reload(at, config))
+            case "unload":
+                trace.append(Unloading(at, model))
+            case "death":
+                trace.append(Death(at, draw.choice([*SERVICES])))
+    failures = {(draw.choice([*SERVICES]), draw.randrange(6)): draw.choice([LoadError, BackendError])}
+
+    def perform(step, nth):
+        kind = failures.get((step.backend, nth))
+        error = kind("no") if kind and (kind is BackendError or isinstance(step, Start)) else None
+        return takes_its_time(step, nth)._replace(error=error)
+
+    return start, trace, perform
+
+
 def takes_its_time(step, nth):
     """Never as long as another step."""
-    number = "abcdw".index(step.backend)
-    return Outcome(5.0 * isinstance(step, Start) + 1.0 + number / 64 + nth / 4096)
+    number = [*SERVICES, "w"].index(step.backend)
+    return Outcome(5.0 * isinstance(step, Start) + 1.0 + number / 64 + nth / 4096 + 1 / 33333)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(40))
 def test_whatever_changes_when_both_programs_tell_the_same_and_nobody_waits_for_ever(seed):
-    start, trace = any_history(seed)
-    log = simulate(start, trace, takes_its_time)
+    start, trace, perform = wild_history(seed)
+    log = simulate(start, trace, perform)
     until = max(trace[-1].at, log[-1].at)
-    real = Player(start, takes_its_time, seed).play(trace, until)
+    real = Player(start, perform, seed).play(trace, until)
     # Islands do not wait for each other: what happens at one moment has no order.
     assert sorted(real, key=repr) == sorted(map(tuple, log), key=repr)
     ended = {event.ticket for event in log if event.kind in ("leased", "failed", "gone")}
