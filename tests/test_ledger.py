@@ -336,3 +336,34 @@ def test_a_replica_that_comes_back_is_given_time_to_say_something() -> None:
     for name in NAMES:
         made.forget(name)
     assert made.choose(2, SHORT, NAMES, now=1000.0)
+
+
+def test_another_ledger_goes_on_from_one_with_other_members() -> None:
+    made = ledger()
+    for key, name in enumerate(("a", "a", "b")):
+        chosen(made, key, among=(name,))
+    made.first_byte(0)
+    after = Ledger(made.routing, [Member("a"), Member("d")])
+    after.go_on_from(made)
+    went_on, new = after.view(LONG, ("a", "d"))
+    assert (went_on.num_requests, went_on.num_waiting_requests, went_on.hit_tokens) == (2, 1, 2048)
+    assert (new.num_requests, new.hit_tokens) == (0, 0)
+    assert went_on.fleet_prefill_tokens == went_on.prefill_tokens == 0  # all of it is in the cache
+    chosen(after, 3, SHORT, among=("a",))
+    for key in range(4):
+        after.first_byte(key)
+        after.ended(key)
+    went_on, _ = after.view(SHORT, ("a", "d"))
+    assert (went_on.num_requests, went_on.num_tokens, went_on.fleet_prefill_tokens) == (0, 0, 0)
+
+
+def test_what_waits_at_a_replica_weighs_on_it_still() -> None:
+    made = ledger()
+    chosen(made, 1, SHORT, among=("a",))
+    after = Ledger(made.routing, [Member("a", kv_tokens=4096), Member("d")])
+    after.go_on_from(made)
+    assert after.view(SHORT, ("a",))[0].fleet_prefill_tokens == 100
+    assert chosen(after, 2, SHORT, among=("a", "d")) == "d"
+    for key in range(3, 9):
+        chosen(after, key, Work(2048, (key, 100 + key, 200 + key, 300 + key)), among=("a",))
+    assert after.prefixes.size("a") == 4096 // Work().block_tokens
