@@ -166,11 +166,14 @@ def test_quiet_tells_only_what_is_wrong(desk: Desk, capfd: pytest.CaptureFixture
     journal.add(Event(1.0, "ready", "a", "a", seconds=1.0))
     journal.add(Event(1.0, "empty", "a", "a", reason="died: exited with code 139"))
     journal.add(Event(1.0, "stuck", "a", "a", reason="still runs"))
+    journal.add(Event(1.0, "reloaded", "", reason="added b"))
+    journal.add(Event(1.0, "reload_failed", "", reason="no {such} key"))
     journal.flush()
     told = [line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()]
     assert told[0] == "a: died: exited with code 139"
-    assert len(told) == 2
+    assert len(told) == 3
     assert "still runs" in told[1]
+    assert told[2] == "anvil-mux: configuration refused, nothing has changed: no {such} key"
 
 
 def test_only_verbose_tells_what_single_requests_go_through(

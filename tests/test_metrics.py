@@ -15,6 +15,7 @@ from anvil_mux.events import Event
 from anvil_mux.footprint import Footprint
 from anvil_mux.gauges import STATES
 from anvil_mux.gpu import Stranger
+from anvil_mux.layout import CHANGED
 from anvil_mux.lookout import Seen
 from anvil_mux.metrics import BUCKETS, OTHER, TOKENS, Metrics, Phase, _deferral
 from anvil_mux.policy import POLICIES
@@ -331,6 +332,31 @@ def test_what_was_learned_of_swaps_is_shown_and_several_victims_are_one_label() 
         ("a", "b", "sleep"): 1.5,
         ("several", "both", "stop"): 8.0,
     }
+
+
+def test_reloads_are_counted_by_result_and_those_who_leave_for_one_by_that_cause() -> None:
+    events = [
+        Event(1.0, "reloaded", "", reason="changed a"),
+        Event(1.0, "draining", "a", "a", reason=CHANGED),
+        Event(2.0, "stopping", "a", "a"),
+        Event(3.0, "empty", "a", "a"),
+        Event(4.0, "reload_failed", "", reason="no"),
+    ]
+    seen = told(events)
+    assert value(seen, "anvil_reloads_total", result="ok") == 1
+    assert value(seen, "anvil_reloads_total", result="failed") == 1
+    assert value(seen, "anvil_evictions_total", model="a", reason="reload") == 1
+
+
+def test_models_that_are_served_from_now_on_begin_at_zero_and_those_of_before_go_on() -> None:
+    seen = metrics()
+    seen.served(record())
+    seen.know(Config(backends=(Backend("new", "new", ("0",), aliases=("n",)),)))
+    assert value(seen, "anvil_queue_wait_seconds_count", model="new") == 0
+    seen.served(record())
+    seen.served(record(model="n"))
+    assert value(seen, "anvil_queue_wait_seconds_count", model="a") == 2
+    assert value(seen, "anvil_queue_wait_seconds_count", model="new") == 1
 
 
 def test_an_adopted_backend_is_no_load() -> None:
