@@ -11,14 +11,17 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from anvil_mux import cli
+from anvil_mux import cli, compose
+from anvil_mux import serve as serve_room
 from anvil_mux.change import Change
-from anvil_mux.config import Backend, Config
+from anvil_mux.compose import Done
+from anvil_mux.config import Backend, Config, Service
 from anvil_mux.errors import ConfigError, Draining
 from anvil_mux.eventlog import config_of, read
 from anvil_mux.process import ProcessRuntime
@@ -334,6 +337,21 @@ def test_a_terminal_that_is_closed_ends_the_program(house: House, state: Path) -
         printed += os.read(terminal, 65536)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_an_image_that_docker_does_not_have_is_a_problem_of_those_that_are_to_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = {"here:1": Done(0), "gone:1": Done(1, "", "Error: No such image: gone:1")}
+    monkeypatch.setattr(compose, "_run", lambda argv, timeout, env: answers[argv[-1]])
+    there, gone = (Backend(name, name, service=Service(image=f"{name}:1")) for name in ("here", "gone"))
+    both = Config((there, gone))
+    serve_room._refuse_missing_images(both, ["here"])
+    with pytest.raises(ConfigError, match="service gone: image gone:1 is not present: docker pull gone:1"):
+        serve_room._refuse_missing_images(both, ["here", "gone"])
+    answers["gone:1"] = Done(1, "", "Cannot connect to the Docker daemon")
+    serve_room._refuse_missing_images(both, ["gone"])
+    serve_room._refuse_missing_images(replace(both, runtime="process"), ["gone"])
 
 
 # In the program's own words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import socket
 import ssl
 import subprocess
@@ -17,14 +18,16 @@ from anvil_mux.config import Config
 from anvil_mux.errors import ConfigError
 from anvil_mux.serve import _tls_context
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+from tests.running import begin
+from tests.test_cli import compose, state
+
+__all__ = ["state"]
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A certificate for localhost and its key."""
-    folder = tmp_path_factory.mktemp("tls")
+def make_certificate(folder: Path) -> tuple[str, str]:
+    """One for localhost, and its key."""
     cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
     about = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     made = [
@@ -40,6 +43,11 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     ]
     subprocess.run(["openssl", "req", "-x509", *made, *about], check=True, capture_output=True)
     return cert, key
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture
@@ -158,3 +166,22 @@ def test_files_that_do_not_serve_are_a_problem(tmp_path: Path, files: tuple[str,
     with pytest.raises(ConfigError, match="do not serve"):
         _tls_context(Config((), tls_cert=files[1], tls_key=files[1]))
     assert _tls_context(Config(())) is None
+
+
+def test_a_reload_shows_a_renewed_certificate_to_whoever_connects_then(state: Path) -> None:
+    cert, key = make_certificate(state)
+    file = compose(state, "a", tls_cert=cert, tls_key=key)
+    running = begin(file, "--on-exit", "stop", state=state)
+    try:
+        port = int(running.tells(r"https://127\.0\.0\.1:(\d+)")[1])
+        shown = ssl.get_server_certificate(("127.0.0.1", port))
+        assert shown == Path(cert).read_text()
+        make_certificate(state)
+        running.process.send_signal(signal.SIGHUP)
+        running.tells("configuration reloaded: nothing is different")
+        assert ssl.get_server_certificate(("127.0.0.1", port)) == Path(cert).read_text() != shown
+        Path(cert).write_text("nothing")
+        running.process.send_signal(signal.SIGHUP)
+        running.tells("configuration refused, nothing has changed: tls_cert")
+    finally:
+        running.stop()
