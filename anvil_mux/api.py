@@ -69,7 +69,7 @@ _POST: tuple[tuple[Route, str], ...] = (
     (
         Route("openai", "json"),
         "/rerank /v1/rerank /v2/rerank /score /v1/score /classify /pooling /v2/embed /encode /embed /predict "
-        "/sdapi/v1/txt2img /sdapi/v1/img2img",
+        "/v1/token/encode /v1/token/decode /sdapi/v1/txt2img /sdapi/v1/img2img",
     ),
     (Route("llamacpp", "json", streams=True), "/completion /infill"),
     (
@@ -82,7 +82,7 @@ _POST: tuple[tuple[Route, str], ...] = (
 )
 _GET: tuple[tuple[Route, str], ...] = (
     (Route("llamacpp", "query"), "/props /slots /lora-adapters"),
-    (Route("openai", "query"), "/sdapi/v1/loras"),
+    (Route("openai", "query"), "/sdapi/v1/loras /v1/audio/voices"),
     (Route("openai", "query", upgrades=True), "/v1/realtime"),
 )
 
@@ -96,7 +96,7 @@ _IN_PATH = re.compile(
 
 _REFUSED = re.compile(
     r"(/v1?)?/(files|batches|fine_tuning|assistants|threads|vector_stores|uploads|containers|evals|skills"
-    r"|messages/batches)(/|\Z)|/api/(pull|push|create|copy|delete|blobs)(/|\Z)"
+    r"|videos|conversations|messages/batches)(/|\Z)|(/v1?)?/chat/completions/[\w-]+(/messages)?\Z|/api/(pull|push|create|copy|delete|blobs)(/|\Z)"
 )
 """Families that need storage or jobs of their own."""
 
