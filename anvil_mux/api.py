@@ -96,7 +96,8 @@ _IN_PATH = re.compile(
 
 _REFUSED = re.compile(
     r"(/v1?)?/(files|batches|fine_tuning|assistants|threads|vector_stores|uploads|containers|evals|skills"
-    r"|videos|conversations|messages/batches)(/|\Z)|(/v1?)?/chat/completions/[\w-]+(/messages)?\Z|/api/(pull|push|create|copy|delete|blobs)(/|\Z)"
+    r"|videos|conversations|messages/batches)(/|\Z)|(/v1?)?/chat/completions/[\w-]+(/messages)?\Z"
+    r"|/api/(pull|push|create|copy|delete|blobs)(/|\Z)"
 )
 """Families that need storage or jobs of their own."""
 
