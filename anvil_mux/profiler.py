@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from anvil_mux.errors import BackendError
 from anvil_mux.profile import CHUNK
@@ -32,9 +32,6 @@ PROMPTS = (128, 512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16)
 LENGTHS = (128, 2048, 8192)
 OUTPUT = 48
-LONGEST_OUTPUT = 64 * OUTPUT
-MEETING_SECONDS = 0.5
-"""Answers that last as long as that meet one another, if the engine gives them at once."""
 TIMEOUT = 600.0
 
 
@@ -80,6 +77,20 @@ class Profiler:
         prompt = self.prompt(round(words * self._tokens_per_word))
         if tokens := self.ask(prompt, 2).prompt_tokens:
             self._tokens_per_word = tokens / words
+
+    def slots(self) -> int | None:
+        """How many requests it answers at once, if it says so, as llama.cpp does."""
+        connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT)
+        try:
+            connection.request("GET", f"/props?model={quote(self.model)}", headers=self._headers)
+            with connection.getresponse() as response:
+                found = json.loads(response.read()) if response.status == 200 else None
+        except (OSError, http.client.HTTPException, ValueError):
+            return None
+        finally:
+            connection.close()
+        slots = found.get("total_slots") if isinstance(found, dict) else None
+        return slots if isinstance(slots, int) and slots > 0 else None
 
     def ask(self, prompt: str, output: int) -> Streamed:
         """One completion, streamed."""
@@ -185,14 +196,14 @@ def _each_batch(
     repeat: int,
 ) -> list[dict[str, Any]]:
     tpot: list[dict[str, Any]] = []
+    slots = profiler.slots()
     for batch in batches:
-        most, output = _most_at_once(profiler, batch)
-        if most < batch:
-            say(f"{batch} at once and more are left out: the engine answers {most} at once")
+        if slots and batch > slots:
+            say(f"{batch} at once and more are left out: the engine has {slots} slots")
             break
         for length in lengths:
             try:
-                row = _batch(profiler, batch, length, output, repeat)
+                row = _batch(profiler, batch, length, repeat)
             except Refused as refusal:
                 say(f"{batch} at once with {length} tokens each are left out: {refusal.message}")
                 break
@@ -203,26 +214,10 @@ def _each_batch(
     return tpot
 
 
-def _most_at_once(profiler: Profiler, batch: int) -> tuple[int, int]:
-    """How many of ``batch`` small requests it answers at one moment; how long answers are that show it."""
-    most, output, lasted = 1, OUTPUT, 0.0
-    while most < batch and output <= LONGEST_OUTPUT and lasted < MEETING_SECONDS:
-        try:
-            answers = profiler.at_once([profiler.prompt(64) for _ in range(batch)], output)
-        except Refused:
-            break
-        spans = [(answer.moments[0], answer.moments[-1]) for answer in answers]
-        middles = [(begun + ended) / 2 for begun, ended in spans]
-        most = max([sum(begun <= now <= ended for begun, ended in spans) for now in middles])
-        lasted = min([ended - begun for begun, ended in spans])
-        output *= 4
-    return most, max(output // 4, OUTPUT)
-
-
-def _batch(profiler: Profiler, batch: int, length: int, output: int, repeat: int) -> dict[str, Any]:
+def _batch(profiler: Profiler, batch: int, length: int, repeat: int) -> dict[str, Any]:
     gaps, tokens = [], length
     for _ in range(repeat):
-        answers = profiler.at_once([profiler.prompt(length) for _ in range(batch)], output)
+        answers = profiler.at_once([profiler.prompt(length) for _ in range(batch)], OUTPUT)
         tokens = round(median([answer.prompt_tokens or length for answer in answers]))
         begun, ended = max(a.moments[0] for a in answers), min(a.moments[-1] for a in answers)
         for answer in answers:
@@ -234,7 +229,7 @@ def _batch(profiler: Profiler, batch: int, length: int, output: int, repeat: int
         raise BackendError(
             "the engine streams its answers in one piece: no time between tokens can be measured"
         )
-    return {"batch_size": batch, "tokens_per_request": tokens + output // 2, **_figures(gaps)}
+    return {"batch_size": batch, "tokens_per_request": tokens + OUTPUT // 2, **_figures(gaps)}
 
 
 def _figures(values: Sequence[float]) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 
 from anvil_mux import cli, pipeline, profile, routing
 from anvil_mux.errors import BackendError
-from anvil_mux.profiler import OUTPUT, Profiler, Streamed, measure
+from anvil_mux.profiler import OUTPUT, Profiler, measure
 from anvil_mux.routing import Memory, Replica, Work
 
 MADE = profile.Profile(
@@ -127,6 +127,12 @@ class Handler(BaseHTTPRequestHandler):
         usage = json.dumps({"choices": [], "usage": {"prompt_tokens": tokens}}).encode()
         self.wfile.write(b"data: %b\n\ndata: [DONE]\n\n" % usage)
 
+    def do_GET(self) -> None:
+        known = self.server.slots is not None and self.path == "/props?model=m"
+        self.send_response(200 if known else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"total_slots": self.server.slots}).encode())
+
     def log_message(self, *words: object) -> None:
         pass
 
@@ -139,28 +145,7 @@ class Engine(ThreadingHTTPServer):
         self.backends: list[str] = []
         self.tokens_per_word = 1
         self.context = 10_000
-
-
-class SideBySide(Profiler):
-    """Sees all answers that are asked for at once begin and end at once."""
-
-    def at_once(self, prompts: Sequence[str], output: int) -> list[Streamed]:
-        answers = super().at_once(prompts, output)
-        for answer in answers:
-            answer.moments = [0.01 * number for number in range(len(answer.moments))]
-        return answers
-
-
-class OneByOne(Profiler):
-    """Has the engine answer one after another."""
-
-    def __init__(self, url: str, model: str) -> None:
-        super().__init__(url, model)
-        self._slot = threading.Lock()
-
-    def ask(self, prompt: str, output: int) -> Streamed:
-        with self._slot:
-            return super().ask(prompt, output)
+        self.slots: object = None
 
 
 @pytest.fixture
@@ -177,7 +162,7 @@ def engine() -> Iterator[Engine]:
 def test_a_measured_profile_can_be_read_and_has_the_engines_own_counts(engine: Engine) -> None:
     said: list[str] = []
     found = measure(
-        SideBySide(engine.url, "m"), said.append, prompts=(100, 400), batches=(1, 3), lengths=(200,), repeat=2
+        Profiler(engine.url, "m"), said.append, prompts=(100, 400), batches=(1, 3), lengths=(200,), repeat=2
     )
     assert [row["tokens_num"] for row in found["ttft"]["results"]] == [100, 400]
     made = profile.read(json.dumps(found))
@@ -186,7 +171,7 @@ def test_a_measured_profile_can_be_read_and_has_the_engines_own_counts(engine: E
     assert made.chunk == 400
     assert len(said) == 4
     prompts = [asked["prompt"] for asked in engine.asked]
-    assert len(set(prompts)) == len(prompts) == 1 + 4 + 2 + 3 + 6
+    assert len(set(prompts)) == len(prompts) == 1 + 4 + 2 + 6
 
 
 @pytest.mark.parametrize("tokens_per_word", [1, 4])
@@ -195,7 +180,7 @@ def test_prompts_have_the_length_that_was_asked_for_whatever_the_tokenizer(
 ) -> None:
     engine.tokens_per_word = tokens_per_word
     found = measure(
-        SideBySide(engine.url, "m"), print, prompts=(128, 2048), batches=(1,), lengths=(64,), repeat=1
+        Profiler(engine.url, "m"), print, prompts=(128, 2048), batches=(1,), lengths=(64,), repeat=1
     )
     assert [row["tokens_num"] for row in found["ttft"]["results"]] == [128, 2048]
 
@@ -203,7 +188,7 @@ def test_prompts_have_the_length_that_was_asked_for_whatever_the_tokenizer(
 def test_what_the_engine_has_no_context_for_is_left_out(engine: Engine) -> None:
     engine.context, said = 300, []
     found = measure(
-        SideBySide(engine.url, "m"),
+        Profiler(engine.url, "m"),
         said.append,
         prompts=(100, 300, 301),
         batches=(1, 2),
@@ -219,26 +204,33 @@ def test_what_the_engine_has_no_context_for_is_left_out(engine: Engine) -> None:
 def test_an_engine_that_has_no_context_for_any_of_it_is_quoted(engine: Engine) -> None:
     engine.context = 70
     with pytest.raises(BackendError, match="m answered 400"):
-        measure(SideBySide(engine.url, "m"), print, prompts=(100,))
+        measure(Profiler(engine.url, "m"), print, prompts=(100,))
     with pytest.raises(BackendError, match="m could not be asked so many at once, or of such lengths"):
-        measure(SideBySide(engine.url, "m"), print, prompts=(50,), batches=(1,), lengths=(100,))
+        measure(Profiler(engine.url, "m"), print, prompts=(50,), batches=(1,), lengths=(100,))
 
 
 def test_more_than_the_engine_answers_at_once_is_left_out(engine: Engine) -> None:
-    said: list[str] = []
+    engine.slots, said = 2, []
     found = measure(
-        OneByOne(engine.url, "m"), said.append, prompts=(100,), batches=(1, 2, 4), lengths=(64,), repeat=1
+        Profiler(engine.url, "m"), said.append, prompts=(100,), batches=(1, 2, 4), lengths=(64,), repeat=1
     )
-    assert [row["batch_size"] for row in found["tpot"]["results"]] == [1]
-    assert said[-1] == "2 at once and more are left out: the engine answers 1 at once"
-    longest = max(asked["max_tokens"] for asked in engine.asked)
-    assert longest > OUTPUT  # short answers may have missed each other
+    assert [row["batch_size"] for row in found["tpot"]["results"]] == [1, 2]
+    assert said[-1] == "4 at once and more are left out: the engine has 2 slots"
+
+
+@pytest.mark.parametrize("slots", [None, "many", 0])
+def test_an_engine_that_does_not_say_how_much_it_answers_at_once_is_tried(
+    engine: Engine, slots: object
+) -> None:
+    engine.slots = slots
+    found = measure(Profiler(engine.url, "m"), print, prompts=(100,), batches=(1, 8), lengths=(64,), repeat=1)
+    assert [row["batch_size"] for row in found["tpot"]["results"]] == [1, 8]
 
 
 def test_two_replicas_are_not_measured_as_one(engine: Engine) -> None:
     engine.backends = ["a", "a", "b"]
     with pytest.raises(BackendError, match="a and b both answer for m: stop all but one"):
-        measure(SideBySide(engine.url, "m"), print, prompts=(100,), batches=(1,), lengths=(64,))
+        measure(Profiler(engine.url, "m"), print, prompts=(100,), batches=(1,), lengths=(64,))
 
 
 def test_an_engine_that_refuses_is_quoted(engine: Engine) -> None:

@@ -62,7 +62,7 @@ def test_a_real_engine_is_profiled_and_gets_no_more_than_it_was_seen_to_do(
         said = measure(stack, mux)
     print(said)
     assert "prompts of 4096 tokens and more are left out: model-1 answered 400" in said
-    assert f"4 at once and more are left out: the engine answers {SLOTS} at once" in said
+    assert f"4 at once and more are left out: the engine has {SLOTS} slots" in said
     found = profile.read((tmp_path / FILE).read_text())
     assert [
         tokens == pytest.approx(asked, rel=0.05)
