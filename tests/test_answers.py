@@ -61,6 +61,22 @@ def test_it_does_so_also_while_the_other_replica_has_nothing_to_do(rig: Rig) -> 
     assert [client.read().status for client in busy] == [200] * 3
 
 
+def test_it_waits_while_that_replica_has_as_many_requests_as_it_takes() -> None:
+    rig = fleet("round_robin", concurrency=1)
+    try:
+        first_answer(rig)
+        busy = ask(rig, "resp_1")
+        asked = rig.engine.next()
+        waiting = ask(rig, "resp_1")
+        assert rig.events.wait("queued").backend == "a"
+        answer(ask(rig), rig.other, "resp_9")  # nobody waits for that one
+        asked.send(whole(b"{}"))
+        assert busy.read().status == 200
+        answer(waiting, rig.engine, "resp_2")
+    finally:
+        rig.close()
+
+
 def test_an_answer_that_was_streamed_is_known_by_its_first_event(rig: Rig) -> None:
     client = rig.client()
     client.post(b'{"model":"m","input":"hi","stream":true}', b"/v1/responses")

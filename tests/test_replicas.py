@@ -35,9 +35,9 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
-def fleet(policy: str, **settings: object) -> Rig:
+def fleet(policy: str, concurrency: int | None = None, **settings: object) -> Rig:
     """Two replicas, a and b, resident."""
-    backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)))
+    backends = tuple(Backend(name, "m", (gpu,), concurrency=concurrency) for name, gpu in ("a0", "b1"))
     made = Rig(backends=backends, gpus=(Gpu("0"), Gpu("1")), routing=policy, **settings)
     assert made.mux.adopt({"a": made.engine.url, "b": made.other.url}) == []
     return made
