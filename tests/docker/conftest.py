@@ -42,6 +42,8 @@ REAL = HERE.parent / "real"
 MODELS = HERE.parent.parent / ".cache" / "models"
 PROFILE = "llm"
 COMMAND_TIMEOUT = 120.0
+IMAGE_TIMEOUT = 900.0
+"""The first time a root file system is made of packages."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -118,7 +120,7 @@ class OwnEngine(Engine):
         self._script("docker-engine", "stop")
 
     def load_images(self) -> None:
-        self._script("llamacpp-image")
+        self._script("llamacpp-image", timeout=IMAGE_TIMEOUT)
 
     def close(self) -> None:
         """Ends the engine and all it has; its networks need it alive, or their bridges stay on the host."""
@@ -129,8 +131,9 @@ class OwnEngine(Engine):
         self.stop()
         shutil.rmtree(self._directory)
 
-    def _script(self, name: str, *args: str) -> None:
-        _run([str(REAL / name), *args], {**self.env, "ANVIL_DOCKER_DIR": str(self._directory)})
+    def _script(self, name: str, *args: str, timeout: float = COMMAND_TIMEOUT) -> None:
+        environ = {**self.env, "ANVIL_DOCKER_DIR": str(self._directory)}
+        _run([str(REAL / name), *args], environ, timeout)
 
 
 @dataclass
@@ -205,7 +208,7 @@ class Stack:
 def engine() -> Engine:
     """The Docker Engine in reach, with the test images; without one: skip, or fail if one is required."""
     if host := _engine_host():
-        _run([str(REAL / "llamacpp-image")], {**os.environ, "DOCKER_HOST": host}, timeout=900)
+        _run([str(REAL / "llamacpp-image")], {**os.environ, "DOCKER_HOST": host}, IMAGE_TIMEOUT)
         return Engine(host)
     message = "no Docker Engine with Compose in reach: run bin/test, which says more"
     if os.environ.get("ANVIL_REQUIRE_DOCKER") == "1":
