@@ -227,10 +227,11 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 def _serve(given: argparse.Namespace) -> int:
     from anvil_mux.serve import Options, serve
+    from anvil_mux.serve import say as tell
 
     config = _configuration_served(given)
     for warning in config.warnings if given.verbosity >= 0 else ():
-        say(f"warning: {warning}")
+        tell(f"warning: {warning}", given.log_format)
     options = Options(
         access_log=given.access_log,
         event_log=given.event_log,

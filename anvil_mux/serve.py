@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TextIO
 
 from anvil_mux import __version__, eventlog, gpu, journal
+from anvil_mux.accesslog import stamp
 from anvil_mux.adopt import Adopter, Awake, Found, Notes, Unfit
 from anvil_mux.change import Change, compare, within
 from anvil_mux.checkpoint import Checkpointer
@@ -108,9 +109,12 @@ def build_runtime(config: Config, lock: int | None = None) -> Runtime:
     return ComposeRuntime(config, lock=lock)
 
 
-def say(text: str) -> None:
-    """A message to whoever started the program."""
-    print(f"anvil-mux: {text}\n", end="", file=sys.stderr, flush=True)  # in one piece: several threads say
+def say(text: str, form: str = "human") -> None:
+    """A message to whoever started the program; ``form``: as ``Options.log_format``."""
+    line = f"anvil-mux: {text}"
+    if form == "json":
+        line = json.dumps({"ts": stamp(time.time()), "level": "info", "event": "notice", "text": text})
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: several threads say
 
 
 def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
@@ -178,6 +182,7 @@ class Program:
     ) -> None:
         self._config = config = _complete(config)
         self._options = options
+        self._say = partial(say, form=options.log_format)
         self._clock = Clock()
         self._runtime = build_runtime(config, lock)
         self._metrics = Metrics(
@@ -188,7 +193,7 @@ class Program:
             sight=lambda: self._lookout.sight(),
         )
         state = state_folder(config.project, os.environ)
-        self._learned, self._notes = Learned(state, say), Notes(state)
+        self._learned, self._notes = Learned(state, self._say), Notes(state)
         with _pinned(options.pin):
             relay = Relay(timeout=config.upstream_timeout)
             self._pool = relay.pool
@@ -211,7 +216,7 @@ class Program:
             self._event_log: EventLog | None = None
             if events is not None:
                 head = eventlog.header(config, self._clock.wall(0.0))
-                self._event_log = EventLog(events, head, say, _rotation(options))
+                self._event_log = EventLog(events, head, self._say, _rotation(options))
             self._load_logs = LoadLogs(
                 lambda: self._mux.loading(anew=True),
                 self._log_tail,
@@ -271,7 +276,7 @@ class Program:
             store = RedisStore(config.routing_store, config.project)
         except StoreError as error:
             raise CannotServe(f"x-anvil.routing.store: {error}") from None
-        return Sharing(store, self._mux.reports, self._mux.hear, say)
+        return Sharing(store, self._mux.reports, self._mux.hear, self._say)
 
     def _bind(self, gateway: Gateway, tls: ssl.SSLContext | None) -> Server:
         host, port = self._config.host, self._config.port
@@ -316,7 +321,7 @@ class Program:
         self._clock.spawn(self._watch, "watch")
         self._clock.spawn(self._load_logs.run, "load-logs")
         for number, hook in enumerate(self._config.hooks):
-            self._clock.spawn(partial(self._tell_hook, Telling(hook, say)), f"hook-{number}")
+            self._clock.spawn(partial(self._tell_hook, Telling(hook, self._say)), f"hook-{number}")
         if self._has_gpus:
             self._clock.spawn(self._lookout.run, "lookout")
         if self._config.routing_mode == "full":
@@ -377,7 +382,7 @@ class Program:
         try:
             running = self._runtime.running() if backends else {}
         except MuxError as error:
-            say(f"cannot see what runs already: {error.message}")
+            self._say(f"cannot see what runs already: {error.message}")
             return []
         here = [backend for name, backend in backends.items() if name in running]
         if not here:
@@ -419,7 +424,7 @@ class Program:
             self._reloads.reload()
         except ConfigError as error:
             for problem in error.problems:
-                say(problem)
+                self._say(problem)
         except MuxError:
             pass  # the program ends
 
@@ -445,7 +450,7 @@ class Program:
         self._runtime.reconfigure(config)
         self._note_services(config)
         for warning in [each for each in config.warnings if each not in before.warnings]:
-            say(f"warning: {warning}")
+            self._say(f"warning: {warning}")
         self._config = config
         self._gateway.reconfigure(config, keys)
         self._server.max_connections = config.max_connections
@@ -459,11 +464,11 @@ class Program:
         return change
 
     def _stop_engine(self, backend: Backend, why: str) -> bool:
-        say(f"stopping {backend.name}: {why}")
+        self._say(f"stopping {backend.name}: {why}")
         try:
             self._runtime.stop(backend)
         except MuxError as error:
-            say(f"{backend.name} could not be stopped: {error.message}")
+            self._say(f"{backend.name} could not be stopped: {error.message}")
             return False
         return True
 
@@ -492,9 +497,9 @@ class Program:
             self._sharing.close()
         grace = self._config.drain_timeout
         if leases := self._mux.status().leases:
-            say(f"waiting up to {grace:g} s for {requests(leases)} (again to end at once)")
+            self._say(f"waiting up to {grace:g} s for {requests(leases)} (again to end at once)")
         if not self._server.drain(grace):
-            say(f"cut off after {grace:g} s: {requests(self._mux.sever())}")
+            self._say(f"cut off after {grace:g} s: {requests(self._mux.sever())}")
             self._server.drain(FAREWELL_SECONDS)
         self._mux.close()
         self._load_logs.close()
@@ -508,7 +513,7 @@ class Program:
         try:
             running = self._runtime.running()
         except MuxError as error:
-            say(f"cannot see what runs: {error.message}")
+            self._say(f"cannot see what runs: {error.message}")
             return
         leaving = {backend.name: backend for backend in self._mux.leaving()}
         backends, loading = self._config.backends, self._mux.loading()
@@ -521,7 +526,7 @@ class Program:
             left = []
         self._stop_engines(unfit)
         names = ", ".join(backend.name for backend in left)
-        say(f"stopped; kept running for the next start (on_exit: keep): {names}" if left else "stopped")
+        self._say(f"stopped; kept running for the next start (on_exit: keep): {names}" if left else "stopped")
 
 
 def spare_memory() -> int | None:

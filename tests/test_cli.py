@@ -1084,8 +1084,9 @@ def test_the_access_log_has_a_line_for_each_request(state: Path) -> None:
         ("a", 200, ""),
     ]
     events = [json.loads(line) for line in running.output if line.startswith("{")]
-    assert ("ready", "a") in [(event["event"], event["model"]) for event in events]
+    assert ("ready", "a") in [(event["event"], event.get("model")) for event in events]
     assert not any(event["event"] == "request" for event in events)
+    assert events[-1]["text"].startswith("stopped")
 
 
 def test_the_metrics_have_every_request_that_was_answered(state: Path) -> None:
