@@ -67,6 +67,8 @@ from anvil_mux.store import RedisStore, Sharing, StoreError
 from anvil_mux.swap import Rested, Runtime, Swapper
 from anvil_mux.tls import build_context
 
+log = logging.getLogger(__name__)
+
 FAREWELL_SECONDS = 2.0
 """How long the clients of requests that are cut off may take to be told."""
 COMMANDS_SECONDS = 60.0
@@ -427,6 +429,8 @@ class Program:
                 self._say(problem)
         except MuxError:
             pass  # the program ends
+        except Exception:  # a mistake of ours must not end what runs
+            log.exception("the reload failed")
 
     def watch_files(self, watch: Watch) -> None:
         """The life of the thread that looks for changes."""

@@ -225,6 +225,19 @@ def test_sighup_is_a_reload_and_tells_what_is_wrong(house: House, state: Path) -
         assert models(running) == ["a", "b"]
 
 
+def test_a_mistake_in_a_reload_does_not_end_what_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mistake() -> Change:
+        raise ZeroDivisionError
+
+    program = serve_room.Program.__new__(serve_room.Program)
+    program._reloads = Reloads(idle, lambda config: Change(), pytest.fail, lambda: 0.0)
+    monkeypatch.setattr(program._reloads, "reload", mistake)
+    program.reload()
+    assert "the reload failed" in caplog.text
+
+
 def test_what_holds_only_from_the_next_start_on_is_said(
     house: House, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
