@@ -38,7 +38,7 @@ DISCARD = 65536
 class Client:
     """One connection. Used by the one thread that serves it."""
 
-    __slots__ = ("_buffer", "_last_head", "_timeout", "_unread", "address", "socket")
+    __slots__ = ("_begun", "_buffer", "_last_head", "_timeout", "_unread", "address", "socket")
 
     def __init__(self, connection: socket, address: str) -> None:
         self.socket = connection
@@ -46,6 +46,8 @@ class Client:
         self._buffer = b""
         self._unread: http1.Request | None = None
         """The request whose body has not been read yet."""
+        self._begun = False
+        """Some of that body was read: where the next request begins is not known until all of it was."""
         self._last_head: http1.LastHead[http1.Request] = http1.LastHead()
         self._timeout = 0.0
         self._wait_at_most(IDLE_SECONDS)
@@ -144,7 +146,7 @@ class Client:
                     raise ClientGone("The client closed its connection within the request's body.")
                 have += count
                 pace.check(have)
-        self._unread = None
+        self._unread, self._begun = None, False
         return body
 
     def read_pieces(self, request: http1.Request, limit: int) -> Iterator[bytes]:
@@ -168,7 +170,7 @@ class Client:
                 have += len(piece)
                 pace.check(have)
                 yield piece
-        self._unread = None
+        self._unread, self._begun = None, False
 
     def _next_piece(self) -> bytes:
         if self._buffer:
@@ -181,12 +183,15 @@ class Client:
             raise TooLarge(f"the request's body has {request.length} bytes; at most {limit} are accepted")
         if request.expect_continue and not self._buffer:
             self.send(http1.CONTINUE)
+        self._begun = True
 
     def can_resume(self) -> bool:
         """Whether another request may follow although the body of this one may not have been read."""
         request = self._unread
         if request is None:
             return True
+        if self._begun:
+            return False
         return not request.chunked and not request.expect_continue and (request.length or 0) <= DISCARD
 
     def discard_body(self) -> bool:

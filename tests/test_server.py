@@ -129,6 +129,33 @@ def test_the_small_body_of_a_refused_request_is_not_the_next_request(rig: Rig, p
     assert connection.buffer == b""
 
 
+def test_a_form_that_is_refused_while_it_comes_swallows_no_later_request(rig: Rig) -> None:
+    """Else whoever shares a proxy's connection has the next request eaten as the rest of this one."""
+    form = b"--XX\r\nContent-Disposition: form-data; name=model\r\n\r\na\r\n--XX?" + b"x" * 40_000
+    connection = rig.client()
+    connection.send(
+        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: multipart/form-data; boundary=XX\r\nContent-Length: %d\r\n\r\n%b" % (len(form), form)
+        + b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 500
+    )
+    answer = connection.read()
+    assert answer.status == 400
+    assert answer.header(b"connection") == b"close"
+    assert connection.is_closed()
+
+
+def test_a_body_that_comes_too_slowly_closes_the_connection(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anvil_mux.client.BODY_SECONDS", 0.05)
+    connection = rig.client()
+    connection.send(HEAD + b"Content-Length: 100\r\n\r\n{")
+    answer = connection.read()
+    assert answer.status == 408
+    assert answer.header(b"connection") == b"close"
+    assert connection.is_closed()
+
+
 def test_a_large_unread_body_closes_the_connection_after_the_answer(rig: Rig) -> None:
     connection = rig.client()
     connection.post(SMUGGLED * 10000, path=b"/nowhere")
