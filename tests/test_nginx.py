@@ -109,6 +109,21 @@ def test_no_request_is_hidden_in_anothers_body(
     assert not rig.events.of("queued")
 
 
+def test_a_form_that_is_refused_while_it_comes_swallows_nobody_elses_request(
+    rig: Rig, through_nginx: Callable[[], RawClient]
+) -> None:
+    rig.engine.answer = lambda _: JSON_OK
+    form = b"--XX\r\nContent-Disposition: form-data; name=model\r\n\r\na\r\n--XX?" + b"x" * 40_000
+    attacker, victim = through_nginx(), through_nginx()
+    attacker.send(
+        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: multipart/form-data; boundary=XX\r\nContent-Length: %d\r\n\r\n%b" % (len(form), form)
+    )
+    assert attacker.read().status == 400
+    victim.post(b'{"model":"a"}')
+    assert victim.read().status == 200
+
+
 @pytest.mark.parametrize(
     "chunks",
     [
