@@ -612,6 +612,16 @@ def test_a_load_that_fails_is_a_503_with_the_engines_last_words(rig: Rig) -> Non
     assert b"CUDA out of memory" in answer.body
 
 
+def test_an_engines_redirect_is_told_and_not_followed(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    rig.engine.next().send(
+        b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
+    )
+    assert client.read().status == 307
+    assert rig.engine.asked.empty()
+
+
 def test_header_values_cannot_smuggle_lines(rig: Rig) -> None:
     answers = iter([b"HTTP/1.1 200 OK\r\nX-A: 1\rX-B: 2\r\nContent-Length: 2\r\n\r\n{}", JSON_OK])
     rig.engine.answer = lambda _: next(answers)

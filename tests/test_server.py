@@ -135,7 +135,8 @@ def test_a_form_that_is_refused_while_it_comes_swallows_no_later_request(rig: Ri
     connection = rig.client()
     connection.send(
         b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: localhost\r\n"
-        b"Content-Type: multipart/form-data; boundary=XX\r\nContent-Length: %d\r\n\r\n%b" % (len(form), form)
+        b"Content-Type: multipart/form-data; boundary=XX\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(form), form)
         + b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 500
     )
     answer = connection.read()
