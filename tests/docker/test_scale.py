@@ -8,9 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.docker.conftest import Stack
-from tests.docker.served import ask, client_of, docker, eventually, lasting, served, stream
+from tests.docker.served import (
+    ENDLESS,
+    FOREVER,
+    ask,
+    client_of,
+    docker,
+    eventually,
+    lasting,
+    served,
+    stream,
+)
 from tests.running import Running
 
 MODEL = "model-1"
@@ -100,3 +111,25 @@ def test_a_container_that_was_removed_is_made_again_beside_the_others(scaled: Ca
     with served(stack) as second:
         eventually(lambda: ready(second, 1, 2, 3))
         assert up(stack) == names(1, 3, 4)
+
+
+def scale(stack: Stack, mux: Running, count: int) -> None:
+    """Writes another scale into the file, and has it take effect."""
+    written = yaml.safe_load(stack.file.read_text())
+    written["services"][MODEL]["scale"] = count
+    stack.file.write_text(yaml.safe_dump(written))
+    assert mux.request("POST", "/reload")[0] == 200
+
+
+def test_another_scale_takes_effect_while_those_that_stay_go_on(scaled: Callable[..., Stack]) -> None:
+    stack = scaled(scale=2, **ENDLESS)
+    with served(stack) as mux, client_of(mux) as client:
+        eventually(lambda: ready(mux, 1, 2))
+        with stream(client, MODEL, FOREVER) as answer:
+            next(answer)
+            scale(stack, mux, 3)
+            eventually(lambda: ready(mux, 1, 2, 3))
+            assert next(answer)
+            scale(stack, mux, 2)
+            eventually(lambda: up(stack) == names(1, 2))
+            assert next(answer)
