@@ -12,8 +12,8 @@ has lost its requests and its place, and is put down.
 
 Each container of a scaled service is a backend of its own. Compose numbers them, and gives a new one the
 number after the last, so one whose number is beyond the scale stands in for one that somebody removed. Where
-the description has changed, ``create`` would make all of them anew and so end those that run; while one of a
-scaled service runs, those that exist stay as they are.
+the description has changed, ``create`` would make all of them anew, and so end those that run or soon will:
+while one runs, the others stay as they are, and one that has to be made anew is removed first.
 
 Every command goes through ``_run``: no shell, a time limit, its process group killed when that has passed. A
 killed anvil-mux leaves its commands at work, so each holds the project's lock too, and the next start waits
@@ -380,8 +380,8 @@ class ComposeRuntime:
         try:
             with self._creating:
                 recreate = "--force-recreate" if anew else ""
-                if backend.service.scale > 1 and any(
-                    each.status in ALIVE for each in self._containers(service)
+                if backend.service.scale > 1 and (
+                    anew or any(each.status in ALIVE for each in self._containers(service))
                 ):
                     recreate = "--no-recreate"
                     if anew and (left := self._find(backend)):

@@ -623,6 +623,19 @@ def test_a_replica_that_is_half_removed_is_made_anew_beside_those_that_run(
     assert docker.state("c1")["Status"] == "running"
 
 
+def test_a_replica_that_is_described_otherwise_is_made_anew_without_the_others(
+    docker: Docker, scaled: ComposeRuntime
+):
+    for each in REPLICAS[:2]:
+        scaled.start(each)
+    before = {docker.number(id): id for id in docker.containers}
+    scaled.stop(REPLICAS[0])
+    scaled.stop(REPLICAS[1])
+    scaled.start(replace(REPLICAS[1], service=replace(REPLICAS[1].service, digest="other")))
+    assert docker.containers.keys() & before.values() == {before[1], before[3]}
+    assert up(docker) == [4]
+
+
 def test_a_replica_that_the_configuration_has_no_longer_can_be_stopped(
     docker: Docker, scaled: ComposeRuntime
 ):
