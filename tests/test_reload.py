@@ -82,7 +82,7 @@ class House:
         for name, given in services.items():
             about = {"gpus": ["0"], **given}
             word = str(about.pop("word", name))
-            command = [sys.executable, "engine.py", name, word, str(self.gate)]
+            command = about.pop("command", [sys.executable, "engine.py", name, word, str(self.gate)])
             described[name] = {"command": command, "x-anvil": about}
         settings = {"runtime": "process", "project": PROJECT, **top}
         self.file.write_text(yaml.safe_dump({"x-anvil": settings, "services": described}))
@@ -308,18 +308,20 @@ def test_an_added_engine_that_runs_already_is_taken_over(house: House, state: Pa
 
 
 def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house: House, state: Path) -> None:
-    with serving(house.write({"a": {}, "b": {"gpus": ["1"]}}), state=state, on_exit="keep") as running:
-        streams = [Stream(running, name) for name in "ab"]
-        assert [stream.word() for stream in streams] == ["a", "b"]
-        house.write({"a": {"word": "other"}, "b": {"gpus": ["1"]}})
+    never_ready = [sys.executable, "-c", "import time; time.sleep(600)"]
+    before = {"slow": {"command": never_ready}, "b": {"gpus": ["1"]}}
+    with serving(house.write(before), state=state, on_exit="keep") as running:
+        house.open()
+        assert first_word(running, "b") == "b"
+        load = threading.Thread(target=running.request, args=("POST", "/models/load", {"model": "slow"}))
+        load.start()
+        running.tells("slow: loading")
+        house.write({"slow": {}, "b": {"gpus": ["1"]}})
         assert reload(running) == 0
         running.process.send_signal(signal.SIGTERM)
-        running.tells("waiting up to 30 s for 2 requests")
-        house.open()
-        assert [stream.word() for stream in (*streams, *streams)] == ["end", "end", "", ""]
-        running.process.wait(TIMEOUT)
-        kept = running.tells(r"kept running for the next start \(on_exit: keep\): (.*)")[1]
-        assert kept == "b"
+        running.tells("stopping slow: the configuration has changed")
+        running.tells(r"kept running for the next start \(on_exit: keep\): b$")
+        load.join(TIMEOUT)
 
 
 def test_the_event_log_begins_anew_under_the_new_configuration(house: House, state: Path) -> None:
