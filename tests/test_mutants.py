@@ -46,8 +46,8 @@ MUTANTS = {
     ),
     "a place that becomes free is left free": (
         "residency",
-        "            self._fill_places(ticket.model, now)\n        if ticket.choice",
-        "            pass\n        if ticket.choice",
+        "            self._fill_places(ticket.model, now)\n        if ticket",
+        "            pass\n        if ticket",
     ),
     "those who wait for a place are taken as they came": (
         "residency",
