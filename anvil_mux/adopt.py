@@ -55,7 +55,10 @@ Found = Awake | Rested | Unfit
 
 
 class Notes:
-    """By which way each backend was last told to rest, in a file of its own: a killed program leaves them."""
+    """What a later start has to know of each backend, in files of its own: a killed program leaves them.
+
+    By which way it was last told to rest, and whether it is to be replaced since it is described otherwise.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -68,8 +71,22 @@ class Notes:
                 write_whole(file, way)
             else:
                 file.unlink(missing_ok=True)
+                self._outdated(backend).unlink(missing_ok=True)
         except OSError as error:
             log.warning("%s: how it rests cannot be noted: %s", backend, error)
+
+    def outdate(self, backend: str) -> None:
+        """What runs of it is not what is described any more, until it is loaded the next time."""
+        try:
+            self._outdated(backend).touch()
+        except OSError as error:
+            log.warning("%s: that it is to be replaced cannot be noted: %s", backend, error)
+
+    def is_outdated(self, backend: str) -> bool:
+        return self._outdated(backend).exists()
+
+    def _outdated(self, backend: str) -> Path:
+        return self._folder / f"{backend}.outdated"
 
     def read(self, backend: str) -> str:
         try:
@@ -101,6 +118,8 @@ class Adopter:
         """``url`` as ``Runtime.running`` has it."""
         if not url:
             return Unfit("it cannot be reached")
+        if self._notes.is_outdated(backend.name):
+            return Unfit("its configuration changed")
         try:
             return self._frozen(backend) or self._asleep(backend, url) or self._awake(backend, url)
         except MuxError as error:

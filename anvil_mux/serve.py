@@ -453,6 +453,8 @@ class Program:
         _refuse_missing_images(config, {*change.changed, *change.added})
         self._runtime.reconfigure(config)
         self._note_services(config)
+        for name in change.changed:
+            self._notes.outdate(name)
         for warning in [each for each in config.warnings if each not in before.warnings]:
             self._say(f"warning: {warning}")
         self._config = config

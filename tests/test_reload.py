@@ -27,7 +27,7 @@ from anvil_mux.eventlog import config_of, read
 from anvil_mux.process import ProcessRuntime
 from anvil_mux.reloads import Reloads, Watch
 from anvil_mux.simulate import check
-from tests.running import Running, seen, serving
+from tests.running import Running, seen, serve, serving
 from tests.test_cli import PROJECT, ROOT, TIMEOUT, state
 
 __all__ = ["state"]
@@ -322,6 +322,30 @@ def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house:
         running.tells("stopping slow: the configuration has changed")
         running.tells(r"kept running for the next start \(on_exit: keep\): b$")
         load.join(TIMEOUT)
+
+
+def test_who_was_to_be_replaced_when_the_program_was_killed_is_not_taken_over(
+    house: House, state: Path
+) -> None:
+    file = house.write({"a": {}, "b": {"gpus": ["1"]}})
+    killed = serve(file, "--on-exit", "stop", state=state)
+    streams = [Stream(killed, name) for name in "ab"]
+    assert [stream.word() for stream in streams] == ["a", "b"]
+    house.write({"a": {"word": "other"}, "b": {"gpus": ["1"]}})
+    assert reload(killed) == 0
+    assert states(killed) == {"a": "draining", "b": "ready"}
+    killed.stop(signal.SIGKILL)
+    for stream in streams:
+        stream.close()
+    house.open()
+    with serving(file, state=state) as running:
+        running.tells("stopping a: its configuration changed; the next request for a loads it anew")
+        assert states(running) == {"a": "empty", "b": "ready"}
+        assert first_word(running, "a") == "other"
+    with serving(file, state=state, on_exit="keep") as running:
+        assert first_word(running, "a") == "other"
+    with serving(file, state=state) as running:
+        running.tells("a: runs already, taken over")
 
 
 def test_the_event_log_begins_anew_under_the_new_configuration(house: House, state: Path) -> None:
