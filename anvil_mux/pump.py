@@ -191,14 +191,9 @@ class Pump:
 
     def _read(self, stream: Stream, now: float) -> None:
         try:
-            data = stream.upstream.recv(READ, MSG_DONTWAIT)
+            data = _content(stream)
         except BlockingIOError:
             return
-        except OSError:
-            data = b""
-        body = stream.body
-        try:
-            data = body.feed(data)
         except BackendError as error:
             log.debug("stream ended: %s", error)
             self._end(stream, End.SEVERED if stream.cut else End.DIED)
@@ -220,7 +215,7 @@ class Pump:
             if sent != len(data):
                 self._hold(stream, data[sent:])
                 return
-        if body.ended:
+        if stream.body.ended:
             self._end(stream, End.COMPLETE)
 
     def _hold(self, stream: Stream, rest: bytes) -> None:
@@ -279,3 +274,16 @@ class Pump:
             self._end(stream, End.SEVERED)
         while self._ended:
             self._ended.pop().woken.release()
+
+
+def _content(stream: Stream) -> bytes:
+    """What came of its body; BlockingIOError if nothing did, BackendError if it broke off."""
+    try:
+        data = stream.upstream.recv(READ, MSG_DONTWAIT)
+    except BlockingIOError:
+        raise
+    except OSError:
+        data = b""
+    if not data and stream.cut:  # to some answers any end is a whole one
+        raise BackendError("The stream was cut off.")
+    return stream.body.feed(data)

@@ -419,13 +419,19 @@ def test_a_stream_ends_whole_before_another_model_is_loaded(rig: Rig) -> None:
     assert not rig.events.of("severed")
 
 
-def test_a_severed_stream_ends_with_an_error_event_and_a_cut(make_rig: Callable[..., Rig]) -> None:
+@pytest.mark.parametrize("framed", [True, False], ids=["chunked", "until the engine closes"])
+def test_a_severed_stream_ends_with_an_error_event_and_a_cut(
+    make_rig: Callable[..., Rig], framed: bool
+) -> None:
     rig = make_rig(drain_timeout=0.0)
     rig.other.answer = lambda _: JSON_OK
     first, second = rig.client(), rig.client()
     first.post(STREAM_A)
     asked = rig.engine.next()
-    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    if framed:
+        asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    else:
+        asked.send(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", b"data: 1\n\n")
     first.read_until(b"data: 1\n\n\r\n")
     second.post(b'{"model":"org/b"}')
     content, clean = first.read_chunks()
