@@ -280,6 +280,7 @@ def test_an_engine_that_lacks_the_route_is_asked_in_its_own_words_and_at_once_th
         said = client.read()
         assert json.loads(said.body)["content"] == [{"type": "text", "text": "Hello"}]
         assert said.header(b"request-id")
+        assert rig.events.record(number + 1).status == 200  # by then it is remembered
 
 
 def test_an_engine_that_knows_neither_may_learn_the_route_yet(rig: Rig) -> None:
