@@ -59,10 +59,18 @@ def runs(folder: Path, *, frozen: bool) -> dict[str, object]:
     found: dict[str, object] = {}
     for session, model in engines(folder).items():
         with suppress(OSError):
-            state = Path(f"/proc/{session}/stat").read_text().rpartition(") ")[2][0]
-            if state not in "ZX" and (state == "T") == frozen:
+            if is_frozen(Path(f"/proc/{session}/status").read_text()) == frozen:
                 found[model] = session
     return found
+
+
+def is_frozen(status: str) -> bool | None:
+    """None: it has ended. Who is told to stop runs no more, although it may be a while until it stands."""
+    about = dict(line.split(":\t", 1) for line in status.splitlines())
+    pending = int(about["SigPnd"], 16) | int(about["ShdPnd"], 16)
+    if about["State"][0] in "ZX":
+        return None
+    return about["State"][0] == "T" or bool(pending & 1 << signal.SIGSTOP - 1)
 
 
 @pytest.fixture
