@@ -181,6 +181,11 @@ class Config:
     origins: dict[str, str] = field(default_factory=dict)
     """Key of ``SETTINGS`` -> default, FILE:LINE, the environment variable, or flag."""
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Every name by which a model may be asked for -> the model."""
+        return {name: each.model for each in self.backends for name in (*each.aliases, each.model)}
+
 
 def _read_gpus(value: Any) -> tuple[Gpu, ...]:
     if not isinstance(value, dict):

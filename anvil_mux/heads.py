@@ -27,7 +27,7 @@ def request_head(call: Call, lease: Lease, length: int, own: Mapping[bytes, byte
         as_json = route.model_in == "json" and kind != b"application/json"
         constant = http1.forward_request_head(
             request,
-            host=b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1]),
+            host=_host(lease),
             target=(f"{route.path}?{request.query}" if request.query else route.path).encode("ascii"),
             set=_filled({**own, b"content-type": b"application/json"} if as_json else own),
             drop=_OWN.union(own),
@@ -40,6 +40,10 @@ def request_head(call: Call, lease: Lease, length: int, own: Mapping[bytes, byte
         call.request_id.encode("ascii"),
         length,
     )
+
+
+def _host(lease: Lease) -> bytes:
+    return b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1])
 
 
 def _filled(fields: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
@@ -57,10 +61,9 @@ def translated_head(
         b"content-type": b"application/json",
         b"x-request-id": call.request_id.encode("ascii"),
     }
-    host = b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1])
     return http1.forward_request_head(
         call.request,
-        host=host,
+        host=_host(lease),
         target=path.encode("ascii"),
         set=own,
         drop=_OWN.union(credentials),

@@ -82,10 +82,9 @@ class Inference:
         self._config = config
         self._patience = patience
         names: dict[str, set[str]] = {}
-        for backend in config.backends:
-            names.setdefault(backend.model, {backend.model}).update(backend.aliases)
-        self._names = names
-        self._models = {name: model for model, known_as in names.items() for name in known_as}
+        for name, model in config.names.items():
+            names.setdefault(model, set()).add(name)
+        self._names, self._models = names, config.names
         kinds = {(backend.model, backend.infer_type) for backend in config.backends}
         self._staged = {model for model, kind in kinds if kind in ("prefill", EITHER)}
         """Models of which a request may be served in two stages."""

@@ -199,7 +199,7 @@ class Metrics:
         for model in replicas:
             if replicas[model] > 1:
                 self._forecasts.setdefault(model, [0] * len(FORECASTS))
-        self._models |= {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
+        self._models |= config.names
         for model in set(self._models.values()) - known:
             self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
             self._severed[model,] = 0

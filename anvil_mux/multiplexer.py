@@ -203,7 +203,7 @@ class Multiplexer:
     def _take(self, config: Config) -> None:
         self._config = config
         self._replicas = Counter(backend.model for backend in config.backends)
-        self._names = {alias: b.model for b in config.backends for alias in (*b.aliases, b.model)}
+        self._names = config.names
 
     def _settle_down(self, places: Mapping[Residency, Residency]) -> None:
         """Under the lock: residencies took the place of others."""
