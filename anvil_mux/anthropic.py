@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from anvil_mux.api import written
 from anvil_mux.completions import (
     Ending,
     Part,
@@ -27,7 +28,6 @@ from anvil_mux.completions import (
     objects,
     parts_of,
     text,
-    written,
 )
 from anvil_mux.errors import BackendError, BadRequest
 

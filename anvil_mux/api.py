@@ -209,7 +209,7 @@ _ANTHROPIC_KINDS = {
 
 def error_body(api: str, error: MuxError, request_id: str) -> bytes:
     """The JSON that says ``error`` in the words of ``api``."""
-    return _json(_error(api, error, request_id))
+    return written(_error(api, error, request_id))
 
 
 def error_headers(error: MuxError) -> list[Field]:
@@ -226,14 +226,14 @@ def error_event(api: str, beat: str, error: MuxError, request_id: str = "") -> b
     """``error`` for a client whose stream has begun; the connection is cut after it."""
     said = _error(api, error, request_id)
     if api == "anthropic":
-        return b"event: error\ndata: %b\n\n" % _json(said)
+        return b"event: error\ndata: %b\n\n" % written(said)
     if api == "ollama":
-        return _json(said) + b"\n"
+        return written(said) + b"\n"
     if beat == "responses":
         event = {"code": error.code, "message": error.message, "param": error.param, **error.said}
         event["type"] = "error"
-        return b"event: error\ndata: %b\n\ndata: [DONE]\n\n" % _json({**event, **said})
-    return b"data: %b\n\ndata: [DONE]\n\n" % _json(said)
+        return b"event: error\ndata: %b\n\ndata: [DONE]\n\n" % written({**event, **said})
+    return b"data: %b\n\ndata: [DONE]\n\n" % written(said)
 
 
 def _error(api: str, error: MuxError, request_id: str) -> dict[str, object]:
@@ -339,7 +339,7 @@ def beat(kind: str, model: str, request_id: str, created: int) -> bytes:
         "model": model,
         "choices": [choice],
     }
-    return b"data: %b\n\n" % _json(event)
+    return b"data: %b\n\n" % written(event)
 
 
 _STATUS_VALUES = {
@@ -361,7 +361,7 @@ def model_status(state: str, *, failed: bool = False) -> dict[str, object]:
 def status_event(model: str, status: dict[str, object]) -> bytes:
     """``status`` as llama.cpp's router tells it to those who follow."""
     data = {"status": status["value"], **{key: status[key] for key in status if key != "value"}}
-    return b"data: %b\n\n" % _json({"model": model, "event": "model_status", "data": data})
+    return b"data: %b\n\n" % written({"model": model, "event": "model_status", "data": data})
 
 
 def model_entry(
@@ -395,7 +395,7 @@ def models_list(entries: Iterable[dict[str, object]]) -> bytes:
         if data
         else {"first_id": None, "last_id": None}
     )
-    return _json({"object": "list", "data": data, "has_more": False, **ends})
+    return written({"object": "list", "data": data, "has_more": False, **ends})
 
 
 def lmstudio_list(states: Mapping[str, str]) -> bytes:
@@ -410,7 +410,7 @@ def lmstudio_list(states: Mapping[str, str]) -> bytes:
         }
         for model, state in states.items()
     ]
-    return _json({"object": "list", "data": data})
+    return written({"object": "list", "data": data})
 
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
@@ -423,5 +423,6 @@ def request_id(given: bytes | None, generate: Callable[[], str]) -> str:
     return generate()
 
 
-def _json(value: object) -> bytes:
+def written(value: object) -> bytes:
+    """``value`` as JSON."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from anvil_mux.api import written
 from anvil_mux.errors import BackendError, BadRequest
 
 MAX_LINE = 16 << 20
@@ -115,11 +116,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key is given twice")
     return found
-
-
-def written(value: object) -> bytes:
-    """``value`` as JSON."""
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
 def finite(value: Any) -> Any:

@@ -25,9 +25,10 @@ from typing import Any
 
 from anvil_mux import answers, anthropic, api, coding, heads, http1, naming, ollama, prefix, rewrite, stages
 from anvil_mux.answers import Answers
+from anvil_mux.api import written
 from anvil_mux.call import JSON, Call, Patience, Waiting
 from anvil_mux.client import Spool
-from anvil_mux.completions import Translation, finite, parse, written
+from anvil_mux.completions import Translation, finite, parse
 from anvil_mux.config import Backend, Config
 from anvil_mux.engine import api_key, find_engine
 from anvil_mux.errors import (

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any, ClassVar
 
+from anvil_mux.api import written
 from anvil_mux.completions import (
     Ending,
     Part,
@@ -32,7 +33,6 @@ from anvil_mux.completions import (
     objects,
     parts_of,
     text,
-    written,
 )
 from anvil_mux.errors import BackendError, BadRequest
 

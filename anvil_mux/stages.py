@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from anvil_mux.completions import written
+from anvil_mux.api import written
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 """What can be asked in stages."""
