@@ -7,15 +7,17 @@ of its own. Bodies, keys and query strings are never logged, and probes that are
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 PROBES = frozenset(["/health", "/healthz", "/livez", "/logs", "/metrics", "/readyz", "/why"])
 """What programs, and the open page, ask for again and again."""
 
 
-class Served(NamedTuple):
-    """What is known of a request at its end. Moments are Unix time, durations seconds."""
+@dataclass(slots=True)  # frozen ones take three times as long to make
+class Served:
+    """What is known of a request at its end; nobody alters it. Moments are Unix time, durations seconds."""
 
     ended: float
     request_id: str

@@ -275,7 +275,7 @@ Tokens = tuple[int | None, int | None, int | None]
 NO_TOKENS: Tokens = (None, None, None)
 USAGE_BYTES = 2048
 """Of an answer's end, where its usage stands."""
-_NUMBER = re.compile(rb"[ \t]*:[ \t]*(\d{1,9})(?!\d)")
+_SAID = re.compile(rb'"([a-z_]*(?:_tokens|cache_n))"[ \t]*:[ \t]*(\d{1,9})(?!\d)')
 
 
 def tokens_said(body: bytes) -> Tokens:
@@ -284,24 +284,20 @@ def tokens_said(body: bytes) -> Tokens:
     OpenAI and most engines count what was cached as part of the input, Anthropic beside it.
     """
     tail = body[-USAGE_BYTES:]
-    if b'"usage"' not in tail:  # an answer to count_tokens has an "input_tokens" of its own
+    start = tail.find(b'"usage"')
+    if start < 0:  # an answer to count_tokens has an "input_tokens" of its own
         return NO_TOKENS
-    answer = _count(tail, b'"completion_tokens"', b'"output_tokens"')
-    prompt, cached = _count(tail, b'"prompt_tokens"'), _count(tail, b'"cached_tokens"', b'"cache_n"')
+    timings = tail.find(b'"timings"', 0, start)  # llama.cpp's
+    if timings >= 0:
+        start = timings
+    said = {name: int(digits) for name, digits in _SAID.findall(tail, start)}  # of several the last counts
+    answer = said.get(b"completion_tokens", said.get(b"output_tokens"))
+    prompt, cached = said.get(b"prompt_tokens"), said.get(b"cached_tokens", said.get(b"cache_n"))
     if prompt is None:
-        prompt, beside = _count(tail, b'"input_tokens"'), _count(tail, b'"cache_read_input_tokens"')
+        prompt, beside = said.get(b"input_tokens"), said.get(b"cache_read_input_tokens")
         if prompt is not None and beside is not None:
             return answer, prompt + beside, beside
     return answer, prompt, cached
-
-
-def _count(tail: bytes, *names: bytes) -> int | None:
-    """The number that stands last under one of ``names``."""
-    for name in names:
-        position = tail.rfind(name)
-        if position >= 0 and (found := _NUMBER.match(tail, position + len(name))):
-            return int(found[1])
-    return None
 
 
 _ERROR_FIELDS = ("message", "type", "param", "code")

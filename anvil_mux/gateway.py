@@ -134,8 +134,8 @@ class Gateway:
 
     def reconfigure(self, config: Config, keys: Keyring) -> None:
         """By these requests are answered from now on, also those of connections that are open already."""
-        self._take(config, keys)
         self._inference.reconfigure(config, Patience(grace=config.loading_grace), hides_keys=len(keys) > 0)
+        self._take(config, keys)  # last: with other keys, what was found for a head is found anew
 
     def drain(self) -> None:
         """The program ends: from now on every answer is the last of its connection."""
@@ -184,7 +184,7 @@ class Gateway:
             key = request.key = keys.of(request.fields)
             if route is None and not _may(key, request.path):
                 raise Forbidden("this API key is for models, not for this")
-        request.route, request.judge = route, keys
+        request.route, request.judge, request.passages = route, keys, {}
         if request.prepared:
             request.prepared.clear()
         return route

@@ -5,7 +5,7 @@ Most of a head is the same for all requests with the same head; that part is mad
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from anvil_mux import http1
 from anvil_mux.call import Call
@@ -17,12 +17,18 @@ _OWN = frozenset([b"x-request-id", b"content-encoding"])
 """What every forwarded head gets anew."""
 
 
-def request_head(call: Call, lease: Lease, length: int, own: Mapping[bytes, bytes]) -> bytes:
-    """The head for the engine: but for its last two lines the same for all requests with the same head."""
+def request_head(
+    call: Call, lease: Lease, length: int, credentials: Callable[[Lease], Mapping[bytes, bytes]]
+) -> bytes:
+    """The head for the engine: but for its last two lines the same for all requests with the same head.
+
+    ``credentials``: what it gets in place of the client's; empty values take a field away.
+    """
     request, route = call.request, call.route
     given = {} if request.prepared is None else request.prepared
     constant = given.get(lease.address)
     if constant is None:
+        own = credentials(lease)
         kind = request.fields.get(b"content-type")
         as_json = route.model_in == "json" and kind != b"application/json"
         constant = http1.forward_request_head(

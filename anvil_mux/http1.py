@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
 
@@ -105,6 +105,8 @@ class Request:
     """By what these two were found."""
     reader: bytes = b""
     """The origin of another site's page that may read the answer; noted together with ``route``."""
+    passages: dict[str, Any] | None = None
+    """What the server found for models that were named with this head; begun together with ``route``."""
 
 
 @dataclass(slots=True)

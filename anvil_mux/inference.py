@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,22 @@ class _Lacking(Exception):
     """The engine does not have the route."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """What requests with one head that name one model come to, until the configuration changes."""
+
+    model: str
+    key: Key | None
+    """Whose they are."""
+    limited: bool
+    """The key may have so many requests at once, and no more."""
+    replicas: int
+    explains: bool
+    """They are not to be sent on; where they would go is the answer."""
+    unchanged_at: Backend | None
+    """The backend that gets their bodies as they are, if any does."""
+
+
 class Inference:
     """Sends requests to engines. Any thread."""
 
@@ -98,13 +114,14 @@ class Inference:
         """Answers ``call`` from the engine of the model that it names."""
         call.route, call.api = route, route.api
         match route.model_in:
-            case "json" if route.translated == "always":
-                self._infer_translated(call, self.read_json(call))
             case "json":
                 body = self.read_json(call)
-                name, stream = naming.model_and_stream(body)
-                call.stream = stream and route.streams
-                self._send_on(call, name, body)
+                if route.translated == "always":
+                    self._infer_translated(call, body)
+                else:
+                    name, stream = naming.model_and_stream(body)
+                    call.stream = stream and route.streams
+                    self._send_on(call, name, body)
             case "session":
                 body = self.read_json(call)
                 name, span = naming.session_model(body)
@@ -112,8 +129,8 @@ class Inference:
             case "path":
                 body = self.read_json(call)
                 call.stream = naming.model_and_stream(body)[1] and route.streams
-                call.model = self.resolve(call, api.model_in_path(call.request.path))
-                self._send(call, None, body)
+                model = self.resolve(call, api.model_in_path(call.request.path))
+                self._send(call, self._passage(call, model), None, body)
             case "multipart":
                 self._infer_from_form(call)
             case "query":
@@ -121,7 +138,7 @@ class Inference:
             case "answer":
                 self._ask_of_answer(call)
             case "upstream":
-                self._send(call, None, self._read(call))
+                self._send(call, self._passage(call, call.model), None, self._read(call))
 
     def pass_on(self, call: Call) -> None:
         """A request below /upstream/: for the engine of the model in its path, as it is.
@@ -154,8 +171,8 @@ class Inference:
         ]
         if kept is None or kept.backend not in ready:
             raise NotFound(f"There is no answer {id}: it was never given, or its engine was put out since.")
-        call.model, call.work = kept.model, Work(owner=kept.backend)
-        self._send(call, None, self._read(call))
+        call.work = Work(owner=kept.backend)
+        self._send(call, self._passage(call, kept.model), None, self._read(call))
 
     def _note_answer(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
         """Remembers which engine has the answer that begins now."""
@@ -183,18 +200,20 @@ class Inference:
     def read_json(self, call: Call) -> bytes | bytearray:
         """The body of a route that takes JSON."""
         request = call.request
-        body = self._read(call)
+        body = call.client.read_body(request, self._config.max_body)
+        if b"content-encoding" in request.fields:
+            body = self._unpacked(request, body)
         kind = request.fields.get(b"content-type", b"")
         if kind != b"application/json" and naming.media(kind, body) != "json":
             raise BadRequest("this route takes a JSON body (Content-Type: application/json)", status=415)
         return body
 
     def _read(self, call: Call) -> bytes | bytearray:
-        """The body, in memory and not compressed."""
-        body = call.client.read_body(call.request, self._config.max_body)
-        if b"content-encoding" not in call.request.fields:
-            return body
-        packed = _coding(call.request)
+        """The body of any kind, in memory."""
+        return self._unpacked(call.request, call.client.read_body(call.request, self._config.max_body))
+
+    def _unpacked(self, request: http1.Request, body: bytes | bytearray) -> bytes | bytearray:
+        packed = _coding(request)
         return coding.unpacked(body, packed, self._config.max_body) if packed else body
 
     def _infer_from_query(self, call: Call) -> None:
@@ -220,28 +239,62 @@ class Inference:
     def _send_on(
         self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None = None
     ) -> None:
-        call.model = self.resolve(call, named)
-        self._send(call, named, body, span)
+        """``named``: the model's name within ``body``."""
+        passages = call.request.passages
+        passage = passages.get(named) if passages and named else None
+        if passage is None:
+            passage = self._passage(call, self.resolve(call, named), named)
+            if passages is not None and named:
+                passages[named] = passage
+        self._send(call, passage, named, body, span)
 
-    def _send(self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None = None) -> None:
+    def _passage(self, call: Call, model: str, named: str | None = None) -> _Passage:
+        key, replicas = call.request.key, self._mux.replicas(model)
+        backend = next((each for each in self._config.backends if each.model == model), None)
+        unchanged = (
+            backend is not None
+            and replicas == 1
+            and (call.route.model_in, call.route.translated) == ("json", "")
+            and named == (backend.served_model or model)
+            and not (backend.strip or backend.set)
+        )
+        return _Passage(
+            model,
+            key=key if isinstance(key, Key) else None,
+            limited=isinstance(key, Key) and key.requests is not None,
+            replicas=replicas,
+            explains=EXPLAIN in call.request.fields,
+            unchanged_at=backend if unchanged else None,
+        )
+
+    def _send(
+        self,
+        call: Call,
+        passage: _Passage,
+        named: str | None,
+        body: Body,
+        span: tuple[int, int] | None = None,
+    ) -> None:
         """``named``: the model's name within ``body``, if that need not be changed for every engine."""
-        key = call.request.key
-        if isinstance(key, Key) and key.requests is not None:
-            with self._mux.counted(key):
-                return self._send_anywhere(call, named, body, span)
-        return self._send_anywhere(call, named, body, span)
+        call.model = passage.model
+        if passage.limited and passage.key:
+            with self._mux.counted(passage.key):
+                return self._send_anywhere(call, passage, named, body, span)
+        return self._send_anywhere(call, passage, named, body, span)
 
-    def _send_anywhere(self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None) -> None:
+    def _send_anywhere(
+        self, call: Call, passage: _Passage, named: str | None, body: Body, span: tuple[int, int] | None
+    ) -> None:
         """To one backend of its model, and if that cannot be reached to another."""
-        retries = self._mux.replicas(call.model)
+        retries = passage.replicas
         if retries > 1:
             call.work = self._work(call, body)._replace(owner=self._owner(call, body))
-        if EXPLAIN in call.request.fields:
+        if passage.explains:
             return self._explain(call)
         asked = call.translation
         while True:
             try:
-                return self._try(call, named, body, span)
+                return self._try(call, passage, named, body, span)
             except Unreachable:
                 if not retries:
                     raise
@@ -295,8 +348,10 @@ class Inference:
             return False
         return not isinstance(key, Key) or key.models is None or not key.models.isdisjoint(names)
 
-    def _try(self, call: Call, named: str | None, body: Body, span: tuple[int, int] | None) -> None:
-        with self._lease(call) as lease:
+    def _try(
+        self, call: Call, passage: _Passage, named: str | None, body: Body, span: tuple[int, int] | None
+    ) -> None:
+        with self._lease(call, passage.key) as lease:
             call.waited += lease.waited
             backend = lease.backend
             call.backend = backend.name
@@ -306,7 +361,10 @@ class Inference:
                 call.routed += f"; prefill by {lease.prefill.backend.name}"
                 body = self._prefill(call, lease.prefill, body)
             try:
-                self._ask(call, lease, named, body, span)
+                if backend is passage.unchanged_at:
+                    self._forward(call, lease, len(body), body)
+                else:
+                    self._ask(call, lease, named, body, span)
             except Unreachable:
                 self._mux.unreachable(lease)
                 raise
@@ -380,14 +438,12 @@ class Inference:
         own = api_key(lease.backend.service)
         return {**NO_KEY, b"authorization": b"Bearer " + own.encode()} if own else NO_KEY
 
-    def _lease(self, call: Call) -> Lease:
+    def _lease(self, call: Call, key: Key | None) -> Lease:
         asked = time.monotonic()
-        key = call.request.key
-        of = key if isinstance(key, Key) else None
         try:
-            staged = self._in_stages(call)
+            staged = bool(self._staged) and self._in_stages(call)
             tend = partial(self._tend, call)
-            return self._mux.lease(call.model, tend, call.work, key=of, staged=staged)
+            return self._mux.lease(call.model, tend, call.work, key=key, staged=staged)
         except MuxError:
             call.waited += time.monotonic() - asked
             raise
@@ -403,12 +459,12 @@ class Inference:
             self._tunnel(call, lease)
             return
         with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = heads.request_head(call, lease, length, self._credentials(lease))
+            head = heads.request_head(call, lease, length, self._credentials)
             response = exchange.ask(call.request.method, head, body)
             call.first_byte = time.monotonic() - call.since
-            if response.status in LACKING and route.translated:
+            if route.translated and response.status in LACKING:
                 raise _Lacking
-            if response.status == 200 and route.beat == "responses":
+            if route.beat == "responses" and response.status == 200:
                 self._note_answer(call, lease, exchange, response)
             if call.began:
                 self._continue(call, lease, exchange, response)
@@ -424,7 +480,7 @@ class Inference:
         """A websocket: the lease lasts as long as it is open."""
         wish = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
         with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = heads.request_head(call, lease, 0, {**self._credentials(lease), **wish})
+            head = heads.request_head(call, lease, 0, lambda lease: {**self._credentials(lease), **wish})
             response = exchange.ask("GET", head, b"", upgrade=True)
             call.first_byte = time.monotonic() - call.since
             call.status, call.keep, call.answered = response.status, False, True

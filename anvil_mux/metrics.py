@@ -220,14 +220,15 @@ class Metrics:
             self._waits[by_model].observe(record.waited)
             if record.first_byte:
                 self._first_bytes[by_model].observe(record.first_byte)
-            if record.prompt_tokens or record.tokens:
+            prompt, cached = record.prompt_tokens, record.cached_tokens
+            if prompt or record.tokens:
                 tokens = self._tokens[model]
-                tokens[0] += max(record.prompt_tokens - record.cached_tokens, 0)
-                tokens[1] += record.cached_tokens
+                tokens[0] += prompt - cached if prompt > cached else 0
+                tokens[1] += cached
                 tokens[2] += record.tokens
             if record.foreseen is not None and model in self._forecasts:
-                forecast, cached = self._forecasts[model], record.cached_tokens
-                thought = round(record.foreseen * record.prompt_tokens)
+                forecast = self._forecasts[model]
+                thought = round(record.foreseen * prompt)
                 forecast[0] += min(thought, cached)
                 forecast[1] += max(thought - cached, 0)
                 forecast[2] += max(cached - thought, 0)

@@ -161,6 +161,8 @@ def _parse_with_care(body: bytes | bytearray) -> tuple[str | None, bool]:
 
 
 def checked(model: object) -> str:
+    if isinstance(model, str) and model.isascii() and 0 < len(model) <= MAX_MODEL_NAME:
+        return model
     if not isinstance(model, str) or not model:
         raise BadRequest("`model` must be a string that names a model", param="model")
     if len(model) > MAX_MODEL_NAME:

@@ -291,7 +291,8 @@ class Exchange:
             if len(self.data) != length:
                 self._read_whole(length or 0)
             self._reusable = response.keep_alive
-            self._tell(self.data)
+            if self._lease.watch:
+                self._tell(self.data)
         return response
 
     @property

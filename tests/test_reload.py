@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import pty
+import re
 import signal
 import sys
 import threading
@@ -271,6 +272,31 @@ def test_a_key_that_was_taken_away_opens_no_connection_that_was_open(house: Hous
         keys.write_text("short\n")
         assert running.request("POST", "/reload", headers=root)[0] == 422
         assert running.request("GET", "/healthz", headers=root)[0] == 200
+        connection.close()
+
+
+def test_a_connection_that_was_open_names_the_models_of_the_new_configuration(
+    house: House, state: Path
+) -> None:
+    house.open()
+    services: dict[str, dict[str, object]] = {"a": {"aliases": ["chat"]}, "b": {}}
+    with serving(house.write(services), state=state) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=TIMEOUT)
+
+        def ask() -> str:
+            body = json.dumps({"model": "chat", "messages": []})
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            said = response.read().decode()
+            return said if response.status != 200 else str(re.findall('"content": "(.*?)"', said)[0])
+
+        assert [ask(), ask()] == ["a", "a"]
+        house.write({"a": {}, "b": {"aliases": ["chat"]}})
+        assert reload(running) == 0
+        assert [ask(), ask()] == ["b", "b"]
+        house.write({"a": {}, "b": {}})
+        assert reload(running) == 0
+        assert "model_not_found" in ask()
         connection.close()
 
 

@@ -136,6 +136,19 @@ def test_a_model_that_does_not_ask_for_it_gets_every_byte_as_it_was(rig: Rig) ->
     assert asked(rig, body, model="b") == body
 
 
+def test_one_connection_may_name_one_model_after_the_other(rig: Rig) -> None:
+    client = rig.client()
+    for name, engine, body in 2 * [
+        ("a", rig.engine, b'{"model":"inside","top_k":5}'),
+        ("b", rig.other, b'{"model":"b"}'),
+    ]:
+        client.post(b'{"model":"%b"}' % name.encode())
+        got = engine.next()
+        got.send(JSON_OK)
+        assert client.read().status == 200
+        assert got.body == body
+
+
 def test_a_large_body_is_rewritten_too(rig: Rig) -> None:
     image = b'"' + b"A" * 600_000 + b'"'
     got = asked(rig, b'{"image":%b, "temperature":1, "model":"a"}' % image)
