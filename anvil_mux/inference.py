@@ -351,7 +351,15 @@ class Inference:
     def _try(
         self, call: Call, passage: _Passage, named: str | None, body: Body, span: tuple[int, int] | None
     ) -> None:
-        with self._lease(call, passage.key) as lease:
+        staged = bool(self._staged) and self._in_stages(call)
+        tend = partial(self._tend, call)
+        asked = time.monotonic()
+        try:
+            lease = self._mux.lease(call.model, tend, call.work, key=passage.key, staged=staged)
+        except MuxError:
+            call.waited += time.monotonic() - asked
+            raise
+        with lease:
             call.waited += lease.waited
             backend = lease.backend
             call.backend = backend.name
@@ -438,16 +446,6 @@ class Inference:
         own = api_key(lease.backend.service)
         return {**NO_KEY, b"authorization": b"Bearer " + own.encode()} if own else NO_KEY
 
-    def _lease(self, call: Call, key: Key | None) -> Lease:
-        asked = time.monotonic()
-        try:
-            staged = bool(self._staged) and self._in_stages(call)
-            tend = partial(self._tend, call)
-            return self._mux.lease(call.model, tend, call.work, key=key, staged=staged)
-        except MuxError:
-            call.waited += time.monotonic() - asked
-            raise
-
     def _tend(self, call: Call, now: float) -> None:
         if call.waiting is None:
             call.waiting = Waiting(call, self._patience, self._mux)
@@ -472,7 +470,7 @@ class Inference:
                 call.status = response.status
                 declared = None if response.body == "none" else len(exchange.data)
                 call.send(heads.response_head(call, response, length=declared) + exchange.data)
-                call.tokens = exchange.tokens  # nobody waits for that
+                call.tokens = api.tokens_said(exchange.data)  # nobody waits for that
             else:
                 self._stream(call, lease, exchange, response)
 

@@ -443,11 +443,12 @@ class Multiplexer:
             island = self._islands.get(ticket.model)
             if island is None:
                 return
-            if island.residency.release(ticket, self._clock.now(), usage):
+            residency = island.residency
+            if residency.release(ticket, self._clock.now(), usage):
                 island.changed.notify_all()
-            if island.residency.settled:
+            if residency.settled:
                 self._wake_settled(island)
-            taken_back = island.residency.taken_back and self._taken_back(island)
+            taken_back = residency.taken_back and self._taken_back(island)
         for each in taken_back:
             _cut(each)
 

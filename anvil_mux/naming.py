@@ -60,8 +60,22 @@ class _Found:
 
 def model_and_stream(body: bytes | bytearray) -> tuple[str | None, bool]:
     """The model that a JSON body names (None when it names none) and whether it asks for a stream."""
-    if len(body) <= MAX_JSON_PARSED:
-        return _parse(body)
+    if len(body) > MAX_JSON_PARSED:
+        return _scanned(body)
+    # Where "model" stands once, and no letter of it is escaped (\u006d, ...), the key cannot come twice.
+    if body[:1] == b"{" and body.count(b'"model"') == 1 and b"\\u006" not in body:
+        try:
+            text = body.decode()
+            document, end = _scan_json(text, 0)
+        except (ValueError, RecursionError, StopIteration):
+            return _parse_with_care(body)
+        if end == len(text) and "model" in document:
+            return checked(document["model"]), document.get("stream") is True
+    return _parse_with_care(body)
+
+
+def _scanned(body: bytes | bytearray) -> tuple[str | None, bool]:
+    """As above, of a large body, of which no objects are made."""
     _check_utf8(body)
     found = _scan(body)
     if found.model is None:
@@ -125,19 +139,6 @@ def model_replaced(
         return view[:start], value, view[end:]
     comma = b"" if _EMPTY.match(body, found.start) else b","
     return view[: found.start], b'"model":' + value + comma, view[found.start :]
-
-
-def _parse(body: bytes | bytearray) -> tuple[str | None, bool]:
-    # Where "model" stands once, and no letter of it is escaped (\u006d, ...), the key cannot come twice.
-    if body[:1] == b"{" and body.count(b'"model"') == 1 and b"\\u006" not in body:
-        try:
-            text = body.decode()
-            document, end = _scan_json(text, 0)
-        except (ValueError, RecursionError, StopIteration):
-            return _parse_with_care(body)
-        if end == len(text) and "model" in document:
-            return checked(document["model"]), document.get("stream") is True
-    return _parse_with_care(body)
 
 
 def _parse_with_care(body: bytes | bytearray) -> tuple[str | None, bool]:

@@ -241,7 +241,14 @@ class Exchange:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._let_go()
+        """Gives its connection back, or closes it; any number of times."""
+        upstream, self._upstream = self._upstream, None
+        if upstream is None:
+            return
+        if self._reusable and not self._cut:
+            self._relay.pool.put(self._lease.address, upstream)
+        else:
+            upstream.socket.close()
 
     def sever(self) -> None:
         """Ends whatever this exchange still does; any number of times, also after its end."""
@@ -257,15 +264,6 @@ class Exchange:
             except OSError:
                 pass
 
-    def _let_go(self) -> None:
-        upstream, self._upstream = self._upstream, None
-        if upstream is None:
-            return
-        if self._reusable and not self._cut:
-            self._relay.pool.put(self._lease.address, upstream)
-        else:
-            upstream.socket.close()
-
     # The question
 
     def ask(self, method: str, head: bytes, body: RequestBody, *, upgrade: bool = False) -> http1.Response:
@@ -278,7 +276,7 @@ class Exchange:
         pooled = self._relay.pool.take(self._lease.address)
         data = self._try(pooled, head, body) if pooled else b""
         if not data:
-            self._let_go()
+            self.__exit__()
             data = self._try(self._connect(), head, body)
         if not data:
             raise Unreachable(f"{self._name} closed the connection without an answer.")

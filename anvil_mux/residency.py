@@ -386,13 +386,14 @@ class Residency:
         if ticket.work.infer_type != "prefill":
             self._demand[ticket.model].served(now - since)
         seat.last_used = now
-        if ticket.choice and ticket.model in self._routed:
-            self._routed[ticket.model].ledger.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
+        routed = self._routed.get(ticket.model) if ticket.choice else None
+        if routed:
+            routed.ledger.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
         if self._emit_leases:
             self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
         if self._turns and seat.state == "ready":
             self._fill_places(ticket.model, now)
-        if ticket.choice and not seat.holders and seat.state == "ready" and ticket.model in self._routed:
+        if routed and not seat.holders and seat.state == "ready":
             self._take_back(seat, now)
         deferred, leases = self.deferred, len(seat.holders)
         asked = deferred is not None and (leases < deferred[1].leases or now >= self._plans_hold_until)
