@@ -3,10 +3,12 @@
 Prompts are random words, so that nothing of them is cached. The time to a first token is measured with one
 request at a time; the time for each further one with several requests that stream at once, between the moment
 at which the last of them has begun and the end of the first. What a prompt really has in tokens, the engine's
-``usage`` says, from the first question on.
+``usage`` says, from the first question on; and also how many tokens came in each piece of an answer: several,
+where an engine guesses ahead or was told to send fewer pieces.
 
-What an engine refuses (a prompt longer than its context) or does not do (llama.cpp answers no more at once
-than it has slots) is left out of the profile, and so nothing is promised of it.
+Nothing is promised beyond what was measured. So where an engine refuses a length, which is more than its
+context, the longest that it takes is measured in its place. What it does not do (llama.cpp answers no more at
+once than it has slots) is left out.
 
 The engine is asked through an anvil-mux or directly: both speak the same API. Several replicas behind one
 name would share the requests, so that is an error.
@@ -42,10 +44,21 @@ class Streamed:
     begun: float
     moments: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
+    tokens: int = 0
+    """In the answer; 0: the engine does not say."""
 
     @property
     def first(self) -> float:
         return self.moments[0] - self.begun
+
+    def between_tokens(self, begun: float, ended: float) -> float | None:
+        """Seconds for a further token, from ``begun`` to ``ended`` if most of it came then."""
+        together = [moment for moment in self.moments if begun <= moment <= ended]
+        moments = together if 2 * len(together) > len(self.moments) else self.moments
+        if len(moments) < 2:
+            return None
+        in_each = (self.tokens or len(self.moments)) / len(self.moments)
+        return (moments[-1] - moments[0]) / (len(moments) - 1) / in_each
 
 
 class Refused(BackendError):
@@ -112,12 +125,13 @@ class Profiler:
                     text = response.read(2000).decode("utf-8", "replace")
                     kind = Refused if response.status in (400, 413, 422) else BackendError
                     raise kind(f"{self.model} answered {response.status}: {text}")
-                self._check_backend(response.headers.get("X-Anvil-Backend", "").partition(";")[0])
+                self._check_backend(response.headers.get("X-Anvil-Backend", ""))
                 for event in _events(response):
                     if event.get("choices"):
                         found.moments.append(time.monotonic())
                     if usage := event.get("usage"):
                         found.prompt_tokens = int(usage["prompt_tokens"])
+                        found.tokens = int(usage.get("completion_tokens") or 0)
         except (OSError, http.client.HTTPException) as error:
             raise BackendError(f"{self.model} cannot be measured: {error}") from None
         finally:
@@ -126,8 +140,15 @@ class Profiler:
             raise BackendError(f"{self.model} streamed no token")
         return found
 
-    def _check_backend(self, backend: str) -> None:
-        """``backend``: who answered, where several could have."""
+    def _check_backend(self, told: str) -> None:
+        """``told``: who answered, and why, where several could have."""
+        backend, _, why = told.partition(";")
+        _, in_stages, prefill = why.rpartition("; prefill by ")
+        if in_stages:
+            raise BackendError(
+                f"{prefill} and {backend} share the answers of {self.model}: "
+                "stop one of them, or give the address of one engine with --url"
+            )
         before = self._backend = self._backend or backend
         if backend and backend != before:
             raise BackendError(
@@ -168,14 +189,8 @@ def measure(
     """A profile, as it is written to a file."""
     profiler.warm_up()
     ttft: list[dict[str, Any]] = []
-    for tokens in prompts:
-        try:
-            answers = [profiler.ask(profiler.prompt(tokens), 1) for _ in range(repeat)]
-        except Refused as refusal:
-            if not ttft:
-                raise
-            say(f"prompts of {tokens} tokens and more are left out: {refusal.message}")
-            break
+    for tokens in _taken(profiler, say, prompts, 1):
+        answers = [profiler.ask(profiler.prompt(tokens), 1) for _ in range(repeat)]
         count = round(median([answer.prompt_tokens or tokens for answer in answers]))
         ttft.append({"tokens_num": count, **_figures([answer.first * 1e3 for answer in answers])})
         say(f"first token of {count} tokens: {ttft[-1]['p50']:.1f} ms")
@@ -188,6 +203,38 @@ def measure(
     }
 
 
+def _taken(profiler: Profiler, say: Callable[[str], None], lengths: Sequence[int], output: int) -> list[int]:
+    """Of ``lengths`` those of prompts that the engine takes, and the longest that it does for the others."""
+    taken = sorted(lengths)
+    refused, why = 0, ""
+    while True:
+        try:
+            profiler.ask(profiler.prompt(taken[-1]), output)
+            break
+        except Refused as refusal:
+            if len(taken) == 1:
+                raise
+            refused, why = taken.pop(), refusal.message
+    if refused:
+        longest = _longest(profiler, taken[-1], refused, output)
+        taken += [longest] if longest > taken[-1] else []
+        say(f"prompts of {refused} tokens and more are left out, {taken[-1]} is the most: {why}")
+    return taken
+
+
+def _longest(profiler: Profiler, taken: int, refused: int, output: int) -> int:
+    """Nearly the most tokens that a prompt may have: another of the same length may have a few more."""
+    least = taken
+    while refused - taken > taken // 32:
+        middle = (taken + refused) // 2
+        try:
+            profiler.ask(profiler.prompt(middle), output)
+            taken = middle
+        except Refused:
+            refused = middle
+    return max(least, taken - taken // 64)
+
+
 def _each_batch(
     profiler: Profiler,
     say: Callable[[str], None],
@@ -197,6 +244,7 @@ def _each_batch(
 ) -> list[dict[str, Any]]:
     tpot: list[dict[str, Any]] = []
     slots = profiler.slots()
+    lengths = _taken(profiler, say, lengths, OUTPUT)
     for batch in batches:
         if slots and batch > slots:
             say(f"{batch} at once and more are left out: the engine has {slots} slots")
@@ -220,11 +268,8 @@ def _batch(profiler: Profiler, batch: int, length: int, repeat: int) -> dict[str
         answers = profiler.at_once([profiler.prompt(length) for _ in range(batch)], OUTPUT)
         tokens = round(median([answer.prompt_tokens or length for answer in answers]))
         begun, ended = max(a.moments[0] for a in answers), min(a.moments[-1] for a in answers)
-        for answer in answers:
-            together = [moment for moment in answer.moments if begun <= moment <= ended]
-            moments = together if 2 * len(together) > len(answer.moments) else answer.moments
-            if len(moments) > 1:
-                gaps.append((moments[-1] - moments[0]) / (len(moments) - 1) * 1e3)
+        between = [answer.between_tokens(begun, ended) for answer in answers]
+        gaps += [seconds * 1e3 for seconds in between if seconds is not None]
     if not gaps:
         raise BackendError(
             "the engine streams its answers in one piece: no time between tokens can be measured"

@@ -14,7 +14,7 @@ import pytest
 
 from anvil_mux import cli, pipeline, profile, routing
 from anvil_mux.errors import BackendError
-from anvil_mux.profiler import OUTPUT, Profiler, measure
+from anvil_mux.profiler import OUTPUT, Profiler, Streamed, measure
 from anvil_mux.routing import Memory, Replica, Work
 
 MADE = profile.Profile(
@@ -116,11 +116,15 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(asked)
         tokens = len(asked["prompt"].split()) * self.server.tokens_per_word
-        status = 404 if asked["model"] != "m" else 400 if tokens > self.server.context else 200
-        self.send_response(status)
-        self.send_header(
-            "X-Anvil-Backend", f"{self.server.backends.pop(0)}; why" if self.server.backends else ""
+        status = (
+            404
+            if asked["model"] != "m"
+            else 400
+            if tokens + asked["max_tokens"] > self.server.context
+            else 200
         )
+        self.send_response(status)
+        self.send_header("X-Anvil-Backend", self.server.backends.pop(0) if self.server.backends else "")
         self.end_headers()
         for _ in range(asked["max_tokens"]):
             self.wfile.write(b'data: {"choices": [{"text": "x"}]}\n\n')
@@ -171,7 +175,7 @@ def test_a_measured_profile_can_be_read_and_has_the_engines_own_counts(engine: E
     assert made.chunk == 400
     assert len(said) == 4
     prompts = [asked["prompt"] for asked in engine.asked]
-    assert len(set(prompts)) == len(prompts) == 1 + 4 + 2 + 6
+    assert len(set(prompts)) == len(prompts) == 1 + (1 + 4) + (1 + 2 + 6)
 
 
 @pytest.mark.parametrize("tokens_per_word", [1, 4])
@@ -185,28 +189,53 @@ def test_prompts_have_the_length_that_was_asked_for_whatever_the_tokenizer(
     assert [row["tokens_num"] for row in found["ttft"]["results"]] == [128, 2048]
 
 
-def test_what_the_engine_has_no_context_for_is_left_out(engine: Engine) -> None:
-    engine.context, said = 300, []
+def test_of_what_the_engine_has_no_context_for_the_longest_that_it_has_is_measured(engine: Engine) -> None:
+    engine.context, said = 2048, []
     found = measure(
         Profiler(engine.url, "m"),
         said.append,
-        prompts=(100, 300, 301),
+        prompts=(128, 512, 2048, 8192),
         batches=(1, 2),
-        lengths=(200, 400, 800),
+        lengths=(128, 2048, 8192),
         repeat=1,
     )
-    assert [row["tokens_num"] for row in found["ttft"]["results"]] == [100, 300]
-    points = [(row["batch_size"], row["tokens_per_request"]) for row in found["tpot"]["results"]]
-    assert points == [(1, 200 + OUTPUT // 2), (2, 200 + OUTPUT // 2)]
-    assert sum("left out: m answered 400" in line for line in said) == 3
+    prompts = [row["tokens_num"] for row in found["ttft"]["results"]]
+    assert prompts[:2] == [128, 512]
+    assert 0.95 * 2048 < prompts[2] <= 2047
+    each = [(row["batch_size"], row["tokens_per_request"] - OUTPUT // 2) for row in found["tpot"]["results"]]
+    assert [batch for batch, _ in each] == [1, 1, 2, 2]
+    assert 0.95 * (2048 - OUTPUT) < each[1][1] == each[3][1] <= 2048 - OUTPUT
+    made = profile.read(json.dumps(found))
+    assert math.isfinite(made.next_token(2, 1900))
+    assert math.isinf(made.next_token(2, 2049))
+    assert sum("tokens and more are left out" in line for line in said) == 2
+
+
+def test_a_longest_that_was_asked_for_anyway_is_measured_once(engine: Engine) -> None:
+    engine.context = 251
+    found = measure(
+        Profiler(engine.url, "m"), print, prompts=(100, 248, 255), batches=(1,), lengths=(200, 206), repeat=1
+    )
+    assert [row["tokens_num"] for row in found["ttft"]["results"]] == [100, 248]
+    assert [row["tokens_per_request"] - OUTPUT // 2 for row in found["tpot"]["results"]] == [200]
 
 
 def test_an_engine_that_has_no_context_for_any_of_it_is_quoted(engine: Engine) -> None:
     engine.context = 70
     with pytest.raises(BackendError, match="m answered 400"):
         measure(Profiler(engine.url, "m"), print, prompts=(100,))
-    with pytest.raises(BackendError, match="m could not be asked so many at once, or of such lengths"):
+    with pytest.raises(BackendError, match="m answered 400"):
         measure(Profiler(engine.url, "m"), print, prompts=(50,), batches=(1,), lengths=(100,))
+
+
+def test_several_tokens_in_a_piece_are_so_many_tokens() -> None:
+    """As vLLM sends them with --stream-interval, and every engine that guesses ahead."""
+    moments = [10.0, 10.4, 10.8, 11.2]
+    one, four = Streamed(9.0, moments, tokens=4), Streamed(9.0, moments, tokens=16)
+    assert one.between_tokens(10.0, 11.2) == pytest.approx(0.4)
+    assert four.between_tokens(10.0, 11.2) == pytest.approx(0.1)
+    assert Streamed(9.0, moments).between_tokens(10.0, 11.2) == pytest.approx(0.4)
+    assert Streamed(9.0, moments[:1]).between_tokens(10.0, 11.2) is None
 
 
 def test_more_than_the_engine_answers_at_once_is_left_out(engine: Engine) -> None:
@@ -228,8 +257,14 @@ def test_an_engine_that_does_not_say_how_much_it_answers_at_once_is_tried(
 
 
 def test_two_replicas_are_not_measured_as_one(engine: Engine) -> None:
-    engine.backends = ["a", "a", "b"]
+    engine.backends = ["a; why", "a; why", "b; why"]
     with pytest.raises(BackendError, match="a and b both answer for m: stop all but one"):
+        measure(Profiler(engine.url, "m"), print, prompts=(100,), batches=(1,), lengths=(64,))
+
+
+def test_two_that_share_an_answer_are_not_measured_as_one(engine: Engine) -> None:
+    engine.backends = ["a; slo_adaptive: predicted_tpot 3; prefill by b"]
+    with pytest.raises(BackendError, match="b and a share the answers of m: stop one of them"):
         measure(Profiler(engine.url, "m"), print, prompts=(100,), batches=(1,), lengths=(64,))
 
 
