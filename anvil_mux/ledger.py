@@ -12,8 +12,10 @@ has answered, and to the other, which is given it, as if all of it were cached t
 Requests are identities held in a dict, never counts, so an end that comes twice, or after the replica was
 forgotten, changes nothing, and all counts are 0 when nobody is left.
 
-In the mode full an engine's own figures are merged in (``observe``): of requests, which may also be those of
-others, what it says and what was sent to it since; of its cache the larger of both. Tokens no engine says.
+In the mode full an engine's own figures are merged in (``observe``). Of requests those are added that are not
+ours: what it says, less ours that it had then, whether they are there still or ended since. Which of ours it
+answers we know better: to an engine a prompt that it computes runs, too. Of its cache the larger of both
+counts. Tokens no engine says.
 
 Several anvil-mux that share engines tell each other what they have there (``reports``, ``hear``; store.py).
 What others have counts like our own, a moment late; of what an engine says the latest, whoever heard it.
@@ -110,9 +112,14 @@ class _Account:
     load: Load | None = None
     heard: float | None = None
     """When its engine last said something of itself, or else when it was first looked at."""
+    ended: int = 0
+    """Requests that it had then, and that are over since."""
 
     def __post_init__(self) -> None:
         self.kv_tokens = self.kv_tokens or self.member.kv_tokens or KV_TOKENS
+
+    def says(self, load: Load, at: float) -> None:
+        self.load, self.heard, self.ended = load, at, 0
 
 
 class Ledger:
@@ -149,8 +156,7 @@ class Ledger:
 
     def observe(self, backend: str, load: Load, now: float) -> None:
         """Its engine said this of itself."""
-        account = self._accounts[backend]
-        account.load, account.heard = load, now
+        self._accounts[backend].says(load, now)
 
     def reports(self, now: float) -> dict[str, Report]:
         """What others are told."""
@@ -183,7 +189,7 @@ class Ledger:
             for report in reports:
                 at = now - report.age_seconds
                 if report.load and (account.load is None or account.heard is None or at > account.heard):
-                    account.load, account.heard = report.load, at
+                    account.says(report.load, at)
 
     def view(
         self, work: Work, among: Sequence[str], failed: Sequence[str] = (), now: float = 0.0
@@ -197,7 +203,7 @@ class Ledger:
         return replicas
 
     def _observed(self, ours: Replica, now: float) -> Replica:
-        """With what its engine says, and what was sent to it since."""
+        """With what its engine says."""
         account = self._accounts[ours.backend]
         if account.heard is None:
             account.heard = now
@@ -205,13 +211,14 @@ class Ledger:
         ours = ours._replace(age_seconds=now - since)
         if account.load is None:
             return ours
-        sent = sum([entry.since > since for entry in account.entries.values()])
         running, waiting, usage = account.load
-        requests = max(running + waiting + sent, ours.num_requests)
+        known = account.ended + sum([entry.since <= since for entry in account.entries.values()])
+        foreign = max(running + waiting - known - account.others.num_requests, 0)
+        answered = min(foreign, running)
         return ours._replace(
-            num_requests=requests,
-            num_waiting_requests=waiting + sent,
-            decode_batch=max(ours.decode_batch, running),
+            num_requests=ours.num_requests + foreign,
+            num_waiting_requests=ours.num_waiting_requests + foreign - answered,
+            decode_batch=ours.decode_batch + answered,
             kv_usage=usage,
         )
 
@@ -355,6 +362,7 @@ class Ledger:
         if account is None or entry is None:
             return
         del account.entries[key], self._where[key]
+        account.ended += account.heard is not None and entry.since <= account.heard
         account.num_tokens -= entry.work.tokens
         if entry.answering:
             account.decode_tokens -= entry.work.tokens

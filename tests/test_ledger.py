@@ -317,6 +317,25 @@ def test_what_an_engine_says_is_merged_with_what_was_sent_since() -> None:
     assert kv_cache_usage_ratio_projected(SHORT, seen) == 0.7
 
 
+def test_what_an_engine_says_of_our_own_requests_is_no_news() -> None:
+    """A prompt that it computes is no answer under way, and what ended is not there because it was."""
+    made = full()
+    made.choose(1, SHORT, ("a",), now=0.0)
+    made.observe("a", Load(running=1, waiting=0), 1.0)
+    seen = made.view(SHORT, ("a",), now=1.5)[0]
+    assert (seen.num_requests, seen.num_waiting_requests, seen.decode_batch) == (1, 1, 0)
+    made.first_byte(1)
+    assert made.view(SHORT, ("a",), now=1.5)[0].decode_batch == 1
+    made.choose(2, SHORT, ("a",), now=1.6)
+    made.ended(2)  # it came and went unseen
+    made.ended(1)
+    seen = made.view(SHORT, ("a",), now=1.7)[0]
+    assert (seen.num_requests, seen.decode_batch) == (0, 0)
+    made.observe("a", Load(running=1, waiting=0), 2.0)  # somebody else's
+    seen = made.view(SHORT, ("a",), now=2.0)[0]
+    assert (seen.num_requests, seen.decode_batch) == (1, 1)
+
+
 def test_in_the_mode_lite_nobody_is_stale_and_in_full_whoever_is_silent() -> None:
     lite, strict = ledger("load_balance"), full("load_balance")
     for made in (lite, strict):
