@@ -39,15 +39,17 @@ class Replicas:
         return bool(free)
 
     def lacking(self, now: float) -> list[Seat]:
-        """One backend of each stage that none is loaded of, if it may be loaded."""
+        """If they may be loaded, one of each stage that none loaded takes; a second, if one takes both."""
         if not self._staged:
             return []
         loaded = [seat for seat in self._seats.values() if seat.state != "empty"]
-        able = [seat for seat in self._seats.values() if seat.retry_at <= now]
-        found = []
+        able = [seat for seat in self._seats.values() if seat.state == "empty" and seat.retry_at <= now]
+        found: list[Seat] = []
         for stage in STAGES:
             if not any(_takes(seat, stage) for seat in loaded):
                 found += [seat for seat in able if _takes(seat, stage) and seat not in found][-1:]
+        if sum([_is_staged(seat) for seat in (*loaded, *found)]) == 1:
+            found += [seat for seat in able if _is_staged(seat) and seat not in found][-1:]
         return found
 
     def route(self, ready: list[Seat], ticket: Ticket, now: float) -> tuple[Seat | None, Seat | None]:
@@ -63,8 +65,15 @@ class Replicas:
     def explain(self, work: Work, now: float, *, staged: bool) -> dict[str, list[dict[str, Any]]]:
         """Stage -> what would be made of each replica, were this request to come now; nothing is changed."""
         ready = self._ready()
-        stages = self._stages(ready, staged=staged) if ready else {"neutral": []}
-        return {kind: self._explain(work, kind, among, now) for kind, among in stages.items()}
+        of = self._stages(ready, staged=staged) if ready else {"neutral": []}
+        if "decode" not in of:
+            return {"neutral": self._explain(work, "neutral", of["neutral"], now)}
+        decode = self._explain(work._replace(session="", stream=False), "decode", of["decode"], now)
+        writes = [self._seats[row["backend"]] for row in decode if row["chosen"]]
+        others = [seat for seat in of["prefill"] if seat not in writes]
+        if writes and writes[0] in of["prefill"] and all(seat.full for seat in others):
+            return {"neutral": self._explain(work, "neutral", writes, now)}
+        return {"prefill": self._explain(work, "prefill", others, now), "decode": decode}
 
     def take_back(self, idle: Seat) -> Iterator[tuple[Ticket, Seat]]:
         """Requests that wait behind others, would be better off at ``idle``, and are no longer charged."""
@@ -132,11 +141,16 @@ class Replicas:
         told = {row["backend"] for row in rows}
         for seat in self._seats.values():
             if seat.name not in told:
-                why = seat.state
-                if why == "ready":
-                    why = "full" if seat in among else "infer_type"
+                why = seat.state if seat.state != "ready" else self._left_out(seat, kind)
                 rows.append({"backend": seat.name, "chosen": False, "removed_by": why, "metrics": {}})
         return rows
+
+    def _left_out(self, seat: Seat, kind: str) -> str:
+        """Why one that is ready is none of those among whom a stage is placed."""
+        able = seat.backend.infer_type != "prefill" if kind == "neutral" else _takes(seat, kind)
+        if not able:
+            return "infer_type"
+        return "full" if seat.full else "decode"
 
     def _failed(self, now: float) -> list[str]:
         """Those that could not be stopped, or loaded lately."""
@@ -145,6 +159,10 @@ class Replicas:
 
 def _takes(seat: Seat, stage: str) -> bool:
     return seat.backend.infer_type in (stage, EITHER)
+
+
+def _is_staged(seat: Seat) -> bool:
+    return seat.backend.infer_type in (*STAGES, EITHER)
 
 
 def _ledger(seats: list[Seat], config: Config) -> Ledger:

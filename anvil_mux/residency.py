@@ -300,7 +300,7 @@ class Residency:
             seat = self._route(ready, ticket, now) if routed else ready[0]
             if seat is None:
                 self._fail(ticket, nobody_takes(ticket.model), now)
-                return False
+                return self._complete(ticket.model, now)
             if not seat.holders:
                 demand.returned(now - seat.used)
             self._lease(seat, ticket, now)

@@ -1431,6 +1431,56 @@ def test_the_only_backend_that_has_a_place_does_all_of_a_request():
     assert list(engines.island.core.lines["m"]) == [ticket]
 
 
+def told(engines):
+    """Stage -> what is told of each backend if a request's stages are explained."""
+    found = engines.island.core.explain("m", Work(tokens=1000), 1.0, staged=True)
+    return {stage: {row["backend"]: row["removed_by"] for row in rows} for stage, rows in found.items()}
+
+
+def test_what_is_told_of_the_stages_is_what_a_request_would_get():
+    engines = Either(2)
+    assert told(engines) == {
+        "prefill": {"e0": "decode", "e1": ""},
+        "decode": {"e0": "", "e1": "adaptive_decode"},
+    }
+    assert engines.ask()[1] == ("e1", "e0")
+    engines.island.core.died("e1", 1.0, "killed")
+    assert told(engines) == {"neutral": {"e0": "", "e1": "empty"}}
+
+
+def test_of_two_the_one_with_a_place_is_told_to_do_all_of_a_request():
+    engines = Either(2, concurrency=1)
+    assert engines.ask()[1] == ("e1", "e0")
+    assert told(engines) == {"neutral": {"e0": "full", "e1": ""}}
+    assert engines.ask()[1] == (None, "e1")
+
+
+def test_one_that_died_is_loaded_again_once_its_model_is_asked_so_that_there_are_two():
+    engines = Either(3)
+    core = engines.island.core
+    core.died("e1", 1.0, "killed")
+    core.request(Ticket(90, "m", 1.0), 1.0)
+    assert engines.island.steps(1.0) == []  # two are left
+    core.died("e0", 1.0, "killed")
+    assert core.request(Ticket(91, "m", 2.0), 2.0)
+    assert engines.island.steps(2.0) == ["start e1"]
+    assert engines.island.log[-1].reason == "errand: the other stage is there"
+    core.request(Ticket(92, "m", 3.0), 3.0)
+    assert engines.island.steps(3.0) == []
+    engines.island.sound()
+
+
+def test_one_that_died_is_loaded_again_also_if_the_other_may_take_no_more():
+    engines = Either(2)
+    for _ in range(4):
+        engines.ask()
+    engines.island.core.died("e1", 1.0, "killed")
+    ticket = Ticket(90, "m", 2.0, work=Work(tokens=1000))
+    assert engines.island.core.request(ticket, 2.0)
+    assert isinstance(ticket.error, Overloaded)
+    assert engines.island.steps(2.0) == ["start e1"]
+
+
 # Settings per model: idle time-outs
 
 
