@@ -235,15 +235,29 @@ def why(given: argparse.Namespace) -> int:
 def _print_explained(stage: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Each replica, the step of the policy that removes it, and what the metrics say of it."""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    read = any("engine" in row for row in rows)
     shown = [
         (
             row["backend"],
             "chosen" if row["chosen"] else row["removed_by"],
             *[_number(row["metrics"].get(name)) for name in names],
+            *([_of_engine(row.get("engine"))] if read else []),
         )
         for row in rows
     ]
-    print_table(("REPLICA" if stage == "neutral" else stage.upper(), "REMOVED BY", *names), shown)
+    head = ("REPLICA" if stage == "neutral" else stage.upper(), "REMOVED BY", *names)
+    print_table((*head, "ITS ENGINE") if read else head, shown)
+
+
+def _of_engine(said: Mapping[str, Any] | None) -> str:
+    """What it said of itself, and when."""
+    if not said:
+        return ""
+    age = f"{said['age_seconds']:g} s"
+    if said["running"] is None:
+        return f"nothing for {age}"
+    full = "" if said["kv_usage"] is None else f", cache {said['kv_usage']:.1%} full"
+    return f"{said['running']} run, {said['waiting']} wait{full}, {age} ago"
 
 
 def _number(value: float | None) -> str:

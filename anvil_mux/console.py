@@ -219,7 +219,7 @@ def _request(served: Served) -> Picture:
     }
 
 
-_FLEETING = re.compile(r"now|since|(uptime|state|idle|unload|oldest_wait|retry)_seconds")
+_FLEETING = re.compile(r"now|since|(age|uptime|state|idle|unload|oldest_wait|retry)_seconds")
 
 
 def _lasting(picture: Any) -> Any:

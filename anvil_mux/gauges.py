@@ -37,6 +37,18 @@ def of_models(status: Status) -> Iterator[Metric]:
     backends = [backend for model in models for backend in model.backends]
     states = {(b.backend, state): float(b.state == state) for b in backends for state in STATES}
     yield _gauge("anvil_backend_state", "1 for the state that the backend is in.", "backend state", states)
+    said = {b.backend: b.engine for b in backends if b.engine}
+    loads = {name: each.load for name, each in said.items() if each.load}
+    requests: Samples = {(name, "running"): float(load.running) for name, load in loads.items()}
+    requests |= {(name, "waiting"): float(load.waiting) for name, load in loads.items()}
+    text = "Requests at the engine, as it says itself."
+    yield _gauge("anvil_engine_requests", text, "backend state", requests)
+    usage: Samples = {(name,): load.usage for name, load in loads.items() if load.usage is not None}
+    text = "How full the engine's cache is, as it says itself."
+    yield _gauge("anvil_engine_cache_usage_ratio", text, "backend", usage)
+    ages: Samples = {(name,): each.age_seconds for name, each in said.items()}
+    text = "How long ago the engine last said something of itself."
+    yield _gauge("anvil_engine_figures_age_seconds", text, "backend", ages)
 
 
 def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from anvil_mux import ledger
 from anvil_mux.gpu import Stranger
 from anvil_mux.lookout import Seen
 from anvil_mux.progress import Progress
@@ -65,6 +66,7 @@ def _backend_state(backend: BackendState) -> dict[str, object]:
         "retry_seconds": _rounded(backend.retry_seconds),
         "error": backend.error or None,
         "log": list(backend.log),
+        "engine": ledger.told(backend.engine),
     }
 
 

@@ -63,6 +63,15 @@ class Load(NamedTuple):
     """How full its cache is, from 0 to 1; None: it does not say."""
 
 
+class Said(NamedTuple):
+    """What an engine said of itself last, in the mode full."""
+
+    load: Load | None
+    """None: nothing yet."""
+    age_seconds: float
+    """Since then, or since it was first looked at."""
+
+
 class Report(NamedTuple):
     """What one anvil-mux has at a replica, and what it last heard of its engine."""
 
@@ -157,6 +166,11 @@ class Ledger:
     def observe(self, backend: str, load: Load, now: float) -> None:
         """Its engine said this of itself."""
         self._accounts[backend].says(load, now)
+
+    def said(self, backend: str, now: float) -> Said | None:
+        """What its engine said last; None where engines are not read, or this one was not yet."""
+        account = self._accounts[backend]
+        return Said(account.load, now - account.heard) if self._full and account.heard is not None else None
 
     def reports(self, now: float) -> dict[str, Report]:
         """What others are told."""
@@ -275,7 +289,11 @@ class Ledger:
         self, work: Work, among: Sequence[str], failed: Sequence[str] = (), now: float = 0.0
     ) -> list[dict[str, Any]]:
         """What ``choose`` would go by; nothing is changed."""
-        return explain(self.routing, work, self.view(work, among, failed, now), self._memory)
+        rows = explain(self.routing, work, self.view(work, among, failed, now), self._memory)
+        if self._full:
+            for row in rows:
+                row["engine"] = told(self.said(row["backend"], now))
+        return rows
 
     def left_waiting(self, backend: str, among: Sequence[str], now: float) -> list[Hashable]:
         """Requests that it does not answer, if the policy takes it for stale and has another for them."""
@@ -427,6 +445,19 @@ class Ledger:
             return None, None
         account = self._accounts[backend]
         return account, account.entries[key]
+
+
+def told(said: Said | None) -> dict[str, Any] | None:
+    """As JSON has it."""
+    if said is None:
+        return None
+    running, waiting, usage = said.load or (None, None, None)
+    return {
+        "running": running,
+        "waiting": waiting,
+        "kv_usage": usage,
+        "age_seconds": round(said.age_seconds, 1),
+    }
 
 
 def _with(replica: Replica, work: Work, hit_tokens: int) -> Replica:

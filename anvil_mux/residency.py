@@ -67,7 +67,7 @@ from anvil_mux.errors import (
 from anvil_mux.events import ERRAND, NO_ROOM, TRANSITIONS, Event
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at, rungs
-from anvil_mux.ledger import Load, Report
+from anvil_mux.ledger import Load, Report, Said
 from anvil_mux.placement import HOLDING, Placement, Seat
 from anvil_mux.policy import (
     FOREVER,
@@ -351,6 +351,11 @@ class Residency:
         routed = self._routed.get(self.seats[backend].model)
         if routed:
             routed.ledger.observe(backend, load, now)
+
+    def said(self, backend: str, now: float) -> Said | None:
+        """What the engine of a replica said of itself last, in the mode full."""
+        routed = self._routed.get(self.seats[backend].model)
+        return routed.ledger.said(backend, now) if routed else None
 
     def silent(self, backend: str, now: float) -> None:
         """The engine of a replica says nothing of itself: when it is stale, who waits there leaves."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from anvil_mux.config import Gpu
 from anvil_mux.footprint import Footprints
+from anvil_mux.ledger import Said
 from anvil_mux.placement import HOLDING, Seat
 from anvil_mux.policy import FOREVER
 from anvil_mux.progress import Progress
@@ -40,6 +41,8 @@ class BackendState:
     error: str
     log: tuple[str, ...]
     """The engine's last lines, if its load failed or it died."""
+    engine: Said | None = None
+    """What its engine said of itself last, where engines are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,10 @@ def model_state(
         draining_target=target,
         drain_seconds_left=max(until - now, 0.0),
         deferred=_deferral(residency, model, now),
-        backends=tuple(_backend_state(each, now, footprints.held(each.name)) for each in seats),
+        backends=tuple(
+            _backend_state(each, now, footprints.held(each.name), residency.said(each.name, now))
+            for each in seats
+        ),
     )
 
 
@@ -152,7 +158,7 @@ def _deferral(residency: Residency, model: str, now: float) -> Deferral | None:
     return Deferral(max(stay.until - now, 0.0), stay.reason)
 
 
-def _backend_state(seat: Seat, now: float, measured: Mapping[str, int]) -> BackendState:
+def _backend_state(seat: Seat, now: float, measured: Mapping[str, int], said: Said | None) -> BackendState:
     idle = seat.state == "ready" and not seat.holders
     unload_at = idle_until(seat)
     takes = measured or ({} if seat.whole else seat.holds)
@@ -170,6 +176,7 @@ def _backend_state(seat: Seat, now: float, measured: Mapping[str, int]) -> Backe
         retry_seconds=max(seat.retry_at - now, 0.0),
         error=seat.error,
         log=seat.log,
+        engine=said if seat.state == "ready" else None,
     )
 
 

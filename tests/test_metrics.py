@@ -16,6 +16,7 @@ from anvil_mux.footprint import Footprint
 from anvil_mux.gauges import STATES
 from anvil_mux.gpu import Stranger
 from anvil_mux.layout import CHANGED
+from anvil_mux.ledger import Load, Said
 from anvil_mux.lookout import Seen
 from anvil_mux.metrics import BUCKETS, OTHER, TOKENS, Metrics, Phase, _deferral
 from anvil_mux.policy import POLICIES
@@ -505,6 +506,26 @@ def test_each_backend_has_a_state_of_its_own() -> None:
     for name, state in (("a-0", "ready"), ("a-1", "stuck")):
         shown = {each: value(seen, "anvil_backend_state", backend=name, state=each) for each in STATES}
         assert shown == {**dict.fromkeys(STATES, 0.0), state: 1.0}
+
+
+def test_what_engines_say_of_themselves_is_shown_with_its_age() -> None:
+    def backend(name: str, said: Said | None) -> BackendState:
+        return BackendState(
+            name, "ready", None, ("0",), 0, "", None, None, None, None, 0.0, "", (), engine=said
+        )
+
+    engines = {"a": Said(Load(3, 2, 0.25), 0.5), "b": Said(Load(1, 0), 70.0), "c": Said(None, 9.0), "d": None}
+    backends = tuple(backend(name, said) for name, said in engines.items())
+    model = ModelState("a", "ready", "a", ("0",), (), 0, 0, "", None, backends=backends)
+    seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
+
+    def shown(name: str, **labels: str) -> list[float | None]:
+        return [value(seen, name, backend=each, **labels) for each in engines]
+
+    assert shown("anvil_engine_requests", state="running") == [3.0, 1.0, None, None]
+    assert shown("anvil_engine_requests", state="waiting") == [2.0, 0.0, None, None]
+    assert shown("anvil_engine_cache_usage_ratio") == [0.25, None, None, None]
+    assert shown("anvil_engine_figures_age_seconds") == [0.5, 70.0, 9.0, None]
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,33 @@ def test_the_command_why_shows_it_as_a_table(rig: Rig, capsys: pytest.CaptureFix
     assert capsys.readouterr().out.splitlines() == [sentence]
 
 
+def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys: pytest.CaptureFixture[str]) -> None:
+    rig = fleet("num_requests", routing_mode="full")
+    try:
+        rig.mux.observed("a", Load(running=3, waiting=1, usage=0.5))
+        a, b = explained(rig)["stages"]["neutral"]
+        assert b["engine"]["running"] is None
+        assert (a["removed_by"], a["metrics"]) == ("metric", {"num_requests": 4})
+        backends = json.loads(rig.client().get(b"/healthz").body)["models"]["m"]["backends"]
+        for said in a["engine"], backends["a"]["engine"]:
+            assert said.pop("age_seconds") >= 0.0
+            assert said == {"running": 3, "waiting": 1, "kv_usage": 0.5}
+        assert main(["why", "m", "--explain", "--url", f"http://127.0.0.1:{rig.address[1]}"]) == 0
+        _, head, *lines = capsys.readouterr().out.splitlines()
+        assert head.endswith("ITS ENGINE")
+        assert re.search(r"3 run, 1 wait, cache 50.0% full, \S+ s ago$", lines[0])
+        assert re.search(r"nothing for \S+ s$", lines[1])
+    finally:
+        rig.close()
+
+
+def test_without_the_mode_full_nothing_is_told_of_engines(rig: Rig) -> None:
+    rig.mux.observed("a", Load(running=3, waiting=1))
+    assert "engine" not in explained(rig)["stages"]["neutral"][0]
+    backends = json.loads(rig.client().get(b"/healthz").body)["models"]["m"]["backends"]
+    assert backends["a"]["engine"] is None
+
+
 def test_a_request_goes_where_less_is_waiting(rig: Rig) -> None:
     first, second = ask(rig), rig.engine.next()
     assert answered(ask(rig), rig.other.next())[:1] == b"b"
