@@ -4,6 +4,9 @@ further token by how many requests are answered at once and how long they are.
 ``anvil-mux profile`` measures and writes such a file, in the form of Llumnix's profiles; routing predicts
 with it. Between what was measured lines are drawn; what is less than all of it takes as long as the least. Of
 what is more nothing is said (infinity): an engine never seen with so many requests may do anything.
+
+More never takes less: where it was measured so, that is noise, and it takes as long as less does. Whoever
+looks for the fullest engine would find an empty one otherwise.
 """
 
 from __future__ import annotations
@@ -79,8 +82,11 @@ def read(text: str) -> Profile:
     chunk = about.get("max_num_batched_tokens", CHUNK) if isinstance(about, dict) else CHUNK
     if not isinstance(chunk, int) or chunk < 1:
         raise ValueError("metadata.max_num_batched_tokens must be a whole number of at least 1")
-    batches = [(int(size), _line(points, "tpot")) for size, points in sorted(tpot.items())]
-    return Profile(_line([(0.0, 0.0), *ttft], "ttft"), tuple(batches), chunk)
+    batches: list[tuple[int, Line]] = []
+    for size, points in sorted(tpot.items()):
+        fewer = [line for _, line in batches]
+        batches.append((int(size), _rising(_line(points, "tpot"), fewer)))
+    return Profile(_rising(_line([(0.0, 0.0), *ttft], "ttft")), tuple(batches), chunk)
 
 
 def _rows(found: Any, part: str) -> list[dict[str, Any]]:
@@ -103,3 +109,12 @@ def _line(points: Sequence[tuple[float, float]], part: str) -> Line:
     if len({x for x, _ in line}) < len(line):
         raise ValueError(f"{part}.results holds two measurements of the same point")
     return line
+
+
+def _rising(line: Line, least: Sequence[Line] = ()) -> Line:
+    """``line``, nowhere lower than further left, nor than any of ``least`` where that says something."""
+    found: list[tuple[float, float]] = []
+    for x, y in line:
+        others = [height for each in least if math.isfinite(height := _on(each, x))]
+        found.append((x, max([y, *others, *[before for _, before in found[-1:]]])))
+    return tuple(found)

@@ -493,8 +493,9 @@ def adaptive_decode(
 ) -> Pick:
     """The fullest below `threshold`, of those that only decode if there are any; else the emptiest of all."""
 
-    def order(replica: Replica) -> tuple[float, float, int]:
-        return by.rank(work, replica), -ties.rank(work, replica), -seen.memory.picked.get(replica.backend, 0)
+    def order(replica: Replica) -> tuple[float, int, float, int]:
+        picked = seen.memory.picked.get(replica.backend, 0)
+        return by.rank(work, replica), replica.decode_batch, -ties.rank(work, replica), -picked
 
     fits = [replica for replica in left if by.rank(work, replica) < threshold]
     if not fits:

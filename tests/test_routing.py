@@ -393,6 +393,14 @@ def test_answers_are_packed_where_most_are_that_still_keep_their_time() -> None:
     assert stage("decode", idle, full) == "idle"
 
 
+def test_answers_are_packed_also_if_as_many_take_no_longer_than_one() -> None:
+    flat = SPEED._replace(tpot=((1, ((0.0, 10.0), (8192.0, 10.0))), (4, ((0.0, 10.0), (8192.0, 10.0)))))
+    idle, some = (
+        replica._replace(profile=flat) for replica in (either("idle"), either("some", decode_batch=2))
+    )
+    assert stage("decode", idle, some) == "some"
+
+
 def test_one_that_only_decodes_gets_answers_before_one_that_could_compute_prompts() -> None:
     reserved, packed = either("reserved", infer_type="decode"), either("packed", decode_batch=2)
     assert stage("decode", reserved, packed) == "reserved"
