@@ -270,8 +270,8 @@ class _Count:
 
     def whole(self, body: bytes, now: float) -> bytes:
         count = document(body).get("count")
-        if not isinstance(count, int):
-            raise BackendError("The engine's answer has no count of tokens.")
+        if not isinstance(count, int):  # llama.cpp's takes text only
+            raise BadRequest("this engine cannot count the tokens of messages", status=501)
         return written({"input_tokens": count})
 
     def feed(self, data: bytes, now: float) -> bytes:

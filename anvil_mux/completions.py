@@ -6,8 +6,9 @@ stream of events; ``parts_of`` and ``Parts`` read both into the same few parts, 
 (ollama.py, anthropic.py) says them in its own words.
 
 Engines differ in small things, all of which are taken: reasoning is called ``reasoning_content`` or
-``reasoning``, a call of a tool may come at once or in fragments, and some say ``stop`` where they mean
-``tool_calls``. A stream that ends without a reason to end has broken off, whatever its framing says.
+``reasoning``, a call of a tool may come at once or in fragments, some say ``stop`` where they mean
+``tool_calls``, and llama.cpp tells what it measured (``timings``). A stream that ends without a reason to end
+has broken off, whatever its framing says.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class Ending:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
+    prompt_seconds: float | None = None
+    completion_seconds: float | None = None
 
 
 class Answer(Protocol):
@@ -188,7 +191,7 @@ def parts_of(body: bytes) -> tuple[list[Part], Ending]:
         parts.append(_tool_begin(call, index))
         parts.append(ToolArguments(_arguments(call)))
     called = any(isinstance(part, ToolBegin) for part in parts)
-    return parts, _ending(choice, found.get("usage"), called=called)
+    return parts, _ending(choice, found.get("usage"), found.get("timings"), called=called)
 
 
 # Streams
@@ -200,6 +203,7 @@ class Parts:
     def __init__(self) -> None:
         self._held = b""
         self._usage: object = None
+        self._timings: object = None
         self._last: dict[str, Any] | None = None
         """The choice that said why the answer ended."""
         self._tool: object = None
@@ -218,13 +222,14 @@ class Parts:
         """Why the answer ended."""
         if self._last is None:
             raise BackendError("The engine broke off its answer.")
-        return _ending(self._last, self._usage, called=self._tool is not None)
+        return _ending(self._last, self._usage, self._timings, called=self._tool is not None)
 
     def _event(self, data: bytes) -> Iterator[Part]:
         if data in (b"", b"[DONE]"):
             return
         chunk = document(data)
         self._usage = chunk.get("usage") or self._usage
+        self._timings = chunk.get("timings") or self._timings
         choice = _choice(chunk)
         if choice is None:
             return
@@ -275,7 +280,7 @@ def _arguments(call: dict[str, Any]) -> str:
     return given if isinstance(given, str) else "" if given is None else json.dumps(given)
 
 
-def _ending(choice: dict[str, Any], usage: object, *, called: bool) -> Ending:
+def _ending(choice: dict[str, Any], usage: object, timings: object, *, called: bool) -> Ending:
     reason = str(choice.get("finish_reason") or "stop")
     sequence = choice.get("stop_reason")  # vLLM: what of `stop` it was
     counts = usage if isinstance(usage, dict) else {}
@@ -286,7 +291,14 @@ def _ending(choice: dict[str, Any], usage: object, *, called: bool) -> Ending:
         counts.get("prompt_tokens"),
         counts.get("completion_tokens"),
         details.get("cached_tokens") if isinstance(details, dict) else None,
+        *(_seconds(timings, key) for key in ("prompt_ms", "predicted_ms")),
     )
+
+
+def _seconds(timings: object, key: str) -> float | None:
+    """What llama.cpp measured."""
+    found = timings.get(key) if isinstance(timings, dict) else None
+    return found / 1000 if isinstance(found, (int, float)) else None
 
 
 def _raise_error(found: dict[str, Any]) -> None:

@@ -170,12 +170,13 @@ def _thinking(given: object) -> dict[str, Any]:
 
 
 def _content(said: str, images: object) -> str | list[dict[str, Any]]:
+    """Images stand before the text, as Ollama puts them: models have learned to read them in an order."""
     if not images:
         return said
     if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
         raise BadRequest("`images` must be a list of images in base64", param="images")
-    parts: list[dict[str, Any]] = [{"type": "text", "text": said}] if said else []
-    return parts + [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
+    shown = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
+    return [*shown, *([{"type": "text", "text": said}] if said else [])]
 
 
 def _data_url(image: str) -> str:
@@ -312,14 +313,19 @@ class _Spoken(_Words):
         ]
 
     def _end(self, ending: Ending, now: float) -> dict[str, Any]:
-        asked, first = self._began, self._first or self._began
+        """Durations as the engine measured them, or else by when its bytes came."""
+        prompt, said = ending.prompt_seconds, ending.completion_seconds
+        if prompt is None and self._first is not None:
+            prompt = self._first - self._began
+        if said is None:
+            said = now - (self._first or self._began)
         told = {
             "done_reason": "length" if ending.reason == "length" else "stop",
             **self._durations(now),
             "prompt_eval_count": ending.prompt_tokens,
-            "prompt_eval_duration": _ns(first - asked),
+            "prompt_eval_duration": None if prompt is None else _ns(prompt),
             "eval_count": ending.completion_tokens,
-            "eval_duration": _ns(now - first),
+            "eval_duration": _ns(said),
         }
         return {key: value for key, value in told.items() if value is not None}
 
@@ -400,7 +406,7 @@ def show(name: str, since: float) -> bytes:
         "template": "",
         "details": _DETAILS,
         "model_info": {"general.architecture": "unknown", "general.basename": name},
-        "capabilities": ["completion", "tools", "vision"],
+        "capabilities": ["completion", "tools", "vision", "thinking"],
         "modified_at": _stamp(since),
     }
     return written(about)

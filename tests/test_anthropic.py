@@ -337,3 +337,11 @@ def test_an_engine_that_cannot_count_is_no_estimate(rig: Rig) -> None:
     for _ in range(2):
         rig.engine.next().send(NO_ROUTE)
     assert client.read().status == 501
+
+
+def test_an_engine_that_counts_no_messages_is_not_asked_again_and_again(rig: Rig) -> None:
+    client = ask(rig, "/v1/messages/count_tokens")
+    rig.engine.next().send(NO_ROUTE)
+    rig.engine.next().send(b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"tokens":[]}')
+    answer = client.read()
+    assert (answer.status, answer.header(b"x-should-retry")) == (501, b"false")

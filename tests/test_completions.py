@@ -106,6 +106,16 @@ def test_the_sequence_that_ended_it_is_told_as_vllm_tells_it() -> None:
     assert parts_of(body) == ([Text("a")], Ending("stop", "END"))
 
 
+@pytest.mark.parametrize("timings", ['{"prompt_ms":20,"predicted_ms":3.5}', '{"prompt_ms":"x"}', "[1]"])
+def test_what_llama_cpp_measured_is_read_from_both(timings: str) -> None:
+    known = (0.02, 0.0035) if "20" in timings else (None, None)
+    parts = Parts()
+    list(parts.feed(chunk({}, "stop") + f'data: {{"choices":[],"timings":{timings}}}\n\n'.encode()))
+    body = f'{{"choices":[{{"text":"a"}}],"timings":{timings}}}'.encode()
+    for ending in (parts.finish(), parts_of(body)[1]):
+        assert (ending.prompt_seconds, ending.completion_seconds) == known
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"error":"x"}'])
 def test_what_is_no_answer_is_an_error(body: bytes) -> None:
     with pytest.raises(BackendError):

@@ -80,11 +80,11 @@ def test_format_and_thinking(given: dict[str, Any], asked: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("image", "kind"), [("/9j/4AAQ", "jpeg"), ("iVBORw0K", "png"), ("UklGRg", "webp"), ("AAAA", "jpeg")]
 )
-def test_an_image_becomes_a_data_url_of_its_kind(image: str, kind: str) -> None:
+def test_an_image_becomes_a_data_url_of_its_kind_and_stands_before_the_text(image: str, kind: str) -> None:
     [message] = question("/api/chat", messages=[{**USER, "images": [image]}])["messages"]
     assert message["content"] == [
-        {"type": "text", "text": "Hi"},
         {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{image}"}},
+        {"type": "text", "text": "Hi"},
     ]
 
 
@@ -239,6 +239,27 @@ def test_a_whole_answer_is_one_object() -> None:
         1,
     )
     assert "prompt_eval_count" not in said
+
+
+def test_what_the_engine_measured_itself_is_told() -> None:
+    timings = b'"timings":{"prompt_ms":20.5,"predicted_ms":3}'
+    asked = ollama.chat({"model": "a", "messages": [USER]}).answer
+    asked.begun(1.0, 0.0)
+    asked.feed(chunk({"content": "Hello"}) + chunk({}, "stop"), 2.0)
+    asked.feed(b'data: {"choices":[],%b}\n\n' % timings, 2.0)
+    [last] = lines(asked.finish(2.0))
+    whole = ollama.chat({"model": "a", "messages": [USER], "stream": False}).answer
+    body = b'{"choices":[{"message":{"content":"Hello"},"finish_reason":"stop"}],%b}' % timings
+    for said in (last, *lines(whole.whole(body, 2.0))):
+        assert (said["prompt_eval_duration"], said["eval_duration"]) == (20_500_000, 3_000_000)
+
+
+def test_how_long_the_prompt_of_a_whole_answer_took_is_not_guessed() -> None:
+    answer = ollama.chat({"model": "a", "messages": [USER], "stream": False}).answer
+    answer.begun(1.0, 0.0)
+    [said] = lines(answer.whole(b'{"choices":[{"message":{"content":"Hello"}}]}', 2.0))
+    assert "prompt_eval_duration" not in said
+    assert said["eval_duration"] == 1_000_000_000
 
 
 def test_embeddings_come_back_in_both_shapes() -> None:
@@ -396,7 +417,9 @@ def test_the_models_are_told_from_memory(rig: Rig) -> None:
     assert [each["model"] for each in json.loads(client.get(b"/api/tags").body)["models"]] == ["a", "org/b"]
     assert json.loads(client.get(b"/api/version").body) == {"version": ollama.VERSION}
     client.post(b'{"name":"alias:latest"}', path=b"/api/show")
-    assert json.loads(client.read().body)["model_info"]["general.basename"] == "a"
+    shown = json.loads(client.read().body)
+    assert shown["model_info"]["general.basename"] == "a"
+    assert shown["capabilities"] == ["completion", "tools", "vision", "thinking"]
     assert client.get(b"/api/tags", b"HEAD").status == 200
     assert not rig.events.of("queued")
 
