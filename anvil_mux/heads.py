@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from anvil_mux import http1
+from anvil_mux import http1, naming
 from anvil_mux.call import Call
 from anvil_mux.multiplexer import Lease
 
@@ -25,7 +25,11 @@ def request_head(
     ``credentials``: what it gets in place of the client's; empty values take a field away.
     """
     request, route = call.request, call.route
-    given = {} if request.prepared is None else request.prepared
+    query, given = request.query, {} if request.prepared is None else request.prepared
+    if route.model_in == "query":
+        # Another backend may know the model by another name, so this is made for each.
+        known_as = lease.backend.served_model or call.model
+        query, given = naming.model_replaced_in_query(query, known_as), {}
     constant = given.get(lease.address)
     if constant is None:
         own = credentials(lease)
@@ -34,7 +38,7 @@ def request_head(
         constant = http1.forward_request_head(
             request,
             host=_host(lease),
-            target=(f"{route.path}?{request.query}" if request.query else route.path).encode("ascii"),
+            target=(f"{route.path}?{query}" if query else route.path).encode("ascii"),
             set=_filled({**own, b"content-type": b"application/json"} if as_json else own),
             drop=_OWN.union(own),
         )[:-2]

@@ -46,6 +46,7 @@ from anvil_mux.multiplexer import Lease, Multiplexer
 from anvil_mux.pump import End
 from anvil_mux.relay import WHOLE, BrokenOff, Exchange, Relay, RequestBody, Unreachable
 from anvil_mux.routing import EITHER, Work
+from anvil_mux.tunnel import BROKEN, RESTARTED, good_bye
 
 TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
 """Path -> how a body that is asked for there becomes a question that every engine understands."""
@@ -492,9 +493,14 @@ class Inference:
                 )
                 + exchange.data
             )
-            call.sent += exchange.tunnel(call.client.take_rest())
-            if lease.severed:
-                call.code = lease.severed_error().code
+            ended, error = exchange.tunnel(call.client.take_rest())
+            call.sent += ended.passed
+            if error:
+                call.code = error.code
+                if ended.open:
+                    code = RESTARTED if lease.severed else BROKEN
+                    call.send(good_bye(code, error.message))
+                    call.client.part()
 
     def _translate(self, call: Call, lease: Lease, asked: Translation, known_as: str) -> None:
         """Asks the engine in its own words, and says the answer in the client's, in this thread."""

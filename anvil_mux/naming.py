@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, quote, unquote_plus
 
 from anvil_mux.errors import BadRequest, TooLarge
 from anvil_mux.http1 import parse_fields
@@ -280,6 +280,17 @@ def model_in_query(query: str) -> str | None:
     if len(named) > 1:
         raise _twice()
     return checked(named.pop()) if named else None
+
+
+def model_replaced_in_query(query: str, model: str) -> str:
+    """``query`` with the name that the engine knows its model by; all else as it was."""
+    if model_in_query(query) in (None, model):
+        return query
+    parts = query.split("&")
+    named = [unquote_plus(part.partition("=")[0]) == "model" for part in parts]
+    return "&".join(
+        f"model={quote(model, safe='')}" if is_it else part for is_it, part in zip(named, parts, strict=True)
+    )
 
 
 _PARAMETER = re.compile(rb';[ \t]*([^\s=;"]+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"|([^\s;",]*))')

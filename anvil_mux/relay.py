@@ -39,7 +39,7 @@ from anvil_mux import api, http1
 from anvil_mux.config import Backend
 from anvil_mux.errors import BackendError, ClientGone, MuxError
 from anvil_mux.pump import EVENT, TOKENS, End, Pump, Stream
-from anvil_mux.tunnel import tunnel
+from anvil_mux.tunnel import Ended, tunnel
 
 Address = tuple[str, int]
 Pieces = Iterable[bytes | bytearray | memoryview]
@@ -402,17 +402,25 @@ class Exchange:
         except OSError as error:
             raise BrokenOff(f"{self._name} broke off its answer: {error}.") from None
 
-    def tunnel(self, said: bytes) -> int:
-        """Passes bytes both ways until the end; how many came from the engine. ``said``: by the client."""
+    def tunnel(self, said: bytes) -> tuple[Ended, MuxError | None]:
+        """Passes bytes both ways until the end, and what went wrong. ``said``: by the client."""
         upstream, lease = self._upstream, self._lease
         assert upstream is not None
-        return tunnel(
+        ended = tunnel(
             self._client,
             upstream.socket,
             said,
+            begun=self.data,
             must_end=lambda: lease.severed,
             silence=self._relay.timeout,
         )
+        if lease.severed:
+            return ended, lease.severed_error()
+        if ended.by == "silence":
+            return ended, BackendError(f"Nothing was said for {self._relay.timeout:g} s.")
+        if ended.by == "engine" and ended.open:
+            return ended, BrokenOff(f"{self._name} broke off the connection.")
+        return ended, None
 
     def pieces(self, response: http1.Response) -> Iterator[bytes]:
         """The content as it comes, in the handler's thread: for answers that are read, not passed on."""

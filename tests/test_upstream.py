@@ -35,6 +35,20 @@ def switch(rig: Rig, *first: bytes) -> tuple[RawClient, Asked]:
     return client, asked
 
 
+def frame(said: bytes) -> bytes:
+    size = len(said)
+    if size < 126:
+        return bytes((0x82, size)) + said
+    kind, length = (126, 2) if size < 65536 else (127, 8)
+    return bytes((0x82, kind)) + size.to_bytes(length, "big") + said
+
+
+def good_bye_in(got: bytes) -> tuple[int, str]:
+    """Code and reason of the one frame that closes a websocket."""
+    assert (got[0], got[1]) == (0x88, len(got) - 2)
+    return int.from_bytes(got[2:4], "big"), got[4:].decode()
+
+
 # Websockets
 
 
@@ -54,6 +68,26 @@ def test_a_websocket_reaches_the_engine_as_it_was_asked_for(rig: Rig) -> None:
     assert b"\r\nconnection: upgrade\r\n" in answer
     assert b"\r\nupgrade: websocket\r\n" in answer
     assert b"\r\nsec-websocket-accept: s3pplmbitxaq9kygzzhzrbk+xoo=\r\n" in answer
+
+
+@pytest.mark.parametrize(
+    ("query", "known_as"),
+    [
+        ("model=org/b", "model=b-inside"),
+        ("x=1&model=org%2Fb&y=%20", "x=1&model=b-inside&y=%20"),
+        ("model=other%20name", "model=b-inside"),
+        ("model=b-inside", "model=b-inside"),
+    ],
+)
+def test_the_engine_is_asked_for_its_model_by_the_name_that_it_knows(
+    make_rig: Callable[..., Rig], query: str, known_as: str
+) -> None:
+    named = Backend("b", "org/b", gpus=("0",), served_model="b-inside", aliases=("other name", "b-inside"))
+    rig = make_rig(backends=(BACKENDS[0], named))
+    client = rig.client()
+    client.send(b"GET /v1/realtime?%b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (query.encode(), WISH))
+    asked = rig.other.next()
+    assert asked.head.startswith(b"GET /v1/realtime?%b HTTP/1.1\r\n" % known_as.encode())
 
 
 def test_bytes_pass_both_ways_until_a_side_closes(rig: Rig) -> None:
@@ -81,10 +115,47 @@ def test_more_than_a_side_takes_at_once_arrives_whole(rig: Rig) -> None:
     assert got == large
 
 
-def test_an_engine_that_closes_ends_it(rig: Rig) -> None:
+def test_an_engine_that_says_good_bye_has_said_all(rig: Rig) -> None:
     client, asked = switch(rig)
+    asked.send(b"\x81\x02hi\x88\x02\x03\xe8")
     asked.close()
-    assert client.is_closed()
+    assert client.rest() == b"\x81\x02hi\x88\x02\x03\xe8"
+    assert rig.events.record().code == ""
+
+
+@pytest.mark.parametrize("end", ["close", "reset"])
+def test_the_client_of_an_engine_that_dies_is_told(rig: Rig, end: str) -> None:
+    client, asked = switch(rig, b"\x81\x02")
+    asked.send(b"hi")
+    assert client.read_until(b"hi")
+    getattr(asked, end)()
+    assert good_bye_in(client.rest()) == (1011, "The engine of a broke off the connection.")
+    assert rig.events.record().code == "backend_unavailable"
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        *(b"\x81", b"\x81\x05hi", b"\x82\x7e\x01", b"\x82\x7e\x00\x80hi", b"\x82\x7f" + bytes(7)),
+        *(b"\x82\x7f" + bytes(5) + b"\x01\x00\x00hi", b"\x81\x00\x01\x01", b"\x88\x02\x03"),
+    ],
+)
+def test_nothing_is_said_within_a_frame_that_broke_off(rig: Rig, begun: bytes) -> None:
+    client, asked = switch(rig)
+    asked.send(begun)
+    asked.close()
+    assert client.rest() == begun
+
+
+@pytest.mark.parametrize("size", [0, 125, 126, 65535, 65536, 200_000])
+def test_frames_of_all_sizes_are_followed(rig: Rig, size: int) -> None:
+    client, asked = switch(rig)
+    many = frame(bytes(size)) * 2 + b"\x89\x00" + frame(b"x")
+    asked.send(many)
+    asked.close()
+    got = client.rest()
+    assert got.startswith(many)
+    assert good_bye_in(got[len(many) :])[0] == 1011
 
 
 def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig: Callable[..., Rig]) -> None:
@@ -94,7 +165,8 @@ def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig: Callable[
     other = rig.client()
     other.post(b'{"model":"org/b"}')
     assert other.read().status == 200
-    assert client.is_closed()
+    code, why = good_bye_in(client.rest())
+    assert (code, why.partition(" before")[0]) == (1012, "a was put out for another model")
     assert asked.was_left()
     assert {rig.events.record(1).code, rig.events.record(2).code} == {"", "severed"}
 
@@ -102,7 +174,7 @@ def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig: Callable[
 def test_a_silent_websocket_is_given_up(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(upstream_timeout=0.2)
     client, asked = switch(rig)
-    assert client.is_closed()
+    assert good_bye_in(client.rest()) == (1011, "Nothing was said for 0.2 s.")
     assert asked.was_left()
 
 
