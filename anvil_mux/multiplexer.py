@@ -537,14 +537,15 @@ class Multiplexer:
                 island.residency.hear(told, self._clock.now())
 
     def unload_idle(self, model: str) -> bool:
-        """Puts ``model`` out if it is resident and nobody uses it; False if it stays as it is."""
+        """Puts ``model`` out once nobody uses it, unless somebody asks for it before; True: that is now.
+
+        Whoever has just read the last byte of an answer holds its lease for a moment longer.
+        """
         with self._lock:
             island = self._island(model)
-            residency = island.residency
-            if not residency.is_ready(model) or any(seat.holders for seat in residency.seats_of(model)):
-                return False
-            told = residency.unload_requested(model, self._clock.now(), "unload requested")
-            island.changed.notify_all()
+            told = island.residency.unload_when_idle(model, self._clock.now())
+            if told:
+                island.changed.notify_all()
         return told
 
     def unload(self, model: str) -> bool:

@@ -221,6 +221,8 @@ class Residency:
         self._parkers = [seat for seat in self.seats.values() if seat.backend.rest != ("stop",)]
         self._turns = {s.model: Turns[Ticket]() for s in self.seats.values() if s.backend.concurrency}
         """Of models that may have a line while they are resident: who is next in it."""
+        self._unkept: set[str] = set()
+        """Models that go once nobody uses them, unless they are asked for again before."""
         self._left: dict[str, float] = {}
         """Of those: when a backend last ceased to be ready. Before that, no line waited for a load."""
         new = [seat for seat in self.seats.values() if seat.backend.prepare and seat.name not in kept]
@@ -249,6 +251,7 @@ class Residency:
         self._swaps += before._swaps
         self._unprepared += [each for each in before._unprepared if self.seats.get(each.name) is each]
         self._left |= before._left
+        self._unkept |= before._unkept & self.lines.keys()
         self._placement.strangers = {**self._placement.strangers, **before._placement.strangers}
         for model, line in before.lines.items():
             if model not in self.lines:
@@ -400,6 +403,8 @@ class Residency:
             self._fill_places(ticket.model, now)
         if routed and not seat.holders and seat.state == "ready":
             self._take_back(seat, now)
+        if ticket.model in self._unkept and self.unload_when_idle(ticket.model, now):
+            return True
         deferred, leases = self.deferred, len(seat.holders)
         asked = deferred is not None and (leases < deferred[1].leases or now >= self._plans_hold_until)
         if leases:
@@ -444,6 +449,16 @@ class Residency:
         for seat in parked:
             seat.rung = "stop"
         return bool(ready or parked)
+
+    def unload_when_idle(self, model: str, now: float) -> bool:
+        """Put out what serves ``model`` once nobody uses it, unless it is asked for before; True: now."""
+        self._unkept.discard(model)
+        if not self.is_ready(model):
+            return False
+        if any(seat.holders for seat in self._replicas[model]):
+            self._unkept.add(model)
+            return False
+        return self.unload_requested(model, now, "unload requested")
 
     def pin_requested(self, model: str, now: float, pinned: bool) -> None:
         """Whether ``model`` is kept, once it is resident, from being put out for others."""
@@ -1152,6 +1167,7 @@ class Residency:
 
     def _lease(self, seat: Seat, ticket: Ticket, now: float) -> None:
         ticket.backend = seat.name
+        self._unkept.discard(ticket.model)
         if ticket.leases:
             seat.holders[ticket] = now
             seat.last_used = now

@@ -330,6 +330,29 @@ def test_a_sleeper_is_stopped_by_hand_and_loaded_anew():
     assert [call for _, call in stage.engines.calls] == ["start a", "stop a", "demote a", "start a", "stop a"]
 
 
+def calls(stage):
+    return [call for _, call in stage.engines.calls]
+
+
+def test_what_is_not_kept_goes_with_its_last_lease_unless_somebody_asks_for_it_again():
+    def main(stage):
+        with stage.mux.lease("a"):
+            with stage.mux.lease("a"):
+                assert not stage.mux.unload_idle("a")
+            stage.clock.sleep(5.0)
+            assert calls(stage) == ["start a"]
+        stage.clock.sleep(3.0)
+        assert calls(stage) == ["start a", "stop a"]
+        with stage.mux.lease("a"):
+            assert not stage.mux.unload_idle("a")
+            with stage.mux.lease("a"):
+                pass
+        stage.clock.sleep(3.0)
+
+    stage = Stage(Config(policy="eager", backends=(one("a", "0"),))).play(main)
+    assert calls(stage) == ["start a", "stop a", "start a"]
+
+
 def test_what_a_demotion_frees_is_not_all_that_a_backend_held():
     backends = (replace(A, rest=("sleep", "checkpoint"), demote_after=5.0), B)
     stage = Stage(Config(policy="eager", backends=backends))

@@ -395,7 +395,7 @@ def test_asking_nothing_loads_and_keeping_alive_for_nothing_unloads(rig: Rig) ->
     assert rig.engine.asked.empty()
 
 
-def test_keep_alive_of_nothing_does_not_put_out_what_others_use(rig: Rig) -> None:
+def test_keep_alive_of_nothing_puts_out_what_others_use_once_they_are_done(rig: Rig) -> None:
     streaming = ask(rig, "/api/chat", model="a", messages=[USER])
     asked = rig.engine.next()
     asked.send(SSE_HEAD, framed(chunk({"content": "He"})))
@@ -405,6 +405,7 @@ def test_keep_alive_of_nothing_does_not_put_out_what_others_use(rig: Rig) -> Non
     assert not rig.events.of("draining")
     asked.send(framed(chunk({}, "stop")), b"0\r\n\r\n")
     assert streaming.read_chunks()[1]
+    rig.events.wait("empty")
 
 
 def test_unloading_loads_nothing(rig: Rig) -> None:
