@@ -332,6 +332,7 @@ def _loads_a_model(words: Sequence[str], variables: Mapping[str, str]) -> bool:
 SLEEPERS = ("vllm", "sglang")
 """Engines whose sleep gives memory back only if PyTorch's allocator plays along."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+LLAMACPP_PORT = "LLAMA_ARG_PORT"
 
 
 def bites(service: Service, engine: str, port: int | None, gpus: Sequence[str]) -> Iterator[str]:
@@ -359,7 +360,21 @@ def bites(service: Service, engine: str, port: int | None, gpus: Sequence[str]) 
         )
     elif not gpus:
         yield "has no GPU, so it is never put out; if it uses one, reserve it or say x-anvil: {gpus: [...]}"
+    yield from _unheard(service, engine, port)
     yield from _unpublished(service, port)
+
+
+def _unheard(service: Service, engine: str, port: int | None) -> Iterator[str]:
+    """Whether the engine may listen somewhere else than at the port that is published."""
+    inside, told = [each.inside for each in published(service)], commanded_port(service)
+    if told is not None:
+        if port in inside and told not in inside:
+            yield f"its command listens on {told}, but published is {', '.join(map(str, inside))}"
+    elif engine == "llamacpp" and not environment(service, {}).get(LLAMACPP_PORT):
+        yield (
+            "llama.cpp listens on 8080 or, in newer versions, on 9931; "
+            f'add --port "{inside[0] if inside else 8080}" to its command'
+        )
 
 
 def _unpublished(service: Service, port: int | None) -> Iterator[str]:

@@ -627,6 +627,8 @@ BITES = [
     ("ports: ['127.0.0.1::80'], gpus: [{count: 1}]", "without `profiles`, a bare `docker compose up`"),
     ("profiles: [llm], gpus: [{count: 1}]", "its port is not published"),
     ("command: x --port 81, x-anvil: {port: 81}, " + QUIET, "its port 81 is not among those published (80)"),
+    ("command: x --port 81, " + QUIET, "its command listens on 81, but published is 80"),
+    ("image: llama.cpp, command: -m x.gguf, " + QUIET, 'on 9931; add --port "80" to its command'),
     ("profiles: [llm], ports: ['127.0.0.1::80']", "has no GPU, so it is never put out"),
     (
         "profiles: [llm], ports: ['127.0.0.1::80'], x-anvil: {gpus: ['0']}",
@@ -649,8 +651,15 @@ def test_what_works_but_bites_is_a_warning(tmp_path: Path, said: str, expected: 
     assert expected in warning
 
 
-def test_a_quiet_service_has_no_warning(tmp_path: Path) -> None:
-    assert plain(tmp_path, f"services: {{a: {{x-anvil: {{}}, {QUIET}}}}}").warnings == ()
+@pytest.mark.parametrize(
+    "said",
+    [
+        *("", "command: x --port 80, "),
+        *("image: llama.cpp, command: --port=80, ", "image: llama.cpp, environment: [LLAMA_ARG_PORT=80], "),
+    ],
+)
+def test_a_quiet_service_has_no_warning(tmp_path: Path, said: str) -> None:
+    assert plain(tmp_path, f"services: {{a: {{x-anvil: {{}}, {said}{QUIET}}}}}").warnings == ()
 
 
 def test_a_model_that_fits_beside_no_pinned_one_is_a_warning(tmp_path: Path) -> None:
