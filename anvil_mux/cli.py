@@ -259,8 +259,11 @@ def _configuration_served(given: argparse.Namespace) -> Config:
 
 
 def _check(given: argparse.Namespace) -> int:
+    from anvil_mux.serve import open_address, secrets
+
     config = configuration(given.files, here=True)
-    warnings = [*config.warnings, *_missing_images(config)]
+    keyring, _ = secrets(config)
+    warnings = [*config.warnings, *_missing_images(config), *filter(None, [open_address(config, keyring)])]
     rows = [_backend_row(config, backend) for backend in config.backends]
     if given.json:
         keys = ("model", "backend", "engine", "gpus", "vram", "port")

@@ -139,7 +139,7 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
         program.start()
         place = Place(program.url, tuple(os.path.abspath(file) for file in config.files))
         with announced(state_folder(config.project, os.environ), place):
-            _print_banner(config, program.url, options)
+            _print_banner(config, program.url, options, with_key=bool(keys))
             notifier.tell(READY="1")
             if notifier.is_heard:
                 threading.Thread(
@@ -549,10 +549,43 @@ def _complete(config: Config) -> Config:
 
 
 def _secrets(config: Config, options: Options) -> tuple[Keyring, ssl.SSLContext | None]:
-    """What other files hold. ConfigError if they cannot be used, or if too little is asked of strangers."""
-    keys = load_keys(Path(config.key_file) if config.key_file else None, os.environ)
-    _refuse_open_address(config, options, keys)
-    return keys, _tls_context(config)
+    """ConfigError if they cannot be used, or if too little is asked of strangers."""
+    keys, tls = secrets(config)
+    if (why := open_address(config, keys)) and not options.insecure:
+        raise ConfigError([why])
+    return keys, tls
+
+
+def secrets(config: Config) -> tuple[Keyring, ssl.SSLContext | None]:
+    """What other files hold; ConfigError tells all that is wrong with them."""
+    problems: list[str] = []
+    keys, tls = Keyring(), None
+    try:
+        keys = load_keys(Path(config.key_file) if config.key_file else None, os.environ)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        tls = _tls_context(config)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return keys, tls
+
+
+def open_address(config: Config, keys: Keyring) -> str:
+    """Why it should not be listened there, "" if nothing is against it."""
+    try:
+        loopback = config.host == "localhost" or ip_address(config.host).is_loopback
+    except ValueError:
+        loopback = False
+    if loopback or keys:
+        return ""
+    return (
+        f"listen: {config.host} can be reached by others, and there are no API keys: everybody there "
+        "could use and swap your models. Give keys (key_file, or ANVIL_API_KEYS), listen on 127.0.0.1, "
+        "or say --insecure if that is meant."
+    )
 
 
 def _refuse_missing_images(config: Config, names: Collection[str]) -> None:
@@ -575,20 +608,6 @@ def _tls_context(config: Config) -> ssl.SSLContext | None:
     except OSError as error:
         files = f"{config.tls_cert} and {config.tls_key}"
         raise ConfigError([f"tls_cert: {files} do not serve: {error.strerror or error}"]) from None
-
-
-def _refuse_open_address(config: Config, options: Options, keys: Keyring) -> None:
-    try:
-        loopback = config.host == "localhost" or ip_address(config.host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback and not keys and not options.insecure:
-        text = (
-            f"listen: {config.host} can be reached by others, and there are no API keys: everybody there "
-            "could use and swap your models. Give keys (key_file, or ANVIL_API_KEYS), listen on 127.0.0.1, "
-            "or say --insecure if that is meant."
-        )
-        raise ConfigError([text])
 
 
 def _raise_file_limit() -> None:
@@ -689,14 +708,14 @@ def _appending(path: str, what: str) -> Iterator[int]:
         yield file.fileno()
 
 
-def _print_banner(config: Config, url: str, options: Options) -> None:
+def _print_banner(config: Config, url: str, options: Options, *, with_key: bool) -> None:
     print(f"anvil-mux {__version__} serves {url} ({', '.join(map(_short, config.files))})")
     if options.verbosity > journal.QUIET:
         width = max(len(backend.model) for backend in config.backends)
         for backend in config.backends:
             where = f"GPU {', '.join(backend.gpus)}" if backend.gpus else "no GPU"
             print(f"  {backend.model:{width}}  {backend.engine} on {where}")
-        print(f"Try it:\n  {curl_line(url, config.backends[0].model)}")
+        print(f"Try it:\n  {_curl_line(url, config.backends[0].model, with_key=with_key)}")
     sys.stdout.flush()
 
 
@@ -713,13 +732,14 @@ def _of_note(word: str) -> Backend:
     return Backend(f"{service}-{number}", service, service=Service(name=service, number=int(number)))
 
 
-def curl_line(url: str, model: str) -> str:
+def _curl_line(url: str, model: str, *, with_key: bool) -> str:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
     quoted = body.replace("'", "'\\''")
-    return f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{quoted}'"
+    key = '-H "Authorization: Bearer $ANVIL_API_KEY" ' if with_key else ""
+    return f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{quoted}'"
 
 
 def _short(file: str) -> str:
     """A path as people would type it here."""
     relative = os.path.relpath(file)
-    return file if relative.startswith("..") else relative
+    return file if relative.startswith("..") or os.getcwd() == os.sep else relative

@@ -25,13 +25,11 @@ import anvil_mux.serve
 from anvil_mux import __version__, checkpoint, eventlog, plot, study, studying
 from anvil_mux.cli import COMMANDS, EXIT_CODES, VARIABLES, main
 from anvil_mux.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
-from anvil_mux.errors import ConfigError
 from anvil_mux.events import Event
 from anvil_mux.keys import Keyring
 from anvil_mux.keys import load as load_keys
 from anvil_mux.policy import POLICIES
-from anvil_mux.serve import CannotServe, Options, locked
-from anvil_mux.serve import _refuse_open_address as refuse_open_address
+from anvil_mux.serve import CannotServe, _short, locked, open_address
 from anvil_mux.simulate import Engines, Request, simulate
 from tests.running import Running, seen, serve, serving
 
@@ -185,6 +183,27 @@ def test_check_names_every_problem_and_exits_with_78(
     assert "drain_timeout" in seen.err
     assert main(["check", "--json", str(file)]) == 78
     assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
+
+
+@pytest.mark.parametrize("command", ["check", "serve"])
+def test_keys_and_certificates_that_cannot_be_used_are_problems(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    (tmp_path / "keys.txt").write_text("short\n")
+    file = compose(tmp_path, key_file="keys.txt", tls_cert="none.pem", tls_key="none.pem")
+    assert main([command, str(file)]) == 78
+    said = capsys.readouterr().err
+    assert "keys.txt:1: a key has at least 8 characters" in said
+    assert "none.pem do not serve: No such file" in said
+
+
+def test_check_warns_of_an_address_that_serve_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path, listen="0.0.0.0:9292")
+    assert main(["check", "--json", str(file)]) == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert warning.startswith("listen: 0.0.0.0 can be reached by others")
 
 
 @pytest.mark.parametrize("command", ["check", "serve"])
@@ -793,10 +812,17 @@ def test_an_address_that_others_can_reach_must_be_meant(tmp_path: Path) -> None:
 
 
 def test_keys_make_an_address_fit_for_others() -> None:
-    open_address = Config((), host="0.0.0.0")
-    refuse_open_address(open_address, Options(), load_keys(None, {"ANVIL_API_KEYS": "some-long-key"}))
-    with pytest.raises(ConfigError, match="key_file"):
-        refuse_open_address(open_address, Options(), Keyring())
+    config = Config((), host="0.0.0.0")
+    assert open_address(config, load_keys(None, {"ANVIL_API_KEYS": "some-long-key"})) == ""
+    assert "key_file" in open_address(config, Keyring())
+
+
+def test_from_the_root_a_path_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = str(compose(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert _short(file) == "compose.yaml"
+    monkeypatch.chdir("/")
+    assert _short(file) == file
 
 
 def test_with_keys_the_commands_show_theirs(
@@ -805,6 +831,7 @@ def test_with_keys_the_commands_show_theirs(
     (tmp_path / "keys.txt").write_text("the-first-key name=me\n")
     file = compose(tmp_path, key_file="keys.txt")
     with serving(file, state=tmp_path, environ={"ANVIL_API_KEYS": "the-other-key models=b"}) as running:
+        assert '-H "Authorization: Bearer $ANVIL_API_KEY"' in running.tells("^  (curl .*)")[1]
         url = f"http://127.0.0.1:{running.port}"
         statuses = []
         for key in ("", "the-first-key", "the-other-key"):

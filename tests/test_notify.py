@@ -13,7 +13,7 @@ import pytest
 
 from anvil_mux.notify import Notifier
 from tests.running import serve
-from tests.test_cli import compose, state
+from tests.test_cli import ROOT, compose, state
 
 __all__ = ["state"]
 
@@ -158,3 +158,12 @@ def test_a_service_tells_when_it_serves_what_it_does_and_when_it_ends(
     assert int(ending["EXTEND_TIMEOUT_USEC"]) > 30_000_000
     assert running.process.wait(TIMEOUT) == 0
     running.stop()
+
+
+def test_the_unit_checks_the_file_that_it_serves_before_a_reload() -> None:
+    unit = (ROOT / "contrib" / "anvil-mux.service").read_text().splitlines()
+    said = [line.partition("=") for line in unit]
+    (start,) = [value for name, _, value in said if name == "ExecStart"]
+    check, reload = [value for name, _, value in said if name == "ExecReload"]
+    assert check == start.replace(" serve ", " check ")
+    assert reload == "/bin/kill -HUP $MAINPID"
