@@ -1,6 +1,9 @@
 # anvil-mux in a container, beside its engines: contrib/compose.yaml builds and runs this.
 #
-# Debian 13 or later has all it needs: Python, Docker's client, Compose v2.
+# Debian 13 or later has all it needs: Python, Docker's client, Compose v2. Without a registry, on Debian:
+#
+#     mmdebstrap --variant=apt --include=ca-certificates trixie - | docker import - my-debian
+#     docker build --build-arg BASE=my-debian -t anvil-mux .
 ARG BASE=debian:trixie-slim
 
 FROM ${BASE} AS build
