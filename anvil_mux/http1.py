@@ -62,9 +62,9 @@ _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 _TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]"
 _END = re.compile(rb"\n\r?\n")
 _FIELD = re.compile(rb"^(%b+):(%b*)\r\n" % (_TOKEN, _TEXT), re.MULTILINE)
-_REQUEST_LINE = re.compile(rb"(%b+) ([!-~]+) HTTP/1\.([01])\r\n" % _TOKEN)
+_REQUEST_LINE = re.compile(rb"(%b{1,64}) ([!-~]+) HTTP/1\.([01])\r\n" % _TOKEN)
 _LENGTH_LINE = re.compile(rb"\r\nContent-Length: ([0-9]{1,15})(?=\r\n)", re.IGNORECASE)
-_OTHER_VERSION = re.compile(rb"%b+ [!-~]+ HTTP/[0-9](?:\.[0-9])?\r?\n?\Z" % _TOKEN)
+_OTHER_VERSION = re.compile(rb"%b{1,64} [!-~]+ HTTP/[0-9](?:\.[0-9])?\r?\n?\Z" % _TOKEN)
 _METHOD_SO_FAR = re.compile(rb"%b{1,64}(?: |\Z)" % _TOKEN)
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: (%b*))?\r\n" % _TEXT)
 _ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")

@@ -2,7 +2,7 @@
 
 The corpus in tests/corpus is mutated by a seeded draw. Oracles are h11, the json module, and our own readers
 fed in other pieces or by their other path. ``bin/test fuzz`` goes on for ten minutes, each time with another
-seed; what it finds is told as a line for the corpus, where it stays.
+seed, and then lets fuzzing.py draw; what it finds is told as a line for the corpus, where it stays.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ ROUNDS = 5000
 SECONDS = float(os.environ.get("ANVIL_FUZZ_SECONDS", "0"))
 """Of each kind, in place of ``ROUNDS``."""
 SEED = os.environ.get("ANVIL_FUZZ_SEED", "1")
+
+Check = Callable[[bytes, random.Random], None]
 
 WORDS = [
     *(bytes([value]) for value in b'\r\n\0\t :;,"\\{}[]0f+-\x7f\x80\xff'),
@@ -100,14 +102,18 @@ def mutated(draw: random.Random, data: bytes, kept: list[bytes]) -> bytes:
             return data[:start] + draw.choice(WORDS) + data[draw.choice((start, end)) :]
 
 
-def check_all(kind: str, check: Callable[[bytes, random.Random], None]) -> None:
+def check_all(kind: str, check: Check) -> None:
     draw = random.Random(f"pieces {SEED}")
     for data in mutants(kind):
-        try:
-            check(data, draw)
-        except Exception as error:
-            line = repr(data)[2:-1]
-            raise AssertionError(f"seed {SEED}; add to tests/corpus/{kind}.txt:\n{line}") from error
+        check_one(kind, check, data, draw)
+
+
+def check_one(kind: str, check: Check, data: bytes, draw: random.Random) -> None:
+    try:
+        check(data, draw)
+    except Exception as error:
+        line = repr(data)[2:-1]
+        raise AssertionError(f"seed {SEED}; add to tests/corpus/{kind}.txt:\n{line}") from error
 
 
 def attempt(read: Callable[[], Any], *refusals: type[MuxError]) -> Any:
@@ -312,17 +318,15 @@ def check_form(body: bytes, draw: random.Random) -> None:
         assert body[start:end].decode() == one[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "check"),
-    [
-        ("requests", check_request),
-        ("responses", check_response),
-        ("chunks", check_chunks),
-        ("bodies", check_body),
-        ("forms", check_form),
-    ],
-)
-def test_bytes_are_refused_or_read_in_one_way(
-    kind: str, check: Callable[[bytes, random.Random], None]
-) -> None:
-    check_all(kind, check)
+CHECKS: dict[str, Check] = {
+    "requests": check_request,
+    "responses": check_response,
+    "chunks": check_chunks,
+    "bodies": check_body,
+    "forms": check_form,
+}
+
+
+@pytest.mark.parametrize("kind", CHECKS)
+def test_bytes_are_refused_or_read_in_one_way(kind: str) -> None:
+    check_all(kind, CHECKS[kind])

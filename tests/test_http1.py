@@ -46,6 +46,14 @@ def test_a_request_head_is_read():
     assert (seen.length, seen.chunked, seen.keep_alive, seen.expect_continue) == (12, False, True, False)
 
 
+def test_a_method_is_as_short_in_one_piece_as_in_two():
+    head = b"%b /v1/x HTTP/1.1\r\n\r\n" % (b"M" * 65)
+    assert http1.request_head_end(head) == len(head)
+    assert refusal(first=head.partition(b"\r\n")[0]) == 400
+    with pytest.raises(BadRequest):
+        http1.request_head_end(head[:70])
+
+
 def test_repeated_fields_are_joined_for_look_ups_and_kept_apart_in_order():
     seen = request(b"X-A: 1", b"x-b: 2", b"x-a: 3")
     assert seen.fields[b"x-a"] == b"1, 3"
