@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from anvil_mux import hooks, pipeline, service, settings
@@ -190,23 +191,21 @@ class Config:
 def _read_gpus(value: Any) -> tuple[Gpu, ...]:
     if not isinstance(value, dict):
         return tuple(Gpu(id) for id in settings.NAMES.read(value))
-    return tuple(_read_gpu(id, about or {}) for id, about in value.items())
+    gpus = settings.Parts(value, value)
+    made = [gpus.read(id, partial(_read_gpu, id), Gpu(id)) for id in value]
+    return tuple(gpus.make(made))
 
 
 def _read_gpu(id: str, about: Any) -> Gpu:
     if not isinstance(about, dict):
-        raise ValueError(f'must be a list of ids, or {{"0": {{vram: 24GiB, reserve: 1GiB}}}}; see {id}')
-    sizes = {}
-    for key, value in about.items():
-        if key not in ("vram", "reserve"):
-            raise ValueError(f"{id}: unknown key {key}; {settings.nearest(key, ('vram', 'reserve'))}")
-        try:
-            sizes[key] = settings.MEMORY.read(value)
-        except ValueError as error:
-            raise ValueError(f"{id}.{key}: {error}") from None
-    if sizes.get("vram") is not None and sizes["vram"] <= sizes.get("reserve", 0):
-        raise ValueError(f"{id}: reserve leaves nothing of its vram")
-    return Gpu(id, **sizes)
+        raise ValueError('must hold its memory, as in gpus: {"0": {vram: 24GiB, reserve: 1GiB}}')
+    sizes = settings.Parts(about, ("vram", "reserve"))
+    vram = sizes.read("vram", settings.MEMORY.read)
+    reserve = sizes.read("reserve", settings.MEMORY.read, 0)
+    if vram is not None and vram <= reserve:
+        raise ValueError("reserve leaves nothing of its vram")
+    made: Gpu = sizes.make(Gpu(id, vram, reserve))
+    return made
 
 
 def _read_used_gpus(value: Any) -> str | tuple[str, ...] | list[tuple[str, ...]]:
@@ -245,20 +244,32 @@ STORES = ("redis://", "rediss://", "unix://")
 MODE = settings.one_of("lite", "full")
 
 
-def _read_routing(value: Any) -> tuple[str, dict[str, Any], str, str]:
+Routed = tuple[str, dict[str, Any], str, str]
+"""(the default policy, the file's own policies, mode, store)"""
+
+
+def _read_routing(value: Any) -> Routed:
     if not isinstance(value, dict):
         return settings.TEXT.read(value), {}, "lite", ""
-    for key in value:
-        if key not in ROUTING:
-            raise ValueError(f"unknown key {key}; {settings.nearest(key, ROUTING)}")
-    mode = MODE.read(value.get("mode") or "lite")
-    policies = value.get("policies") or {}
-    if not isinstance(policies, dict):
-        raise ValueError(f"policies must hold {{name: policy}}, not {settings.show(policies)}")
-    store = str(value.get("store") or "")
-    if store and not store.startswith(STORES):
-        raise ValueError("store must be the address of a Redis, as redis://host:6379/0")
-    return settings.TEXT.read(value.get("default") or pipeline.DEFAULT), policies, mode, store
+    # What a variable leaves empty says nothing.
+    parts = settings.Parts({key: each or None for key, each in value.items()}, ROUTING)
+    default = parts.read("default", settings.TEXT.read, pipeline.DEFAULT)
+    mode = parts.read("mode", MODE.read, "lite")
+    policies = parts.read("policies", _read_policies, {})
+    made: Routed = parts.make((default, policies, mode, parts.read("store", _read_store, "")))
+    return made
+
+
+def _read_policies(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"must hold {{name: policy}}, not {settings.show(value)}")
+    return value
+
+
+def _read_store(value: Any) -> str:
+    if value and not str(value).startswith(STORES):
+        raise ValueError("must be the address of a Redis, as redis://host:6379/0")
+    return str(value)
 
 
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))

@@ -42,26 +42,39 @@ class Hook:
 
 def read(value: Any) -> tuple[Hook, ...]:
     """The hooks as the compose file says them; ValueError."""
-    return tuple(map(_read_one, value if isinstance(value, list) else [value]))
+    if not isinstance(value, list):
+        return (_read_one(value),)
+    parts = settings.Parts({}, ())
+    made = [parts.take(str(number), each, _read_one) for number, each in enumerate(value)]
+    return tuple(parts.make(made))
 
 
 def _read_one(value: Any) -> Hook:
     example = "{on: [failed], run: [notify-send, anvil]} or {url: http://...}"
-    if not isinstance(value, dict) or ("run" in value) == ("url" in value):
+    if not isinstance(value, dict) or (value.get("run") is None) == (value.get("url") is None):
         raise ValueError(f"must be hooks such as {example}, not {settings.show(value)}")
-    for key in value:
-        if key not in _KEYS:
-            raise ValueError(f"unknown key {key}; {settings.nearest(key, _KEYS)}")
-    on = settings.listed(OCCASIONS, {}).read(value["on"]) if "on" in value else OCCASIONS
-    timeout = settings.read_seconds(value.get("timeout", 10.0))
-    if "url" in value:
-        if not str(value["url"]).startswith(("http://", "https://")):
-            raise ValueError(f"url must begin with http:// or https://, not {settings.show(value['url'])}")
-        return Hook(on, (), str(value["url"]), timeout)
-    run = value["run"]
-    if not isinstance(run, list) or not run or not all(isinstance(word, str) and word for word in run):
-        raise ValueError(f"run must be a list of words, [program, argument, ...], not {settings.show(run)}")
-    return Hook(on, tuple(run), "", timeout)
+    parts = settings.Parts(value, _KEYS)
+    made: Hook = parts.make(
+        Hook(
+            parts.read("on", settings.listed(OCCASIONS, {}).read, OCCASIONS),
+            parts.read("run", _read_command, ()),
+            parts.read("url", _read_url, ""),
+            parts.read("timeout", settings.read_seconds, 10.0),
+        )
+    )
+    return made
+
+
+def _read_command(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
+        raise ValueError(f"must be a list of words, [program, argument, ...], not {settings.show(value)}")
+    return tuple(value)
+
+
+def _read_url(value: Any) -> str:
+    if not str(value).startswith(("http://", "https://")):
+        raise ValueError(f"must begin with http:// or https://, not {settings.show(value)}")
+    return str(value)
 
 
 KIND = settings.Kind("list of {on, run or url, timeout}", read)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -170,10 +171,18 @@ class _Loading:
 
     def _given(self, key: str, setting: Setting, value: object, origin: str) -> dict[str, Any]:
         self._origins[key] = origin
+        return self._read(key, setting, value, partial(self._problem_of_setting, key))
+
+    def _read(self, key: str, setting: Setting, value: Any, tell: Callable[..., None]) -> dict[str, Any]:
+        """What the setting comes to, as far as it can be read; ``tell`` is called with each problem's way."""
         try:
             return {key: setting.kind.read(value)}
+        except settings.Wrong as wrong:
+            for path, text in wrong.problems:
+                tell(text, *path)
+            return {key: wrong.rest}
         except ValueError as error:
-            self._problem_of_setting(key, str(error))
+            tell(str(error))
             return {}
 
     def _take(self, table: Mapping[str, Setting], given: Any, key: Key, prefix: str = "") -> dict[str, Any]:
@@ -181,15 +190,13 @@ class _Loading:
         if given is not None and not isinstance(given, dict):
             self._problem(key, f"must hold settings such as {next(iter(table))}, not {settings.show(given)}")
             return {}
-        taken = {}
+        taken: dict[str, Any] = {}
         for name, value in (given or {}).items():
             if name not in table:
                 self._problem((*key, prefix + name), f"unknown key; {settings.nearest(name, table)}")
             elif value is not None:
-                try:
-                    taken[name] = table[name].kind.read(value)
-                except ValueError as error:
-                    self._problem((*key, prefix + name), str(error))
+                tell = partial(self._problem_within, (*key, prefix + name))
+                taken |= self._read(name, table[name], value, tell)
         return taken
 
     # Services
@@ -513,15 +520,19 @@ class _Loading:
     def _problem(self, key: Key, text: str) -> None:
         self._problems.append(f"{self._where(key)}: {text}")
 
-    def _problem_of_setting(self, key: str, text: str) -> None:
+    def _problem_within(self, key: Key, text: str, *path: str) -> None:
+        self._problem((*key, *path), text)
+
+    def _problem_of_setting(self, key: str, text: str, *path: str) -> None:
         """Blames the flag or the variable where one of them gave the setting."""
+        way = ".".join(path) + ": " if path else ""
         match self._origins[key]:
             case "flag":
-                self._problems.append(f"--{key.replace('_', '-')}: {text}")
+                self._problems.append(f"--{key.replace('_', '-')}: {way}{text}")
             case origin if origin == f"ANVIL_{key.upper()}":
-                self._problems.append(f"{origin}: {text}")
+                self._problems.append(f"{origin}: {way}{text}")
             case _:
-                self._problem(("x-anvil", key), text)
+                self._problem(("x-anvil", key, *path), text)
 
     def _where(self, key: Key) -> str:
         return max(reversed(self._documents), key=lambda document: document.knows(key)).where(key)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -27,6 +27,51 @@ class Setting:
     kind: Kind
     doc: str
     """One line."""
+
+
+Problem = tuple[tuple[str, ...], str]
+"""(the way to a part of a value, what is wrong with it)"""
+
+
+class Wrong(ValueError):
+    """Parts of a value are wrong; ``rest`` is what it comes to without them."""
+
+    def __init__(self, problems: Sequence[Problem], rest: Any) -> None:
+        super().__init__("; ".join([": ".join((".".join(path), text)) for path, text in problems]))
+        self.problems = problems
+        self.rest = rest
+
+
+class Parts:
+    """A mapping that is read key by key, so that what is wrong with one hides nothing of another."""
+
+    def __init__(self, value: Mapping[str, Any], known: Collection[str]) -> None:
+        self._value = value
+        self.problems: list[Problem] = []
+        for key in value:
+            if key not in known:
+                self.problems.append(((str(key),), f"unknown key; {nearest(str(key), known)}"))
+
+    def read(self, key: str, read: Callable[[Any], Any], default: Any = None) -> Any:
+        """The value of a key; the default if there is none, or none that could be read."""
+        value = self._value.get(key)
+        return default if value is None else self.take(key, value, read, default)
+
+    def take(self, key: str, value: Any, read: Callable[[Any], Any], default: Any = None) -> Any:
+        try:
+            return read(value)
+        except Wrong as wrong:
+            self.problems += [((key, *path), text) for path, text in wrong.problems]
+            return wrong.rest
+        except ValueError as error:
+            self.problems.append(((key,), str(error)))
+            return default
+
+    def make(self, value: Any) -> Any:
+        """What was made of the parts, if nothing is wrong with them."""
+        if self.problems:
+            raise Wrong(self.problems, value)
+        return value
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -448,10 +448,10 @@ BAD: list[tuple[str, str]] = [
     (TOP % "preemption: fifo", "x-anvil.preemption: unknown preemption 'fifo'"),
     (TOP % "default_model: b", "x-anvil.default_model: no service serves b; known: a"),
     (TOP % "gpus: [{}]", "x-anvil.gpus: must be text"),
-    (TOP % 'gpus: {"0": 24GiB}', "x-anvil.gpus: must be a list of ids, or"),
-    (TOP % 'gpus: {"0": {vam: 1}}', "x-anvil.gpus: 0: unknown key vam; did you mean vram?"),
-    (TOP % 'gpus: {"0": {vram: x}}', "x-anvil.gpus: 0.vram: must be a size"),
-    (TOP % 'gpus: {"0": {vram: 1GiB, reserve: 2GiB}}', "x-anvil.gpus: 0: reserve leaves nothing"),
+    (TOP % 'gpus: {"0": 24GiB}', "x-anvil.gpus.0: must hold its memory"),
+    (TOP % 'gpus: {"0": {vam: 1}}', "x-anvil.gpus.0.vam: unknown key; did you mean vram?"),
+    (TOP % 'gpus: {"0": {vram: x}}', "x-anvil.gpus.0.vram: must be a size"),
+    (TOP % 'gpus: {"0": {vram: 1GiB, reserve: 2GiB}}', "x-anvil.gpus.0: reserve leaves nothing"),
     (TOP % "gpus: {0: {}}", 'compose.yaml:1: x-anvil.gpus.0: the key must be text: write "0":'),
     ("services: {a: {gpus: all, x-anvil: {}}}", "services.a: uses all GPUs; say which there are"),
     ("services: {a: {gpus: some, x-anvil: {}}}", "services.a: gpus must be a list"),
@@ -1104,9 +1104,9 @@ def test_a_routing_policy_of_the_file_can_be_the_default_or_a_models_own(tmp_pat
 @pytest.mark.parametrize(
     ("old", "new", "line", "text"),
     [
-        ("mode: full", "store: http://10.0.0.1/3", 4, "store must be the address of a Redis"),
+        ("mode: full", "store: http://10.0.0.1/3", 6, "routing.store: must be the address of a Redis"),
         ("schedulability,", "schedulable,", 10, "policies.mine.filters.0: unknown filter schedulable"),
-        ("mode: full", "mode: fool", 4, "must be one of lite, full, not 'fool'"),
+        ("mode: full", "mode: fool", 6, "routing.mode: must be one of lite, full, not 'fool'"),
         ("default: mine", "default: mime", 4, "no policy mime; did you mean mine?"),
         ("routing: sticky", "routing: stick", 15, "services.c.x-anvil.routing: no policy stick"),
         (
@@ -1127,6 +1127,43 @@ def test_what_is_wrong_with_routing_is_told_with_its_line(
     with pytest.raises(ConfigError) as caught:
         plain(tmp_path, ROUTED.replace(old, new))
     assert any(f":{line}: " in each and text in each for each in caught.value.problems), caught.value.problems
+
+
+def test_what_a_variable_leaves_empty_in_routing_says_nothing(tmp_path: Path) -> None:
+    top = "x-anvil: {routing: {default: '${A:-}', mode: '${A:-}', store: '${A:-}', policies: }}"
+    found = plain(tmp_path, f"{top}\nservices: {{a: {{image: x, x-anvil: {{}}}}}}")
+    assert (found.routing, found.routing_mode, found.routing_store) == ("least_delay", "lite", "")
+
+
+def test_what_is_wrong_within_a_setting_hides_nothing_else_of_it(tmp_path: Path) -> None:
+    top = """
+    x-anvil:
+      gpus: {"0": {vram: x, reserve: y}, "1": {vam: 1}}
+      hooks: [{run: []}, {on: [now], run: [a], timeout: soon}]
+      routing:
+        default: [mine]
+        mode: fool
+        store: http://10.0.0.1/3
+        modus: lite
+        policies: {mine: {filters: [schedulable], selector: round_robin}}
+    services: {a: {image: x, x-anvil: {routing: mine}}}
+    """
+    with pytest.raises(ConfigError) as caught:
+        plain(tmp_path, top)
+    told = [each.partition("compose.yaml:")[2].partition(" x-anvil.")[::2] for each in caught.value.problems]
+    assert [(line.rstrip(":"), text.partition(": ")[0]) for line, text in told] == [
+        ("3", "gpus.0.vram"),
+        ("3", "gpus.0.reserve"),
+        ("3", "gpus.1.vam"),
+        ("4", "hooks.0.run"),
+        ("4", "hooks.1.on"),
+        ("4", "hooks.1.timeout"),
+        ("9", "routing.modus"),
+        ("6", "routing.default"),
+        ("7", "routing.mode"),
+        ("8", "routing.store"),
+        ("10", "routing.policies.mine.filters.0"),
+    ]
 
 
 # Scaled services
