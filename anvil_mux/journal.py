@@ -254,7 +254,8 @@ def told(event: Event, at: float) -> dict[str, Any]:
 
 
 def _human_event(event: Event, moment: float, tail: Sequence[str]) -> str:
-    lines = [f"{stamp(moment)} {event.model or 'anvil-mux'}: {story(event)}\n"]
+    service = f" ({event.backend})" if event.backend not in ("", event.model) else ""
+    lines = [f"{stamp(moment)} {event.model or 'anvil-mux'}{service}: {story(event)}\n"]
     if tail:
         lines.append("  Last lines of the engine's log:\n")
         lines += [f"  | {line}\n" for line in tail]

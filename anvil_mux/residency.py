@@ -826,8 +826,8 @@ class Residency:
             else:
                 self._unprepared.pop(0)
                 if self._host.has_room(seat):
-                    lacked = "the other stage is there"
-                    why = lacked if self.is_ready(seat.model) else "prepared before anybody asks"
+                    lacked = self.is_ready(seat.model) and seat in self._routed[seat.model].lacking(now)
+                    why = "the other stage is there" if lacked else "prepared before anybody asks"
                     self._begin(seat, [], now, f"{ERRAND}{why}", errand=True)
                     return True
         return False

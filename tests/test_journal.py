@@ -132,6 +132,15 @@ def test_events_are_told_in_the_order_in_which_they_came(
     assert told[2:] == ["a: stopping, 1 request severed after 30.0 s", "a: stopped", "a: ready after 12.3 s"]
 
 
+def test_an_event_names_the_service_where_that_is_not_the_model(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    journal = desk.open()
+    journal.add(Event(1.0, "empty", "coder", "coder-2", reason="killed"))
+    journal.flush()
+    assert capfd.readouterr().err.endswith(" coder (coder-2): killed\n")
+
+
 def test_a_failed_load_is_told_with_the_last_lines_of_its_engine(
     desk: Desk, capfd: pytest.CaptureFixture[str]
 ) -> None:

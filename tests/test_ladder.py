@@ -613,6 +613,16 @@ def test_requests_go_before_preparing():
     assert island.steps(2.0) == [], "who has had work is not put out for it"
 
 
+def test_every_replica_is_prepared_for_the_same_reason():
+    a, b = (backend(name, gpu, model="m", prepare=True) for name, gpu in zip("ab", "01", strict=True))
+    island = Island(a, b)
+    assert island.steps(0.0) == ["start a"]
+    island.core.started("a", 3.0)
+    assert island.steps(3.0) == ["start b"]
+    reasons = {event.reason for event in island.log if event.kind == "starting"}
+    assert reasons == {"errand: prepared before anybody asks"}
+
+
 def test_what_fails_to_load_is_not_prepared_again():
     from anvil_mux.errors import LoadError
 

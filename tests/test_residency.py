@@ -1326,6 +1326,7 @@ def test_a_stage_that_died_is_loaded_again_once_its_model_is_asked():
     assert island.steps(3.0) == []
     assert island.core.request(Ticket(9, "m", 4.0), 4.0)  # the next step is to be asked for
     assert island.steps(4.0) == ["start prefill"]
+    assert island.log[-1].reason == "errand: the other stage is there"
     assert not island.core.request(Ticket(10, "m", 5.0), 5.0)
     island.sound()
 
