@@ -40,7 +40,8 @@ def of_models(status: Status) -> Iterator[Metric]:
     said = {b.backend: b.engine for b in backends if b.engine}
     loads = {name: each.load for name, each in said.items() if each.load}
     requests: Samples = {(name, "running"): float(load.running) for name, load in loads.items()}
-    requests |= {(name, "waiting"): float(load.waiting) for name, load in loads.items()}
+    waiting = {name: load.waiting for name, load in loads.items() if load.waiting is not None}
+    requests |= {(name, "waiting"): float(count) for name, count in waiting.items()}
     text = "Requests at the engine, as it says itself."
     yield _gauge("anvil_engine_requests", text, "backend state", requests)
     usage: Samples = {(name,): load.usage for name, load in loads.items() if load.usage is not None}

@@ -58,7 +58,8 @@ class Load(NamedTuple):
     """What an engine says of itself."""
 
     running: int
-    waiting: int
+    waiting: int | None = None
+    """None: it does not say."""
     usage: float | None = None
     """How full its cache is, from 0 to 1; None: it does not say."""
 
@@ -127,7 +128,7 @@ class _Account:
     def __post_init__(self) -> None:
         self.kv_tokens = self.kv_tokens or self.member.kv_tokens or KV_TOKENS
 
-    def says(self, load: Load, at: float) -> None:
+    def says(self, load: Load | None, at: float) -> None:
         self.load, self.heard, self.ended = load, at, 0
 
 
@@ -163,8 +164,8 @@ class Ledger:
     def __repr__(self) -> str:
         return f"<Ledger {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"
 
-    def observe(self, backend: str, load: Load, now: float) -> None:
-        """Its engine said this of itself."""
+    def observe(self, backend: str, load: Load | None, now: float) -> None:
+        """Its engine said this of itself; None: it answered, and has no figures."""
         self._accounts[backend].says(load, now)
 
     def said(self, backend: str, now: float) -> Said | None:
@@ -227,7 +228,7 @@ class Ledger:
             return ours
         running, waiting, usage = account.load
         known = account.ended + sum([entry.since <= since for entry in account.entries.values()])
-        foreign = max(running + waiting - known - account.others.num_requests, 0)
+        foreign = max(running + (waiting or 0) - known - account.others.num_requests, 0)
         answered = min(foreign, running)
         return ours._replace(
             num_requests=ours.num_requests + foreign,

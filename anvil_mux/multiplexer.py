@@ -501,26 +501,26 @@ class Multiplexer:
 
         self._tell(backend.name, fact)
 
-    def resident_replicas(self) -> list[tuple[str, tuple[str, int]]]:
+    def resident_replicas(self) -> list[tuple[Backend, tuple[str, int]]]:
         """Those that may be leased, of models with several backends, and where they listen."""
         with self._lock:
-            names = [
-                seat.name
+            found = [
+                seat.backend
                 for model, count in self._replicas.items()
                 if count > 1
                 for seat in self._islands[model].residency.seats_of(model)
                 if seat.state == "ready"
             ]
-            return [(name, self._addresses[name]) for name in names]
+            return [(backend, self._addresses[backend.name]) for backend in found]
 
-    def observed(self, backend: str, load: Load) -> None:
-        """The engine of a replica said this of itself."""
+    def observed(self, backend: str, load: Load | None) -> None:
+        """The engine of a replica said this of itself; None: it answered, and has no figures."""
         with self._lock:
             if residency := self._layout.of_backend.get(backend):
                 residency.observed(backend, load, self._clock.now())
 
     def silent(self, backend: str) -> None:
-        """The engine of a replica says nothing of itself."""
+        """The engine of a replica does not answer."""
         self._tell(backend, lambda residency, now: residency.silent(backend, now))
 
     def reports(self) -> dict[str, Report]:

@@ -349,8 +349,8 @@ class Residency:
             self._routed[ticket.model].ledger.first_byte(ticket)
         return not ticket.severed
 
-    def observed(self, backend: str, load: Load, now: float) -> None:
-        """The engine of a replica said this of itself."""
+    def observed(self, backend: str, load: Load | None, now: float) -> None:
+        """The engine of a replica said this of itself; None: it answered, and has no figures."""
         routed = self._routed.get(self.seats[backend].model)
         if routed:
             routed.ledger.observe(backend, load, now)
@@ -361,7 +361,7 @@ class Residency:
         return routed.ledger.said(backend, now) if routed else None
 
     def silent(self, backend: str, now: float) -> None:
-        """The engine of a replica says nothing of itself: when it is stale, who waits there leaves."""
+        """The engine of a replica does not answer: when it is stale, who waits there leaves."""
         seat = self.seats[backend]
         if seat.model in self._routed and seat.state == "ready":
             self._send_anew(self._routed[seat.model].take_from(seat, now), f"{backend} is stale", now)

@@ -327,7 +327,7 @@ def schedulability(work: Work, replica: Replica) -> bool:
 
 
 def staleness(work: Work, replica: Replica, *, seconds: float = 60.0) -> bool:
-    """Out if its engine said nothing of itself for longer than `seconds`; its failure domain too."""
+    """Out if its engine did not answer for longer than `seconds`; its failure domain too."""
     return int(replica.age_seconds) <= seconds
 
 

@@ -1,18 +1,22 @@
 """What engines say of themselves: their /metrics, read by one thread for all replicas (routing mode full).
 
 ``load_of`` knows the names that vLLM, SGLang and llama.cpp (with --metrics) give to the same three figures:
-the requests that run, those that wait, and how full the cache is. An engine that says nothing has no figures;
-how old the last ones are is what the filter ``staleness`` goes by.
+the requests that run, those that wait, and how full the cache is. A llama.cpp without --metrics is asked for
+its /slots. An engine that answers and has no such figures is alive, and our own counts hold for it. How long
+ago one last answered is what the filter ``staleness`` goes by.
 """
 
 from __future__ import annotations
 
 import http.client
+import json
 import math
 import re
 import threading
 from collections.abc import Callable, Iterable
 
+from anvil_mux.config import Backend
+from anvil_mux.engine import api_key
 from anvil_mux.ledger import Load
 
 EVERY_SECONDS = 1.0
@@ -51,13 +55,27 @@ def load_of(text: str) -> Load | None:
     return Load(round(sum(found["running"])), round(sum(found["waiting"])), share)
 
 
+def load_of_slots(text: str) -> Load | None:
+    """The figures in the /slots of a llama.cpp, which do not say who waits; None if it is none."""
+    try:
+        return Load(sum([slot["is_processing"] is True for slot in json.loads(text)]))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+PAGES: dict[str, tuple[tuple[str, Callable[[str], Load | None]], ...]] = {
+    "llamacpp": (("/metrics", load_of), ("/slots", load_of_slots)),
+}
+"""Engine -> where it says what; all others have the first."""
+
+
 class Scraper:
-    """Asks every replica that ``replicas`` names, again and again, and tells what it says, if anything."""
+    """Asks every replica that ``replicas`` names, again and again, and tells what it says, if it answers."""
 
     def __init__(
         self,
-        replicas: Callable[[], Iterable[tuple[str, Address]]],
-        observed: Callable[[str, Load], object],
+        replicas: Callable[[], Iterable[tuple[Backend, Address]]],
+        observed: Callable[[str, Load | None], object],
         silent: Callable[[str], object],
         every: float = EVERY_SECONDS,
     ) -> None:
@@ -71,26 +89,38 @@ class Scraper:
         """The thread's life."""
         while not self._closing.is_set():
             for backend, address in self._replicas():
-                if load := fetch(address):
-                    self._observed(backend, load)
-                else:
-                    self._silent(backend)
+                try:
+                    self._observed(backend.name, ask(backend, address))
+                except NoAnswer:
+                    self._silent(backend.name)
             self._closing.wait(self._every)
 
     def close(self) -> None:
         self._closing.set()
 
 
-def fetch(address: Address) -> Load | None:
-    """What an engine says now; None if it does not."""
+class NoAnswer(Exception):
+    """An engine does not answer."""
+
+
+def ask(backend: Backend, address: Address) -> Load | None:
+    """What an engine says now; None if it answers and has no figures."""
+    for path, read in PAGES.get(backend.engine, PAGES["llamacpp"][:1]):
+        if load := read(_get(address, path, api_key(backend.service))):
+            return load
+    return None
+
+
+def _get(address: Address, path: str, key: str | None) -> str:
+    """A page of an engine, empty if it has none."""
     connection = http.client.HTTPConnection(*address, timeout=TIMEOUT)
     try:
-        connection.request("GET", "/metrics")
+        connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
         with connection.getresponse() as response:
             if response.status != 200:
-                return None
-            return load_of(response.read(MOST_BYTES).decode("utf-8", "replace"))
+                return ""
+            return response.read(MOST_BYTES).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException, ValueError):
-        return None
+        raise NoAnswer from None
     finally:
         connection.close()

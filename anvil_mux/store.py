@@ -142,7 +142,9 @@ def _report(
 
 
 def _load(running: Any, waiting: Any, usage: Any) -> Load:
-    return Load(int(running), int(waiting), None if usage is None else float(usage))
+    return Load(
+        int(running), None if waiting is None else int(waiting), None if usage is None else float(usage)
+    )
 
 
 def _older(reports: Reports, seconds: float) -> Reports:

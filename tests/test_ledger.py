@@ -336,6 +336,20 @@ def test_what_an_engine_says_of_our_own_requests_is_no_news() -> None:
     assert (seen.num_requests, seen.decode_batch) == (1, 1)
 
 
+def test_of_what_an_engine_does_not_say_our_own_counts_hold() -> None:
+    made = full("load_balance")
+    for key in (1, 2):
+        made.choose(key, SHORT, ("a",), now=1.0)
+    made.first_byte(1)
+    made.observe("a", Load(running=3), 2.0)
+    seen = made.view(SHORT, ("a",), now=3.0)[0]
+    assert (seen.num_requests, seen.num_waiting_requests, seen.decode_batch) == (3, 1, 2)
+    made.observe("a", None, 100.0)
+    seen = made.view(SHORT, ("a",), now=160.0)[0]
+    assert (seen.num_requests, seen.num_waiting_requests, seen.age_seconds) == (2, 1, 60.0)
+    assert made.choose(3, SHORT, ("a",), now=160.0)
+
+
 def test_in_the_mode_lite_nobody_is_stale_and_in_full_whoever_is_silent() -> None:
     lite, strict = ledger("load_balance"), full("load_balance")
     for made in (lite, strict):

@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from anvil_mux.config import Backend, Gpu
+from anvil_mux.config import Backend, Gpu, Service
 from anvil_mux.ledger import Load
-from anvil_mux.scraper import Scraper, fetch, load_of
-from tests.fake_engine import GUARD, FakeEngine, Rig
+from anvil_mux.scraper import NoAnswer, Scraper, ask, load_of, load_of_slots
+from tests.fake_engine import GUARD, Asked, FakeEngine, Rig
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -21,6 +21,7 @@ vllm:kv_cache_usage_perc{engine="1",model_name="a}b"} 0.75
 vllm:num_requests_waiting_by_reason{reason="capacity"} 9.0
 """
 SGLANG = "sglang:num_running_reqs 4.0\nsglang:num_queue_reqs 5.0\nsglang:token_usage 0.5\n"
+SLOTS = '[{"id": 0, "is_processing": true}, {"id": 1, "is_processing": false}, {"is_processing": true}]'
 LLAMACPP = "llamacpp:requests_processing 1\nllamacpp:requests_deferred 7\n"
 
 
@@ -45,17 +46,58 @@ def page(text: str, status: bytes = b"200 OK") -> bytes:
     return b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body)
 
 
-def test_an_engine_that_does_not_say_is_none() -> None:
+@pytest.mark.parametrize(
+    ("text", "load"),
+    [(SLOTS, Load(2)), ("[]", Load(0)), ('{"error": 1}', None), ('[{"id": 0}]', None), ("<p>", None)],
+)
+def test_the_figures_of_slots(text: str, load: Load | None) -> None:
+    assert load_of_slots(text) == load
+
+
+def test_an_engine_that_answers_may_have_no_figures() -> None:
     engine = FakeEngine()
     try:
-        for answer in (page(SGLANG, b"404 Not Found"), page("nothing"), b"HTTP/1.1 nonsense\r\n\r\n"):
+        for answer in (page(SGLANG, b"404 Not Found"), page("nothing")):
             engine.answer = lambda asked, answer=answer: answer  # type: ignore[misc]
-            assert fetch(engine.address) is None
+            assert ask(Backend("a", "m"), engine.address) is None
         engine.answer = lambda asked: page(SGLANG)
-        assert fetch(engine.address) == Load(4, 5, 0.5)
+        assert ask(Backend("a", "m"), engine.address) == Load(4, 5, 0.5)
+        engine.answer = lambda asked: b"HTTP/1.1 nonsense\r\n\r\n"
+        with pytest.raises(NoAnswer):
+            ask(Backend("a", "m"), engine.address)
     finally:
         engine.close()
-    assert fetch(engine.address) is None
+    with pytest.raises(NoAnswer):
+        ask(Backend("a", "m"), engine.address)
+
+
+def test_an_engine_with_a_key_is_asked_with_it() -> None:
+    engine = FakeEngine()
+    service = Service(command=("llama-server", "--api-key", "sesame"))
+
+    def answer(asked: Asked) -> bytes:
+        return page(LLAMACPP) if b"Bearer sesame" in asked.head else page("", b"401 Unauthorized")
+
+    try:
+        engine.answer = answer
+        assert ask(Backend("a", "m", engine="llamacpp", service=service), engine.address) == Load(1, 7)
+        assert ask(Backend("a", "m", engine="llamacpp"), engine.address) is None
+    finally:
+        engine.close()
+
+
+def test_a_llamacpp_without_metrics_says_by_its_slots_how_many_run() -> None:
+    engine = FakeEngine()
+
+    def answer(asked: Asked) -> bytes:
+        return page(SLOTS) if b"/slots" in asked.head else page("", b"501 Not Implemented")
+
+    try:
+        engine.answer = answer
+        assert ask(Backend("a", "m", engine="llamacpp"), engine.address) == Load(2)
+        assert ask(Backend("a", "m", engine="vllm"), engine.address) is None
+    finally:
+        engine.close()
 
 
 def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
@@ -67,10 +109,10 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
         rig.mux.adopt({"a": rig.engine.url, "b": rig.other.url, "c": rig.other.url})
         rig.engine.answer = lambda asked: page(SGLANG)
         rig.other.answer = lambda asked: page(LLAMACPP.replace("7", "0"))
-        told: dict[str, Load] = {}
+        told: dict[str, Load | None] = {}
         both = threading.Event()
 
-        def observed(backend: str, load: Load) -> None:
+        def observed(backend: str, load: Load | None) -> None:
             rig.mux.observed(backend, load)
             told[backend] = load
             if len(told) == 2:
@@ -91,18 +133,20 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
         rig.close()
 
 
-def test_an_engine_that_says_nothing_is_silent() -> None:
-    engine = FakeEngine()
+def test_an_engine_that_does_not_answer_is_silent_and_one_without_figures_is_not() -> None:
+    engine, gone = FakeEngine(), FakeEngine()
     engine.answer = lambda asked: page("nothing_of_requests 1\n")
-    told: list[str] = []
+    gone.close()
+    told: list[tuple[str, object]] = []
 
     def silent(backend: str) -> None:
-        told.append(backend)
+        told.append((backend, "silent"))
         scraper.close()
 
     try:
-        scraper = Scraper(lambda: [("a", engine.address)], lambda *_: told.append("heard"), silent)
+        replicas = [(Backend("a", "m"), engine.address), (Backend("b", "m"), gone.address)]
+        scraper = Scraper(lambda: replicas, lambda *heard: told.append(heard), silent)
         scraper.run()
-        assert told == ["a"]
+        assert told == [("a", None), ("b", "silent")]
     finally:
         engine.close()

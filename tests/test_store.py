@@ -23,6 +23,7 @@ from tests.running import seen, serving
 PROGRAM = shutil.which("redis-server")
 BUSY = Report(3, 2, 4000, 100, 4100, Load(5, 1, 0.5), 1.0)
 IDLE = Report()
+NO_METRICS = Report(load=Load(2), age_seconds=1.0)
 WORK = Work(tokens=1000)
 
 
@@ -88,9 +89,9 @@ def young(found: list[store.Reports]) -> list[store.Reports]:
 
 def test_an_owner_sees_what_others_published_and_not_its_own(shared: tuple[Store, Forget]) -> None:
     kept, _ = shared
-    kept.publish("one", {"a": BUSY, "b": IDLE})
+    kept.publish("one", {"a": BUSY, "b": IDLE, "c": NO_METRICS})
     assert kept.others("one") == []
-    assert young(kept.others("two")) == [{"a": BUSY, "b": IDLE}]
+    assert young(kept.others("two")) == [{"a": BUSY, "b": IDLE, "c": NO_METRICS}]
 
 
 def test_what_is_published_takes_the_place_of_what_was(shared: tuple[Store, Forget]) -> None:
