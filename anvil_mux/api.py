@@ -290,14 +290,14 @@ def tokens_said(body: bytes) -> Tokens:
     timings = tail.find(b'"timings"', 0, start)  # llama.cpp's
     if timings >= 0:
         start = timings
-    said = {name: int(digits) for name, digits in _SAID.findall(tail, start)}  # of several the last counts
-    answer = said.get(b"completion_tokens", said.get(b"output_tokens"))
-    prompt, cached = said.get(b"prompt_tokens"), said.get(b"cached_tokens", said.get(b"cache_n"))
+    said = dict(_SAID.findall(tail, start))  # of several the last counts
+    answer = said.get(b"completion_tokens") or said.get(b"output_tokens")
+    prompt, cached = said.get(b"prompt_tokens"), said.get(b"cached_tokens") or said.get(b"cache_n")
     if prompt is None:
         prompt, beside = said.get(b"input_tokens"), said.get(b"cache_read_input_tokens")
         if prompt is not None and beside is not None:
-            return answer, prompt + beside, beside
-    return answer, prompt, cached
+            return answer and int(answer), int(prompt) + int(beside), int(beside)
+    return answer and int(answer), prompt and int(prompt), cached and int(cached)
 
 
 _ERROR_FIELDS = ("message", "type", "param", "code")

@@ -94,8 +94,12 @@ class Lease:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Any number of times."""
         if self.prefill:
-            self.prefill.__exit__()
+            self.prefill.release()
         self._mux._release(self._ticket, self._tail)
         # It leads back to this lease: without a cycle nothing is left for the garbage collector.
         self._ticket.cut = None

@@ -235,13 +235,16 @@ class Exchange:
         self.last = b""
         self.aligned = True
         """The client was sent whole chunks, so another one can follow."""
+        lease.on_severed(self.sever)
 
     def __enter__(self) -> Exchange:
-        self._lease.on_severed(self.sever)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Gives its connection back, or closes it; any number of times."""
+        self.close()
+
+    def close(self) -> None:
+        """Gives its connection back, or ends it; any number of times."""
         upstream, self._upstream = self._upstream, None
         if upstream is None:
             return
@@ -276,7 +279,7 @@ class Exchange:
         pooled = self._relay.pool.take(self._lease.address)
         data = self._try(pooled, head, body) if pooled else b""
         if not data:
-            self.__exit__()
+            self.close()
             data = self._try(self._connect(), head, body)
         if not data:
             raise Unreachable(f"{self._name} closed the connection without an answer.")
