@@ -11,13 +11,18 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Protocol
 
+from anvil_mux import api
+
 PROBES = frozenset(["/health", "/healthz", "/livez", "/logs", "/metrics", "/readyz", "/why"])
 """What programs, and the open page, ask for again and again."""
 
 
 @dataclass(slots=True)  # frozen ones take three times as long to make
 class Served:
-    """What is known of a request at its end; nobody alters it. Moments are Unix time, durations seconds."""
+    """What is known of a request at its end. Moments are Unix time, durations seconds.
+
+    Nobody alters it but ``count``, which the ``Sink`` calls once.
+    """
 
     ended: float
     request_id: str
@@ -37,13 +42,27 @@ class Served:
     seconds: float
     sent: int
     tokens: int = 0
-    """Of the answer; 0: nobody knows."""
+    """Of the answer: the events of its stream, unless its engine says; 0: nobody knows."""
     prompt_tokens: int = 0
     """Of the input, as its engine said."""
     cached_tokens: int = 0
     """Of these, those that the engine had in its cache."""
     foreseen: float | None = None
     """The part of the input that its replica was thought to have cached; None: nobody knows if it was."""
+    said: bytes = b""
+    """The end of the answer, where engines say what it took; ``count`` reads it and lets go of it."""
+
+    def count(self) -> None:
+        """Reads what the answer took, of many records in a row: no client waits for that."""
+        if not self.said:
+            return
+        answer, prompt, cached = api.tokens_said(self.said)
+        self.said = b""
+        if answer is not None:
+            self.tokens = answer
+        self.prompt_tokens, self.cached_tokens = prompt or 0, cached or 0
+        if cached is None:
+            self.foreseen = None
 
 
 class Sink(Protocol):

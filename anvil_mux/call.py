@@ -50,6 +50,7 @@ class Call:
         "began",
         "client",
         "code",
+        "events",
         "first_byte",
         "foreseen",
         "keep",
@@ -58,11 +59,11 @@ class Call:
         "request_id",
         "route",
         "routed",
+        "said",
         "sent",
         "since",
         "status",
         "stream",
-        "tokens",
         "translation",
         "waited",
         "waiting",
@@ -79,8 +80,9 @@ class Call:
         self.api = "openai"
         self.route = api.NO_ROUTE
         self.model = self.backend = self.code = ""
-        self.status = self.sent = 0
-        self.tokens = api.NO_TOKENS
+        self.status = self.sent = self.events = 0
+        self.said = b""
+        """The end of the answer, where its engine says what it took."""
         self.waited = self.first_byte = 0.0
         self.foreseen: float | None = None
         """The part of its input that its replica was thought to have cached."""
@@ -179,7 +181,6 @@ class Call:
 
     def record(self) -> Served:
         request = self.request
-        answer, prompt, cached = self.tokens
         return Served(
             time.time(),
             self.request_id,
@@ -195,10 +196,9 @@ class Call:
             self.first_byte,
             time.monotonic() - self.since,
             self.sent,
-            answer or 0,
-            prompt or 0,
-            cached or 0,
-            None if cached is None else self.foreseen,
+            self.events,
+            foreseen=self.foreseen if self.said else None,
+            said=self.said[-api.USAGE_BYTES :],
         )
 
 

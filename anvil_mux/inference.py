@@ -474,7 +474,7 @@ class Inference:
                 call.status = response.status
                 declared = None if response.body == "none" else len(exchange.data)
                 call.send(heads.response_head(call, response, length=declared) + exchange.data)
-                call.tokens = api.tokens_said(exchange.data)  # nobody waits for that
+                call.said = exchange.data
             else:
                 self._stream(call, lease, exchange, response)
         finally:
@@ -523,7 +523,7 @@ class Inference:
             try:
                 self._say(call, exchange, response, asked)
             finally:
-                call.tokens = exchange.tokens
+                call.said, call.events = exchange.said, exchange.events
 
     def _say(self, call: Call, exchange: Exchange, response: http1.Response, asked: Translation) -> None:
         """An answer as it comes, or all at once."""
@@ -567,7 +567,7 @@ class Inference:
         """The rest of a body, and its end."""
         end = exchange.stream(response)
         call.sent += exchange.streamed
-        call.tokens = exchange.tokens
+        call.said, call.events = exchange.said, exchange.events
         error: MuxError
         match end:
             case End.COMPLETE:

@@ -147,6 +147,7 @@ class Journal:
                 return
             entries.popleft()
             try:
+                record.count()
                 self._metrics.served(record)
                 self._feed.ended(record)
                 if self._access is not None:

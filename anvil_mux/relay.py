@@ -35,7 +35,7 @@ from socket import (
 from struct import pack
 from typing import Protocol
 
-from anvil_mux import api, http1
+from anvil_mux import http1
 from anvil_mux.config import Backend
 from anvil_mux.errors import BackendError, ClientGone, MuxError
 from anvil_mux.pump import EVENT, TOKENS, End, Pump, Stream
@@ -198,16 +198,16 @@ class Exchange:
         "_client",
         "_cut",
         "_deadline",
-        "_events",
         "_lease",
         "_relay",
         "_reusable",
-        "_said",
         "_stream",
         "_upstream",
         "aligned",
         "data",
+        "events",
         "last",
+        "said",
         "streamed",
         "whole",
     )
@@ -228,8 +228,10 @@ class Exchange:
         """``data`` is all of the body."""
         self._chunked = False
         self._body: Body | None = None
-        self._events = 0
-        self._said = b""
+        self.events = 0
+        """Of a stream, so far."""
+        self.said = b""
+        """What came last of it in which the engine says what it took."""
         self.streamed = 0
         """Bytes that the pump sent to the client."""
         self.last = b""
@@ -428,6 +430,7 @@ class Exchange:
     def pieces(self, response: http1.Response) -> Iterator[bytes]:
         """The content as it comes, in the handler's thread: for answers that are read, not passed on."""
         if self.whole:
+            self.said = self.data
             yield self.data
             return
         body = body_of(response, chunked=False)
@@ -464,9 +467,9 @@ class Exchange:
         return first
 
     def _note(self, data: bytes) -> None:
-        self._events += data.count(EVENT)
+        self.events += data.count(EVENT)
         if TOKENS in data:
-            self._said = data
+            self.said = data
 
     def read_on(self, until: Callable[[bytes], bool]) -> None:
         """Reads until enough of the body came with the head; not for one that may have ended."""
@@ -485,12 +488,6 @@ class Exchange:
         """The last bytes of content that the client was sent, if nothing was split."""
         return self.last[:-2] if self._chunked else self.last
 
-    @property
-    def tokens(self) -> api.Tokens:
-        """What the engine says; of the answer, if it does not say, the events of its stream."""
-        answer, prompt, cached = api.tokens_said(self.data if self.whole else self._said)
-        return self._events if answer is None else answer, prompt, cached
-
     def stream(self, response: http1.Response) -> End:
         """Moves the rest of the body to the client; blocks until it has ended."""
         body, upstream = self._body, self._upstream
@@ -502,8 +499,8 @@ class Exchange:
             stream.cut = self._cut
             end = self._relay.pump.relay(stream)
             self.streamed = stream.relayed
-            self._events += stream.events
-            self._said = stream.said or self._said
+            self.events += stream.events
+            self.said = stream.said or self.said
             self.last = stream.last or self.last
             self.aligned = body.aligned and not stream.pending
         if end is End.COMPLETE:

@@ -289,6 +289,8 @@ class Events:
         self.seen: list[Event | Served] = []
 
     def add(self, entry: Event | Served) -> None:
+        if isinstance(entry, Served):
+            entry.count()
         with self._changed:
             self.seen.append(entry)
             self._changed.notify_all()

@@ -8,7 +8,7 @@ import pytest
 import anvil_mux
 
 ROWS = (
-    "errors clock http1 coding interpolate accesslog settings service home state notify remote",
+    "errors clock http1 coding interpolate settings service home state notify remote",
     "screen completion",
     "keys naming api rewrite completions stages ollama anthropic composefile",
     "policy preemption profile routing prefix pipeline costs footprint demand hooks config loading change",
@@ -16,7 +16,7 @@ ROWS = (
     "control gpu compose process freed lookout driver checkpoint",
     "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
-    "answers tunnel pump relay gauges metrics feed journal learned client tls",
+    "answers tunnel pump relay accesslog gauges metrics feed journal learned client tls",
     "call heads inference console healthz routerapi reloads gateway server signals",
     "serve tally byhand bench profiler output arguments asking studying cli __main__",
 )
