@@ -1,9 +1,10 @@
 """What engines say of themselves: their /metrics, read by one thread for all replicas (routing mode full).
 
-``load_of`` knows the names that vLLM, SGLang and llama.cpp (with --metrics) give to the same three figures:
-the requests that run, those that wait, and how full the cache is. A llama.cpp without --metrics is asked for
-its /slots. An engine that answers and has no such figures is alive, and our own counts hold for it. How long
-ago one last answered is what the filter ``staleness`` goes by.
+``load_of`` knows the names that vLLM, SGLang and llama.cpp give to the same three figures (SGLang if it was
+started with --enable-metrics, llama.cpp with --metrics): the requests that run, those that wait, and how full
+the cache is. A llama.cpp without --metrics is asked for its /slots. An engine that answers and has no such
+figures is alive, and our own counts hold for it. How long ago one last answered is what the filter
+``staleness`` goes by.
 """
 
 from __future__ import annotations
