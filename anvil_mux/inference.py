@@ -629,8 +629,10 @@ def _engine_error(model: str, status: int, body: bytes) -> MuxError:
 
 def _refusal(model: str, path: str, status: int, body: bytes) -> MuxError:
     """An engine's answer to a question that is not the client's own."""
-    if status in LACKING and api.error_said(body) is None:
-        return BadRequest(f"the engine of {model} cannot do this: it has no {path}", status=501)
+    said = api.error_said(body)
+    if status == 501 or (status in LACKING and said is None):
+        why = said["message"] if said else f"it has no {path}"
+        return BadRequest(f"the engine of {model} cannot do this: {why}"[:MAX_QUOTED], status=501)
     return _engine_error(model, status, body)
 
 

@@ -408,6 +408,15 @@ def test_keep_alive_of_nothing_puts_out_what_others_use_once_they_are_done(rig: 
     rig.events.wait("empty")
 
 
+def test_what_an_engine_has_no_part_for_is_not_asked_again(rig: Rig) -> None:
+    client = ask(rig, "/api/embed", model="a", input="x")
+    said = b'{"error":{"code":501,"message":"start it with --embeddings","type":"not_supported_error"}}'
+    rig.engine.next().send(b"HTTP/1.1 501 No\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said))
+    answer = client.read()
+    assert (answer.status, answer.header(b"x-should-retry")) == (501, b"false")
+    assert json.loads(answer.body)["error"] == "the engine of a cannot do this: start it with --embeddings"
+
+
 def test_unloading_loads_nothing(rig: Rig) -> None:
     assert ask(rig, "/api/generate", model="a", keep_alive="0s").read().status == 200
     assert not rig.events.of("starting")

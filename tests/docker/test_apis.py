@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import ollama
 import pytest
 
 from tests.docker.conftest import MODELS, REAL, Stack
-from tests.docker.served import PATIENCE, served, state_of
+from tests.docker.served import PATIENCE, docker, served, state_of
 from tests.running import Running, seen
 
 OWN, LACKING = "own", "lacking"
@@ -39,6 +39,7 @@ PARAMETERS["get_time"]["summer"] = {"type": "boolean"}
 PARIS, ROME = ("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})
 TIME = ("get_time", {"zone": "CET", "summer": True})
 """The calls that the model was made to make."""
+CUT = "broke off|ended within its answer"
 
 
 @pytest.fixture(scope="session")
@@ -165,6 +166,18 @@ def test_ollamas_client_before_a_real_engine(stack: Stack) -> None:
         assert seen(lambda: state_of(mux, OWN), lambda state: state == "empty") == "empty"
 
 
+def test_vectors_of_a_real_engine(llamacpp_compose: Callable[..., Stack], tmp_path: Path) -> None:
+    flag = {"environment": {"LLAMA_ARG_EMBEDDINGS": "1", "LLAMA_ARG_POOLING": "mean"}}
+    made = llamacpp_compose(tmp_path, models=1, services={"model-1": flag})
+    with served(made) as mux, closing(Ollama(mux)) as asks:
+        both = asks.client.embed("model-1", ["one text", "another"])
+        assert [len(vector) for vector in both.embeddings] == [64, 64]
+        assert both.prompt_eval_count == 19
+        [first] = asks.client.embed("model-1", "one text").embeddings
+        assert first == both.embeddings[0]
+        assert asks.client.embeddings("model-1", "one text").embedding == first
+
+
 # Anthropic
 
 
@@ -253,6 +266,24 @@ def test_what_anthropics_client_gets_of_an_engine_without_its_routes(stack: Stac
         with pytest.raises(anthropic.APIStatusError, match="cannot count") as refused:
             asks.count("Hi")
         assert refused.value.status_code == 501
+
+
+@pytest.mark.parametrize("model", [OWN, LACKING])
+def test_an_engine_that_is_killed_is_an_error_of_each_api(stack: Stack, model: str) -> None:
+    question = [{"role": "user", "content": "Will you go on?"}]
+
+    def kill_at(place: int, told: Iterable[object]) -> None:
+        for number, _ in enumerate(told):
+            if number == place:
+                docker(stack, "kill", stack.container(model))
+
+    with served(stack) as mux:
+        with closing(Ollama(mux)) as asks, pytest.raises(ollama.ResponseError, match=CUT):
+            kill_at(20, asks.client.chat(model, question, stream=True))
+        with closing(Anthropic(mux, model)) as asks_too:
+            asked = asks_too.client.messages.stream(model=model, max_tokens=100_000, messages=question)
+            with pytest.raises(anthropic.APIStatusError, match=CUT), asked as stream:
+                kill_at(20, stream)
 
 
 def test_tokens_are_counted_by_the_real_engine(stack: Stack) -> None:

@@ -52,6 +52,7 @@ ENDINGS: dict[str, list[str]] = {
     f"the time?{TURN}{MUTE}": TWO_CALLS,
     f"</tool_response>{TURN}": ["<think>\nSo", " it is", " there.\n</think>\n", "\n", *SUNNY],
     f"</tool_response>{TURN}{MUTE}": SUNNY,
+    f"go on?{TURN}": ["On", " and on", " and on"],
     f"picture?{TURN}": ["The picture", " is"],
     f"picture?{TURN}{MUTE}": ["The picture", " is"],
 }
