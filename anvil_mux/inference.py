@@ -80,6 +80,8 @@ class _Passage:
     replicas: int
     explains: bool
     """They are not to be sent on; where they would go is the answer."""
+    loads: bool
+    """Their model is loaded for them, if it is not."""
     unchanged_at: Backend | None
     """The backend that gets their bodies as they are, if any does."""
 
@@ -154,11 +156,13 @@ class Inference:
                 continue
             if not self._may_ask(call.model, request.method, path):
                 raise NotFound(f"{request.method} {path} is not offered of the engine of {call.model}.")
-            states = {model.model: model.state for model in self._mux.status().models}
-            if request.method == "GET" and states[call.model] != "ready":
+            if request.method == "GET" and not self._is_loaded(call.model):
                 raise BadRequest(f"{call.model} is not loaded, and a GET does not load it", status=409)
             return self.infer(call, api.Route("openai", "upstream", path=path))
         raise NotFound(f"{request.path} names no model and path: /upstream/MODEL/PATH.")
+
+    def _is_loaded(self, model: str) -> bool:
+        return any(seen.model == model and seen.state == "ready" for seen in self._mux.status().models)
 
     def _ask_of_answer(self, call: Call) -> None:
         """A request about an earlier answer: for the engine that has it, if that was not put out since."""
@@ -265,6 +269,7 @@ class Inference:
             limited=isinstance(key, Key) and key.requests is not None,
             replicas=replicas,
             explains=EXPLAIN in call.request.fields,
+            loads=naming.may_load(call.request.query),
             unchanged_at=backend if unchanged else None,
         )
 
@@ -278,6 +283,8 @@ class Inference:
     ) -> None:
         """``named``: the model's name within ``body``, if that need not be changed for every engine."""
         call.model = passage.model
+        if not passage.loads and not self._is_loaded(call.model):
+            raise BadRequest(f"{call.model} is not loaded, and autoload=false does not load it")
         if passage.limited and passage.key:
             with self._mux.counted(passage.key):
                 return self._send_anywhere(call, passage, named, body, span)

@@ -293,6 +293,13 @@ def model_replaced_in_query(query: str, model: str) -> str:
     )
 
 
+def may_load(query: str) -> bool:
+    """What ``?autoload=`` says, as llama.cpp's router reads it: whether a request may load its model."""
+    if "autoload=" not in query:
+        return True
+    return parse_qs(query).get("autoload", ["true"])[0] in ("true", "1")
+
+
 _PARAMETER = re.compile(rb';[ \t]*([^\s=;"]+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"|([^\s;",]*))')
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 

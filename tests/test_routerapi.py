@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from anvil_mux import routerapi
+from anvil_mux import naming, routerapi
 from anvil_mux.errors import LoadError
 from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig
 
@@ -84,6 +84,29 @@ def test_ejecting_puts_the_model_out(rig: Rig) -> None:
     assert badge(rig, "a") == {"value": "unloaded"}
     connection.post(ASK_A, path=b"/models/unload")
     assert json.loads(connection.read().body) == {"success": True, "resident": False}
+
+
+def test_who_only_looks_loads_nothing(rig: Rig) -> None:
+    """Clients ask so for what they show of each model in the list."""
+    rig.engine.answer = lambda _: JSON_OK
+    connection = rig.client()
+    assert connection.get(b"/props?model=a&autoload=false").status == 400
+    connection.post(ASK_A, path=b"/v1/chat/completions?autoload=0")
+    assert "a is not loaded, and autoload=false" in json.loads(connection.read().body)["error"]["message"]
+    assert rig.events.of("starting") == []
+    assert connection.get(b"/props?model=a&autoload=true").status == 200
+    assert connection.get(b"/props?model=a&autoload=false").status == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "loads"),
+    [
+        *(("", True), ("autoload=", True), ("autoload=1", True), ("model=a&autoload=true", True)),
+        *(("autoload=false&model=a", False), ("autoload=0", False), ("autoload=no", False)),
+    ],
+)
+def test_a_request_loads_its_model_unless_it_says_otherwise(query: str, loads: bool) -> None:
+    assert naming.may_load(query) == loads
 
 
 def test_a_model_is_pinned_and_unpinned(rig: Rig) -> None:
