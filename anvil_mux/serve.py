@@ -498,6 +498,7 @@ class Program:
     def stop(self) -> None:
         """Finishes the requests that run, then leaves or stops the engines."""
         self._reloads.close()
+        self._server.refuse()
         self._scraper.close()
         if self._sharing:
             self._sharing.close()

@@ -189,13 +189,17 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         log.exception("connection of %s failed", client_address)
 
+    def refuse(self) -> None:
+        """From now on nobody is let in, and everybody is told so; what runs goes on."""
+        self.gateway.drain()
+        self._mux.refuse()
+
     def drain(self, grace: float) -> bool:
         """Stops serving; True if every request ended within ``grace`` seconds.
 
         Not to be called in the thread that is in ``serve_forever``.
         """
-        self.gateway.drain()
-        self._mux.refuse()
+        self.refuse()
         # Only what runs already is waited for: those who come now are refused, and may come without end.
         earlier, running = self.connections.copy(), self.busy.copy()
         deadline = time.monotonic() + grace
