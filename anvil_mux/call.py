@@ -106,6 +106,11 @@ class Call:
         return self.request.version == (1, 1)
 
     @property
+    def path(self) -> str:
+        """What its engine is asked for."""
+        return self.translation.path if self.translation else self.route.path
+
+    @property
     def connection(self) -> bytes | None:
         """The Connection header of the answer, where one is needed."""
         if not self.keep:

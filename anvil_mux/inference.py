@@ -1,7 +1,7 @@
-"""One request for a model: its lease, its engine's answer, and what it gets when something comes between.
+"""One request for a model: which one that is, its lease, and another lease where the first came to nothing.
 
-``Inference.infer`` reads the body, finds the model's name, leases, sends the request on and the answer back.
-Four things may come between:
+``Inference.infer`` reads the body, finds the model's name, leases a backend and has the request delivered to
+its engine (delivery.py). Four things may come between:
 
 * The model is not resident. The thread waits in the line and looks at its client a few times a second
   (``Waiting.tend``). A stream is begun after a grace, with comment lines as keep-alive; from then on every
@@ -18,54 +18,34 @@ Four things may come between:
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from anvil_mux import answers, anthropic, api, coding, heads, http1, naming, ollama, prefix, rewrite, stages
+from anvil_mux import answers, api, coding, http1, naming, ollama, prefix, stages
 from anvil_mux.answers import Answers
 from anvil_mux.api import written
 from anvil_mux.call import JSON, Call, Patience, Waiting
 from anvil_mux.client import Spool
-from anvil_mux.completions import Translation, finite, parse
+from anvil_mux.completions import finite, parse
 from anvil_mux.config import Backend, Config
-from anvil_mux.engine import api_key, find_engine
+from anvil_mux.delivery import TRANSLATE, Body, Delivery
+from anvil_mux.engine import find_engine
 from anvil_mux.errors import (
-    BackendError,
     BadRequest,
-    ClientGone,
     MuxError,
     NotFound,
-    RefusedByEngine,
     Severed,
     UnknownModel,
 )
-from anvil_mux.keys import FIELDS, Key
-from anvil_mux.multiplexer import Lease, Multiplexer
-from anvil_mux.pump import End
-from anvil_mux.relay import WHOLE, BrokenOff, Exchange, Relay, RequestBody, Unreachable
+from anvil_mux.keys import Key
+from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.relay import BrokenOff, Relay, Unreachable
 from anvil_mux.routing import EITHER, Work
-from anvil_mux.tunnel import BROKEN, RESTARTED, good_bye
 
-TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
-"""Path -> how a body that is asked for there becomes a question that every engine understands."""
-LACKING = (404, 405, 501)
-"""How engines answer to a route that they do not have."""
 SESSION = b"x-session-id"
 """The header by which a client says which conversation a request belongs to."""
 EXPLAIN = b"x-anvil-explain"
 """The header of a request that is not to be sent on: where it would go, and why, is the answer."""
-MAX_QUOTED = 2000
-"""Bytes of an engine's error that an error event repeats."""
-NO_KEY: Mapping[bytes, bytes] = dict.fromkeys(FIELDS, b"")
-AS_THEY_ARE: Mapping[bytes, bytes] = {}
-"""How credentials change, or not, on their way to an engine."""
-Body = bytes | bytearray | Spool
-
-
-class _Lacking(Exception):
-    """The engine does not have the route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +73,8 @@ class Inference:
         self, config: Config, mux: Multiplexer, relay: Relay, patience: Patience, *, hides_keys: bool = False
     ) -> None:
         self._mux = mux
-        self._relay = relay
         self._answers = Answers()
+        self._delivery = Delivery(mux, relay, self._answers)
         self.reconfigure(config, patience, hides_keys=hides_keys)
 
     def reconfigure(self, config: Config, patience: Patience, *, hides_keys: bool) -> None:
@@ -108,10 +88,7 @@ class Inference:
         kinds = {(backend.model, backend.infer_type) for backend in config.backends}
         self._staged = {model for model, kind in kinds if kind in ("prefill", EITHER)}
         """Models of which a request may be served in two stages."""
-        self._hides_keys = hides_keys
-        """Clients' keys are ours, so that engines get their own instead."""
-        self._lacking: set[tuple[str, str] | None] = set()
-        """(backend, path) of routes that engines turned out not to have; changed by atomic operations."""
+        self._delivery.reconfigure(config, hides_keys=hides_keys)
 
     def infer(self, call: Call, route: api.Route) -> None:
         """Answers ``call`` from the engine of the model that it names."""
@@ -178,13 +155,6 @@ class Inference:
             raise NotFound(f"There is no answer {id}: it was never given, or its engine was put out since.")
         call.work = Work(owner=kept.backend)
         self._send(call, self._passage(call, kept.model), None, self._read(call))
-
-    def _note_answer(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
-        """Remembers which engine has the answer that begins now."""
-        if not exchange.whole and _is_events(response):
-            exchange.read_on(answers.says_no_more)
-        if id := answers.id_in(exchange.data):
-            self._answers.keep(id, call.model, lease.backend.name, call.request.key)
 
     def _may_ask(self, model: str, method: str, path: str) -> bool:
         backends = [backend for backend in self._config.backends if backend.model == model]
@@ -375,12 +345,12 @@ class Inference:
             call.foreseen = lease.foreseen if lease.why else None
             if lease.prefill:
                 call.routed += f"; prefill by {lease.prefill.backend.name}"
-                body = self._prefill(call, lease.prefill, body)
+                body = self._delivery.prefill(call, lease.prefill, body)
             try:
                 if backend is passage.unchanged_at:
-                    self._forward(call, lease, len(body), body)
+                    self._delivery.forward(call, lease, len(body), body)
                 else:
-                    self._ask(call, lease, named, body, span)
+                    self._delivery.ask(call, lease, named, body, span)
             except Unreachable:
                 self._mux.unreachable(lease)
                 raise
@@ -394,216 +364,15 @@ class Inference:
         finally:
             lease.release()
 
-    def _prefill(self, call: Call, lease: Lease, body: Body) -> Body:
-        """The first of two stages: the body of the second. What fails here the client has not seen."""
-        assert isinstance(body, (bytes, bytearray))
-        asked = call.translation.question if call.translation else parse(body)
-        with lease:
-            try:
-                status, said = self._ask_prefill(call, lease, asked)
-            except (Unreachable, BrokenOff, Severed) as error:
-                if not isinstance(error, Unreachable) and not self._mux.has_another(lease):
-                    raise
-                self._mux.unreachable(lease)
-                raise Unreachable(error.message) from None
-        if status >= 300:
-            raise _engine_error(call.model, status, said)
-        try:
-            asked = stages.second(asked, said)
-        except (ValueError, RecursionError) as error:
-            raise BackendError(f"{lease.backend.name} gave no answer that can be read: {error}.") from None
-        if call.translation:
-            call.translation = replace(call.translation, question=asked)
-            return body
-        return written(asked)
-
-    def _ask_prefill(self, call: Call, lease: Lease, asked: dict[str, Any]) -> tuple[int, bytes]:
-        body = stages.first(asked, lease.backend.served_model or call.model)
-        with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = heads.translated_head(call, lease, _path(call), len(body), self._credentials(lease))
-            response = exchange.ask("POST", head, body)
-            return response.status, exchange.content(response, self._config.max_body)
-
-    def _ask(
-        self, call: Call, lease: Lease, named: str | None, body: Body, span: tuple[int, int] | None
-    ) -> None:
-        """Asks the engine in the client's words, or else in its own."""
-        route, backend = call.route, lease.backend
-        known_as = backend.served_model or call.model
-        if route.model_in == "upstream":
-            named = known_as
-        lacks = None
-        if call.translation is None:
-            lacks = (backend.name, route.path) if route.translated else None
-            if lacks not in self._lacking:
-                said = _rewritten(body, backend) if route.model_in in ("json", "path") else body
-                length, pieces = _renamed(said, named, known_as, span)
-                try:
-                    return self._forward(call, lease, length, pieces)
-                except _Lacking:
-                    pass
-            assert isinstance(body, (bytes, bytearray))
-            call.translation = TRANSLATE[route.path](parse(body))
-        self._translate(call, lease, call.translation, known_as)
-        if lacks:
-            self._lacking.add(lacks)
-        return None
-
-    def _credentials(self, lease: Lease) -> Mapping[bytes, bytes]:
-        """What goes to the engine in place of the client's key; empty values take a field away."""
-        if not self._hides_keys:
-            return AS_THEY_ARE
-        own = api_key(lease.backend.service)
-        return {**NO_KEY, b"authorization": b"Bearer " + own.encode()} if own else NO_KEY
-
     def _tend(self, call: Call, now: float) -> None:
         if call.waiting is None:
             call.waiting = Waiting(call, self._patience, self._mux)
         call.waiting.tend(now)
 
-    def _forward(self, call: Call, lease: Lease, length: int, body: RequestBody) -> None:
-        route = call.route
-        if route.upgrades:
-            self._tunnel(call, lease)
-            return
-        exchange = Exchange(self._relay, lease, call.client.socket)
-        try:
-            head = heads.request_head(call, lease, length, self._credentials)
-            response = exchange.ask(call.request.method, head, body)
-            call.first_byte = time.monotonic() - call.since
-            if route.translated and response.status in LACKING:
-                raise _Lacking
-            if route.beat == "responses" and response.status == 200:
-                self._note_answer(call, lease, exchange, response)
-            if call.began:
-                self._continue(call, lease, exchange, response)
-            elif exchange.whole:
-                call.status = response.status
-                declared = None if response.body == "none" else len(exchange.data)
-                call.send(heads.response_head(call, response, length=declared) + exchange.data)
-                call.said = exchange.data
-            else:
-                self._stream(call, lease, exchange, response)
-        finally:
-            exchange.close()
-
-    def _tunnel(self, call: Call, lease: Lease) -> None:
-        """A websocket: the lease lasts as long as it is open."""
-        wish = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
-        with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = heads.request_head(call, lease, 0, lambda lease: {**self._credentials(lease), **wish})
-            response = exchange.ask("GET", head, b"", upgrade=True)
-            call.first_byte = time.monotonic() - call.since
-            call.status, call.keep, call.answered = response.status, False, True
-            if response.status != 101:
-                body = exchange.content(response, WHOLE)
-                call.send(heads.response_head(call, response, length=len(body)) + body)
-                return
-            call.send(
-                http1.forward_response_head(
-                    response, connection=b"Upgrade", extra=[(b"Upgrade", b"websocket"), *call.own_headers]
-                )
-                + exchange.data
-            )
-            ended, error = exchange.tunnel(call.client.take_rest())
-            call.sent += ended.passed
-            if error:
-                call.code = error.code
-                if ended.open:
-                    code = RESTARTED if lease.severed else BROKEN
-                    call.send(good_bye(code, error.message))
-                    call.client.part()
-
-    def _translate(self, call: Call, lease: Lease, asked: Translation, known_as: str) -> None:
-        """Asks the engine in its own words, and says the answer in the client's, in this thread."""
-        asked.answer.begun(time.time(), call.waited)
-        if not asked.path:
-            call.send_own(200, [JSON], asked.answer.whole(b"", time.time()))
-            return
-        body = _rewritten(asked.body(known_as), lease.backend)
-        with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = heads.translated_head(call, lease, asked.path, len(body), self._credentials(lease))
-            response = exchange.ask("POST", head, body)
-            call.first_byte = time.monotonic() - call.since
-            if response.status >= 300:
-                raise _refusal(call.model, asked.path, response.status, exchange.content(response, WHOLE))
-            try:
-                self._say(call, exchange, response, asked)
-            finally:
-                call.said, call.events = exchange.said, exchange.events
-
-    def _say(self, call: Call, exchange: Exchange, response: http1.Response, asked: Translation) -> None:
-        """An answer as it comes, or all at once."""
-        if not asked.stream:
-            said = asked.answer.whole(exchange.content(response, self._config.max_body), time.time())
-            call.send_own(200, [JSON], said)
-            return
-        if not _is_events(response):
-            raise BackendError(f"The engine of {call.model} did not answer with a stream.")
-        if not call.began:
-            call.begin()
-        for piece in exchange.pieces(response):
-            said = asked.answer.feed(piece, time.time())
-            call.answered = call.answered or bool(said)
-            call.send_event(said)
-        call.send_event(asked.answer.finish(time.time()))
-        call.end()
-
-    def _stream(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
-        call.status = response.status
-        length = response.length if response.body == "length" else None
-        chunked = length is None and call.chunked
-        call.keep = call.keep and (chunked or length is not None)
-        first = exchange.begin(response, chunked=chunked)
-        call.answered = bool(first)
-        call.send(heads.response_head(call, response, length=length, chunked=chunked) + first)
-        self._move(call, lease, exchange, response, events=length is None and _is_events(response))
-
-    def _continue(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
-        """The head went out while the model was loading, so what the engine says must be events."""
-        if response.status >= 300 or not _is_events(response):
-            raise _engine_error(call.model, response.status, exchange.data)
-        first = exchange.begin(response, chunked=call.chunked)
-        call.answered = bool(first)
-        call.send(first)
-        self._move(call, lease, exchange, response, events=True)
-
-    def _move(
-        self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response, *, events: bool
-    ) -> None:
-        """The rest of a body, and its end."""
-        end = exchange.stream(response)
-        call.sent += exchange.streamed
-        call.said, call.events = exchange.said, exchange.events
-        error: MuxError
-        match end:
-            case End.COMPLETE:
-                return
-            case End.CLIENT_GONE | End.UNREAD:
-                raise ClientGone("The client left its stream.")
-            case End.SEVERED:
-                error = lease.severed_error()
-            case End.STALLED:
-                error = BackendError(f"The engine of {call.model} went silent within its answer.")
-            case End.DIED:
-                error = BrokenOff(f"The engine of {call.model} broke off its answer.")
-        call.answered = call.answered or exchange.streamed > 0
-        if events and not call.answered and end is not End.STALLED:
-            call.began = True
-            raise error
-        call.keep, call.code = False, error.code
-        if events and exchange.aligned:
-            call.break_off(error, last=exchange.last_payload)
-
-
-def _path(call: Call) -> str:
-    """What the engine is asked for."""
-    return call.translation.path if call.translation else call.route.path
-
 
 def _stages(call: Call) -> bool:
     """Whether it can be served in two stages."""
-    return _path(call) in stages.PATHS and call.route.model_in != "upstream"
+    return call.path in stages.PATHS and call.route.model_in != "upstream"
 
 
 def _offers(backend: Backend, method: str, path: str) -> bool:
@@ -618,53 +387,7 @@ def _offers(backend: Backend, method: str, path: str) -> bool:
     return listed or (method == "GET" and path in engine.shown)
 
 
-def _is_events(response: http1.Response) -> bool:
-    return response.fields.get(b"content-type", b"").startswith(b"text/event-stream")
-
-
-def _engine_error(model: str, status: int, body: bytes) -> MuxError:
-    """An engine's answer for a client that expects events; a refusal is passed on in the engine's words."""
-    said = api.error_said(body) if 400 <= status < 500 else None
-    if said is None:
-        text = body[:MAX_QUOTED].decode("utf-8", "replace")
-        return BackendError(f"The engine of {model} answered {status}: {text}")
-    message = said.pop("message")
-    assert isinstance(message, str)
-    named = {key: value[:MAX_QUOTED] if isinstance(value, str) else value for key, value in said.items()}
-    return RefusedByEngine(message[:MAX_QUOTED], status=status, said=named)
-
-
-def _refusal(model: str, path: str, status: int, body: bytes) -> MuxError:
-    """An engine's answer to a question that is not the client's own."""
-    said = api.error_said(body)
-    if status == 501 or (status in LACKING and said is None):
-        why = said["message"] if said else f"it has no {path}"
-        return BadRequest(f"the engine of {model} cannot do this: {why}"[:MAX_QUOTED], status=501)
-    return _engine_error(model, status, body)
-
-
 def _coding(request: http1.Request) -> str:
     """How the body is compressed; empty for a plain one."""
     named = request.fields.get(b"content-encoding", b"identity").decode("latin-1").strip()
     return "" if named.lower() == "identity" else named or "(empty)"
-
-
-def _rewritten(body: Body, backend: Backend) -> Body:
-    """A body of JSON as the service of ``backend`` is to get it."""
-    if not (backend.strip or backend.set) or isinstance(body, Spool):
-        return body
-    return rewrite.rewritten(body, backend.strip, dict(backend.set))
-
-
-def _renamed(
-    body: Body, named: str | None, model: str, span: tuple[int, int] | None
-) -> tuple[int, RequestBody]:
-    """The length and the pieces of ``body`` with the name that the engine knows its model by."""
-    if named == model:
-        return len(body), body
-    if not isinstance(body, Spool):
-        pieces = naming.model_replaced(body, model, span) if body else ()
-        return sum(map(len, pieces)), pieces
-    if span:
-        body.replace(span, model.encode())
-    return len(body), body

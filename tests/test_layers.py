@@ -17,7 +17,7 @@ ROWS = (
     "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
     "answers tunnel pump relay accesslog gauges metrics feed journal learned client tls",
-    "call heads inference console healthz routerapi reloads gateway server signals",
+    "call heads delivery inference console healthz routerapi reloads gateway server signals",
     "serve tally byhand bench profiler output arguments asking studying cli __main__",
 )
 ORDER = [module for row in ROWS for module in row.split()]
