@@ -268,7 +268,8 @@ def loaded(body: bytes) -> list[tuple[str, Any]] | None:
 
 
 def check_body(body: bytes, draw: random.Random) -> None:
-    read = attempt(lambda: naming._parse(body), BadRequest)
+    read = attempt(lambda: naming.model_and_stream(body), BadRequest)
+    assert read == attempt(lambda: naming._parse_with_care(body), BadRequest), "care makes a difference"
     members = loaded(body)
     if read is not None:
         assert members is not None, "what was read is no object"
