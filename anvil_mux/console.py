@@ -154,6 +154,10 @@ class Console:
             raise BadRequest("tokens must be a whole number", param="tokens")
         found = self._mux.outlook(model)
         stages = self._mux.explain(model, Work(tokens=int(tokens)), staged=True)
+        if found.verdict == "served" and not all(
+            any(row["chosen"] for row in stage) for stage in stages.values()
+        ):
+            found = found.refused("the routing policy lets none of its replicas take it.")
         told = {
             key: round(value, 1) if isinstance(value, float) else value
             for key, value in found._asdict().items()

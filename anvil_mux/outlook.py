@@ -31,6 +31,9 @@ class Outlook(NamedTuple):
     def sentence(self) -> str:
         return f"A request for {self.model} {self._fate()}: {self.because}"
 
+    def refused(self, because: str) -> Outlook:
+        return Outlook(self.model, "refused", None, None, because)
+
     def _fate(self) -> str:
         if self.verdict != "waits":
             return {"served": "is served at once", "refused": "is refused"}[self.verdict]

@@ -138,6 +138,24 @@ def test_why_explains_the_choice_for_a_request_of_that_length(rig: Rig) -> None:
     assert rig.client().get(b"/why?model=m&tokens=-1").status == 400
 
 
+def test_why_says_so_when_the_policy_would_let_no_replica_take_it() -> None:
+    small = {
+        "filters": [{"metric": {"metric": "prefix_miss_tokens", "threshold": 1000, "in_fallback": True}}],
+        "selector": "round_robin",
+    }
+    rig = fleet("small", routing_policies={"small": small})
+    try:
+        verdicts = {
+            tokens: json.loads(rig.client().get(b"/why?model=m&tokens=%d" % tokens).body)["sentence"]
+            for tokens in (999, 1000)
+        }
+        assert verdicts[999].startswith("A request for m is served at once: ")
+        refusal = "A request for m is refused: the routing policy lets none of its replicas take it."
+        assert verdicts[1000] == refusal
+    finally:
+        rig.close()
+
+
 def test_the_command_why_shows_it_as_a_table(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"http://127.0.0.1:{rig.address[1]}"
     assert main(["why", "m", "--tokens", "700", "--url", url]) == 0
