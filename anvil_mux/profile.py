@@ -5,8 +5,8 @@ further token by how many requests are answered at once and how long they are.
 with it. Between what was measured lines are drawn; what is less than all of it takes as long as the least. Of
 what is more nothing is said (infinity): an engine never seen with so many requests may do anything.
 
-More never takes less: where it was measured so, that is noise, and it takes as long as less does. Whoever
-looks for the fullest engine would find an empty one otherwise.
+Less never takes longer than more: where it was measured so, something else kept the engine busy meanwhile,
+and it takes as long as more does. Whoever looks for the fullest engine would find an empty one otherwise.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def read(text: str) -> Profile:
     if not isinstance(chunk, int) or chunk < 1:
         raise ValueError("metadata.max_num_batched_tokens must be a whole number of at least 1")
     batches: list[tuple[int, Line]] = []
-    for size, points in sorted(tpot.items()):
-        fewer = [line for _, line in batches]
-        batches.append((int(size), _rising(_line(points, "tpot"), fewer)))
-    return Profile(_rising(_line([(0.0, 0.0), *ttft], "ttft")), tuple(batches), chunk)
+    for size, points in sorted(tpot.items(), reverse=True):
+        more = [line for _, line in batches]
+        batches.append((int(size), _rising(_line(points, "tpot"), more)))
+    return Profile(_rising(_line([(0.0, 0.0), *ttft], "ttft")), tuple(reversed(batches)), chunk)
 
 
 def _rows(found: Any, part: str) -> list[dict[str, Any]]:
@@ -111,10 +111,10 @@ def _line(points: Sequence[tuple[float, float]], part: str) -> Line:
     return line
 
 
-def _rising(line: Line, least: Sequence[Line] = ()) -> Line:
-    """``line``, nowhere lower than further left, nor than any of ``least`` where that says something."""
+def _rising(line: Line, most: Sequence[Line] = ()) -> Line:
+    """``line``, nowhere higher than further right, nor than any of ``most`` (infinity says nothing)."""
     found: list[tuple[float, float]] = []
-    for x, y in line:
-        others = [height for each in least if math.isfinite(height := _on(each, x))]
-        found.append((x, max([y, *others, *[before for _, before in found[-1:]]])))
-    return tuple(found)
+    for x, y in reversed(line):
+        y = min([y, *[_on(each, x) for each in most], *[after for _, after in found[-1:]]])
+        found.append((x, y))
+    return tuple(reversed(found))

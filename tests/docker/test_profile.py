@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,13 +62,14 @@ def test_a_real_engine_is_profiled_and_gets_no_more_than_it_was_seen_to_do(
         assert ask(mux, MODEL) == ""
         said = measure(stack, mux)
     print(said)
-    assert "prompts of 4096 tokens and more are left out: model-1 answered 400" in said
+    assert re.search(
+        r"prompts of 4096 tokens and more are left out, \d+ is the most: model-1 answered 400", said
+    )
     assert f"4 at once and more are left out: the engine has {SLOTS} slots" in said
     found = profile.read((tmp_path / FILE).read_text())
-    assert [
-        tokens == pytest.approx(asked, rel=0.05)
-        for (tokens, _), asked in zip(found.ttft[1:], (128, 512), strict=True)
-    ]
+    lengths = [tokens for tokens, _ in found.ttft[1:]]
+    assert lengths[:2] == [pytest.approx(128, rel=0.05), pytest.approx(512, rel=0.05)]
+    assert [512 < most < 4096 for most in lengths[2:]] == [True]
     assert all(milliseconds > 0 for _, milliseconds in found.ttft[1:])
     assert [batch for batch, _ in found.tpot] == [1, 2]
 
