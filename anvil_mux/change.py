@@ -111,8 +111,12 @@ def compare(old: Config, new: Config) -> Change:
 
 def within(old: Config, new: Config) -> Config:
     """``new`` as far as it can take effect in a program that was started with ``old``."""
-    fixed = LATER if (old.tls_cert is None) == (new.tls_cert is None) else LATER + TLS
-    return replace(new, **{name: getattr(old, name) for name in fixed})
+    fixed = {name: getattr(old, name) for name in LATER}
+    if (old.tls_cert is None) != (new.tls_cert is None):
+        fixed |= {name: getattr(old, name) for name in TLS}
+        ours = {key: digest for key, digest in new.said.items() if key not in TLS}
+        fixed["said"] = ours | {key: digest for key, digest in old.said.items() if key in TLS}
+    return replace(new, **fixed)
 
 
 def _resized(old: Config, new: Config) -> set[str]:
@@ -132,4 +136,4 @@ def _differ(before: Backend, after: Backend, field: str) -> bool:
 
 
 def _values(config: Config, key: str) -> list[object]:
-    return [getattr(config, name) for name in FIELDS.get(key, (key,))]
+    return [*(getattr(config, name) for name in FIELDS.get(key, (key,))), config.said.get(key)]

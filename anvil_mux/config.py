@@ -181,6 +181,8 @@ class Config:
     """What `check` warns of."""
     origins: dict[str, str] = field(default_factory=dict)
     """Key of ``SETTINGS`` -> default, FILE:LINE, the environment variable, or flag."""
+    said: dict[str, str] = field(default_factory=dict)
+    """Key of ``SETTINGS`` -> a digest of the file that it names; of those that serve reads."""
 
     @property
     def names(self) -> dict[str, str]:

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TextIO
@@ -545,8 +546,18 @@ def spare_memory() -> int | None:
 
 
 def _complete(config: Config) -> Config:
-    """With what the machine says where nobody else does."""
+    """With what the machine says where nobody else does, and what the files say that are read here."""
+    config = replace(config, said=_said(config))
     return config if config.host_memory is not None else replace(config, host_memory=spare_memory())
+
+
+def _said(config: Config) -> dict[str, str]:
+    named = {"key_file": config.key_file, "tls_cert": config.tls_cert, "tls_key": config.tls_key}
+    said = {}
+    for key, file in named.items():
+        with suppress(OSError):  # told by whoever needs it
+            said[key] = sha256(Path(file).read_bytes()).hexdigest() if file else ""
+    return said
 
 
 def _secrets(config: Config, options: Options) -> tuple[Keyring, ssl.SSLContext | None]:

@@ -94,9 +94,18 @@ def test_certificates_may_move_but_encryption_is_not_begun():
     assert within(moved, again).tls_cert == "/other"
 
 
+def test_a_file_that_says_something_else_is_told_under_the_setting_that_names_it():
+    old = replace(OLD, key_file="/keys", tls_cert="/c", tls_key="/k", said={"key_file": "1", "tls_cert": "2"})
+    assert compare(old, replace(old, said={"key_file": "1", "tls_cert": "3"})).settings == ("tls_cert",)
+    assert str(compare(old, replace(old, said={"key_file": "9", "tls_cert": "2"}))) == "set key_file"
+    found = compare(OLD, old)
+    assert (found.settings, found.later) == (("key_file",), ("tls_cert", "tls_key"))
+
+
 def test_every_field_of_a_configuration_is_told_of_under_some_key():
     told = {name for key in SETTINGS for name in change.FIELDS.get(key, (key,))}
-    assert {field.name for field in fields(Config)} - told == {"backends", "files", "warnings", "origins"}
+    untold = {"backends", "files", "warnings", "origins", "said"}
+    assert {field.name for field in fields(Config)} - told == untold
     assert {field.name for field in fields(Backend)} >= set(OURS)
 
 

@@ -269,6 +269,7 @@ def test_a_key_that_was_taken_away_opens_no_connection_that_was_open(house: Hous
         root = {"Authorization": "Bearer root-secret-key"}
         assert running.request("POST", "/reload", headers=root)[0] == 200
         assert [ask(), ask()] == [401, 401]
+        running.tells("configuration reloaded: set key_file")
         keys.write_text("short\n")
         assert running.request("POST", "/reload", headers=root)[0] == 422
         assert running.request("GET", "/healthz", headers=root)[0] == 200

@@ -178,7 +178,7 @@ def test_a_reload_shows_a_renewed_certificate_to_whoever_connects_then(state: Pa
         assert shown == Path(cert).read_text()
         make_certificate(state)
         running.process.send_signal(signal.SIGHUP)
-        running.tells("configuration reloaded: nothing is different")
+        running.tells("configuration reloaded: set tls_cert, tls_key")
         assert ssl.get_server_certificate(("127.0.0.1", port)) == Path(cert).read_text() != shown
         Path(cert).write_text("nothing")
         running.process.send_signal(signal.SIGHUP)
