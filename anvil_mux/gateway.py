@@ -178,7 +178,7 @@ class Gateway:
         request = call.request
         route = api.match(request.method, request.path)
         call.api = route.api if route else api.api_of(request.path)
-        self._check_origin(request)
+        self._check_origin(request, loads=route is not None and route.model_in == "query")
         keys, request.key = self._keys, None
         if keys and request.path not in OPEN and not _is_preflight(request):
             key = request.key = keys.of(request.fields)
@@ -189,7 +189,8 @@ class Gateway:
             request.prepared.clear()
         return route
 
-    def _check_origin(self, request: http1.Request) -> None:
+    def _check_origin(self, request: http1.Request, *, loads: bool) -> None:
+        """``loads``: a GET that loads a model, as no other does."""
         host = request.fields.get(b"host", b"")
         if (self.only_local_hosts or self._hosts) and not _is_local(host):
             name = host.decode("latin-1")
@@ -198,8 +199,8 @@ class Gateway:
                 raise BadRequest(text, status=403)
         origin = request.fields.get(b"origin")
         request.reader = origin if origin is not None and origin in self._readers else b""
-        acts = request.method not in ("GET", "HEAD", "OPTIONS") or b"upgrade" in request.fields
-        if origin is not None and acts and not request.reader and origin.partition(b"://")[2] != host:
+        acts = loads or request.method not in ("GET", "HEAD", "OPTIONS") or b"upgrade" in request.fields
+        if acts and not request.reader and _is_of_another_site(request, host):
             raise BadRequest("requests from other web sites are not accepted", status=403)
 
     def _answer_here(self, call: Call) -> None:
@@ -339,6 +340,14 @@ class Gateway:
 def _may(key: Key, path: str) -> bool:
     """Whether ``key`` may ask for something that is answered here."""
     return key.admin or LISTS.fullmatch(path) is not None or (key.state and path in STATE)
+
+
+def _is_of_another_site(request: http1.Request, host: bytes) -> bool:
+    """A browser sends it for a page from elsewhere. For an image there it sends no Origin."""
+    origin = request.fields.get(b"origin")
+    if origin is not None:
+        return origin.partition(b"://")[2] != host
+    return request.fields.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
 
 
 def _is_preflight(request: http1.Request) -> bool:

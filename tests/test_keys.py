@@ -367,6 +367,27 @@ def test_no_origin_is_ever_allowed_to_read(rig: Rig) -> None:
         assert b"access-control" not in answer.head.lower()
 
 
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        (b"Origin: http://evil.example\r\n", 403),
+        (b"Sec-Fetch-Site: cross-site\r\n", 403),
+        (b"Sec-Fetch-Site: same-site\r\n", 403),
+        (b"Sec-Fetch-Site: none\r\n", 200),
+        (b"Sec-Fetch-Site: same-origin\r\n", 200),
+    ],
+)
+def test_an_image_on_another_sites_page_loads_no_model(rig: Rig, fields: bytes, status: int) -> None:
+    rig.engine.answer = lambda _: JSON_OK
+    assert rig.client().get(b"/props?model=a", extra=fields).status == status
+    assert len(rig.events.of("starting")) == (status == 200)
+
+
+def test_a_page_may_be_reached_by_a_link_on_another_sites(rig: Rig) -> None:
+    for path in (b"/", b"/v1/models"):
+        assert rig.client().get(path, extra=b"Sec-Fetch-Site: cross-site\r\n").status == 200
+
+
 CHAT = b"/v1/chat/completions"
 APP = b"Origin: https://app.example\r\n"
 ASKS = (
