@@ -18,8 +18,8 @@ SOURCE = Path(anvil_mux.__file__).parent
 MUTANTS = {
     "a release wakes no keeper": (
         "multiplexer",
-        "            if island.residency.release(ticket, self._clock.now(), usage):\n",
-        "            if island.residency.release(ticket, self._clock.now(), usage) and False:\n",
+        "            if residency.release(ticket, self._clock.now(), usage):\n",
+        "            if residency.release(ticket, self._clock.now(), usage) and False:\n",
     ),
     "an admitted request is not woken": (
         "multiplexer",
@@ -46,8 +46,8 @@ MUTANTS = {
     ),
     "a place that becomes free is left free": (
         "residency",
-        "            self._fill_places(ticket.model, now)\n        if ticket",
-        "            pass\n        if ticket",
+        "            self._fill_places(ticket.model, now)\n        if routed",
+        "            pass\n        if routed",
     ),
     "those who wait for a place are taken as they came": (
         "residency",
@@ -56,7 +56,7 @@ MUTANTS = {
     ),
     "who gets a place is not woken": (
         "multiplexer",
-        "            if island.residency.settled:\n",
+        "            if residency.settled:\n",
         "            if False:\n",
     ),
     "who waits for a place waits for a load": (
