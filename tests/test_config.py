@@ -160,7 +160,7 @@ def test_the_tables_cover_the_dataclasses() -> None:
         "routing_store": "routing",
     }
     fields = {special.get(name, name) for name in Config.__dataclass_fields__}
-    assert fields - {"backends", "files", "warnings", "origins"} == set(config.SETTINGS)
+    assert fields - {"backends", "files", "warnings", "origins", "said"} == set(config.SETTINGS)
     assert set(config.Backend.__dataclass_fields__) - {"name", "service", "vram_measured"} == set(
         config.SERVICE_SETTINGS
     )
