@@ -266,15 +266,15 @@ class _Loading:
             self._host_ports[name] = {backend.port} if backend.port else set()
             if not backend.service.command:
                 self._problem(("services", name), "needs a `command`, since runtime is process")
+            bites = service.process_bites(described, backend.port)
         else:
             published = service.published(described)
             self._host_ports[name] = {port.outside for port in published if port.outside}
             if described.get("network_mode") == "host" and backend.port:
                 self._host_ports[name].add(backend.port)
-            for text in service.bites(described, engine, backend.port, backend.gpus):
-                self._warnings.append(
-                    f"{self._where(('services', name)).partition(': ')[0]}: service {name}: {text}"
-                )
+            bites = service.bites(described, engine, backend.port, backend.gpus)
+        place = self._where(("services", name)).partition(": ")[0]
+        self._warnings += [f"{place}: service {name}: {text}" for text in bites]
         return backend
 
     def _fill_in(self, name: str, described: dict[str, Any], given: dict[str, Any]) -> str:

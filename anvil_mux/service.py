@@ -364,6 +364,12 @@ def bites(service: Service, engine: str, port: int | None, gpus: Sequence[str]) 
     yield from _unpublished(service, port)
 
 
+def process_bites(service: Service, port: int | None) -> Iterator[str]:
+    """The same of a local process. Your own program may read PORT from its environment; engines do not."""
+    if engine(service) != "openai" and port is None and not any("PORT" in word for word in argv(service)):
+        yield "its command does not say where it is to listen; add --port $$PORT"
+
+
 def _unheard(service: Service, engine: str, port: int | None) -> Iterator[str]:
     """Whether the engine may listen somewhere else than at the port that is published."""
     inside, told = [each.inside for each in published(service)], commanded_port(service)

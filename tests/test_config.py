@@ -662,6 +662,25 @@ def test_a_quiet_service_has_no_warning(tmp_path: Path, said: str) -> None:
     assert plain(tmp_path, f"services: {{a: {{x-anvil: {{}}, {said}{QUIET}}}}}").warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("command", "warned"),
+    [
+        ("llama-server -m x", True),
+        ("llama-server -m x --port $$PORT", False),
+        ("llama-server -m x --port 8001", False),
+        ("sh -c 'llama-server --port $$PORT'", False),
+        ("./my-program", False),
+    ],
+)
+def test_an_engine_that_is_not_told_its_port_is_a_warning(tmp_path: Path, command: str, warned: bool) -> None:
+    services = f"services: {{a: {{command: {command}, x-anvil: {{gpus: ['0']}}}}}}"
+    warnings = plain(tmp_path, f"x-anvil: {{runtime: process}}\n{services}").warnings
+    assert [
+        text.endswith("service a: its command does not say where it is to listen; add --port $$PORT")
+        for text in warnings
+    ] == [True] * warned
+
+
 def test_a_model_that_fits_beside_no_pinned_one_is_a_warning(tmp_path: Path) -> None:
     warnings = plain(tmp_path, TWO % ("vram: 5GiB, pin: true", "vram: 4GiB")).warnings
     assert any("services.b: does not fit on GPU 0 beside the pinned a" in warning for warning in warnings)
