@@ -5,8 +5,9 @@ further token by how many requests are answered at once and how long they are.
 with it. Between what was measured lines are drawn; what is less than all of it takes as long as the least. Of
 what is more nothing is said (infinity): an engine never seen with so many requests may do anything.
 
-Less never takes longer than more: where it was measured so, something else kept the engine busy meanwhile,
-and it takes as long as more does. Whoever looks for the fullest engine would find an empty one otherwise.
+Less never takes longer than more. Where it was measured so, something disturbed one of the two, and nobody
+knows which: both take what lies halfway between the most that less took and the least that more did. Whoever
+looks for the fullest engine would find an empty one otherwise.
 """
 
 from __future__ import annotations
@@ -82,11 +83,10 @@ def read(text: str) -> Profile:
     chunk = about.get("max_num_batched_tokens", CHUNK) if isinstance(about, dict) else CHUNK
     if not isinstance(chunk, int) or chunk < 1:
         raise ValueError("metadata.max_num_batched_tokens must be a whole number of at least 1")
-    batches: list[tuple[int, Line]] = []
-    for size, points in sorted(tpot.items(), reverse=True):
-        more = [line for _, line in batches]
-        batches.append((int(size), _rising(_line(points, "tpot"), more)))
-    return Profile(_rising(_line([(0.0, 0.0), *ttft], "ttft")), tuple(reversed(batches)), chunk)
+    sizes = sorted(tpot)
+    lines = _rising([_line(tpot[size], "tpot") for size in sizes])
+    (prompts,) = _rising([_line([(0.0, 0.0), *ttft], "ttft")])
+    return Profile(prompts, tuple(zip(map(int, sizes), lines, strict=True)), chunk)
 
 
 def _rows(found: Any, part: str) -> list[dict[str, Any]]:
@@ -111,10 +111,16 @@ def _line(points: Sequence[tuple[float, float]], part: str) -> Line:
     return line
 
 
-def _rising(line: Line, most: Sequence[Line] = ()) -> Line:
-    """``line``, nowhere higher than further right, nor than any of ``most`` (infinity says nothing)."""
-    found: list[tuple[float, float]] = []
-    for x, y in reversed(line):
-        y = min([y, *[_on(each, x) for each in most], *[after for _, after in found[-1:]]])
-        found.append((x, y))
-    return tuple(reversed(found))
+def _rising(lines: Sequence[Line]) -> list[Line]:
+    """``lines``, nowhere higher than further right, nor than a later line, each as far as it went."""
+    grid = sorted({x for line in lines for x, _ in line})
+    heights = [[_on(line, x) for x in grid if x <= line[-1][0]] for line in lines]
+    found = []
+    for row, own in enumerate(heights):
+        points = []
+        for column, x in enumerate(grid[: len(own)]):
+            less = max(y for line in heights[: row + 1] for y in line[: column + 1])
+            more = min(y for line in heights[row:] for y in line[column:])
+            points.append((x, (less + more) / 2))
+        found.append(tuple(points))
+    return found

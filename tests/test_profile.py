@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +91,36 @@ def test_what_is_wrong_with_a_file_is_said(text: str, why: str) -> None:
         profile.read(text)
 
 
-def test_what_was_measured_slower_than_more_was_disturbed() -> None:
+def test_where_more_was_measured_quicker_both_take_what_lies_between() -> None:
     """On a quiet GPU one answer and two take nearly the same time; where more looks quicker, nobody packs."""
     rows = [(1, 100, 10.0), (1, 900, 12.0), (2, 100, 9.0), (2, 500, 9.5), (4, 100, 14.0), (4, 900, 11.0)]
     results = [{"batch_size": b, "tokens_per_request": t, "p50": p} for b, t, p in rows]
     prompts = [{"tokens_num": 100, "p50": 60.0}, {"tokens_num": 200, "p50": 50.0}]
     made = profile.read(file(tpot={"results": results}, ttft={"results": prompts}))
-    assert made.ttft == ((0.0, 0.0), (100.0, 50.0), (200.0, 50.0))
+    assert made.ttft == ((0.0, 0.0), (100.0, 55.0), (200.0, 55.0))
     assert made.tpot == (
-        (1, ((100.0, 9.0), (900.0, 11.0))),
-        (2, ((100.0, 9.0), (500.0, 9.5))),
-        (4, ((100.0, 11.0), (900.0, 11.0))),
+        (1, ((100.0, 9.5), (500.0, 10.25), (900.0, 11.5))),
+        (2, ((100.0, 9.5), (500.0, 10.25))),
+        (4, ((100.0, 12.5), (500.0, 12.5), (900.0, 12.5))),
     )
+
+
+def test_less_never_takes_longer_than_more_whatever_was_measured() -> None:
+    draw = random.Random(5)
+    for _ in range(200):
+        rows = [
+            {"batch_size": batch, "tokens_per_request": tokens, "p50": draw.uniform(1, 9)}
+            for batch in draw.sample((1, 2, 4, 8), draw.randint(1, 4))
+            for tokens in draw.sample((100, 200, 400, 800, 1600), draw.randint(1, 5))
+        ]
+        made = profile.read(file(tpot={"results": rows}))
+        most = max(size for size, _ in made.tpot)
+        for tokens in range(50, 1700, 75):
+            times = [made.next_token(batch, tokens) for batch in range(1, most + 1)]
+            longer = [made.next_token(batch, tokens + 75) for batch in range(1, most + 1)]
+            assert all(less <= more + 1e-9 for less, more in zip(times, longer, strict=True))
+            finite = [time for time in times if time < math.inf]
+            assert all(less <= more + 1e-9 for less, more in pairwise(finite))
 
 
 def test_slo_refuses_what_would_come_too_late_and_takes_the_quickest_of_the_others() -> None:
