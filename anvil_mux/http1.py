@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Generic, TypeVar
 
@@ -105,8 +105,8 @@ class Request:
     """By what these two were found."""
     reader: bytes = b""
     """The origin of another site's page that may read the answer; noted together with ``route``."""
-    passages: dict[str, Any] | None = None
-    """What the server found for models that were named with this head; begun together with ``route``."""
+    passages: dict[str | None, Any] = field(default_factory=dict)
+    """What the server found for models that were named with this head; begun anew with each ``route``."""
 
 
 @dataclass(slots=True)

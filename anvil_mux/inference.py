@@ -55,8 +55,8 @@ class _Passage:
     model: str
     key: Key | None
     """Whose they are."""
-    limited: bool
-    """The key may have so many requests at once, and no more."""
+    limited: Key | None
+    """The same key, if it may have so many requests at once and no more."""
     replicas: int
     explains: bool
     """They are not to be sent on; where they would go is the answer."""
@@ -216,15 +216,14 @@ class Inference:
     ) -> None:
         """``named``: the model's name within ``body``."""
         passages = call.request.passages
-        passage = passages.get(named) if passages and named else None
+        passage = passages.get(named)
         if passage is None:
-            passage = self._passage(call, self.resolve(call, named), named)
-            if passages is not None and named:
-                passages[named] = passage
+            passage = passages[named] = self._passage(call, self.resolve(call, named), named)
         self._send(call, passage, named, body, span)
 
     def _passage(self, call: Call, model: str, named: str | None = None) -> _Passage:
-        key, replicas = call.request.key, self._mux.replicas(model)
+        shown, replicas = call.request.key, self._mux.replicas(model)
+        key = shown if isinstance(shown, Key) else None
         backend = next((each for each in self._config.backends if each.model == model), None)
         unchanged = (
             backend is not None
@@ -235,8 +234,8 @@ class Inference:
         )
         return _Passage(
             model,
-            key=key if isinstance(key, Key) else None,
-            limited=isinstance(key, Key) and key.requests is not None,
+            key=key,
+            limited=key if key and key.requests is not None else None,
             replicas=replicas,
             explains=EXPLAIN in call.request.fields,
             loads=naming.may_load(call.request.query),
@@ -255,8 +254,8 @@ class Inference:
         call.model = passage.model
         if not passage.loads and not self._is_loaded(call.model):
             raise BadRequest(f"{call.model} is not loaded, and autoload=false does not load it")
-        if passage.limited and passage.key:
-            with self._mux.counted(passage.key):
+        if passage.limited:
+            with self._mux.counted(passage.limited):
                 return self._send_anywhere(call, passage, named, body, span)
         return self._send_anywhere(call, passage, named, body, span)
 

@@ -64,10 +64,11 @@ def load_of_slots(text: str) -> Load | None:
         return None
 
 
-PAGES: dict[str, tuple[tuple[str, Callable[[str], Load | None]], ...]] = {
-    "llamacpp": (("/metrics", load_of), ("/slots", load_of_slots)),
-}
-"""Engine -> where it says what; all others have the first."""
+Page = tuple[str, Callable[[str], Load | None]]
+"""Where an engine says something, and how that is read."""
+METRICS: Page = ("/metrics", load_of)
+PAGES: dict[str, tuple[Page, ...]] = {"llamacpp": (METRICS, ("/slots", load_of_slots))}
+"""Engine -> what it is asked for until it says something; others have METRICS alone."""
 
 
 class Scraper:
@@ -106,7 +107,7 @@ class NoAnswer(Exception):
 
 def ask(backend: Backend, address: Address) -> Load | None:
     """What an engine says now; None if it answers and has no figures."""
-    for path, read in PAGES.get(backend.engine, PAGES["llamacpp"][:1]):
+    for path, read in PAGES.get(backend.engine, (METRICS,)):
         if load := read(_get(address, path, api_key(backend.service))):
             return load
     return None

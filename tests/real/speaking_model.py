@@ -13,14 +13,12 @@ over all that follows, where it decides between two words.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
 import numpy as np
+from tiny_model import written
 
 CONTEXT, WIDTH, HEADS, FEED_FORWARD = 4096, 512, 8, 32
 ALWAYS, SEEN = 500, 501
@@ -207,18 +205,6 @@ def write_eyes(path: Path) -> None:
         writer.add_array("clip.vision.image_std", [1.0] * 3)
         for name, weights in eyes().items():
             writer.add_tensor(name, weights.astype(np.float32))
-
-
-@contextmanager
-def written(path: Path, architecture: str) -> Iterator[gguf.GGUFWriter]:
-    part = path.with_name(path.name + ".part")
-    writer = gguf.GGUFWriter(part, architecture)
-    yield writer
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    os.replace(part, path)  # whoever finds the file finds all of it
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import gguf
@@ -42,37 +44,43 @@ def shapes(vocabulary_size: int) -> dict[str, tuple[int, ...]]:
     return named
 
 
-def write(seed: int, path: Path) -> None:
-    tokens, kinds = vocabulary()
+@contextmanager
+def written(path: Path, architecture: str) -> Iterator[gguf.GGUFWriter]:
     part = path.with_name(path.name + ".part")
-    writer = gguf.GGUFWriter(part, "llama")
-    writer.add_name(f"tiny-{seed}")
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(WIDTH)
-    writer.add_block_count(BLOCKS)
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(HEADS)
-    writer.add_rope_dimension_count(WIDTH // HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * len(tokens))
-    writer.add_token_types(kinds)
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_chat_template(CHAT_TEMPLATE)
-    generator = np.random.default_rng(seed)
-    for name, shape in shapes(len(tokens)).items():
-        weights = np.ones(shape) if name.endswith("_norm.weight") else generator.normal(0, 0.02, shape)
-        writer.add_tensor(name, weights.astype(np.float32))
+    writer = gguf.GGUFWriter(part, architecture)
+    yield writer
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     os.replace(part, path)  # whoever finds the file finds all of it
+
+
+def write(seed: int, path: Path) -> None:
+    tokens, kinds = vocabulary()
+    with written(path, "llama") as writer:
+        writer.add_name(f"tiny-{seed}")
+        writer.add_context_length(CONTEXT)
+        writer.add_embedding_length(WIDTH)
+        writer.add_block_count(BLOCKS)
+        writer.add_feed_forward_length(FEED_FORWARD)
+        writer.add_head_count(HEADS)
+        writer.add_head_count_kv(HEADS)
+        writer.add_rope_dimension_count(WIDTH // HEADS)
+        writer.add_layer_norm_rms_eps(1e-5)
+        writer.add_vocab_size(len(tokens))
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(tokens)
+        writer.add_token_scores([0.0] * len(tokens))
+        writer.add_token_types(kinds)
+        writer.add_unk_token_id(0)
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_chat_template(CHAT_TEMPLATE)
+        generator = np.random.default_rng(seed)
+        for name, shape in shapes(len(tokens)).items():
+            weights = np.ones(shape) if name.endswith("_norm.weight") else generator.normal(0, 0.02, shape)
+            writer.add_tensor(name, weights.astype(np.float32))
 
 
 if __name__ == "__main__":
