@@ -34,6 +34,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -238,13 +239,32 @@ class ComposeRuntime:
         self._digests: dict[str, str] = {}  # of the descriptions of those that were started or found running
         self._owners: dict[str, str] = {}  # container that ran -> its backend
         self._up: dict[str, tuple[str, str]] = {}  # the runs that `watch` answers for
+        self._told: dict[str, float] = {}  # the Unix time at which each was last told to start
+        self._unstarted: dict[str, tuple[str, str]] = {}  # the run before a start that came to nothing
         self._events: subprocess.Popen[str] | None = None
         self._problem = ""  # written by `watch` alone
 
     def start(self, backend: Backend) -> str:
+        try:
+            return self._start(backend)
+        except MuxError:
+            self._note_unstarted(backend)
+            raise
+
+    def _note_unstarted(self, backend: Backend) -> None:
+        """What its log holds is an earlier run's, unless it runs all the same."""
+        with suppress(MuxError):
+            container = self._find(backend)
+            with self._lock:
+                answered_for = self._up.get(backend.name)
+                if container and container.run != answered_for and container.status not in ALIVE:
+                    self._unstarted[backend.name] = container.run
+
+    def _start(self, backend: Backend) -> str:
         with self._lock:
             known = self._ids.get(backend.name)
             changed = self._digests.get(backend.name, backend.service.digest) != backend.service.digest
+            self._told[backend.name] = time.time()
         try:
             if changed or not known:
                 known = self._create(backend, anew=changed)
@@ -334,7 +354,11 @@ class ComposeRuntime:
             container = self._find(backend)
             if container is None or container.status == "created":
                 return []
-            argv = docker_logs(container.id, lines, since=_moment(container.started_at) - LOG_MARGIN)
+            with self._lock:
+                if container.run == self._unstarted.get(backend.name):
+                    return []
+                told = self._told.get(backend.name, 0.0)
+            argv = docker_logs(container.id, lines, since=_log_begins(container, told))
             return self._call(argv, ASK_TIMEOUT, merge=True).splitlines()[-lines:]
         except MuxError:
             return []
@@ -638,6 +662,16 @@ COMPLAINTS: tuple[tuple[str, type[BackendError] | type[LoadError], str], ...] = 
         'Another program has this port; a free one is taken with ports: ["127.0.0.1::PORT"]',
     ),
 )
+
+
+def _log_begins(container: Container, told: float) -> float:
+    """The Unix time of the first line that its last run may have printed.
+
+    ``told``: when we told it to start. An engine that crashes again and again is told so right after the end
+    of the run before, whose lines must not be shown; but Docker's clock may be that of another machine.
+    """
+    earliest = _moment(container.started_at) - LOG_MARGIN
+    return told if earliest <= told < earliest + LOG_MARGIN + 1.0 else earliest
 
 
 def _moment(text: str) -> float:

@@ -80,6 +80,7 @@ class ProcessRuntime:
             self._answer_for(backend.name, record)
             return record.url
         self.stop(backend)
+        self._log_file(backend.name).unlink(missing_ok=True)  # should it not come to a run, none is shown
         port = _claim_port(backend)
         intent = Record(0, 0, _boot(), f"http://127.0.0.1:{port}", digest, secrets.token_hex(8))
         self._write_record(backend.name, intent)

@@ -94,7 +94,10 @@ class Runtime(Protocol):
         """Whether it is there and none of its processes runs."""
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
-        """The last lines that the current (or last) run of the service printed; [] if none can be had."""
+        """The last lines that the current (or last) run of the service printed; [] if none can be had.
+
+        After a start that failed before there was a run, none: whatever there is, an earlier run printed.
+        """
 
     def follow_log(self, backend: Backend) -> Iterator[str]:
         """Lines as they come, beginning with a tail of 100, until the service ends."""

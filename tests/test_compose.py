@@ -14,6 +14,7 @@ from datetime import datetime, timezone
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import ThreadingUnixStreamServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -774,6 +775,28 @@ def test_the_log_tail_is_of_the_last_run_only(docker: Docker, runtime: ComposeRu
     assert runtime.log_tail(A, 2) == ["two", "three"]
     begun = datetime(2026, 11, 21, 13, 0, 1, tzinfo=timezone.utc).timestamp()
     assert begun - 5 < docker.since < begun
+
+
+def test_nothing_of_an_earlier_run_is_shown_when_a_start_fails(docker: Docker, runtime: ComposeRuntime):
+    docker.logs = "of the first run\n"
+    runtime.start(A)
+    runtime.stop(A)
+    docker.fails["start"] = ["Bind for 127.0.0.1:8080 failed: port is already allocated"]
+    with pytest.raises(LoadError):
+        runtime.start(A)
+    assert runtime.log_tail(A) == []
+    runtime.start(A)
+    assert runtime.log_tail(A) == ["of the first run"]
+
+
+def test_nothing_of_a_run_that_ended_just_before_is_shown(
+    docker: Docker, runtime: ComposeRuntime, monkeypatch: pytest.MonkeyPatch
+):
+    told = datetime(2026, 11, 21, 13, 0, 2, 250_000, tzinfo=timezone.utc).timestamp()
+    monkeypatch.setattr(compose, "time", SimpleNamespace(time=lambda: told))
+    runtime.start(A)
+    runtime.log_tail(A)
+    assert docker.since == told
 
 
 def test_a_log_that_cannot_be_had_is_empty(docker: Docker, runtime: ComposeRuntime):

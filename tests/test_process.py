@@ -147,6 +147,21 @@ def test_a_port_that_is_taken_is_said_before_anything_starts(house: House):
     assert not house.file("a.json").exists()
 
 
+def test_nothing_of_an_earlier_run_is_shown_when_the_port_is_taken(house: House):
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        backend = shell("echo of the first run", port=held.getsockname()[1])
+        runtime = house.runtime(backend)
+        runtime.start(backend)
+        house.died()
+        assert runtime.log_tail(backend) == ["of the first run"]
+        held.listen()
+        with pytest.raises(LoadError):
+            runtime.start(backend)
+    assert runtime.log_tail(backend) == []
+
+
 def test_a_program_with_a_slash_is_found_in_the_services_folder(house: House):
     folder = house.folder / "engines"
     folder.mkdir()

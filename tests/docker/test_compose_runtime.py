@@ -24,6 +24,7 @@ from anvil_mux.engine import await_ready
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.swap import Swapper
 from tests.docker.conftest import OwnEngine, Stack
+from tests.running import seen
 
 PATIENCE = 60.0
 MakeStack = Callable[..., Stack]
@@ -206,6 +207,36 @@ def test_a_port_that_is_taken_is_said_plainly(stack: Stack, sleeper: Callable[..
         pytest.raises(LoadError, match="Another program has this port"),
     ):
         Swapper(runtime).load(service, "stop")
+
+
+def test_a_port_that_is_taken_since_shows_no_line_of_an_earlier_run(
+    sleeper: Callable[..., tuple[Stack, Backend]], free_port: int
+):
+    ports = [f"127.0.0.1:{free_port}:8080"]
+    stack, service = sleeper(command=["sh", "-c", "echo of the first run; exec sleep 1000"], ports=ports)
+    with runtime_of(stack, service) as runtime:
+        runtime.start(service)
+        assert seen(lambda: runtime.log_tail(service), bool) == ["of the first run"]
+        runtime.kill(service)
+        with socket.create_server(("127.0.0.1", free_port)), pytest.raises(LoadError) as caught:
+            Swapper(runtime).load(service, "stop")
+        assert caught.value.log == ()
+        runtime.start(service)
+        assert seen(lambda: runtime.log_tail(service), bool) == ["of the first run"]
+
+
+def test_a_run_that_follows_a_crash_at_once_shows_only_its_own_lines(
+    sleeper: Callable[..., tuple[Stack, Backend]],
+):
+    stack, service = sleeper(command=["sh", "-c", "echo $$(cat /proc/uptime); exec sleep 1000"])
+    with runtime_of(stack, service) as runtime:
+        first, second = [], []
+        for lines in (first, second):
+            runtime.start(service)
+            lines += seen(lambda: [line for line in runtime.log_tail(service) if line not in first], bool)
+            every = runtime.log_tail(service)
+            runtime.kill(service)
+        assert every == second
 
 
 def test_a_container_that_ignores_sigterm_is_gone_after_its_grace(
