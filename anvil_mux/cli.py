@@ -263,7 +263,8 @@ def _check(given: argparse.Namespace) -> int:
 
     config = configuration(given.files, here=True)
     keyring, _ = secrets(config)
-    warnings = [*config.warnings, *_missing_images(config), *filter(None, [open_address(config, keyring)])]
+    warnings = [*config.warnings, *_slow_loads(config), *_missing_images(config)]
+    warnings += filter(None, [open_address(config, keyring)])
     rows = [_backend_row(config, backend) for backend in config.backends]
     if given.json:
         keys = ("model", "backend", "engine", "gpus", "vram", "port")
@@ -287,6 +288,23 @@ def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:
     port = "free" if config.runtime == "process" and not backend.port else str(listen_port(backend))
     vram = gib(backend.vram) if backend.vram else "all" if backend.gpus else ""
     return backend.model, backend.name, backend.engine, ",".join(backend.gpus), vram, port
+
+
+def _slow_loads(config: Config) -> list[str]:
+    """A warning for each model whose load, as it was learned, takes longer than a request may wait."""
+    from anvil_mux.learned import Learned
+    from anvil_mux.process import state_folder
+
+    known = Learned(state_folder(config.project, os.environ), say).read(config)
+    slowest: dict[str, float] = {}
+    for cost in known.costs:
+        slowest[cost.target] = max(cost.load_seconds, slowest.get(cost.target, 0.0))
+    return [
+        f"the load of {model} has taken {seconds:.0f} s, and queue_timeout is {config.queue_timeout:g} s: "
+        "requests that wait for it fail before it is loaded"
+        for model, seconds in slowest.items()
+        if seconds > config.queue_timeout
+    ]
 
 
 def _missing_images(config: Config) -> list[str]:

@@ -149,7 +149,7 @@ class Config:
     drain_timeout: float = 30.0
     queue_timeout: float = 600.0
     max_wait: float = 60.0
-    """A line older than this is overdue: its swap begins whatever the policy says."""
+    """A line older than this, at the latest, is overdue: its swap begins whatever the policy says."""
     max_queue: int = 1000
     """Waiting requests over all models; more get 503 overloaded."""
     max_connections: int = 2048
@@ -307,7 +307,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "drain_timeout": Setting(SECONDS, "How long a swap waits for requests that run; 0: not at all."),
     "queue_timeout": Setting(SECONDS, "The longest wait of a request for its model."),
-    "max_wait": Setting(SECONDS, "A line older than this gets its swap, whatever the policy says."),
+    "max_wait": Setting(SECONDS, "A line gets its swap after this at the latest, whatever the policy says."),
     "max_queue": Setting(COUNT, "Waiting requests over all models; more are told that it is overloaded."),
     "max_connections": Setting(COUNT, "Clients connected at once."),
     "upstream_timeout": Setting(SECONDS, "The longest silence of an engine, before or within an answer."),

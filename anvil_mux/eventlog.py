@@ -130,6 +130,7 @@ class Standing:
         self._goals: dict[str, str] = {}  # victim -> the model that it made room for, until that is loaded
         self._pins: dict[str, Event] = {}  # model -> that it was pinned or unpinned
         self._waiting: dict[int, Event] = {}
+        self._bounds: dict[str, float] = {}  # model -> the bound of its queue
         self._leased: dict[str, dict[int, Event]] = {}  # backend -> ticket -> its lease
 
     def read(self, event: Event) -> None:
@@ -139,6 +140,8 @@ class Standing:
         if event.kind in ("deferred", "queued"):
             if event.kind == "queued":
                 self._waiting[event.ticket] = event
+                if event.bound < math.inf:
+                    self._bounds[event.model] = event.bound
         elif event.kind in ("pinned", "unpinned"):
             self._pins[event.model] = event
         elif event.ticket:
@@ -178,7 +181,10 @@ class Standing:
         for leases in self._leased.values():
             for size, lease in enumerate(leases.values(), 1):
                 told.append(lease._replace(at=now, size=size, seconds=0.0))
-        return told + [event._replace(at=now) for event in self._waiting.values()]
+        bounds = dict(self._bounds)  # each stands in the first of a queue
+        for event in self._waiting.values():
+            told.append(event._replace(at=now, bound=bounds.pop(event.model, math.inf)))
+        return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +348,8 @@ def _line(event: Event) -> str:
         text += f',"target":{quoted(event.target)}'
     if event.way:
         text += f',"way":{quoted(event.way)}'
+    if event.bound < math.inf:
+        text += f',"bound":{event.bound!r}'
     return text + "}\n"
 
 
@@ -400,7 +408,9 @@ def _event(entry: dict[str, Any], where: str) -> Event:
         entry["seconds"] = math.inf
     try:
         event = Event(**entry)
-        sound = event.kind in KINDS and isinstance(event.at + event.seconds + event.size, (int, float))
+        sound = event.kind in KINDS and isinstance(
+            event.at + event.seconds + event.size + event.bound, (int, float)
+        )
     except TypeError as error:
         raise BadLog(f"{where}: is no event: {error}") from None
     if not sound:

@@ -6,6 +6,7 @@ observed (log, metrics, status page, simulated runs, assertions of tests) is a f
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 TRANSITIONS: dict[tuple[str, str], str] = {
@@ -35,7 +36,8 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 """(state, what happened) -> state. Anything else is a mistake of the caller and changes nothing."""
 
 KINDS = {
-    "queued": "a request waits for its model, or for the one `backend` that has what it goes on from",
+    "queued": "a request waits for its model, or for the one `backend` that has what it goes on from; "
+    "`bound`, where its queue begins, is after how many seconds that is overdue",
     "leased": "a request has its backend; `seconds` is what it waited",
     "released": "a lease ended",
     "gone": "a waiting request's client left",
@@ -81,3 +83,5 @@ class Event(NamedTuple):
     """The model that a draining or demoting backend makes room for."""
     way: str = ""
     """How a backend is loaded, or was: the way by which it rested; of one that is demoting, how it is to."""
+    bound: float = math.inf
+    """Of the first of a queue: after how many seconds it is overdue."""

@@ -234,6 +234,7 @@ def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
         "reason": event.reason,
         "target": event.target,
         "way": event.way,
+        "bound": round(event.bound, 3) if event.bound < float("inf") else None,
         "engine_log": list(tail),
     }
     return json.dumps({key: value for key, value in line.items() if value not in ("", 0, [], None)}) + "\n"

@@ -120,6 +120,7 @@ class _Loading:
         self._check_names(backends)
         self._check_room(backends)
         self._check_ports(backends, values.get("port", default_of(Config, "port")))
+        self._check_waits(values, backends)
         if self._problems:
             raise ConfigError(list(dict.fromkeys(self._problems)))
         return Config(
@@ -489,6 +490,22 @@ class _Loading:
                     f"the pinned {names}: while that is loaded its requests are refused; "
                     "unpin, or declare less vram"
                 )
+
+    def _check_waits(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
+        """Whether requests may wait for long enough to be served."""
+        limit, most = (values.get(key, default_of(Config, key)) for key in ("queue_timeout", "max_wait"))
+        for longest in dict.fromkeys([most if b.max_wait is None else b.max_wait for b in backends]):
+            if limit < longest:
+                self._warnings.append(
+                    f"queue_timeout ({limit:g} s) is less than max_wait ({longest:g} s): a line is overdue "
+                    "before that, early enough for a load that takes as long as loads usually do"
+                )
+        slow = [backend.name for backend in backends if backend.load_timeout > limit]
+        if slow:
+            self._warnings.append(
+                f"queue_timeout ({limit:g} s) is less than the load_timeout of {', '.join(slow)}: requests "
+                "that wait for a load fail when it takes longer than that, though it goes on"
+            )
 
     def _check_ports(self, backends: Sequence[Backend], listen: int) -> None:
         for backend in backends:

@@ -30,8 +30,10 @@ Invariants:
  6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished.
     Who waits behind others at a busy replica waits for another one, if nobody on the island waits for a load.
     (So does the line of a model that is resident, which it has if its backends take only so many at once.)
- 7. A line older than ``max_wait`` is overdue: whatever the policy says, its swap begins as soon as its GPUs
-    are in no other swap, oldest line first, and nobody younger takes those GPUs meanwhile.
+ 7. A line older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
+    in no other swap, oldest line first, and nobody younger takes those GPUs meanwhile. The bound is
+    ``max_wait``, or less where a load would come too late for ``queue_timeout`` then; it is fixed when the
+    line begins, and stands in its first ``queued``.
  8. A backend that failed to start is not tried before its cool-down ends; its requests fail at once.
  9. What can never fit, at all or beside what is pinned, is refused before anything is drained. What is
     pinned drains for no other model.
@@ -45,6 +47,7 @@ After a failed start there is no rollback: the backend is empty, and the next qu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,6 +98,8 @@ COOL_DOWN_SECONDS = 5.0
 MAX_COOL_DOWN_SECONDS = 300.0
 STUCK_RETRY_SECONDS = 5.0
 MAX_STUCK_RETRY_SECONDS = 60.0
+FIRST_SERVICE_SECONDS = 10.0
+"""What a lease is held for, of a model that has not answered yet."""
 
 
 @dataclass(eq=False, slots=True)
@@ -223,8 +228,9 @@ class Residency:
         """Of models that may have a line while they are resident: who is next in it."""
         self._unkept: set[str] = set()
         """Models that go once nobody uses them, unless they are asked for again before."""
-        self._left: dict[str, float] = {}
-        """Of those: when a backend last ceased to be ready. Before that, no line waited for a load."""
+        self._left, self._bounds = dict[str, float](), dict[str, float]()
+        """Of those: when a backend last ceased to be ready. Before that, no line waited for a load.
+        And of each line: after how many seconds it is overdue."""
         new = [seat for seat in self.seats.values() if seat.backend.prepare and seat.name not in kept]
         self._unprepared: list[Seat] = new
         self._host = host or Host()
@@ -257,6 +263,8 @@ class Residency:
             if model not in self.lines:
                 continue
             self.lines[model], self._demand[model] = line, before._demand[model]
+            if line:
+                self._bounds[model] = min(before._bounds[model], self._max_wait[model])
             if model in self._routed and model in before._routed:
                 self._routed[model].ledger.go_on_from(before._routed[model].ledger)
             for ticket in line if model in self._turns else ():
@@ -329,12 +337,41 @@ class Residency:
         return seat if seat and seat.state == "ready" else None
 
     def _queue(self, ticket: Ticket, now: float, needed: Seat | None = None, reason: str = "") -> None:
-        line = self.lines[ticket.model]
+        line, bound = self.lines[ticket.model], FOREVER
+        if not line:
+            bound = self._bounds[ticket.model] = self._bound(ticket.model, now)
         line[ticket] = None
         if ticket.leases and ticket.model in self._turns:
             self._turns[ticket.model].join(ticket.sender, ticket)
         name = needed.name if needed else ""
-        self._emit(Event(now, "queued", ticket.model, name, ticket.id, len(line), reason=reason))
+        self._emit(Event(now, "queued", ticket.model, name, ticket.id, len(line), reason=reason, bound=bound))
+
+    def _bound(self, model: str, now: float) -> float:
+        """After how many seconds a line that begins now is overdue: in time to be loaded, if it can be."""
+        left = self._config.queue_timeout - self._swap_seconds(model, now)
+        return max(min(self._max_wait[model], left), 0.0)
+
+    def _swap_seconds(self, model: str, now: float) -> float:
+        """What having ``model`` will take, drain included, as far as is known."""
+        plan = None if self._ready_of[model] else self._plan(model, self._busy(), now)
+        if plan:
+            return self._drain_seconds(plan.victims) + plan.cost.seconds
+        found = []
+        for seat in self._replicas[model]:
+            goals = [swap.target for swap in self._swaps if swap.target and swap.target is not seat]
+            others = [goal for goal in goals if goal.holds.keys() & seat.holds.keys()]
+            way = seat.rests if seat.state in ("empty", "parked") else seat.backend.rest[0]
+            cost = self._cost(source_of(other.model for other in others), seat, way)
+            found.append(self._drain_seconds(others) + cost.seconds)
+        return min(found)
+
+    def _drain_seconds(self, victims: Iterable[Seat]) -> float:
+        """About the longest of their leases."""
+        longest = 0.0
+        for victim in victims:
+            service = self._demand[victim.model].service_seconds or FIRST_SERVICE_SECONDS
+            longest = max(longest, service * (1.0 + math.log(max(len(victim.holders), 1))))
+        return min(longest, self._config.drain_timeout)
 
     def _note_pause(self, model: str, now: float) -> None:
         """A request for a model that was put out: its client's pause, unless another's answer brought it."""
@@ -968,7 +1005,7 @@ class Residency:
 
     def _overdue_at(self, first: Ticket) -> float:
         """When the line that ``first`` is the first of is overdue."""
-        return max(first.since, self._left.get(first.model, first.since)) + self._max_wait[first.model]
+        return max(first.since, self._left.get(first.model, first.since)) + self._bounds[first.model]
 
     def _coming(self) -> tuple[str, ...]:
         """Models that a swap under way will make resident."""
@@ -1368,7 +1405,7 @@ class Residency:
             cost.swaps > 0,
             growth,
             demand.service_seconds,
-            self._max_wait[model],
+            self._bounds[model],
             self._priority[model],
         )
 
@@ -1398,6 +1435,7 @@ class Residency:
                 return Prospect(None, swap.target, swap.victims, cost, known, until=swap.until)
         line, ghost = self.lines[model], Ticket(0, model, now)
         if not line:
+            self._bounds[model] = self._bound(model, now)
             line[ghost] = None  # the policy is asked as if it had come
         try:
             busy = self._busy()
@@ -1484,7 +1522,7 @@ def _stays_until(seat: Seat) -> float:
 
 
 def max_waits(seats: Iterable[Seat], config: Config) -> dict[str, float]:
-    """Model -> seconds after which its line is overdue: the shortest that its replicas ask for."""
+    """Model -> seconds after which its line is overdue at the latest: the shortest its replicas ask for."""
     limits: dict[str, float] = {}
     for seat in seats:
         own = config.max_wait if seat.backend.max_wait is None else seat.backend.max_wait

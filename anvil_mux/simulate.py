@@ -432,6 +432,7 @@ class _Checker:
         placement = Placement(config.backends, config.gpus, build_preemption("lru"))
         self._capacity, self._seats = placement.capacity, placement.seats
         self._max_wait = max_waits(self._seats.values(), config)
+        self._bounds = dict(self._max_wait)  # of queues
         self._states = dict.fromkeys(self._seats, "empty")
         self._lines: dict[str, dict[int, float]] = {seat.model: {} for seat in self._seats.values()}
         self._bound: dict[int, str] = {}  # waiting ticket -> the only backend that it waits for
@@ -461,11 +462,7 @@ class _Checker:
         if event.kind in _TICKET_ENDS:
             self._end(event)
         elif event.kind == "queued":
-            self._claim(event.ticket not in self._ended, event, "the ticket has ended")
-            self._lines[event.model][event.ticket] = event.at
-            if event.backend:
-                self._bound[event.ticket] = event.backend
-            self._calm_until = min(self._calm_until, self._overdue(event.model, event.at))
+            self._queue(event)
         elif event.kind in ("released", "severed"):
             leases = self._leases[event.backend]
             self._claim(event.ticket in leases, event, "the ticket held no lease")
@@ -481,6 +478,15 @@ class _Checker:
     def _claim(self, fine: bool, event: Event, problem: str) -> None:
         if not fine:
             self.wrong.append(f"{event.at:.6f} {event.kind} {event.backend or event.model}: {problem}")
+
+    def _queue(self, event: Event) -> None:
+        self._claim(event.ticket not in self._ended, event, "the ticket has ended")
+        if not self._lines[event.model]:  # logs of old have no bounds
+            self._bounds[event.model] = min(event.bound, self._max_wait[event.model])
+        self._lines[event.model][event.ticket] = event.at
+        if event.backend:
+            self._bound[event.ticket] = event.backend
+        self._calm_until = min(self._calm_until, self._overdue(event.model, event.at))
 
     def _end(self, event: Event) -> None:
         self._claim(event.ticket not in self._ended, event, f"ticket {event.ticket} ends twice")
@@ -572,7 +578,7 @@ class _Checker:
         self._retry_at[name] = event.at + cool_down(self._failed_starts[name])
 
     def _overdue(self, model: str, since: float) -> float:
-        return since + self._max_wait[model] + self._slack
+        return since + self._bounds[model] + self._slack
 
     def _look_for_overdue(self, event: Event) -> None:
         """Before time goes on: where nothing moves, no line may be overdue."""

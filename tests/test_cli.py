@@ -22,12 +22,14 @@ import pytest
 import yaml
 
 import anvil_mux.serve
-from anvil_mux import __version__, checkpoint, eventlog, plot, study, studying
+from anvil_mux import __version__, checkpoint, eventlog, plot, process, study, studying
 from anvil_mux.cli import COMMANDS, EXIT_CODES, VARIABLES, main
 from anvil_mux.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
+from anvil_mux.costs import Cost
 from anvil_mux.events import Event
 from anvil_mux.keys import Keyring
 from anvil_mux.keys import load as load_keys
+from anvil_mux.learned import Known, Learned
 from anvil_mux.policy import POLICIES
 from anvil_mux.serve import CannotServe, _short, locked, open_address
 from anvil_mux.simulate import Engines, Request, simulate
@@ -204,6 +206,20 @@ def test_check_warns_of_an_address_that_serve_would_refuse(
     assert main(["check", "--json", str(file)]) == 0
     (warning,) = json.loads(capsys.readouterr().out)["warnings"]
     assert warning.startswith("listen: 0.0.0.0 can be reached by others")
+
+
+def test_check_warns_of_a_load_that_has_taken_longer_than_requests_may_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = compose(tmp_path, "a", "b", project="waits", queue_timeout=650)
+    folder = process.state_folder("waits", os.environ)
+    folder.mkdir(parents=True)
+    slow, quick = Cost("b", "a", "stop", 1.0, 651.0, 1), Cost("a", "b", "stop", 1.0, 649.0, 1)
+    Learned(folder, print).save(Known([slow, quick]))
+    assert main(["check", "--json", str(file)]) == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert warning.startswith("the load of a has taken 651 s, and queue_timeout is 650 s")
 
 
 @pytest.mark.parametrize("command", ["check", "serve"])

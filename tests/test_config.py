@@ -651,6 +651,30 @@ def test_what_works_but_bites_is_a_warning(tmp_path: Path, said: str, expected: 
     assert expected in warning
 
 
+SHORT = "queue_timeout (20 s) is less than "
+
+
+@pytest.mark.parametrize(
+    ("top", "own", "expected"),
+    [
+        ("max_wait: 60", "load_timeout: 20", [SHORT + "max_wait (60 s): a line is overdue before that"]),
+        ("max_wait: 5", "load_timeout: 20, max_wait: 21", [SHORT + "max_wait (21 s): a line is overdue"]),
+        (
+            "max_wait: 5",
+            "load_timeout: 21",
+            [SHORT + "the load_timeout of a: requests that wait"],
+        ),
+        ("max_wait: 20", "load_timeout: 20", []),
+    ],
+)
+def test_a_queue_timeout_that_leaves_no_time_to_load_is_a_warning(
+    tmp_path: Path, top: str, own: str, expected: list[str]
+) -> None:
+    text = f"x-anvil: {{queue_timeout: 20, {top}}}\nservices: {{a: {{x-anvil: {{{own}}}, {QUIET}}}}}"
+    warnings = plain(tmp_path, text).warnings
+    assert [warning[: len(said)] for warning, said in zip(warnings, expected, strict=True)] == expected
+
+
 @pytest.mark.parametrize(
     "said",
     [

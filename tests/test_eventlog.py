@@ -78,6 +78,8 @@ def test_every_field_of_an_event_survives(file: Path) -> None:
         Event(0.1 + 0.2, "deferred", 'org/"b"\n', "", 7, 2, inf, "it's not \u2713 yet"),
         Event(1e6 + 1e-6, "draining", "a", "a", 0, 2, 30.0, "1 waiting", "b"),
         Event(1e7, "severed", "a", "a", 1, 1, 1e-9),
+        Event(1e7, "queued", "a", "", 3, 1, bound=0.1 + 0.2),
+        Event(1e7, "queued", "b", "", 4, 1, bound=0.0),
     ]
     assert read(written(file, odd))[0].events == odd
     assert all(json.loads(line) for line in file.read_text().splitlines())

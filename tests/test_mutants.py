@@ -134,6 +134,11 @@ MUTANTS = {
         "        seat.failed_starts += 1\n        seat.retry_at = now + cool_down(seat.failed_starts)\n",
         "",
     ),
+    "a line that is overdue is loaded too late for its queue_timeout": (
+        "residency",
+        "return max(min(self._max_wait[model], left), 0.0)",
+        "return self._max_wait[model]",
+    ),
     "the GPUs of an overdue line are not kept for it": (
         "residency",
         "                busy.update(seat.holds)\n",
@@ -246,7 +251,7 @@ LEARNING = ("cost_aware", "adaptive")
 
 def suspects(package):
     """The worlds that show a difference, an error or a deadlock."""
-    for seed, policy, layout in itertools.product(range(3), ("eager", "debounce", *LEARNING), ALONE):
+    for seed, policy, layout in itertools.product(range(5), ("eager", "debounce", *LEARNING), ALONE):
         try:
             shown = differences(*world(layout, policy, seed, requests=40), seed=seed, package=package)
         except Exception as error:

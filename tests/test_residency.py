@@ -1,6 +1,7 @@
 """Histories: facts in, steps, states and events out. No thread, no time but the moments written here."""
 
 import itertools
+import math
 from math import inf
 
 import pytest
@@ -385,6 +386,64 @@ def test_a_line_is_overdue_at_the_very_moment_that_was_announced():
         island.request("b", since)
         assert island.steps(since) == []
         assert island.steps(island.until) == ["stop a"]
+
+
+def asks_without_end(model, clients, until):
+    """What follows: each of so many requests for ``model`` is followed by another one at once."""
+    return lambda request, now: [Request(now, model, 0.2)] if request.model == model and now < until else []
+
+
+def test_a_busy_resident_does_not_keep_a_line_waiting_beyond_its_queue_timeout():
+    config = Config(backends=(A, B), policy="adaptive", queue_timeout=20.0, max_wait=60.0)
+    trace = [*[Request(n / 64, "a", 0.2) for n in range(6)], Request(5.0, "b", 0.1), Request(60.0, "b", 0.1)]
+    busy = asks_without_end("a", 6, 100.0)
+    log = simulate(config, trace, Engines({"a": 3.0, "b": 3.0}), resident=["a"], follow=busy)
+    assert check(log, config) == []
+    assert [(e.kind, e.reason) for e in log if e.model == "b" and e.kind in ("leased", "failed")] == [
+        ("leased", ""),
+        ("leased", ""),
+    ]
+    [first, second] = [event.bound for event in log if event.kind == "queued" and event.model == "b"]
+    assert first == pytest.approx(20.0 - 11.0 - 0.2 * (1 + math.log(6)))
+    assert second > first  # its load was learned to be shorter
+
+
+@pytest.mark.parametrize(("queue_timeout", "bound"), [(600.0, 60.0), (40.0, 22.0), (15.0, 0.0)])
+def test_the_bound_of_a_line_leaves_time_for_drain_eviction_and_load(queue_timeout, bound):
+    island = Island(A, B, policy=Never(), queue_timeout=queue_timeout)
+    island.core.adopt("a", 0.0)
+    island.costs.learn("a", "b", "stop", 2.0, 12.0)
+    for moment in (1.0, 5.0):  # a has answered within 4 s
+        island.core.release(island.request("a", moment), moment + 4.0)
+    island.request("b", 10.0)
+    island.request("b", 11.0)
+    assert [e.bound for e in island.log if e.kind == "queued" and e.model == "b"] == [bound, inf]
+    if bound:
+        assert (island.steps(11.0), island.until) == ([], 10.0 + bound)
+    assert island.steps(10.0 + bound) == ["stop a"]
+
+
+@pytest.mark.parametrize(("drain_timeout", "drain"), [(30.0, 10.0), (4.0, 4.0)])
+def test_what_a_drain_will_take_is_a_guess_until_somebody_was_answered_and_has_a_limit(drain_timeout, drain):
+    island = Island(A, B, policy=Never(), queue_timeout=60.0, drain_timeout=drain_timeout)
+    island.core.adopt("a", 0.0)
+    island.request("a", 1.0)
+    island.request("b", 2.0)
+    assert island.log[-1].bound == 60.0 - drain - 1.0 - 10.0
+
+
+def test_the_bound_of_a_line_is_fixed_when_it_begins_and_another_line_has_another():
+    island = Island(A, B, policy=Never(), queue_timeout=40.0)
+    island.core.adopt("a", 0.0)
+    island.core.release(island.request("a", 0.0), 1.0)
+    first, _ = island.request("b", 10.0), island.request("b", 12.0)
+    bound = island.log[-2].bound
+    island.costs.learn("a", "b", "stop", 1.0, 25.0)
+    island.core.give_up(first, 13.0)
+    assert (island.steps(13.0), island.until) == ([], 12.0 + bound)  # that of the one that is first now
+    island.core.give_up(next(iter(island.core.lines["b"])), 14.0)
+    island.request("b", 15.0)
+    assert island.log[-1].bound == bound - 15.0
 
 
 def test_the_policy_is_asked_again_at_the_moment_it_named_even_if_nobody_waits():

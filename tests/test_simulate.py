@@ -233,6 +233,19 @@ def waiting_at_the_end(log):
     return line
 
 
+def queues_without_a_bound(log):
+    """First requests of queues that have none, and later ones that have."""
+    found, lines = [], {}
+    for event in log:
+        line = lines.setdefault(event.model, set())
+        if event.kind == "queued":
+            found += [event] if (event.bound < inf) == bool(line) else []
+            line.add(event.ticket)
+        elif event.kind in ("leased", "failed", "gone"):
+            line.discard(event.ticket)
+    return found
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_world_breaks_an_invariant(layout, policy):
@@ -241,6 +254,7 @@ def test_no_world_breaks_an_invariant(layout, policy):
         log = simulate(config, trace, engines)
         assert check(log, config) == [], seed
         assert waiting_at_the_end(log) == set(), seed
+        assert queues_without_a_bound(log) == [], seed
 
 
 def test_the_worlds_contain_everything_that_can_happen():
@@ -452,6 +466,7 @@ def test_a_sound_log_has_no_fault():
         ([(0.0, "starting", "a", 0)], "nobody waits for it"),
         ([*UP, (4.0, "released", "a", 1), (5.0, "released", "a", 1)], "held no lease"),
         ([*UP, (4.0, "queued", "b", 2), (25.0, "released", "a", 1)], "overdue"),
+        ([*UP, (4.0, "queued", "b", 2, {"bound": 5.0}), (9.5, "released", "a", 1)], "overdue"),
         (
             [
                 *UP[:2],
