@@ -63,15 +63,16 @@ class Client:
     def read_request(self) -> http1.Request | None:
         """The head of the next request; None when the client has closed or been idle. BadRequest."""
         buffer = self._buffer
-        if not buffer:
+        while not buffer or buffer == http1.EMPTY_LINE:  # a stray line end begins no request
             if self._timeout != IDLE_SECONDS:
                 self._wait_at_most(IDLE_SECONDS)
             try:
-                buffer = self.socket.recv(READ)
+                data = self.socket.recv(READ)
             except OSError:
                 return None
-            if not buffer:
+            if not data:
                 return None
+            buffer += data
         request = self._last_head.again(buffer)
         if request is not None:
             self._buffer = buffer[self._last_head.end :]

@@ -2,7 +2,8 @@
 
 A proxy that reads a message differently from the program behind it can be made to smuggle requests, so every
 doubt here is a refusal: one regular expression knows the only form of a header line, two framings together
-are an error, and a number is digits and nothing else. Bare LF line ends are taken if a head has no CR at all.
+are an error, and a number is digits and nothing else. Lines end with CRLF, in heads, chunks and trailers; a
+bare LF is refused as soon as it is seen.
 
 Both directions go the same way: ``*_head_end`` finds the end of the head in what has been read so far (and
 refuses early what can no longer become one), ``parse_*`` reads it, ``forward_*`` writes the head for the
@@ -41,6 +42,8 @@ MAX_DIGITS = 15
 """Of a length."""
 REMEMBERED = 512
 
+EMPTY_LINE = b"\r\n"
+BARE_LF = "lines end with CRLF, and one ends with a bare LF"
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 SERVER = b"anvil-mux"
@@ -60,18 +63,18 @@ _PLAIN_CONNECTION = frozenset([b"keep-alive", b"Keep-Alive", b"close", b"Close"]
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 _TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]"
-_END = re.compile(rb"\n\r?\n")
 _FIELD = re.compile(rb"^(%b+):(%b*)\r\n" % (_TOKEN, _TEXT), re.MULTILINE)
 _REQUEST_LINE = re.compile(rb"(%b{1,64}) ([!-~]+) HTTP/1\.([01])\r\n" % _TOKEN)
 _LENGTH_LINE = re.compile(rb"\r\nContent-Length: ([0-9]{1,15})(?=\r\n)", re.IGNORECASE)
-_OTHER_VERSION = re.compile(rb"%b{1,64} [!-~]+ HTTP/[0-9](?:\.[0-9])?\r?\n?\Z" % _TOKEN)
+_OTHER_VERSION = re.compile(rb"%b{1,64} [!-~]+ HTTP/[0-9](?:\.[0-9])?(?:\r\n)?\Z" % _TOKEN)
 _METHOD_SO_FAR = re.compile(rb"%b{1,64}(?: |\Z)" % _TOKEN)
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: (%b*))?\r\n" % _TEXT)
-_ABSOLUTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?#]*")
+_ABSOLUTE = re.compile(r"(https?)://([^/?#]*)", re.IGNORECASE)
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+;=:%\[\]-]*")
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]{0,8};%b{0,256})?\r\n" % _TEXT)
 _CHUNK_LINE_SO_FAR = re.compile(rb"[0-9A-Fa-f]{0,15}(?:[ \t]{0,8}(?:;%b{0,256})?)?\r?" % _TEXT)
 _TRAILER = re.compile(rb"(?:%b+:%b*\r\n)*\r\n" % (_TOKEN, _TEXT))
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
 @dataclass(slots=True)
@@ -180,9 +183,11 @@ def request_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
         return end
     if len(buffer) > MAX_HEAD:
         raise BadRequest(f"the request's head is larger than {MAX_HEAD} bytes", status=431)
+    if _has_bare_lf(buffer, start):
+        raise BadRequest(BARE_LF)
     line, newline, _ = _without_blank_line(bytes(buffer[: MAX_REQUEST_LINE + 3])).partition(b"\n")
     if newline or len(line) > MAX_REQUEST_LINE:
-        _parse_request_line((line + newline) if line.endswith(b"\r") else line + b"\r\n")
+        _parse_request_line((line + newline) if newline else line + b"\r\n")
     elif line not in (b"", b"\r") and not _METHOD_SO_FAR.match(line):
         raise BadRequest("this is not HTTP (does the client speak https to this http port?)")
     return None
@@ -220,15 +225,15 @@ def parse_request(head: bytes) -> Request:
 def _parse_request(head: bytes) -> Request:
     if len(head) > MAX_HEAD:
         raise BadRequest(f"the request's head is larger than {MAX_HEAD} bytes", status=431)
-    head = _with_crlf(_without_blank_line(head))
+    head = _without_blank_line(head)
     line = _parse_request_line(head)
     headers = _parse_fields(head, line.end(), BadRequest)
     fields = _by_name(headers)
     minor = line[3] == b"1"
-    path, _, query = _origin_form(line[2].decode("ascii")).partition("?")
     host = fields.get(b"host")
     if (host is None and minor) or (host is not None and not _HOST.fullmatch(host)):
         raise BadRequest("an HTTP/1.1 request needs exactly one valid Host header")
+    path, _, query = _origin_form(line[2].decode("ascii"), host).partition("?")
     length, chunked = _request_framing(fields, minor)
     if length is not None:
         headers = _without_length(headers, fields)
@@ -254,6 +259,8 @@ def response_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
         raise BackendError(f"the engine's answer has a head larger than {MAX_HEAD} bytes")
     if end is None and not b"HTTP/1.".startswith(buffer[:7]):
         raise BackendError("the engine's answer is not HTTP/1.x")
+    if end is None and _has_bare_lf(buffer, start):
+        raise BackendError(f"the engine's answer: {BARE_LF}")
     return end
 
 
@@ -291,7 +298,6 @@ def parse_response(head: bytes, method: str, *, upgrade: bool = False) -> Respon
 
 
 def _parse_response(head: bytes, method: str, *, upgrade: bool = False) -> Response:
-    head = _with_crlf(head)
     line = _STATUS_LINE.match(head)
     if line is None:
         raise BackendError("the engine's answer does not begin with an HTTP/1.x status line")
@@ -453,7 +459,7 @@ class ChunkCounter:
             self.done = True
             return trailer.end() - held
         self._held = data[position : position + MAX_TRAILER]
-        if len(self._held) == MAX_TRAILER or b"\n\r\n" in self._held:
+        if len(self._held) == MAX_TRAILER or b"\n\r\n" in self._held or _has_bare_lf(self._held, 0):
             raise self._error("the body has a bad trailer")
         return None
 
@@ -499,21 +505,17 @@ def parse_fields(block: bytes) -> list[Field]:
 
 def _find_end(buffer: bytes | bytearray, start: int) -> int | None:
     end = buffer.find(b"\r\n\r\n", max(start - 3, 0))
-    if end >= 0 and buffer.find(b"\n\n", 0, end) < 0:
-        return end + 4
-    found = _END.search(buffer, max(start - 2, 0))
-    return None if found is None else found.end()
+    return end + 4 if end >= 0 else None
+
+
+def _has_bare_lf(buffer: bytes | bytearray, start: int) -> bool:
+    """Whether a line that ends after ``start`` does so without a CR."""
+    return buffer.count(b"\n", start) != buffer.count(b"\r\n", max(start - 1, 0))
 
 
 def _without_blank_line(head: bytes) -> bytes:
     """Some clients send a stray line end after a body (RFC 9112, 2.2)."""
-    if head[:1] in b"\r\n":
-        return head[2:] if head[:2] == b"\r\n" else head[1:] if head[:1] == b"\n" else head
-    return head
-
-
-def _with_crlf(head: bytes) -> bytes:
-    return head if b"\r" in head else head.replace(b"\n", b"\r\n")
+    return head[2:] if head[:2] == EMPTY_LINE else head
 
 
 def _parse_request_line(head: bytes) -> re.Match[bytes]:
@@ -532,7 +534,9 @@ def _parse_fields(head: bytes, start: int, error: type[MuxError]) -> list[Field]
     """Every line must be one match, so that as many matches as lines means that all of them are sound."""
     found = _FIELD.findall(head, start)
     if len(found) != head.count(b"\n", start) - 1 or not head.endswith(b"\n\r\n"):
-        raise error("a header line is not `name: value` (or has a control character, or is folded)")
+        raise error(
+            "a header line is not `name: value` (or is folded, or has a control character or bare LF)"
+        )
     if len(found) > MAX_FIELDS:
         if error is BadRequest:
             raise BadRequest(f"more than {MAX_FIELDS} header lines", status=431)
@@ -550,13 +554,18 @@ def _by_name(headers: list[Field]) -> dict[bytes, bytes]:
     return fields
 
 
-def _origin_form(target: str) -> str:
-    """The path and query of a target; an absolute form's authority is not believed."""
+def _origin_form(target: str, host: bytes | None) -> str:
+    """The path and query of a target; an absolute form has to name the same authority as ``host``."""
     if target[0] == "/" or target == "*":
         return target
     absolute = _ABSOLUTE.match(target)
     if absolute is None:
         raise BadRequest("the request's target must begin with `/`")
+    scheme, authority = absolute.groups()
+    port = _DEFAULT_PORTS[scheme.lower()]
+    named, asked = (host or b"").decode("latin-1").lower(), authority.lower()
+    if not asked or named.removesuffix(port) != asked.removesuffix(port):
+        raise BadRequest("the request's target and its Host header name different hosts")
     rest = target[absolute.end() :]
     return rest if rest.startswith("/") else "/" + rest
 
@@ -632,7 +641,7 @@ def _may_come_again(head: bytes, message: Request | Response, *, has_length: boo
     """
     return (
         len(head) <= MAX_REMEMBERED
-        and head[:1] not in b"\r\n"
+        and not head.startswith(EMPTY_LINE)
         and (message.length is not None) == has_length
         and b"transfer-encoding" not in message.fields
         and _UNIQUE.isdisjoint(message.fields)

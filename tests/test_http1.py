@@ -159,17 +159,39 @@ def test_http_1_0_needs_no_host():
 @pytest.mark.parametrize(
     ("target", "path", "query"),
     [
-        (b"http://evil.example/v1/models?x=1", "/v1/models", "x=1"),
-        (b"http://evil.example", "/", ""),
-        (b"http://evil.example?x=1", "/", "x=1"),
+        (b"http://a/v1/models?x=1", "/v1/models", "x=1"),
+        (b"HTTP://A:80", "/", ""),
+        (b"https://a:443?x=1", "/", "x=1"),
         (b"*", "*", ""),
         (b"/a?b?c", "/a", "b?c"),
         (b"//a/../b", "//a/../b", ""),
     ],
 )
-def test_the_authority_of_an_absolute_target_is_ignored(target, path, query):
+def test_targets_of_every_form_are_read(target, path, query):
     seen = request(first=b"GET " + target + b" HTTP/1.1")
     assert (seen.path, seen.query, seen.fields[b"host"]) == (path, query, b"a")
+
+
+@pytest.mark.parametrize(
+    ("target", "host"),
+    [
+        (b"http://evil.example/v1/models", b"a"),
+        (b"http://a:81/", b"a"),
+        (b"http://a:443/", b"a"),
+        (b"http://a/", b"a:8080"),
+        (b"http://b@a/", b"a"),
+        (b"http:///v1/models", b"a"),
+        (b"http:///v1/models", b""),
+        (b"http:/a", b"a"),
+        (b"ftp://a/", b"a"),
+    ],
+)
+def test_an_absolute_target_names_the_host_or_is_refused(target, host):
+    assert refusal(first=b"GET " + target + b" HTTP/1.1", host=b"Host: " + host + b"\r\n") == 400
+
+
+def test_an_absolute_target_without_a_host_is_refused_in_http_1_0_too():
+    assert refusal(first=b"GET http://a/ HTTP/1.0", host=b"") == 400
 
 
 def test_as_many_headers_as_allowed_and_not_one_more():
@@ -185,10 +207,8 @@ def test_a_head_that_is_too_large_is_refused_whole_or_in_part():
     assert caught.value.status == 431
 
 
-@pytest.mark.parametrize(
-    "head", [b"GET / HTTP/1.1\nHost: a\nX-A: 1\n\n", b"\r\nGET / HTTP/1.1\r\nHost: a\r\nX-A: 1\r\n\r\n"]
-)
-def test_bare_line_feeds_alone_and_a_stray_blank_line_are_taken(head):
+def test_one_empty_line_before_a_request_line_is_skipped():
+    head = b"\r\nGET / HTTP/1.1\r\nHost: a\r\nX-A: 1\r\n\r\n"
     assert http1.request_head_end(head) == len(head)
     assert http1.parse_request(head).fields == {b"host": b"a", b"x-a": b"1"}
 
@@ -196,16 +216,34 @@ def test_bare_line_feeds_alone_and_a_stray_blank_line_are_taken(head):
 @pytest.mark.parametrize(
     "head",
     [
+        b"GET / HTTP/1.1\nHost: a\nX-A: 1\n\n",
         b"GET / HTTP/1.1\r\nHost: a\nX: 1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nX: 1\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\n\n",
         b"GET / HTTP/1.1\nHost: a\r\n\r\n",
+        b"\nGET / HTTP/1.1\r\nHost: a\r\n\r\n",
         b"\n\n",
         b"\r\n\r\n",
         b"",
     ],
 )
-def test_mixed_line_ends_and_empty_heads_are_refused(head):
+def test_bare_line_feeds_and_empty_heads_are_refused(head):
     with pytest.raises(BadRequest):
         http1.parse_request(head)
+
+
+@pytest.mark.parametrize("cut", range(1, 4))
+@pytest.mark.parametrize(
+    "sent", [b"\n", b"GET / HTTP/1.1\n", b"GET / HTTP/1.1\r\nHost: a\n", b"GET / HTTP/1.1\r\nHost: a\r\n\n"]
+)
+def test_a_bare_line_feed_is_refused_without_waiting_for_the_rest(sent, cut):
+    with pytest.raises(BadRequest):
+        http1.request_head_end(sent, max(len(sent) - cut, 0))
+
+
+def test_an_engine_that_ends_lines_with_bare_line_feeds_is_refused_at_once():
+    with pytest.raises(BackendError):
+        http1.response_head_end(b"HTTP/1.1 200 OK\nContent-Length: 0\n\n")
 
 
 def test_expectations():
@@ -525,7 +563,7 @@ def test_what_an_engine_is_sent():
         b"Accept-Encoding: gzip",
         b"anthropic-beta: A, b",
         b"Transfer-Encoding: chunked",
-        first=b"POST http://evil/v1/x?y=1 HTTP/1.1",
+        first=b"POST http://a/v1/x?y=1 HTTP/1.1",
     )
     head = http1.forward_request_head(
         seen, host=b"127.0.0.1:9", set={b"x-request-id": b"ours"}, drop={b"x-api-key"}, length=7
@@ -648,6 +686,10 @@ def _feed_all(counter: http1.ChunkCounter, sent: bytes, step: int) -> None:
         b"4\r\nabcdXX0\r\n\r\n",
         b"4\r\nabcd0\r\n\r\n",
         b"4\r\nabcd\n0\r\n\r\n",
+        b"4;a\nabcd\r\n",
+        b"0\n",
+        b"0\r\n\n",
+        b"0\r\nX: y\n",
         b"0\r\nX A: b\r\n\r\n",
         b"0\r\nX-A: " + b"b" * 9000,
     ],

@@ -53,6 +53,9 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: 
         pytest.param(HEAD + b"Content-Length : 4\r\n\r\n", 400, id="space before colon"),
         pytest.param(HEAD + b"X: 1\r\n folded\r\nContent-Length: 4\r\n\r\n", 400, id="folded"),
         pytest.param(HEAD + b"X: 1\rY: 2\r\nContent-Length: 4\r\n\r\n", 400, id="bare CR"),
+        pytest.param(HEAD + b"X: 1\nContent-Length: 4\r\n\r\n", 400, id="bare LF"),
+        pytest.param(b"GET /livez HTTP/1.1\nHost: localhost\n\n", 400, id="LF alone"),
+        pytest.param(b"GET http://other/livez HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, id="other host"),
         pytest.param(HEAD + b"X: \0\r\nContent-Length: 4\r\n\r\n", 400, id="NUL"),
         pytest.param(b"POST / HTTP/1.1\r\n\r\n", 400, id="no Host"),
         pytest.param(b"GET / HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", 400, id="two Hosts"),
@@ -114,6 +117,22 @@ def test_an_unknown_model_is_told_with_the_known_ones(rig: Rig) -> None:
     assert answer.header(b"x-should-retry") == b"false"
     assert b"Known models: a, org/b" in answer.body
     assert not rig.events.of("starting")
+
+
+def test_an_empty_line_between_two_requests_is_skipped(rig: Rig) -> None:
+    connection = rig.client()
+    connection.send(b"\r\n" + SMUGGLED + b"\r\n" + SMUGGLED)
+    assert [connection.read().status for _ in range(2)] == [200, 200]
+
+
+def test_an_empty_line_alone_does_not_begin_a_request(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that ends its body with a stray CRLF has as long until its next request as any other."""
+    monkeypatch.setattr(client, "HEAD_SECONDS", 0.0)
+    connection = rig.client()
+    connection.send(SMUGGLED + b"\r\n")
+    assert connection.read().status == 200
+    connection.send(SMUGGLED)
+    assert connection.read().status == 200
 
 
 # Bodies that nobody reads
