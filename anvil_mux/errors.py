@@ -174,7 +174,7 @@ class WaitedTooLong(MuxError):
 
 
 class Severed(MuxError):
-    """The drain ended before this request did, and its model was put out."""
+    """The drain ended before this request did, and its engine went; the message says what for."""
 
     status, code = 503, "severed"
     retry_after = 5.0

@@ -7,7 +7,7 @@ observed (log, metrics, status page, simulated runs, assertions of tests) is a f
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 TRANSITIONS: dict[tuple[str, str], str] = {
     ("empty", "load"): "starting",
@@ -44,7 +44,8 @@ KINDS = {
     "failed": "a request ended without a lease; `reason` is the error's code",
     "deferred": "the policy holds a swap back; `seconds` from now at most",
     "draining": "a backend gets no new leases, because it makes room for `target` or for another `reason`",
-    "severed": "a request still leased when the drain ended",
+    "severed": "a request still leased when the drain ended, which took `seconds`; `reason` is the cause: "
+    "evicted (for `target`), unloaded, changed, removed, idle, policy, silent, shutdown, moved",
     "stopping": "a backend is told to leave its GPUs; `seconds` is what the drain took",
     "empty": "a backend holds nothing; with a `reason` it failed to load, or died",
     "parked": "a backend left its GPUs without being stopped",
@@ -63,6 +64,45 @@ ERRAND = "errand: "
 """How the reason of a load begins that nobody waits for."""
 NO_ROOM = "no room to rest by "
 """How the reason of a stop begins that was to be something lighter."""
+
+
+Why = Literal["evicted", "unloaded", "changed", "removed", "idle", "policy", "silent", "shutdown", "moved"]
+"""Why a request was severed: the keys of ``_SENTENCES``, which say what each means."""
+Leaving = Literal["", "changed", "removed"]
+"""Why a backend goes for good; "": it does not."""
+LEAVES: dict[Leaving, str] = {
+    "changed": "its configuration changed",
+    "removed": "the configuration has it no longer",
+}
+"""The same as the reason of its drain and of its stop."""
+
+_SENTENCES: dict[Why, str] = {
+    "evicted": "{model} was evicted for {target}",
+    "unloaded": "{model} was unloaded on request",
+    "changed": "the configuration of {model} changed",
+    "removed": "{model} was removed from the configuration",
+    "idle": "{model} was evicted because nobody used it",
+    "policy": "the policy unloaded {model}",
+    "silent": "the engine of {model} did not answer",
+    "shutdown": "anvil-mux shut down",
+    "moved": "another replica of {model} became free",
+}
+
+
+class Cause(NamedTuple):
+    """What ended a request that ran."""
+
+    why: Why
+    target: str = ""
+    """The model that room was made for."""
+    seconds: float = 0.0
+    """How long the drain was."""
+
+    def sentence(self, model: str) -> str:
+        """For people; without its full stop. ``model``: the request's."""
+        what = _SENTENCES[self.why].format(model=model, target=self.target)
+        drained = f", after a drain of {self.seconds:.1f} s" if self.seconds else ""
+        return f"{what} before this request ended{drained}"
 
 
 class Event(NamedTuple):

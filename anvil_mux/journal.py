@@ -19,11 +19,11 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from anvil_mux.accesslog import Served, human_line, json_line, stamp
 from anvil_mux.config import Backend
-from anvil_mux.events import NO_ROOM, Event
+from anvil_mux.events import NO_ROOM, Cause, Event, Why
 from anvil_mux.feed import Feed
 from anvil_mux.metrics import Metrics, Phase
 
@@ -286,6 +286,9 @@ def story(event: Event) -> str:
         case "deferred":
             until = f" for up to {seconds:.1f} s" if seconds < float("inf") else ""
             return f"its swap is put off{until}: {reason}"
+        case "severed" if reason:
+            cause = Cause(cast(Why, reason), event.target, seconds)
+            return f"severed #{event.ticket}: {cause.sentence(event.model)}"
         case kind if kind in _PLAIN:
             return _PLAIN[kind].format(reason=reason)
         case kind:

@@ -20,16 +20,13 @@ from collections.abc import Callable, Iterable, Sequence
 from anvil_mux.change import compare
 from anvil_mux.config import Backend, Config
 from anvil_mux.costs import Costs
-from anvil_mux.events import Event
+from anvil_mux.events import Event, Leaving
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import Host
 from anvil_mux.placement import islands
 from anvil_mux.policy import build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.residency import Residency
-
-CHANGED = "its configuration changed"
-REMOVED = "the configuration has it no longer"
 
 
 class Layout:
@@ -90,7 +87,8 @@ class Layout:
         """From now on ``config`` holds. Residency -> the one that took its place."""
         change = compare(self.config, config)
         self._emit(Event(now, "reloaded", "", reason=str(change)))
-        leaving = dict.fromkeys(change.changed, CHANGED) | dict.fromkeys(change.removed, REMOVED)
+        leaving: dict[str, Leaving] = dict.fromkeys(change.changed, "changed")
+        leaving |= dict.fromkeys(change.removed, "removed")
         before, of_backend, of_model = self.residencies, self.of_backend, self.of_model
         self._take(config)
         for residency in before:

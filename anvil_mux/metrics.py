@@ -41,10 +41,9 @@ from anvil_mux import __version__, api, gauges
 from anvil_mux.accesslog import Served
 from anvil_mux.config import WAYS, Config
 from anvil_mux.costs import Cost
-from anvil_mux.events import Event
+from anvil_mux.events import LEAVES, Event
 from anvil_mux.footprint import Footprint
 from anvil_mux.gauges import NONE, SEVERAL
-from anvil_mux.layout import CHANGED, REMOVED
 from anvil_mux.lookout import Sight
 from anvil_mux.status import Status
 
@@ -463,8 +462,7 @@ def _cause(reason: str) -> str:
 _CAUSES = {
     "unload requested": "unload",
     "it does not answer": "unreachable",
-    CHANGED: "reload",
-    REMOVED: "reload",
+    **dict.fromkeys(LEAVES.values(), "reload"),
 }
 
 

@@ -38,7 +38,7 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
-from anvil_mux.events import Event
+from anvil_mux.events import Cause, Event
 from anvil_mux.footprint import Footprint, Footprints
 from anvil_mux.keys import Key
 from anvil_mux.layout import Layout
@@ -127,7 +127,7 @@ class Lease:
     @property
     def severed(self) -> bool:
         """The drain ended before this request did; whatever it still does is cut."""
-        return self._ticket.severed
+        return self._ticket.severed is not None
 
     @property
     def taken_back(self) -> bool:
@@ -144,9 +144,8 @@ class Lease:
             cut()
 
     def severed_error(self) -> Severed:
-        ending = self._mux._closing is not None
-        why = "anvil-mux shut down" if ending else f"{self._ticket.model} was put out for another model"
-        return Severed(f"{why} before this request ended. Send it again.")
+        cause = self._ticket.severed or Cause("shutdown")  # the thread that moves streams has ended
+        return Severed(f"{cause.sentence(self._ticket.model)}. Send it again.")
 
 
 class _Island:
@@ -500,8 +499,10 @@ class Multiplexer:
             if why:
                 residency.died(backend.name, now, why)
             else:
-                text = "it does not answer"
-                residency.unload_requested(backend.model, now, text, backend=backend.name, drain_timeout=0.0)
+                text, cause, name = "it does not answer", Cause("silent"), backend.name
+                residency.unload_requested(
+                    backend.model, now, text, backend=name, drain_timeout=0.0, cause=cause
+                )
 
         self._tell(backend.name, fact)
 

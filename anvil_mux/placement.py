@@ -15,6 +15,7 @@ from typing import Any
 
 from anvil_mux import preemption as whom
 from anvil_mux.config import Backend, Gpu
+from anvil_mux.events import Leaving
 from anvil_mux.settings import gib
 
 HOLDING = frozenset(("starting", "ready", "draining", "stopping", "stuck"))
@@ -48,7 +49,7 @@ class Seat:
     """It is the target of a swap."""
     pinned: bool = False
     """While it is resident it is not put out for another model."""
-    leaving: str = ""
+    leaving: Leaving = ""
     """Why it goes for good: the configuration has it no longer, or not as it is."""
     whole: bool = True
     """It needs its GPUs to itself."""

@@ -67,7 +67,7 @@ from anvil_mux.errors import (
     Stuck,
     UnknownModel,
 )
-from anvil_mux.events import ERRAND, NO_ROOM, TRANSITIONS, Event
+from anvil_mux.events import ERRAND, LEAVES, NO_ROOM, TRANSITIONS, Cause, Event, Leaving
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at, rungs
 from anvil_mux.ledger import Load, Report, Said
@@ -100,6 +100,7 @@ STUCK_RETRY_SECONDS = 5.0
 MAX_STUCK_RETRY_SECONDS = 60.0
 FIRST_SERVICE_SECONDS = 10.0
 """What a lease is held for, of a model that has not answered yet."""
+UNLOADED = Cause("unloaded")
 
 
 @dataclass(eq=False, slots=True)
@@ -110,6 +111,8 @@ class _Swap:
     until: float
     """End of the drain."""
     reason: str
+    cause: Cause
+    """Why a request is severed that outlasts the drain."""
     begun: bool = False
     """A victim was told to stop: no reprieve any more."""
     errand: bool = False
@@ -469,10 +472,18 @@ class Residency:
 
     def sever_all(self, now: float) -> tuple[Ticket, ...]:
         """The program ends and waits no longer for the requests that run; the caller cuts them."""
-        return tuple(ticket for seat in self.seats.values() for ticket in self._sever(seat, now, 0.0))
+        cause = Cause("shutdown")
+        return tuple(ticket for seat in self.seats.values() for ticket in self._sever(seat, now, cause))
 
     def unload_requested(
-        self, model: str, now: float, why: str, *, backend: str = "", drain_timeout: float | None = None
+        self,
+        model: str,
+        now: float,
+        why: str,
+        *,
+        backend: str = "",
+        drain_timeout: float | None = None,
+        cause: Cause = UNLOADED,
     ) -> bool:
         """Put out what serves ``model`` (or only ``backend``) after its drain; False: nothing to put out.
 
@@ -481,7 +492,7 @@ class Residency:
         seats = [seat for seat in self._replicas[model] if backend in ("", seat.name)]
         ready = [seat for seat in seats if seat.state == "ready"]
         for seat in ready:
-            self._begin(None, [seat], now, why, drain_timeout)
+            self._begin(None, [seat], now, why, drain_timeout, cause=cause)
         parked = [] if ready else [seat for seat in seats if self._may_be_stopped(seat)]
         for seat in parked:
             seat.rung = "stop"
@@ -520,7 +531,7 @@ class Residency:
 
     # Another configuration
 
-    def retired(self, leaving: Mapping[str, str], served: Set[str], now: float) -> None:
+    def retired(self, leaving: Mapping[str, Leaving], served: Set[str], now: float) -> None:
         """Backends are to go for good, each for a reason; lines of models that are not ``served`` end."""
         for seat in self.seats.values():
             seat.leaving = seat.leaving or leaving.get(seat.name, "")
@@ -530,7 +541,7 @@ class Residency:
                 self._dissolve(swap, now)
         for seat in self.seats.values():
             if seat.leaving and seat.state == "ready":
-                self._begin(None, [seat], now, seat.leaving)
+                self._begin_leaving(seat, now)
             elif seat.leaving and seat.state == "parked":
                 seat.rung = "stop"
         for model in self.lines.keys() - served:
@@ -594,13 +605,13 @@ class Residency:
         self._end_swap_to(seat)
         self._emit(Event(now, "ready", seat.model, name, seconds=seat.load_seconds, way=how))
         if seat.leaving:
-            self._begin(None, [seat], now, seat.leaving)
+            self._begin_leaving(seat, now)
             return
         self._admit(seat.model, now)
         if wanted:
             seat.rung = ""
         elif seat.rung:
-            self._begin(None, [seat], now, f"woken on its way to {seat.rung}")
+            self._begin(None, [seat], now, f"woken on its way to {seat.rung}", cause=Cause("idle"))
         if seat.state == "ready" and seat.model in self._routed and not self.lines[seat.model]:
             self._take_back(seat, now)
         if seat.pinned:
@@ -781,7 +792,7 @@ class Residency:
             if now >= swap.until or not (victim.holders or self._host.makes_way(victim, now)):
                 swap.begun = True
                 swap.emptied = now
-                return self._stop(victim, now, swap.reason, swap.target)
+                return self._stop(victim, now, swap.reason, swap)
         if draining or swap.target is None:
             return None
         for victim in [victim for victim in swap.victims if victim.state == "parked"]:
@@ -818,8 +829,8 @@ class Residency:
             if seat.state == "stuck":
                 return self._stop(seat, now, "trying again to stop it")
             if seat.rung == "stop" and self._may_be_stopped(seat):
-                why = "trying again to stop it" if seat.failed_stops else seat.leaving or "unload requested"
-                return self._demote(seat, now, why)
+                why = LEAVES.get(seat.leaving, "unload requested")
+                return self._demote(seat, now, "trying again to stop it" if seat.failed_stops else why)
         return None
 
     def _may_be_stopped(self, seat: Seat) -> bool:
@@ -858,7 +869,8 @@ class Residency:
                 return False
             elif victims:
                 for victim in victims:
-                    self._begin(None, [victim], now, f"room to prepare {seat.model}")
+                    cause = Cause("evicted", seat.model)
+                    self._begin(None, [victim], now, f"room to prepare {seat.model}", cause=cause)
                 return True
             else:
                 self._unprepared.pop(0)
@@ -885,10 +897,11 @@ class Residency:
     def _put_out_idle(self, now: float) -> bool:
         idle = [seat for seat in self._idlers if idle_until(seat) <= now < FOREVER]
         for seat in idle:
-            self._begin(None, [seat], now, f"idle for {seat.backend.ttl:g} s")
+            self._begin(None, [seat], now, f"idle for {seat.backend.ttl:g} s", cause=Cause("idle"))
         for seat in self._ready if self._host.budget is not None else ():
             if model := self._host.answer(seat, now):
-                self._begin(None, [seat], now, f"idle, and {model} lacks host memory")
+                why = f"idle, and {model} lacks host memory"
+                self._begin(None, [seat], now, why, cause=Cause("evicted", model))
                 return True
         return bool(idle)
 
@@ -907,15 +920,16 @@ class Residency:
         self._emit(Event(now, "demoting", seat.model, seat.name, 0, 0, 0.0, reason, target, to))
         return Demote(seat.name, seat.rests, to)
 
-    def _stop(self, seat: Seat, now: float, reason: str, target: Seat | None = None) -> Stop:
+    def _stop(self, seat: Seat, now: float, reason: str, swap: _Swap | None = None) -> Stop:
+        """``swap``: whose victim it is; one that is stuck is nobody's, and has no leases."""
         drained = now - seat.since if seat.state == "draining" else 0.0
         for_good = seat.state == "stuck" or seat.leaving
-        how = "stop" if for_good else seat.rung or self._rung(seat, target)
+        how = "stop" if for_good else seat.rung or self._rung(seat, swap.target if swap else None)
         if not (for_good or seat.rung) and how != seat.backend.rest[0]:
             reason = NO_ROOM + seat.backend.rest[0]
         self._enter(seat, "stop", now)
         seat.rung = how
-        severed = self._sever(seat, now, drained)
+        severed = self._sever(seat, now, swap.cause._replace(seconds=drained)) if swap else ()
         self._emit(Event(now, "stopping", seat.model, seat.name, 0, len(severed), drained, reason))
         return Stop(seat.name, how, severed)
 
@@ -928,11 +942,12 @@ class Residency:
                 return way
         return "stop"
 
-    def _sever(self, seat: Seat, now: float, drained: float) -> tuple[Ticket, ...]:
+    def _sever(self, seat: Seat, now: float, cause: Cause) -> tuple[Ticket, ...]:
         severed = tuple(seat.holders)
+        why, target, drained = cause
         for ticket in severed:
-            ticket.severed = True
-            self._emit(Event(now, "severed", ticket.model, seat.name, ticket.id, 1, drained))
+            ticket.severed = cause
+            self._emit(Event(now, "severed", ticket.model, seat.name, ticket.id, 1, drained, why, target))
         seat.holders.clear()
         return severed
 
@@ -1062,7 +1077,7 @@ class Residency:
         elif isinstance(decision, Unload) and decision.model in self._replicas:
             seats = [s for s in self._replicas[decision.model] if s.state == "ready" and not s.pinned]
             for seat in seats:
-                self._begin(None, [seat], now, decision.reason)
+                self._begin(None, [seat], now, decision.reason, cause=Cause("policy"))
             return bool(seats)
         return False
 
@@ -1131,15 +1146,26 @@ class Residency:
         drain_timeout: float | None = None,
         *,
         errand: bool = False,
+        cause: Cause | None = None,
     ) -> None:
+        """``cause``: why the victims' requests are severed, unless it is for the target."""
+        if cause is None:
+            assert target is not None
+            cause = Cause("evicted", target.model)
         self._plans_hold_until = -FOREVER
         drain = self._config.drain_timeout if drain_timeout is None else drain_timeout
-        swap = _Swap(target, [*victims], now + drain, reason, errand=errand)
+        swap = _Swap(target, [*victims], now + drain, reason, cause, errand=errand)
         self._swaps.append(swap)
         if target:
             target.coming = True
             self._host.changes += 1
         self._drain(swap, victims, now, drain)
+
+    def _begin_leaving(self, seat: Seat, now: float, drain_timeout: float | None = None) -> None:
+        """It goes for good, once its leases have ended."""
+        assert seat.leaving
+        why = LEAVES[seat.leaving]
+        self._begin(None, [seat], now, why, drain_timeout, cause=Cause(seat.leaving))
 
     def _drain(self, swap: _Swap, victims: list[Seat], now: float, drain: float) -> None:
         """Closes the gates of the victims that are resident."""
@@ -1169,7 +1195,7 @@ class Residency:
     def _reprieve(self, victim: Seat, now: float) -> None:
         if victim.leaving:
             left = victim.since + self._config.drain_timeout - now
-            self._begin(None, [victim], now, victim.leaving, max(left, 0.0))
+            self._begin_leaving(victim, now, max(left, 0.0))
             return
         self._enter(victim, "reprieve", now)
         self._emit(Event(now, "ready", victim.model, victim.name, reason="reprieved"))
@@ -1257,7 +1283,7 @@ class Residency:
     def _send_anew(self, found: Iterable[tuple[Ticket, Seat]], why: str, now: float) -> None:
         for ticket, seat in found:
             del seat.holders[ticket]
-            ticket.severed = ticket.taken_back = True
+            ticket.severed = Cause("moved")
             self.taken_back.append(ticket)
             if self._emit_leases:
                 size = len(seat.holders)

@@ -41,7 +41,7 @@ from anvil_mux.clock import Clock
 from anvil_mux.config import Backend, Config, Service
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.eventlog import EventLog
-from anvil_mux.events import Event
+from anvil_mux.events import LEAVES, Event
 from anvil_mux.feed import Feed
 from anvil_mux.gateway import Gateway
 from anvil_mux.home import CPUs, Home
@@ -49,7 +49,6 @@ from anvil_mux.hooks import Telling
 from anvil_mux.journal import Journal, requests, told
 from anvil_mux.keys import Keyring
 from anvil_mux.keys import load as load_keys
-from anvil_mux.layout import REMOVED
 from anvil_mux.learned import Known, Learned
 from anvil_mux.lookout import Lookout
 from anvil_mux.metrics import Metrics
@@ -409,7 +408,7 @@ class Program:
         known = {_noted(backend) for backend in self._config.backends}
         earlier = set(note.read_text().split()) if note.exists() else set()
         orphans = [_of_note(word) for word in sorted(earlier - known)]
-        left = {_noted(b) for b in orphans if not self._stop_engine(b, REMOVED)}
+        left = {_noted(b) for b in orphans if not self._stop_engine(b, LEAVES["removed"])}
         write_whole(note, "\n".join(sorted(known | left)))
 
     def _note_services(self, config: Config) -> None:

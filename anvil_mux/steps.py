@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from anvil_mux.errors import MuxError
+from anvil_mux.events import Cause
 from anvil_mux.routing import Choice, Work
 
 NO_WORK = Work()
@@ -27,7 +28,6 @@ class Ticket:
         "sender",
         "severed",
         "since",
-        "taken_back",
         "wake",
         "work",
     )
@@ -56,13 +56,16 @@ class Ticket:
         self.choice: Choice | None = None
         """Why that backend, where the model has several."""
         self.error: MuxError | None = None
-        self.severed = False
-        self.taken_back = False
-        """It was severed to be sent to another replica."""
+        self.severed: Cause | None = None
         self.wake: Any = None
         """The driver's: how to wake whoever waits for this ticket."""
         self.cut: Callable[[], None] | None = None
         """The driver's: how to cut the request when it is severed."""
+
+    @property
+    def taken_back(self) -> bool:
+        """It was severed to be sent to another replica."""
+        return self.severed is not None and self.severed.why == "moved"
 
     @property
     def settled(self) -> bool:

@@ -248,7 +248,11 @@ def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
         ("demoting", {"reason": "r"}, "goes to a deeper rest: r"),  # of an older log
         ("stopping", {"reason": "1 waiting"}, "stopping"),
         ("stopping", {"reason": "no room to rest by sleep"}, "stopping: no room to rest by sleep"),
-        ("severed", {}, "severed #0"),
+        (
+            "severed",
+            {"ticket": 7, "reason": "evicted", "target": "b", "seconds": 5.0},
+            "severed #7: a was evicted for b before this request ended, after a drain of 5.0 s",
+        ),
         ("failed", {"reason": "load_failed"}, "failed #0 load_failed"),
         ("pinned", {}, "pinned: once it is resident no other model puts it out"),
         ("unpinned", {}, "unpinned: it makes room for others again"),

@@ -11,11 +11,10 @@ from anvil_mux import api
 from anvil_mux.accesslog import Served
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Cost
-from anvil_mux.events import Event
+from anvil_mux.events import LEAVES, Event
 from anvil_mux.footprint import Footprint
 from anvil_mux.gauges import STATES
 from anvil_mux.gpu import Stranger
-from anvil_mux.layout import CHANGED
 from anvil_mux.ledger import Load, Said
 from anvil_mux.lookout import Seen
 from anvil_mux.metrics import BUCKETS, OTHER, TOKENS, Metrics, Phase, _deferral
@@ -338,7 +337,7 @@ def test_what_was_learned_of_swaps_is_shown_and_several_victims_are_one_label() 
 def test_reloads_are_counted_by_result_and_those_who_leave_for_one_by_that_cause() -> None:
     events = [
         Event(1.0, "reloaded", "", reason="changed a"),
-        Event(1.0, "draining", "a", "a", reason=CHANGED),
+        Event(1.0, "draining", "a", "a", reason=LEAVES["changed"]),
         Event(2.0, "stopping", "a", "a"),
         Event(3.0, "empty", "a", "a"),
         Event(4.0, "reload_failed", "", reason="no"),

@@ -556,7 +556,10 @@ def test_a_severed_lease_is_cut_once_the_drain_has_ended(seed):
                 lease.on_severed(lambda: cuts.append(stage.clock.now()))
                 stage.clock.sleep(100.0)
                 assert lease.severed
-                assert isinstance(lease.severed_error(), Severed)
+                error = lease.severed_error()
+                assert isinstance(error, Severed)
+                said = "a was evicted for b before this request ended, after a drain of 5.0 s. Send it again."
+                assert error.message == said
                 lease.on_severed(lambda: cuts.append("late"))
 
         stage.later(0.0, hold)

@@ -106,7 +106,7 @@ def test_an_open_socket_is_drained_and_then_told_that_another_model_is_wanted(mu
         error = error_of(connection)
     assert error.rcvd
     assert error.rcvd.code == 1012
-    assert "voice was put out for another model" in error.rcvd.reason
+    assert "voice was evicted for other" in error.rcvd.reason
 
 
 def test_who_has_closed_before_the_drain_ends_holds_up_nothing(mux: Running) -> None:

@@ -10,7 +10,7 @@ from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Costs
 from anvil_mux.demand import Demand
 from anvil_mux.errors import DoesNotFit, LoadError, Overloaded, Stuck, WaitedTooLong
-from anvil_mux.events import TRANSITIONS
+from anvil_mux.events import TRANSITIONS, Cause
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import Host
 from anvil_mux.ledger import Load
@@ -175,12 +175,58 @@ def test_a_drain_that_takes_too_long_severs_what_is_left():
     assert island.steps(31.9) == []
     step = island.core.next_step(32.0)
     assert step == Stop("a", "stop", (laggard,))
-    assert (ended.severed, laggard.severed) == (False, True)
+    assert (ended.severed, laggard.severed) == (None, Cause("evicted", "b", 30.0))
     assert [(e.ticket, e.seconds) for e in island.log if e.kind == "severed"] == [(laggard.id, 30.0)]
     island.core.stopped("a", 33.0)
     island.steps(33.0)
     island.core.started("b", 34.0)
     island.sound()
+
+
+class Unloading:
+    """A policy that unloads whatever is resident once it is asked after second 2."""
+
+    def decide(self, seen):
+        return Unload("a", "enough") if seen.now >= 2.0 else Stay()
+
+
+@pytest.mark.parametrize(
+    ("happens", "cause"),
+    [
+        (lambda core: core.request(Ticket(99, "b", 2.0), 2.0), Cause("evicted", "b", 5.0)),
+        (lambda core: core.unload_requested("a", 2.0, "unload requested"), Cause("unloaded", "", 5.0)),
+        (lambda core: core.retired({"a": "changed"}, {"a", "b"}, 2.0), Cause("changed", "", 5.0)),
+        (lambda core: core.retired({"a": "removed"}, {"b"}, 2.0), Cause("removed", "", 5.0)),
+        (
+            lambda core: core.unload_requested("a", 2.0, "x", cause=Cause("silent"), drain_timeout=0.0),
+            Cause("silent"),
+        ),
+        (lambda core: setattr(core, "_policy", Unloading()), Cause("policy", "", 5.0)),
+        (lambda core: core.sever_all(2.0), Cause("shutdown")),
+    ],
+    ids=lambda value: value.why if isinstance(value, Cause) else "",
+)
+def test_who_is_severed_is_told_the_cause(happens, cause):
+    island = Island(A, B, drain_timeout=5.0).with_resident("a")
+    lease = island.request("a", 1.0)
+    happens(island.core)
+    island.steps(2.0)
+    island.steps(7.0)
+    assert lease.severed == cause
+    told = [(e.reason, e.target, e.seconds) for e in island.log if e.kind == "severed"]
+    assert told == [cause]
+
+
+def test_a_leaving_backend_that_is_spared_a_swap_is_severed_as_leaving():
+    island = Island(A, B, drain_timeout=5.0).with_resident("a")
+    lease = island.request("a", 1.0)
+    waits = island.request("b", 2.0)
+    assert island.steps(2.0) == []
+    island.core.retired({"a": "changed"}, {"a", "b"}, 3.0)
+    island.core.give_up(waits, 4.0)
+    island.steps(4.0)
+    assert island.steps(7.0) == ["stop a"]
+    assert lease.severed == Cause("changed", "", 5.0)
 
 
 def test_a_drain_timeout_of_zero_severs_at_once():
@@ -1132,7 +1178,7 @@ def test_requests_that_wait_behind_others_are_taken_back_when_another_replica_co
     assert island.steps(5.0) == ["start r1"]
     island.core.started("r1", 15.0)
     assert island.core.taken_back == [third]
-    assert third.severed
+    assert third.severed == Cause("moved")
     assert third.taken_back
     assert island.log[-1].reason == "taken back for r1"
     assert not island.core.release(third, 15.0)
@@ -1350,7 +1396,7 @@ def test_who_waits_at_a_replica_leaves_when_it_turns_stale_and_who_is_answered_s
     assert island.core.taken_back == []
     island.core.silent("a", 61.0)
     assert island.core.taken_back == [third]
-    assert (first.severed, third.severed) == (False, True)
+    assert (first.severed, third.severed) == (None, Cause("moved"))
     assert [e.reason for e in island.log if e.kind == "released"] == ["a is stale"]
     assert island.request("m", 61.0).backend == "b"
 

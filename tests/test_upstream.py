@@ -166,7 +166,7 @@ def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig: Callable[
     other.post(b'{"model":"org/b"}')
     assert other.read().status == 200
     code, why = good_bye_in(client.rest())
-    assert (code, why.partition(" before")[0]) == (1012, "a was put out for another model")
+    assert (code, why.partition(" before")[0]) == (1012, "a was evicted for org/b")
     assert asked.was_left()
     assert {rig.events.record(1).code, rig.events.record(2).code} == {"", "severed"}
 

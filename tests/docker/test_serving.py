@@ -104,7 +104,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_and_the_next_model_
     with served(stack, "--drain-timeout", "1") as mux, client_of(mux) as client:
         with ThreadPoolExecutor(1) as pool, stream(client, GOOD, FOREVER) as answer:
             other = pool.submit(ask, mux, "model-2")
-            with pytest.raises(openai.APIError, match="was put out for another model"):
+            with pytest.raises(openai.APIError, match="was evicted for model-2"):
                 list(answer)
             assert other.result(PATIENCE) == ""
         eventually(lambda: is_idle(mux))

@@ -133,7 +133,7 @@ def test_whoever_listens_is_drained_and_told_that_another_model_is_wanted(mux: R
         error = error_of(connection)
     assert error.rcvd
     assert error.rcvd.code == 1012
-    assert "ears was put out for another model" in error.rcvd.reason
+    assert "ears was evicted for other" in error.rcvd.reason
 
 
 def test_whoever_listens_is_told_that_the_engine_was_killed(mux: Running) -> None:
