@@ -157,13 +157,31 @@ _PLAIN = re.compile(r"(?:/(?!\.)[A-Za-z0-9._~!$&'()*+,;=:@-]+)+/?")
 
 def upstream(path: str) -> Iterator[tuple[str, str]]:
     """The ways to read /upstream/MODEL/PATH as model and path, the longest model first."""
+    return ((name, rest) for name, rest in reversed(_upstream(path)) if _PLAIN.fullmatch(rest))
+
+
+def upstream_names(path: str) -> list[str]:
+    """The models that /upstream/MODEL/PATH may name, also where the rest is no path; the likeliest first."""
+    found = _upstream(path)
+    return [name for name, _ in sorted(found, key=lambda each: not is_route(each[1]))]
+
+
+def is_route(path: str) -> bool:
+    """Whether engines are asked for ``path`` at all."""
+    return any(match(method, path) for method in ("GET", "POST"))
+
+
+def _upstream(path: str) -> list[tuple[str, str]]:
+    """Every way to take it apart, the shortest model first."""
     if not path.startswith(_UPSTREAM):
-        return
+        return []
     parts = path[len(_UPSTREAM) :].split("/")
-    for count in range(len(parts) - 1, 0, -1):
-        rest = "/" + "/".join(parts[count:])
-        if _PLAIN.fullmatch(rest):
-            yield unquote("/".join(parts[:count])), rest
+    if not parts[0]:
+        return []
+    return [
+        (unquote("/".join(parts[:count])), "/" + "/".join(parts[count:]))
+        for count in range(1, len(parts) + 1)
+    ]
 
 
 def model_in_path(path: str) -> str:

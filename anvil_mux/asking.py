@@ -12,12 +12,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from anvil_mux.arguments import add_json, read_positive, read_sizes
-from anvil_mux.errors import ConfigError, MuxError
+from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.output import PROGRESS_SECONDS, print_json, print_table, say
 from anvil_mux.screen import MODEL_HEAD, event_line, model_row
 
@@ -119,10 +119,11 @@ def _state_of(given: argparse.Namespace) -> str:
 
 def unload(given: argparse.Namespace) -> int:
     told = ask_mux(given, "POST", "/models/unload", {"model": given.model})
-    leaves = told.get("resident", True)
-    return _done(
-        given, "leaves as soon as its requests have ended" if leaves else "is not resident, or leaves already"
-    )
+    if told.get("resident", True):
+        return _done(
+            given, "leaves once its requests have ended; drain_timeout aborts those that take longer"
+        )
+    return _done(given, "is not resident, or leaves already")
 
 
 def pin(given: argparse.Namespace) -> int:
@@ -142,8 +143,36 @@ def reload(given: argparse.Namespace) -> int:
     if given.json:
         print_json(answer)
     else:
-        say(answer["text"])
+        print(answer["text"])
     return 0
+
+
+def logs(given: argparse.Namespace) -> int:
+    """Of an anvil-mux that may run elsewhere; the command looks at the engines of one that runs here."""
+    from anvil_mux import remote
+
+    if given.follow:
+        raise BackendError("-f follows a log only where it runs: there, or with its compose file (--file)")
+
+    def ask(**of: str) -> Any:
+        return ask_mux(given, "GET", remote.query("/logs", lines=str(given.lines), **of))
+
+    first = ask(model=given.model)
+    model, backend = first["model"], first["backend"]
+    others = (
+        [] if backend == given.model != model else [each for each in first["backends"] if each != backend]
+    )
+    for told in [first, *(ask(model=model, backend=other) for other in others)]:
+        print_log(given, told["backend"], told["lines"], headed=bool(others))
+    return 0
+
+
+def print_log(given: argparse.Namespace, service: str, lines: Iterable[str], *, headed: bool) -> None:
+    """``headed``: its name goes before, since others follow."""
+    if headed and not given.json:
+        say(f"==> {service}")
+    for line in lines:
+        print(json.dumps({"service": service, "line": line}) if given.json else line, flush=given.follow)
 
 
 def profile(given: argparse.Namespace) -> int:
@@ -195,6 +224,10 @@ def _url(given: argparse.Namespace) -> str:
             files = ()
         found = remote.places(home)
         url = remote.choose(found, files) or _configured_url(given.files) or remote.DEFAULT_URL
+    return with_scheme(url)
+
+
+def with_scheme(url: str) -> str:
     return url if "://" in url else f"http://{url}"
 
 

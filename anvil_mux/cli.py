@@ -8,7 +8,6 @@ takes longer than most commands.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -39,6 +38,7 @@ from anvil_mux.settings import gib
 
 if TYPE_CHECKING:
     from anvil_mux.config import Backend, Config
+    from anvil_mux.remote import Place
 
 EXIT_CODES = {
     0: "done",
@@ -189,6 +189,7 @@ def _add_logs(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
     command.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="how many (default 100)")
+    command.add_argument("--url", help="where anvil-mux is; see `ps`")
     add_json(command)
 
 
@@ -409,7 +410,11 @@ def _print_docs(title: str, rows: Iterable[Sequence[str]]) -> None:
 def _logs(given: argparse.Namespace) -> int:
     from anvil_mux.serve import build_runtime
 
-    config = configuration(given.files or _files_served())
+    url = given.url or (None if given.files else os.environ.get("ANVIL_URL"))
+    place = _place(url) if url else None
+    if url and not place:
+        return asking.logs(given)
+    config = configuration(place.files if place else given.files or _files_served())
     backends = [b for b in config.backends if given.model in (b.name, b.model, *b.aliases)]
     if not backends:
         known = ", ".join(b.model for b in config.backends)
@@ -419,17 +424,22 @@ def _logs(given: argparse.Namespace) -> int:
         raise BackendError(f"{given.model} has several services; follow one of them: {names}")
     runtime = build_runtime(config)
     for backend in backends:
-        if len(backends) > 1 and not given.json:
-            say(f"==> {backend.name}")
         lines = runtime.follow_log(backend) if given.follow else runtime.log_tail(backend, given.lines)
-        for line in lines:
-            told = json.dumps({"service": backend.name, "line": line}) if given.json else line
-            print(told, flush=given.follow)
+        asking.print_log(given, backend.name, lines, headed=len(backends) > 1)
     return 0
 
 
+def _place(url: str) -> Place | None:
+    """The anvil-mux at this address, if it says that it runs here."""
+    from anvil_mux import remote
+    from anvil_mux.process import state_folder
+
+    found = remote.places(state_folder("", os.environ))
+    return next((each for each in found if each.url == asking.with_scheme(url)), None)
+
+
 def _files_served() -> Sequence[str]:
-    """Where no compose file is at hand, those of the one anvil-mux that runs here or that ANVIL_URL names."""
+    """Where no compose file is at hand, those of the one anvil-mux that runs here."""
     from anvil_mux import remote
     from anvil_mux.composefile import find_files
     from anvil_mux.process import state_folder
@@ -437,8 +447,7 @@ def _files_served() -> Sequence[str]:
     try:
         find_files(Path.cwd())
     except ConfigError:
-        url = os.environ.get("ANVIL_URL")
-        found = [p for p in remote.places(state_folder("", os.environ)) if not url or p.url == url]
+        found = remote.places(state_folder("", os.environ))
         return found[0].files if len(found) == 1 else ()
     return ()
 
@@ -515,7 +524,11 @@ COMMANDS: dict[str, tuple[str, Run, Add]] = {
     ),
     "events": ("Show what happened lately, with reasons", asking.events, asking.add_events),
     "load": ("Load a model and wait until it is ready", asking.load, asking.add_model),
-    "unload": ("Put a model out, or stop one that rests", asking.unload, asking.add_model),
+    "unload": (
+        "Evict a model, or stop one in standby; after drain_timeout its requests are severed (aborted)",
+        asking.unload,
+        asking.add_model,
+    ),
     "pin": ("Keep a model, once it is resident, from being put out for others", asking.pin, asking.add_model),
     "unpin": ("Let a pinned model make room for others again", asking.unpin, asking.add_model),
     "reload": ("Put the compose files into effect as they are now", asking.reload, asking.add_address),

@@ -131,19 +131,36 @@ class Console:
     # Logs
 
     def logs(self, call: Call) -> None:
-        model, query = self._asked_for(call)
+        """Of the ``backend`` that the query names, which may stand in the model's place; else of any."""
+        name, query = self._named(call)
         lines = query.get("lines", [str(LOG_LINES)])[-1]
         if not lines.isdigit() or not 0 < int(lines) <= MAX_LOG_LINES:
             raise BadRequest(f"`lines` is a number from 1 to {MAX_LOG_LINES}", param="lines")
-        backend = next(each.backend for each in self._mux.status().models if each.model == model)
-        _answer(call, {"model": model, "backend": backend, "lines": list(self._tail(backend, int(lines)))})
+        models = {each.model: each for each in self._mux.status().models}
+        services = {each.backend: model for model in models.values() for each in model.backends}
+        own = name in services and name not in models
+        model = services[name] if own else models[self._mux.resolve(name)]
+        backend = query.get("backend", [name if own else model.backend])[-1]
+        if services.get(backend) is not model:
+            raise BadRequest(f"{model.model} has no backend {backend}", param="backend")
+        told = {
+            "model": model.model,
+            "backend": backend,
+            "backends": [each.backend for each in model.backends],
+        }
+        _answer(call, {**told, "lines": list(self._tail(backend, int(lines)))})
 
-    def _asked_for(self, call: Call) -> tuple[str, dict[str, list[str]]]:
-        """The model that the query names, and all of the query."""
+    def _named(self, call: Call) -> tuple[str, dict[str, list[str]]]:
+        """What the query gives as the model, and all of the query."""
         query = parse_qs(call.request.query)
         if "model" not in query:
             raise BadRequest(f"say of which model: {call.request.path}?model=NAME", param="model")
-        return self._mux.resolve(query["model"][-1]), query
+        return query["model"][-1], query
+
+    def _asked_for(self, call: Call) -> tuple[str, dict[str, list[str]]]:
+        """The model that the query names, and all of the query."""
+        name, query = self._named(call)
+        return self._mux.resolve(name), query
 
     # What a request would wait for
 

@@ -103,6 +103,7 @@ class Gateway:
             "/models": self._models,
             "/readyz": self._readyz,
             "/v1/models": self._models,
+            "/v1/models/": self._models,
         }
         self._admin: dict[str, Callable[[Call], None]] = {
             "/api/show": self._ollama_show,

@@ -136,7 +136,16 @@ class Inference:
             if request.method == "GET" and not self._is_loaded(call.model):
                 raise BadRequest(f"{call.model} is not loaded, and a GET does not load it", status=409)
             return self.infer(call, api.Route("openai", "upstream", path=path))
-        raise NotFound(f"{request.path} names no model and path: /upstream/MODEL/PATH.")
+        unknown: UnknownModel | None = None
+        for name in api.upstream_names(request.path):
+            try:
+                self.resolve(call, name)
+            except UnknownModel as error:
+                unknown = unknown or error
+            else:  # the path is at fault
+                unknown = None
+                break
+        raise unknown or NotFound(f"{request.path} names no model and path: /upstream/MODEL/PATH.")
 
     def _is_loaded(self, model: str) -> bool:
         return any(seen.model == model and seen.state == "ready" for seen in self._mux.status().models)

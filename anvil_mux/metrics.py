@@ -487,7 +487,8 @@ def _route_labels() -> dict[str, str]:
     )
     theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
     seen = "/events /lines/cancel /logs /reload /why"
-    return labels | {path: path for path in f"{state} {models} {theirs} {seen}".split()}
+    labels |= {path: path for path in f"{state} {models} {theirs} {seen}".split()}
+    return labels | {"/v1/models/": "/v1/models"}
 
 
 _L = TypeVar("_L", bound=Labels)

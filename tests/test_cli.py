@@ -657,8 +657,30 @@ def test_logs_are_found_without_a_compose_file_at_hand(
     assert main(["load", "a"]) == 0
     assert main(["logs", "a"]) == 0
     assert "a: listens on" in capsys.readouterr().out
+    monkeypatch.delenv("ANVIL_URL")
+    assert main(["logs", "a", "--url", url]) == 0
+    assert "a: listens on" in capsys.readouterr().out
     monkeypatch.setenv("ANVIL_URL", "http://127.0.0.1:1")
+    assert main(["logs", "a"]) == 3
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert main(["logs", "a", "--url", "127.0.0.1:1"]) == 3
+    monkeypatch.delenv("ANVIL_URL")
     assert main(["logs", "a"]) == 78
+
+
+def test_logs_of_one_that_runs_elsewhere_are_asked_for(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # it has told nobody here that it runs
+    assert main(["load", "a", "--url", url]) == 0
+    assert main(["logs", "a", "--url", url]) == 0
+    assert "a: listens on" in capsys.readouterr().out
+    assert main(["logs", "a", "--json", "-n", "1", "--url", url]) == 0
+    assert json.loads(capsys.readouterr().out)["service"] == "a"
+    assert main(["logs", "nope", "--url", url]) == 1
+    assert "The model `nope` does not exist. Known models: a, b." in capsys.readouterr().err
+    assert main(["logs", "a", "-f", "--url", url]) == 1
+    assert "where it runs" in capsys.readouterr().err
 
 
 def test_why_says_what_a_request_would_wait_for(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -752,6 +774,18 @@ def test_unload_puts_a_model_out(mux: Running, url: str, capsys: pytest.CaptureF
     capsys.readouterr()
     assert main(["unload", "a", "--url", url]) == 0
     assert capsys.readouterr().err == "anvil-mux: a is not resident, or leaves already\n"
+
+
+def test_unload_says_that_the_drain_timeout_aborts_requests(
+    mux: Running, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["load", "a", "--url", url]) == 0
+    capsys.readouterr()
+    assert main(["unload", "a", "--url", url]) == 0
+    assert "drain_timeout" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main(["unload", "--help"])
+    assert "drain_timeout" in capsys.readouterr().out
 
 
 def test_a_pinned_model_stays_until_it_is_unpinned(

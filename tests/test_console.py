@@ -195,12 +195,21 @@ def test_no_other_web_site_may_act_here(rig: Rig) -> None:
 def test_the_engines_log_is_told(rig: Rig) -> None:
     rig.logs["a"] = ["one", "two", "three"]
     answer = rig.client().get(b"/logs?model=alias&lines=2")
-    assert json.loads(answer.body) == {"model": "a", "backend": "a", "lines": ["two", "three"]}
+    told = {"model": "a", "backend": "a", "backends": ["a"], "lines": ["two", "three"]}
+    assert json.loads(answer.body) == told
+    answer = rig.client().get(b"/logs?model=b")  # by its service
+    assert json.loads(answer.body)["model"] == "org/b"
 
 
 @pytest.mark.parametrize(
     ("query", "status"),
-    [(b"", 400), (b"?model=x", 404), (b"?model=a&lines=0", 400), (b"?model=a&lines=z", 400)],
+    [
+        (b"", 400),
+        (b"?model=x", 404),
+        (b"?model=a&lines=0", 400),
+        (b"?model=a&lines=z", 400),
+        (b"?model=a&backend=b", 400),
+    ],
 )
 def test_a_log_that_cannot_be_told_is_refused(rig: Rig, query: bytes, status: int) -> None:
     assert rig.client().get(b"/logs" + query).status == status

@@ -165,7 +165,7 @@ def test_a_stream_spans_a_reload_and_everything_else_changes(
         )
         assert reload(running) == 0
         told = "changed changes; removed goes; added comes; set stays.aliases, stays.priority"
-        assert told in capsys.readouterr().err
+        assert told in capsys.readouterr().out
         leave = {"changes": "draining", "goes": "draining"}
         assert states(running) == {"stays": "ready", "comes": "empty", **leave}
         assert set(models(running)) == {"stays", "changes", "comes"}

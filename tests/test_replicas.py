@@ -450,3 +450,14 @@ def until(true: Callable[[], bool]) -> None:
             return
         pause.wait(0.05)
     raise AssertionError("it never came true")
+
+
+def test_the_logs_of_replicas_are_told_apart(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    rig.logs |= {"a": ["of a"], "b": ["of b"]}
+    url = "http://{}:{}".format(*rig.address)
+    assert main(["logs", "m", "--url", url]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "of a\nof b\n"
+    assert shown.err == "anvil-mux: ==> a\nanvil-mux: ==> b\n"
+    assert main(["logs", "b", "--url", url]) == 0
+    assert capsys.readouterr().out == "of b\n"

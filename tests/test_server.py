@@ -416,6 +416,14 @@ def test_one_model_is_found_under_its_raw_or_encoded_id(rig: Rig, path: bytes) -
     assert json.loads(rig.client().get(path).body)["id"] == "org/b"
 
 
+def test_the_list_of_models_may_end_with_a_slash(rig: Rig) -> None:
+    with_slash, without = (
+        json.loads(rig.client().get(path).body) for path in (b"/v1/models/", b"/v1/models")
+    )
+    assert with_slash == without
+    assert [each["id"] for each in without["data"]] == ["a", "org/b"]
+
+
 def test_an_unknown_model_id_is_a_404(rig: Rig) -> None:
     answer = rig.client().get(b"/v1/models/nobody")
     assert (answer.status, code(answer.body)) == (404, "model_not_found")

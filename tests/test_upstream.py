@@ -268,6 +268,34 @@ def test_what_is_not_listed_of_an_engine_is_not_there(open_rig: Rig, method: byt
     assert not open_rig.events.of("queued")
 
 
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        (b"/upstream/typo/tokenize", "typo"),
+        (b"/upstream/typo", "typo"),
+        (b"/upstream/typo/", "typo"),
+        (b"/upstream/typo//sleep", "typo"),
+        (b"/upstream/org/c/v1/chat/completions", "org/c"),
+        (b"/upstream/org%2Fc/v1/chat/completions", "org/c"),
+    ],
+)
+def test_a_model_below_upstream_that_does_not_exist_is_told_with_the_known_ones(
+    open_rig: Rig, path: bytes, named: str
+) -> None:
+    client = open_rig.client()
+    client.post(b"{}", path=path)
+    answer = client.read()
+    error = json.loads(answer.body)["error"]
+    assert (answer.status, error["code"]) == (404, "model_not_found")
+    assert error["message"] == f"The model `{named}` does not exist. Known models: a, org/b."
+
+
+@pytest.mark.parametrize("path", [b"/upstream/", b"/upstream//v1/models"])
+def test_a_path_below_upstream_that_names_no_model_is_not_there(open_rig: Rig, path: bytes) -> None:
+    answer = open_rig.client().get(path)
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (404, "not_found")
+
+
 def test_the_longest_model_is_meant() -> None:
     assert list(api.upstream("/upstream/a/b/docs")) == [("a/b", "/docs"), ("a", "/b/docs")]
     assert list(api.upstream("/upstream/a")) == []
