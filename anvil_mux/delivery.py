@@ -8,7 +8,6 @@ told in the form that still fits: before a byte as an error, among events as an 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,6 @@ from anvil_mux.completions import Translation, parse
 from anvil_mux.config import Backend, Config
 from anvil_mux.engine import api_key
 from anvil_mux.errors import BackendError, BadRequest, ClientGone, MuxError, RefusedByEngine, Severed
-from anvil_mux.keys import FIELDS
 from anvil_mux.multiplexer import Lease, Multiplexer
 from anvil_mux.pump import End
 from anvil_mux.relay import WHOLE, BrokenOff, Exchange, Relay, RequestBody, Unreachable
@@ -33,9 +31,7 @@ LACKING = (404, 405, 501)
 """How engines answer to a route that they do not have."""
 MAX_QUOTED = 2000
 """Bytes of an engine's error that an error event repeats."""
-NO_KEY: Mapping[bytes, bytes] = dict.fromkeys(FIELDS, b"")
-AS_THEY_ARE: Mapping[bytes, bytes] = {}
-"""How credentials change, or not, on their way to an engine."""
+UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
 Body = bytes | bytearray | Spool
 
 
@@ -58,6 +54,8 @@ class Delivery:
         """Clients' keys are ours, so that engines get their own instead."""
         self._lacking: set[tuple[str, str] | None] = set()
         """(backend, path) of routes that engines turned out not to have; changed by atomic operations."""
+        self._authorizations: dict[str, tuple[Backend, bytes]] = {}
+        """Backend -> its description, and what an engine so described is shown."""
 
     def ask(
         self, call: Call, lease: Lease, named: str | None, body: Body, span: tuple[int, int] | None
@@ -67,10 +65,10 @@ class Delivery:
         known_as = backend.served_model or call.model
         if route.model_in == "upstream":
             named = known_as
-        lacks = None
+        lacks, lacking = None, self._lacking  # what is found out belongs to the configuration of now
         if call.translation is None:
             lacks = (backend.name, route.path) if route.translated else None
-            if lacks not in self._lacking:
+            if lacks not in lacking:
                 said = _rewritten(body, backend) if route.model_in in ("json", "path") else body
                 length, pieces = _renamed(said, named, known_as, span)
                 try:
@@ -81,7 +79,7 @@ class Delivery:
             call.translation = TRANSLATE[route.path](parse(body))
         self._translate(call, lease, call.translation, known_as)
         if lacks:
-            self._lacking.add(lacks)
+            lacking.add(lacks)
         return None
 
     def forward(self, call: Call, lease: Lease, length: int, body: RequestBody) -> None:
@@ -92,7 +90,7 @@ class Delivery:
             return
         exchange = Exchange(self._relay, lease, call.client.socket)
         try:
-            head = heads.request_head(call, lease, length, self._credentials)
+            head = heads.request_head(call, lease, length, self._authorization(lease.backend))
             response = exchange.ask(call.request.method, head, body)
             call.first_byte = time.monotonic() - call.since
             if route.translated and response.status in LACKING:
@@ -120,9 +118,8 @@ class Delivery:
 
     def _tunnel(self, call: Call, lease: Lease) -> None:
         """A websocket: the lease lasts as long as it is open."""
-        wish = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
         with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = heads.request_head(call, lease, 0, lambda lease: {**self._credentials(lease), **wish})
+            head = heads.request_head(call, lease, 0, self._authorization(lease.backend), UPGRADE)
             response = exchange.ask("GET", head, b"", upgrade=True)
             call.first_byte = time.monotonic() - call.since
             call.status, call.keep, call.answered = response.status, False, True
@@ -153,7 +150,8 @@ class Delivery:
             return
         body = _rewritten(asked.body(known_as), lease.backend)
         with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = heads.translated_head(call, lease, asked.path, len(body), self._credentials(lease))
+            own = self._authorization(lease.backend)
+            head = heads.translated_head(call, lease, asked.path, len(body), own)
             response = exchange.ask("POST", head, body)
             call.first_byte = time.monotonic() - call.since
             if response.status >= 300:
@@ -252,16 +250,20 @@ class Delivery:
     def _ask_prefill(self, call: Call, lease: Lease, asked: dict[str, Any]) -> tuple[int, bytes]:
         body = stages.first(asked, lease.backend.served_model or call.model)
         with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = heads.translated_head(call, lease, call.path, len(body), self._credentials(lease))
+            own = self._authorization(lease.backend)
+            head = heads.translated_head(call, lease, call.path, len(body), own)
             response = exchange.ask("POST", head, body)
             return response.status, exchange.content(response, self._max_body)
 
-    def _credentials(self, lease: Lease) -> Mapping[bytes, bytes]:
-        """What goes to the engine in place of the client's key; empty values take a field away."""
+    def _authorization(self, backend: Backend) -> bytes | None:
+        """What its engine is shown in place of the client's key (b"": none); None: the client's."""
         if not self._hides_keys:
-            return AS_THEY_ARE
-        own = api_key(lease.backend.service)
-        return {**NO_KEY, b"authorization": b"Bearer " + own.encode()} if own else NO_KEY
+            return None
+        known = self._authorizations.get(backend.name)
+        if known is None or known[0] is not backend:
+            own = api_key(backend.service)
+            known = self._authorizations[backend.name] = (backend, b"Bearer " + own.encode() if own else b"")
+        return known[1]
 
 
 def _is_events(response: http1.Response) -> bool:

@@ -128,15 +128,15 @@ class Gateway:
         """Bound to loopback: any other Host is a web page whose name was made to mean this machine."""
 
     def _take(self, config: Config, keys: Keyring | None) -> None:
-        self._keys = keys or Keyring()
         self._hosts = frozenset(host.lower() for host in config.hosts)
         self._readers = frozenset(origin.encode("ascii") for origin in config.cors)
         self._backends = config.backends
+        self._keys = keys or Keyring()  # last: by it requests tell whether what they remember is of now
 
     def reconfigure(self, config: Config, keys: Keyring) -> None:
         """By these requests are answered from now on, also those of connections that are open already."""
         self._inference.reconfigure(config, Patience(grace=config.loading_grace), hides_keys=len(keys) > 0)
-        self._take(config, keys)  # last: with other keys, what was found for a head is found anew
+        self._take(config, keys)  # last: with another keyring, what was found for a head is found anew
 
     def drain(self) -> None:
         """The program ends: from now on every answer is the last of its connection."""
@@ -176,11 +176,11 @@ class Gateway:
 
     def _find_route(self, call: Call) -> api.Route | None:
         """Where to forward the request, if anywhere; noted, because it is found in nothing but the head."""
-        request = call.request
+        request, keys = call.request, self._keys  # first: whatever of a reload comes later, it is found anew
         route = api.match(request.method, request.path)
         call.api = route.api if route else api.api_of(request.path)
         self._check_origin(request, loads=route is not None and route.model_in == "query")
-        keys, request.key = self._keys, None
+        request.key = None
         if keys and request.path not in OPEN and not _is_preflight(request):
             key = request.key = keys.of(request.fields)
             if route is None and not _may(key, request.path):

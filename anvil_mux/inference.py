@@ -18,6 +18,7 @@ its engine (delivery.py). Four things may come between:
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -86,6 +87,7 @@ class Inference:
             names.setdefault(model, set()).add(name)
         self._names, self._models = names, config.names
         kinds = {(backend.model, backend.infer_type) for backend in config.backends}
+        self._replicas = Counter(backend.model for backend in config.backends)
         self._staged = {model for model, kind in kinds if kind in ("prefill", EITHER)}
         """Models of which a request may be served in two stages."""
         self._delivery.reconfigure(config, hides_keys=hides_keys)
@@ -155,12 +157,12 @@ class Inference:
         id = api.answer_in_path(call.request.path)
         kept = self._answers.find(id, call.request.key)
         ready = [
-            backend.backend
+            (model.model, backend.backend)
             for model in self._mux.status().models
             for backend in model.backends
             if backend.state == "ready"
         ]
-        if kept is None or kept.backend not in ready:
+        if kept is None or (kept.model, kept.backend) not in ready:
             raise NotFound(f"There is no answer {id}: it was never given, or its engine was put out since.")
         call.work = Work(owner=kept.backend)
         self._send(call, self._passage(call, kept.model), None, self._read(call))
@@ -231,7 +233,7 @@ class Inference:
         self._send(call, passage, named, body, span)
 
     def _passage(self, call: Call, model: str, named: str | None = None) -> _Passage:
-        shown, replicas = call.request.key, self._mux.replicas(model)
+        shown, replicas = call.request.key, self._replicas[model]
         key = shown if isinstance(shown, Key) else None
         backend = next((each for each in self._config.backends if each.model == model), None)
         unchanged = (

@@ -71,17 +71,27 @@ class Mechanism(Protocol):
     def ended(self, backend: Backend) -> str | None: ...
 
 
+class Run:
+    """One run of an engine, since it was ready. Compared by identity: the next at its address is another."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
+
+
 class Lease:
     """One request's hold on a resident backend. A context manager; leaving it releases, once."""
 
-    __slots__ = ("_mux", "_tail", "_ticket", "address", "backend", "prefill", "waited", "why")
+    __slots__ = ("_mux", "_tail", "_ticket", "address", "backend", "prefill", "run", "waited", "why")
 
     def __init__(self, mux: Multiplexer, ticket: Ticket) -> None:
         assert ticket.backend is not None
         self._mux = mux
         self._ticket = ticket
         self.backend = mux._backends[ticket.backend]
-        self.address = mux._addresses[ticket.backend]
+        self.run = mux._runs[ticket.backend]
+        self.address = self.run.address
         self.why = ticket.choice.why if ticket.choice else ""
         """Why this backend, where the model has several."""
         self.waited = 0.0
@@ -191,7 +201,7 @@ class Multiplexer:
         self._every: list[_Island] = []  # each has keepers of its own
         self._islands: dict[str, _Island] = {}  # model -> island
         self._homes: dict[Residency, _Island] = {}
-        self._addresses: dict[str, tuple[str, int]] = {}  # backend -> where it was last seen to listen
+        self._runs: dict[str, Run] = {}  # backend -> the last that was seen of it
         self._costs, self._footprints = self._layout.costs, self._layout.footprints
         self._host = self._layout.host
         self._said: dict[str, Said] = {}  # backend -> what its log says of the load that is under way
@@ -260,10 +270,6 @@ class Multiplexer:
         """Those that go because the configuration has changed, and have not gone yet."""
         with self._lock:
             return [seat.backend for island in self._each_island() for seat in island.residency.leaving]
-
-    def replicas(self, model: str) -> int:
-        """How many backends serve it."""
-        return self._replicas[model]
 
     def bytes_per_token(self, model: str) -> float:
         """Of a model with several backends."""
@@ -516,7 +522,7 @@ class Multiplexer:
                 for seat in self._islands[model].residency.seats_of(model)
                 if seat.state == "ready"
             ]
-            return [(backend, self._addresses[backend.name]) for backend in found]
+            return [(backend, self._runs[backend.name].address) for backend in found]
 
     def observed(self, backend: str, load: Load | None) -> None:
         """The engine of a replica said this of itself; None: it answered, and has no figures."""
@@ -588,7 +594,7 @@ class Multiplexer:
             if residency is None or residency.seats[name].state != "empty":
                 continue
             if name in running:
-                self._addresses[name] = _address(running[name])
+                self._runs[name] = Run(_address(running[name]))
                 stays = residency.adopt(name, now)
             else:
                 rested = parked[name]
@@ -720,7 +726,7 @@ class Multiplexer:
     def _started(
         self, residency: Residency, name: str, address: tuple[str, int], how: str, now: float
     ) -> None:
-        self._addresses[name] = address
+        self._runs[name] = Run(address)
         residency.started(name, now, how)
 
     def _evict(self, backend: Backend, how: str, severed: tuple[Ticket, ...]) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from socket import (
     IPPROTO_TCP,
     MSG_DONTWAIT,
@@ -78,6 +78,8 @@ class LeaseLike(Protocol):
     @property
     def address(self) -> Address: ...
     @property
+    def run(self) -> Hashable: ...
+    @property
     def severed(self) -> bool: ...
     @property
     def watch(self) -> Callable[[bytes], bool] | None: ...
@@ -112,13 +114,16 @@ class Upstream:
 
 
 class Pool:
-    """Idle connections to engines, last in, first out. Any thread; list operations are atomic."""
+    """Idle connections to engines, last in, first out. Any thread; list operations are atomic.
+
+    They belong to a run of their engine: whoever listens at its address later is another.
+    """
 
     def __init__(self) -> None:
-        self._idle: defaultdict[Address, list[Upstream]] = defaultdict(list)
+        self._idle: defaultdict[Hashable, list[Upstream]] = defaultdict(list)
 
-    def take(self, address: Address) -> Upstream | None:
-        idle = self._idle[address]
+    def take(self, run: Hashable) -> Upstream | None:
+        idle = self._idle[run]
         while idle:
             try:
                 upstream = idle.pop()
@@ -130,8 +135,8 @@ class Pool:
             upstream.socket.close()
         return None
 
-    def put(self, address: Address, upstream: Upstream) -> None:
-        idle = self._idle[address]
+    def put(self, run: Hashable, upstream: Upstream) -> None:
+        idle = self._idle[run]
         if len(idle) < KEPT:
             upstream.idle_since = time.monotonic()
             idle.append(upstream)
@@ -140,13 +145,15 @@ class Pool:
 
     def sweep(self) -> None:
         """Closes what idled for too long; called now and then, so that a quiet mux holds no connections."""
-        for idle in list(self._idle.values()):
+        for run, idle in list(self._idle.items()):
             oldest = time.monotonic() - IDLE_SECONDS
             while idle and idle[0].idle_since < oldest:
                 try:
                     idle.pop(0).socket.close()
                 except IndexError:
                     break
+            if not idle:
+                self._idle.pop(run, None)  # what is put there meanwhile is closed when nobody refers to it
 
     def close(self) -> None:
         for idle in list(self._idle.values()):
@@ -251,7 +258,7 @@ class Exchange:
         if upstream is None:
             return
         if self._reusable and not self._cut:
-            self._relay.pool.put(self._lease.address, upstream)
+            self._relay.pool.put(self._lease.run, upstream)
         else:
             upstream.socket.close()
 
@@ -278,7 +285,7 @@ class Exchange:
         """
         if isinstance(body, (bytes, bytearray)):
             head, body = (head + body, ()) if len(body) <= SMALL else (head, (body,))
-        pooled = self._relay.pool.take(self._lease.address)
+        pooled = self._relay.pool.take(self._lease.run)
         data = self._try(pooled, head, body) if pooled else b""
         if not data:
             self.close()

@@ -106,14 +106,14 @@ class EngineConnection:
 
 
 class FakeEngine:
-    """Listens on a port of its own. ``answer`` set: answers at once; else ``next`` hands requests out."""
+    """Listens on ``port`` (0: any). ``answer`` set: answers at once; else ``next`` hands requests out."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.answer: Callable[[Asked], bytes] | None = None
         self.keep_bodies = True
         self.connections: list[EngineConnection] = []
         self.asked: queue.Queue[Asked] = queue.Queue()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._listener = socket.create_server(("127.0.0.1", port), backlog=512)
         self.address: tuple[str, int] = self._listener.getsockname()
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
@@ -281,6 +281,33 @@ class Mechanism:
         return self.end
 
 
+class OnePort(Mechanism):
+    """Engines that listen on one port, one after the other; the last one's connections outlive it."""
+
+    def __init__(self, answer: Callable[[Asked], bytes]) -> None:
+        super().__init__({})
+        self.gate.set()
+        self._answer = answer
+        self._port = 0
+        self.ended_engines: list[FakeEngine] = []
+
+    def load(self, backend: Backend, how: str) -> Loaded:
+        engine = self.engines[backend.name] = FakeEngine(self._port)
+        engine.answer = self._answer
+        self._port = engine.address[1]
+        return super().load(backend, how)
+
+    def evict(self, backend: Backend, how: str) -> Rested:
+        engine = self.engines.pop(backend.name)
+        engine.stop_listening()
+        self.ended_engines.append(engine)
+        return super().evict(backend, how)
+
+    def close(self) -> None:
+        for engine in (*self.ended_engines, *self.engines.values()):
+            engine.close()
+
+
 class Events:
     """The multiplexer's events and the requests' records, which a test may wait for."""
 
@@ -323,6 +350,7 @@ class Rig:
         client_timeout: float = 60.0,
         keys: Keyring | None = None,
         tls: ssl.SSLContext | None = None,
+        mechanism: Mechanism | None = None,
         **settings: object,
     ) -> None:
         self.engine = FakeEngine()
@@ -336,7 +364,7 @@ class Rig:
             policy="eager",
         )
         self.config = replace(config, **settings)  # type: ignore[arg-type]
-        self.mechanism = Mechanism({"a": self.engine, "b": self.other})
+        self.mechanism = mechanism or Mechanism({"a": self.engine, "b": self.other})
         self.mechanism.gate.set()
         self.events = Events()
         self.mux = Multiplexer(self.config, self.mechanism, log=self.events.add)

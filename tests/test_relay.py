@@ -564,8 +564,8 @@ def test_an_old_connection_is_looked_at_before_it_is_used(rig: Rig, monkeypatch:
     rig.events.wait("released")
     asked.close()
     assert asked.was_left()
-    pool = rig.relay.pool
-    assert pool.take(rig.engine.address) is None
+    [run] = rig.mux._runs.values()
+    assert rig.relay.pool.take(run) is None
 
 
 def test_what_is_sent_to_an_engine_is_not_paced(rig: Rig) -> None:
