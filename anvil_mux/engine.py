@@ -52,6 +52,8 @@ class Engine:
     names_file: bool = False
     """Its list names the model file (or alias), and it answers to any model name."""
     loads_at_first_request: bool = False
+    idle_connections: int = 256
+    """How many may be kept to it. Few, where each holds one of its threads until a time-out ends it."""
     control: tuple[str, ...] = ()
     """Routes that steer the engine itself, never forwarded; a trailing slash means everything below."""
     shown: tuple[str, ...] = ("/health", "/metrics", "/version", "/v1/models")
@@ -90,6 +92,7 @@ ENGINES: dict[str, Engine] = {
     "llamacpp": Engine(
         port=8080,
         names_file=True,
+        idle_connections=2,  # it has at least two threads more than slots
         control=_routes("/models/load /models/unload /slots/ /lora-adapters"),
         shown=_routes("/health /metrics /v1/models /models"),
     ),
@@ -311,6 +314,18 @@ def api_key(service: Service) -> str | None:
         environment.get("LLAMA_API_KEY"),
     )
     return next(filter(None, keys), None)
+
+
+def idle_connections(backend: Backend) -> int:
+    """How many idle connections may be kept to its engine, which may be told how many threads it has."""
+    service = backend.service
+    told = [
+        *_flags(service.command, ("--threads-http",)),
+        dict(service.environment).get("LLAMA_ARG_THREADS_HTTP"),
+    ]
+    threads = next((int(each) for each in told if each and each.isdecimal()), 0)
+    most = find_engine(backend.engine).idle_connections
+    return min(most, threads - 1) if threads else most
 
 
 def _told(service: Service) -> frozenset[str]:

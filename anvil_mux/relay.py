@@ -17,7 +17,6 @@ server may send the request again on another lease, because nothing of it was an
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from socket import (
     IPPROTO_TCP,
@@ -37,6 +36,7 @@ from typing import Protocol
 
 from anvil_mux import http1
 from anvil_mux.config import Backend
+from anvil_mux.engine import idle_connections
 from anvil_mux.errors import BackendError, ClientGone, MuxError
 from anvil_mux.pump import EVENT, TOKENS, End, Pump, Stream
 from anvil_mux.tunnel import Ended, tunnel
@@ -58,8 +58,8 @@ IDLE_SECONDS = 4.0
 """Less than the keep-alive time of the engines (uvicorn and cpp-httplib: 5 s)."""
 FRESH_SECONDS = 0.5
 """A connection that idled for longer is looked at before it is used again."""
-KEPT = 256
-"""Idle connections per engine."""
+SPARED = 2
+"""Idle connections that are left to an engine while requests wait there that they could not carry."""
 
 
 class Unreachable(BackendError):
@@ -105,25 +105,40 @@ def has_left(client: socket) -> bool:
 class Upstream:
     """A connection to an engine. Used by one thread at a time."""
 
-    __slots__ = ("idle_since", "last_head", "socket")
+    __slots__ = ("answered", "idle_since", "last_head", "socket")
 
     def __init__(self, connection: socket) -> None:
         self.socket = connection
+        self.answered = False
+        """It has carried a request."""
         self.last_head: http1.LastHead[http1.Response] = http1.LastHead()
         self.idle_since = 0.0
 
 
-class Pool:
-    """Idle connections to engines, last in, first out. Any thread; list operations are atomic.
+class Connections:
+    """The connections to one run of an engine that idle, last in, first out. Any thread.
 
-    They belong to a run of their engine: whoever listens at its address later is another.
+    To some engines (cpp-httplib: llama-server) a connection that idles holds one of few threads until the
+    engine's time-out, 5 s, and requests on other connections wait for it. So no more are kept than such an
+    engine has threads to spare (``limit``). Of an engine of which that is not known it cannot be told whether
+    a request waits for a thread or for its answer. But a connection that was answered once has its thread, if
+    it needs one: where a request waits on a connection of its own, unanswered when it is first looked at,
+    those that idle are closed, and few are kept until it is answered.
     """
 
-    def __init__(self) -> None:
-        self._idle: defaultdict[Hashable, list[Upstream]] = defaultdict(list)
+    __slots__ = ("_idle", "_limit", "_used", "_waiting")
 
-    def take(self, run: Hashable) -> Upstream | None:
-        idle = self._idle[run]
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        # Lists and sets are changed by single atomic operations.
+        self._idle: list[Upstream] = []
+        self._waiting: set[Upstream] = set()
+        """Those that were opened for requests which wait for longer than a look."""
+        self._used = True
+        """Since the last sweep."""
+
+    def take(self) -> Upstream | None:
+        idle, self._used = self._idle, True
         while idle:
             try:
                 upstream = idle.pop()
@@ -135,30 +150,67 @@ class Pool:
             upstream.socket.close()
         return None
 
-    def put(self, run: Hashable, upstream: Upstream) -> None:
-        idle = self._idle[run]
-        if len(idle) < KEPT:
+    def put(self, upstream: Upstream) -> None:
+        limit = min(self._limit, SPARED) if self._waiting else self._limit
+        if len(self._idle) < limit:
             upstream.idle_since = time.monotonic()
-            idle.append(upstream)
+            self._idle.append(upstream)
         else:
             upstream.socket.close()
 
-    def sweep(self) -> None:
-        """Closes what idled for too long; called now and then, so that a quiet mux holds no connections."""
-        for run, idle in list(self._idle.items()):
-            oldest = time.monotonic() - IDLE_SECONDS
-            while idle and idle[0].idle_since < oldest:
-                try:
-                    idle.pop(0).socket.close()
-                except IndexError:
-                    break
-            if not idle:
-                self._idle.pop(run, None)  # what is put there meanwhile is closed when nobody refers to it
+    def waits(self, upstream: Upstream) -> None:
+        """A request waits on ``upstream``, which was opened for it; said at each look."""
+        self._waiting.add(upstream)
+        self.close()
+
+    def answered(self, upstream: Upstream) -> None:
+        """That came to something, or failed."""
+        self._waiting.discard(upstream)
+
+    def sweep(self) -> bool:
+        """Closes those that idled for too long; whether nobody has come here since the last time."""
+        idle = self._idle
+        oldest = time.monotonic() - IDLE_SECONDS
+        while idle and idle[0].idle_since < oldest:
+            try:
+                idle.pop(0).socket.close()
+            except IndexError:
+                break
+        used, self._used = self._used, False
+        return not used and not idle
 
     def close(self) -> None:
-        for idle in list(self._idle.values()):
-            while idle:
-                idle.pop().socket.close()
+        while self._idle:
+            try:
+                self._idle.pop().socket.close()
+            except IndexError:
+                break
+
+
+class Pool:
+    """The connections to all engines. Any thread.
+
+    They belong to a run of their engine: whoever listens at its address later is another.
+    """
+
+    def __init__(self) -> None:
+        self._of_run: dict[Hashable, Connections] = {}
+
+    def of(self, lease: LeaseLike) -> Connections:
+        found = self._of_run.get(lease.run)
+        if found is None:
+            found = self._of_run.setdefault(lease.run, Connections(idle_connections(lease.backend)))
+        return found
+
+    def sweep(self) -> None:
+        """Called now and then, so that a quiet mux holds no connections."""
+        for run, connections in list(self._of_run.items()):
+            if connections.sweep():
+                self._of_run.pop(run, None)  # what is put there meanwhile goes with the last who used it
+
+    def close(self) -> None:
+        for connections in list(self._of_run.values()):
+            connections.close()
 
 
 def _is_quiet(connection: socket) -> bool:
@@ -203,6 +255,7 @@ class Exchange:
         "_body",
         "_chunked",
         "_client",
+        "_connections",
         "_cut",
         "_deadline",
         "_lease",
@@ -222,6 +275,7 @@ class Exchange:
     def __init__(self, relay: Relay, lease: LeaseLike, client: socket) -> None:
         self._relay = relay
         self._lease = lease
+        self._connections = relay.pool.of(lease)
         self._client = client
         self._upstream: Upstream | None = None
         self._stream: Stream | None = None
@@ -258,7 +312,7 @@ class Exchange:
         if upstream is None:
             return
         if self._reusable and not self._cut:
-            self._relay.pool.put(self._lease.run, upstream)
+            self._connections.put(upstream)
         else:
             upstream.socket.close()
 
@@ -285,11 +339,11 @@ class Exchange:
         """
         if isinstance(body, (bytes, bytearray)):
             head, body = (head + body, ()) if len(body) <= SMALL else (head, (body,))
-        pooled = self._relay.pool.take(self._lease.run)
+        pooled = self._connections.take()
         data = self._try(pooled, head, body) if pooled else b""
         if not data:
             self.close()
-            data = self._try(self._connect(), head, body)
+            data = self._try_anew(head, body)
         if not data:
             raise Unreachable(f"{self._name} closed the connection without an answer.")
         response = self._read_head(method, data, upgrade)
@@ -316,6 +370,15 @@ class Exchange:
             if self._lease.severed:
                 raise self._lease.severed_error() from None
             raise Unreachable(f"{self._name} cannot be reached: {error}.") from None
+
+    def _try_anew(self, head: bytes, pieces: Pieces) -> bytes:
+        """As ``_try``, on a connection of its own."""
+        upstream = self._connect()
+        try:
+            return self._try(upstream, head, pieces)
+        finally:
+            upstream.answered = True
+            self._connections.answered(upstream)
 
     def _try(self, upstream: Upstream, head: bytes, pieces: Pieces) -> bytes:
         """The first bytes of the answer, or none if the connection failed before."""
@@ -364,6 +427,8 @@ class Exchange:
             raise self._lease.severed_error()
         if has_left(self._client):
             raise ClientGone("The client closed its connection.")
+        if self._upstream and not self._upstream.answered:
+            self._connections.waits(self._upstream)
         now = time.monotonic()
         if not self._deadline:
             self._deadline = now - LOOK_SECONDS + self._relay.timeout

@@ -15,7 +15,7 @@ import pytest
 
 from anvil_mux import engine as engine_room
 from anvil_mux.config import Backend, Service
-from anvil_mux.engine import ENGINES, api_key, await_ready, find_engine, listen_port
+from anvil_mux.engine import ENGINES, api_key, await_ready, find_engine, idle_connections, listen_port
 from anvil_mux.errors import LoadError
 
 
@@ -227,6 +227,23 @@ def test_keys_are_found_in_command_and_environment():
     assert api_key(Service(command=("x", "--api-key=k"))) == "k"
     assert api_key(Service(environment=(("VLLM_API_KEY", "v"),))) == "v"
     assert api_key(Service(command=("x", "--api-key"))) is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "service", "count"),
+    [
+        ("vllm", Service(), 256),
+        ("llamacpp", Service(), 2),
+        ("llamacpp", Service(command=("llama-server", "--threads-http", "64")), 2),
+        ("llamacpp", Service(command=("llama-server", "--threads-http=2")), 1),
+        ("llamacpp", Service(environment=(("LLAMA_ARG_THREADS_HTTP", "1"),)), 0),
+        ("llamacpp", Service(command=("llama-server", "--threads-http", "-1")), 2),
+    ],
+)
+def test_an_engine_keeps_threads_for_those_whose_connections_do_not_idle(
+    engine: str, service: Service, count: int
+) -> None:
+    assert idle_connections(Backend("q", "q", engine=engine, service=service)) == count
 
 
 def test_nothing_listens_until_the_deadline():

@@ -12,6 +12,7 @@ import pytest
 
 from anvil_mux import http1, pump, relay
 from anvil_mux.call import Patience
+from anvil_mux.config import Backend
 from anvil_mux.errors import LoadError
 from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, chunk
 
@@ -524,6 +525,71 @@ def test_a_client_that_leaves_the_line_is_forgotten(rig: Rig) -> None:
     assert rig.events.record().status == 499
 
 
+# Connections that idle
+
+
+def test_few_connections_are_kept_to_an_engine_in_which_each_holds_a_thread(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(backends=(Backend("a", "a", gpus=("0",), engine="llamacpp"),))
+    clients = [rig.client() for _ in range(5)]
+    for client in clients:
+        client.post(ASK_A)
+    asked = [rig.engine.next() for _ in clients]
+    for number, each in enumerate(asked, 1):
+        each.send(JSON_OK)
+        rig.events.record(number)
+    assert all(each.was_left() for each in asked[2:])
+    assert sum(connection.ended.is_set() for connection in rig.engine.connections) == 3
+
+
+def test_what_idles_is_closed_when_a_request_waits_on_a_connection_of_its_own(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.05)
+    waiting = rig.client()
+    clients = [rig.client() for _ in range(4)]
+    waiting.post(ASK_A)
+    last = rig.engine.next()
+    for client in clients:
+        client.post(ASK_A)
+    asked = [rig.engine.next() for _ in clients]
+    for each in asked:
+        each.send(JSON_OK)
+    assert all(each.was_left() for each in asked)
+    assert all(client.read().status == 200 for client in clients)
+    last.send(JSON_OK)
+    assert waiting.read().status == 200
+
+
+def test_a_slow_answer_on_a_connection_that_was_answered_before_lets_others_idle(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.05)
+    looks, look = threading.Semaphore(0), relay.Exchange._look
+
+    def note(self: relay.Exchange) -> None:
+        look(self)
+        looks.release()
+
+    first, second = rig.client(), rig.client()
+    for client in (first, second):
+        client.post(ASK_A)
+    asked = [rig.engine.next(), rig.engine.next()]
+    for each in asked:
+        each.send(JSON_OK)
+    assert [client.read().status for client in (first, second)] == [200, 200]
+    rig.events.record(2)
+    monkeypatch.setattr(relay.Exchange, "_look", note)
+    first.post(ASK_A)
+    slow = rig.engine.next()
+    for _ in range(3):
+        assert looks.acquire(timeout=20)
+    assert not any(connection.ended.is_set() for connection in rig.engine.connections)
+    slow.send(JSON_OK)
+    assert first.read().status == 200
+
+
 # Engines that are gone
 
 
@@ -564,8 +630,8 @@ def test_an_old_connection_is_looked_at_before_it_is_used(rig: Rig, monkeypatch:
     rig.events.wait("released")
     asked.close()
     assert asked.was_left()
-    [run] = rig.mux._runs.values()
-    assert rig.relay.pool.take(run) is None
+    [connections] = rig.relay.pool._of_run.values()
+    assert connections.take() is None
 
 
 def test_what_is_sent_to_an_engine_is_not_paced(rig: Rig) -> None:
