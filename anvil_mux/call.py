@@ -17,7 +17,7 @@ from anvil_mux.errors import ClientGone, ModelLoading, MuxError, Overloaded
 from anvil_mux.http1 import Field
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.relay import has_left
-from anvil_mux.steps import NO_WORK
+from anvil_mux.steps import NO_WORK, Crash
 
 JSON = (b"Content-Type", b"application/json")
 UNBUFFERED = [(b"Cache-Control", b"no-cache"), (b"X-Accel-Buffering", b"no")]
@@ -50,6 +50,7 @@ class Call:
         "began",
         "client",
         "code",
+        "crashes",
         "events",
         "first_byte",
         "foreseen",
@@ -80,6 +81,8 @@ class Call:
         self.api = "openai"
         self.route = api.NO_ROUTE
         self.model = self.backend = self.code = ""
+        self.crashes: tuple[Crash, ...] = ()
+        """Ends of engines that it was sent to, and was there at."""
         self.status = self.sent = self.events = 0
         self.said = b""
         """The end of the answer, where its engine says what it took."""

@@ -145,6 +145,12 @@ class Draining(MuxError):
     retry_after = 10.0
 
 
+def with_log(message: str, log: Iterable[str]) -> str:
+    """``message``, and below it what an engine printed last, if there is anything."""
+    lines = tuple(log)
+    return f"{message}\nLast lines of the engine's log:\n" + "\n".join(lines) if lines else message
+
+
 class LoadError(MuxError):
     """A backend did not become ready; ``log`` holds the engine's last lines."""
 
@@ -154,9 +160,7 @@ class LoadError(MuxError):
     def __init__(self, message: str, *, log: Iterable[str] = (), retry_after: float | None = None) -> None:
         self.log = tuple(log)
         self.reason = message
-        if self.log:
-            message = f"{message}\nLast lines of the engine's log:\n" + "\n".join(self.log)
-        super().__init__(message, retry_after=retry_after)
+        super().__init__(with_log(message, self.log), retry_after=retry_after)
 
 
 class ModelLoading(MuxError):
@@ -198,6 +202,13 @@ class BackendError(MuxError):
     """An engine or its container failed us: unreachable, gone in mid-answer, or impossible to stop."""
 
     status, code = 502, "backend_unavailable"
+
+
+class Crashed(BackendError):
+    """An engine ended under the request, and then, sent once more, another or the same did: no third does."""
+
+    code = "engine_crashed"
+    retry = False
 
 
 class CheckpointFailed(BackendError):

@@ -39,7 +39,7 @@ KINDS = {
     "queued": "a request waits for its model, or for the one `backend` that has what it goes on from; "
     "`bound`, where its queue begins, is after how many seconds that is overdue",
     "leased": "a request has its backend; `seconds` is what it waited",
-    "released": "a lease ended",
+    "released": "a lease ended; with a `reason` before its answer had",
     "gone": "a waiting request's client left",
     "failed": "a request ended without a lease; `reason` is the error's code",
     "deferred": "the policy holds a swap back; `seconds` from now at most",
@@ -60,6 +60,8 @@ KINDS = {
 }
 """What can happen."""
 
+DIED = "died: "
+"""How the reason of a backend begins that ended without being told to."""
 ERRAND = "errand: "
 """How the reason of a load begins that nobody waits for."""
 NO_ROOM = "no room to rest by "

@@ -41,6 +41,7 @@ from anvil_mux.errors import (
 from anvil_mux.keys import Key
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.relay import BrokenOff, Relay, Unreachable
+from anvil_mux.residency import MOST_CRASHES
 from anvil_mux.routing import EITHER, Work
 
 SESSION = b"x-session-id"
@@ -284,7 +285,7 @@ class Inference:
             try:
                 return self._try(call, passage, named, body, span)
             except Unreachable:
-                if not retries:
+                if not retries and len(call.crashes) < MOST_CRASHES:
                     raise
                 retries -= 1
                 call.translation = asked or call.translation  # without what a first stage may have added
@@ -343,10 +344,13 @@ class Inference:
         tend = partial(self._tend, call)
         asked = time.monotonic()
         try:
-            lease = self._mux.lease(call.model, tend, call.work, key=passage.key, staged=staged)
+            lease = self._mux.lease(
+                call.model, tend, call.work, key=passage.key, staged=staged, crashes=call.crashes
+            )
         except MuxError:
             call.waited += time.monotonic() - asked
             raise
+        whole = False
         try:  # as `with lease` does, in half the time
             call.waited += lease.waited
             backend = lease.backend
@@ -361,6 +365,7 @@ class Inference:
                     self._delivery.forward(call, lease, len(body), body)
                 else:
                     self._delivery.ask(call, lease, named, body, span)
+                whole = not call.code
             except Unreachable:
                 self._mux.unreachable(lease)
                 raise
@@ -372,7 +377,10 @@ class Inference:
                 self._mux.unreachable(lease)
                 raise Unreachable(error.message) from None
         finally:
-            lease.release()
+            for each in (lease.prefill, lease):
+                if each and each.crash:
+                    call.crashes = (*call.crashes, each.crash)
+            lease.release(whole=whole)
 
     def _tend(self, call: Call, now: float) -> None:
         if call.waiting is None:

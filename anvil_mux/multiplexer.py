@@ -49,7 +49,7 @@ from anvil_mux.progress import Progress, Said, progress
 from anvil_mux.residency import Residency
 from anvil_mux.routing import Work
 from anvil_mux.status import Status, Waiter, gpu_state, model_state
-from anvil_mux.steps import NO_WORK, Demote, Start, Step, Stop, Ticket, Wait
+from anvil_mux.steps import NO_WORK, Crash, Demote, Start, Step, Stop, Ticket, Wait
 from anvil_mux.swap import Loaded, Rested
 
 log = logging.getLogger(__name__)
@@ -103,14 +103,14 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.release()
+    def __exit__(self, kind: object = None, *exc: object) -> None:
+        self.release(whole=kind is None)
 
-    def release(self) -> None:
-        """Any number of times."""
+    def release(self, *, whole: bool = False) -> None:
+        """Any number of times. ``whole``: the engine gave its answer to the end."""
         if self.prefill:
             self.prefill.release()
-        self._mux._release(self._ticket, self._tail)
+        self._mux._release(self._ticket, self._tail, whole)
         # It leads back to this lease: without a cycle nothing is left for the garbage collector.
         self._ticket.cut = None
 
@@ -143,6 +143,11 @@ class Lease:
     def taken_back(self) -> bool:
         """It was severed because a better replica became free: the request has to be leased anew."""
         return self._ticket.taken_back
+
+    @property
+    def crash(self) -> Crash | None:
+        """The backend ended under it."""
+        return self._ticket.crash
 
     def on_severed(self, cut: Callable[[], None]) -> None:
         """``cut`` is called from another thread, outside the lock, when the lease is severed.
@@ -313,17 +318,18 @@ class Multiplexer:
         *,
         key: Key | None = None,
         staged: bool = False,
+        crashes: tuple[Crash, ...] = (),
     ) -> Lease:
         """Blocks until ``model`` is resident and has a place, then holds it. Raises MuxError.
 
         ``work`` is what is known of the request, where the model has several backends, and ``key`` whose it
         is. ``staged``: it may be served in two stages, by a prefill and a decode backend that are leased
-        together.
+        together. ``crashes``: those that the request was there at, under other leases.
 
         ``tend(now)`` is called without the lock a few times a second while the request waits. What it raises
         ends the wait and propagates; ClientGone is how it says that nobody wants the answer any more.
         """
-        ticket = self._ask_for(model, tend, leases=True, work=work, key=key, staged=staged)
+        ticket = self._ask_for(model, tend, leases=True, work=work, key=key, staged=staged, crashes=crashes)
         lease = Lease(self, ticket)
         if ticket.wake:
             lease.waited = self._clock.now() - ticket.since
@@ -344,6 +350,7 @@ class Multiplexer:
         work: Work = NO_WORK,
         key: Key | None = None,
         staged: bool = False,
+        crashes: tuple[Crash, ...] = (),
     ) -> Ticket:
         with self._lock:
             now = self._clock.now()
@@ -358,7 +365,7 @@ class Multiplexer:
                 self._check_waiters(key, key.waiting)
             self._tickets += 1
             first = self._first_stage(model, now, work) if staged else None
-            ticket = Ticket(self._tickets, model, now, leases, work, first, key)
+            ticket = Ticket(self._tickets, model, now, leases, work, first, key, crashes)
             if island.residency.request(ticket, now):
                 island.changed.notify_all()
             if ticket.backend is None and ticket.error is None:
@@ -421,8 +428,8 @@ class Multiplexer:
         now = self._clock.now()
         if ticket.backend:
             if ticket.prefill:
-                island.residency.release(ticket.prefill, now)
-            island.residency.release(ticket, now)
+                island.residency.release(ticket.prefill, now, whole=False)
+            island.residency.release(ticket, now, whole=False)
             self._wake_settled(island)
             island.changed.notify_all()
         elif not ticket.error:
@@ -446,14 +453,14 @@ class Multiplexer:
             waiting.wake.set()
         return True
 
-    def _release(self, ticket: Ticket, tail: bytes = b"") -> None:
+    def _release(self, ticket: Ticket, tail: bytes, whole: bool) -> None:
         usage = api.tokens_said(tail)[1:] if tail else (None, None)
         with self._lock:
             island = self._islands.get(ticket.model)
             if island is None:
                 return
             residency = island.residency
-            if residency.release(ticket, self._clock.now(), usage):
+            if residency.release(ticket, self._clock.now(), usage, whole=whole):
                 island.changed.notify_all()
             if residency.settled:
                 self._wake_settled(island)
@@ -473,15 +480,9 @@ class Multiplexer:
 
     # Facts from outside
 
-    def died(self, backend: str, why: str) -> None:
-        """The backend's service ended, and nobody here told it to."""
-        self._tell(backend, lambda residency, now: residency.died(backend, now, why))
-
-    def last_words(self, backend: str, log: Iterable[str]) -> None:
-        """What the engine of a backend that died had printed last."""
-        with self._lock:
-            if residency := self._layout.of_backend.get(backend):
-                residency.last_words(backend, log)
+    def died(self, backend: str, why: str, log: Iterable[str] = ()) -> None:
+        """The backend's service ended, and nobody here told it to; ``log``: what it had printed last."""
+        self._tell(backend, lambda residency, now: residency.died(backend, now, why, log))
 
     def strangers_hold(self, held: Mapping[str, int]) -> None:
         """Programs that are none of ours hold so many bytes of these GPUs."""

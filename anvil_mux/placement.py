@@ -59,6 +59,10 @@ class Seat:
     """Bytes of host memory that it keeps while parked."""
     failed_starts: int = 0
     """In a row."""
+    crashes: int = 0
+    """Ends soon after it was loaded, in a row: without one whole answer since the first of them."""
+    answered: float = -math.inf
+    """When it last gave a whole answer."""
     failed_stops: int = 0
     """In a row."""
     retry_at: float = -math.inf

@@ -34,7 +34,9 @@ Invariants:
     in no other swap, oldest line first, and nobody younger takes those GPUs meanwhile. The bound is
     ``max_wait``, or less where a load would come too late for ``queue_timeout`` then; it is fixed when the
     line begins, and stands in its first ``queued``.
- 8. A backend that failed to start is not tried before its cool-down ends; its requests fail at once.
+ 8. A backend that failed to start is not tried before its cool-down ends; its requests fail at once. One that
+    ended soon after it was loaded, before it had given one whole answer, counts as one that failed to start.
+    Nobody is leased who was there when backends ended twice: the request may be what ends them.
  9. What can never fit, at all or beside what is pinned, is refused before anything is drained. What is
     pinned drains for no other model.
 
@@ -59,6 +61,7 @@ from anvil_mux.config import Backend, Config
 from anvil_mux.costs import NO_COST, Cost, Costs, source_of
 from anvil_mux.demand import Demand
 from anvil_mux.errors import (
+    Crashed,
     DoesNotFit,
     GpuMemoryShort,
     HostMemoryShort,
@@ -66,8 +69,9 @@ from anvil_mux.errors import (
     MuxError,
     Stuck,
     UnknownModel,
+    with_log,
 )
-from anvil_mux.events import ERRAND, LEAVES, NO_ROOM, TRANSITIONS, Cause, Event, Leaving
+from anvil_mux.events import DIED, ERRAND, LEAVES, NO_ROOM, TRANSITIONS, Cause, Event, Leaving
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at, rungs
 from anvil_mux.ledger import Load, Report, Said
@@ -91,7 +95,7 @@ from anvil_mux.prefix import BYTES_PER_TOKEN
 from anvil_mux.replicas import Replicas, nobody_takes
 from anvil_mux.routing import Work
 from anvil_mux.settings import gib
-from anvil_mux.steps import Demote, Start, Step, Stop, Ticket, Wait
+from anvil_mux.steps import Crash, Demote, Start, Step, Stop, Ticket, Wait
 from anvil_mux.turns import Turns
 
 COOL_DOWN_SECONDS = 5.0
@@ -101,6 +105,16 @@ MAX_STUCK_RETRY_SECONDS = 60.0
 FIRST_SERVICE_SECONDS = 10.0
 """What a lease is held for, of a model that has not answered yet."""
 UNLOADED = Cause("unloaded")
+SOON_SECONDS = 30.0
+"""After its load; who ends within that and has not given one whole answer counts as one that failed to load.
+
+An engine that what it is asked crashes ends while it reads the first prompts, which takes seconds. One that
+takes longer costs at most a load in so long, and each request no more than MOST_CRASHES of them.
+"""
+MOST_CRASHES = 2
+"""So often backends end under one request, before that is refused."""
+CUT_SHORT = "no whole answer"
+"""Why a lease ended before its answer did."""
 
 
 @dataclass(eq=False, slots=True)
@@ -305,6 +319,9 @@ class Residency:
         """A request arrived: it is leased, failed or put in line."""
         demand = self._demand[ticket.model]
         demand.arrived(now)
+        if ticket.crashes and len(ticket.crashes) >= MOST_CRASHES:
+            self._fail(ticket, _crashed(ticket), now)
+            return False
         ready = self._ready_of[ticket.model]
         if ready and self._turns and ticket.leases and not self.takes(ticket.model, ticket.work.owner):
             self._queue(ticket, now, self._needed(ticket.work.owner), "busy")
@@ -421,11 +438,17 @@ class Residency:
         return self._routed[model].ledger.bytes_per_token if model in self._routed else BYTES_PER_TOKEN
 
     def release(
-        self, ticket: Ticket, now: float, usage: tuple[int | None, int | None] = (None, None)
+        self,
+        ticket: Ticket,
+        now: float,
+        usage: tuple[int | None, int | None] = (None, None),
+        *,
+        whole: bool = True,
     ) -> bool:
         """A lease ended. Late after a severed drain, or twice, is harmless.
 
-        ``usage``: tokens of the input and how many were cached, if the engine said so.
+        ``usage``: tokens of the input and how many were cached, if the engine said so. ``whole``: the engine
+        gave its answer to the end.
         """
         seat = self.seats.get(ticket.backend or "")
         since = seat.holders.pop(ticket, None) if seat else None
@@ -434,11 +457,14 @@ class Residency:
         if ticket.work.infer_type != "prefill":
             self._demand[ticket.model].served(now - since)
         seat.last_used = now
+        if whole:
+            seat.answered, seat.crashes = now, 0
         routed = self._routed.get(ticket.model) if ticket.choice else None
         if routed:
             routed.ledger.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
         if self._emit_leases:
-            self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, len(seat.holders)))
+            size, why = len(seat.holders), "" if whole else CUT_SHORT
+            self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, size, reason=why))
         if self._turns and seat.state == "ready":
             self._fill_places(ticket.model, now)
         if routed and not seat.holders and seat.state == "ready":
@@ -679,25 +705,36 @@ class Residency:
             self._dissolve(swap, now)
         self._fail_refused(now)
 
-    def died(self, name: str, now: float, why: str) -> None:
-        """The backend ended without being told to. Whoever loads or stops it reports that instead."""
+    def died(self, name: str, now: float, why: str, log: Iterable[str] = ()) -> None:
+        """The backend ended without being told to. Whoever loads or stops it reports that instead.
+
+        ``log``: what its engine had printed last.
+        """
         seat = self.seats[name]
         if (seat.state, "died") not in TRANSITIONS:
             return
+        why = self._judged(seat, now, why)
         self._enter(seat, "died", now)
         self._unstick(seat, now)
         self._leave_swaps(seat)
         seat.error, seat.residual, seat.rests, seat.host_bytes, seat.rung = why, {}, "stop", 0, ""
-        seat.log = ()
-        size = len(seat.holders)
+        seat.log = tuple(log)
+        size, crash = len(seat.holders), Crash(name, why, seat.log)
+        for ticket in seat.holders:
+            ticket.crash = crash
         seat.holders.clear()
-        self._emit(Event(now, "empty", seat.model, name, size=size, reason=f"died: {why}"))
+        self._emit(Event(now, "empty", seat.model, name, size=size, reason=f"{DIED}{why}"))
+        if seat.failed_starts:
+            self._fail_refused(now)
 
-    def last_words(self, name: str, log: Iterable[str]) -> None:
-        """What the engine that died had printed last; of no use once it is loaded anew."""
-        seat = self.seats[name]
-        if seat.state == "empty" and seat.error and not seat.failed_starts:
-            seat.log = tuple(log)
+    def _judged(self, seat: Seat, now: float, why: str) -> str:
+        """How a backend ended, which counts as a failed start if it was too soon."""
+        resident = seat.state in ("ready", "draining")
+        if not resident or seat.answered >= seat.loaded or now - seat.loaded > SOON_SECONDS:
+            return why
+        seat.crashes += 1
+        seat.failed_starts = seat.crashes
+        return f"{why} {now - seat.loaded:.1f} s after it was loaded, before it gave one whole answer"
 
     def _leave_swaps(self, victim: Seat) -> None:
         for swap in self._swaps:
@@ -1331,7 +1368,8 @@ class Residency:
                 return Stuck(text, retry_after=other.retry_at - now)
         if seat.state == "empty" and seat.retry_at > now:
             pause = seat.retry_at - now
-            text = f"{seat.name} failed to load and is not tried again for {pause:.0f} s: {seat.error}"
+            what = "ended" if seat.failed_starts == seat.crashes else "failed to load"
+            text = f"{seat.name} {what} and is not tried again for {pause:.0f} s: {seat.error}"
             return LoadError(text, log=seat.log, retry_after=pause)
         why = self._placement.never_fits(seat) or self._host.never_fits(seat)
         return DoesNotFit(f"{seat.name} cannot be loaded: {why}.") if why else None
@@ -1523,6 +1561,12 @@ def _by_model(seats: Mapping[str, Seat], coming: Mapping[str, str]) -> dict[str,
 
 def _those_ready(seats: Iterable[Seat]) -> list[Seat]:
     return [seat for seat in seats if seat.state == "ready"]
+
+
+def _crashed(ticket: Ticket) -> Crashed:
+    *_, last = ticket.crashes
+    often = f"{len(ticket.crashes)} times engines ended under this request, which is not sent again"
+    return Crashed(with_log(f"{often}: {last.backend} {last.why}.", last.log))
 
 
 def _is_left(seat: Seat) -> bool:

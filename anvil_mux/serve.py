@@ -357,8 +357,7 @@ class Program:
             except MuxError as error:
                 why = error.message
             if why:  # else it was started again and holds its GPU; a request will see whether it answers
-                self._mux.died(name, why)
-                self._mux.last_words(name, self._runtime.log_tail(backend))
+                self._mux.died(name, why, self._runtime.log_tail(backend))
 
         self._runtime.watch(died)
 

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 from anvil_mux.config import Config
 from anvil_mux.costs import Cost, Costs
 from anvil_mux.errors import LoadError, MuxError, WaitedTooLong
-from anvil_mux.events import ERRAND, TRANSITIONS, Event
+from anvil_mux.events import DIED, ERRAND, TRANSITIONS, Event
 from anvil_mux.footprint import Footprints
 from anvil_mux.layout import Layout
 from anvil_mux.placement import HOLDING, Placement, islands
 from anvil_mux.policy import FOREVER
 from anvil_mux.preemption import build_preemption
-from anvil_mux.residency import Residency, cool_down, max_waits
+from anvil_mux.residency import SOON_SECONDS, Residency, cool_down, max_waits
 from anvil_mux.steps import Demote, Start, Stop, Ticket, Wait
 
 
@@ -441,6 +441,9 @@ class _Checker:
         self._drains: dict[str, tuple[float, float, str]] = {}  # backend -> since, time-out, for whom
         self._begun: set[str] = set()  # models for which a victim was stopped
         self._failed_starts: Counter[str] = Counter()
+        self._crashes: Counter[str] = Counter()  # in a row, soon after a load
+        self._loaded: dict[str, float] = {}
+        self._answered: dict[str, float] = {}  # backend -> when it last gave a whole answer
         self._retry_at: dict[str, float] = {}
         self._admitting = ""
         self._limited = {s.model for s in self._seats.values() if s.backend.concurrency}
@@ -464,11 +467,7 @@ class _Checker:
         elif event.kind == "queued":
             self._queue(event)
         elif event.kind in ("released", "severed"):
-            leases = self._leases[event.backend]
-            self._claim(event.ticket in leases, event, "the ticket held no lease")
-            leases.discard(event.ticket)
-            if event.model in self._limited and self._states[event.backend] == "ready":
-                self._admitting = event.model
+            self._end_lease(event)
         elif event.kind in ("pinned", "unpinned"):
             for seat in [seat for seat in self._seats.values() if seat.model == event.model]:
                 seat.pinned = event.kind == "pinned"
@@ -501,6 +500,16 @@ class _Checker:
                 self._claim(self._has_place(event.model, event.backend), event, "all its places are taken")
                 self._leases[event.backend].add(event.ticket)
 
+    def _end_lease(self, event: Event) -> None:
+        leases = self._leases[event.backend]
+        self._claim(event.ticket in leases, event, "the ticket held no lease")
+        leases.discard(event.ticket)
+        if event.kind == "released" and not event.reason:
+            self._answered[event.backend] = event.at
+            self._crashes[event.backend] = 0
+        if event.model in self._limited and self._states[event.backend] == "ready":
+            self._admitting = event.model
+
     def _could_be_served(self, model: str) -> bool:
         """Whether anybody waits for ``model`` although there is a place."""
         line = self._lines.get(model, {})
@@ -530,6 +539,8 @@ class _Checker:
         elif event.kind == "ready":
             self._admitting = event.model
             self._failed_starts[name] = 0
+            if before == "starting":
+                self._loaded[name] = event.at
         elif event.kind == "draining":
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
             self._claim(not (event.target and self._seats[name].pinned), event, "it is pinned")
@@ -537,6 +548,8 @@ class _Checker:
         elif event.kind == "demoting" and event.target:
             self._begin(event.target, event)
         elif event.kind in ("empty", "parked"):
+            if event.reason.startswith(DIED) and before in ("ready", "draining"):
+                self._judge_crash(event)
             self._leave(event)
 
     def _end_drain(self, event: Event) -> None:
@@ -576,6 +589,15 @@ class _Checker:
         name = event.backend
         self._leases[name].clear()
         self._retry_at[name] = event.at + cool_down(self._failed_starts[name])
+
+    def _judge_crash(self, event: Event) -> None:
+        """Who ends soon after its load, before one whole answer, counts as one that failed to load."""
+        name = event.backend
+        loaded = self._loaded.get(name, -FOREVER)
+        early = event.at - loaded <= SOON_SECONDS - self._slack
+        if early and self._answered.get(name, -FOREVER) < loaded:
+            self._crashes[name] += 1
+            self._failed_starts[name] = self._crashes[name]
 
     def _overdue(self, model: str, since: float) -> float:
         return since + self._bounds[model] + self._slack

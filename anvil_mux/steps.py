@@ -13,12 +13,24 @@ from anvil_mux.routing import Choice, Work
 NO_WORK = Work()
 
 
+class Crash(NamedTuple):
+    """The end of a backend under its requests, which nobody had asked for."""
+
+    backend: str
+    why: str
+    """How it ended; goes on from its name."""
+    log: tuple[str, ...] = ()
+    """What its engine had printed last."""
+
+
 class Ticket:
     """One request's identity, from its arrival to its end. Guarded like the residency that it is told to."""
 
     __slots__ = (
         "backend",
         "choice",
+        "crash",
+        "crashes",
         "cut",
         "error",
         "id",
@@ -41,6 +53,7 @@ class Ticket:
         work: Work = NO_WORK,
         prefill: Ticket | None = None,
         sender: Hashable = None,
+        crashes: tuple[Crash, ...] = (),
     ) -> None:
         self.id = id
         self.model = model
@@ -52,6 +65,10 @@ class Ticket:
         """False: it only wants the model loaded."""
         self.prefill = prefill
         """Its first stage, which is leased with it if backends of both stages are resident."""
+        self.crashes = crashes
+        """The same request was there at these, as another ticket."""
+        self.crash: Crash | None = None
+        """The one that ended its lease."""
         self.backend: str | None = None
         self.choice: Choice | None = None
         """Why that backend, where the model has several."""

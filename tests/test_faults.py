@@ -167,9 +167,9 @@ def test_who_is_killed_under_its_requests_breaks_them_off_and_answers_the_next(m
 
     def main() -> None:
         streams = [world.request(0.0, "a", 50.0) for _ in range(3)]
-        world.until(20.0)
+        world.until(40.0)
         world.kill("a", told_after=0.5)
-        again = world.request(20.25, "a")
+        again = world.request(40.25, "a")
         world.wait(60.0)
         assert [result.broke_off for (result,) in streams] == ["the engine was killed (code 137)"] * 3
         assert again[0].served

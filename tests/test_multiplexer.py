@@ -647,6 +647,8 @@ def test_a_backend_that_does_not_answer_is_put_out_and_loaded_anew(seed):
 @SEEDS
 def test_a_backend_that_ended_is_loaded_anew_without_a_stop(seed):
     def main(stage):
+        with stage.mux.lease("a"):
+            pass
         with stage.mux.lease("a") as lease:
             stage.mux.unreachable(lease)
         with stage.mux.lease("a"):
@@ -660,6 +662,8 @@ def test_a_backend_that_ended_is_loaded_anew_without_a_stop(seed):
 def test_a_late_word_of_an_old_backend_does_not_disturb_the_new_one(ended):
     def main(stage):
         stage.engines.ended = lambda backend: ended
+        with stage.mux.lease("a"):
+            pass
         with stage.mux.lease("a") as old:
             stage.mux.died("a", "killed")
             with stage.mux.lease("a"):

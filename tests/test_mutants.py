@@ -18,8 +18,8 @@ SOURCE = Path(anvil_mux.__file__).parent
 MUTANTS = {
     "a release wakes no keeper": (
         "multiplexer",
-        "            if residency.release(ticket, self._clock.now(), usage):\n",
-        "            if residency.release(ticket, self._clock.now(), usage) and False:\n",
+        "            if residency.release(ticket, self._clock.now(), usage, whole=whole):\n",
+        "            if residency.release(ticket, self._clock.now(), usage, whole=whole) and False:\n",
     ),
     "an admitted request is not woken": (
         "multiplexer",

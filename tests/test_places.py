@@ -9,6 +9,7 @@ from anvil_mux.errors import LoadError, Overloaded, WaitedTooLong
 from anvil_mux.events import Event
 from anvil_mux.outlook import outlook
 from anvil_mux.policy import Stay, SwapTo
+from anvil_mux.residency import SOON_SECONDS
 from anvil_mux.routing import Work
 from anvil_mux.simulate import Engines, Request, check, simulate
 from anvil_mux.turns import Turns
@@ -123,8 +124,9 @@ def test_the_line_of_a_model_that_was_put_out_is_overdue_max_wait_after_that_not
 def test_the_line_of_a_model_that_died_loads_it_again():
     island, _ = full(ONE, places=1)
     waiting = island.request("a", 2.0)
-    island.core.died("a", 3.0, "killed")
-    assert island.steps(3.0) == ["start a"]
+    at = island.core.seats["a"].loaded + SOON_SECONDS + 0.5
+    island.core.died("a", at, "killed")
+    assert island.steps(at) == ["start a"]
     island.core.started("a", 5.0)
     assert waiting.backend == "a"
 

@@ -14,7 +14,7 @@ from anvil_mux import http1, pump, relay
 from anvil_mux.call import Patience
 from anvil_mux.config import Backend
 from anvil_mux.errors import LoadError
-from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, chunk
+from tests.fake_engine import JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 
 ASK_A = b'{"model":"a"}'
 STREAM_A = b'{"model":"a","stream":true}'
@@ -654,8 +654,18 @@ def test_idle_connections_are_swept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     assert rig.engine.connections[0].ended.wait(20)
 
 
+def served(rig: Rig, client: RawClient) -> None:
+    """The engine gives a whole answer, so that its end is not one right after its load."""
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().status == 200
+    rig.events.wait("released")
+    rig.relay.pool.close()
+
+
 def test_a_dead_engine_is_loaded_anew_and_the_request_sent_again(rig: Rig) -> None:
     client = rig.client()
+    served(rig, client)
     client.post(ASK_A)
     rig.mechanism.end = "exited with code 137"
     rig.engine.next().reset()
@@ -663,6 +673,42 @@ def test_a_dead_engine_is_loaded_anew_and_the_request_sent_again(rig: Rig) -> No
     assert len(rig.events.of("starting")) == 2
     asked.send(JSON_OK)
     assert client.read().status == 200
+
+
+def test_an_engine_that_ends_under_its_first_request_is_not_loaded_again_for_every_other(rig: Rig) -> None:
+    rig.mechanism.end = "exited with code 139"
+    client = rig.client()
+    for n in range(6):
+        client.post(ASK_A)
+        if n == 0:
+            rig.engine.next().reset()
+        answer = client.read()
+        assert (answer.status, answer.header(b"x-should-retry")) == (503, b"false")
+        assert b"exited with code 139" in answer.body
+    assert len(rig.events.of("starting")) == 1
+
+
+def test_a_request_under_which_its_engine_ends_twice_is_refused_with_what_happened(rig: Rig) -> None:
+    client, other = rig.client(), rig.client()
+    rig.mechanism.end = "exited with code 139"
+    served(rig, client)
+    client.post(ASK_A)
+    poison = rig.engine.next()
+    poison.reset()
+    poison = rig.engine.next()
+    other.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert other.read().status == 200
+    rig.events.wait("released", 2)
+    poison.reset()
+    answer = client.read()
+    assert (answer.status, answer.header(b"x-should-retry")) == (502, b"false")
+    assert json.loads(answer.body)["error"]["code"] == "engine_crashed"
+    assert b"exited with code 139" in answer.body
+    assert len(rig.events.of("starting")) == 2
+    other.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert other.read().status == 200
 
 
 def test_an_engine_that_cannot_be_reached_twice_is_a_502(rig: Rig) -> None:
@@ -942,6 +988,7 @@ def test_an_upload_is_spooled_and_sent_again_on_a_new_engine(rig: Rig) -> None:
         + b'\r\n--B\r\nContent-Disposition: form-data; name="model"\r\n\r\nalias\r\n--B--\r\n'
     )
     client = rig.client()
+    served(rig, client)
     head = (
         b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: %b\r\n"
         b"Content-Type: multipart/form-data; boundary=B\r\nContent-Length: %d\r\n\r\n"

@@ -360,13 +360,18 @@ def test_a_request_without_a_byte_moves_when_its_replica_turns_stale(body: bytes
         rig.close()
 
 
-def test_the_last_replica_that_dies_leaves_an_error_or_is_loaded_again(rig: Rig) -> None:
-    rig.mechanism.end = "killed"
+def test_a_request_under_which_two_replicas_end_is_refused_and_the_next_one_is_served(rig: Rig) -> None:
+    rig.mechanism.end = "exited with code 139"
     client = ask(rig)
     rig.engine.next().reset()
     rig.other.next().reset()
-    reloaded = rig.engine.next()
-    assert answered(client, reloaded)[:1] == b"a"
+    refused = client.read()
+    assert (refused.status, refused.header(b"x-should-retry")) == (502, b"false")
+    error = json.loads(refused.body)["error"]
+    assert error["code"] == "engine_crashed"
+    assert "b exited with code 139" in error["message"]
+    reloaded = ask(rig)
+    assert answered(reloaded, rig.engine.next())[:1] == b"a"
 
 
 def test_a_replica_that_fails_takes_those_on_its_node_out_with_it() -> None:

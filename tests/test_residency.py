@@ -18,7 +18,7 @@ from anvil_mux.placement import islands
 from anvil_mux.policy import POLICIES, Stay, SwapTo, Unload, build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.profile import Profile
-from anvil_mux.residency import Residency
+from anvil_mux.residency import SOON_SECONDS, Residency
 from anvil_mux.routing import Work
 from anvil_mux.simulate import Engines, Request, check, simulate
 from anvil_mux.steps import Start, Stop, Ticket, Wait
@@ -937,6 +937,7 @@ def test_victims_that_only_drain_are_reprieved_when_another_is_stuck():
 
 def test_the_resident_that_died_is_loaded_again_for_the_next_request():
     island = Island(A).with_resident("a")
+    island.core.release(island.request("a", 0.5), 0.5)
     lease = island.request("a", 1.0)
     island.core.died("a", 2.0, "exited with code 137")
     assert island.steps(2.0) == []
@@ -951,17 +952,139 @@ def test_the_resident_that_died_is_loaded_again_for_the_next_request():
 
 def test_the_last_words_of_who_died_are_kept_until_it_is_back():
     island = Island(A).with_resident("a")
-    island.core.last_words("a", ["it is well"])
-    assert island.core.seats["a"].log == ()
-    island.core.died("a", 2.0, "exited with code 137")
-    island.core.last_words("a", ["no more memory"])
+    island.core.release(island.request("a", 1.0), 1.0)
+    island.core.died("a", 2.0, "exited with code 137", ["no more memory"])
     assert island.core.seats["a"].log == ("no more memory",)
     island.request("a", 3.0)
     assert island.steps(3.0) == ["start a"]
-    island.core.last_words("a", ["of an earlier run"])
+    island.core.died("a", 3.5, "killed", ["of an earlier run"])
     assert island.core.seats["a"].log == ("no more memory",)
     island.core.started("a", 4.0)
     assert island.core.seats["a"].log == ()
+
+
+# Ends soon after a load
+
+
+def loaded(island, at, name="a"):
+    """A request, which has ``name`` loaded."""
+    ticket = island.request(name, at)
+    assert island.steps(at) == [f"start {name}"]
+    island.core.started(name, at)
+    return ticket
+
+
+def test_who_ends_soon_after_its_load_and_never_answered_cools_down_as_if_it_had_failed_to_load():
+    island, now, pauses = Island(A), 0.0, []
+    for _ in range(4):
+        held = loaded(island, now)
+        island.core.died("a", now + 1.0, "exited with code 139", ["segmentation fault"])
+        soon = "1.0 s after it was loaded, before it gave one whole answer"
+        assert held.crash.why == f"exited with code 139 {soon}"
+        island.core.release(held, now + 1.0, whole=False)
+        refused = island.request("a", now + 1.0)
+        assert (refused.error.code, refused.error.retry) == ("load_failed", False)
+        assert "a ended and is not tried again for" in refused.error.message
+        assert "exited with code 139" in refused.error.message
+        assert "segmentation fault" in refused.error.message
+        pauses.append(island.core.seats["a"].retry_at - now - 1.0)
+        now = island.core.seats["a"].retry_at
+    assert pauses == [5.0, 10.0, 20.0, 40.0]
+    assert island.core.seats["a"].error.startswith("exited with code 139")
+    island.sound()
+
+
+def test_the_line_of_one_that_ends_soon_after_its_load_fails_at_once():
+    island = Island(backend("a", concurrency=1))
+    loaded(island, 0.0)
+    waiting = island.request("a", 1.0)
+    island.core.died("a", 2.0, "exited with code 139", ["segmentation fault"])
+    assert island.core.settled[-1] is waiting
+    assert "exited with code 139" in waiting.error.message
+    assert "segmentation fault" in waiting.error.message
+    island.sound()
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_one_whole_answer_since_the_load_is_enough_to_be_loaded_again_at_once(answered):
+    island = Island(A)
+    first = loaded(island, 0.0)
+    other = island.request("a", 0.5)
+    island.core.release(first, 1.0, whole=answered)
+    island.core.died("a", 2.0, "killed")
+    assert (island.request("a", 2.0).error is None) is answered
+    assert island.steps(2.0) == (["start a"] if answered else [])
+    island.core.release(other, 3.0, whole=False)
+    assert [e.reason for e in island.log if e.kind == "released"] == ["" if answered else "no whole answer"]
+    assert check(island.log, island.config) == []
+
+
+def test_a_whole_answer_between_two_such_ends_begins_the_count_anew():
+    island = Island(A)
+    loaded(island, 0.0)
+    island.core.died("a", 1.0, "killed")
+    answered = loaded(island, 6.0)
+    island.core.release(answered, 7.0)
+    island.core.died("a", 8.0, "killed")
+    loaded(island, 8.0)
+    island.core.died("a", 9.0, "killed")
+    assert island.core.seats["a"].retry_at == 14.0
+    island.request("a", 14.0)
+    assert island.steps(14.0) == ["start a"]
+    assert check(island.log, island.config) == []
+
+
+def test_who_ends_long_after_its_load_is_loaded_again_at_once_whether_it_answered_or_not():
+    island = Island(A)
+    loaded(island, 0.0)
+    island.core.died("a", SOON_SECONDS + 0.5, "killed")
+    island.request("a", SOON_SECONDS + 0.5)
+    assert island.steps(SOON_SECONDS + 0.5) == ["start a"]
+    assert check(island.log, island.config) == []
+
+
+def test_an_end_soon_after_a_wake_counts_and_that_of_one_that_rests_does_not():
+    island = Island(backend("a", rest=("sleep",)), B).with_resident("a")
+    island.core.release(island.request("a", 0.0), 0.0)
+    island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    island.core.stopped("a", 1.0, how="sleep")
+    assert island.steps(1.0) == ["start b"]
+    island.core.started("b", 2.0)
+    island.core.died("a", 3.0, "killed")
+    assert island.core.seats["a"].retry_at <= 3.0
+    island.sound()
+
+
+def test_the_checker_sees_a_load_before_the_cool_down_of_who_ended_too_soon():
+    island = Island(A)
+    loaded(island, 0.0)
+    island.core.died("a", 1.0, "killed")
+    island.core.seats["a"].retry_at = 0.0
+    island.request("a", 2.0)
+    assert island.steps(2.0) == ["start a"]
+    assert check(island.log, island.config) == ["2.000000 starting a: before its cool-down ended"]
+
+
+def test_a_request_that_was_there_when_two_engines_ended_is_not_leased_a_third_time():
+    island = Island(A)
+    before = ()
+    for now in (0.0, 60.0):
+        held = island.request("a", now, crashes=before)
+        assert island.steps(now) == ["start a"]
+        island.core.started("a", now)
+        other = island.request("a", now)
+        island.core.release(other, now + 1.0)
+        island.core.died("a", now + 2.0, "exited with code 139", ["segmentation fault"])
+        before = (*held.crashes, held.crash)
+        assert other.crash is None
+    refused = island.request("a", 70.0, crashes=before)
+    assert (refused.error.status, refused.error.code, refused.error.retry) == (502, "engine_crashed", False)
+    assert "2 times engines ended under this request" in refused.error.message
+    assert "exited with code 139" in refused.error.message
+    assert "segmentation fault" in refused.error.message
+    assert island.steps(70.0) == []
+    assert not island.request("a", 71.0).settled
 
 
 def test_a_victim_that_dies_in_its_drain_makes_room_at_once():
@@ -1427,6 +1550,9 @@ def staged(*others):
 
 def test_a_stage_that_died_is_loaded_again_once_its_model_is_asked():
     island = staged()
+    answered = Ticket(8, "m", 2.5, prefill=Ticket(7, "m", 2.5))
+    island.core.request(answered, 2.5)
+    island.core.release(answered.prefill, 2.5)
     island.core.died("prefill", 3.0, "killed")
     assert island.steps(3.0) == []
     assert island.core.request(Ticket(9, "m", 4.0), 4.0)  # the next step is to be asked for
@@ -1453,9 +1579,11 @@ def test_a_stage_that_could_not_be_loaded_cools_down():
     island = staged()
     island.core.died("prefill", 3.0, "killed")
     island.request("m", 4.0)
-    assert island.steps(4.0) == ["start prefill"]
-    island.core.start_failed("prefill", 5.0, LoadError("no"))
-    for at, steps in ((6.0, []), (9.0, []), (10.0, ["start prefill"])):
+    assert island.steps(4.0) == []
+    island.request("m", 8.0)
+    assert island.steps(8.0) == ["start prefill"]
+    island.core.start_failed("prefill", 9.0, LoadError("no"))
+    for at, steps in ((10.0, []), (18.0, []), (19.0, ["start prefill"])):
         island.request("m", at)
         assert island.steps(at) == steps
 

@@ -310,6 +310,26 @@ def test_a_short_trace_reads_as_it_should():
     ]
 
 
+def test_who_dies_soon_after_its_load_without_a_whole_answer_is_not_loaded_for_the_next():
+    config = Config(policy="eager", backends=(one("a", "0"),))
+    trace = [
+        Request(0.0, "a", 9.0),
+        Death(11.0, "a"),
+        Request(12.0, "a", 1.0),
+        Request(16.0, "a", 1.0),
+        Death(28.0, "a"),
+        Request(28.0, "a", 1.0),
+    ]
+    log = simulate(config, trace, Engines({}, 10.0))
+    assert [(e.at, e.kind) for e in log if e.kind in ("starting", "failed")] == [
+        (0.0, "starting"),
+        (12.0, "failed"),
+        (16.0, "starting"),
+        (28.0, "starting"),
+    ]
+    assert check(log, config) == []
+
+
 def test_a_full_line_turns_requests_away_without_a_ticket():
     config = Config(policy="eager", backends=TWO.backends, max_queue=2)
     log = simulate(config, [Request(float(n), "a", 1.0) for n in range(5)], Engines({"a": 20.0}))
