@@ -570,7 +570,7 @@ class Residency:
                 self._begin_leaving(seat, now)
             elif seat.leaving and seat.state == "parked":
                 seat.rung = "stop"
-        for model in self.lines.keys() - served:
+        for model in [model for model in self.lines if model not in served]:
             self._fail_line(model, UnknownModel(model, served), now)
 
     @property

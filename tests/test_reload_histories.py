@@ -644,3 +644,16 @@ def test_whatever_changes_when_no_gpu_is_ever_held_twice(seed):
         elif event.kind == "leased":
             assert name in holding
     assert not holding.keys() - wanted.keys()
+
+
+def test_the_lines_of_removed_models_end_in_the_order_in_which_their_models_stood():
+    """The log of a run must not depend on how names are hashed."""
+    names = "bcdefghi"
+    config = with_backends(A, *(one(name, "0") for name in names))
+    trace = [
+        Request(0.0, "a", 5.0),
+        *(Request(1.0, name, 1.0) for name in names),
+        Reload(2.0, with_backends(A)),
+    ]
+    log = simulate(config, trace, Engines(), resident=["a"])
+    assert "".join(event.model for event in log if event.kind == "failed") == names
