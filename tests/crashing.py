@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
 import signal
 import socket
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,19 @@ class Rounds:
         if set((self.state / "services").read_text().split()) != set(self.models):
             flaws.append(f"services: {(self.state / 'services').read_text()}")
         return flaws
+
+
+def engines(folder: Path, program: str = "bin/demo-engine") -> dict[int, str]:
+    """The engines with this state folder that run, whoever knows of them: session -> model."""
+    mark = f"XDG_STATE_HOME={folder}".encode()
+    found = {}
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):
+            words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
+            environ = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
+            if mark in environ and program.encode() in b" ".join(words) and b"--model" in words:
+                found[os.getsid(int(entry))] = words[words.index(b"--model") + 1].decode()
+    return found
 
 
 def free_port() -> int:

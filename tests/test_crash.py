@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.crashing import PATIENCE, Rounds
+from tests.crashing import PATIENCE, Rounds, engines
 from tests.running import Running, begin
 
 ROUNDS = int(os.environ.get("ANVIL_CRASH_ROUNDS", "4"))
@@ -39,19 +39,6 @@ def compose(folder: Path) -> Path:
     settings = {"runtime": "process", "project": "crash-test", "policy": "eager"}
     file.write_text(yaml.safe_dump({"x-anvil": settings, "services": services}))
     return file
-
-
-def engines(folder: Path) -> dict[int, str]:
-    """The demo engines of this test that run, whoever knows of them: session -> model."""
-    mark = f"XDG_STATE_HOME={folder}".encode()
-    found = {}
-    for entry in filter(str.isdecimal, os.listdir("/proc")):
-        with suppress(OSError):
-            words = Path(f"/proc/{entry}/cmdline").read_bytes().split(b"\0")
-            environ = Path(f"/proc/{entry}/environ").read_bytes().split(b"\0")
-            if mark in environ and b"bin/demo-engine" in b" ".join(words) and b"--model" in words:
-                found[os.getsid(int(entry))] = words[words.index(b"--model") + 1].decode()
-    return found
 
 
 def runs(folder: Path, *, frozen: bool) -> dict[str, object]:
