@@ -875,15 +875,16 @@ class Load:
     def table(self) -> str:
         classes = Counter(self._class(fate) for fate in self.fates)
         rows = [f"{name:32} {count:7}" for name, count in sorted(classes.items(), key=lambda each: -each[1])]
-        again = sum(self._times(fate, "received") > 1 for fate in self.fates)
-        failed = [fate for fate in self.fates if fate.verdict.kind not in ("whole", "left")]
-        finished = sum(self._times(fate, "answered") > 0 for fate in failed)
         more = [
             f"{len(self.fates)} requests, of which {sum(map(bool, self.flaws.values()))} have flaws",
             f"faults: {', '.join(f'{name} {count}' for name, count in sorted(self.faults.items()))}",
-            f"asked of a second engine: {again}; answered by an engine, but not to the client: {finished}",
             f"{self.checked} events checked; {self._adopted} engines taken over",
         ]
+        if self.record is not None:
+            again = sum(self._times(fate, "received") > 1 for fate in self.fates)
+            failed = [fate for fate in self.fates if fate.verdict.kind not in ("whole", "left")]
+            finished = sum(self._times(fate, "answered") > 0 for fate in failed)
+            more.append(f"asked of a second engine: {again}; answered, but not to the client: {finished}")
         return "\n".join([*rows, *more])
 
     def _times(self, fate: Fate, what: str) -> int:
