@@ -19,10 +19,28 @@ from anvil_mux.client import Spool
 from anvil_mux.completions import Translation, parse
 from anvil_mux.config import Backend, Config
 from anvil_mux.engine import api_key
-from anvil_mux.errors import BackendError, BadRequest, ClientGone, MuxError, RefusedByEngine, Severed
+from anvil_mux.errors import (
+    BackendError,
+    BadRequest,
+    ClientGone,
+    MuxError,
+    RefusedByEngine,
+    Severed,
+    with_log,
+)
 from anvil_mux.multiplexer import Lease, Multiplexer
 from anvil_mux.pump import End
-from anvil_mux.relay import WHOLE, BrokenOff, Exchange, Relay, RequestBody, Unreachable
+from anvil_mux.relay import (
+    WHOLE,
+    BrokenOff,
+    Exchange,
+    Failed,
+    Relay,
+    RequestBody,
+    Silent,
+    Unanswered,
+    Unreachable,
+)
 from anvil_mux.tunnel import BROKEN, RESTARTED, good_bye
 
 TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
@@ -136,6 +154,8 @@ class Delivery:
             ended, error = exchange.tunnel(call.client.take_rest())
             call.sent += ended.passed
             if error:
+                if isinstance(error, Failed):
+                    error = self.judged(call, lease, error)
                 call.code = error.code
                 if ended.open:
                     code = RESTARTED if lease.severed else BROKEN
@@ -213,16 +233,33 @@ class Delivery:
             case End.SEVERED:
                 error = lease.severed_error()
             case End.STALLED:
-                error = BackendError(f"The engine of {call.model} went silent within its answer.")
+                error = Silent(f"The engine of {call.model} went silent within its answer.")
             case End.DIED:
                 error = BrokenOff(f"The engine of {call.model} broke off its answer.")
         call.answered = call.answered or exchange.streamed > 0
         if events and not call.answered and end is not End.STALLED:
             call.began = True
             raise error
+        if isinstance(error, Failed):
+            error = self.judged(call, lease, error)
         call.keep, call.code = False, error.code
         if events and exchange.aligned:
             call.break_off(error, last=exchange.last_payload)
+
+    def judged(self, call: Call, lease: Lease, error: MuxError) -> MuxError:
+        """What a failure comes to, with what is found of the engine; Unreachable: it may be sent again."""
+        crash = self._mux.unreachable(lease)
+        seen = call.answered or not self._mux.has_another(lease)
+        if crash:
+            call.crashes = (*call.crashes, crash)
+            text = with_log(f"{error.message.rstrip('.')}: {crash.backend} {crash.why}.", crash.log)
+            unseen = isinstance(error, (Unreachable, Unanswered))
+            return Unreachable(text) if unseen or not seen else BrokenOff(text)
+        if lease.taken_back:
+            call.work = call.work._replace(stream=False)  # once is enough
+        elif seen or not isinstance(error, Severed):
+            return error
+        return Unreachable(error.message)
 
     def prefill(self, call: Call, lease: Lease, body: Body) -> Body:
         """The first of two stages: the body of the second. What fails here the client has not seen."""
@@ -231,11 +268,8 @@ class Delivery:
         with lease:
             try:
                 status, said = self._ask_prefill(call, lease, asked)
-            except (Unreachable, BrokenOff, Severed) as error:
-                if not isinstance(error, Unreachable) and not self._mux.has_another(lease):
-                    raise
-                self._mux.unreachable(lease)
-                raise Unreachable(error.message) from None
+            except (Failed, Severed) as error:
+                raise self.judged(call, lease, error) from None
         if status >= 300:
             raise _engine_error(call.model, status, said)
         try:

@@ -189,6 +189,23 @@ def await_ready(
             pause = min(max(pause, PAUSE_SHARE * (now() - begun)), LONGEST_PAUSE)
 
 
+def answers(
+    backend: Backend, url: str, limit: float, now: Callable[[], float] = time.monotonic
+) -> bool | None:
+    """Whether the engine's health route answers within ``limit`` seconds, as that of a working engine does.
+
+    None: it is silent, or says that it is not well, as one that has much to do may. False: nobody is there to
+    answer, since connections are refused, or closed without a word.
+    """
+    with Visit(backend, url, now, now() + limit) as visit:
+        try:
+            return visit.is_well(limit) or None
+        except requests.Timeout:
+            return None
+        except requests.RequestException:
+            return False
+
+
 @dataclass
 class Visit:
     """Talks to one engine over one pooled connection; redirects and proxies are not followed."""
@@ -226,12 +243,17 @@ class Visit:
             # llama-server was seen to stop 0.1 s later if a connection outlived its loading.
             self.session.close()
 
+    def is_well(self, timeout: float) -> bool:
+        """Whether its health route says so, or is no route of an engine that needs none."""
+        return self._says_well(self.ask("GET", self.engine.health, None, timeout)[0])
+
+    def _says_well(self, status: int) -> bool:
+        return status < 300 or (status in (404, 405, 501) and not self.engine.must_have_health)
+
     def _health(self) -> Sight | None:
         path = self.engine.health
         status, _ = self.ask("GET", path)
-        if status < 300 or (status in (404, 405, 501) and not self.engine.must_have_health):
-            return None
-        return NotYet(f"{self.place}: GET {path} answers {status}")
+        return None if self._says_well(status) else NotYet(f"{self.place}: GET {path} answers {status}")
 
     def _models(self) -> Sight | None:
         path = self.engine.models

@@ -60,6 +60,8 @@ KINDS = {
 }
 """What can happen."""
 
+NO_ANSWER = "it does not answer"
+"""The reason of a stop of an engine that runs."""
 DIED = "died: "
 """How the reason of a backend begins that ended without being told to."""
 ERRAND = "errand: "

@@ -6,9 +6,9 @@ its engine (delivery.py). Four things may come between:
 * The model is not resident. The thread waits in the line and looks at its client a few times a second
   (``Waiting.tend``). A stream is begun after a grace, with comment lines as keep-alive; from then on every
   failure is an event in the stream. Any other request is silent until shortly before its client gives up.
-* The engine is gone before a byte. The multiplexer is told, and the request tries once more on a new lease.
+* The engine ends before a byte, or nothing could be sent to it. The request tries once more on a new lease.
   Where the model has other replicas, a request of which the client has seen nothing moves to one of them
-  also if its engine was put out, or broke off what only we had read.
+  also if its engine was put out, or ended within what only we had read. Any other failure is its own.
 * Its model has backends for prefill and for decode. Both are leased together: the one computes the prompt,
   then the other is asked what the client asked. What goes wrong before, the client has not seen.
 * The answer breaks off: the engine died, was silent for too long, or was put out when the drain ended. The
@@ -40,7 +40,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.keys import Key
 from anvil_mux.multiplexer import Multiplexer
-from anvil_mux.relay import BrokenOff, Relay, Unreachable
+from anvil_mux.relay import Failed, Relay, Unreachable
 from anvil_mux.residency import MOST_CRASHES
 from anvil_mux.routing import EITHER, Work
 
@@ -366,20 +366,9 @@ class Inference:
                 else:
                     self._delivery.ask(call, lease, named, body, span)
                 whole = not call.code
-            except Unreachable:
-                self._mux.unreachable(lease)
-                raise
-            except (BrokenOff, Severed) as error:
-                if lease.taken_back:
-                    call.work = call.work._replace(stream=False)  # once is enough
-                elif call.answered or not self._mux.has_another(lease):
-                    raise
-                self._mux.unreachable(lease)
-                raise Unreachable(error.message) from None
+            except (Failed, Severed) as error:
+                raise self._delivery.judged(call, lease, error) from None
         finally:
-            for each in (lease.prefill, lease):
-                if each and each.crash:
-                    call.crashes = (*call.crashes, each.crash)
             lease.release(whole=whole)
 
     def _tend(self, call: Call, now: float) -> None:

@@ -41,7 +41,7 @@ from anvil_mux import __version__, api, gauges
 from anvil_mux.accesslog import Served
 from anvil_mux.config import WAYS, Config
 from anvil_mux.costs import Cost
-from anvil_mux.events import LEAVES, Event
+from anvil_mux.events import LEAVES, NO_ANSWER, Event
 from anvil_mux.footprint import Footprint
 from anvil_mux.gauges import NONE, SEVERAL
 from anvil_mux.lookout import Sight
@@ -461,7 +461,7 @@ def _cause(reason: str) -> str:
 
 _CAUSES = {
     "unload requested": "unload",
-    "it does not answer": "unreachable",
+    NO_ANSWER: "unreachable",
     **dict.fromkeys(LEAVES.values(), "reload"),
 }
 

@@ -5,9 +5,14 @@ to its island's ``Residency``; if its model is resident it has its lease at once
 latch of its own. The island's keepers wait for the residency's next step, perform it without the lock
 (stop a container, start one, wait until it answers: minutes, if need be) and report how it ended.
 
-Threads wait in exactly two functions: ``_wait_for_lease`` (requests, without the lock: a line of hundreds
-that is admitted at once must not queue up for it) and ``_next_step`` (keepers, on the lock). Nothing slow
-happens while the lock is held. Any thread may call any public method.
+Threads wait in two functions: ``_wait_for_lease`` (requests, without the lock: a line of hundreds that is
+admitted at once must not queue up for it) and ``_next_step`` (keepers, on the lock). Nothing slow happens
+while the lock is held. Any thread may call any public method.
+
+A backend whose request failed is doubted, and a thread begins that looks into it (``_look_into``) and ends
+with the doubt: its service has ended, or it is heard of, or nothing is heard of it within a bound that no
+load can make it miss. Only then is it stopped. The request waits a moment for what is found
+(``unreachable``).
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from anvil_mux import api
-from anvil_mux.clock import Clock, Condition
+from anvil_mux.clock import Clock, Condition, Latch
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Cost, Costs
 from anvil_mux.errors import (
@@ -59,6 +64,17 @@ TEND_SECONDS = 0.25
 TAIL = 4096
 """Bytes at the end of an answer in which its engine says what it took."""
 
+KNOWN_SECONDS = 2.0
+"""What a failed request waits to learn whether its engine has ended; Docker knows some 0.1 s later."""
+REFUSED_SECONDS = 30.0
+"""After which an engine is stopped that runs, takes no connection and says nothing on those that it has.
+
+Load does not make engines refuse: where more come than are accepted, they wait. One that is silent may be at
+work, and is given as long as a request would be (``upstream_timeout``).
+"""
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
+"""Between two looks at an engine in doubt."""
+
 Tend = Callable[[float], None]
 
 
@@ -69,6 +85,21 @@ class Mechanism(Protocol):
     def evict(self, backend: Backend, how: str) -> Rested: ...
     def demote(self, backend: Backend, how: str, to: str) -> Rested: ...
     def ended(self, backend: Backend) -> str | None: ...
+    def answers(self, backend: Backend, limit: float) -> bool | None: ...
+    def last_words(self, backend: Backend) -> list[str]: ...
+
+
+class _Doubt:
+    """Whether a resident backend is still there, since a request got no answer from it."""
+
+    __slots__ = ("loaded", "since", "waiting")
+
+    def __init__(self, loaded: float, since: float) -> None:
+        self.loaded = loaded
+        """Tells its runs apart."""
+        self.since = since
+        self.waiting: list[Latch] = []
+        """Of requests that wait for the first finding."""
 
 
 class Run:
@@ -181,6 +212,7 @@ class Multiplexer:
     """Leases backends to requests; its keepers swap them.
 
     ``log`` takes every event, under the lock; without ``log_leases`` none of leases that begin and end.
+    ``has_heard(address, since)``: whether an engine has sent anybody a part of an answer since that moment.
     """
 
     def __init__(
@@ -193,8 +225,10 @@ class Multiplexer:
         costs: Iterable[Cost] = (),
         footprints: Iterable[Footprint] = (),
         clock: Clock | None = None,
+        has_heard: Callable[[tuple[str, int], float], bool] = lambda address, since: False,
     ) -> None:
         self._mechanism = mechanism
+        self._has_heard = has_heard
         self._log = log
         self._clock = clock or Clock()
         # Replaced as a whole, under the lock, and never altered: whoever only reads them needs none.
@@ -209,6 +243,7 @@ class Multiplexer:
         self._runs: dict[str, Run] = {}  # backend -> the last that was seen of it
         self._costs, self._footprints = self._layout.costs, self._layout.footprints
         self._host = self._layout.host
+        self._doubts: dict[str, _Doubt] = {}  # by backend
         self._said: dict[str, Said] = {}  # backend -> what its log says of the load that is under way
         self._tickets = 0
         self._waiting = 0
@@ -480,9 +515,24 @@ class Multiplexer:
 
     # Facts from outside
 
-    def died(self, backend: str, why: str, log: Iterable[str] = ()) -> None:
-        """The backend's service ended, and nobody here told it to; ``log``: what it had printed last."""
-        self._tell(backend, lambda residency, now: residency.died(backend, now, why, log))
+    def loaded_at(self, backend: str) -> float | None:
+        """When the backend was last loaded, which tells its runs apart."""
+        with self._lock:
+            residency = self._layout.of_backend.get(backend)
+            return residency.seats[backend].loaded if residency and backend in residency.seats else None
+
+    def died(self, backend: str, why: str, log: Iterable[str] = (), *, loaded: float | None = None) -> None:
+        """The backend's service ended, and nobody here told it to.
+
+        ``log``: what it had printed last. ``loaded``: nothing has happened if it was loaded anew since then.
+        """
+
+        def fact(residency: Residency, now: float) -> None:
+            if loaded is None or residency.seats[backend].loaded == loaded:
+                residency.died(backend, now, why, log)
+
+        self._tell(backend, fact)
+        self._settle_doubt(backend)
 
     def strangers_hold(self, held: Mapping[str, int]) -> None:
         """Programs that are none of ours hold so many bytes of these GPUs."""
@@ -491,27 +541,83 @@ class Multiplexer:
                 if island.residency.strangers_hold(held):
                     island.changed.notify_all()
 
-    def unreachable(self, lease: Lease) -> None:
-        """A request could not reach its backend: that died, or it is put out to be loaded anew.
+    def unreachable(self, lease: Lease) -> Crash | None:
+        """A request got no whole answer: how its backend ended under it, if it has.
 
-        Nothing is done if the lease is over: then it speaks of a backend that was replaced since.
+        While that is not known the backend is doubted. Nothing is done if the lease is over: then it speaks
+        of a backend that was replaced since.
         """
         backend, ticket = lease.backend, lease._ticket
-        why = self._mechanism.ended(backend)
-
-        def fact(residency: Residency, now: float) -> None:
-            seat = residency.seats.get(backend.name)
+        with self._lock:
+            residency = self._layout.of_backend.get(backend.name)
+            seat = residency.seats.get(backend.name) if residency else None
             if seat is None or ticket not in seat.holders:
-                return
-            if why:
-                residency.died(backend.name, now, why)
-            else:
-                text, cause, name = "it does not answer", Cause("silent"), backend.name
-                residency.unload_requested(
-                    backend.model, now, text, backend=name, drain_timeout=0.0, cause=cause
-                )
+                return ticket.crash
+            doubt = self._doubts.get(backend.name)
+            is_new = doubt is None or doubt.loaded != seat.loaded
+            if doubt is None or is_new:
+                doubt = self._doubts[backend.name] = _Doubt(seat.loaded, self._clock.now())
+            found = self._clock.latch()
+            doubt.waiting.append(found)
+        if is_new:
+            self._clock.spawn(partial(self._look_into, backend, doubt), f"doubt-{backend.name}")
+        found.wait(KNOWN_SECONDS)
+        return ticket.crash
 
-        self._tell(backend.name, fact)
+    def _look_into(self, backend: Backend, doubt: _Doubt) -> None:
+        """The life of a doubt's thread."""
+        pause = FIRST_PAUSE
+        try:
+            while self._is_open(backend.name, doubt) and not self._is_found(backend, doubt):
+                self._clock.latch().wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+        finally:
+            self._settle_doubt(backend.name, doubt)
+
+    def _is_found(self, backend: Backend, doubt: _Doubt) -> bool:
+        """Asks once what has become of the backend, and does what follows from it; False: ask again."""
+        name, limit = backend.name, self._config.upstream_timeout
+        if why := self._mechanism.ended(backend):
+            self.died(name, why, self._mechanism.last_words(backend), loaded=doubt.loaded)
+            return True
+        left = doubt.since + limit - self._clock.now()
+        answers = self._mechanism.answers(backend, left) if left > 0 else None
+        if answers or self._is_heard(name, doubt):
+            return True
+        if self._clock.now() - doubt.since < (REFUSED_SECONDS if answers is False else limit):
+            return False
+        self._tell(name, partial(self._give_up_on, name, doubt))
+        return True
+
+    def _is_open(self, name: str, doubt: _Doubt) -> bool:
+        """Whether the doubt still is of the backend that is resident."""
+        with self._lock:
+            residency = self._layout.of_backend.get(name)
+            seat = residency.seats[name] if residency else None
+            here = seat is not None and seat.loaded == doubt.loaded and seat.state in ("ready", "draining")
+            return here and self._doubts.get(name) is doubt and not self._closed
+
+    def _is_heard(self, name: str, doubt: _Doubt) -> bool:
+        """Whether any request got a part of an answer from the backend since it is doubted."""
+        with self._lock:
+            residency = self._layout.of_backend.get(name)
+            answered = residency.seats[name].answered if residency else -FOREVER
+        return answered > doubt.since or self._has_heard(self._runs[name].address, doubt.since)
+
+    def _give_up_on(self, name: str, doubt: _Doubt, residency: Residency, now: float) -> None:
+        if residency.seats[name].loaded == doubt.loaded:
+            residency.unanswering(name, now)
+
+    def _settle_doubt(self, name: str, doubt: _Doubt | None = None) -> None:
+        """Whatever was found, requests that wait for it go on."""
+        with self._lock:
+            if doubt is None or self._doubts.get(name) is doubt:
+                doubt = self._doubts.pop(name, None)
+            waiting = doubt.waiting if doubt else []
+            if doubt:
+                doubt.waiting = []
+        for found in waiting:
+            found.set()
 
     def resident_replicas(self) -> list[tuple[Backend, tuple[str, int]]]:
         """Those that may be leased, of models with several backends, and where they listen."""

@@ -35,6 +35,8 @@ from anvil_mux.state import write_whole
 MARK = "ANVIL_MUX_RUN"
 KILL_TIMEOUT = 10.0
 """Seconds that the kernel may take over SIGKILL."""
+REAP_SECONDS = 1.0
+"""For the exit code of a process that has ended."""
 FOLLOW_PAUSE = 0.2
 TAIL_BYTES = 256 << 10
 
@@ -138,7 +140,7 @@ class ProcessRuntime:
         record = self._record(backend.name)
         if record is not None and _alive(record):
             return None
-        code = self._reap(backend.name)
+        code = self._reap(backend.name, REAP_SECONDS)
         if code is None:
             return "does not run" if record is None else "ended"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -285,11 +287,15 @@ class ProcessRuntime:
             os.path.dirname(os.path.abspath(files[0])) if files else os.getcwd()
         )
 
-    def _reap(self, name: str) -> int | None:
-        """The exit code of our own child, once it has one."""
+    def _reap(self, name: str, patience: float = 0.0) -> int | None:
+        """The exit code of our own child, once it has one: of two threads only one may ask at a time."""
         with self._lock:
             child = self._children.get(name)
-        return child.poll() if child else None
+        if child is None or not patience:
+            return child.poll() if child else None
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(patience)
+        return child.returncode
 
     # Records
 

@@ -117,6 +117,13 @@ class Stream:
         if TOKENS in data:
             self.said = data
 
+    def is_from(self, address: tuple[str, int], since: float) -> bool:
+        """Whether bytes of it moved since that moment, from there."""
+        try:
+            return self.active >= since and self.upstream.getpeername()[:2] == address
+        except OSError:
+            return False
+
     def sever(self) -> None:
         """Ends the stream soon; any thread, at any time in which the stream owns ``upstream``."""
         self.cut = True
@@ -155,6 +162,10 @@ class Pump:
         stream.woken.acquire()
         assert stream.end is not None
         return stream.end
+
+    def has_heard(self, address: tuple[str, int], since: float) -> bool:
+        """Whether a part of any stream came from there since that moment. Any thread."""
+        return any(stream.is_from(address, since) for stream in set(self._streams.copy().values()))
 
     def cpu_seconds(self) -> float:
         """CPU time of the thread; not to be called after its end."""

@@ -9,16 +9,21 @@ While the handler's thread waits for the engine, SO_RCVTIMEO wakes it a few time
 client, the lease and the clock; the path of a quick answer pays no system call for that. When the drain ends
 first, ``sever`` (a keeper's thread) shuts the engine's connection down, and the blocked thread sees its end.
 
-An engine that cannot be reached before a byte of its answer came: a pooled connection may have been closed
-while it was idle, so it is tried once more on a fresh one; after that the error is ``Unreachable``, and the
-server may send the request again on another lease, because nothing of it was answered.
+A pooled connection may have been closed while it was idle: a request that finds it so is sent once more on a
+fresh one. A connection that cannot be made is ``Unreachable``, and nothing was sent; one that takes long is
+waited for like an answer, since a queue of connections that is full belongs to an engine that is busy. What
+else fails is the failure of this one request; what it says of the engine, the multiplexer looks into.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from errno import EALREADY, EINPROGRESS, EINTR, ETIMEDOUT
 from socket import (
+    AF_INET,
+    AF_INET6,
     IPPROTO_TCP,
     MSG_DONTWAIT,
     MSG_PEEK,
@@ -28,7 +33,6 @@ from socket import (
     SOL_SOCKET,
     TCP_CONGESTION,
     TCP_NODELAY,
-    create_connection,
     socket,
 )
 from struct import pack
@@ -52,6 +56,8 @@ SMALL = 65536
 WHOLE = 256 * 1024
 """An answer with a Content-Length up to this is read completely before its head is sent on."""
 CONNECT_SECONDS = 5.0
+"""After which a connection that is not made is begun anew: the kernel asks ever more seldom."""
+STILL_CONNECTING = (EINPROGRESS, EALREADY, EINTR)
 LOOK_SECONDS = 0.25
 """How often a thread that waits for an engine looks at its client and its lease."""
 IDLE_SECONDS = 4.0
@@ -62,11 +68,23 @@ SPARED = 2
 """Idle connections that are left to an engine while requests wait there that they could not carry."""
 
 
-class Unreachable(BackendError):
-    """No byte of an answer came; the request may be sent to another backend."""
+class Failed(BackendError):
+    """An exchange came to no whole answer, through no fault of the request's."""
 
 
-class BrokenOff(BackendError):
+class Unreachable(Failed):
+    """Nothing of the request was sent, or its engine has ended since: it may be sent again."""
+
+
+class Unanswered(Failed):
+    """The request was sent, and the connection ended before a byte of an answer came."""
+
+
+class Silent(Failed):
+    """Nothing came for as long as an engine may be silent."""
+
+
+class BrokenOff(Failed):
     """The connection ended within an answer."""
 
 
@@ -223,16 +241,42 @@ def _is_quiet(connection: socket) -> bool:
     return False  # its end, or bytes that nobody asked for
 
 
-def connect(address: Address) -> socket:
-    """A blocking connection whose calls return a few times a second."""
-    connection = create_connection(address, CONNECT_SECONDS)
-    connection.settimeout(None)
+def connect(address: Address, look: Callable[[], object] = lambda: None) -> socket:
+    """A blocking connection whose calls return a few times a second; ``look`` is called as often meanwhile.
+
+    Only ``look`` ends the wait for one that is neither made nor refused.
+    """
+    while True:
+        connection = _unconnected(AF_INET6 if ":" in address[0] else AF_INET)
+        try:
+            if _is_made(connection, address, look):
+                return connection
+        except BaseException:
+            connection.close()
+            raise
+        connection.close()
+
+
+def _unconnected(family: int) -> socket:
+    connection = socket(family)
     connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
     # Engines are near: a system's choice for far networks (bbr) would set a timer for each send, to pace it.
     connection.setsockopt(IPPROTO_TCP, TCP_CONGESTION, b"reno")
     connection.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval(LOOK_SECONDS))
     connection.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval(LOOK_SECONDS))
     return connection
+
+
+def _is_made(connection: socket, address: Address, look: Callable[[], object]) -> bool:
+    """Whether it was in time; OSError if it is refused."""
+    anew_at = time.monotonic() + CONNECT_SECONDS
+    while error := connection.connect_ex(address):
+        if error != ETIMEDOUT and error not in STILL_CONNECTING:
+            raise OSError(error, os.strerror(error))
+        look()
+        if error == ETIMEDOUT or time.monotonic() >= anew_at:
+            return False
+    return True
 
 
 class Relay:
@@ -242,6 +286,12 @@ class Relay:
         self.timeout = timeout
         self.pool = Pool()
         self.pump = Pump(timeout, client_timeout)
+        self.read: dict[Address, float] = {}
+        """Engine -> when the thread of a request last read a part of an answer from it."""
+
+    def has_heard(self, address: Address, since: float) -> bool:
+        """Whether a part of any answer came from there since that moment."""
+        return self.read.get(address, 0.0) >= since or self.pump.has_heard(address, since)
 
     def close(self) -> None:
         self.pump.close()
@@ -341,11 +391,11 @@ class Exchange:
             head, body = (head + body, ()) if len(body) <= SMALL else (head, (body,))
         pooled = self._connections.take()
         data = self._try(pooled, head, body) if pooled else b""
-        if not data:
+        if not data and not self._deadline:  # one that was idle for too long ends at once
             self.close()
             data = self._try_anew(head, body)
         if not data:
-            raise Unreachable(f"{self._name} closed the connection without an answer.")
+            raise Unanswered(f"{self._name} closed the connection without an answer.")
         response = self._read_head(method, data, upgrade)
         if response.status == 101:
             return response
@@ -364,8 +414,9 @@ class Exchange:
         return f"The engine of {self._lease.backend.model}"
 
     def _connect(self) -> Upstream:
+        self._deadline = 0.0
         try:
-            return Upstream(connect(self._lease.address))
+            return Upstream(connect(self._lease.address, self._look))
         except OSError as error:
             if self._lease.severed:
                 raise self._lease.severed_error() from None
@@ -433,7 +484,7 @@ class Exchange:
         if not self._deadline:
             self._deadline = now - LOOK_SECONDS + self._relay.timeout
         elif now > self._deadline:
-            raise BackendError(f"{self._name} was silent for {self._relay.timeout:g} s.")
+            raise Silent(f"{self._name} was silent for {self._relay.timeout:g} s.")
 
     # The answer
 
@@ -475,9 +526,12 @@ class Exchange:
         assert self._upstream is not None
         self._deadline = 0.0
         try:
-            return self._recv(self._upstream.socket)
+            data = self._recv(self._upstream.socket)
         except OSError as error:
             raise BrokenOff(f"{self._name} broke off its answer: {error}.") from None
+        if data:
+            self._relay.read[self._lease.address] = time.monotonic()
+        return data
 
     def tunnel(self, said: bytes) -> tuple[Ended, MuxError | None]:
         """Passes bytes both ways until the end, and what went wrong. ``said``: by the client."""

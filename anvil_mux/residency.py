@@ -71,7 +71,17 @@ from anvil_mux.errors import (
     UnknownModel,
     with_log,
 )
-from anvil_mux.events import DIED, ERRAND, LEAVES, NO_ROOM, TRANSITIONS, Cause, Event, Leaving
+from anvil_mux.events import (
+    DIED,
+    ERRAND,
+    LEAVES,
+    NO_ANSWER,
+    NO_ROOM,
+    TRANSITIONS,
+    Cause,
+    Event,
+    Leaving,
+)
 from anvil_mux.footprint import Footprints
 from anvil_mux.ladder import DESCENTS, PINS, Host, below, demoted_at, rungs
 from anvil_mux.ledger import Load, Report, Said
@@ -104,7 +114,6 @@ STUCK_RETRY_SECONDS = 5.0
 MAX_STUCK_RETRY_SECONDS = 60.0
 FIRST_SERVICE_SECONDS = 10.0
 """What a lease is held for, of a model that has not answered yet."""
-UNLOADED = Cause("unloaded")
 SOON_SECONDS = 30.0
 """After its load; who ends within that and has not given one whole answer counts as one that failed to load.
 
@@ -501,24 +510,15 @@ class Residency:
         cause = Cause("shutdown")
         return tuple(ticket for seat in self.seats.values() for ticket in self._sever(seat, now, cause))
 
-    def unload_requested(
-        self,
-        model: str,
-        now: float,
-        why: str,
-        *,
-        backend: str = "",
-        drain_timeout: float | None = None,
-        cause: Cause = UNLOADED,
-    ) -> bool:
-        """Put out what serves ``model`` (or only ``backend``) after its drain; False: nothing to put out.
+    def unload_requested(self, model: str, now: float, why: str) -> bool:
+        """Put out what serves ``model`` after its drain; False: nothing to put out.
 
         What rests already is stopped, unless somebody waits for it.
         """
-        seats = [seat for seat in self._replicas[model] if backend in ("", seat.name)]
+        seats = self._replicas[model]
         ready = [seat for seat in seats if seat.state == "ready"]
         for seat in ready:
-            self._begin(None, [seat], now, why, drain_timeout, cause=cause)
+            self._begin(None, [seat], now, why, cause=Cause("unloaded"))
         parked = [] if ready else [seat for seat in seats if self._may_be_stopped(seat)]
         for seat in parked:
             seat.rung = "stop"
@@ -726,6 +726,13 @@ class Residency:
         self._emit(Event(now, "empty", seat.model, name, size=size, reason=f"{DIED}{why}"))
         if seat.failed_starts:
             self._fail_refused(now)
+
+    def unanswering(self, name: str, now: float) -> None:
+        """The engine of a backend answers nobody: it is stopped without a drain, whatever its ladder is."""
+        seat = self.seats[name]
+        if seat.state == "ready":
+            seat.rung = "stop"
+            self._begin(None, [seat], now, NO_ANSWER, 0.0, cause=Cause("silent"))
 
     def _judged(self, seat: Seat, now: float, why: str) -> str:
         """How a backend ended, which counts as a failed start if it was too soon."""

@@ -239,6 +239,7 @@ class Program:
                 costs=known.costs,
                 footprints=known.footprints,
                 clock=self._clock,
+                has_heard=relay.has_heard,
             )
             used = {id for backend in config.backends for id in backend.gpus}
             self._lookout = Lookout(used, self._runtime.owner, tell=self._mux.strangers_hold)
@@ -352,12 +353,13 @@ class Program:
             backend = self._mux.backend(name)
             if backend is None:
                 return
+            loaded = self._mux.loaded_at(name)
             try:
                 why = self._runtime.ended(backend)
             except MuxError as error:
                 why = error.message
             if why:  # else it was started again and holds its GPU; a request will see whether it answers
-                self._mux.died(name, why, self._runtime.log_tail(backend))
+                self._mux.died(name, why, self._runtime.log_tail(backend), loaded=loaded)
 
         self._runtime.watch(died)
 

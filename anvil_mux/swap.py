@@ -29,7 +29,7 @@ from typing import ClassVar, Protocol
 from anvil_mux import control, service
 from anvil_mux.checkpoint import Checkpointer
 from anvil_mux.config import WAY_ALIASES, Backend, Config
-from anvil_mux.engine import await_ready
+from anvil_mux.engine import answers, await_ready
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.freed import Held, Left, Memory, host_bytes
 from anvil_mux.gpu import Gpus
@@ -447,6 +447,17 @@ class Swapper:
             return self._runtime.ended(backend)
         except MuxError:
             return None
+
+    def answers(self, backend: Backend, limit: float) -> bool | None:
+        """Whether its engine says within ``limit`` seconds that it is well; see engine.answers."""
+        try:
+            return answers(backend, self._tools.url(backend), limit, self._now)
+        except MuxError:
+            return False
+
+    def last_words(self, backend: Backend) -> list[str]:
+        """What its engine printed last, as far as that can be had."""
+        return self._log_tail(backend)
 
     def estimate(self, backend: Backend, how: str = "stop") -> float | None:
         """Seconds that the last load by this way took; None before the first."""

@@ -122,10 +122,15 @@ class FakeEngine:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.address[1]}"
 
-    def _accept(self) -> None:
+    def accept_from(self, listener: socket.socket) -> None:
+        """Takes over who waits there, and who comes later."""
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+
+    def _accept(self, listener: socket.socket | None = None) -> None:
+        listener = listener or self._listener
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, _ = listener.accept()
             except OSError:
                 return
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -266,6 +271,8 @@ class Mechanism:
     loading: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     failure: Exception | None = None
     end: str | None = None
+    well: bool | None = True
+    log: list[str] = field(default_factory=list)
 
     def load(self, backend: Backend, how: str) -> Loaded:
         self.loading.release()
@@ -279,6 +286,12 @@ class Mechanism:
 
     def ended(self, backend: Backend) -> str | None:
         return self.end
+
+    def answers(self, backend: Backend, limit: float) -> bool | None:
+        return self.well
+
+    def last_words(self, backend: Backend) -> list[str]:
+        return self.log
 
 
 class OnePort(Mechanism):
@@ -367,11 +380,13 @@ class Rig:
         self.mechanism = mechanism or Mechanism({"a": self.engine, "b": self.other})
         self.mechanism.gate.set()
         self.events = Events()
-        self.mux = Multiplexer(self.config, self.mechanism, log=self.events.add)
+        self.relay = Relay(self.config.upstream_timeout, client_timeout)
+        self.mux = Multiplexer(
+            self.config, self.mechanism, log=self.events.add, has_heard=self.relay.has_heard
+        )
         self.mux.start()
         self.feed = Feed()
         self.logs: dict[str, list[str]] = {}
-        self.relay = Relay(self.config.upstream_timeout, client_timeout)
         self.gateway = Gateway(
             self.config,
             self.mux,

@@ -171,7 +171,7 @@ def test_a_sleeper_is_put_out_by_hand_only_when_none_of_its_replicas_serves():
     island = Island(one, other)
     for name in "ab":
         assert island.core.adopt(name, 0.0)
-    island.core.unload_requested("m", 1.0, "it does not answer", backend="a")
+    island.core.unanswering("a", 1.0)
     island.steps(1.0)
     island.core.stopped("a", 2.0, how="sleep")
     for expected in ("stop b", "demote a"):

@@ -26,10 +26,10 @@ from anvil_mux.errors import (
 )
 from anvil_mux.events import Event
 from anvil_mux.footprint import Footprint
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer import KNOWN_SECONDS, REFUSED_SECONDS, Multiplexer
 from anvil_mux.progress import Progress, Said
 from anvil_mux.simulate import Death, Engines, Outcome, Reload, Request, Unloading, check, simulate
-from anvil_mux.steps import Demote, Start, Stop
+from anvil_mux.steps import Crash, Demote, Start, Stop
 from anvil_mux.swap import Loaded, Rested
 from tests.baton import BatonClock, Deadlock
 from tests.test_simulate import LAYOUTS, POLICIES, one, world
@@ -64,6 +64,12 @@ class VirtualEngines:
 
     def ended(self, backend):
         return "killed"
+
+    def answers(self, backend, limit):
+        return True
+
+    def last_words(self, backend):
+        return []
 
     def _do(self, step):
         nth = self._steps[step.backend] = self._steps.get(step.backend, -1) + 1
@@ -631,17 +637,102 @@ def test_what_a_lease_was_used_for_is_freed_with_it_and_waits_for_no_collector()
 
 
 @SEEDS
-def test_a_backend_that_does_not_answer_is_put_out_and_loaded_anew(seed):
+def test_a_backend_that_refuses_all_it_is_asked_is_stopped_and_loaded_anew(seed):
     def main(stage):
         stage.engines.ended = lambda backend: None
+        stage.engines.answers = lambda backend, limit: False
         with stage.mux.lease("a") as lease:
-            stage.mux.unreachable(lease)
+            assert stage.mux.unreachable(lease) is None
+            assert stage.clock.now() == 4.0 + KNOWN_SECONDS
+            stage.clock.sleep(REFUSED_SECONDS - KNOWN_SECONDS - 1.0)
+            assert not lease.severed
+            stage.clock.sleep(3.0)
+            assert lease.severed
         again = stage.request(0.0, "a")
         stage.clock.sleep(20.0)
-        assert again.leased == 9.0
+        assert again.leased
+
+    stage = Stage(Config(policy="eager", backends=(replace(A, rest=("pause",)), B)), seed=seed).play(main)
+    assert [call for _, call in stage.engines.calls] == ["start a", "stop a", "start a"]
+    assert [e.reason for e in stage.log if e.kind == "draining"] == ["it does not answer"]
+    assert [e.at for e in stage.log if e.kind == "stopping"] == [
+        pytest.approx(4.0 + REFUSED_SECONDS, abs=1.0)
+    ]
+    assert [e.reason for e in stage.log if e.kind == "starting"][1] != ""
+
+
+@SEEDS
+@pytest.mark.parametrize("answer", [True, None, False])
+def test_a_backend_that_answers_in_the_end_stays_as_it_is(answer, seed):
+    """It answers the question, or, while that is not answered, a neighbour of who failed."""
+
+    def answers(backend, limit):
+        stage.clock.sleep(25.0)
+        return answer
+
+    def main(stage):
+        stage.engines.ended, stage.engines.answers = lambda backend: None, answers
+        failed = stage.mux.lease("a")
+        stage.request(0.0, "a", seconds=10.0 if not answer else 1000.0)
+        assert stage.mux.unreachable(failed) is None
+        failed.release()
+        stage.clock.sleep(900.0)
+        assert stage.states()["a"] == "ready"
+        assert stage.mux._doubts == {}
+
+    stage = Stage(seed=seed)
+    stage.play(main)
+    assert stage.kinds("draining", "severed") == []
+
+
+@SEEDS
+def test_a_backend_that_is_silent_has_as_long_as_a_request_would_have(seed):
+    def answers(backend, limit):
+        stage.clock.sleep(limit)
+
+    def main(stage):
+        stage.engines.ended, stage.engines.answers = lambda backend: None, answers
+        failed = stage.mux.lease("a")
+        stage.mux.unreachable(failed)
+        failed.release()
+        neighbour = stage.request(0.0, "a", seconds=599.0)
+        stage.clock.sleep(598.0 - KNOWN_SECONDS)
+        assert stage.states()["a"] == "ready"
+        stage.clock.sleep(20.0)
+        assert neighbour.over
+
+    stage = Stage(seed=seed)
+    stage.play(main)
+    assert [e.at for e in stage.log if e.kind == "stopping"] == [604.0]
+
+
+@SEEDS
+def test_how_a_backend_ended_is_waited_for_where_that_is_known_late(seed):
+    """Docker knows it a moment after its connections are closed; all who failed are told, once."""
+
+    def main(stage):
+        with stage.mux.lease("a"):
+            pass
+        known = stage.clock.now() + 0.5
+        stage.engines.ended = lambda backend: "exited with code 139" if stage.clock.now() >= known else None
+        stage.engines.answers = lambda backend, limit: False
+        stage.engines.last_words = lambda backend: ["segmentation fault"]
+        crashes = []
+
+        def fail():
+            with stage.mux.lease("a") as lease:
+                crashes.append(stage.mux.unreachable(lease))
+
+        for _ in range(3):
+            stage.later(0.0, fail)
+        stage.clock.sleep(1.5)
+        assert crashes == [Crash("a", "exited with code 139", ("segmentation fault",))] * 3
+        [model] = [model for model in stage.mux.status().models if model.model == "a"]
+        assert model.last_error == "exited with code 139"
+        assert model.backends[0].log == ("segmentation fault",)
 
     stage = Stage(seed=seed).play(main)
-    assert [call for _, call in stage.engines.calls] == ["start a", "stop a", "start a"]
+    assert [e.reason for e in stage.log if e.kind == "empty"] == ["died: exited with code 139"]
 
 
 @SEEDS

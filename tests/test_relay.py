@@ -7,6 +7,7 @@ import socket
 import threading
 import tracemalloc
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,8 @@ from anvil_mux import http1, pump, relay
 from anvil_mux.call import Patience
 from anvil_mux.config import Backend
 from anvil_mux.errors import LoadError
-from tests.fake_engine import JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+from tests.running import seen
 
 ASK_A = b'{"model":"a"}'
 STREAM_A = b'{"model":"a","stream":true}'
@@ -709,6 +711,123 @@ def test_a_request_under_which_its_engine_ends_twice_is_refused_with_what_happen
     other.post(ASK_A)
     rig.engine.next().send(JSON_OK)
     assert other.read().status == 200
+
+
+def test_a_connection_that_is_closed_without_an_answer_is_the_failure_of_its_request_alone(rig: Rig) -> None:
+    streaming, client = rig.client(), rig.client()
+    streaming.post(STREAM_A)
+    stream = rig.engine.next()
+    stream.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    streaming.read_until(b"data: 1\n\n\r\n")
+    client.post(ASK_A)
+    rig.engine.next().close()
+    answer = client.read()
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (502, "backend_unavailable")
+    assert rig.engine.asked.empty()
+    stream.send(chunk(b"data: 2\n\n"), chunk(b""))
+    assert streaming.read_chunks() == (b"data: 2\n\n", True)
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().status == 200
+    assert rig.events.of("draining") == []
+    assert len(rig.events.of("starting")) == 1
+
+
+@pytest.mark.parametrize("well", [None, False])
+def test_a_neighbour_that_gets_bytes_is_proof_of_life_whatever_the_engine_says(
+    rig: Rig, well: bool | None
+) -> None:
+    """Its health route may have to wait for a thread as any request does."""
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def answers(backend: Backend, limit: float) -> bool | None:
+        asked.set()
+        assert may_answer.wait(GUARD)
+        return well
+
+    rig.mechanism.answers = answers  # type: ignore[method-assign]
+    streaming, client = rig.client(), rig.client()
+    streaming.post(STREAM_A)
+    stream = rig.engine.next()
+    stream.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    streaming.read_until(b"data: 1\n\n\r\n")
+    client.post(ASK_A)
+    rig.engine.next().close()
+    assert asked.wait(GUARD)
+    stream.send(chunk(b"data: 2\n\n"))
+    streaming.read_until(b"data: 2\n\n\r\n")
+    may_answer.set()
+    assert client.read().status == 502
+    assert seen(lambda: rig.mux._doubts, lambda doubts: not doubts) == {}
+    assert rig.events.of("draining") == []
+
+
+def test_a_request_that_waited_on_an_idle_connection_is_not_asked_twice(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().status == 200
+    looked, look = threading.Event(), relay.Exchange._look
+
+    def noting(exchange: relay.Exchange) -> None:
+        look(exchange)
+        looked.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relay.Exchange, "_look", noting)
+        client.post(ASK_A)
+        asked = rig.engine.next()
+        assert looked.wait(GUARD)
+        asked.close()
+        assert client.read().status == 502
+    assert rig.engine.asked.empty()
+    assert rig.events.of("draining") == []
+
+
+def elsewhere(rig: Rig, listener: socket.socket) -> None:
+    """Where the engine of ``a`` listens, and nobody takes what comes."""
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    rig.mechanism.engines["a"] = SimpleNamespace(url=url)  # type: ignore[assignment]
+
+
+def test_a_frozen_engine_with_a_full_backlog_answers_all_when_it_goes_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "CONNECT_SECONDS", 0.5)
+    looks, look = threading.Semaphore(0), relay.Exchange._look
+
+    def noting(exchange: relay.Exchange) -> None:
+        looks.release()
+        look(exchange)
+
+    monkeypatch.setattr(relay.Exchange, "_look", noting)
+    rig.engine.answer = lambda _: JSON_OK
+    with socket.create_server(("127.0.0.1", 0), backlog=5) as frozen:
+        elsewhere(rig, frozen)
+        clients = [rig.client() for _ in range(20)]
+        for client in clients:
+            client.post(ASK_A)
+        for _ in range(20 * 6):
+            assert looks.acquire(timeout=GUARD)
+        assert rig.mux.status().leases == 20
+        rig.engine.accept_from(frozen)
+        assert [client.read().status for client in clients] == [200] * 20
+        frozen.shutdown(socket.SHUT_RDWR)
+    assert rig.events.of("severed") == rig.events.of("draining") == []
+    assert len(rig.events.of("starting")) == 1
+
+
+def test_who_waits_for_a_connection_leaves_with_its_client(rig: Rig) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        elsewhere(rig, full)
+        clients = [rig.client() for _ in range(4)]
+        for client in clients:
+            client.post(ASK_A)
+        rig.events.wait("leased", 4)
+        for client in clients:
+            client.leave()
+        rig.events.wait("released", 4)
+    assert rig.events.of("draining") == []
 
 
 def test_an_engine_that_cannot_be_reached_twice_is_a_502(rig: Rig) -> None:

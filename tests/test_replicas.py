@@ -315,17 +315,32 @@ def test_a_stream_that_has_begun_breaks_off_with_an_error(rig: Rig) -> None:
 
 
 def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig: Rig) -> None:
-    """It does not answer another request, so it is put out at once, with all that it has."""
     first = ask(rig)
     rig.engine.next()
     elsewhere = ask(rig, LONG)
     held = rig.other.next()
+    with rig.mux._lock:
+        island = rig.mux._islands["m"]
+        island.residency.unanswering("a", rig.mux._clock.now())
+        island.changed.notify_all()
+    for asked in (held, rig.other.next()):
+        asked.send(JSON_OK)
+    assert [client.read().status for client in (first, elsewhere)] == [200] * 2
+    rig.events.wait("released", 2)
+
+
+def test_a_connection_that_a_replica_closes_is_the_failure_of_its_request_alone(rig: Rig) -> None:
+    first = ask(rig)
+    asked = rig.engine.next()
+    elsewhere = ask(rig, LONG)
+    held = rig.other.next()
     third = ask(rig)
     rig.engine.next().reset()
-    for asked in (held, rig.other.next(), rig.other.next()):
-        asked.send(JSON_OK)
-    assert [client.read().status for client in (first, elsewhere, third)] == [200] * 3
-    rig.events.wait("released", 3)
+    assert third.read().status == 502
+    for each in (asked, held):
+        each.send(JSON_OK)
+    assert [client.read().status for client in (first, elsewhere)] == [200] * 2
+    assert rig.events.of("draining") == []
 
 
 def test_a_stream_that_waits_is_taken_back_when_another_replica_is_idle(rig: Rig) -> None:

@@ -198,7 +198,7 @@ class Unloading:
         (lambda core: core.retired({"a": "changed"}, {"a", "b"}, 2.0), Cause("changed", "", 5.0)),
         (lambda core: core.retired({"a": "removed"}, {"b"}, 2.0), Cause("removed", "", 5.0)),
         (
-            lambda core: core.unload_requested("a", 2.0, "x", cause=Cause("silent"), drain_timeout=0.0),
+            lambda core: core.unanswering("a", 2.0),
             Cause("silent"),
         ),
         (lambda core: setattr(core, "_policy", Unloading()), Cause("policy", "", 5.0)),
