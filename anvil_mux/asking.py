@@ -19,7 +19,7 @@ from typing import Any
 from anvil_mux.arguments import add_json, read_positive, read_sizes
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 from anvil_mux.output import PROGRESS_SECONDS, print_json, print_table, say
-from anvil_mux.screen import MODEL_HEAD, event_line, model_row
+from anvil_mux.screen import MODEL_HEAD, event_line, last_lines, model_row
 
 
 def add_address(command: argparse.ArgumentParser) -> None:
@@ -77,6 +77,8 @@ def ps(given: argparse.Namespace) -> int:
         print_json(status)
         return 0
     print_table(MODEL_HEAD, [model_row(name, model) for name, model in status["models"].items()])
+    for line in last_lines(status["models"]):
+        print(line)
     for name, why in (status.get("problems") or {}).items():
         say(f"warning: {name}: {why}")
     return 0

@@ -35,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from typing import IO, Any, Protocol
@@ -146,7 +146,8 @@ def docker_follow(id: str, lines: int) -> list[str]:
 def docker_events(project: str, since: float) -> list[str]:
     filters = ["type=container", "event=die", f"label={LABEL}.project={project}"]
     words = [word for each in filters for word in ("--filter", each)]
-    return ["docker", "events", "--since", f"{since:.3f}", *words, "--format", "{{.Actor.ID}}"]
+    told = "{{.Actor.ID}} {{.Actor.Attributes.exitCode}}"
+    return ["docker", "events", "--since", f"{since:.3f}", *words, "--format", told]
 
 
 def base_url(container: Container, port: int) -> str | None:
@@ -239,6 +240,7 @@ class ComposeRuntime:
         self._digests: dict[str, str] = {}  # of the descriptions of those that were started or found running
         self._owners: dict[str, str] = {}  # container that ran -> its backend
         self._up: dict[str, tuple[str, str]] = {}  # the runs that `watch` answers for
+        self._revived: dict[str, str] = {}  # how those ended that a restart policy revived, and we put down
         self._told: dict[str, float] = {}  # the Unix time at which each was last told to start
         self._unstarted: dict[str, tuple[str, str]] = {}  # the run before a start that came to nothing
         self._events: subprocess.Popen[str] | None = None
@@ -278,6 +280,7 @@ class ComposeRuntime:
             self._digests[backend.name] = backend.service.digest
             self._owners[container.id] = backend.name
             self._up[backend.name] = container.run
+            self._revived.pop(backend.name, None)
         if url is None:
             how = how_it_ended(container) or (
                 f'has no address: publish its port, such as ports: ["127.0.0.1::{listen_port(backend)}"]'
@@ -331,7 +334,12 @@ class ComposeRuntime:
 
     def ended(self, backend: Backend) -> str | None:
         container = self._find(backend)
-        return "has no container" if container is None else how_it_ended(container)
+        if container is None:
+            return "has no container"
+        with self._lock:
+            revived = self._revived.get(backend.name)
+        how = how_it_ended(container)
+        return how and (revived or how)
 
     def running(self) -> dict[str, str]:
         urls = {}
@@ -564,17 +572,21 @@ class ComposeRuntime:
                     self._events = child
                 if not self._closed.is_set():
                     for line in _lines(child):
+                        id, _, code = line.strip().partition(" ")
                         with self._lock:
-                            owner = self._owners.get(line.strip())
+                            owner = self._owners.get(id)
                         if owner:
-                            self._judge(owner, died)
+                            self._judge(owner, died, code)
             finally:
                 with self._lock:
                     self._events = None
                 child.kill()
 
-    def _judge(self, name: str, died: Callable[[str], None]) -> None:
-        """Reports the backend unless the run that we answer for goes on; a revived one is put down first."""
+    def _judge(self, name: str, died: Callable[[str], None], code: str = "") -> None:
+        """Reports the backend unless the run that we answer for goes on; a revived one is put down first.
+
+        ``code``: with which it ended, as Docker's event has it.
+        """
         with self._lock:
             run = self._up.get(name)
         if run is None or self._closed.is_set():
@@ -587,6 +599,10 @@ class ComposeRuntime:
             if container.run == run and container.status != "restarting":
                 return
             self._put_down(container, backend.stop_timeout)
+            if code.isdecimal():
+                ended = how_it_ended(replace(container, status="exited", exit_code=int(code)))
+                with self._lock:
+                    self._revived[name] = f"{ended}, and Docker had started it again"
         with self._lock:
             if self._up.get(name) != run:
                 return
@@ -605,6 +621,9 @@ def how_it_ended(container: Container) -> str | None:
         how = "was killed because the machine or its memory limit ran out of memory (OOM)"
     elif container.exit_code == 137:
         how = "was killed (code 137)"
+    elif container.exit_code > 128:
+        with suppress(ValueError):
+            how += f" ({signal.Signals(container.exit_code - 128).name})"
     return f"{how}, and Docker is restarting it" if container.status == "restarting" else how
 
 

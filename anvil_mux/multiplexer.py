@@ -534,6 +534,12 @@ class Multiplexer:
         self._tell(backend, fact)
         self._settle_doubt(backend)
 
+    def last_words(self, backend: str) -> tuple[str, ...]:
+        """What the engine of a backend printed before it failed; () once it is loaded again."""
+        with self._lock:
+            residency = self._layout.of_backend.get(backend)
+            return residency.seats[backend].log if residency else ()
+
     def strangers_hold(self, held: Mapping[str, int]) -> None:
         """Programs that are none of ours hold so many bytes of these GPUs."""
         with self._lock:
@@ -849,7 +855,7 @@ class Multiplexer:
             why = _text(error)
             self._tell(name, lambda residency, now: residency.stop_failed(name, now, why))
         else:
-            left = rested.residual, rested.how, rested.host_bytes, rested.freed
+            left = rested.residual, rested.how, rested.host_bytes, rested.freed, rested.died, rested.log
             self._tell(name, lambda residency, now: residency.stopped(name, now, *left))
 
     # The end

@@ -662,14 +662,19 @@ class Residency:
         how: str = "stop",
         host_bytes: int = 0,
         freed: Mapping[str, int] | None = None,
+        died: str = "",
+        log: Iterable[str] = (),
     ) -> None:
         """The backend left its GPUs by the way ``how``; unless it was stopped it is parked.
 
         It holds nothing then but its ``residual`` (bytes by GPU) and ``host_bytes`` of the host's memory.
-        ``freed`` is what it gave back, where that was read.
+        ``freed`` is what it gave back, where that was read. ``died``: how it had ended before it was told to,
+        and ``log`` what it had printed last.
         """
         seat = self.seats[name]
         parked = how != "stop"
+        if died:  # not of one that had been told to stop before, in vain
+            died = "" if seat.failed_stops else self._judged(seat, now, died)
         if not seat.failed_stops:  # else an earlier attempt freed some of it
             gave_up = (freed or {}) if seat.state == "stopping" else {}  # who is demoted held less than all
             self._footprints.learn(name, how, gave_up, residual or {}, host_bytes if parked else 0)
@@ -682,7 +687,10 @@ class Residency:
             seat.ram = max(seat.ram, host_bytes)
         self._unstick(seat, now)
         self._leave_swaps(seat)
-        self._emit(Event(now, seat.state, seat.model, name, reason=how if parked else ""))
+        reason = how if parked else ""
+        if died:
+            seat.error, seat.log, reason = died, tuple(log), f"{DIED}{died}"
+        self._emit(Event(now, seat.state, seat.model, name, reason=reason))
         if parked or seat.failed_starts:  # else nothing is refused that was not before
             self._fail_refused(now)
 
@@ -736,7 +744,7 @@ class Residency:
 
     def _judged(self, seat: Seat, now: float, why: str) -> str:
         """How a backend ended, which counts as a failed start if it was too soon."""
-        resident = seat.state in ("ready", "draining")
+        resident = seat.state in ("ready", "draining", "stopping")
         if not resident or seat.answered >= seat.loaded or now - seat.loaded > SOON_SECONDS:
             return why
         seat.crashes += 1

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from anvil_mux.settings import gib
@@ -71,6 +71,16 @@ def model_row(name: str, model: Told) -> tuple[str, ...]:
         _until(model, backend["unload_seconds"]),
         error if len(error) <= 60 else error[:57] + "...",
     )
+
+
+def last_lines(models: Mapping[str, Told], most: int = 5) -> Iterator[str]:
+    """What happened to the backends that failed, in full, and what their engines printed last."""
+    for model in models.values():
+        for name, backend in model["backends"].items():
+            if backend["error"]:
+                yield ""
+                yield f"{name}: {backend['error']}"
+                yield from [f"  | {line}" for line in backend["log"][-most:]]
 
 
 MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "UNTIL", "LAST ERROR")

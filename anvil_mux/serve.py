@@ -209,7 +209,7 @@ class Program:
                 self._metrics,
                 wall=self._clock.wall,
                 feed=self._feed,
-                tail=self._log_tail,
+                tail=self._last_words,
                 housekeeping=self._keep_house,
                 access=access,
                 form=options.log_format,
@@ -313,6 +313,10 @@ class Program:
         self._pool.sweep()
         self._home.look(time.monotonic())
         self._learned.save(Known(self._mux.costs(), self._mux.footprints()))
+
+    def _last_words(self, backend: str, lines: int = 20) -> Sequence[str]:
+        """Of an engine that failed: as they were kept then, since it may have been started anew by now."""
+        return self._mux.last_words(backend) or self._log_tail(backend, lines)
 
     def _log_tail(self, backend: str, lines: int = 20) -> list[str]:
         found = self._mux.backend(backend)

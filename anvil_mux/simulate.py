@@ -548,7 +548,7 @@ class _Checker:
         elif event.kind == "demoting" and event.target:
             self._begin(event.target, event)
         elif event.kind in ("empty", "parked"):
-            if event.reason.startswith(DIED) and before in ("ready", "draining"):
+            if event.reason.startswith(DIED) and before in ("ready", "draining", "stopping"):
                 self._judge_crash(event)
             self._leave(event)
 

@@ -23,7 +23,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from anvil_mux import control, service
@@ -136,6 +136,10 @@ class Rested:
     """Host memory that it keeps while it rests; 0 when stopped or unknown."""
     freed: Mapping[str, int] = field(default_factory=dict, compare=False)
     """GPU id -> bytes that it gave back there, measured; empty where that cannot be read."""
+    died: str = ""
+    """How it had ended before it was told to, if it had."""
+    log: tuple[str, ...] = ()
+    """What it had printed last then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +369,8 @@ class Swapper:
 
     load(backend, how) returns once the backend answers for its model; LoadError (with the engine's last
     lines) after it was cleaned up; BackendError if even that failed: it may still hold its GPUs.
-    evict(backend, how) returns when the GPUs are free; BackendError if they may not be.
+    evict(backend, how) returns when the GPUs are free; BackendError if they may not be. Of an engine that had
+    ended by itself before, how that was is reported, and not that it went into no standby.
     ``probe`` reads the GPUs (gpu.probe); None: evictions are believed. ``told`` learns what phases took.
     ``note`` is told a backend's name and the way by which it is about to rest, "" before it is to come back.
     """
@@ -416,13 +421,18 @@ class Swapper:
         how = WAY_ALIASES.get(how, how)
         way = self._way(how)
         held = self._held(backend, resident=True)
-        if how != "stop":
+        died = self.ended(backend)
+        if how != "stop" and not died:
             self._note(backend.name, how)
             try:
                 return self._rest(backend, how, way, way.evict, held)
             except Exception as error:
-                log.warning("%s did not rest by %s and is stopped: %s", backend.name, how, _reason(error))
-        return self._put_down(backend, held)
+                died = self.ended(backend)
+                if not died:
+                    why = _reason(error)
+                    log.warning("%s did not rest by %s and is stopped: %s", backend.name, how, why)
+        said = tuple(self._log_tail(backend)) if died else ()
+        return replace(self._put_down(backend, held), died=died or "", log=said)
 
     def demote(self, backend: Backend, how: str, to: str) -> Rested:
         """From resting by ``how`` to resting by ``to`` without waking; where that fails it is stopped.

@@ -98,7 +98,7 @@ def test_logs_and_events():
     assert compose.docker_events("p", 12.3456) == [
         *["docker", "events", "--since", "12.346", "--filter", "type=container", "--filter", "event=die"],
         *["--filter", "label=com.docker.compose.project=p"],
-        *["--format", "{{.Actor.ID}}"],
+        *["--format", "{{.Actor.ID}} {{.Actor.Attributes.exitCode}}"],
     ]
 
 
@@ -174,6 +174,8 @@ def test_where_an_engine_is_reached(special: dict[str, Any], url: str | None):
         ({"status": "paused"}, None),
         ({"status": "exited", "exit_code": 1}, "exited with code 1"),
         ({"status": "exited", "exit_code": 137}, "was killed (code 137)"),
+        ({"status": "exited", "exit_code": 139}, "exited with code 139 (SIGSEGV)"),
+        ({"status": "exited", "exit_code": 255}, "exited with code 255"),
         ({"status": "created"}, "has not been started"),
         ({"status": "created", "error": "no device"}, "has not been started (no device)"),
         ({"status": "restarting", "exit_code": 2}, "exited with code 2, and Docker is restarting it"),
@@ -911,9 +913,14 @@ def test_a_service_that_its_restart_policy_revived_is_put_down_and_reported(watc
     watched.runtime.start(A)
     id = next(iter(watched.docker.containers))
     watched.docker.state(id).update(Status="running", StartedAt="2026-11-21T23:59:59.9Z")
-    watched.tell(into, watched.id("a"))
+    watched.tell(into, f"{watched.id('a')} 139")
     assert watched.died() == "a"
     assert watched.docker.state(id)["Status"] == "exited"
+    how = "exited with code 139 (SIGSEGV), and Docker had started it again"
+    assert watched.runtime.ended(A) == how
+    watched.runtime.start(A)
+    watched.docker.end(id, 1)
+    assert watched.runtime.ended(A) == "exited with code 1"
     os.close(into)
 
 

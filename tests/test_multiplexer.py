@@ -729,7 +729,7 @@ def test_how_a_backend_ended_is_waited_for_where_that_is_known_late(seed):
         assert crashes == [Crash("a", "exited with code 139", ("segmentation fault",))] * 3
         [model] = [model for model in stage.mux.status().models if model.model == "a"]
         assert model.last_error == "exited with code 139"
-        assert model.backends[0].log == ("segmentation fault",)
+        assert model.backends[0].log == stage.mux.last_words("a") == ("segmentation fault",)
 
     stage = Stage(seed=seed).play(main)
     assert [e.reason for e in stage.log if e.kind == "empty"] == ["died: exited with code 139"]

@@ -1056,6 +1056,41 @@ def test_an_end_soon_after_a_wake_counts_and_that_of_one_that_rests_does_not():
     island.sound()
 
 
+def test_how_one_ended_that_was_about_to_be_stopped_is_kept_and_told():
+    island = Island(A, B).with_resident("a")
+    island.core.release(island.request("a", 0.0), 0.0)
+    waiting = island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    island.core.stopped("a", 2.0, died="exited with code 139", log=["segmentation fault"])
+    seat = island.core.seats["a"]
+    assert (seat.error, seat.log) == ("exited with code 139", ("segmentation fault",))
+    assert island.log[-1].reason == "died: exited with code 139"
+    assert island.steps(2.0) == ["start b"]
+    island.core.started("b", 3.0)
+    assert waiting.backend == "b"
+    island.sound()
+
+
+def test_one_that_ended_too_soon_and_was_about_to_be_stopped_cools_down_all_the_same():
+    island = Island(A, B).with_resident("a")
+    island.request("b", 1.0)
+    assert island.steps(1.0) == ["stop a"]
+    island.core.stopped("a", 2.0, died="exited with code 139")
+    assert "exited with code 139" in island.request("a", 3.0).error.message
+    assert check(island.log, island.config) == []
+
+
+def test_an_end_that_a_stop_brought_about_late_is_no_death():
+    island = Island(A).with_resident("a")
+    island.core.unload_requested("a", 1.0, "unload requested")
+    assert island.steps(1.0) == ["stop a"]
+    island.core.stop_failed("a", 2.0, "no")
+    assert island.steps(7.0) == ["stop a"]
+    island.core.stopped("a", 8.0, died="was killed (code 137)")
+    assert (island.core.seats["a"].error, island.log[-1].reason) == ("", "")
+    assert not island.request("a", 9.0).settled
+
+
 def test_the_checker_sees_a_load_before_the_cool_down_of_who_ended_too_soon():
     island = Island(A)
     loaded(island, 0.0)

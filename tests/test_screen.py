@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.screen import LAST, MODEL_HEAD, Picture, model_row, paint, table, width
+from anvil_mux.screen import LAST, MODEL_HEAD, Picture, last_lines, model_row, paint, table, width
 
 BACKEND: dict[str, Any] = {"size": None, "unload_seconds": None}
 MODEL: dict[str, Any] = {
@@ -54,6 +54,13 @@ def test_a_picture_shows_gpus_models_and_lines() -> None:
     assert ["a", "draining", "0", "2", "0", "3.0", "s", "leaving"] in shown
     assert ["b", "empty", "pinned", "0", "0", "1", "exited", "with", "code", "1"] in shown
     assert ["#7", "b", "12", "s"] in shown
+
+
+def test_what_happened_to_a_backend_that_failed_is_shown_in_full_with_its_engines_last_lines() -> None:
+    failed = {"error": "exited with code 139", "log": [f"line {n}" for n in range(9)]}
+    models = {"a": {"backends": {"a": {"error": None, "log": []}}}, "b": {"backends": {"b-1": failed}}}
+    shown = list(last_lines(models))
+    assert shown == ["", "b-1: exited with code 139", *[f"  | line {n}" for n in range(4, 9)]]
 
 
 def test_a_picture_follows_the_state_and_keeps_the_last_events() -> None:

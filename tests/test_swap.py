@@ -140,6 +140,31 @@ def test_an_eviction_stops_the_service():
     assert runtime.calls == ["stop"]
 
 
+@pytest.mark.parametrize("how", ["stop", "pause"])
+def test_of_an_engine_that_had_ended_before_its_eviction_it_is_said_how(
+    how: str, caplog: pytest.LogCaptureFixture
+):
+    runtime = Notes()
+    runtime.how = "exited with code 139"
+    rested = Swapper(runtime).evict(BACKEND, how)
+    assert rested == Rested("stop", died="exited with code 139", log=("first", "last"))
+    assert caplog.text == ""
+
+
+def test_an_engine_that_ends_while_it_is_told_to_rest_is_not_blamed_for_that(
+    caplog: pytest.LogCaptureFixture,
+):
+    """Docker may know of an end a moment after it happened."""
+
+    class Frozen(Notes):
+        def pause(self, backend: Backend) -> None:
+            self.how = "exited with code 139"
+            raise BackendError("service m exited with code 139")
+
+    assert Swapper(Frozen()).evict(BACKEND, "pause").died == "exited with code 139"
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize("error", [BackendError("stuck"), OSError("stuck")])
 def test_an_eviction_that_fails_is_a_backend_error(error: Exception):
     runtime = Notes()
