@@ -54,6 +54,7 @@ LATER = (
     "routing_mode",
     "routing_store",
     "upstream_timeout",
+    "client_timeout",
     "hooks",
 )
 TLS = ("tls_cert", "tls_key")

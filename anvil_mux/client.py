@@ -1,8 +1,8 @@
 """The client's side of a connection: reading with limits, writing in one piece.
 
-The socket stays blocking. SO_RCVTIMEO and SO_SNDTIMEO bound single calls without a system call for each of
-them; a head must be complete ``HEAD_SECONDS`` after its first byte, and a body must keep a minimum rate, so
-that a client cannot hold a thread by dripping bytes.
+The socket stays blocking. SO_RCVTIMEO bounds single calls without a system call for each of them; a head must
+be complete ``HEAD_SECONDS`` after its first byte, and a body must keep a minimum rate, so that a client can
+not hold a thread by dripping bytes. One that takes nothing of what it is sent is left (``Unread``).
 
 ``read_head`` hands out one head at a time; what was read beyond it (a body, a pipelined request) stays in the
 buffer. The body of the request is then read once, by one of ``read_body`` and ``read_pieces``, or by nobody:
@@ -11,13 +11,15 @@ buffer. The body of the request is then read once, by one of ``read_body`` and `
 
 from __future__ import annotations
 
+import select
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from socket import SHUT_WR, SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET, socket
+from socket import MSG_DONTWAIT, SHUT_WR, SO_RCVTIMEO, SOL_SOCKET, socket
 
 from anvil_mux import http1
-from anvil_mux.errors import BadRequest, ClientGone, TooLarge
+from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, TooLarge
+from anvil_mux.pump import Unread
 from anvil_mux.relay import timeval
 
 READ = 16384
@@ -25,8 +27,8 @@ READ = 16384
 IDLE_SECONDS = 75.0
 """Between two requests; longer than clients keep idle connections, so that they close first."""
 HEAD_SECONDS = 30.0
-SEND_SECONDS = 60.0
-"""How long a client may take none of what it is sent."""
+LOOK_SECONDS = 0.25
+"""How often it is looked whether a client that is behind still takes what it is sent."""
 BODY_SECONDS = 30.0
 """The longest silence within a body, and what any body may take."""
 BODY_RATE = 1024
@@ -38,11 +40,13 @@ DISCARD = 65536
 class Client:
     """One connection. Used by the one thread that serves it."""
 
-    __slots__ = ("_begun", "_buffer", "_last_head", "_timeout", "_unread", "address", "socket")
+    __slots__ = ("_begun", "_buffer", "_last_head", "_patience", "_timeout", "_unread", "address", "socket")
 
-    def __init__(self, connection: socket, address: str) -> None:
+    def __init__(self, connection: socket, address: str, patience: float = 60.0) -> None:
+        """``patience``: seconds in which it may take nothing of what it is sent."""
         self.socket = connection
         self.address = address
+        self._patience = patience
         self._buffer = b""
         self._unread: http1.Request | None = None
         """The request whose body has not been read yet."""
@@ -51,7 +55,6 @@ class Client:
         self._last_head: http1.LastHead[http1.Request] = http1.LastHead()
         self._timeout = 0.0
         self._wait_at_most(IDLE_SECONDS)
-        connection.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval(SEND_SECONDS))
 
     def _wait_at_most(self, seconds: float) -> None:
         if seconds != self._timeout:
@@ -221,10 +224,32 @@ class Client:
     # Writing
 
     def send(self, data: bytes) -> None:
+        """All of it; ClientGone, ClientStalled."""
+        sent = self._send(data)
+        if sent != len(data):
+            self._send_rest(memoryview(data)[sent:])
+
+    def _send(self, data: bytes | memoryview) -> int:
+        """As much as there is room for."""
         try:
-            self.socket.sendall(data)
+            return self.socket.send(data, MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
         except OSError as error:
             raise ClientGone(f"The client could not be written to: {error}.") from None
+
+    def _send_rest(self, left: memoryview) -> None:
+        poll = select.poll()
+        poll.register(self.socket, select.POLLOUT)
+        unread = Unread(self.socket, time.monotonic())
+        while left:
+            poll.poll(LOOK_SECONDS * 1000)
+            sent, now = self._send(left), time.monotonic()
+            left = left[sent:]
+            if sent:
+                unread = Unread(self.socket, now)
+            elif unread.seconds(now) > self._patience:
+                raise ClientStalled(f"The client took nothing of its answer for {self._patience:g} s.")
 
     def part(self) -> None:
         """Says that nothing more is sent and reads on for a moment.

@@ -155,6 +155,8 @@ class Config:
     max_connections: int = 2048
     upstream_timeout: float = 600.0
     """The longest silence of an engine, before or within an answer."""
+    client_timeout: float = 60.0
+    """How long a client may take nothing of what waits for it."""
     loading_grace: float = 5.0
     """Silence before the keep-alive lines of a waiting stream begin."""
     max_body: int = 64 << 20
@@ -311,6 +313,9 @@ SETTINGS: dict[str, Setting] = {
     "max_queue": Setting(COUNT, "Waiting requests over all models; more are told that it is overloaded."),
     "max_connections": Setting(COUNT, "Clients connected at once."),
     "upstream_timeout": Setting(SECONDS, "The longest silence of an engine, before or within an answer."),
+    "client_timeout": Setting(
+        SECONDS, "How long a client may take nothing of its answer, which is ended then."
+    ),
     "loading_grace": Setting(SECONDS, "Silence before the keep-alive lines of a waiting stream begin."),
     "max_body": Setting(SIZE, "The largest JSON request."),
     "max_upload": Setting(SIZE, "The largest multipart request (audio, images)."),

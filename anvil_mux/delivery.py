@@ -23,6 +23,7 @@ from anvil_mux.errors import (
     BackendError,
     BadRequest,
     ClientGone,
+    ClientStalled,
     MuxError,
     RefusedByEngine,
     Severed,
@@ -153,6 +154,8 @@ class Delivery:
             )
             ended, error = exchange.tunnel(call.client.take_rest())
             call.sent += ended.passed
+            if isinstance(error, ClientGone):
+                raise error
             if error:
                 if isinstance(error, Failed):
                     error = self.judged(call, lease, error)
@@ -228,8 +231,10 @@ class Delivery:
         match end:
             case End.COMPLETE:
                 return
-            case End.CLIENT_GONE | End.UNREAD:
+            case End.CLIENT_GONE:
                 raise ClientGone("The client left its stream.")
+            case End.UNREAD:
+                raise ClientStalled(f"The client took nothing for {self._relay.client_timeout:g} s.")
             case End.SEVERED:
                 error = lease.severed_error()
             case End.STALLED:

@@ -244,3 +244,9 @@ class ClientGone(MuxError):
     """The client left; seen in logs and metrics only."""
 
     status, code = 499, "client_gone"
+
+
+class ClientStalled(ClientGone):
+    """For `client_timeout` the client took nothing of what waited for it; seen in logs and metrics only."""
+
+    code = "client_stalled"

@@ -41,6 +41,7 @@ from anvil_mux import __version__, api, gauges
 from anvil_mux.accesslog import Served
 from anvil_mux.config import WAYS, Config
 from anvil_mux.costs import Cost
+from anvil_mux.errors import ClientStalled
 from anvil_mux.events import LEAVES, NO_ANSWER, Event
 from anvil_mux.footprint import Footprint
 from anvil_mux.gauges import NONE, SEVERAL
@@ -167,6 +168,7 @@ class Metrics:
         self._swap_seconds = Histograms()
         self._phases = Histograms()
         self._severed: Counter[Labels] = Counter()
+        self._stalled: Counter[Labels] = Counter()
         self._deferrals: Counter[Labels] = Counter()
         self._evictions: Counter[Labels] = Counter()
         self._demotions: Counter[Labels] = Counter()
@@ -201,7 +203,7 @@ class Metrics:
         self._models |= config.names
         for model in set(self._models.values()) - known:
             self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
-            self._severed[model,] = 0
+            self._severed[model,] = self._stalled[model,] = 0
             self._tokens[model] = [0] * len(TOKENS)
             for result in RESULTS:
                 self._loads[model, result] = 0
@@ -213,6 +215,8 @@ class Metrics:
         model = self._models.get(record.model, UNKNOWN)
         route = self._routes.get(record.path) or _other_spelling(record.path)
         self._requests[model, route, record.status] += 1
+        if record.code == ClientStalled.code:
+            self._stalled[model,] += 1
         self._durations[model, route].observe(record.seconds)
         if record.backend:
             by_model = (model,)
@@ -428,6 +432,12 @@ class Metrics:
             "What models went through: cooldown, drain, evict, verify, freeze, load, ready, probe.",
             "model phase",
             self._phases,
+        )
+        yield _counter(
+            "anvil_stalled_clients",
+            "Requests that ended because their client took nothing of what waited for it.",
+            "model",
+            self._stalled,
         )
         yield _counter(
             "anvil_severed_requests", "Requests cut because a drain ended.", "model", self._severed

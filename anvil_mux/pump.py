@@ -17,15 +17,18 @@ Rules:
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import select
+import termios
 import threading
 import time
 from _thread import allocate_lock
 from collections.abc import Callable
 from enum import Enum
 from socket import MSG_DONTWAIT, SHUT_RDWR, socket
+from struct import unpack
 from typing import Protocol
 
 from anvil_mux.errors import BackendError
@@ -57,6 +60,36 @@ class End(Enum):
     """The client did not read for longer than allowed."""
 
 
+class Unread:
+    """How long a client has taken none of the bytes that wait for it: one rule for all who send to clients.
+
+    Begun anew whenever a byte could be sent. What the client takes of the bytes that were sent before counts
+    too: on a slow connection there is room for more long after the first of them was taken. While nothing
+    waits for the client nobody asks, so an engine may be as slow as it is.
+    """
+
+    __slots__ = ("_client", "_left", "_since")
+
+    def __init__(self, client: socket, now: float) -> None:
+        self._client = client
+        self._left = _untaken(client)
+        self._since = now
+
+    def seconds(self, now: float) -> float:
+        left = _untaken(self._client)
+        if left != self._left:
+            self._left, self._since = left, now
+        return now - self._since
+
+
+def _untaken(client: socket) -> int:
+    """The bytes that were sent and have not arrived."""
+    try:
+        return int(unpack("i", fcntl.ioctl(client, termios.TIOCOUTQ, bytes(4)))[0])
+    except OSError:
+        return 0
+
+
 class Body(Protocol):
     """Where the engine's body ends, and what the client gets of it."""
 
@@ -81,6 +114,7 @@ class Stream:
         "pending",
         "relayed",
         "said",
+        "unread",
         "upstream",
         "watch",
         "woken",
@@ -96,6 +130,8 @@ class Stream:
         """Called with what the engine sends, by the pump's thread; False: the client must not see it."""
         self.pending = b""
         """What the client has not taken yet; the engine is not read meanwhile."""
+        self.unread: Unread | None = None
+        """Of the client, while there is something pending."""
         self.last = b""
         """The last bytes that the client was sent."""
         self.relayed = 0
@@ -234,6 +270,7 @@ class Pump:
         self._epoll.unregister(stream.upstream)
         self._epoll.modify(stream.client, CLIENT | select.EPOLLOUT)
         stream.pending = rest
+        stream.unread = Unread(stream.client, stream.active)
 
     def _client_event(self, stream: Stream, event: int, now: float) -> None:
         if event & LEFT:
@@ -252,7 +289,8 @@ class Pump:
         stream.active = now
         stream.relayed += sent
         stream.pending = stream.pending[sent:]
-        if stream.pending:
+        stream.unread = Unread(stream.client, now) if stream.pending else None
+        if stream.unread:
             return
         if stream.body.ended:
             self._end(stream, End.COMPLETE)
@@ -262,10 +300,10 @@ class Pump:
 
     def _sweep(self, now: float) -> None:
         for stream in set(self._streams.copy().values()):
-            if stream.pending:
+            if stream.unread:
                 if stream.cut:
                     self._end(stream, End.SEVERED)
-                elif now - stream.active > self._unread:
+                elif stream.unread.seconds(now) > self._unread:
                     self._end(stream, End.UNREAD)
             elif now - stream.active > self._silence:
                 self._end(stream, End.STALLED)

@@ -41,7 +41,7 @@ from typing import Protocol
 from anvil_mux import http1
 from anvil_mux.config import Backend
 from anvil_mux.engine import idle_connections
-from anvil_mux.errors import BackendError, ClientGone, MuxError
+from anvil_mux.errors import BackendError, ClientGone, ClientStalled, MuxError
 from anvil_mux.pump import EVENT, TOKENS, End, Pump, Stream
 from anvil_mux.tunnel import Ended, tunnel
 
@@ -280,10 +280,14 @@ def _is_made(connection: socket, address: Address, look: Callable[[], object]) -
 
 
 class Relay:
-    """The pool and the pump that all requests share. ``timeout``: the longest silence of an engine."""
+    """The pool and the pump that all requests share.
+
+    ``timeout``: the longest silence of an engine; ``client_timeout``: how long a client may take nothing.
+    """
 
     def __init__(self, timeout: float = 600.0, client_timeout: float = 60.0) -> None:
         self.timeout = timeout
+        self.client_timeout = client_timeout
         self.pool = Pool()
         self.pump = Pump(timeout, client_timeout)
         self.read: dict[Address, float] = {}
@@ -544,9 +548,13 @@ class Exchange:
             begun=self.data,
             must_end=lambda: lease.severed,
             silence=self._relay.timeout,
+            unread=self._relay.client_timeout,
         )
         if lease.severed:
             return ended, lease.severed_error()
+        if ended.by == "unread":
+            seconds = self._relay.client_timeout
+            return ended, ClientStalled(f"The client took nothing of what was said for {seconds:g} s.")
         if ended.by == "silence":
             return ended, BackendError(f"Nothing was said for {self._relay.timeout:g} s.")
         if ended.by == "engine" and ended.open:

@@ -197,7 +197,7 @@ class Program:
         state = state_folder(config.project, os.environ)
         self._learned, self._notes = Learned(state, self._say), Notes(state)
         with _pinned(options.pin):
-            relay = Relay(timeout=config.upstream_timeout)
+            relay = Relay(timeout=config.upstream_timeout, client_timeout=config.client_timeout)
             self._pool = relay.pool
             self._home = Home(
                 CPUs(os.sched_getaffinity(0)),
@@ -291,6 +291,7 @@ class Program:
                 max_connections=self._config.max_connections,
                 home=self._home,
                 tls=tls,
+                client_timeout=self._config.client_timeout,
             )
         except OSError as error:
             advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"

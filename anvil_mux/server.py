@@ -56,7 +56,7 @@ class Connection(BaseRequestHandler):
             self._serve()
             return
         try:
-            with Plain(self.request, server.tls) as self.plain:
+            with Plain(self.request, server.tls, 2 * server.client_timeout) as self.plain:
                 server.connections.discard(self.request)
                 server.connections.add(self.plain)
                 self._serve()
@@ -66,7 +66,7 @@ class Connection(BaseRequestHandler):
             server.connections.discard(self.plain)
 
     def _serve(self) -> None:
-        client = Client(self.plain, self.client_address[0])
+        client = Client(self.plain, self.client_address[0], self.server.client_timeout)
         home = self.server.home
         cpus = home.everywhere
         try:
@@ -115,8 +115,11 @@ class Server(ThreadingHTTPServer):
         max_connections: int = 2048,
         home: Home | None = None,
         tls: ssl.SSLContext | None = None,
+        client_timeout: float = 60.0,
     ) -> None:
+        """``client_timeout``: how long a client may take nothing of what it is sent."""
         self.tls = tls
+        self.client_timeout = client_timeout
         self.gateway = gateway
         self.home = home or Home(CPUs(os.sched_getaffinity(0)), adapts=False)
         self.connections: set[socket.socket] = set()

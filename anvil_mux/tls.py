@@ -20,8 +20,6 @@ from anvil_mux.errors import ClientGone
 READ = 65536
 HANDSHAKE_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
-STALLED_SECONDS = 60.0
-"""How long a client may take nothing of what it is sent."""
 
 
 def build_context(cert: str, key: str) -> ssl.SSLContext:
@@ -34,9 +32,14 @@ def build_context(cert: str, key: str) -> ssl.SSLContext:
 
 
 class Plain:
-    """The plain end of an encrypted connection. A context manager; leaving it closes both."""
+    """The plain end of an encrypted connection. A context manager; leaving it closes both.
 
-    def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+    ``patience``: seconds after which a client that takes nothing is left; more than whoever sends to the
+    plain end gives it, since that knows what was sent.
+    """
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, patience: float) -> None:
+        self._patience = patience
         connection.settimeout(HANDSHAKE_SECONDS)
         try:
             self._secure = context.wrap_socket(connection.dup(), server_side=True)
@@ -95,7 +98,7 @@ class Plain:
         for end, wants in ((self._secure, secure_wants), (self._inner, inner_wants)):
             if wants:
                 poll.register(end, wants)
-        if not poll.poll(STALLED_SECONDS * 1000) and stalled:
+        if not poll.poll(self._patience * 1000) and stalled:
             raise TimeoutError
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from socket import MSG_DONTWAIT, socket
 from typing import Literal
 
+from anvil_mux.pump import Unread
+
 READ = 65536
 LOOK_SECONDS = 0.25
 """How often it is asked whether the tunnel must end."""
@@ -35,7 +37,7 @@ Side = Literal["client", "engine"]
 class Ended:
     """How a tunnel has ended."""
 
-    by: Literal["client", "engine", "silence", "order"]
+    by: Literal["client", "engine", "silence", "unread", "order"]
     passed: int
     """Bytes that the client was sent."""
     open: bool
@@ -87,8 +89,17 @@ class _Way:
         self._ends = ends
         self._held = held
         """What the sink has not taken yet."""
+        self._unread: Unread | None = None
         self.passed = 0
         self.frames = _Frames()
+
+    def is_stalled(self, now: float, patience: float) -> bool:
+        """The sink has taken nothing of what waits for it for more than ``patience`` seconds."""
+        if not self._held:
+            return False
+        if self._unread is None:
+            self._unread = Unread(self._sink, now)
+        return self._unread.seconds(now) > patience
 
     @property
     def awaits(self) -> tuple[int, int]:
@@ -111,6 +122,7 @@ class _Way:
             return None
         except OSError:
             return self._ends[end]
+        self._unread = None
         self.note(self._held[:sent])
         self._held = self._held[sent:]
         return None
@@ -128,26 +140,36 @@ def tunnel(
     begun: bytes = b"",
     must_end: Callable[[], bool],
     silence: float,
+    unread: float,
 ) -> Ended:
     """Blocks until the tunnel has ended.
 
-    ``said``: what the client has said already; ``begun``: what it was sent already.
+    ``said``: what the client has said already; ``begun``: what it was sent already. ``silence``: seconds in
+    which nobody may say anything; ``unread``: in which the client may take nothing of what waits for it.
     """
     up = _Way(client, engine, ("client", "engine"), said)
     down = _Way(engine, client, ("engine", "client"))
     down.frames.follow(begun)
-    by = _pass_on(client, engine, (up, down), must_end, silence)
-    return Ended(by, down.passed, by != "client" and down.frames.has_room)
+    by = _pass_on(client, engine, (up, down), must_end, silence, unread)
+    return Ended(by, down.passed, by not in ("client", "unread") and down.frames.has_room)
 
 
 def _pass_on(
-    client: socket, engine: socket, ways: tuple[_Way, _Way], must_end: Callable[[], bool], silence: float
-) -> Literal["client", "engine", "silence", "order"]:
+    client: socket,
+    engine: socket,
+    ways: tuple[_Way, _Way],
+    must_end: Callable[[], bool],
+    silence: float,
+    patience: float,
+) -> Literal["client", "engine", "silence", "unread", "order"]:
     poll = select.poll()
     active = time.monotonic()
     sides: dict[int, Side] = {client.fileno(): "client", engine.fileno(): "engine"}
     while not must_end():
-        if time.monotonic() - active >= silence:
+        now = time.monotonic()
+        if ways[1].is_stalled(now, patience):
+            return "unread"
+        if now - active >= silence:
             return "silence"
         masks = dict.fromkeys(sides, 0)
         awaited = {way: way.awaits for way in ways}

@@ -360,7 +360,6 @@ class Rig:
         *,
         patience: Patience | None = None,
         max_connections: int = 2048,
-        client_timeout: float = 60.0,
         keys: Keyring | None = None,
         tls: ssl.SSLContext | None = None,
         mechanism: Mechanism | None = None,
@@ -380,7 +379,7 @@ class Rig:
         self.mechanism = mechanism or Mechanism({"a": self.engine, "b": self.other})
         self.mechanism.gate.set()
         self.events = Events()
-        self.relay = Relay(self.config.upstream_timeout, client_timeout)
+        self.relay = Relay(self.config.upstream_timeout, self.config.client_timeout)
         self.mux = Multiplexer(
             self.config, self.mechanism, log=self.events.add, has_heard=self.relay.has_heard
         )
@@ -400,7 +399,12 @@ class Rig:
             keys=keys,
         )
         self.server = Server(
-            ("127.0.0.1", 0), self.gateway, self.mux, max_connections=max_connections, tls=tls
+            ("127.0.0.1", 0),
+            self.gateway,
+            self.mux,
+            max_connections=max_connections,
+            tls=tls,
+            client_timeout=self.config.client_timeout,
         )
         self.address: tuple[str, int] = self.server.server_address[:2]  # type: ignore[assignment]
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)

@@ -130,7 +130,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
           {listen: "0.0.0.0:80", runtime: process, project: p, gpus: ["0"], preemption: lru,
            policy: {name: debounce, quiet: "2"}, drain_timeout: 0, queue_timeout: 1m, max_wait: 2,
            max_queue: 3, max_connections: 4, upstream_timeout: 5, loading_grace: 6, max_body: 1MiB,
-           max_upload: 2MB, default_model: a, on_exit: stop, routing: lmetric,
+           client_timeout: 7, max_upload: 2MB, default_model: a, on_exit: stop, routing: lmetric,
            host_memory: 64GiB, prepare: yes, hooks: {url: "http://x"},
            hosts: [mux], cors: ["HTTPS://app.example"], key_file: /keys, tls_cert: /cert, tls_key: /key}
         services: {a: {command: [a], x-anvil: {}}}
@@ -140,6 +140,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert (found.policy, found.policy_settings, found.preemption) == ("debounce", {"quiet": 2.0}, "lru")
     assert (found.drain_timeout, found.queue_timeout, found.max_wait, found.max_queue) == (0, 60, 2, 3)
     assert (found.max_connections, found.upstream_timeout, found.loading_grace) == (4, 5, 6)
+    assert found.client_timeout == 7
     assert (found.max_body, found.max_upload) == (1 << 20, 2_000_000)
     assert (found.default_model, found.on_exit, found.routing) == ("a", "stop", "lmetric")
     assert (found.host_memory, found.prepare, found.backends[0].prepare) == (64 << 30, True, True)

@@ -16,7 +16,7 @@ ROWS = (
     "control gpu compose process freed lookout driver checkpoint",
     "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
     "prompts fleet contest",
-    "answers tunnel pump relay accesslog gauges metrics feed journal learned client tls",
+    "answers pump tunnel relay accesslog gauges metrics feed journal learned client tls",
     "call heads delivery inference console healthz routerapi reloads gateway server signals",
     "serve tally byhand bench profiler output arguments asking studying cli __main__",
 )

@@ -252,7 +252,7 @@ def test_a_client_that_never_reads_again_is_left(
     with pytest.raises(OSError):
         asked.send(*[event] * 1000)
     rig.events.wait("released")
-    assert rig.events.record().code == "client_gone"
+    assert rig.events.record().code == "client_stalled"
 
 
 def test_many_streams_at_once_do_not_mix(rig: Rig) -> None:
