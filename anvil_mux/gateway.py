@@ -255,7 +255,9 @@ class Gateway:
         return found
 
     def _readyz(self, request: http1.Request) -> Answer:
-        problems = self._problems()
+        unseen = ", ".join(self._mux.unseen)
+        adoption = unseen and f"it is not known yet whether these run already: {unseen}"
+        problems = {**self._problems(), "adoption": adoption}
         ready = not any(problems.values())
         text = "ok\n" if ready else "not ready\n"
         if not ready or "verbose" in request.query.split("&"):
@@ -278,6 +280,7 @@ class Gateway:
             "version": __version__,
             "uptime_seconds": round(time.time() - self._started, 1),
             "problems": problems,
+            "adopting": self._mux.unseen,
             "waiting": status.waiting,
             "leases": status.leases,
             "models": {model.model: healthz.model_state(model) for model in status.models},

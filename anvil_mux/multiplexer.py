@@ -695,10 +695,31 @@ class Multiplexer:
             island.changed.notify_all()
             self._ask_others(changes)
 
+    def expect(self, backends: Iterable[str]) -> None:
+        """They may run already: nothing is begun beside them until each was adopted or ``looked_at``."""
+        with self._lock:
+            for name in backends:
+                self._layout.of_backend[name].expected(name)
+
+    def looked_at(self, backends: Iterable[str]) -> None:
+        """It is known of them whether they ran; what was not adopted holds nothing (any more)."""
+        for name in backends:
+            self._tell(name, lambda residency, now, name=name: residency.looked_at(name))  # type: ignore[misc]
+
+    @property
+    def unseen(self) -> list[str]:
+        """The backends of which it is not known yet whether they run."""
+        with self._lock:
+            return sorted(name for island in self._each_island() for name in island.residency.unseen)
+
     def adopt(self, running: Mapping[str, str], parked: Mapping[str, Rested] | None = None) -> list[str]:
         """Takes over backends that run already (name -> URL), or rest; returns those that cannot stay."""
         with self._lock:
-            return self._adopt(running, parked or {}, self._clock.now())
+            refused = self._adopt(running, parked or {}, self._clock.now())
+            for island in self._each_island():
+                self._wake_settled(island)
+                island.changed.notify_all()
+        return refused
 
     def _adopt(self, running: Mapping[str, str], parked: Mapping[str, Rested], now: float) -> list[str]:
         refused = []

@@ -39,6 +39,7 @@ Invariants:
     Nobody is leased who was there when backends ended twice: the request may be what ends them.
  9. What can never fit, at all or beside what is pinned, is refused before anything is drained. What is
     pinned drains for no other model.
+10. While it is not known of some backend whether it runs already (``expected``), nothing is begun.
 
 A backend that the configuration has no longer, or not as it is (``retired``), is leaving: it gets no new
 leases, is drained and stopped, whatever its ladder says, and its seat is left for good. Its line waits on for
@@ -252,6 +253,7 @@ class Residency:
         self._parkers = [seat for seat in self.seats.values() if seat.backend.rest != ("stop",)]
         self._turns = {s.model: Turns[Ticket]() for s in self.seats.values() if s.backend.concurrency}
         """Of models that may have a line while they are resident: who is next in it."""
+        self._unseen = set[str]()  # backends that may run already: until that is known nothing is begun
         self._unkept: set[str] = set()
         """Models that go once nobody uses them, unless they are asked for again before."""
         self._left, self._bounds = dict[str, float](), dict[str, float]()
@@ -283,6 +285,7 @@ class Residency:
         self._swaps += before._swaps
         self._unprepared += [each for each in before._unprepared if self.seats.get(each.name) is each]
         self._left |= before._left
+        self._unseen |= before._unseen & self.seats.keys()
         self._unkept |= before._unkept & self.lines.keys()
         self._placement.strangers = {**self._placement.strangers, **before._placement.strangers}
         for model, line in before.lines.items():
@@ -592,14 +595,32 @@ class Residency:
 
     # Facts from the engines
 
+    def expected(self, name: str) -> None:
+        """The backend may run already: until it is ``adopted`` or ``looked_at`` requests only wait."""
+        self._unseen.add(name)
+
+    def looked_at(self, name: str) -> None:
+        """It is known now whether the backend ran: what was not adopted holds nothing (any more)."""
+        self._unseen.discard(name)
+
+    @property
+    def unseen(self) -> set[str]:
+        """The backends of which it is not known yet whether they run."""
+        return self._unseen
+
     def adopt(self, name: str, now: float) -> bool:
         """The backend ran before we did; False if it cannot stay beside those already adopted."""
         seat = self.seats[name]
         if any(amount > 0 for amount in self._placement.missing(seat).values()):
             return False
         self._enter(seat, "adopt", now)
+        self._unseen.discard(name)
         seat.last_used = now  # how long it has been resident, nobody knows
         self._emit(Event(now, "ready", seat.model, name, reason="adopted"))
+        if self.lines[seat.model]:
+            self._admit(seat.model, now)
+        if seat.pinned:
+            self._fail_refused(now)
         return True
 
     def adopt_parked(
@@ -610,6 +631,7 @@ class Residency:
         if self._placement.crowds(residual):
             return False
         self._enter(seat, "adopt_parked", now)
+        self._unseen.discard(name)
         seat.rests, seat.residual, seat.host_bytes = how, dict(residual), host_bytes
         if how in PINS:
             seat.ram = max(seat.ram, host_bytes)
@@ -780,6 +802,8 @@ class Residency:
 
     def next_step(self, now: float) -> Step:
         """What is to be done now. Each ``Start`` and ``Stop`` is handed out once."""
+        if self._unseen:
+            return Wait(FOREVER)
         while True:
             if now < self._plans_hold_until:
                 if self._ask_policy(self._plans, now):

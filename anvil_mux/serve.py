@@ -3,7 +3,9 @@
 At the start the state folder is locked (two of us on one project would put out each other's engines) and the
 address bound, so that whatever prevents serving is said before anything is touched. Engines that run already
 are adopted if they answer for their model, or rest; those that do neither, that cannot stay beside the others
-or that the configuration no longer has are stopped.
+or that the configuration no longer has are stopped. Requests are accepted meanwhile: each engine serves as
+soon as it is adopted, and nothing is loaded on GPUs while it is not known who holds them. /readyz and systemd
+are told that we are ready when all of that is known.
 
 The first SIGTERM or SIGINT drains: requests that run are finished within ``drain_timeout``, new ones refused.
 The second ends the program at once. Engines run on or are stopped, as ``on_exit`` says, but one that is still
@@ -30,7 +32,7 @@ from functools import partial
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from anvil_mux import __version__, eventlog, gpu, journal
 from anvil_mux.accesslog import stamp
@@ -76,6 +78,7 @@ COMMANDS_SECONDS = 60.0
 ENGINE_SECONDS = 60.0
 """What runtimes may take around an engine's own time to stop."""
 
+T = TypeVar("T")
 Adopt = Callable[[Mapping[str, str], Mapping[str, Rested]], list[str]]
 """Takes over what runs (name -> URL) and what rests; the names of those that cannot stay."""
 
@@ -135,11 +138,11 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
             config, options, access, events, keys=keys, tls=tls, lock=lock, read=read, reloading=reading
         )
         watch = Watch(program.files)
-        program.adopt()
         program.start()
         place = Place(program.url, tuple(os.path.abspath(file) for file in config.files))
         with announced(state_folder(config.project, os.environ), place):
             _print_banner(config, program.url, options, with_key=bool(keys))
+            program.adopt()
             notifier.tell(READY="1")
             if notifier.is_heard:
                 threading.Thread(
@@ -241,6 +244,9 @@ class Program:
                 clock=self._clock,
                 has_heard=relay.has_heard,
             )
+            self._mux.expect(backend.name for backend in config.backends)
+            self._all_seen = threading.Event()
+            """It is known what ran before we did."""
             used = {id for backend in config.backends for id in backend.gpus}
             self._lookout = Lookout(used, self._runtime.owner, tell=self._mux.strangers_hold)
             self._scraper = Scraper(self._mux.resident_replicas, self._mux.observed, self._mux.silent)
@@ -330,8 +336,6 @@ class Program:
         self._clock.spawn(self._load_logs.run, "load-logs")
         for number, hook in enumerate(self._config.hooks):
             self._clock.spawn(partial(self._tell_hook, Telling(hook, self._say)), f"hook-{number}")
-        if self._has_gpus:
-            self._clock.spawn(self._lookout.run, "lookout")
         if self._config.routing_mode == "full":
             self._clock.spawn(self._scraper.run, "scraper")
         if self._sharing:
@@ -371,9 +375,29 @@ class Program:
     # Engines that run already
 
     def adopt(self) -> None:
-        """Takes over what answers or rests, stops what is left."""
+        """Takes over what answers or rests, stops what is left. Called once, while requests come already."""
         self._stop_orphans()
-        self._take_over(self._config.backends, self._mux.adopt)
+        backends = {backend.name: backend for backend in self._config.backends}
+        running = self._running(backends)
+        self._mux.looked_at(backends.keys() - running.keys())
+        self._each(partial(self._adopt_one, self._adopter()), [(backends[n], running[n]) for n in running])
+        self._all_seen.set()
+        if self._has_gpus:  # whose processes are whose is known now
+            self._clock.spawn(self._lookout.run, "lookout")
+
+    def _adopt_one(self, adopter: Adopter, backend: Backend, url: str) -> None:
+        """Its GPUs are not given to others before it serves, rests, or was stopped."""
+        match adopter.look(backend, url):
+            case Awake(url):
+                refused = self._mux.adopt({backend.name: url})
+            case Rested() as rested:
+                refused = self._mux.adopt({}, {backend.name: rested})
+            case Unfit(why):
+                refused = []
+                self._stop_engine(backend, f"{why}; the next request for {backend.model} loads it anew")
+        if refused:
+            self._stop_engine(backend, "it cannot stay beside the others")
+        self._mux.looked_at([backend.name])
 
     def _take_over(self, backends: Iterable[Backend], adopt: Adopt) -> None:
         """Those of ``backends`` that run already; ``adopt`` is called whether any does or not."""
@@ -387,23 +411,33 @@ class Program:
         self._stop_engines([(backend, "it cannot stay beside the others") for backend in late])
 
     def _look_at(self, backends: Mapping[str, Backend]) -> list[tuple[Backend, Found]]:
+        running = self._running(backends)
+        pairs = [(backends[name], url) for name, url in running.items()]
+        found = self._each(self._adopter().look, pairs)
+        return [(backend, each) for (backend, _), each in zip(pairs, found, strict=True)]
+
+    def _running(self, backends: Mapping[str, Backend]) -> dict[str, str]:
+        """Those of ``backends`` that run, and where."""
         try:
             running = self._runtime.running() if backends else {}
         except MuxError as error:
             self._say(f"cannot see what runs already: {error.message}")
-            return []
-        here = [backend for name, backend in backends.items() if name in running]
-        if not here:
-            return []
-        probe = gpu.probe if gpu.probe().readings else None
-        adopter = Adopter(self._runtime, self._notes, probe=probe, checkpointer=Checkpointer())
-        with ThreadPoolExecutor(len(here)) as pool:
-            return [*zip(here, pool.map(lambda b: adopter.look(b, running[b.name]), here), strict=True)]
+            return {}
+        return {name: running[name] for name in backends if name in running}
+
+    def _adopter(self) -> Adopter:
+        probe = gpu.probe if self._has_gpus else None
+        return Adopter(self._runtime, self._notes, probe=probe, checkpointer=Checkpointer())
 
     def _stop_engines(self, pairs: Sequence[tuple[Backend, str]]) -> None:
         """Side by side, each for a reason."""
+        self._each(self._stop_engine, pairs)
+
+    @staticmethod
+    def _each(do: Callable[[Backend, str], T], pairs: Sequence[tuple[Backend, str]]) -> list[T]:
+        """Side by side; each may take long."""
         with ThreadPoolExecutor(len(pairs) or 1) as pool:
-            list(pool.map(lambda pair: self._stop_engine(*pair), pairs))
+            return list(pool.map(lambda pair: do(*pair), pairs))
 
     def _stop_orphans(self) -> None:
         """Stops what an earlier start served and the configuration has no longer.
@@ -453,6 +487,7 @@ class Program:
 
     def _reconfigure(self, config: Config) -> Change:
         """ConfigError: it cannot be used, and nothing has changed. One at a time, in the thread that asks."""
+        self._all_seen.wait()  # else engines of before would be taken for those of the new description
         read, before = _complete(config), self._config
         config, change = within(before, read), compare(before, read)
         keys, tls = _secrets(config, self._options)

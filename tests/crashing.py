@@ -109,6 +109,7 @@ class Rounds:
         running = self.begin("--port", "0")
         try:
             running.wait_until_listening()
+            running.wait_until_adopted()
             self.longest = STARTS * (time.monotonic() - since)
             return [*self._wrongly_adopted(running), *self._unserved(running), *self._broken(running)]
         finally:

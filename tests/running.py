@@ -74,6 +74,11 @@ class Running:
     def wait_until_listening(self) -> None:
         self.port = int(self.tells(r"http://127\.0\.0\.1:(\d+)")[1])
 
+    def wait_until_adopted(self) -> None:
+        """Until it is known what ran before."""
+
+        assert not seen(lambda: self.get("/healthz").get("adopting"), lambda names: not names)
+
     def request(
         self,
         method: str,
@@ -132,10 +137,11 @@ def serving(
 
 
 def serve(file: Path, *flags: str, state: Path, environ: Mapping[str, str] | None = None) -> Running:
-    """Starts anvil-mux and returns when it listens; the caller stops it."""
+    """Starts anvil-mux and returns when it listens and has taken over what ran; the caller stops it."""
     running = begin(file, *flags, state=state, environ=environ)
     try:
         running.wait_until_listening()
+        running.wait_until_adopted()
     except BaseException:
         running.stop()
         raise

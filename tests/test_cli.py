@@ -33,7 +33,7 @@ from anvil_mux.learned import Known, Learned
 from anvil_mux.policy import POLICIES
 from anvil_mux.serve import CannotServe, _short, locked, open_address
 from anvil_mux.simulate import Engines, Request, simulate
-from tests.running import Running, seen, serve, serving
+from tests.running import Running, begin, seen, serve, serving
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 120.0
@@ -1057,7 +1057,8 @@ def test_a_container_is_healthy_while_its_anvil_mux_is_ready(state: Path) -> Non
 
 
 def test_who_hangs_and_is_aborted_tells_what_its_threads_were_at(state: Path) -> None:
-    running = serve(compose(state), state=state)
+    running = begin(compose(state), state=state)
+    running.tells("^  curl")  # no request: a thread that ends just then ends the telling
     assert running.stop(signal.SIGABRT) == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in running.output
     assert any("in _next_step" in line for line in running.output)
@@ -1088,6 +1089,48 @@ def test_what_is_still_loading_at_the_end_is_not_left_half_loaded(state: Path) -
     assert running.stop() == 0
     assert not is_alive(pid)
     assert running.output[-2:] == ["anvil-mux: stopping a: it was still loading", "anvil-mux: stopped"]
+
+
+def test_a_half_loaded_engine_does_not_hold_up_the_next_start(state: Path) -> None:
+    """It is looked at while we listen; systemd and requests for the same GPU wait until it is gone."""
+    file = compose(state)
+    said = yaml.safe_load(file.read_text())
+    said["services"]["a"]["command"] = ["bin/demo-engine", "--model", "a", "--load-seconds", "600"]
+    file.write_text(yaml.safe_dump(said))
+    first = serve(file, state=state)
+    body = {"model": "a", "messages": []}
+    while not (state / "anvil-mux" / PROJECT / "a.json").exists():
+        hurried = {"x-stainless-read-timeout": "0.5"}
+        assert first.request("POST", "/v1/chat/completions", body, headers=hurried)[0] == 503
+    pid = engine_pid(state, "a")
+    first.stop(signal.SIGKILL)
+    with notified(state / "notify") as hears, ThreadPoolExecutor() as pool:
+        second = begin(file, state=state, environ={"NOTIFY_SOCKET": str(state / "notify")})
+        try:
+            second.wait_until_listening()
+            asked = pool.submit(second.chat, "b")
+            assert hears() == b"READY=1\n"
+            assert not is_alive(pid)
+            assert second.request("GET", "/readyz")[0] == 200
+            assert asked.result()[0] == 200
+            stopping = (
+                "anvil-mux: stopping a: it did not answer for a within 5 s (perhaps it was still loading)"
+            )
+            told = second.output
+            assert [line.startswith("Try it") for line in told].index(True) < [
+                line.startswith(stopping) for line in told
+            ].index(True)
+        finally:
+            second.stop()
+
+
+@contextmanager
+def notified(address: Path) -> Iterator[Callable[[], bytes]]:
+    """What systemd would hear there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hearer:
+        hearer.settimeout(60.0)
+        hearer.bind(str(address))
+        yield lambda: hearer.recv(65536)
 
 
 def test_engines_that_the_file_has_no_longer_are_stopped(state: Path) -> None:

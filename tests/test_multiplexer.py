@@ -256,6 +256,28 @@ class Stage:
         return [f"{e.kind} {e.backend or e.model}" for e in self.log if e.kind in kinds]
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_who_comes_before_it_is_known_what_runs_is_served_by_that_and_starts_nothing_beside(seed):
+    def main(stage):
+        stage.mux.expect("ab")
+        early, other = stage.request(1.0, "a", 1.0), stage.request(1.0, "b", 1.0)
+        stage.clock.sleep(5.0)
+        assert stage.mux.unseen == ["a", "b"]
+        assert stage.engines.calls == []
+        assert stage.mux.adopt({"a": "http://127.0.0.1:1"}) == []
+        stage.clock.sleep(2.0)
+        assert (early.leased, other.leased) == (5.0, None)
+        assert stage.mux.unseen == ["b"]
+        assert stage.engines.calls == []
+        stage.mux.looked_at(["b"])
+        stage.clock.sleep(20.0)
+        assert stage.engines.calls == [(7.0, "stop a"), (8.0, "start b")]
+        assert other.leased == 14.0
+        assert stage.mux.unseen == []
+
+    Stage(seed=seed).play(main)
+
+
 def test_a_gpu_is_reserved_from_the_beginning_of_its_swap_until_it_is_the_targets():
     stage, seen = Stage(), {}
 

@@ -2265,6 +2265,44 @@ def test_what_runs_already_is_adopted_if_it_fits_beside_the_others():
     island.sound()
 
 
+def test_nothing_is_begun_before_it_is_known_what_runs_already():
+    island = Island(A, B)
+    for name in "ab":
+        island.core.expected(name)
+    first, other = island.request("a", 1.0), island.request("b", 1.0)
+    assert island.steps(1.0) == []
+    assert island.until == inf
+    assert island.core.adopt("a", 2.0)
+    assert island.core.settled == [first]
+    assert first.backend == "a"
+    assert island.request("a", 3.0).backend == "a"
+    island.core.release(first, 3.0)
+    assert island.steps(100.0) == []  # b may hold the GPU too: it is still being looked at, or stopped
+    assert island.state("a") == "ready"
+    island.core.looked_at("b")
+    assert island.steps(101.0) == []
+    assert island.state("a") == "draining"
+    assert other.backend is None
+
+
+def test_what_was_looked_at_and_not_adopted_is_loaded():
+    island = Island(A, B)
+    island.core.expected("a")
+    waits = island.request("a", 1.0)
+    assert island.steps(1.0) == []
+    assert waits.error is None
+    island.core.looked_at("a")
+    assert island.steps(2.0) == ["start a"]
+
+
+def test_what_does_not_fit_beside_a_pinned_one_that_is_adopted_is_refused():
+    island = Island(backend("a", pin=True), B)
+    island.core.expected("a")
+    waits = island.request("b", 1.0)
+    island.core.adopt("a", 2.0)
+    assert isinstance(waits.error, DoesNotFit)
+
+
 def test_at_the_end_every_waiting_request_fails_with_the_reason_given():
     island = Island(A, B)
     tickets = [island.request(name, 0.0) for name in "ab"]

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +28,7 @@ from anvil_mux.process import ProcessRuntime
 from anvil_mux.swap import Loaded, Rested, Swapper, sleeps_first
 from tests.fake_cuda import FakeCuda
 from tests.fake_gpu import FakeGpus
+from tests.running import seen
 from tests.sleepy_engine import CONTEXT, GIB, GUARD, House, Ledger, SleepyEngine
 from tests.test_checkpoint import Driven
 from tests.test_engine import Waiting
@@ -771,6 +773,27 @@ def test_a_running_engine_that_may_be_checkpointed_is_adopted(
     url = shop.open()
     adopt(shop, monkeypatch)
     assert shop.runtime.running() == {"a": url}
+
+
+def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shop.open()
+    monkeypatch.setattr(serve, "Checkpointer", lambda: shop.checkpointer)
+    program = serve.Program(shop.config, serve.Options(access_log="off"), None)
+    program.start()
+    ready = requests.get(f"{program.url}/readyz", timeout=GUARD)
+    assert ready.status_code == 503
+    assert "[-]adoption it is not known yet whether these run already: a\n" in ready.text
+    body = {"model": "model-a", "messages": []}
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(requests.post, f"{program.url}/v1/chat/completions", json=body, timeout=GUARD)
+        assert seen(lambda: program._mux.status().waiting, bool) == 1
+        program.adopt()
+        assert asked.result().status_code == 200
+    assert requests.get(f"{program.url}/readyz", timeout=GUARD).text == "ok\n"
+    assert shop.runtime.pids(shop.backend) == [shop.pid]
+    program.stop()
 
 
 def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> serve.Program:
