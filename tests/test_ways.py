@@ -794,6 +794,7 @@ def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
     assert requests.get(f"{program.url}/readyz", timeout=GUARD).text == "ok\n"
     assert shop.runtime.pids(shop.backend) == [shop.pid]
     program.stop()
+    program._pool.close()
 
 
 def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> serve.Program:
