@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from functools import partial
@@ -264,7 +264,7 @@ def _check(given: argparse.Namespace) -> int:
 
     config = configuration(given.files, here=True)
     keyring, _ = secrets(config)
-    warnings = [*config.warnings, *_slow_loads(config), *_missing_images(config)]
+    warnings = [*config.warnings, *_slow_loads(config), *_missing_images(config), *_missing_rights(config)]
     warnings += filter(None, [open_address(config, keyring)])
     rows = [_backend_row(config, backend) for backend in config.backends]
     if given.json:
@@ -316,9 +316,32 @@ def _missing_images(config: Config) -> list[str]:
 
     try:
         return missing_images(config.backends)
-    except MuxError:
-        say("note: Docker does not answer, so images were not looked for")
+    except MuxError as error:
+        say(f"note: images were not looked for: {error.message}")
         return []
+
+
+def _missing_rights(config: Config) -> list[str]:
+    """A warning for each right that a checkpoint needs, and whoever runs this has not."""
+    backends = [backend for backend in config.backends if "checkpoint" in backend.rest]
+    if not backends:
+        return []
+    from anvil_mux.checkpoint import Rights, owners
+    from anvil_mux.compose import user_of
+    from anvil_mux.serve import build_runtime
+
+    rights, runtime = Rights.here(), build_runtime(config)
+    contained = config.runtime == "compose"
+    lacking: dict[str, list[str]] = {}
+    for backend in backends:
+        users: set[int] = set()
+        with suppress(MuxError):  # Docker is away, which is told where images are looked for
+            users |= owners(runtime.pids(backend))
+        if not users and contained and (user := user_of(backend, os.environ)) is not None:
+            users = {user}
+        for what in rights.lacks(users, contained=contained):
+            lacking.setdefault(what, []).append(backend.name)
+    return [f"{', '.join(names)}: checkpoint may fail: {what}" for what, names in lacking.items()]
 
 
 def _config(given: argparse.Namespace) -> int:

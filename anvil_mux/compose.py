@@ -199,6 +199,23 @@ def missing_images(backends: Iterable[Backend]) -> list[str]:
     return found
 
 
+def user_of(backend: Backend, env: Mapping[str, str]) -> int | None:
+    """The user id that its processes will have on this host; None: it is not known before it runs.
+
+    Where neither the compose file nor, most likely, the image says another it is root: of a rootless engine
+    that is whoever runs the engine.
+    """
+    user = backend.service.user.partition(":")[0]
+    path = _engine_socket(env)
+    try:
+        root = os.stat(path).st_uid if path else 0
+    except OSError:
+        root = 0
+    if user in ("", "root", "0"):
+        return root
+    return int(user) if user.isdecimal() and not root else None
+
+
 class UnixConnection(http.client.HTTPConnection):
     """To the Docker Engine itself: an inspect takes it 2 ms, and the docker program 30."""
 

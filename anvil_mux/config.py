@@ -49,6 +49,8 @@ class Service:
     """Absolute (resolved against the compose file's folder); None: that folder."""
     stop_grace_period: float | None = None
     profiles: tuple[str, ...] = ()
+    user: str = ""
+    """Of its processes, as the compose file has it; empty: the image's, or ours."""
     digest: str = field(default="", compare=False)
     """Of the whole description, in the words of whatever read it."""
 

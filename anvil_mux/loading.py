@@ -332,6 +332,7 @@ class _Loading:
             working_dir=folder,
             stop_grace_period=None if grace is None else settings.read_seconds(grace),
             profiles=service.profiles(described),
+            user=str(described.get("user") or ""),
             digest=service.digest(described, LABEL),
         )
 

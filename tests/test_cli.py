@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -233,6 +234,46 @@ def test_a_checkpoint_that_this_machine_cannot_do_is_refused(
     assert main([command, str(file)]) == 78
     assert "a.x-anvil.rest: checkpoint cannot work: needs NVIDIA driver 570" in capsys.readouterr().err
     assert main(["config", str(file)]) == 0
+
+
+AS_NOBODY = """
+import os, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+from anvil_mux import checkpoint
+checkpoint.Checkpointer.why_not = lambda *_, **__: None  # the driver and the GPU are there
+from anvil_mux.cli import main
+sys.exit(main(["check", "--json", sys.argv[1]]))
+"""
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that every user may read."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
+def test_check_names_the_rights_that_a_checkpoint_lacks(public: Path) -> None:
+    rest = {"gpus": ["0"], "rest": ["checkpoint", "stop"]}
+    service = {"image": "x", "ports": ["127.0.0.1::80"], "x-anvil": rest}
+    services = {"theirs": service, "ours": {**service, "user": "65534"}}
+    file = public / "compose.yaml"
+    file.write_text(yaml.safe_dump({"x-anvil": {"project": PROJECT}, "services": services}))
+    command = [sys.executable, "-c", AS_NOBODY, str(file)]
+    env = {"PATH": os.environ["PATH"], "DOCKER_HOST": f"unix://{public}/none"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if "ModuleNotFoundError" in done.stderr or "PermissionError" in done.stderr:
+        pytest.skip("not everybody may read this repository")
+    (said,) = [each for each in json.loads(done.stdout)["warnings"] if "user id" in each]
+    assert said == (
+        "theirs: checkpoint may fail: the engine's processes are of user id 0, and anvil-mux runs as 65534: "
+        'run it as root (sudo; User=root in its unit), or give the service `user: "65534"`'
+    )
+    assert "images were not looked for" in done.stderr
 
 
 def test_a_compose_file_is_found_upward(

@@ -1067,3 +1067,23 @@ def test_an_engine_that_does_not_answer_is_asked_by_the_docker_program(
     environ = docker_program(tmp_path, f"echo '{json.dumps([INSPECTED])}'")
     monkeypatch.setenv("PATH", environ["PATH"])
     assert ComposeRuntime(CONFIG, environ=environ).running() == {"a": "http://127.0.0.1:32775"}
+
+
+@pytest.mark.parametrize(
+    ("user", "id"), [("", 0), ("root:x", 0), ("0", 0), ("1000:1000", 1000), ("somebody", None)]
+)
+def test_the_user_of_a_service_is_foretold(user: str, id: int | None) -> None:
+    told = compose.user_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": "tcp://x:1"})
+    assert told == id
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(("user", "id"), [("", 1234), ("0:0", 1234), ("1000", None)])
+def test_root_of_a_rootless_engine_is_who_runs_it(tmp_path: Path, user: str, id: int | None) -> None:
+    address = tmp_path / "docker.sock"
+    address.touch()
+    os.chown(address, 1234, 1234)
+    told = compose.user_of(
+        Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": f"unix://{address}"}
+    )
+    assert told == id
