@@ -1,8 +1,9 @@
 """How often a model is asked for, and for how long: what a policy knows of the future.
 
 Two rates matter. ``rate`` is that of all arrivals. ``growth`` is that of arrivals while others wait already:
-it says how fast a line grows, and is far lower where clients wait for one answer before they ask again. A
-model that falls silent is believed to go on at most as often as its silence allows.
+it says how fast a line grows, and is far lower where clients wait for one answer before they ask again.
+Before there were lines, arrivals while others are answered tell the same: a lone client never comes then.
+A model that falls silent is believed to go on at most as often as its silence allows.
 
 What was seen is forgotten: arrivals with time, lines with each line, answers and pauses with each of them.
 All of it depends on the facts alone, not on when it is asked: the simulator and the program see the same.
@@ -20,6 +21,8 @@ LINE_KEPT = 0.8
 """What the lines before count when another has ended."""
 TRUST_SECONDS = 5.0
 """Seconds of lines after which they count as much as the rate of all arrivals."""
+TRUST_ARRIVALS = 4.0
+"""So many arrivals count as much as what was seen while others were answered."""
 PAUSE_ALPHA = 0.2
 SERVICE_ALPHA = 0.1
 """Weights of the newest pause and the newest answer."""
@@ -29,12 +32,30 @@ SHORTEST_SILENCE = 1e-3
 class Demand:
     """One model's arrivals, lines, answers and pauses."""
 
-    __slots__ = ("_first", "_joined", "_last", "_line_seconds", "_weight", "pause_seconds", "service_seconds")
+    __slots__ = (
+        "_busy_seconds",
+        "_busy_since",
+        "_first",
+        "_joined",
+        "_last",
+        "_line_seconds",
+        "_overlaps",
+        "_weight",
+        "overlapping",
+        "pause_seconds",
+        "service_seconds",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._first = self._last = -inf
         self._weight = 0.0  # arrivals, those before the last one faded to its moment
         self._joined = self._line_seconds = 0.0
+        self._overlaps = self._busy_seconds = (
+            0.0  # arrivals while others were answered, and how long that was
+        )
+        self._busy_since = inf
+        self.overlapping = 0
+        """Requests that came since it was idle last, while others were answered."""
         self.pause_seconds = 0.0
         """How long it is resident and idle before the next request comes."""
         self.service_seconds = 0.0
@@ -49,9 +70,10 @@ class Demand:
             self._first, self._weight = now, 1.0
         self._last = now
 
-    def returned(self, pause_seconds: float) -> None:
-        """It was resident and idle for so long when a request came."""
+    def returned(self, pause_seconds: float, now: float = inf) -> None:
+        """It was resident and idle for so long when a request came; ``now``: it answers since then."""
         self.pause_seconds += PAUSE_ALPHA * (pause_seconds - self.pause_seconds)
+        self._busy_since, self.overlapping = now, 0
 
     def admitted(self, count: int, seconds: float) -> None:
         """A line of ``count`` was admitted, so many seconds after the first of it came."""
@@ -63,6 +85,15 @@ class Demand:
         if self.service_seconds:
             seconds = self.service_seconds + SERVICE_ALPHA * (seconds - self.service_seconds)
         self.service_seconds = seconds
+
+    def idle(self, now: float) -> None:
+        """All are answered."""
+        seconds = now - self._busy_since
+        if seconds >= 0.0:
+            kept = MEMORY_SECONDS / (MEMORY_SECONDS + seconds)
+            self._overlaps = (self._overlaps + self.overlapping) * kept
+            self._busy_seconds = (self._busy_seconds + seconds) * kept
+            self._busy_since = inf
 
     # Questions
 
@@ -85,6 +116,8 @@ class Demand:
         rate = faded / (MEMORY_SECONDS * seen)
         if rate > most:
             rate = most
-        joined = self._joined + (count - 1 if count else 0) + rate * TRUST_SECONDS
+        believed = (self._overlaps + TRUST_ARRIVALS) / (self._busy_seconds * rate + TRUST_ARRIVALS)
+        guess = rate * believed if believed < 1.0 else rate  # before there were lines
+        joined = self._joined + (count - 1 if count else 0) + guess * TRUST_SECONDS
         growth = joined / (self._line_seconds + seconds + TRUST_SECONDS)
         return rate, growth if growth < most else most

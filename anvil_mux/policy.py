@@ -3,8 +3,9 @@
 A policy is a frozen dataclass whose fields are its settings and whose ``decide`` is a pure function from a
 ``Snapshot`` of one island to a ``Decision``. It never waits, draws no random numbers and keeps no state, so
 that the simulator, the tests and the program ask exactly the same question. ``Stay(until)`` is how a policy
-waits: the question is asked again at that moment, and before it whenever a line or a swap has changed, or a
-lease has ended while a line waits (``Stay.leases`` says for which leases that would change nothing).
+waits: the question is asked again then (or at ``Stay.again``), and before it whenever a line or a swap has
+changed, or a lease has ended while a line waits (``Stay.leases`` says for which leases that would change
+nothing).
 
 The policy proposes, the residency disposes: bounded drains, ``max_wait``, gates and cool-downs hold under
 any policy, even a wrong one.
@@ -124,7 +125,7 @@ class Snapshot(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """No swap before ``until``."""
+    """The swap is put off, until ``until`` at the latest if nothing changes."""
 
     until: float = FOREVER
     reason: str = ""
@@ -132,6 +133,9 @@ class Stay(NamedTuple):
     """While each resident keeps so many leases, the end of one is no reason to ask again: the answer holds,
     or the policy is content with it. 0: leases do not matter; by default each may. A hint: no part of the
     answer."""
+    again: float = FOREVER
+    """The moment to ask again, if that is before ``until``: the swap may be worth it sooner. No part of the
+    answer either."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stay) and self[:2] == other[:2]
@@ -169,7 +173,11 @@ def decide(policy: Policy, seen: Snapshot) -> Decision:
     if not seen.spills or not isinstance(decision, Stay):
         return decision
     other = spill_over(seen)
-    return Stay(min(decision.until, other.until), decision.reason) if isinstance(other, Stay) else other
+    return _sooner(decision, other.until) if isinstance(other, Stay) else other
+
+
+def _sooner(stay: Stay, until: float) -> Stay:
+    return Stay(min(stay.until, until), stay.reason, again=stay.again)
 
 
 def spill_over(seen: Snapshot) -> SwapTo | Stay:
@@ -350,6 +358,14 @@ class Adaptive:
     * Clients that wait for an answer before they ask again do not fill a line while they wait, so ``r`` says
       little of them. Where lines grow more slowly than requests arrive, the resident's next requests count as
       well, the less the longer it has served. It is believed to be idle for good after twice its usual pause.
+      By that alone one quick client would keep its model for ever. So a swap is paid for once those that wait
+      have lost, since the resident came, as many request-seconds as it costs the resident's clients: half of
+      the way there and back for each of them. Who pays for a swap when waiting has cost as much loses at most
+      four times what the best choice would have lost, whatever comes (two states of a metrical task system:
+      Borodin, Linial and Saks, 1992; ski rental is the simplest). A turn is no shorter than ``WORTHWHILE``
+      answers, though: clients that think would get little else than swaps. How many clients there are, the
+      rates tell: of ``n`` all but the one who is answered may join a line, so that growth / rate is 1 - 1/n.
+      Where requests come whatever is answered that is 1, and the rule of lot sizes holds without this bound.
     * Nobody has to pay anything for a model that nobody has asked for of late: then the swap begins at once.
 
     ``max_wait`` bounds all of it. Everything it goes by is measured (demand.py, costs.py).
@@ -375,8 +391,13 @@ class Adaptive:
         worth = turn.enough if turn.enough > 0.0 else 0.0
         why = f"{line.waiting} waiting, {turn.expected:.1f} expected by its load; worth it from {worth:.1f}"
         if turn.expected < turn.enough:
-            until = min(seen.now + max(self.pause, turn.seconds / 5), turn.quiet, overdue)
-            return Stay(until, why, 2 * turn.leases if turn.leases <= FEW else max(turn.leases // 2, FEW))
+            if turn.over <= seen.now:
+                alike = [(_lost(each, seen.now), each) for each in seen.lines if each.evicts == line.evicts]
+                line = max(alike)[1]
+                return SwapTo(line.model, f"{line.waiting} waiting, they have lost what a swap costs")
+            again = min(seen.now + max(self.pause, turn.seconds / 5), turn.quiet)
+            leases = 2 * turn.leases if turn.leases <= FEW else max(turn.leases // 2, FEW)
+            return Stay(min(turn.over, overdue), why, leases, again)
         answered = min(line.newest, turn.last_used) + self.pause
         if answered <= seen.now:
             return SwapTo(line.model, why)
@@ -388,13 +409,18 @@ def _urgency(line: Line) -> tuple[int, float]:
     return line.priority, line.waiting / (line.evict_seconds + line.load_seconds + 1.0)
 
 
+def _lost(line: Line, now: float) -> tuple[int, float]:
+    """Who is served first of those that have waited long enough: by priority, then who has lost most."""
+    return line.priority, line.waiting * (now - (line.oldest + line.newest) / 2)
+
+
 class _Turn:
     """What it would take to let a line have its turn, and the residents theirs after that.
 
     Nearly every request asks for one, so that it looks at each line and each resident once.
     """
 
-    __slots__ = ("enough", "expected", "last_used", "leases", "quiet", "seconds")
+    __slots__ = ("enough", "expected", "last_used", "leases", "over", "quiet", "seconds")
 
     def __init__(self, seen: Snapshot, line: Line) -> None:
         going = [resident for resident in seen.residents if resident.model in line.evicts]
@@ -423,6 +449,37 @@ class _Turn:
             enough += _patience(leases, lost, service, growth, drained)
         self.enough = enough
         """How many have to wait then; if more than are expected, at least so many."""
+        self.over = FOREVER
+        """When the swap is paid for although fewer are expected."""
+        if expected < enough:
+            self.over = seen.now + _left(seen, going, waiting, swap_seconds + back) - drain
+
+
+def _left(seen: Snapshot, going: list[Resident], waiting: int, way_seconds: float) -> float:
+    """Seconds until those that wait have lost what a swap costs the clients of the residents.
+
+    ``way_seconds``: of the way there and back. Each who waits counts once for each client, at most: a long
+    queue makes nobody's turn shorter than one swap is worth.
+    """
+    clients, turn, since = 0.0, way_seconds / 2, -FOREVER
+    for resident in going:
+        rate, growth, service_seconds = resident[5], resident[6], resident[8]
+        if growth >= rate or not service_seconds:
+            return FOREVER
+        held, there = resident[3], rate / (rate - growth)
+        clients += held if held > there else there
+        answers = WORTHWHILE * (resident[7] + service_seconds)
+        if answers > turn:
+            turn = answers
+        if resident[2] > since:
+            since = resident[2]
+    if not going:
+        return FOREVER
+    lost = 0.0
+    for line in seen.lines:
+        begun = (line[2] + line[3]) / 2
+        lost += line[1] * (seen.now - (begun if begun > since else since))
+    return turn * (clients / waiting if clients > waiting else 1.0) - lost / waiting
 
 
 _Clients = list[tuple[float, float]]
@@ -446,7 +503,7 @@ def _together(going: list[Resident], now: float) -> tuple[int, float, float, flo
             back = reload_seconds
         if used > last_used:
             last_used = used
-        idle = used + PAUSES * pause
+        idle = used + (PAUSES * pause if pause > SHORTEST_PAUSE else PAUSES * SHORTEST_PAUSE)
         if not held and now < idle < quiet:
             quiet = idle
         if growth < rate and (held or now < idle):
@@ -469,6 +526,10 @@ FEW = 4
 """Of so many leases the end of each may make the moment to swap; of more only that of half of them."""
 PAUSES = 2.0
 """After so many of its usual pauses a resident is believed to be idle for good."""
+SHORTEST_PAUSE = 0.02
+"""What a client that does not think takes to read an answer and to ask again, at the most."""
+WORTHWHILE = 10
+"""Answers that each client gets in its turn before a swap is believed to be paid for."""
 
 
 POLICIES: dict[str, type] = {

@@ -345,7 +345,9 @@ class Residency:
                 self._fail(ticket, nobody_takes(ticket.model), now)
                 return self._complete(ticket.model, now)
             if not seat.holders:
-                demand.returned(now - seat.used)
+                demand.returned(now - seat.used, now)
+            elif not routed:  # else others may be answered elsewhere
+                demand.overlapping += 1
             self._lease(seat, ticket, now)
             return routed and self._wants_more(ticket, now)
         line = self.lines[ticket.model]
@@ -471,6 +473,8 @@ class Residency:
         seat.last_used = now
         if whole:
             seat.answered, seat.crashes = now, 0
+        if not seat.holders and ticket.model not in self._routed:
+            self._demand[ticket.model].idle(now)
         routed = self._routed.get(ticket.model) if ticket.choice else None
         if routed:
             routed.ledger.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
@@ -1139,7 +1143,7 @@ class Residency:
         spills = {} if plans else self._spills(now)
         decision = self._decide(self.snapshot(now, plans, spills))
         if isinstance(decision, Stay):
-            self._ask_again = decision.until
+            self._ask_again = min(decision.until, decision.again)
             if plans:
                 self._defer(next(iter(plans)), decision, now)
         elif isinstance(decision, SwapTo) and decision.model in plans:

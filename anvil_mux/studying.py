@@ -40,7 +40,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=_profiles,
         default=(),
         metavar="NAME[,NAME]",
-        help="traffic made to order: single, balanced, bursty, dominant, interleave, mixed, or all",
+        help="traffic made to order: single, balanced, bursty, dominant, interleave, mixed, two-clients, "
+        "or all",
     )
     add(
         "--trace",

@@ -112,6 +112,16 @@ class Sessions:
         return ()
 
 
+class Tireless:
+    """Clients that each ask the same again in the moment of their answer, until a moment."""
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+
+    def __call__(self, request: Request, now: float) -> Sequence[Request]:
+        return (request._replace(at=now),) if now < self._until else ()
+
+
 def _later(request: Request, now: float) -> Request:
     return request._replace(at=now + request.at)
 
@@ -178,6 +188,14 @@ def _arrivals(model: str, rate: float, seed: int) -> Iterator[Request]:
         at += draw.expovariate(rate)
 
 
+TWO_CLIENTS_SECONDS = 600.0
+
+
+def two_clients(seed: int = 0) -> Workload:
+    """One client of a and one of b, each of whom asks again once it is answered, for ten minutes."""
+    return _profile("two-clients", [_ask("a"), _ask("b")], partial(Tireless, TWO_CLIENTS_SECONDS))
+
+
 PROFILES: dict[str, Callable[[int], Workload]] = {
     "single": single,
     "balanced": balanced,
@@ -185,6 +203,7 @@ PROFILES: dict[str, Callable[[int], Workload]] = {
     "dominant": dominant,
     "interleave": interleave,
     "mixed": mixed,
+    "two-clients": two_clients,
 }
 """Each takes a seed."""
 

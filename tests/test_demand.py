@@ -81,6 +81,43 @@ def test_before_the_first_line_it_is_believed_to_grow_as_requests_arrive():
     assert demand.growth(60.0) == pytest.approx(demand.rate(60.0))
 
 
+def answered_alone(rate, seconds, others=0):
+    """Answers take half of the time; ``others`` come while each is answered."""
+    demand = Demand()
+    for moment in steady(rate, seconds):
+        demand.arrived(moment)
+        demand.returned(0.0, moment)
+        for _ in range(others):
+            demand.arrived(moment + 0.25 / rate)
+            demand.overlapping += 1
+        demand.idle(moment + 0.5 / rate)
+    return demand
+
+
+def test_before_the_first_line_who_never_comes_while_others_are_answered_is_believed_to_be_alone():
+    for rate, least in ((1.0, 0.25), (100.0, 0.01)):
+        demand = answered_alone(rate, 60.0)
+        assert demand.growth(60.0 - 0.5 / rate) < least * demand.rate(60.0 - 0.5 / rate)
+
+
+def test_few_answers_to_one_client_are_no_proof():
+    demand = answered_alone(1.0, 3.0)
+    assert demand.growth(3.0) > 0.7 * demand.rate(3.0)
+
+
+def test_a_line_is_never_believed_to_grow_faster_than_requests_arrive_before_there_was_one():
+    demand = answered_alone(1.0, 60.0, others=3)
+    assert demand.growth(59.5) == pytest.approx(demand.rate(59.5))
+
+
+def test_what_is_never_idle_proves_nothing():
+    demand = asked(*steady(2.0, 60.0))
+    demand.returned(0.0, 0.0)
+    assert demand.growth(60.0) == pytest.approx(demand.rate(60.0))
+    demand.idle(59.0)
+    demand.idle(59.5)  # twice is harmless
+
+
 def test_who_waits_now_counts_as_well():
     demand = asked(*steady(2.0, 60.0))
     few, many = demand.growth(59.5, 1, 10.0), demand.growth(59.5, 61, 10.0)

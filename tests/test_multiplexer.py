@@ -85,8 +85,9 @@ class VirtualEngines:
 class Player:
     """Plays a trace on the real multiplexer, every request in a thread of its own."""
 
-    def __init__(self, config, perform, seed=0, package=PACKAGE, *, resident=(), costs=()):
+    def __init__(self, config, perform, seed=0, package=PACKAGE, *, resident=(), costs=(), follow=None):
         self._clock, self.log, self._errors = BatonClock(seed), [], package.errors
+        self._follow = follow
         self._resident = {name: f"http://127.0.0.1:{9000 + n}" for n, name in enumerate(resident)}
         self._mux = package.multiplexer.Multiplexer(
             config,
@@ -134,12 +135,16 @@ class Player:
             return
         with self._mux.lease(request.model, tended, key=request.sender):
             self._clock.sleep(request.seconds)
+        for later in self._follow(request, self._clock.now()) if self._follow else ():
+            self._clock.block(later.at)
+            self._request(later)
 
 
 def differences(config, trace, perform, *, seed=0, package=PACKAGE, **before):
     """The first event in which the two logs differ, as (simulated, real); None if they are equal.
 
-    ``before``: who runs already (``resident``) and what is known of swaps (``costs``).
+    ``before``: who runs already (``resident``), what is known of swaps (``costs``), and clients that wait for
+    their answers (``follow``).
     """
     expected = [tuple(event) for event in simulate(config, trace, perform, **before)]
     until = max([trace[-1].at, *(event[0] for event in expected[-1:])])
@@ -182,6 +187,22 @@ def test_they_do_so_too_with_a_model_that_ran_before_and_with_what_was_learned(p
         costs = [Cost(other.model, first.model, "stop", 1.5, 3.25, 4) for other in others]
         before = {"resident": [first.name], "costs": costs}
         assert differences(config, trace, perform, seed=seed, **before) is None, layout
+
+
+@pytest.mark.parametrize("policy", ["eager", "adaptive"])
+@pytest.mark.parametrize("service", [2.0**-5, 0.5])
+def test_they_do_so_too_for_clients_that_ask_again_once_they_are_answered(policy, service):
+    def follow(request, now):
+        return [request._replace(at=now + 2.0**-8 * (1 + (request.model == "b")))] if now < 20.0 else []
+
+    config = Config(policy=policy, backends=(A, B))
+    trace = [Request(0.25, "a", service), Request(0.375, "b", service)]
+    before = {"resident": ["a"], "costs": Engines({"a": 1.0, "b": 3.0}, 0.25).costs(config), "follow": follow}
+    engines = Engines({"a": 1.0, "b": 3.0}, 0.25)
+    assert differences(config, trace, engines, seed=3, **before) is None
+    log = simulate(config, trace, engines, **before)
+    answers = [sum(event.kind == "released" and event.model == model for event in log) for model in "ab"]
+    assert min(answers) * 3 >= max(answers)
 
 
 @pytest.mark.parametrize("layout", ALONE)

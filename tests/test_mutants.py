@@ -71,7 +71,7 @@ MUTANTS = {
     ),
     "the moment at which another replica is worth its load is forgotten": (
         "policy",
-        "return Stay(min(decision.until, other.until), decision.reason) if",
+        "return _sooner(decision, other.until) if",
         "return decision if",
     ),
     "a replica that was put out keeps its requests in the ledger": (

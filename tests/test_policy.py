@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from anvil_mux.policy import (
     FOREVER,
     PAUSES,
     POLICIES,
+    WORTHWHILE,
     Adaptive,
     CostAware,
     Debounce,
@@ -345,6 +347,51 @@ def test_adaptive_waits_for_clients_that_ask_again_after_their_answers_but_not_f
     assert swaps(adapted(replace(CLOSED, last_used=10.0 - PAUSES * CLOSED.pause_seconds)))
     assert not swaps(adapted(replace(CLOSED, last_used=7.0, pause_seconds=2.0), far))
     assert swaps(adapted(replace(CLOSED, last_used=6.0, pause_seconds=2.0), far))
+
+
+QUICK = replace(
+    CLOSED, since=0.0, leases=1, last_used=10.0, pause_seconds=0.01, service_seconds=0.1, growth=0.0
+)
+"""A lone client that has been served for ten seconds; the way there and back takes 1 + 9 + 3 s."""
+
+
+@pytest.mark.parametrize(
+    ("resident", "line", "lost"),
+    [
+        (QUICK, {}, 6.5),
+        (QUICK, {"waiting": 2}, 6.5),  # as many seconds of each
+        (replace(QUICK, growth=0.5), {}, 2 * 6.5),  # half of the arrivals overlap: two clients
+        (replace(QUICK, growth=0.5), {"waiting": 2}, 6.5),
+        (replace(QUICK, leases=3), {}, 3 * 6.5),
+        (replace(QUICK, pause_seconds=0.9), {}, WORTHWHILE * 1.0),
+    ],
+)
+def test_adaptive_lets_clients_that_wait_for_answers_keep_their_model_until_the_swap_is_paid_for(
+    resident, line, lost
+):
+    drain = resident.service_seconds * math.log1p(resident.leases)
+    since = 2.0
+    line = replace(THERE, oldest=since, newest=since, **line)
+    first = adapted(resident, line, now=since)
+    assert first.until == pytest.approx(since + lost - drain)
+    assert not swaps(adapted(resident, line, now=first.until - 0.01))
+    assert swaps(adapted(resident, line, now=first.until + 0.01))
+
+
+def test_adaptive_counts_what_a_queue_loses_from_when_the_resident_came():
+    line = replace(THERE, oldest=-20.0, newest=-20.0, max_wait=600.0)
+    assert adapted(QUICK, line, now=3.0).until == pytest.approx(6.5 - 0.1 * math.log(2))
+
+
+def test_adaptive_serves_the_queue_first_that_has_lost_most_once_the_swap_is_paid_for():
+    near = replace(THERE, model="near", oldest=4.0, newest=4.0, load_seconds=3.0)
+    assert adapted(QUICK, replace(THERE, oldest=1.0, newest=1.0), near, now=9.0).model == "b"
+
+
+def test_adaptive_gives_no_such_bound_where_requests_come_whatever_is_answered():
+    stay = adapted(replace(QUICK, growth=1.0, rate=1.0, leases=4))
+    assert stay.until == THERE.oldest + THERE.max_wait
+    assert stay.again < stay.until
 
 
 def test_adaptive_waits_less_for_them_the_longer_their_model_has_served():

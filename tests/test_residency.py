@@ -2166,8 +2166,9 @@ def test_the_policy_sees_how_often_models_are_asked_for_and_how_long_their_answe
         pause = begin - max(island.core.seats["a"].last_used, 0.0)
         island.core.release(island.request("a", begin), end)
         a.arrived(begin)
-        a.returned(pause)
+        a.returned(pause, begin)
         a.served(end - begin)
+        a.idle(end)
     held = [island.request("a", moment) for moment in (17.0, 18.0)]
     a.arrived(17.0)
     a.returned(1.0)

@@ -1,6 +1,7 @@
 """Workloads under policies: what is run, what is told of it, and that broken logs are noticed."""
 
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import pytest
 
@@ -11,7 +12,7 @@ from anvil_mux.events import Event
 from anvil_mux.policy import POLICIES, Stay
 from anvil_mux.simulate import Engines, Request, simulate
 from anvil_mux.study import Case, Recording, Run
-from anvil_mux.workload import PROFILES, SHIPPED, BadWorkload, Workload
+from anvil_mux.workload import PROFILES, SHIPPED, BadWorkload, Workload, two_clients
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,46 @@ def test_no_profile_breaks_an_invariant_or_loses_a_request(policy):
         assert told.figures.requests == ended, told.title
 
 
+REPLY = 2.0**-10
+"""What a client that does not think takes to ask again, where moments may not coincide."""
+
+
+@pytest.mark.parametrize(
+    ("service", "pause", "loads", "stop"),
+    [
+        (0.5, 0.0, (3.0, 9.0), 0.0),  # the profile
+        (2.0**-10, 0.0, (1.0, 1.0), 0.125),
+        (2.0**-10, REPLY, (1.0, 1.0), 0.125),
+        (2.0**-5, REPLY, (3.0, 9.0), 0.5),
+        (0.5, 0.125, (3.0, 9.0), 0.0),
+    ],
+)
+def test_of_two_clients_that_never_pause_adaptive_starves_none(service, pause, loads, stop):
+    made = replace(two_clients(), load_seconds=dict(zip("ab", loads, strict=True)), stop_seconds=stop)
+
+    def follow(request, now):
+        return [request._replace(at=now + pause)] if now < 100.0 else []
+
+    asked = tuple(request._replace(seconds=service) for request in made.requests)
+    case = study.Case(replace(made, requests=asked, follow=lambda: follow), made.config())
+    runs = {policy: study.run(case, policy) for policy in ("eager", "adaptive")}
+    log = runs["adaptive"].log
+    answers = [[event.at for event in log if event.kind == "released" and event.model == m] for m in "ab"]
+    assert min(map(len, answers)) * 3 >= max(map(len, answers))
+    assert runs["adaptive"].figures.swaps <= runs["eager"].figures.swaps
+    waits = [event.seconds for event in log if event.kind == "leased" and event.seconds]
+    assert fmean(waits) <= 3 * (fmean(loads) + stop)
+    assert runs["adaptive"].wrong == []
+
+
+def test_of_three_clients_that_never_pause_none_waits_for_max_wait():
+    loads = {"a": 3.0, "b": 9.0, "c": 6.0}
+    three = tuple(Request(0.0, model, 0.5) for model in loads)
+    made = replace(two_clients(), load_seconds=loads, requests=three)
+    told = study.run(study.Case(made, made.config()), "adaptive")
+    assert told.figures.wait_max_seconds < made.config().max_wait / 1.5
+
+
 def test_without_other_traffic_no_policy_swaps():
     assert {policy: figures_of("single", policy).swaps for policy in POLICIES} == dict.fromkeys(POLICIES, 0)
 
@@ -73,8 +114,10 @@ def test_without_other_traffic_no_policy_swaps():
 # What is run
 
 
-def test_all_profiles_are_six_and_only_what_is_drawn_has_seeds():
-    assert study.choose_profiles("all") == ("single", "balanced", "bursty", "dominant", "interleave", "mixed")
+def test_all_profiles_are_seven_and_only_what_is_drawn_has_seeds():
+    assert study.choose_profiles("all") == (
+        "single", "balanced", "bursty", "dominant", "interleave", "mixed", "two-clients",
+    )  # fmt: skip
     cases = [(case.workload.name, case.seed) for case in study.profiles(["single", "mixed"], 3)]
     assert cases == [("single", 0), ("mixed", 0), ("mixed", 1), ("mixed", 2)]
 
@@ -86,7 +129,7 @@ def test_names_come_in_the_order_given_and_once():
 
 @pytest.mark.parametrize("names", ["", "single,", "singl", "single,all"])
 def test_an_unknown_profile_is_told_with_the_known_ones(names):
-    with pytest.raises(ValueError, match="known: single, balanced, bursty, dominant, interleave, mixed, all"):
+    with pytest.raises(ValueError, match=r"known: single, balanced, .*, mixed, two-clients, all"):
         study.choose_profiles(names)
 
 
@@ -228,7 +271,7 @@ def recorded(*logs, config, apart=1000.0):
     return Recording("week", runs, None)
 
 
-WORLD = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))), max_wait=20.0)
+WORLD = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))), policy="eager", max_wait=20.0)
 LOG = simulate(WORLD, [Request(1.0, "a", 4.0), Request(2.0, "b", 1.0)], Engines({"a": 3.0, "b": 6.0}))
 
 

@@ -112,6 +112,15 @@ def test_a_session_goes_on_some_time_after_each_answer():
     assert list(follow(Request(25.0, "b", 1.0, sender="s"), 30.0)) == []
 
 
+def test_two_clients_ask_again_in_the_moment_of_their_answers_for_ten_minutes():
+    made = workload.two_clients()
+    follow = made.follow()
+    assert asked(made.requests) == [(0.0, "a"), (0.0, "b")]
+    [again] = follow(made.requests[1], 9.5)
+    assert (again.at, again.model, again.seconds) == (9.5, "b", 0.5)
+    assert list(follow(again, 600.0)) == []
+
+
 # What it meets
 
 
