@@ -278,6 +278,7 @@ def test_an_engine_that_is_killed_is_an_error_of_each_api(stack: Stack, model: s
                 docker(stack, "kill", stack.container(model))
 
     with served(stack) as mux:
+        assert mux.chat(model, max_tokens=4)[0] == 200  # so that its end is not one right after its load
         with closing(Ollama(mux)) as asks, pytest.raises(ollama.ResponseError, match=CUT):
             kill_at(20, asks.client.chat(model, question, stream=True))
         with closing(Anthropic(mux, model)) as asks_too:
