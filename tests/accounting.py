@@ -171,15 +171,18 @@ class Got:
     """What ended it, if it was not clean."""
 
     def first(self) -> float:
-        """When the client had seen something that an engine said, and not just that it is to wait."""
-        begin = _CONTENT.search(self.body)
+        """When the client had seen something that an engine said: neither that it is to wait nor an error."""
+        begin = _CONTENT.search(self.body) if self.status == 200 else None
         return next((at for at, size in self.pieces if begin and size > begin.start(1)), FOREVER)
 
 
 FOREVER = float("inf")
-_BEAT = rb"data: \{[^\n]*\"choices\":\[\{\"index\":0,\"delta\":\{\},"
-_CONTENT = re.compile(rb"^ *(?!%b)([^ :\r\n])" % _BEAT, re.M)
-"""Neither a comment nor an event that only keeps a stream alive."""
+_CONTENT = re.compile(
+    rb"^ *(?!data: \{[^\n]*\"choices\":\[\{\"index\":0,\"delta\":\{\},)"
+    rb"(?!event: error)(?!(?:data: )?\{[^\n]*\"error\":)([^ :\r\n])",
+    re.M,
+)
+"""Neither a comment, nor an event that only keeps a stream alive, nor an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +369,7 @@ def _read_ollama(document: dict[str, Any], said: Said) -> None:
 
 
 class Entry(NamedTuple):
-    """A line of the engines' record: a request came whole to one process, or was about to be answered."""
+    """A line of the engines' record: a request was received whole, about to be answered, its answer sent."""
 
     at: float
     process: int
@@ -398,7 +401,7 @@ def flaw_of_record(fate: Fate, entries: Sequence[Entry], replicas: int) -> str:
         return f"{len(received)} engines were asked"
     if kind == "whole" and not answered:
         return "no engine says that it answered"
-    if len(answered) > 1 and replicas == 1:
+    if sum(each.what == "sent" for each in entries) > 1 and replicas == 1:
         return "two engines answered"
     if code == "model_not_found" and answered:
         return "an engine answered for a model that there is not"

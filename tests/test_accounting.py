@@ -162,8 +162,19 @@ def test_signs_of_life_are_nothing_that_an_engine_said(begin: bytes, content: by
     assert Got(1, 0.0, 9.0, 200, begin, [(1.0, len(begin))]).first() == FOREVER
 
 
-RECEIVED, ANSWERED = Entry(0.1, 1, "a", "received"), Entry(0.2, 1, "a", "answered")
-AGAIN = [Entry(0.3, 2, "a", "received"), Entry(0.4, 2, "a", "answered")]
+@APIS
+def test_an_error_is_nothing_that_an_engine_said(api: str) -> None:
+    line = event(api, ERRORS[api])
+    for said in (line, b"event: error\n" + line, json.dumps(ERRORS[api]).encode()):
+        assert got(b": loading\n\n" + said).first() == FOREVER
+    assert got(json.dumps(ERRORS[api]).encode(), 503).first() == FOREVER
+    assert got(stream(api, PIECES[:1], ends=False) + line).first() == 0.5
+
+
+RECEIVED, ANSWERED, SENT = (
+    Entry(0.1 * n, 1, "a", what) for n, what in enumerate(("received", "answered", "sent"), 1)
+)
+AGAIN = [Entry(0.35, 2, "a", "received"), Entry(0.4, 2, "a", "answered"), Entry(0.45, 2, "a", "sent")]
 LATE = Entry(0.6, 2, "a", "received")
 WHOLE, FAILED, MISSING = Verdict("whole"), Verdict("503", "severed"), Verdict("404", "model_not_found")
 
@@ -171,14 +182,15 @@ WHOLE, FAILED, MISSING = Verdict("whole"), Verdict("503", "severed"), Verdict("4
 @pytest.mark.parametrize(
     ("verdict", "entries", "fine"),
     [
-        (WHOLE, [RECEIVED, ANSWERED], True),
+        (WHOLE, [RECEIVED, ANSWERED, SENT], True),
         (WHOLE, [RECEIVED, *AGAIN], True),
+        (WHOLE, [RECEIVED, ANSWERED, *AGAIN], True),
         (FAILED, [RECEIVED], True),
         (FAILED, [], True),
         (MISSING, [], True),
         (WHOLE, [], False),
         (WHOLE, [RECEIVED], False),
-        (WHOLE, [RECEIVED, ANSWERED, *AGAIN], False),
+        (WHOLE, [RECEIVED, ANSWERED, SENT, *AGAIN], False),
         (WHOLE, [RECEIVED, RECEIVED, ANSWERED], False),
         (WHOLE, [RECEIVED, ANSWERED, LATE], False),
         (WHOLE, [RECEIVED, ANSWERED._replace(model="b")], False),

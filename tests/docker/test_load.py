@@ -38,7 +38,7 @@ TOKENS = (1, 3, 8, 12, 20, 40, 60, 150, 700)
 def stack(llamacpp_compose: Callable[..., Stack], tmp_path: Path) -> Stack:
     made = llamacpp_compose(tmp_path, models=len(MODELS))
     written = yaml.safe_load(made.file.read_text())
-    written["x-anvil"] = {"queue_timeout": QUEUE_TIMEOUT, "drain_timeout": 1, "max_wait": 2}
+    written["x-anvil"] = {"queue_timeout": QUEUE_TIMEOUT, "drain_timeout": 3, "max_wait": 2}
     for name, about in written["services"].items():
         model, gpu, special = MODELS[name]
         about["command"] = [model if word == name else word for word in about["command"]] + EXACT
