@@ -50,9 +50,7 @@ class Demand:
         self._first = self._last = -inf
         self._weight = 0.0  # arrivals, those before the last one faded to its moment
         self._joined = self._line_seconds = 0.0
-        self._overlaps = self._busy_seconds = (
-            0.0  # arrivals while others were answered, and how long that was
-        )
+        self._overlaps = self._busy_seconds = 0.0  # arrivals while others were answered, and how long
         self._busy_since = inf
         self.overlapping = 0
         """Requests that came since it was idle last, while others were answered."""

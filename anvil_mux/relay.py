@@ -472,6 +472,10 @@ class Exchange:
             except BlockingIOError:
                 self._look()
                 continue
+            except OSError:
+                if self._lease.severed:  # its engine wrote on after the shutdown: that is a reset
+                    raise self._lease.severed_error() from None
+                raise
             if not data and self._lease.severed:
                 raise self._lease.severed_error()
             return data

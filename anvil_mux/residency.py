@@ -468,13 +468,9 @@ class Residency:
         since = seat.holders.pop(ticket, None) if seat else None
         if seat is None or since is None:
             return False
-        if ticket.work.infer_type != "prefill":
-            self._demand[ticket.model].served(now - since)
-        seat.last_used = now
+        self._note_use(seat, ticket, now - since, now)
         if whole:
             seat.answered, seat.crashes = now, 0
-        if not seat.holders and ticket.model not in self._routed:
-            self._demand[ticket.model].idle(now)
         routed = self._routed.get(ticket.model) if ticket.choice else None
         if routed:
             routed.ledger.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
@@ -492,6 +488,13 @@ class Residency:
         if leases:
             return asked
         return asked or seat.state == "draining" or seat.backend.ttl is not None
+
+    def _note_use(self, seat: Seat, ticket: Ticket, seconds: float, now: float) -> None:
+        demand, seat.last_used = self._demand[ticket.model], now
+        if ticket.work.infer_type != "prefill":
+            demand.served(seconds)
+        if not seat.holders and ticket.model not in self._routed:
+            demand.idle(now)
 
     def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
         """A waiting request ended by itself: its client left, or ``error`` says why it fails."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import struct
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from anvil_mux import http1, pump, relay
 from anvil_mux.call import Patience
 from anvil_mux.config import Backend
-from anvil_mux.errors import LoadError
+from anvil_mux.errors import LoadError, Severed
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import seen
 
@@ -458,6 +459,43 @@ def test_a_request_severed_before_its_head_gets_503_and_when_to_come_again(
     assert answer.header(b"retry-after") == b"5"
     assert asked.was_left()
     assert second.read().status == 200
+
+
+def test_a_request_whose_engine_resets_the_connection_when_it_is_severed_is_not_sent_again() -> None:
+    """The engine may still write when the connection is shut down: the kernel answers that with a reset."""
+    severed = threading.Event()
+
+    class Lease:
+        backend, address, run = Backend("a", "a"), ("127.0.0.1", 0), object()
+        watch = None
+
+        @property
+        def severed(self) -> bool:
+            return severed.is_set()
+
+        def severed_error(self) -> Severed:
+            return Severed("for another")
+
+        def on_severed(self, cut: Callable[[], None]) -> None:
+            pass
+
+    def engine() -> None:
+        connection, _ = listener.accept()
+        connection.recv(65536)
+        severed.set()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
+    lease, shared = Lease(), relay.Relay(5.0)
+    client, other_end = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener, client, other_end:
+        lease.address = listener.getsockname()
+        thread = threading.Thread(target=engine)
+        thread.start()
+        with pytest.raises(Severed), relay.Exchange(shared, lease, client) as exchange:
+            exchange.ask("POST", b"POST / HTTP/1.1\r\n\r\n", b"")
+        thread.join()
+    shared.close()
 
 
 def test_a_severed_lease_is_released_while_the_other_model_still_loads(make_rig: Callable[..., Rig]) -> None:
