@@ -123,7 +123,9 @@ def unload(given: argparse.Namespace) -> int:
     told = ask_mux(given, "POST", "/models/unload", {"model": given.model})
     if told.get("resident", True):
         return _done(
-            given, "leaves once its requests have ended; drain_timeout aborts those that take longer"
+            given,
+            "leaves once its requests have ended (drain_timeout aborts those that take longer), or is not "
+            "loaded any further",
         )
     return _done(given, "is not resident, or leaves already")
 

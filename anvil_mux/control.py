@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Protocol
 
 import requests
@@ -66,13 +66,13 @@ def sleep(backend: Backend, url: str, level: int) -> None:
         control.sleep(visit, level)
 
 
-def wake(backend: Backend, url: str, level: int) -> None:
-    """Makes the engine take its GPU memory back."""
+def wake(backend: Backend, url: str, level: int, tend: Callable[[], object] | None = None) -> None:
+    """Makes the engine take its GPU memory back. What ``tend`` raises meanwhile ends that."""
     control = CONTROLS.get(backend.engine)
     if control is None:
         raise BackendError(f"engine {backend.engine} cannot be woken")
     limit = min(WAKE_TIMEOUT, backend.load_timeout) if level == 1 else backend.load_timeout
-    with _visit(backend, url, limit) as visit:
+    with _visit(backend, url, limit, tend) as visit:
         control.wake(visit, level)
 
 
@@ -237,8 +237,8 @@ SILENT = ("sglang",)
 """Those that cannot say whether they sleep."""
 
 
-def _visit(backend: Backend, url: str, limit: float) -> Visit:
-    return Visit(backend, url, time.monotonic, time.monotonic() + limit)
+def _visit(backend: Backend, url: str, limit: float, tend: Callable[[], object] | None = None) -> Visit:
+    return Visit(backend, url, time.monotonic, time.monotonic() + limit, tend)
 
 
 def _sure(visit: Visit) -> None:
@@ -255,6 +255,8 @@ def _until(visit: Visit, deadline: float) -> Iterator[None]:
     while visit.now() < deadline:
         yield
         time.sleep(pause)
+        if visit.tend:
+            visit.tend()
         pause = min(2 * pause, LONGEST_PAUSE)
 
 

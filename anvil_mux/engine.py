@@ -6,8 +6,8 @@ list of models. Where that list cannot tell (llama.cpp reports its file or alias
 service's own command says what to expect; where nothing does, a request for one token is the proof. For
 Ollama that request is also what loads the weights.
 
-Whoever calls ``await_ready`` has a deadline and a way to learn that the service ended, so it fails at once
-when the engine has died, and never waits for longer than it was told.
+Whoever calls ``await_ready`` has a deadline, a way to learn that the service ended and one to end the wait,
+so it fails at once when the engine has died, and never waits for longer than it was told.
 
 To add an engine: a line in ``ENGINES``.
 """
@@ -15,9 +15,12 @@ To add an engine: a line in ``ENGINES``.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import Any
@@ -154,6 +157,7 @@ def await_ready(
     url: str,
     *,
     ended: Callable[[], str | None],
+    tend: Callable[[], object] | None = None,
     deadline: float,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -161,12 +165,12 @@ def await_ready(
     """Returns when the engine at ``url`` serves the backend's model; LoadError says why it does not.
 
     ``ended`` is asked after every look, also after the last one: an answer counts only while our own service
-    runs, whoever gave it.
+    runs, whoever gave it. ``tend`` is called a few times a second, and what it raises ends the wait.
     """
     begun = now()
     stranger_since: float | None = None
     pause = FIRST_PAUSE
-    with Visit(backend, url, now, deadline) as visit:
+    with Visit(backend, url, now, deadline, tend) as visit:
         while True:
             sight = visit.look()
             if how := ended():
@@ -178,6 +182,8 @@ def await_ready(
                     raise LoadError(f"{backend.name} cannot become ready: {why}")
                 case NotYet(why, stranger):
                     stranger_since = (stranger_since or now()) if stranger else None
+            if tend:
+                tend()
             if stranger_since is not None and now() - stranger_since >= STRANGER_PATIENCE:
                 raise LoadError(f"{backend.name} cannot become ready: {why}")
             if now() + pause >= deadline:
@@ -214,6 +220,8 @@ class Visit:
     url: str
     now: Callable[[], float]
     deadline: float
+    tend: Callable[[], object] | None = None
+    """Called a few times a second while it waits for a long answer; what it raises ends that."""
     session: requests.Session = field(default_factory=requests.Session)
 
     def __post_init__(self) -> None:
@@ -313,6 +321,17 @@ class Visit:
     ) -> tuple[int, bytes]:
         """Status and the first bytes of the answer; whoever drips it out is cut at the time-out."""
         timeout = max(min(timeout, self.deadline - self.now()), LEAST_TIMEOUT)
+        if self.tend is None or timeout <= POLL_TIMEOUT:
+            return self._ask(method, path, body, timeout)
+        # A load may take as long as its answer: the thread is left behind when nobody wants it any more.
+        asked = Future[tuple[int, bytes]]()
+        run = partial(_answer, asked, partial(self._ask, method, path, body, timeout))
+        threading.Thread(target=run, name=f"ask-{self.backend.name}", daemon=True).start()
+        while wait([asked], LONGEST_PAUSE).not_done:
+            self.tend()
+        return asked.result()
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None, timeout: float) -> tuple[int, bytes]:
         give_up = time.monotonic() + timeout
         answer = bytearray()
         with self.session.request(
@@ -325,6 +344,13 @@ class Visit:
                 if time.monotonic() > give_up:
                     raise requests.Timeout(path)
             return response.status_code, bytes(answer)
+
+
+def _answer(asked: Future[tuple[int, bytes]], ask: Callable[[], tuple[int, bytes]]) -> None:
+    try:
+        asked.set_result(ask())
+    except Exception as error:
+        asked.set_exception(error)
 
 
 def api_key(service: Service) -> str | None:

@@ -185,7 +185,7 @@ class Severed(MuxError):
 
 
 class Cancelled(MuxError):
-    """Whoever runs anvil-mux took the request out of its line."""
+    """Whoever runs anvil-mux took the request out of its line, or ended the load that it waited for."""
 
     status, code = 503, "cancelled"
     retry = False

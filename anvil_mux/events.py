@@ -17,6 +17,10 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("starting", "started"): "ready",
     ("starting", "start_failed"): "empty",
     ("starting", "stop_failed"): "stuck",
+    ("starting", "cancel"): "cancelling",
+    ("cancelling", "cancelled"): "empty",
+    ("cancelling", "started"): "ready",
+    ("cancelling", "stop_failed"): "stuck",
     ("ready", "swap"): "draining",
     ("draining", "reprieve"): "ready",
     ("draining", "stop"): "stopping",
@@ -52,6 +56,7 @@ KINDS = {
     "demoting": "a parked backend is taken down its ladder",
     "stuck": "a backend could not be stopped and may hold its GPUs",
     "starting": "a backend is being loaded",
+    "cancelling": "a load is ended before its time, for a `reason`; the queue of `target` needs its GPUs",
     "ready": "a backend may be leased; `seconds` is what the load took",
     "pinned": "a model is put out for no other one from now on, once it is resident",
     "unpinned": "a model makes room for others again",
@@ -124,7 +129,7 @@ class Event(NamedTuple):
     """What it took: the wait of a ticket, the load of a backend, the drain of a victim."""
     reason: str = ""
     target: str = ""
-    """The model that a draining or demoting backend makes room for."""
+    """The model that a draining, demoting or cancelled backend makes room for."""
     way: str = ""
     """How a backend is loaded, or was: the way by which it rested; of one that is demoting, how it is to."""
     bound: float = math.inf

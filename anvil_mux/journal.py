@@ -205,7 +205,7 @@ def _write(descriptor: int, text: str) -> None:
 
 
 _OF_REQUESTS = frozenset(("queued", "leased", "released"))
-_MOVES = frozenset(("starting", "ready", "draining", "stopping", "parked", "demoting", "empty"))
+_MOVES = frozenset(("starting", "cancelling", "ready", "draining", "stopping", "parked", "demoting", "empty"))
 _NORMAL = _MOVES | {"deferred", "pinned", "unpinned", "reloaded"}
 
 
@@ -298,6 +298,7 @@ def story(event: Event) -> str:
 
 _PLAIN = {
     "starting": "loading ({reason})",
+    "cancelling": "its load is cancelled: {reason}",
     "stuck": "may still hold its GPUs, and is told to stop again later: {reason}",
     "pinned": "pinned: once it is resident no other model puts it out",
     "unpinned": "unpinned: it makes room for others again",

@@ -58,7 +58,7 @@ TOKENS = ("prompt", "cached", "completion")
 FORECASTS = ("hit", "missing", "unforeseen")
 """Of tokens that a replica was thought to have cached, or had: both, only thought, only had."""
 """Each token is of one kind: what was cached of a prompt is no longer counted as ``prompt``."""
-RESULTS = ("ok", "failed", "stuck")
+RESULTS = ("ok", "failed", "stuck", "cancelled")
 """Of loads."""
 DEFERRALS = {
     "min_residency": "may stay for min_residency",
@@ -261,6 +261,12 @@ class Metrics:
         else:
             self._end_drain(event.backend, "reprieved")
 
+    def _on_cancelling(self, event: Event) -> None:
+        loading = self._loading.pop(event.backend, None)
+        if loading:
+            self._end_load(loading, "cancelled", event.at)
+            self._leaving[event.backend] = _Leaving(event.model, "", "cancelled", event.at, event.at)
+
     def _on_draining(self, event: Event) -> None:
         cause = "swap" if event.target else _cause(event.reason)
         if event.target:
@@ -318,6 +324,7 @@ class Metrics:
 
     _FOLDS: dict[str, Callable[[Metrics, Event], None]] = {
         "starting": _on_starting,
+        "cancelling": _on_cancelling,
         "ready": _on_ready,
         "draining": _on_draining,
         "stopping": _on_stopping,
@@ -417,7 +424,7 @@ class Metrics:
         yield _counter(
             "anvil_swaps",
             "Swaps (drain + evict + load) by how the model came back and how they ended: ok, failed, "
-            "stuck, reprieved.",
+            "stuck, cancelled, reprieved.",
             "from to way result",
             self._swaps,
         )

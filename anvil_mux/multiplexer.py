@@ -1,9 +1,10 @@
-"""One lock, a lease per request, a keeper thread per GPU (per backend where backends share one).
+"""One lock, a lease per request, a keeper thread per GPU (per backend where backends share one) and one more.
 
 ``with mux.lease(model) as lease:`` is the whole interface of the serve path. Under the lock a request is told
 to its island's ``Residency``; if its model is resident it has its lease at once, else its thread waits for a
 latch of its own. The island's keepers wait for the residency's next step, perform it without the lock
-(stop a container, start one, wait until it answers: minutes, if need be) and report how it ended.
+(stop a container, start one, wait until it answers: minutes, if need be) and report how it ended. There is
+one more than there can be such steps at once, so that one is always there to cancel a load.
 
 Threads wait in two functions: ``_wait_for_lease`` (requests, without the lock: a line of hundreds that is
 admitted at once must not queue up for it) and ``_next_step`` (keepers, on the lock). Nothing slow happens
@@ -31,7 +32,6 @@ from anvil_mux.clock import Clock, Condition, Latch
 from anvil_mux.config import Backend, Config, Gpu
 from anvil_mux.costs import Cost, Costs
 from anvil_mux.errors import (
-    BadRequest,
     Cancelled,
     ClientGone,
     Draining,
@@ -51,10 +51,10 @@ from anvil_mux.ledger import Load, Report
 from anvil_mux.outlook import Outlook, outlook
 from anvil_mux.policy import FOREVER
 from anvil_mux.progress import Progress, Said, progress
-from anvil_mux.residency import Residency
+from anvil_mux.residency import LOADING, Residency
 from anvil_mux.routing import Work
 from anvil_mux.status import Status, Waiter, gpu_state, model_state
-from anvil_mux.steps import NO_WORK, Crash, Demote, Start, Step, Stop, Ticket, Wait
+from anvil_mux.steps import NO_WORK, Cancel, Crash, Demote, Start, Step, Stop, Ticket, Wait
 from anvil_mux.swap import Loaded, Rested
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ Tend = Callable[[float], None]
 class Mechanism(Protocol):
     """What the keepers call, without the lock. See swap.Swapper."""
 
-    def load(self, backend: Backend, how: str) -> Loaded: ...
+    def load(self, backend: Backend, how: str, cancelled: Latch) -> Loaded: ...
     def evict(self, backend: Backend, how: str) -> Rested: ...
     def demote(self, backend: Backend, how: str, to: str) -> Rested: ...
     def ended(self, backend: Backend) -> str | None: ...
@@ -241,10 +241,12 @@ class Multiplexer:
         self._islands: dict[str, _Island] = {}  # model -> island
         self._homes: dict[Residency, _Island] = {}
         self._runs: dict[str, Run] = {}  # backend -> the last that was seen of it
+        self._until: dict[Residency, float] = {}  # when each is asked again without a new fact
         self._costs, self._footprints = self._layout.costs, self._layout.footprints
         self._host = self._layout.host
         self._doubts: dict[str, _Doubt] = {}  # by backend
         self._said: dict[str, Said] = {}  # backend -> what its log says of the load that is under way
+        self._cancelled: dict[str, Latch] = {}  # backend -> set when its load, the last one, is cancelled
         self._tickets = 0
         self._waiting = 0
         self._requests: Counter[Key] = Counter()  # of keys that have a limit; and how many of them wait
@@ -269,7 +271,7 @@ class Multiplexer:
             if residency not in homes:
                 homes[residency] = _Island(residency, self._clock.condition(self._lock))
                 self._every.append(homes[residency])
-        self._homes = homes
+        self._homes, self._until = homes, {}
         self._islands = {model: homes[place] for model, place in self._layout.of_model.items()}
         seats = [seat for residency in homes for seat in residency.seats.values()]
         self._backends = {**self._backends, **{seat.name: seat.backend for seat in seats}}
@@ -402,7 +404,7 @@ class Multiplexer:
             first = self._first_stage(model, now, work) if staged else None
             ticket = Ticket(self._tickets, model, now, leases, work, first, key, crashes)
             if island.residency.request(ticket, now):
-                island.changed.notify_all()
+                island.changed.notify()
             if ticket.backend is None and ticket.error is None:
                 ticket.wake = self._clock.latch()
                 self._count_waiting(ticket, 1)
@@ -496,7 +498,7 @@ class Multiplexer:
                 return
             residency = island.residency
             if residency.release(ticket, self._clock.now(), usage, whole=whole):
-                island.changed.notify_all()
+                island.changed.notify()
             if residency.settled:
                 self._wake_settled(island)
             taken_back = residency.taken_back and self._taken_back(island)
@@ -675,13 +677,12 @@ class Multiplexer:
     def unload(self, model: str) -> bool:
         """Puts ``model`` out after its drain, and stops one that rests; False if there is nothing to be done.
 
-        BadRequest while it is loading.
+        One that is being loaded is so no longer, and who waits for it is told that.
         """
         with self._lock:
             island = self._island(model)
-            if any(seat.state == "starting" for seat in island.residency.seats_of(model)):
-                raise BadRequest(f"{model} is loading; unload it when it is ready.", status=409)
             told = island.residency.unload_requested(model, self._clock.now(), "unload requested")
+            self._wake_settled(island)
             island.changed.notify_all()
         return told
 
@@ -815,7 +816,7 @@ class Multiplexer:
             step, backend = todo
             match step:
                 case Start(_, how):
-                    self._load(backend, how)
+                    self._load(backend, how, self._cancelled[backend.name])
                 case Stop(_, how, severed):
                     self._evict(backend, how, severed)
                 case Demote(_, how, to):
@@ -830,11 +831,20 @@ class Multiplexer:
                 step = island.residency.next_step(now)
                 self._wake_settled(island)
                 self._ask_others(changes)
+                if isinstance(step, Cancel):
+                    self._cancelled[step.backend].set()
+                    continue
                 if not isinstance(step, Wait):
                     self._said.pop(step.backend, None)
+                    if isinstance(step, Start):
+                        self._cancelled[step.backend] = self._clock.latch()
                     island.changed.notify_all()
                     return step, island.residency.seats[step.backend].backend
-                island.changed.wait(None if step.until == FOREVER else step.until - now)
+                self._until[island.residency] = until = step.until
+                while not island.changed.wait(None if until == FOREVER else until - now):
+                    now, until = self._clock.now(), self._until.get(island.residency, 0.0)
+                    if until <= now:  # else another keeper has asked since
+                        break
             return None
 
     def _ask_others(self, changes: int) -> None:
@@ -843,11 +853,13 @@ class Multiplexer:
             for island in self._each_island():
                 island.changed.notify_all()
 
-    def _load(self, backend: Backend, how: str) -> None:
+    def _load(self, backend: Backend, how: str, cancelled: Latch) -> None:
         name = backend.name
         try:
-            loaded = self._mechanism.load(backend, how)
+            loaded = self._mechanism.load(backend, how, cancelled)
             address = _address(loaded.url)
+        except Cancelled:
+            self._tell(name, lambda residency, now: residency.load_cancelled(name, now))
         except LoadError as error:
             failed = error
             self._tell(name, lambda residency, now: residency.start_failed(name, now, failed))
@@ -981,7 +993,7 @@ class Multiplexer:
         """The backends that are being loaded; ``anew``: only those that were stopped before."""
         with self._lock:
             found = [(i.residency, seat) for i in self._each_island() for seat in i.residency.seats.values()]
-            starting = [(residency, seat) for residency, seat in found if seat.state == "starting"]
+            starting = [(residency, seat) for residency, seat in found if seat.state in LOADING]
             return [s.name for residency, s in starting if not anew or residency.way_back(s) == "stop"]
 
     def status(self) -> Status:
@@ -1010,11 +1022,11 @@ def _cut(ticket: Ticket) -> None:
 
 
 def _steps_at_once(backends: list[Backend]) -> int:
-    """How many keepers an island needs, so that no drain and no retry waits for a free one."""
+    """How many keepers an island needs, so that no drain, no retry and no cancel waits for a free one."""
     if any(b.vram or b.vram_measured or not b.gpus or b.rest != ("stop",) for b in backends):
         # Several share a GPU, or are taken down their ladders while others swap.
-        return len({backend.name for backend in backends})
-    return len({gpu for backend in backends for gpu in backend.gpus})
+        return len({backend.name for backend in backends}) + 1
+    return len({gpu for backend in backends for gpu in backend.gpus}) + 1
 
 
 def _address(url: str) -> tuple[str, int]:

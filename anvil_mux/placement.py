@@ -18,7 +18,7 @@ from anvil_mux.config import Backend, Gpu
 from anvil_mux.events import Leaving
 from anvil_mux.settings import gib
 
-HOLDING = frozenset(("starting", "ready", "draining", "stopping", "stuck"))
+HOLDING = frozenset(("starting", "cancelling", "ready", "draining", "stopping", "stuck"))
 """States in which a backend's GPUs are its own."""
 STAYING = frozenset(("starting", "ready"))
 """States in which a pinned backend has its GPUs for good."""
@@ -133,17 +133,18 @@ class Placement:
             seat.holds = {gpu: min(max(held[gpu], 1), self.capacity[gpu]) for gpu in seat.holds}
             seat.whole = False
 
-    def missing(self, target: Seat) -> dict[str, int]:
+    def missing(self, target: Seat, without: Collection[Seat] = ()) -> dict[str, int]:
         """GPU id -> bytes that must be freed before ``target`` fits; negative: room to spare.
 
-        Whoever needs a GPU whole takes what strangers and those that are parked there leave of it.
+        Whoever needs a GPU whole takes what strangers and those that are parked there leave of it. Those
+        that it is to be ``without`` count as gone.
         """
         used = {
             gpu: 0 if self._needs_whole(target, gpu) else self.strangers.get(gpu, 0) for gpu in target.holds
         }
         for seat in self.seats.values():
             holding = seat.state in HOLDING
-            if seat is target or not (holding or seat.residual):
+            if seat is target or seat in without or not (holding or seat.residual):
                 continue
             for gpu, amount in (seat.holds if holding else seat.residual).items():
                 if gpu in used and (holding or not self._needs_whole(target, gpu)):
@@ -165,11 +166,13 @@ class Placement:
         busy: set[str],
         staying: Set[str] = frozenset(),
         loss: Callable[[Seat], float] = lambda _: 0.0,
+        without: Collection[Seat] = (),
     ) -> list[Seat] | None:
         """Who must go so that ``target`` fits, touching no ``busy`` GPU; None if that cannot be now.
 
         Residents go, and those parked ones whose residual is in the way. Backends that are ``staying`` may
-        not go, nor pinned residents. ``loss``: see preemption.Candidate.
+        not go, nor pinned residents. Those that it is to be ``without`` are as good as gone. ``loss``: see
+        preemption.Candidate.
         """
         if not busy.isdisjoint(target.holds):
             return None
@@ -180,8 +183,8 @@ class Placement:
             and (seat.state == "ready" or self._in_the_way(seat, target))
         ]
         if len(seats) < 2:
-            return self._at_most(seats, target)
-        return self._choose([(seat, seat.occupies) for seat in seats], self.missing(target), loss)
+            return self._at_most(seats, target, without)
+        return self._choose([(seat, seat.occupies) for seat in seats], self.missing(target, without), loss)
 
     def sparing_host(
         self,
@@ -218,10 +221,10 @@ class Placement:
         chosen = whom.victims(self._preemption, candidates, missing)
         return None if chosen is None else [self.seats[name] for name in chosen]
 
-    def _at_most(self, seats: list[Seat], target: Seat) -> list[Seat] | None:
+    def _at_most(self, seats: list[Seat], target: Seat, without: Collection[Seat]) -> list[Seat] | None:
         """The victims where there is no choice among them."""
         needed = False
-        for gpu, amount in self.missing(target).items():
+        for gpu, amount in self.missing(target, without).items():
             if amount > 0:
                 needed = True
                 if not seats or seats[0].occupies.get(gpu, 0) < amount:

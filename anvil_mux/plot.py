@@ -78,7 +78,8 @@ class Wait(NamedTuple):
     """Or severed, after that; or unserved: it failed, or its client left."""
 
 
-_HOLDING = ("starting", "ready", "draining", "stopping", "stuck")
+_HOLDING = ("starting", "cancelling", "ready", "draining", "stopping", "stuck")
+_MOVES = frozenset((*_HOLDING, "empty", "parked", "demoting"))
 
 
 class History:
@@ -112,7 +113,7 @@ class History:
                 self.waits[event.ticket] = Wait(now - event.seconds, event.seconds, event.model, end)
             case "severed" if event.ticket in self.waits:
                 self.waits[event.ticket] = self.waits[event.ticket]._replace(end="severed")
-            case "starting" | "ready" | "draining" | "stopping" | "stuck" | "empty" | "parked" | "demoting":
+            case kind if kind in _MOVES:
                 self._enter(event.backend, event.kind, now)
 
     def _enter(self, backend: str, state: str, now: float) -> None:
@@ -401,7 +402,7 @@ def _looks(state: str, colour: str) -> tuple[str | tuple[float, float, float], s
             return _pale(colour, 0.8), "/////"
         case "draining":
             return _pale(colour, 0.45), ""
-        case "stopping":
+        case "stopping" | "cancelling":
             return GREY, ""
         case "stuck":
             return INK, ""

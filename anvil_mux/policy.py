@@ -82,7 +82,7 @@ class Swapping(NamedTuple):
     """The model that is coming."""
     evicts: tuple[str, ...]
     state: str
-    """draining, stopping or starting."""
+    """draining, stopping, starting or cancelling."""
     since: float
     """When it entered that state."""
 

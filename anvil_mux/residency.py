@@ -9,7 +9,8 @@ and no I/O; calls must not overlap.
 Each backend of the island has one state; TRANSITIONS is the whole table and ``_enter`` its only writer:
 
     empty --load--> starting --started--> ready --swap--> draining --stop--> stopping --> empty | parked
-                                            ^-----reprieve---'
+                       |                    ^-----reprieve---'
+                       '--cancel--> cancelling --> empty
     parked --demote--> demoting --> empty | parked
 
 A ``_Swap`` ties a target to the victims that make room for it. Its GPUs are in no other swap until it ends.
@@ -27,7 +28,9 @@ Invariants:
  4. A drain lasts at most ``drain_timeout``; what is left is severed, counted, logged.
  5. When a model becomes ready its whole line, or as much of it as there are places, is leased before the
     policy is asked again; so is the next in line whenever a place becomes free.
- 6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished.
+ 6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished,
+    unless its load is cancelled: when it is unloaded by hand (who waits for it is told so), or when nobody
+    waits for it any more and another line needs its GPUs. Errands are cancelled by hand only.
     Who waits behind others at a busy replica waits for another one, if nobody on the island waits for a load.
     (So does the line of a model that is resident, which it has if its backends take only so many at once.)
  7. A line older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
@@ -62,6 +65,7 @@ from anvil_mux.config import Backend, Config
 from anvil_mux.costs import NO_COST, Cost, Costs, source_of
 from anvil_mux.demand import Demand
 from anvil_mux.errors import (
+    Cancelled,
     Crashed,
     DoesNotFit,
     GpuMemoryShort,
@@ -106,7 +110,7 @@ from anvil_mux.prefix import BYTES_PER_TOKEN
 from anvil_mux.replicas import Replicas, nobody_takes
 from anvil_mux.routing import Work
 from anvil_mux.settings import gib
-from anvil_mux.steps import Crash, Demote, Start, Step, Stop, Ticket, Wait
+from anvil_mux.steps import Cancel, Crash, Demote, Start, Step, Stop, Ticket, Wait
 from anvil_mux.turns import Turns
 
 COOL_DOWN_SECONDS = 5.0
@@ -125,6 +129,8 @@ MOST_CRASHES = 2
 """So often backends end under one request, before that is refused."""
 CUT_SHORT = "no whole answer"
 """Why a lease ended before its answer did."""
+LOADING = ("starting", "cancelling")
+"""States of a backend whose load is under way."""
 
 
 @dataclass(eq=False, slots=True)
@@ -149,6 +155,10 @@ class _Swap:
     """The models of those that have left."""
     how: str = ""
     """The way by which the target is brought back, once it is being loaded."""
+    cancel: str = ""
+    """Why the load of the target is to end before its time."""
+    heir: str = ""
+    """The model whose line needs its GPUs then; "": it is cancelled by hand."""
 
     def gpus(self) -> set[str]:
         held = set(self.target.holds) if self.target else set()
@@ -523,22 +533,50 @@ class Residency:
     def unload_requested(self, model: str, now: float, why: str) -> bool:
         """Put out what serves ``model`` after its drain; False: nothing to put out.
 
-        What rests already is stopped, unless somebody waits for it.
+        What rests already is stopped, and what is being loaded is so no more; who waits for that is told so.
         """
         seats = self._replicas[model]
         ready = [seat for seat in seats if seat.state == "ready"]
+        given_up = self._give_up_load(model, now, why)
         for seat in ready:
             self._begin(None, [seat], now, why, cause=Cause("unloaded"))
         parked = [] if ready else [seat for seat in seats if self._may_be_stopped(seat)]
         for seat in parked:
             seat.rung = "stop"
-        return bool(ready or parked)
+        return bool(ready or parked or given_up)
+
+    def _give_up_load(self, model: str, now: float, why: str) -> bool:
+        """Ends what is to make ``model`` resident, and the wait for that; False if there is neither."""
+        swaps = [swap for swap in self._swaps if swap.target and swap.target.model == model]
+        for swap in swaps:
+            if swap.target and swap.target.state in LOADING:
+                swap.cancel, swap.heir = why, ""
+            else:
+                self._call_off(swap, now)
+        if self.is_ready(model):
+            return bool(swaps)
+        waits = bool(self.lines[model])
+        text = f"{model} was unloaded by hand while this request waited for it. Send it again to load it."
+        self._fail_line(model, Cancelled(text), now)
+        return bool(swaps) or waits
+
+    def _call_off(self, swap: _Swap, now: float) -> None:
+        """Its target is not to be loaded. Victims that are being stopped are waited for."""
+        going = [victim for victim in swap.victims if victim.state == "stopping"]
+        self._dissolve(swap, now)
+        if going:
+            self._swaps.append(_Swap(None, going, now, swap.reason, swap.cause, begun=True))
 
     def unload_when_idle(self, model: str, now: float) -> bool:
-        """Put out what serves ``model`` once nobody uses it, unless it is asked for before; True: now."""
+        """Put out what serves ``model`` once nobody uses it, unless it is asked for before; True: now.
+
+        That is so of one that is being loaded too: who waits for it will use it.
+        """
         self._unkept.discard(model)
         if not self.is_ready(model):
-            return False
+            loading = any(seat.state in LOADING for seat in self._replicas[model])
+            idle = loading and not self.lines[model]
+            return idle and self.unload_requested(model, now, "unload requested")
         if any(seat.holders for seat in self._replicas[model]):
             self._unkept.add(model)
             return False
@@ -573,7 +611,7 @@ class Residency:
             seat.leaving = seat.leaving or leaving.get(seat.name, "")
             seat.pinned = seat.pinned and not seat.leaving
         for swap in tuple(self._swaps):
-            if swap.target and swap.target.leaving and swap.target.state != "starting":
+            if swap.target and swap.target.leaving and swap.target.state not in LOADING:
                 self._dissolve(swap, now)
         for seat in self.seats.values():
             if seat.leaving and seat.state == "ready":
@@ -650,6 +688,7 @@ class Residency:
         seat = self.seats[name]
         begun = seat.since
         wanted = bool(self.lines[seat.model])
+        unwanted = any(s.cancel and not s.heir for s in self._swaps if s.target is seat)
         self._enter(seat, "started", now)
         seat.loaded, seat.load_seconds = now, now - begun
         seat.failed_starts, seat.failed_stops, seat.error, seat.log = 0, 0, "", ()
@@ -663,7 +702,9 @@ class Residency:
             self._begin_leaving(seat, now)
             return
         self._admit(seat.model, now)
-        if wanted:
+        if unwanted:  # it was unloaded a moment too late to be cancelled
+            self._begin(None, [seat], now, "unload requested", cause=Cause("unloaded"))
+        elif wanted:
             seat.rung = ""
         elif seat.rung:
             self._begin(None, [seat], now, f"woken on its way to {seat.rung}", cause=Cause("idle"))
@@ -675,6 +716,9 @@ class Residency:
     def start_failed(self, name: str, now: float, error: LoadError) -> None:
         """The backend did not become ready and was cleaned up."""
         seat = self.seats[name]
+        if seat.state == "cancelling":  # who knows whether it would have failed
+            self.load_cancelled(name, now)
+            return
         self._enter(seat, "start_failed", now)
         seat.failed_starts += 1
         seat.retry_at = now + cool_down(seat.failed_starts)
@@ -682,6 +726,14 @@ class Residency:
         self._end_swap_to(seat)
         self._emit(Event(now, "empty", seat.model, name, reason=f"load failed: {error.reason}"))
         self._fail_refused(now)
+
+    def load_cancelled(self, name: str, now: float) -> None:
+        """The load of the backend ended before its time, and all that it had begun was stopped."""
+        seat = self.seats[name]
+        self._enter(seat, "cancelled", now)
+        seat.rung = ""
+        self._end_swap_to(seat)
+        self._emit(Event(now, "empty", seat.model, name))
 
     def stopped(
         self,
@@ -791,7 +843,7 @@ class Residency:
 
         Not believed while a backend comes or goes: its processes may be taken for somebody else's.
         """
-        moving = any(seat.state in ("starting", "stopping", "demoting") for seat in self.seats.values())
+        moving = any(seat.state in (*LOADING, "stopping", "demoting") for seat in self.seats.values())
         if moving or held == self._placement.strangers:
             return False
         self._placement.strangers = held
@@ -822,7 +874,10 @@ class Residency:
                 return step
             waiting = self._waiting()
             if not (
-                self._put_out_idle(now) or self._begin_swap(waiting, now) or self._run_errand(waiting, now)
+                self._put_out_idle(now)
+                or self._begin_swap(waiting, now)
+                or self._cancel_unwanted(waiting, now)
+                or self._run_errand(waiting, now)
             ):
                 until = self._next_moment(waiting, now)
                 if self._plans_can_hold():
@@ -846,13 +901,13 @@ class Residency:
             if swap.target and not (swap.begun or swap.errand or self.lines[swap.target.model]):
                 self._dissolve(swap, now)
                 continue
-            if step := self._put_out(swap, now):
+            if step := self._cancel(swap, now) or self._put_out(swap, now):
                 return step
             if swap.victims:
                 continue
             if swap.target is None:
                 self._end(swap)
-            elif swap.target.state != "starting":
+            elif swap.target.state not in LOADING:
                 if not self._has_room(swap, swap.target, now):
                     if step := self._put_out(swap, now):
                         return step
@@ -862,6 +917,18 @@ class Residency:
                     swap.how = swap.target.rests
                     return self._start(swap.target, now, swap.reason)
         return None
+
+    def _cancel(self, swap: _Swap, now: float) -> Cancel | None:
+        """Ends a load that is to be cancelled, unless it was asked for again meanwhile."""
+        seat = swap.target
+        if not (swap.cancel and seat and seat.state == "starting"):
+            return None
+        if self.lines[seat.model]:
+            swap.cancel = ""
+            return None
+        self._enter(seat, "cancel", now)
+        self._emit(Event(now, "cancelling", seat.model, seat.name, reason=swap.cancel, target=swap.heir))
+        return Cancel(seat.name)
 
     def _put_out(self, swap: _Swap, now: float) -> Step | None:
         """The next victim, once its leases are gone or its drain is over; the parked ones come last."""
@@ -1087,6 +1154,31 @@ class Residency:
                 busy.update(seat.holds)
         return False
 
+    def _cancel_unwanted(self, waiting: list[Ticket], now: float) -> bool:
+        """Has loads cancelled that nobody waits for any more, if a line could have their GPUs then."""
+        unwanted = [swap for swap in self._swaps if self._is_unwanted(swap)] if waiting else []
+        if not unwanted:
+            return False
+        loads = [swap.target for swap in unwanted if swap.target]
+        busy = {gpu for swap in self._swaps if swap not in unwanted for gpu in swap.gpus()}
+        stays = {seat.name for seat in self._stayers if _stays_until(seat) > now}
+        for first in waiting:
+            staying = stays if self._overdue_at(first) > now else frozenset()
+            for seat in () if first.model in self._plans else self._loadable(first.model, now):
+                there = [s for s in unwanted if s.target and s.target.holds.keys() & seat.holds.keys()]
+                if there and self._victims(seat, busy, staying, now, loads) is not None:
+                    for swap in there:
+                        swap.cancel, swap.heir = f"nobody waits for it, and {first.model} does", first.model
+                    return True
+        return False
+
+    def _is_unwanted(self, swap: _Swap) -> bool:
+        """Whether it loads what nobody waits for any more."""
+        seat = swap.target
+        if seat is None or seat.state != "starting" or swap.errand or swap.cancel:
+            return False
+        return not (seat.pinned or self.lines[seat.model])
+
     def _tell_of_stay(self, first: Ticket, victims: list[Seat], now: float) -> None:
         """The line of ``first`` waits because those in its way may stay."""
         stays = {seat.name: until for seat in victims if (until := _stays_until(seat)) > now}
@@ -1122,11 +1214,16 @@ class Residency:
         target, source = best[0], source_of(evicts)
         return _Plan(*best, evicts, source, self._cost(source, target, target.rests))
 
-    def _victims(self, target: Seat, busy: set[str], staying: Set[str], now: float) -> list[Seat] | None:
-        """Who must go so that there is room on the GPUs and in the host's memory."""
+    def _victims(
+        self, target: Seat, busy: set[str], staying: Set[str], now: float, without: Sequence[Seat] = ()
+    ) -> list[Seat] | None:
+        """Who must go so that there is room on the GPUs and in the host's memory.
+
+        Those that it is to be ``without`` are as good as gone.
+        """
         loss = partial(self._loss, now)
-        victims = self._placement.victims(target, busy, staying, loss)
-        if victims is None or (short := self._host.short(target, victims)) <= 0:
+        victims = self._placement.victims(target, busy, staying, loss, without)
+        if victims is None or (short := self._host.short(target, [*victims, *without])) <= 0:
             return victims
         more = self._placement.sparing_host(short, victims, busy, staying, loss)
         return None if more is None else victims + more
@@ -1539,7 +1636,7 @@ class Residency:
         if refusal:
             return Prospect(refusal)
         for swap in self._swaps:
-            if swap.target and swap.target.model == model:
+            if swap.target and swap.target.model == model and not swap.cancel:
                 cost = self._cost_of(swap, swap.target)
                 known = self._costs.knows(model, cost.way)
                 return Prospect(None, swap.target, swap.victims, cost, known, until=swap.until)
@@ -1647,6 +1744,7 @@ def max_waits(seats: Iterable[Seat], config: Config) -> dict[str, float]:
 
 
 def _swapping(swap: _Swap, target: Seat) -> Swapping:
-    seats = [seat for seat in (*swap.victims, target) if seat.state in ("draining", "stopping", "starting")]
+    moving = ("draining", "stopping", *LOADING)
+    seats = [seat for seat in (*swap.victims, target) if seat.state in moving]
     state, since = (seats[0].state, seats[0].since) if seats else ("stopping", swap.emptied)
     return Swapping(target.model, (*swap.gone, *(victim.model for victim in swap.victims)), state, since)

@@ -16,6 +16,7 @@ LAST = 8
 COLOURS = {
     "ready": "32",
     "starting": "33",
+    "cancelling": "33",
     "draining": "33",
     "stopping": "33",
     "demoting": "33",
@@ -88,7 +89,7 @@ MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN"
 
 def _until(model: Told, seconds: float | None) -> str:
     """How long a model stays where it is."""
-    if model["state"] in ("draining", "stopping"):
+    if model["state"] in ("draining", "stopping", "cancelling"):
         return "leaving"
     if model["state"] != "ready":
         return ""

@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 
 from anvil_mux.config import Config
 from anvil_mux.costs import Cost, Costs
-from anvil_mux.errors import LoadError, MuxError, WaitedTooLong
+from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
 from anvil_mux.events import DIED, ERRAND, TRANSITIONS, Event
 from anvil_mux.footprint import Footprints
 from anvil_mux.layout import Layout
 from anvil_mux.placement import HOLDING, Placement, islands
 from anvil_mux.policy import FOREVER
 from anvil_mux.preemption import build_preemption
-from anvil_mux.residency import SOON_SECONDS, Residency, cool_down, max_waits
-from anvil_mux.steps import Demote, Start, Stop, Ticket, Wait
+from anvil_mux.residency import LOADING, SOON_SECONDS, Residency, cool_down, max_waits
+from anvil_mux.steps import Cancel, Demote, Start, Stop, Ticket, Wait
 
 
 class Request(NamedTuple):
@@ -80,8 +80,11 @@ class Outcome(NamedTuple):
     """Host memory that it keeps, if it was parked."""
 
 
-Perform = Callable[[Start | Stop | Demote, int], Outcome]
-"""The outcome of the n-th step (from 0) on its backend."""
+Perform = Callable[[Start | Cancel | Stop | Demote, int], Outcome]
+"""The outcome of the n-th step (from 0) on its backend.
+
+That of a ``Cancel`` is how long its load still takes then. One that ends before that ends as it would have.
+"""
 
 Follow = Callable[[Request, float], Iterable[Request]]
 """What the end of a request, answered or not, at a moment leads to: requests that come then or later."""
@@ -96,7 +99,7 @@ class Engines:
     other_load_seconds: float = 10.0
     stop_seconds: float = 1.0
 
-    def __call__(self, step: Start | Stop | Demote, nth: int) -> Outcome:
+    def __call__(self, step: Start | Cancel | Stop | Demote, nth: int) -> Outcome:
         if isinstance(step, Start):
             return Outcome(self._load_seconds(step.backend))
         return Outcome(self.stop_seconds)
@@ -153,6 +156,9 @@ _Happening = tuple[float, int, Callable[[float, Any], None], Any]
 """(moment, order, what to call with moment and argument, argument)"""
 
 
+_Performed = tuple[Start | Stop | Demote, Outcome]
+
+
 @dataclass(eq=False, slots=True)
 class _Island:
     residency: Residency
@@ -170,6 +176,7 @@ class _Simulation:
         self._follow = follow
         self._perform = perform
         self._steps: Counter[str] = Counter()
+        self._loads: dict[str, tuple[float, _Performed]] = {}  # backend -> when its load ends, and how
         self._heap: list[_Happening] = []
         self._time_outs: deque[_Happening] = deque()
         self._order = count()
@@ -254,8 +261,6 @@ class _Simulation:
         if model not in self._layout.served:
             return
         island = self._island(model)
-        if any(seat.state == "starting" for seat in island.residency.seats_of(model)):
-            return
         island.residency.unload_requested(model, now, "unload requested")
         self._ask(island, now)
 
@@ -361,9 +366,23 @@ class _Simulation:
                     self._end(ticket, now)
             outcome = self._perform(step, self._steps[step.backend])
             self._steps[step.backend] += 1
+            if isinstance(step, Cancel):
+                self._cut_short(step.backend, outcome, now)
+                continue
             self._open += 1
-            self._at(now + outcome.seconds, self._performed, (step, outcome))
+            what, ends = (step, outcome), now + outcome.seconds
+            if isinstance(step, Start):
+                self._loads[step.backend] = ends, what
+            self._at(ends, self._performed, what)
         self._set_alarm(island, step.until)
+
+    def _cut_short(self, backend: str, outcome: Outcome, now: float) -> None:
+        ends, (start, _) = self._loads[backend]
+        sooner = now + outcome.seconds
+        if sooner < ends:
+            what = start, Outcome(outcome.seconds, outcome.error or Cancelled("it was cancelled"))
+            self._loads[backend] = sooner, what
+            self._at(sooner, self._performed, what)
 
     def _take_settled(self, island: _Island, now: float) -> None:
         settled = island.residency.settled
@@ -388,7 +407,9 @@ class _Simulation:
         else:
             self._ask(island, now)
 
-    def _performed(self, now: float, what: tuple[Start | Stop | Demote, Outcome]) -> None:
+    def _performed(self, now: float, what: _Performed) -> None:
+        if isinstance(what[0], Start) and self._loads[what[0].backend][1] is not what:
+            return  # it was cancelled
         step, (_, error, how, residual, host_bytes) = what
         island = self._islands[self._layout.of_backend[step.backend]]
         how = how or (step.to if isinstance(step, Demote) else step.how)
@@ -398,6 +419,8 @@ class _Simulation:
             residency.started(step.backend, now, how)
         elif error is None:
             residency.stopped(step.backend, now, residual, how, host_bytes)
+        elif isinstance(error, Cancelled):
+            residency.load_cancelled(step.backend, now)
         elif isinstance(step, Start) and isinstance(error, LoadError):
             residency.start_failed(step.backend, now, error)
         else:
@@ -532,14 +555,14 @@ class _Checker:
             self._left[event.model] = event.at
         if before == "draining":
             self._end_drain(event)
-        self._failed_starts[name] += before == "starting"
+        self._failed_starts[name] += before == "starting" and event.kind != "cancelling"
         self._states[name] = event.kind
         if event.kind == "starting":
             self._start(event)
         elif event.kind == "ready":
             self._admitting = event.model
             self._failed_starts[name] = 0
-            if before == "starting":
+            if before in LOADING:
                 self._loaded[name] = event.at
         elif event.kind == "draining":
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
@@ -547,10 +570,11 @@ class _Checker:
             self._drains[name] = event.at, event.seconds, event.target
         elif event.kind == "demoting" and event.target:
             self._begin(event.target, event)
+        elif event.kind == "cancelling":
+            self._claim(not self._lines[event.model], event, "somebody waits for it")
+            self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
         elif event.kind in ("empty", "parked"):
-            if event.reason.startswith(DIED) and before in ("ready", "draining", "stopping"):
-                self._judge_crash(event)
-            self._leave(event)
+            self._leave(event, before)
 
     def _end_drain(self, event: Event) -> None:
         since, limit, target = self._drains.pop(event.backend)
@@ -585,10 +609,13 @@ class _Checker:
     def _is_resident(self, model: str) -> bool:
         return any(s.model == model and self._states[n] == "ready" for n, s in self._seats.items())
 
-    def _leave(self, event: Event) -> None:
+    def _leave(self, event: Event, before: str) -> None:
         name = event.backend
+        if event.reason.startswith(DIED) and before in ("ready", "draining", "stopping"):
+            self._judge_crash(event)
         self._leases[name].clear()
-        self._retry_at[name] = event.at + cool_down(self._failed_starts[name])
+        if before != "cancelling":
+            self._retry_at[name] = event.at + cool_down(self._failed_starts[name])
 
     def _judge_crash(self, event: Event) -> None:
         """Who ends soon after its load, before one whole answer, counts as one that failed to load."""

@@ -180,7 +180,7 @@ def _backend_state(seat: Seat, now: float, measured: Mapping[str, int], said: Sa
     )
 
 
-_SHOWN = ("ready", "draining", "starting", "stopping", "stuck", "demoting", "parked", "empty")
+_SHOWN = ("ready", "draining", "starting", "cancelling", "stopping", "stuck", "demoting", "parked", "empty")
 """Of several backends of one model, the state shown is the first of these."""
 
 

@@ -91,11 +91,18 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Load the backend, then report ``started``, ``start_failed`` or ``stop_failed``."""
+    """Load the backend, then report ``started``, ``start_failed``, ``load_cancelled`` or ``stop_failed``."""
 
     backend: str
     how: str
     """The way by which it rests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End the load of the backend; only how that ends is reported, and it may have ended by now."""
+
+    backend: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,4 +132,4 @@ class Wait(NamedTuple):
     until: float
 
 
-Step = Start | Stop | Demote | Wait
+Step = Start | Cancel | Stop | Demote | Wait

@@ -28,9 +28,10 @@ from typing import ClassVar, Protocol
 
 from anvil_mux import control, service
 from anvil_mux.checkpoint import Checkpointer
+from anvil_mux.clock import Latch
 from anvil_mux.config import WAY_ALIASES, Backend, Config
 from anvil_mux.engine import answers, await_ready
-from anvil_mux.errors import BackendError, LoadError, MuxError
+from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
 from anvil_mux.freed import Held, Left, Memory, host_bytes
 from anvil_mux.gpu import Gpus
 
@@ -172,6 +173,27 @@ class Tools:
         self.checkpointer = checkpointer or Checkpointer(now=now, wait=sleep)
         self._told = told
         self._urls: dict[str, str] = {}  # one keeper at a time writes a backend's entry
+        self._cancelled: dict[str, Latch] = {}  # of loads under way; the same
+
+    @contextmanager
+    def cancelled_by(self, backend: Backend, latch: Latch | None) -> Iterator[None]:
+        """What is done within is the load that ``latch`` cancels."""
+        if latch:
+            self._cancelled[backend.name] = latch
+        try:
+            yield
+        finally:
+            self._cancelled.pop(backend.name, None)
+
+    def tend(self, backend: Backend) -> Callable[[], None] | None:
+        """Raises Cancelled, once, when the load under way was cancelled; None: that cannot be."""
+        latch = self._cancelled.get(backend.name)
+
+        def tend() -> None:
+            if latch and latch.wait(0.0):
+                raise Cancelled(f"the load of {backend.name} was cancelled")
+
+        return tend if latch else None
 
     @contextmanager
     def phase(self, backend: Backend, name: str) -> Iterator[None]:
@@ -234,13 +256,14 @@ class Stop:
                 backend,
                 url,
                 ended=lambda: tools.runtime.ended(backend),
+                tend=tools.tend(backend),
                 deadline=begun + backend.load_timeout,
                 now=tools.now,
                 sleep=tools.sleep,
             )
             if may_sleep(backend) and control.is_asleep(backend, url):
                 # It ran already, asleep; or it is one that loads nothing by itself.
-                control.wake(backend, url, control.UNKNOWN)
+                control.wake(backend, url, control.UNKNOWN, tools.tend(backend))
         return url
 
     def evict(self, backend: Backend) -> int:
@@ -261,7 +284,7 @@ class Sleep:
     def load(self, backend: Backend) -> str:
         url = self._tools.url(backend)
         with self._tools.phase(backend, "load"):
-            control.wake(backend, url, self.level)
+            control.wake(backend, url, self.level, self._tools.tend(backend))
         with self._tools.phase(backend, "probe"):
             control.probe(backend, url)
         return url
@@ -298,7 +321,8 @@ class Checkpoint:
                 tools.checkpointer.restore(parked)
             if sleeps_first(backend):
                 # It may have come here by way of a deeper sleep.
-                control.wake(backend, url, control.UNKNOWN if "sleep-2" in backend.rest else Sleep.level)
+                level = control.UNKNOWN if "sleep-2" in backend.rest else Sleep.level
+                control.wake(backend, url, level, tools.tend(backend))
         with tools.phase(backend, "probe"):
             control.probe(backend, url)
         return url
@@ -368,7 +392,8 @@ class Swapper:
     """What the multiplexer's keepers call to perform a step, outside the lock.
 
     load(backend, how) returns once the backend answers for its model; LoadError (with the engine's last
-    lines) after it was cleaned up; BackendError if even that failed: it may still hold its GPUs.
+    lines) after it was cleaned up; BackendError if even that failed: it may still hold its GPUs. Cancelled,
+    after it was cleaned up, if that was asked for meanwhile and it did not answer yet.
     evict(backend, how) returns when the GPUs are free; BackendError if they may not be. Of an engine that had
     ended by itself before, how that was is reported, and not that it went into no standby.
     ``probe`` reads the GPUs (gpu.probe); None: evictions are believed. ``told`` learns what phases took.
@@ -395,19 +420,33 @@ class Swapper:
         self._memory = Memory(probe, now, sleep, lambda pid: runtime.owner(pid))
         self._seconds: dict[tuple[str, str], float] = {}  # one keeper at a time writes a backend's entries
 
-    def load(self, backend: Backend, how: str = "stop") -> Loaded:
-        """``how``: the way by which it rests."""
+    def load(self, backend: Backend, how: str = "stop", cancelled: Latch | None = None) -> Loaded:
+        """``how``: the way by which it rests. ``cancelled`` may be set at any time, by any thread."""
+        with self._tools.cancelled_by(backend, cancelled):
+            try:
+                return self._load_somehow(backend, how)
+            except Cancelled as error:
+                self._clean_up(backend, error)
+                raise
+
+    def _load_somehow(self, backend: Backend, how: str) -> Loaded:
         self._note(backend.name, "")
         if how != "stop":
             try:
                 return self._load(backend, how)
+            except Cancelled:
+                raise
             except Exception as error:
                 log.warning(
                     "%s did not come back by %s and is started anew: %s", backend.name, how, _reason(error)
                 )
                 self._clean_up(backend, error)
         try:
+            if tend := self._tools.tend(backend):
+                tend()
             return self._load(backend, "stop")
+        except Cancelled:
+            raise
         except Exception as error:
             lines = self._log_tail(backend)
             why = _reason(error)

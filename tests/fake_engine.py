@@ -11,12 +11,15 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from anvil_mux.accesslog import Served
 from anvil_mux.call import Patience
+from anvil_mux.clock import Latch
 from anvil_mux.config import Backend, Config, Gpu
+from anvil_mux.errors import Cancelled
 from anvil_mux.events import Event
 from anvil_mux.feed import Feed
 from anvil_mux.gateway import Gateway
@@ -274,9 +277,13 @@ class Mechanism:
     well: bool | None = True
     log: list[str] = field(default_factory=list)
 
-    def load(self, backend: Backend, how: str) -> Loaded:
+    def load(self, backend: Backend, how: str, cancelled: Latch) -> Loaded:
         self.loading.release()
-        assert self.gate.wait(GUARD)
+        give_up = time.monotonic() + GUARD
+        while not self.gate.wait(0.01):
+            if cancelled.wait(0.0):
+                raise Cancelled("it was cancelled")
+            assert time.monotonic() < give_up
         if self.failure:
             raise self.failure
         return Loaded(self.engines[backend.name].url, how)

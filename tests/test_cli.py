@@ -829,6 +829,22 @@ def test_unload_says_that_the_drain_timeout_aborts_requests(
     assert "drain_timeout" in capsys.readouterr().out
 
 
+def test_unload_of_a_model_that_is_loading_ends_its_process(
+    state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(state, "a", "b", load_seconds=600)
+    with ThreadPoolExecutor(1) as pool, serving(file, state=state) as mux:
+        url = f"http://127.0.0.1:{mux.port}"
+        waiting = pool.submit(mux.chat, "a")
+        mux.tells("a: loading")
+        assert main(["unload", "a", "--url", url]) == 0
+        assert capsys.readouterr().err.startswith("anvil-mux: a leaves once its requests have ended")
+        status, _, text = waiting.result(TIMEOUT)
+        assert (status, json.loads(text)["error"]["code"]) == (503, "cancelled")
+        mux.tells("a: stopped")
+        assert list(state.glob("**/a.json")) == []  # the record of its process
+
+
 def test_a_pinned_model_stays_until_it_is_unpinned(
     mux: Running, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from anvil_mux import engine as engine_room
 from anvil_mux.config import Backend, Service
-from anvil_mux.engine import ENGINES, api_key, await_ready, find_engine, idle_connections, listen_port
-from anvil_mux.errors import LoadError
+from anvil_mux.engine import ENGINES, Visit, api_key, await_ready, find_engine, idle_connections, listen_port
+from anvil_mux.errors import Cancelled, LoadError
 
 
 @pytest.fixture(autouse=True)
@@ -326,6 +326,21 @@ def test_a_probe_that_fails_is_not_ready_and_tells_the_engines_words():
         pytest.raises(LoadError, match=r"POST /v1/chat/completions answers 503: .*Loading model"),
     ):
         ready(llamacpp(), stub.url, Waiting(), seconds=1)
+
+
+def test_an_answer_that_takes_as_long_as_a_load_is_not_waited_for_when_that_is_cancelled():
+    backend, tended = Backend(name="o", model="llama3", engine="ollama"), []
+
+    def tend() -> None:
+        tended.append(1)
+        if len(tended) == 2:
+            raise Cancelled("enough")
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never says a word
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with Visit(backend, url, lambda: 0.0, 600.0, tend) as visit, pytest.raises(Cancelled):
+            visit.probe()
+    assert len(tended) == 2
 
 
 def test_ollama_loads_its_weights_with_the_probe():

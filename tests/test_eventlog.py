@@ -512,7 +512,7 @@ def test_a_running_program_writes_all_that_happens(tmp_path: Path) -> None:
     for run in runs:
         assert check(run.events, config_of(run.header), slack=5.0) == []
     kinds = [event.kind for event in runs[0].events]
-    unseen = {"gone", "failed", "severed", "parked", "demoting", "stuck", "deferred"}
+    unseen = {"gone", "failed", "severed", "parked", "demoting", "stuck", "deferred", "cancelling"}
     assert {*kinds} == KINDS.keys() - unseen - {"reloaded", "reload_failed"}
     assert [kinds.count(kind) for kind in ("leased", "released", "starting")] == [3, 3, 2]
     learned = replay(runs)

@@ -10,7 +10,7 @@ from anvil_mux.costs import Costs
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.placement import HOLDING
 from anvil_mux.simulate import Death, Outcome, Request, Unloading, _Simulation, check
-from anvil_mux.steps import Demote, Start
+from anvil_mux.steps import Cancel, Demote, Start
 
 LADDERS = (
     ("stop",),
@@ -94,6 +94,8 @@ class Troubled:
                 return Outcome(3.0, LoadError("no") if luck < 0.05 else BackendError("no"))
             cold = step.how == "stop" or luck < 0.15
             return Outcome(6.0 if cold else 0.5, how="stop" if cold else step.how)
+        if isinstance(step, Cancel):
+            return Outcome(luck * 4.0, BackendError("no") if self.trouble and luck < 0.05 else None)
         if self.trouble and luck < 0.12:
             return Outcome(2.0, BackendError("no"))
         to = step.to if isinstance(step, Demote) else step.how

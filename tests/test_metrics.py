@@ -24,7 +24,7 @@ from anvil_mux.progress import Progress
 from anvil_mux.residency import Residency
 from anvil_mux.simulate import Engines, Request, simulate
 from anvil_mux.status import BackendState, GpuState, ModelState, Status
-from anvil_mux.steps import Start, Stop, Ticket
+from anvil_mux.steps import Cancel, Start, Stop, Ticket
 
 CONFIG = Config(
     backends=(
@@ -376,6 +376,23 @@ def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
     )
     assert swaps(seen, "several", "both", "none", "reprieved") == 1
     assert value(seen, "anvil_evictions_total", model="a", reason="swap") is None
+
+
+def test_a_load_that_was_cancelled_is_neither_a_failure_nor_a_death() -> None:
+    history = History()
+    history.request("a", 0.0)
+    assert isinstance(history.island.next_step(0.0), Start)
+    history.island.unload_requested("a", 2.0, "unload requested")
+    assert isinstance(history.island.next_step(2.0), Cancel)
+    history.island.load_cancelled("a", 3.0)
+    seen = history.metrics
+    assert value(seen, "anvil_model_loads_total", model="a", result="cancelled") == 1
+    assert value(seen, "anvil_model_load_duration_seconds_sum", model="a", result="cancelled") == 2.0
+    assert value(seen, "anvil_model_loads_total", model="a", result="failed") == 0
+    assert value(seen, "anvil_evictions_total", model="a", reason="cancelled") == 1
+    assert value(seen, "anvil_evictions_total", model="a", reason="died") is None
+    history.load("a", 10.0, 14.0)
+    assert value(seen, "anvil_model_loads_total", model="a", result="ok") == 1
 
 
 def test_a_victim_that_cannot_be_stopped_ends_its_swap() -> None:

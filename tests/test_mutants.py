@@ -59,6 +59,27 @@ MUTANTS = {
         "            if residency.settled:\n",
         "            if False:\n",
     ),
+    "a cancel is lost": (
+        "multiplexer",
+        "                    self._cancelled[step.backend].set()\n",
+        "                    pass\n",
+    ),
+    "nobody is there to cancel a load": (
+        "multiplexer",
+        "for gpu in backend.gpus}) + 1\n",
+        "for gpu in backend.gpus})\n",
+    ),
+    "a load that nobody waits for any more is finished all the same": (
+        "residency",
+        "or self._cancel_unwanted(waiting, now)",
+        "",
+    ),
+    "a load that was cancelled counts as failed": (
+        "residency",
+        '        self._enter(seat, "cancelled", now)\n',
+        '        self._enter(seat, "cancelled", now)\n'
+        "        seat.failed_starts += 1\n        seat.retry_at = now + cool_down(seat.failed_starts)\n",
+    ),
     "who waits for a place waits for a load": (
         "residency",
         "        if self._turns:\n            firsts =",
@@ -251,7 +272,7 @@ LEARNING = ("cost_aware", "adaptive")
 
 def suspects(package):
     """The worlds that show a difference, an error or a deadlock."""
-    for seed, policy, layout in itertools.product(range(5), ("eager", "debounce", *LEARNING), ALONE):
+    for seed, policy, layout in itertools.product(range(8), ("eager", "debounce", *LEARNING), ALONE):
         try:
             shown = differences(*world(layout, policy, seed, requests=40), seed=seed, package=package)
         except Exception as error:

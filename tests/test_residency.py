@@ -148,6 +148,223 @@ def test_a_load_request_waits_like_a_request_but_holds_nothing():
     assert island.steps(2.0) == ["stop a"]
 
 
+# Loads that are cancelled
+
+
+def ends(island, *tickets):
+    """How the waits of tickets ended: a backend, the code of an error, or None."""
+    return [ticket.backend or (ticket.error and ticket.error.code) for ticket in tickets]
+
+
+def loading(name, *backends, **settings):
+    """An island on which a request has begun the load of a backend; and that request."""
+    island = Island(*(backends or (A, B)), **settings)
+    ticket = island.request(island.core.seats[name].model, 0.0)
+    assert island.steps(0.0) == [f"start {name}"]
+    return island, ticket
+
+
+def test_a_load_is_cancelled_by_hand_and_who_waits_for_it_is_told_so():
+    island, first = loading("a")
+    second = island.request("a", 1.0)
+    assert island.core.unload_requested("a", 2.0, "unload requested")
+    assert ends(island, first, second) == ["cancelled", "cancelled"]
+    assert "a was unloaded by hand" in first.error.message
+    assert island.core.settled == [first, second]
+    assert island.steps(2.0) == ["cancel a"]
+    assert island.steps(2.5) == []
+    island.core.load_cancelled("a", 3.0)
+    assert (island.state("a"), island.steps(3.0)) == ("empty", [])
+    assert not island.core.unload_requested("a", 4.0, "unload requested")
+    told = [(e.kind, e.reason, e.target) for e in island.log[2:] if not e.ticket]
+    assert told == [("cancelling", "unload requested", ""), ("empty", "", "")]
+    island.sound()
+
+
+def test_what_was_cancelled_has_no_cool_down_and_counts_as_no_failure():
+    island, _ = loading("a")
+    island.core.start_failed("a", 1.0, LoadError("no"))
+    island.request("a", 6.0)
+    assert island.steps(6.0) == ["start a"]
+    island.core.unload_requested("a", 7.0, "unload requested")
+    assert island.steps(7.0) == ["cancel a"]
+    island.core.load_cancelled("a", 8.0)
+    again = island.request("a", 8.0)
+    assert (again.error, island.steps(8.0)) == (None, ["start a"])
+    assert island.core.seats["a"].failed_starts == 1
+    island.core.started("a", 9.0)
+    island.sound()
+
+
+def test_who_comes_while_a_load_is_being_cancelled_waits_for_the_next():
+    island, _ = loading("a")
+    island.core.unload_requested("a", 1.0, "unload requested")
+    assert island.steps(1.0) == ["cancel a"]
+    late = island.request("a", 2.0)
+    assert (island.steps(2.0), late.settled) == ([], False)
+    island.core.load_cancelled("a", 3.0)
+    assert island.steps(3.0) == ["start a"]
+    island.core.started("a", 4.0)
+    assert late.backend == "a"
+    island.sound()
+
+
+def test_who_comes_before_the_load_is_cancelled_has_it_go_on():
+    island, _ = loading("a")
+    island.core.unload_requested("a", 1.0, "unload requested")
+    late = island.request("a", 1.0)
+    assert island.steps(1.0) == []
+    island.core.started("a", 2.0)
+    assert late.backend == "a"
+    island.sound()
+
+
+def test_a_load_that_has_just_succeeded_when_it_is_cancelled_is_unloaded():
+    island, _ = loading("a")
+    island.core.unload_requested("a", 1.0, "unload requested")
+    assert island.steps(1.0) == ["cancel a"]
+    late = island.request("a", 1.5)
+    island.core.started("a", 2.0)
+    assert (late.backend, island.state("a"), island.steps(2.0)) == ("a", "draining", [])
+    island.core.release(late, 3.0)
+    assert island.steps(3.0) == ["stop a"]
+    island.core.stopped("a", 4.0)
+    assert island.steps(4.0) == []
+    island.sound()
+
+
+@pytest.mark.parametrize("failure", ["start_failed", "stop_failed"])
+def test_a_load_that_fails_while_it_is_cancelled_has_no_cool_down_unless_it_cannot_be_stopped(failure):
+    island, _ = loading("a")
+    island.core.unload_requested("a", 1.0, "unload requested")
+    island.steps(1.0)
+    FACTS[failure](island.core, 2.0)
+    assert island.core.seats["a"].failed_starts == 0
+    if failure == "start_failed":
+        assert island.request("a", 2.0).error is None
+        assert island.steps(2.0) == ["start a"]
+    else:
+        assert (island.request("a", 2.0).error.code, island.steps(7.0)) == ("stuck", ["stop a"])
+
+
+def test_a_load_that_nobody_waits_for_any_more_is_cancelled_for_a_line_that_needs_its_gpu():
+    island, first = loading("a")
+    island.core.give_up(first, 1.0)
+    assert island.steps(1.0) == []
+    waiting = island.request("b", 2.0)
+    assert island.steps(2.0) == ["cancel a"]
+    island.core.load_cancelled("a", 3.0)
+    assert island.steps(3.0) == ["start b"]
+    island.core.started("b", 4.0)
+    assert waiting.backend == "b"
+    assert [(e.at, e.target) for e in island.log if e.kind == "cancelling"] == [(2.0, "b")]
+    island.sound()
+
+
+def test_it_is_cancelled_too_if_the_line_was_there_before_and_whatever_the_policy_says():
+    island, first = loading("a", policy=None)
+    island.core._policy = Never()
+    waiting = island.request("b", 1.0)
+    assert island.steps(1.0) == []
+    island.core.give_up(first, 2.0)
+    assert island.steps(2.0) == ["cancel a"]
+    assert not waiting.settled
+
+
+def test_a_load_that_nobody_waits_for_any_more_is_finished_if_nobody_needs_its_gpu():
+    island, first = loading("a", A, backend("b", "1"), backend("t", "0", "1"))
+    island.core.give_up(first, 1.0)
+    island.request("b", 2.0)
+    assert island.steps(2.0) == ["start b"]
+    island.core.started("a", 3.0)
+    assert island.state("a") == "ready"
+
+
+@pytest.mark.parametrize("about", [{"pin": True}, {"prepare": True}])
+def test_neither_what_is_pinned_nor_what_is_prepared_is_cancelled_for_another(about):
+    island = Island(backend("a", **about), B)
+    if "pin" in about:
+        asked = island.request("a", 0.0)
+        assert island.steps(0.0) == ["start a"]
+        island.core.give_up(asked, 1.0)
+    else:
+        assert island.steps(0.0) == ["start a"]
+    island.request("b", 2.0)
+    assert island.steps(2.0) == []
+    assert island.core.unload_requested("a", 3.0, "unload requested")  # by hand it is
+    assert island.steps(3.0) == ["cancel a"]
+
+
+def test_a_load_is_not_cancelled_for_a_line_that_could_not_be_loaded_there_all_the_same():
+    stays = backend("a", vram=5, min_residency=500.0)
+    island = Island(stays, backend("b", vram=5), backend("c", vram=10), gpus=TEN).with_resident("a")
+    gone = island.request("b", 0.0)
+    assert island.steps(0.0) == ["start b"]
+    island.core.give_up(gone, 1.0)
+    island.request("c", 2.0)
+    assert (island.steps(2.0), island.until) == ([], 62.0)  # then it is overdue, and a need not stay
+    assert island.steps(62.0) == ["cancel b"]
+    island.core.load_cancelled("b", 63.0)
+    assert island.steps(63.0) == ["stop a"]
+
+
+def test_all_loads_are_cancelled_that_a_line_of_several_gpus_needs():
+    island = Island(backend("a", "0"), backend("b", "1"), backend("t", "0", "1"))
+    gone = [island.request("a", 0.0), island.request("b", 0.0)]
+    assert island.steps(0.0) == ["start a", "start b"]
+    waiting = island.request("t", 1.0)
+    island.core.give_up(gone[0], 2.0)
+    assert island.steps(2.0) == []  # b is still waited for
+    island.core.give_up(gone[1], 3.0)
+    assert island.steps(3.0) == ["cancel a", "cancel b"]
+    island.core.load_cancelled("a", 4.0)
+    assert island.steps(4.0) == []
+    island.core.load_cancelled("b", 5.0)
+    assert island.steps(5.0) == ["start t"]
+    island.core.started("t", 6.0)
+    assert waiting.backend == "t"
+    island.sound()
+
+
+def test_who_waits_while_its_gpu_is_being_freed_is_told_that_the_model_was_unloaded_too():
+    island = Island(A, B, drain_timeout=30.0).with_resident("a")
+    lease, waiting = island.request("a", 1.0), island.request("b", 2.0)
+    assert island.steps(2.0) == []
+    assert island.state("a") == "draining"
+    assert island.core.unload_requested("b", 3.0, "unload requested")
+    assert (ends(island, waiting), island.state("a"), island.steps(3.0)) == (["cancelled"], "ready", [])
+    island.core.release(lease, 4.0)
+    island.request("b", 5.0)
+    assert island.steps(5.0) == ["stop a"]
+    assert island.core.unload_requested("b", 6.0, "unload requested")
+    assert island.steps(6.0) == []
+    island.core.stopped("a", 7.0)
+    assert (island.steps(7.0), island.states()) == ([], {"a": "empty", "b": "empty"})
+    island.sound()
+
+
+def test_what_nobody_keeps_is_not_loaded_on_unless_somebody_waits_for_it():
+    island, first = loading("a")
+    assert not island.core.unload_when_idle("a", 1.0)
+    assert island.steps(1.0) == []
+    island.core.give_up(first, 2.0)
+    assert island.core.unload_when_idle("a", 3.0)
+    assert island.steps(3.0) == ["cancel a"]
+
+
+def test_a_replica_that_is_being_loaded_is_unloaded_with_the_others():
+    island = Island(backend("r0", "0", model="m"), backend("r1", "1", model="m"), backend("a", "1"))
+    first = island.request("m", 0.0)
+    assert island.steps(0.0) == ["start r0"]
+    island.core.started("r0", 1.0)
+    behind = [island.request("m", 1.0) for _ in range(30)]
+    assert island.steps(20.0) == ["start r1"]
+    assert island.core.unload_requested("m", 21.0, "unload requested")
+    assert island.steps(21.0) == ["cancel r1"]
+    assert island.states() == {"r0": "draining", "r1": "cancelling", "a": "empty"}
+    assert ends(island, first, *behind) == ["r0"] * 31
+
+
 # Draining
 
 
@@ -2322,10 +2539,13 @@ def reached(state):
     one = backend("a", rest=("sleep",), demote_after=1.5)
     if state == "empty":
         return Island(one, B)
-    if state == "starting":
+    if state in ("starting", "cancelling"):
         island = Island(one, B)
         island.request("a", 0.0)
         island.steps(0.0)
+        if state == "cancelling":
+            island.core.unload_requested("a", 0.0, "unload requested")
+            island.steps(0.0)
         return island
     island = Island(one, B).with_resident("a")
     if state == "ready":
@@ -2348,6 +2568,7 @@ def reached(state):
 FACTS = {
     "started": lambda core, at: core.started("a", at),
     "start_failed": lambda core, at: core.start_failed("a", at, LoadError("no")),
+    "cancelled": lambda core, at: core.load_cancelled("a", at),
     "stopped": lambda core, at: core.stopped("a", at),
     "parked": lambda core, at: core.stopped("a", at, {"0": 0}, "sleep"),
     "stop_failed": lambda core, at: core.stop_failed("a", at, "no"),
@@ -2355,7 +2576,7 @@ FACTS = {
     "adopt": lambda core, at: core.adopt("a", at),
     "adopt_parked": lambda core, at: core.adopt_parked("a", at, "sleep", {"0": 0}),
 }
-STATES = ("empty", "starting", "ready", "draining", "stopping", "parked", "demoting", "stuck")
+STATES = ("empty", "starting", "cancelling", "ready", "draining", "stopping", "parked", "demoting", "stuck")
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -2368,10 +2589,14 @@ def test_every_state_can_be_reached(state):
 def test_a_fact_moves_a_backend_as_the_table_says_or_changes_nothing(state, fact):
     island = reached(state)
     before, log = repr(island.core), list(island.log)
-    after = TRANSITIONS.get((state, fact))
+    known = "cancelled" if (state, fact) == ("cancelling", "start_failed") else fact
+    after = TRANSITIONS.get((state, known))
     if after:
         FACTS[fact](island.core, 1.0)
-        assert island.state("a") == after
+        if state == "cancelling" and after == "ready":  # it was unloaded by hand
+            assert [event.kind for event in island.log[len(log) :]] == ["ready", "draining"]
+        else:
+            assert island.state("a") == after
     elif fact == "died":  # those who load or stop it report that instead
         FACTS[fact](island.core, 1.0)
         assert (repr(island.core), island.log) == (before, log)
@@ -2384,6 +2609,7 @@ def test_a_fact_moves_a_backend_as_the_table_says_or_changes_nothing(state, fact
 QUESTIONS = {
     ("empty", "load"): lambda island: island.request("a", 1.0),
     ("parked", "load"): lambda island: island.request("a", 1.0),
+    ("starting", "cancel"): lambda island: island.core.unload_requested("a", 1.0, "unload requested"),
     ("ready", "swap"): lambda island: (island.request("a", 1.0), island.request("b", 1.0)),
     ("draining", "reprieve"): lambda island: island.core.give_up(next(iter(island.core.lines["b"])), 1.0),
     ("draining", "stop"): lambda island: island.core.release(next(iter(island.core.seats["a"].holders)), 1.0),

@@ -86,6 +86,37 @@ def test_ejecting_puts_the_model_out(rig: Rig) -> None:
     assert json.loads(connection.read().body) == {"success": True, "resident": False}
 
 
+def test_ejecting_what_is_being_loaded_cancels_that_and_tells_who_waits(rig: Rig) -> None:
+    rig.mechanism.gate.clear()
+    waiting, connection = rig.client(), rig.client()
+    waiting.post(ASK_A)
+    rig.events.wait("starting")
+    connection.post(ASK_A, path=b"/models/unload")
+    assert connection.read().body == b'{"success":true}'
+    answer = waiting.read()
+    error = json.loads(answer.body)["error"]
+    assert (answer.status, error["code"]) == (503, "cancelled")
+    assert error["message"].startswith("a was unloaded by hand while this request waited for it.")
+    rig.events.wait("empty")
+    assert badge(rig, "a") == {"value": "unloaded"}
+
+
+def test_nothing_kept_alive_ends_a_load_that_nobody_waits_for(rig: Rig) -> None:
+    rig.mechanism.gate.clear()
+    waiting, connection = rig.client(), rig.client()
+    waiting.post(ASK_A)
+    rig.events.wait("starting")
+    for left in (False, True):
+        if left:
+            waiting.leave()
+            rig.events.wait("gone")
+            assert rig.events.of("cancelling") == []
+        connection.post(b'{"model":"a","keep_alive":0}', path=b"/api/generate")
+        assert json.loads(connection.read().body)["done_reason"] == "unload"
+    rig.events.wait("cancelling")
+    rig.events.wait("empty")
+
+
 def test_who_only_looks_loads_nothing(rig: Rig) -> None:
     """Clients ask so for what they show of each model in the list."""
     rig.engine.answer = lambda _: JSON_OK

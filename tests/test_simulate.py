@@ -14,7 +14,7 @@ from anvil_mux.policy import POLICIES as REGISTRY
 from anvil_mux.policy import Stay, SwapTo, Unload
 from anvil_mux.residency import Residency
 from anvil_mux.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
-from anvil_mux.steps import Start
+from anvil_mux.steps import Cancel, Start
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,10 @@ class Hazards:
 
     def __call__(self, step, nth):
         draw = random.Random(f"{self.seed} {step.backend} {nth}")
+        if isinstance(step, Cancel):  # some come too late
+            stuck = draw.random() < self.stuck
+            error = BackendError("cannot be cleaned up") if stuck else None
+            return Outcome(tick(draw.choice((0.0, 1.0, 4.0)) * draw.random()), error)
         gentle = step.how == "stop" or random.Random(f"{self.seed} {step.backend} {nth} how").random() > 0.2
         how = None if gentle else "stop"
         if isinstance(step, Start):
@@ -257,13 +261,23 @@ def test_no_world_breaks_an_invariant(layout, policy):
         assert queues_without_a_bound(log) == [], seed
 
 
+def moves(log):
+    """Each change of a backend's state with the next one of it."""
+    last = {}
+    for event in log:
+        if event.backend and not event.ticket:
+            if event.backend in last:
+                yield last[event.backend], event
+            last[event.backend] = event
+
+
 def test_the_worlds_contain_everything_that_can_happen():
     logs = [simulate(*world(layout, "debounce", seed)) for layout in LAYOUTS for seed in range(40)]
     kinds = {event.kind for log in logs for event in log}
     assert kinds == {
         *("queued", "leased", "released", "gone", "failed", "deferred"),
         *("starting", "ready", "draining", "severed", "stopping", "empty", "parked", "stuck"),
-        "demoting",
+        *("demoting", "cancelling"),
     }
     reasons = {event.reason.partition(":")[0] for log in logs for event in log}
     assert {"died", "load failed", "reprieved", "overdue"} <= reasons
@@ -272,6 +286,10 @@ def test_the_worlds_contain_everything_that_can_happen():
     assert {"a may stay for min_residency", "a and b may stay for min_residency"} <= reasons
     assert {"waited_too_long", "load_failed", "stuck", "does_not_fit", "host_memory_short"} <= reasons
     assert {"errand", "host memory is short", "its memory is needed"} <= reasons
+    cancelled = {bool(event.target) for log in logs for event in log if event.kind == "cancelling"}
+    assert cancelled == {False, True}  # by hand, and for another line
+    after = {b.kind for log in logs for a, b in moves(log) if a.kind == "cancelling"}
+    assert after == {"empty", "ready", "stuck"}
 
 
 def test_the_same_trace_gives_the_same_log():
@@ -466,6 +484,8 @@ def test_a_sound_log_has_no_fault():
     assert said(*DRAINING, (9.0, "severed", "a", 1), (9.0, "stopping", "a", 0)) == []
     assert said(*UP, (5.0, "released", "a", 1)) == []
     assert said((0.0, "pinned", "a", 0), (0.0, "unpinned", "a", 0), *DRAINING) == []
+    cancelled = [*UP[:2], (1.0, "gone", "a", 1), (1.0, "cancelling", "a", 0), (2.0, "empty", "a", 0)]
+    assert said(*cancelled, (2.0, "queued", "a", 2), (2.0, "starting", "a", 0)) == []  # without cool-down
 
 
 @pytest.mark.parametrize(
@@ -484,6 +504,8 @@ def test_a_sound_log_has_no_fault():
         ([(0.0, "pinned", "a", 0), *DRAINING], "it is pinned"),
         ([*DRAINING, (5.0, "gone", "b", 2), (5.0, "stopping", "a", 0)], "nobody waits for b"),
         ([(0.0, "starting", "a", 0)], "nobody waits for it"),
+        ([*UP[:2], (1.0, "cancelling", "a", 0)], "somebody waits for it"),
+        ([*UP[:2], (1.0, "gone", "a", 1), (1.0, "cancelling", "a", 0, {"target": "b"})], "for nobody"),
         ([*UP, (4.0, "released", "a", 1), (5.0, "released", "a", 1)], "held no lease"),
         ([*UP, (4.0, "queued", "b", 2), (25.0, "released", "a", 1)], "overdue"),
         ([*UP, (4.0, "queued", "b", 2, {"bound": 5.0}), (9.5, "released", "a", 1)], "overdue"),

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from anvil_mux import config
+from anvil_mux.clock import Clock
 from anvil_mux.config import Backend
-from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.errors import BackendError, Cancelled, LoadError
 from anvil_mux.swap import WAYS, Loaded, Rested, Stop, Swapper
 from tests.test_engine import Stub, engine, serving
 
@@ -132,6 +133,63 @@ def test_a_log_that_cannot_be_had_does_not_hide_the_failure():
     with pytest.raises(LoadError) as caught:
         Swapper(runtime).load(BACKEND, "stop")
     assert (caught.value.message, caught.value.log) == ("no image", ())
+
+
+def test_a_load_that_is_cancelled_while_its_engine_is_not_ready_is_cleaned_up_and_no_failure():
+    latch, pauses = Clock().latch(), []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            latch.set()
+
+    with engine(**{"GET_/health": 503}) as stub:
+        runtime = Notes(stub.url)
+        with pytest.raises(Cancelled, match="the load of a was cancelled"):
+            Swapper(runtime, sleep=sleep).load(BACKEND, "stop", latch)
+    assert (runtime.calls, len(pauses)) == (["start", "stop"], 3)
+
+
+def test_a_start_under_way_may_finish_before_its_load_is_cancelled():
+    latch = Clock().latch()
+
+    class Slow(Notes):
+        def start(self, backend: Backend) -> str:
+            latch.set()
+            return super().start(backend)
+
+    runtime = Slow()
+    with pytest.raises(Cancelled):
+        Swapper(runtime).load(BACKEND, "stop", latch)
+    assert runtime.calls == ["start", "stop"]
+
+
+def test_an_engine_that_is_ready_when_its_load_is_cancelled_is_loaded(healthy: Stub):
+    latch = Clock().latch()
+
+    class Slow(Notes):
+        def start(self, backend: Backend) -> str:
+            latch.set()
+            return super().start(backend)
+
+    assert Swapper(Slow(healthy.url)).load(BACKEND, "stop", latch) == Loaded(healthy.url, "stop")
+
+
+def test_what_does_not_wake_is_not_started_anew_if_its_load_was_cancelled():
+    latch = Clock().latch()
+    latch.set()
+    runtime = Notes()  # it is gone
+    with pytest.raises(Cancelled):
+        Swapper(runtime).load(BACKEND, "pause", latch)
+    assert runtime.calls == ["stop", "stop"]
+
+
+def test_a_clean_up_that_fails_after_a_cancel_says_that_the_gpus_may_be_held():
+    latch, runtime, no = Clock().latch(), Notes(), BackendError("cannot be stopped")
+    runtime.fails = {"stop": no, "kill": no}
+    latch.set()
+    with pytest.raises(BackendError, match="was cancelled; and then it could not be stopped"):
+        Swapper(runtime).load(BACKEND, "stop", latch)
 
 
 def test_an_eviction_stops_the_service():

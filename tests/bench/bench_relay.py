@@ -391,7 +391,7 @@ class GatedLoad:
         self.gate = threading.Event()
         self.ended_at = 0.0
 
-    def load(self, backend: object, how: str) -> Loaded:
+    def load(self, backend: object, how: str, cancelled: object) -> Loaded:
         from anvil_mux.swap import Loaded
 
         self.gate.wait()

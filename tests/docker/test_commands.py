@@ -6,12 +6,25 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.docker.conftest import Stack
-from tests.docker.served import BUSYBOX, PATIENCE, eventually, run_of, served
+from tests.docker.served import (
+    BUSYBOX,
+    PATIENCE,
+    ask,
+    client_of,
+    count,
+    eventually,
+    is_idle,
+    run_of,
+    served,
+    state_of,
+    stream,
+)
 from tests.running import Running
 
 IMAGE = "anvil-mux-test/none:1"
@@ -70,6 +83,39 @@ def test_unload_puts_a_model_out_and_its_next_load_starts_it_again(stack: Stack)
         eventually(lambda: stack.up() == set())
         assert anvil(stack, "load", "model-1", "--url", at(mux)).returncode == 0
         assert run_of(stack, "model-1") != first
+
+
+@pytest.fixture
+def slow(llamacpp_compose: Callable[..., Stack], tmp_path: Path) -> Stack:
+    """The first of two llama-servers takes ten minutes to load."""
+    command = "sleep 600; exec llama-server -m /m/tiny.gguf --alias model-1 --host 0.0.0.0 --port 8080"
+    special = {"command": ["sh", "-c", command], "stop_grace_period": "1s"}
+    return llamacpp_compose(tmp_path, models=2, services={"model-1": special})
+
+
+def test_unload_of_a_model_that_is_loading_stops_its_engine_and_another_can_be_loaded(slow: Stack) -> None:
+    with ThreadPoolExecutor(1) as pool, served(slow) as mux:
+        for _ in range(2):  # without a cool-down between
+            waiting = pool.submit(ask, mux, "model-1")
+            eventually(lambda: slow.up() == {"model-1"} and state_of(mux, "model-1") == "starting")
+            assert anvil(slow, "unload", "model-1", "--url", at(mux)).returncode == 0
+            assert "model-1 was unloaded by hand while this request waited for it" in waiting.result(PATIENCE)
+            eventually(lambda: slow.up() == set() and state_of(mux, "model-1") == "empty")
+        assert mux.get("/healthz")["models"]["model-1"]["last_error"] is None
+        assert ask(mux, "model-2") == ""
+        assert count(mux, "anvil_model_loads", model="model-1", result="cancelled") == 2
+        assert count(mux, "anvil_model_loads", model="model-1", result="failed") == 0
+
+
+def test_a_load_that_nobody_waits_for_any_more_makes_room_for_another_model(slow: Stack) -> None:
+    with served(slow) as mux:
+        with client_of(mux) as client:
+            stream(client, "model-1", 5).close()
+        eventually(lambda: is_idle(mux) and slow.up() == {"model-1"})
+        assert state_of(mux, "model-1") == "starting"
+        assert ask(mux, "model-2") == ""
+        assert slow.up() == {"model-2"}
+        assert count(mux, "anvil_model_loads", model="model-1", result="cancelled") == 1
 
 
 def test_logs_shows_what_the_engine_printed_while_it_runs_and_after_it_was_stopped(stack: Stack) -> None:
