@@ -291,7 +291,8 @@ def test_who_does_not_fall_asleep_is_stopped(scene: Scene, kind: str, fault: str
     backend = replace(A, engine=kind)
     engine = scene.resident(backend)
     engine.faults.add(fault)
-    assert scene.swapper.evict(backend, "sleep") == Rested("stop")
+    died = "exited with code 1" if fault == "sleep dies" else ""
+    assert scene.swapper.evict(backend, "sleep") == Rested("stop", died=died)
     assert (scene.house.calls, scene.used) == (["stop a"], 0)
 
 
@@ -418,7 +419,7 @@ def test_who_sleeps_on_the_same_gpu_is_no_stranger(scene: Scene, monkeypatch: py
 def test_an_engine_that_crashed_before_it_was_put_out_is_cleaned_up(scene: Scene) -> None:
     engine = scene.resident(A)
     engine.end("was killed (code 137)")
-    assert scene.swapper.evict(A, "sleep") == Rested("stop")
+    assert scene.swapper.evict(A, "sleep") == Rested("stop", died="was killed (code 137)")
 
 
 # Wakes that fail
