@@ -13,6 +13,10 @@ runtime's kill and exec take the place of Docker's. For every other way it means
 mechanism without the multiplexer. The own share of a swap is what it took longer than by hand in the same
 round.
 
+With ``burst``, so many requests wait for a swap by a cold start, and go to the new model all at once through
+the relay. That is measured from the first lease until the last answer's end; by hand the engine is started
+anew, and as many are sent to it at once, each on a connection of its own that it closes.
+
 Nothing that was started is left running, however the benchmark ends.
 """
 
@@ -25,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from socket import socketpair
 from urllib.parse import urlsplit
 
 from anvil_mux import gpu
@@ -36,13 +41,18 @@ from anvil_mux.freed import Memory
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.policy import Eager
 from anvil_mux.preemption import LeastRecentlyUsed
+from anvil_mux.relay import Exchange, Relay
 from anvil_mux.residency import Residency
 from anvil_mux.serve import build_runtime, locked
 from anvil_mux.swap import Runtime, Swapper
-from anvil_mux.tally import Swap, Told, phases
+from anvil_mux.tally import Burst, Swap, Told, phases
 
 SLACK_SECONDS = 60.0
 BUSY_PAUSE = 0.1
+BURST_TOKENS = 8
+"""Of each answer in a burst: they overlap, as answers do."""
+MOST_BYTES = 1 << 20
+"""Of an answer in a burst."""
 
 _Pair = tuple[Backend, Backend]
 """One that goes and one that comes."""
@@ -53,12 +63,15 @@ _Measured = tuple[dict[str, float], int | None]
 # Measuring
 
 
-def measure(config: Config, repeat: int, say: Callable[[str], object]) -> tuple[list[Swap], list[str]]:
-    """Every swap, ``repeat`` times, and what could not be measured.
+def measure(
+    config: Config, repeat: int, say: Callable[[str], object], *, burst: int = 0
+) -> tuple[list[Swap], list[Burst], list[str]]:
+    """Every swap, and bursts after it, ``repeat`` times, and what could not be measured.
 
     CannotServe while an anvil-mux serves the project.
     """
     swaps: list[Swap] = []
+    bursts: list[Burst] = []
     failed: list[str] = []
     with locked(config) as lock, _ended_by_sigterm():
         runtime = build_runtime(config, lock)
@@ -68,7 +81,9 @@ def measure(config: Config, repeat: int, say: Callable[[str], object]) -> tuple[
                 runtime.stop(next(backend for backend in config.backends if backend.name == name))
             for way, members in rings(config):
                 try:
-                    swaps += _Ring(config, runtime, members, way, say).run(repeat)
+                    ring = _Ring(config, runtime, members, way, say)
+                    swaps += ring.run(repeat, burst if way == "stop" else 0)
+                    bursts += ring.bursts
                 except MuxError as error:
                     who = ", ".join(backend.name for backend in members)
                     failed.append(f"{who} by {way}: {error.message}")
@@ -76,7 +91,7 @@ def measure(config: Config, repeat: int, say: Callable[[str], object]) -> tuple[
                     raise BackendError(f"{left} could not be stopped: {'; '.join(failed)}")
         finally:
             runtime.close()
-    return swaps, failed
+    return swaps, bursts, failed
 
 
 def rings(config: Config) -> list[tuple[str, list[Backend]]]:
@@ -170,13 +185,14 @@ class _Ring:
             self._swapper,
             log=self._observe,
         )
+        self.bursts: list[Burst] = []
         # Of the swap that is being measured:
         self._log: list[Event] = []
         self._told: list[Told] = []
         self._missing: set[str] = set()
         self._under_way = threading.Event()
 
-    def run(self, repeat: int) -> list[Swap]:
+    def run(self, repeat: int, burst: int = 0) -> list[Swap]:
         pairs = list(zip([self._members[-1], *self._members], self._members, strict=False))
         swaps: list[Swap] = []
         self._mux.start()
@@ -186,8 +202,11 @@ class _Ring:
                 for number in range(repeat + 1):
                     swaps += self._round(number, pairs, pool)
                     self._tell_progress(number, repeat, swaps[-len(pairs) :])
+                for number in range(repeat + 1 if burst else 0):
+                    self.bursts += [self._burst(*pair, burst, number) for pair in pairs]
             finally:
                 self._end()
+        self.bursts = [each for each in self.bursts if each.round]
         counted = [swap for swap in swaps if swap.round]
         for swap in counted:
             if self._way != "stop" and "ready" in swap.phases:
@@ -258,6 +277,56 @@ class _Ring:
     def _ask_multiplexer(self, backend: Backend) -> float:
         with self._mux.lease(backend.name) as lease:
             return self._asker.ask(backend, lease.address)
+
+    # Bursts
+
+    def _burst(self, before: Backend, after: Backend, count: int, number: int) -> Burst:
+        with ThreadPoolExecutor(count, "burst") as pool:
+            through = self._burst_through(before, after, count, pool)
+            direct = self._burst_by_hand(after, count, pool)
+        self._say(f"burst of {count} to {after.name}: {through:.2f} s ({direct:.2f})")
+        return Burst(after.name, before.name, count, number, through, direct)
+
+    def _burst_through(self, before: Backend, after: Backend, count: int, pool: ThreadPoolExecutor) -> float:
+        relay, (near, far) = Relay(after.load_timeout), socketpair()
+        head, body = self._asker.question(after).whole(BURST_TOKENS).written(after)
+
+        def ask() -> tuple[float, float]:
+            with self._mux.lease(after.name) as lease:
+                since = time.monotonic()
+                with Exchange(relay, lease, near) as exchange:
+                    response = exchange.ask("POST", head, body)
+                    exchange.content(response, MOST_BYTES)
+                if response.status >= 300:
+                    raise BackendError(f"{after.name} answers {response.status} in a burst")
+                return since, time.monotonic()
+
+        with near, far:
+            try:
+                with self._mux.lease(before.name):
+                    if before is after:
+                        self._mux.unload(before.name)
+                    asked = [pool.submit(ask) for _ in range(count)]
+                    while self._mux.status().waiting < count and not any(each.done() for each in asked):
+                        time.sleep(BUSY_PAUSE)
+                took = [each.result() for each in asked]
+            finally:
+                relay.close()
+        return max(until for _, until in took) - min(since for since, _ in took)
+
+    def _burst_by_hand(self, backend: Backend, count: int, pool: ThreadPoolExecutor) -> float:
+        self._hand.stop(backend)
+        parts = urlsplit(self._hand.start(backend))
+        address = parts.hostname or "", parts.port or 80
+        self._asker.ask_until_answered(backend, address)
+        question = self._asker.question(backend).whole(BURST_TOKENS)
+        begun = time.monotonic()
+        asked = [pool.submit(question.ask, backend, address) for _ in range(count)]
+        for each in asked:
+            status, _ = each.result()
+            if status >= 300:
+                raise BackendError(f"{backend.name} answers {status} in a burst")
+        return time.monotonic() - begun
 
     # By hand
 

@@ -82,6 +82,10 @@ class Asker:
                 return moment
         raise BackendError(f"{backend.name} answers {status} to POST {question.path}")
 
+    def question(self, backend: Backend) -> Question:
+        """The one that it was found to answer."""
+        return self._known[backend.name]
+
     def ask_until_answered(self, backend: Backend, address: Address) -> float:
         deadline = time.monotonic() + backend.load_timeout
         while True:
@@ -101,15 +105,12 @@ class Question(NamedTuple):
 
     def ask(self, backend: Backend, address: Address) -> tuple[int, float]:
         """The answer's status, and when the first byte of its body came."""
-        headers = {"Content-Type": "application/json"}
-        if key := api_key(backend.service):
-            headers["Authorization"] = f"Bearer {key}"
         connection = http.client.HTTPConnection(*address, timeout=CONNECT_SECONDS)
         try:
             connection.connect()
             connection.sock.settimeout(backend.load_timeout)
-            body = json.dumps({"model": backend.served_model, **self.asks})
-            connection.request("POST", self.path, body, headers)
+            headers = {**_headers(backend), "Connection": "close"}
+            connection.request("POST", self.path, self._body(backend), headers)
             response = connection.getresponse()
             response.read(1)
             moment = time.monotonic()
@@ -119,6 +120,29 @@ class Question(NamedTuple):
             raise BackendError(f"{backend.name} does not answer POST {self.path}: {error!r}") from None
         finally:
             connection.close()
+
+    def whole(self, tokens: int) -> Question:
+        """The same for an answer of so many tokens, if it is for text, and in one piece.
+
+        llama-server closes the connection behind a stream, so only such an answer shows what idle ones do.
+        """
+        more = {"max_tokens": tokens, "stream": False} if "max_tokens" in self.asks else {}
+        return self._replace(asks={**self.asks, **more})
+
+    def written(self, backend: Backend) -> tuple[bytes, bytes]:
+        """Head and body, for a connection that may be used again."""
+        body = self._body(backend).encode()
+        fields = {"Host": backend.name, **_headers(backend), "Content-Length": str(len(body))}
+        lines = [f"POST {self.path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+        return "".join(f"{line}\r\n" for line in (*lines, "")).encode(), body
+
+    def _body(self, backend: Backend) -> str:
+        return json.dumps({"model": backend.served_model, **self.asks})
+
+
+def _headers(backend: Backend) -> dict[str, str]:
+    key = api_key(backend.service)
+    return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
 
 QUESTIONS = (

@@ -209,6 +209,13 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add_files(command)
     add("--repeat", type=read_positive, default=5, metavar="N", help="measure each swap N times (default 5)")
+    add(
+        "--burst",
+        type=read_positive,
+        default=0,
+        metavar="N",
+        help="also measure N requests that wait for a swap, beside as many that are sent directly",
+    )
     add("--csv", metavar="FILE", help="write every swap to a file")
     add("--plot", metavar="FILE", help="draw the phases (needs matplotlib)")
     add_json(command)
@@ -219,6 +226,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "next answer. OWN-SHARE is what a swap took longer than by hand, and half of the swaps are within "
         "HALF-WITHIN: the machine's noise. COLD/BACK is a cold start over the way back, both until that "
         "byte. GIB is the GPU memory that came back, BUS what the GPU's link could carry in a second. "
+        "A burst is measured from the moment at which the model is ready until all are answered; DIRECT are "
+        "as many requests at once to an engine just started, each on a connection of its own. "
         "Exit code 1: something could not be measured."
     )
 
@@ -490,7 +499,8 @@ def _bench(given: argparse.Namespace) -> int:
             from anvil_mux import plot
 
             figure = outputs.enter_context(plot.picture(given.plot))
-        swaps, failed = bench.measure(config, given.repeat, say)
+        swaps, bursts, failed = bench.measure(config, given.repeat, say, burst=given.burst)
+        burst_rows = tally.burst_figures(bursts)
         rows = tally.figures(swaps)
         if file:
             tally.write_csv(swaps, file)
@@ -498,10 +508,11 @@ def _bench(given: argparse.Namespace) -> int:
             bars = {f"{row.backend}, {row.way}": row.phases for row in rows}
             plot.draw_phases(bars, tally.names(rows), [row.by_hand_seconds for row in rows], figure)
     if given.json:
-        print_json([asdict(row) for row in rows])
-    elif rows:
-        head, *lines = tally.table(rows)
-        print_table(head, lines)
+        print_json([*map(asdict, rows), *map(asdict, burst_rows)])
+    else:
+        for head, *lines in (tally.table(rows), tally.burst_table(burst_rows)):
+            if lines:
+                print_table(head, lines)
     return max([complain(f"not measured: {why}", FAILED) for why in failed], default=0)
 
 

@@ -87,6 +87,33 @@ class Swap:
 
 
 @dataclass(frozen=True)
+class Burst:
+    """Many requests that waited for a swap, from its end until all are answered, and as many by hand."""
+
+    backend: str
+    replaces: str
+    requests: int
+    round: int
+    seconds: float
+    direct_seconds: float
+    """Sent directly at once to the engine, just started, each on a connection that it closes."""
+
+
+@dataclass(frozen=True)
+class BurstFigures:
+    """The medians over all bursts to one backend."""
+
+    backend: str
+    replaces: str
+    requests: int
+    bursts: int
+    seconds: float
+    direct_seconds: float
+    ratio: float
+    """Of the two medians."""
+
+
+@dataclass(frozen=True)
 class Figures:
     """The medians over all swaps to one backend that rests in one way."""
 
@@ -168,6 +195,31 @@ def _figures(group: Sequence[Swap], cold_seconds: float | None) -> Figures:
         _known(swap.bytes_per_second for swap in group),
         first.bus,
     )
+
+
+def burst_figures(bursts: Iterable[Burst]) -> list[BurstFigures]:
+    """One line for each backend."""
+    groups: defaultdict[str, list[Burst]] = defaultdict(list)
+    for burst in bursts:
+        groups[burst.backend].append(burst)
+    return [_burst_figures(group) for group in groups.values()]
+
+
+def _burst_figures(group: Sequence[Burst]) -> BurstFigures:
+    first = group[0]
+    seconds, direct = median([b.seconds for b in group]), median([b.direct_seconds for b in group])
+    return BurstFigures(
+        first.backend, first.replaces, first.requests, len(group), seconds, direct, seconds / direct
+    )
+
+
+def burst_table(rows: Sequence[BurstFigures]) -> list[tuple[str, ...]]:
+    """For people: seconds."""
+    lines: list[tuple[str, ...]] = [("BURST", "REPLACES", "REQUESTS", "SECONDS", "DIRECT", "RATIO")]
+    for row in rows:
+        figures = f"{row.seconds:.3f}", f"{row.direct_seconds:.3f}", f"{row.ratio:.2f}"
+        lines.append((row.backend, row.replaces, str(row.requests), *figures))
+    return lines
 
 
 def _known(values: Iterable[float | None]) -> float | None:

@@ -121,6 +121,19 @@ def test_the_demo_is_measured_and_nothing_is_left_running(
     assert running(file) == {}
 
 
+def test_a_burst_after_a_swap_is_measured_beside_one_that_is_sent_directly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path)
+    rows = measured(capsys, file, "--repeat", 1, "--burst", 8)[2:]
+    found = [(row["backend"], row["replaces"], row["requests"], row["bursts"]) for row in rows]
+    assert found == [("small", "large", 8, 1), ("large", "small", 8, 1)]
+    for row in rows:
+        assert row["seconds"] > 0 < row["direct_seconds"]
+        assert row["ratio"] == pytest.approx(row["seconds"] / row["direct_seconds"])
+    assert running(file) == {}
+
+
 def test_people_see_how_far_it_is_and_then_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

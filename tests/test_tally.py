@@ -142,3 +142,10 @@ def test_every_swap_is_a_line_that_a_spreadsheet_reads() -> None:
         "0.000000",
     )
     assert first["bytes"] == ""
+
+
+def test_a_burst_is_told_by_its_medians() -> None:
+    bursts = [tally.Burst("b", "a", 100, n, took, 2.0) for n, took in enumerate((1.0, 3.0, 9.0), 1)]
+    [row] = tally.burst_figures(bursts)
+    assert (row.bursts, row.seconds, row.direct_seconds, row.ratio) == (3, 3.0, 2.0, 1.5)
+    assert tally.burst_table([row])[1:] == [("b", "a", "100", "3.000", "2.000", "1.50")]
