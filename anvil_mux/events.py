@@ -46,7 +46,7 @@ KINDS = {
     "released": "a lease ended; with a `reason` before its answer had",
     "gone": "a waiting request's client left",
     "failed": "a request ended without a lease; `reason` is the error's code",
-    "deferred": "the policy holds a swap back; `seconds` from now at most",
+    "deferred": "the policy holds a swap back; `seconds` from now at most, or it is said again",
     "draining": "a backend gets no new leases, because it makes room for `target` or for another `reason`",
     "severed": "a request still leased when the drain ended, which took `seconds`; `reason` is the cause: "
     "evicted (for `target`), unloaded, changed, removed, idle, policy, silent, shutdown, moved",

@@ -311,6 +311,9 @@ class Metrics:
         self._severed[event.model,] += 1
 
     def _on_deferred(self, event: Event) -> None:
+        held = self._held.get(event.model)
+        if held and held[0] == event.ticket:
+            return  # the moment that was announced first has passed
         self._held[event.model] = event.ticket, event.at
         self._deferrals[event.model, _deferral(event.reason)] += 1
 

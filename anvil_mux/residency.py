@@ -117,6 +117,8 @@ COOL_DOWN_SECONDS = 5.0
 MAX_COOL_DOWN_SECONDS = 300.0
 STUCK_RETRY_SECONDS = 5.0
 MAX_STUCK_RETRY_SECONDS = 60.0
+SHORTEST_DEFERRAL = 1.0
+"""Seconds before which the moment of a swap that was put off is not announced again."""
 FIRST_SERVICE_SECONDS = 10.0
 """What a lease is held for, of a model that has not answered yet."""
 SOON_SECONDS = 30.0
@@ -247,12 +249,13 @@ class Residency:
         """Tickets that ended at a replica that had not begun with them; the driver takes and cuts them."""
         self.deferred: tuple[str, Stay] | None = None
         """The model whose swap the policy holds back, and until when and why."""
-        self._ask_again = FOREVER
         self._plans: dict[str, _Plan] = {}
         """The swaps that the policy could begin when it was last asked."""
-        self._plans_hold_until = -FOREVER
-        """Until then they are the same, unless a state changes or a line begins or loses a request."""
-        self._announced: Ticket | None = None
+        self._ask_again, self._plans_hold_until = FOREVER, -FOREVER
+        """When the policy is asked again; and until when the plans are the same, unless a state changes or a
+        line begins or loses a request."""
+        self._announced: tuple[Ticket | None, float] = None, FOREVER
+        """The first of the queue whose swap was said to be put off, and when that has to be said again."""
         self._ready_of = {model: _those_ready(seats) for model, seats in self._replicas.items()}
         self._ready = _those_ready(self.seats.values())
         self._routed = {m: Replicas(seats, config) for m, seats in self._replicas.items() if len(seats) > 1}
@@ -1246,6 +1249,7 @@ class Residency:
             self._ask_again = min(decision.until, decision.again)
             if plans:
                 self._defer(next(iter(plans)), decision, now)
+                self._ask_again = min(self._ask_again, self._announced[1])
         elif isinstance(decision, SwapTo) and decision.model in plans:
             plan = plans[decision.model]
             self._begin(plan.target, plan.victims, now, decision.reason)
@@ -1310,10 +1314,11 @@ class Residency:
             return Stay(reason=f"the policy failed: {error!r}")
 
     def _defer(self, model: str, stay: Stay, now: float) -> None:
+        """The swap is put off: announced once for each queue, and again when the moment has passed."""
         self.deferred = model, stay
         first = next(iter(self.lines[model]))
-        if first is not self._announced:
-            self._announced = first
+        if first is not self._announced[0] or now >= self._announced[1]:
+            self._announced = first, max(stay.until, now + SHORTEST_DEFERRAL)
             size = len(self.lines[model])
             self._emit(Event(now, "deferred", model, "", first.id, size, stay.until - now, stay.reason))
 

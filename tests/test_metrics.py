@@ -277,6 +277,13 @@ def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down() -> None:
     assert phases(seen) == {("b", "cooldown"): 2.5, ("c", "cooldown"): 4.0}
 
 
+def test_a_deferral_that_is_announced_again_is_still_one() -> None:
+    again = [deferred(at, "b", 7, "no line has been quiet for 1 s yet") for at in (1.0, 6.0)]
+    seen = told([*again, Event(8.0, "starting", "b", "b")])
+    assert phases(seen) == {("b", "cooldown"): 7.0}
+    assert value(seen, "anvil_deferrals_total", model="b", reason="not_quiet") == 1
+
+
 @pytest.mark.parametrize("kind", ["gone", "failed"])
 def test_a_swap_is_not_held_back_for_those_that_have_left(kind: str) -> None:
     left = [deferred(1.0, "b", 7), Event(2.0, kind, "b", ticket=7)]
@@ -300,7 +307,7 @@ def test_every_deferral_has_a_class_of_its_own(policy: str) -> None:
 
 
 def test_the_reasons_of_other_policies_share_one_label() -> None:
-    seen = told([deferred(1.0, "b", 1, f"it is {hour} o'clock") for hour in range(24)])
+    seen = told([deferred(1.0, "b", hour, f"it is {hour} o'clock") for hour in range(24)])
     assert value(seen, "anvil_deferrals_total", model="b", reason="other") == 24
 
 

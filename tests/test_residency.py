@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -18,7 +19,7 @@ from anvil_mux.placement import islands
 from anvil_mux.policy import POLICIES, Stay, SwapTo, Unload, build_policy
 from anvil_mux.preemption import build_preemption
 from anvil_mux.profile import Profile
-from anvil_mux.residency import SOON_SECONDS, Residency
+from anvil_mux.residency import SHORTEST_DEFERRAL, SOON_SECONDS, Residency
 from anvil_mux.routing import Work
 from anvil_mux.simulate import Engines, Request, check, simulate
 from anvil_mux.steps import Start, Stop, Ticket, Wait
@@ -837,16 +838,56 @@ def test_a_pinned_model_that_was_told_to_go_is_waited_for():
     assert waits.error is None
 
 
-def test_a_held_swap_is_announced_once_for_each_line_and_begins_when_it_is_due():
+def test_a_held_swap_is_announced_for_each_line_and_when_the_moment_has_passed_and_begins_when_it_is_due():
     island = Island(A, B, policy=DEBOUNCE).with_resident("a")
     island.request("b", 1.0)
     for moment in (1.0, 1.5, 2.5):
         assert island.steps(moment) == []
     island.request("b", 2.5)
     assert island.steps(2.5) == []
+    assert island.until == 3.0
+    assert island.steps(3.0) == []
     assert island.until == 4.5
     assert island.steps(4.5) == ["stop a"]
-    assert island.tell("deferred") == ["deferred b"]
+    assert [(e.at, e.seconds) for e in island.log if e.kind == "deferred"] == [(1.0, 2.0), (3.0, 1.5)]
+
+
+@pytest.mark.parametrize("pause", [0.125, 0.5, 2.0])
+@pytest.mark.parametrize("load", [0.5, 3.0, 20.0])
+def test_a_lone_request_is_told_anew_whenever_the_moment_of_its_swap_has_passed(load, pause):
+    island = Island(A, B, policy=build_policy("adaptive")).with_resident("a")
+    for source, target in ("ab", "ba"):
+        island.costs.learn(source, target, "stop", 0.25, load)
+    now = 0.0
+    for _ in range(10):
+        now += pause
+        lease = island.request("a", now)
+        now += 0.25
+        island.core.release(lease, now)
+    island.request("b", now)
+    while island.steps(now) != ["stop a"]:
+        assert now < island.until < now + 60.0
+        now = island.until
+    told = [(event.at, event.at + event.seconds) for event in island.log if event.kind == "deferred"]
+    assert told
+    for (at, until), (following, _) in pairwise([*told, (now, 0.0)]):
+        assert following <= max(until, at + SHORTEST_DEFERRAL)
+    assert len(told) <= 3
+
+
+def test_a_policy_that_puts_off_by_moments_writes_a_line_a_second():
+    class Hesitant:
+        def decide(self, seen):
+            return Stay(seen.now + 0.0625) if seen.lines else Stay()
+
+    island = Island(A, B, policy=Hesitant(), max_wait=8.0)
+    island.core.adopt("a", 0.0)
+    island.request("b", 1.0)
+    now = 1.0
+    while island.steps(now) != ["stop a"]:
+        now = island.until
+    assert now == 9.0
+    assert [event.at for event in island.log if event.kind == "deferred"] == [float(n) for n in range(1, 9)]
 
 
 def held_back():
@@ -891,8 +932,8 @@ def test_a_line_that_begins_while_another_is_held_back_is_decided_with_it():
 def test_a_held_swap_is_decided_anew_when_its_line_grows():
     island, _ = held_back()
     island.request("b", 2.5)
-    assert (island.steps(2.5), island.until) == ([], 4.5)
-    assert island.steps(3.0) == []
+    assert (island.steps(2.5), island.until) == ([], 3.0)  # what was announced is corrected then
+    assert (island.steps(3.0), island.until) == ([], 4.5)
     assert island.steps(4.5) == ["stop a"]
 
 
