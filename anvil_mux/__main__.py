@@ -2,6 +2,6 @@
 
 import sys
 
-from anvil_mux.cli import main
+from anvil_mux.cli.main import main
 
 sys.exit(main())

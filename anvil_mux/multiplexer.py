@@ -27,10 +27,9 @@ from itertools import islice
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from anvil_mux import api
 from anvil_mux.clock import Clock, Condition, Latch
-from anvil_mux.config import Backend, Config, Gpu
-from anvil_mux.costs import Cost, Costs
+from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.keys import Key
 from anvil_mux.errors import (
     Cancelled,
     ClientGone,
@@ -43,19 +42,20 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
-from anvil_mux.events import Cause, Event
-from anvil_mux.footprint import Footprint, Footprints
-from anvil_mux.keys import Key
-from anvil_mux.layout import Layout
-from anvil_mux.ledger import Load, Report
-from anvil_mux.outlook import Outlook, outlook
-from anvil_mux.policy import FOREVER
-from anvil_mux.progress import Progress, Said, progress
-from anvil_mux.residency import LOADING, Residency
-from anvil_mux.routing import Work
-from anvil_mux.status import Status, Waiter, gpu_state, model_state
-from anvil_mux.steps import NO_WORK, Cancel, Crash, Demote, Start, Step, Stop, Ticket, Wait
-from anvil_mux.swap import Loaded, Rested
+from anvil_mux.host.swap import Loaded, Rested
+from anvil_mux.protocol import api
+from anvil_mux.routing.ledger import Load, Report
+from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.costs import Cost, Costs
+from anvil_mux.scheduler.events import Cause, Event
+from anvil_mux.scheduler.footprint import Footprint, Footprints
+from anvil_mux.scheduler.layout import Layout
+from anvil_mux.scheduler.outlook import Outlook, outlook
+from anvil_mux.scheduler.policy import FOREVER
+from anvil_mux.scheduler.progress import Progress, Said, progress
+from anvil_mux.scheduler.residency import LOADING, Residency
+from anvil_mux.scheduler.status import Status, Waiter, gpu_state, model_state
+from anvil_mux.scheduler.steps import NO_WORK, Cancel, Crash, Demote, Start, Step, Stop, Ticket, Wait
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from urllib.request import urlopen
 
-from anvil_mux import remote
+from anvil_mux.serve import remote
 
 home = Path(os.environ["XDG_STATE_HOME"], "anvil-mux")
 # Of a certificate that names the outside, this side cannot tell whether it is right; nothing secret is sent.

@@ -38,8 +38,9 @@ from typing import Any, NamedTuple
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from anvil_mux import errors, eventlog
-from anvil_mux.simulate import check
+from anvil_mux import errors
+from anvil_mux.sim.simulate import check
+from anvil_mux.telemetry import eventlog
 from tests.running import Running
 
 CLIENTS = 96

@@ -15,19 +15,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from anvil_mux.accesslog import Served
-from anvil_mux.call import Patience
 from anvil_mux.clock import Latch
-from anvil_mux.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.keys import Keyring
 from anvil_mux.errors import Cancelled
-from anvil_mux.events import Event
-from anvil_mux.feed import Feed
-from anvil_mux.gateway import Gateway
-from anvil_mux.keys import Keyring
+from anvil_mux.host.swap import Loaded, Rested
 from anvil_mux.multiplexer import Multiplexer
-from anvil_mux.relay import Relay
-from anvil_mux.server import Server
-from anvil_mux.swap import Loaded, Rested
+from anvil_mux.proxy.call import Patience
+from anvil_mux.proxy.gateway import Gateway
+from anvil_mux.proxy.relay import Relay
+from anvil_mux.proxy.server import Server
+from anvil_mux.scheduler.events import Event
+from anvil_mux.telemetry.accesslog import Served
+from anvil_mux.telemetry.feed import Feed
 
 GUARD = 20.0
 

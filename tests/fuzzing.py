@@ -14,7 +14,7 @@ from pathlib import Path
 import atheris  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 with atheris.instrument_imports(include=["anvil_mux"]):
-    from tests import test_fuzz
+    from tests.protocol import test_fuzz
 
 LONGEST = 1000
 KEPT = Path(__file__).resolve().parent.parent / ".cache" / "fuzz"

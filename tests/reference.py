@@ -9,23 +9,16 @@ from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
-from anvil_mux import (
-    api,
-    cli,
-    config,
-    control,
-    engine,
-    errors,
-    events,
-    metrics,
-    pipeline,
-    policy,
-    preemption,
-    routing,
-    swap,
-)
-from anvil_mux.config import Backend, Config
-from anvil_mux.status import Status
+from anvil_mux import errors
+from anvil_mux.cli import main as cli
+from anvil_mux.config import config
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.host import control, engine, swap
+from anvil_mux.protocol import api
+from anvil_mux.routing import pipeline, routing
+from anvil_mux.scheduler import events, policy, preemption
+from anvil_mux.scheduler.status import Status
+from anvil_mux.telemetry import metrics
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 HEAD = """# Reference

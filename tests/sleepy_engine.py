@@ -15,9 +15,9 @@ from itertools import count
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from anvil_mux.config import Backend
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.gpu import Gpus, Reading
+from anvil_mux.host.gpu import Gpus, Reading
 
 GIB = 1 << 30
 GUARD = 30.0

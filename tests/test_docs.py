@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux import events, loading
+from anvil_mux.config import loading
+from anvil_mux.scheduler import events
 from tests import reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,5 +78,5 @@ def test_what_the_readme_names_is_there() -> None:
 
 def test_every_room_is_in_the_list_of_rooms() -> None:
     listed = (ROOT / "CONTRIBUTING.md").read_text()
-    for module in (ROOT / "anvil_mux").glob("[a-z]*.py"):
+    for module in (ROOT / "anvil_mux").rglob("[a-z]*.py"):
         assert f"`{module.name}`" in listed, module.name

@@ -5,12 +5,12 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config import Backend, Config, Gpu
-from anvil_mux.costs import Costs
+from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.placement import HOLDING
-from anvil_mux.simulate import Death, Outcome, Request, Unloading, _Simulation, check
-from anvil_mux.steps import Cancel, Demote, Start
+from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.placement import HOLDING
+from anvil_mux.scheduler.steps import Cancel, Demote, Start
+from anvil_mux.sim.simulate import Death, Outcome, Request, Unloading, _Simulation, check
 
 LADDERS = (
     ("stop",),

@@ -18,7 +18,7 @@ ROWS = (
     "prompts fleet contest",
     "answers pump tunnel relay accesslog gauges metrics feed journal learned client tls",
     "call heads delivery inference console healthz routerapi reloads gateway server signals",
-    "serve tally byhand bench profiler output arguments asking studying cli __main__",
+    "program tally byhand bench profiler output arguments asking studying main __main__",
 )
 ORDER = [module for row in ROWS for module in row.split()]
 """Each module imports only modules that stand before it."""
@@ -57,7 +57,12 @@ FORBIDDEN = {
 }
 
 MODULES = {
-    path.stem: path for path in Path(anvil_mux.__file__).parent.glob("*.py") if path.stem != "__init__"
+    path.stem: path for path in Path(anvil_mux.__file__).parent.rglob("*.py") if path.stem != "__init__"
+}
+
+
+PACKAGES = {"anvil_mux"} | {
+    path.parent.name for path in Path(anvil_mux.__file__).parent.glob("*/__init__.py")
 }
 
 
@@ -68,8 +73,12 @@ def imported(module):
             yield from (alias.name.removeprefix("anvil_mux.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            names = [f"{node.module}.{alias.name}" for alias in node.names if node.module == "anvil_mux"]
-            yield from (name.removeprefix("anvil_mux.") for name in names or [str(node.module)])
+            if not str(node.module).startswith("anvil_mux"):
+                yield str(node.module)
+                continue
+            inside = str(node.module).rpartition(".")[2]
+            names = [alias.name for alias in node.names if alias.name in MODULES]
+            yield from names if inside in PACKAGES and names else [inside]
 
 
 def test_every_module_has_a_rank():

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from anvil_mux import errors, multiplexer, residency
-from anvil_mux.config import Config, Gpu
-from anvil_mux.costs import Cost
+from anvil_mux import errors, multiplexer
+from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import (
     BackendError,
     Cancelled,
@@ -23,15 +22,17 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
-from anvil_mux.events import Event
-from anvil_mux.footprint import Footprint
+from anvil_mux.host.swap import Loaded, Rested
 from anvil_mux.multiplexer import KNOWN_SECONDS, REFUSED_SECONDS, Multiplexer
-from anvil_mux.progress import Progress, Said
-from anvil_mux.simulate import Death, Engines, Outcome, Reload, Request, Unloading, check, simulate
-from anvil_mux.steps import Cancel, Crash, Demote, Start, Stop
-from anvil_mux.swap import Loaded, Rested
+from anvil_mux.scheduler import residency
+from anvil_mux.scheduler.costs import Cost
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.progress import Progress, Said
+from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Start, Stop
+from anvil_mux.sim.simulate import Death, Engines, Outcome, Reload, Request, Unloading, check, simulate
 from tests.baton import BatonClock, Deadlock
-from tests.test_simulate import LAYOUTS, POLICIES, one, world
+from tests.sim.test_simulate import LAYOUTS, POLICIES, one, world
 
 PACKAGE = SimpleNamespace(errors=errors, multiplexer=multiplexer, residency=residency)
 A, B = one("a", "0"), one("b", "0")

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 import anvil_mux
+from tests.sim.test_simulate import world
 from tests.test_multiplexer import ALONE, differences
-from tests.test_simulate import world
 
 SOURCE = Path(anvil_mux.__file__).parent
 
@@ -245,15 +245,19 @@ def copied(folder, name, mutant=None):
     """The package under another name, imported from a folder, with one text replaced by another."""
     target = folder / name
     target.mkdir()
-    for path in SOURCE.glob("*.py"):
+    for path in SOURCE.rglob("*.py"):
         text = path.read_text()
+        place = target / path.relative_to(SOURCE)
+        place.parent.mkdir(exist_ok=True)
         if mutant and path.stem == mutant[0]:
             assert text.count(mutant[1]) == 1, f"the text to replace is not in {path.name} exactly once"
             text = text.replace(mutant[1], mutant[2])
-        (target / path.name).write_text(text.replace("anvil_mux", name))
-    shutil.copy(SOURCE / "routing.yaml", target)
-    modules = ("errors", "residency", "multiplexer")
-    return SimpleNamespace(**{module: importlib.import_module(f"{name}.{module}") for module in modules})
+        place.write_text(text.replace("anvil_mux", name))
+    shutil.copy(SOURCE / "routing" / "routing.yaml", target / "routing")
+    modules = ("errors", "scheduler.residency", "multiplexer")
+    return SimpleNamespace(
+        **{module.split(".")[-1]: importlib.import_module(f"{name}.{module}") for module in modules}
+    )
 
 
 @pytest.fixture

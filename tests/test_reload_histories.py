@@ -6,14 +6,14 @@ from math import inf
 
 import pytest
 
-from anvil_mux.config import Config, Gpu
+from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
 from anvil_mux.multiplexer import Multiplexer
-from anvil_mux.simulate import Death, Engines, Outcome, Reload, Request, Unloading, simulate
-from anvil_mux.steps import Demote, Start, Stop
+from anvil_mux.scheduler.steps import Demote, Start, Stop
+from anvil_mux.sim.simulate import Death, Engines, Outcome, Reload, Request, Unloading, simulate
 from tests.baton import BatonClock
+from tests.sim.test_simulate import one
 from tests.test_multiplexer import Player, VirtualEngines, differences
-from tests.test_simulate import one
 
 A, B, C = one("a", "0"), one("b", "0"), one("c", "0")
 OTHER_A = replace(A, load_timeout=1.0, engine="vllm")

@@ -22,18 +22,18 @@ from typing import Any, cast
 import pytest
 import requests
 
-from anvil_mux import control
-from anvil_mux.checkpoint import Checkpointer
-from anvil_mux.config import Backend, Config
-from anvil_mux.engine import Visit
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, ClientGone, MuxError
-from anvil_mux.events import Event
+from anvil_mux.host import control
+from anvil_mux.host.checkpoint import Checkpointer
+from anvil_mux.host.engine import Visit
+from anvil_mux.host.swap import Swapper
 from anvil_mux.multiplexer import Lease, Multiplexer
-from anvil_mux.simulate import check
-from anvil_mux.swap import Swapper
+from anvil_mux.scheduler.events import Event
+from anvil_mux.sim.simulate import check
 from tests.baton import BatonClock
+from tests.host.test_checkpoint import Driven
 from tests.sleepy_engine import CONTEXT, GIB, House, Ledger, SleepyEngine
-from tests.test_checkpoint import Driven
 
 LONG = 10_000.0
 """Later than whatever the program itself waits for."""

@@ -20,7 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 
-from anvil_mux.policy import POLICIES, Line, Policy, Resident, Snapshot, build_policy
+from anvil_mux.scheduler.policy import POLICIES, Line, Policy, Resident, Snapshot, build_policy
 
 COUNT = 1000
 NOW = 1000.0

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from anvil_mux.swap import Loaded
+    from anvil_mux.host.swap import Loaded
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -392,7 +392,7 @@ class GatedLoad:
         self.ended_at = 0.0
 
     def load(self, backend: object, how: str, cancelled: object) -> Loaded:
-        from anvil_mux.swap import Loaded
+        from anvil_mux.host.swap import Loaded
 
         self.gate.wait()
         self.ended_at = time.monotonic()
@@ -414,7 +414,7 @@ def measure_admission() -> Run:
 
 def admit(*, hold: bool) -> tuple[float, int]:
     """Seconds from the load's end until the last waiting request had its lease; how many never had one."""
-    from anvil_mux.config import Backend, Config, Gpu
+    from anvil_mux.config.config import Backend, Config, Gpu
     from anvil_mux.multiplexer import Multiplexer
 
     mechanism, admitted, over = GatedLoad(), [], threading.Event()

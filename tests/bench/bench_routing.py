@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from anvil_mux import pipeline, prefix
-from anvil_mux.ledger import Ledger, Member
-from anvil_mux.profile import Profile
-from anvil_mux.routing import Work
+from anvil_mux.routing import pipeline, prefix
+from anvil_mux.routing.ledger import Ledger, Member
+from anvil_mux.routing.profile import Profile
+from anvil_mux.routing.routing import Work
 
 TOKENS, BLOCK, REPLICAS, BUSY = 131_072, 512, 64, 8
 FAST = Profile(((0, 0.0), (8192, 100.0)), ((1, ((0, 5.0), (1e6, 6.0))), (64, ((0, 6.0), (1e6, 9.0)))))

@@ -29,13 +29,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
-from anvil_mux import study
-from anvil_mux.config import Backend, Config
-from anvil_mux.figures import figures
-from anvil_mux.policy import POLICIES
-from anvil_mux.simulate import Request, check, simulate
-from anvil_mux.study import Case
-from anvil_mux.workload import Workload
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.scheduler.policy import POLICIES
+from anvil_mux.sim import study
+from anvil_mux.sim.figures import figures
+from anvil_mux.sim.simulate import Request, check, simulate
+from anvil_mux.sim.study import Case
+from anvil_mux.sim.workload import Workload
 
 COUNT = 50_000
 

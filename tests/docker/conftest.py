@@ -35,7 +35,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 import yaml
 
-from anvil_mux.compose import UnixConnection
+from anvil_mux.host.compose import UnixConnection
 
 HERE = Path(__file__).resolve().parent
 REAL = HERE.parent / "real"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.cli import main
+from anvil_mux.cli.main import main
 from tests.docker.conftest import Stack
 
 

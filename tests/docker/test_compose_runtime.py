@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.compose import ComposeRuntime
-from anvil_mux.config import Backend, Config, Service
-from anvil_mux.engine import await_ready
+from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.swap import Swapper
+from anvil_mux.host.compose import ComposeRuntime
+from anvil_mux.host.engine import await_ready
+from anvil_mux.host.swap import Swapper
 from tests.docker.conftest import OwnEngine, Stack
 from tests.running import seen
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux import control
-from anvil_mux.config import Service
+from anvil_mux.config.config import Service
 from anvil_mux.errors import BackendError
-from anvil_mux.swap import Loaded, Rested, Swapper
+from anvil_mux.host import control
+from anvil_mux.host.swap import Loaded, Rested, Swapper
 from tests.docker.conftest import Stack
 from tests.docker.test_compose_runtime import (
     PATIENCE,

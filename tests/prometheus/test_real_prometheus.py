@@ -21,10 +21,10 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
+from tests.cli.test_cli import compose
 from tests.running import Running, serving
-from tests.test_cli import compose
-from tests.test_grafana import ASKED, FOLDER
-from tests.test_metrics_docs import QUERIES
+from tests.telemetry.test_grafana import ASKED, FOLDER
+from tests.telemetry.test_metrics_docs import QUERIES
 
 GUARD = 120.0
 PROGRAM = shutil.which("prometheus")

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import requests
 
-from anvil_mux import cli, pipeline, profile
-from anvil_mux.profiler import OUTPUT
+from anvil_mux.cli import main as cli
+from anvil_mux.cli.profiler import OUTPUT
+from anvil_mux.routing import pipeline, profile
 from tests.running import seen
 from tests.vllms import CONTEXT, GUARD, NIXL_MARKS, Scene, loaded, service, write_compose, write_model
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import requests
 
-from anvil_mux import control
-from anvil_mux.config import Backend, Config, Service
+from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import BackendError
-from anvil_mux.process import ProcessRuntime
-from anvil_mux.swap import Loaded, Swapper
+from anvil_mux.host import control
+from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.swap import Loaded, Swapper
 
 PYTHON = os.environ.get("ANVIL_VLLM_PYTHON", "")
 REAL = Path(__file__).resolve().parent.parent / "real"

@@ -1,0 +1,87 @@
+"""Arguments that several commands have, how their values are read, and the configuration they name."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from anvil_mux.config.config import Config
+
+T = TypeVar("T")
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_files(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "files", nargs="*", metavar="FILE", help="compose files; by default compose.yaml here or above"
+    )
+
+
+def read_port(text: str) -> int:
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"must be from 0 to 65535, not {text}")
+    return int(text)
+
+
+def read_size(text: str) -> int:
+    from anvil_mux.config import settings
+
+    try:
+        return int(settings.SIZE.read(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def read_sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({max(int(word), 1) for word in text.split(",")}))
+
+
+def read_counts(text: str) -> tuple[int, ...]:
+    return tuple(map(read_positive, text.split(",")))
+
+
+def read_value(read: Callable[[str], T], text: str) -> T:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def read_positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
+    return int(text)
+
+
+def configuration(
+    files: Sequence[str], overrides: Mapping[str, object] | None = None, *, here: bool = False
+) -> Config:
+    """``here``: it has to work on this machine."""
+    from anvil_mux.config import composefile, config, loading
+
+    present = {}
+    if "NVIDIA_VISIBLE_DEVICES" in os.environ or os.path.exists("/dev/nvidiactl"):
+        from anvil_mux.host.gpu import probe
+
+        for reading in probe().readings:
+            gpu = config.Gpu(reading.id, vram=reading.total)
+            present[reading.id] = present[reading.uuid] = gpu
+    return loading.load(
+        files or composefile.find_files(Path.cwd()),
+        present=present,
+        overrides=overrides,
+        judge=_why_not_checkpoint if here else None,
+    )
+
+
+def _why_not_checkpoint(gpus: Sequence[str], insist: bool) -> str | None:
+    from anvil_mux.host.checkpoint import Checkpointer
+
+    return Checkpointer().why_not(gpus, insist=insist)

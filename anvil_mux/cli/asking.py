@@ -1,0 +1,335 @@
+"""The commands that ask a running anvil-mux: ps, top, why, events, load, unload, pin, unpin, profile.
+
+Its address is --url, ANVIL_URL, what one that serves the compose file here has written down (remote.py), what
+that file says, or the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from anvil_mux.cli.arguments import add_json, read_positive, read_sizes
+from anvil_mux.cli.output import PROGRESS_SECONDS, print_json, print_table, say
+from anvil_mux.cli.screen import MODEL_HEAD, event_line, last_lines, model_row
+from anvil_mux.errors import BackendError, ConfigError, MuxError
+
+
+def add_address(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "-f", "--file", action="append", dest="files", default=[], metavar="FILE", help="compose file"
+    )
+    command.add_argument("--url", help="where anvil-mux is; by default ANVIL_URL, the one that serves here")
+    add_json(command)
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="what clients call it")
+    add_address(command)
+
+
+def add_why(command: argparse.ArgumentParser) -> None:
+    add_model(command)
+    command.add_argument(
+        "--explain", action="store_true", help="also which replica would get it, and why not the others"
+    )
+    command.add_argument(
+        "--tokens",
+        type=read_positive,
+        metavar="N",
+        help="explain for so many tokens, none cached",
+    )
+
+
+def add_events(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", nargs="?", default="", help="only this one's")
+    command.add_argument("-f", "--follow", action="store_true", help="go on as they come")
+    command.add_argument(
+        "--file", action="append", dest="files", default=[], metavar="FILE", help="compose file"
+    )
+    command.add_argument("--url", help="where anvil-mux is; see `ps`")
+    add_json(command)
+
+
+def add_profile(command: argparse.ArgumentParser) -> None:
+    add_model(command)
+    command.add_argument("-o", "--output", metavar="FILE", help="where to write it; by default to stdout")
+    command.add_argument("--repeat", type=int, default=3, metavar="N", help="requests for each figure (3)")
+    command.add_argument(
+        "--prompts", type=read_sizes, default=None, metavar="N,N", help="lengths of prompts, in tokens"
+    )
+    command.add_argument("--batches", type=read_sizes, default=None, metavar="N,N", help="requests at once")
+    command.add_argument(
+        "--lengths", type=read_sizes, default=None, metavar="N,N", help="lengths of those, in tokens"
+    )
+
+
+def ps(given: argparse.Namespace) -> int:
+    status = ask_mux(given, "GET", "/healthz", accept=(200, 503))
+    if given.json:
+        print_json(status)
+        return 0
+    print_table(MODEL_HEAD, [model_row(name, model) for name, model in status["models"].items()])
+    for line in last_lines(status["models"]):
+        print(line)
+    for name, why in (status.get("problems") or {}).items():
+        say(f"warning: {name}: {why}")
+    return 0
+
+
+def load(given: argparse.Namespace) -> int:
+    """Waits in this thread and asks in another, so that it can tell what happens meanwhile."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answers.append(
+                ask_mux(given, "POST", "/models/load?wait=true", {"model": given.model}, timeout=None)
+            )
+        except MuxError as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask, name="load", daemon=True)
+    thread.start()
+    waited = 0.0
+    while thread.is_alive():
+        thread.join(PROGRESS_SECONDS)
+        waited += PROGRESS_SECONDS
+        if thread.is_alive() and sys.stderr.isatty():
+            say(f"{given.model}: {_state_of(given)}, {waited:.0f} s")
+    if isinstance(answers[0], MuxError):
+        raise answers[0]
+    return _done(given, "is loaded")
+
+
+def _state_of(given: argparse.Namespace) -> str:
+    try:
+        models = ask_mux(given, "GET", "/healthz", accept=(200, 503))["models"]
+    except MuxError as error:
+        return error.message
+    model = models.get(given.model, {})
+    far = model.get("progress")
+    return str(model.get("state", "loading")) + (f" {far['words']}" if far else "")
+
+
+def unload(given: argparse.Namespace) -> int:
+    told = ask_mux(given, "POST", "/models/unload", {"model": given.model})
+    if told.get("resident", True):
+        return _done(
+            given,
+            "leaves once its requests have ended (drain_timeout aborts those that take longer), or is not "
+            "loaded any further",
+        )
+    return _done(given, "is not resident, or leaves already")
+
+
+def pin(given: argparse.Namespace) -> int:
+    ask_mux(given, "POST", "/models/pin", {"model": given.model})
+    return _done(given, "stays, once it is resident, until it is unpinned or anvil-mux is restarted")
+
+
+def unpin(given: argparse.Namespace) -> int:
+    ask_mux(given, "POST", "/models/unpin", {"model": given.model})
+    return _done(given, "makes room for others again")
+
+
+def reload(given: argparse.Namespace) -> int:
+    answer = ask_mux(given, "POST", "/reload", timeout=None, accept=(200, 422))
+    if "error" in answer:
+        raise ConfigError(answer["error"]["message"].splitlines())
+    if given.json:
+        print_json(answer)
+    else:
+        print(answer["text"])
+    return 0
+
+
+def logs(given: argparse.Namespace) -> int:
+    """Of an anvil-mux that may run elsewhere; the command looks at the engines of one that runs here."""
+    from anvil_mux.serve import remote
+
+    if given.follow:
+        raise BackendError("-f follows a log only where it runs: there, or with its compose file (--file)")
+
+    def ask(**of: str) -> Any:
+        return ask_mux(given, "GET", remote.query("/logs", lines=str(given.lines), **of))
+
+    first = ask(model=given.model)
+    model, backend = first["model"], first["backend"]
+    others = (
+        [] if backend == given.model != model else [each for each in first["backends"] if each != backend]
+    )
+    for told in [first, *(ask(model=model, backend=other) for other in others)]:
+        print_log(given, told["backend"], told["lines"], headed=bool(others))
+    return 0
+
+
+def print_log(given: argparse.Namespace, service: str, lines: Iterable[str], *, headed: bool) -> None:
+    """``headed``: its name goes before, since others follow."""
+    if headed and not given.json:
+        say(f"==> {service}")
+    for line in lines:
+        print(json.dumps({"service": service, "line": line}) if given.json else line, flush=given.follow)
+
+
+def profile(given: argparse.Namespace) -> int:
+    from anvil_mux.cli import profiler
+
+    engine = profiler.Profiler(_url(given), given.model, os.environ.get("ANVIL_API_KEY", ""))
+    found = profiler.measure(
+        engine,
+        say,
+        prompts=given.prompts or profiler.PROMPTS,
+        batches=given.batches or profiler.BATCHES,
+        lengths=given.lengths or profiler.LENGTHS,
+        repeat=max(given.repeat, 1),
+    )
+    if given.output:
+        Path(given.output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        say(f"written to {given.output}; use it: x-anvil: {{profile: {given.output}}}")
+    else:
+        print_json(found)
+    return 0
+
+
+def _done(given: argparse.Namespace, what: str) -> int:
+    if given.json:
+        print_json({"model": given.model, "success": True})
+    else:
+        say(f"{given.model} {what}")
+    return 0
+
+
+def ask_mux(given: argparse.Namespace, method: str, path: str, body: object = None, **how: Any) -> Any:
+    from anvil_mux.serve import remote
+
+    return remote.ask(_url(given), method, path, body, **how)
+
+
+def _url(given: argparse.Namespace) -> str:
+    """Where it is: as told, where one says that it serves the file at hand, what that says, the usual."""
+    from anvil_mux.config.composefile import find_files
+    from anvil_mux.host.process import state_folder
+    from anvil_mux.serve import remote
+
+    url = given.url or os.environ.get("ANVIL_URL")
+    if not url:
+        home = state_folder("", os.environ)
+        try:
+            files: Sequence[str | Path] = given.files or find_files(Path.cwd())
+        except ConfigError:
+            files = ()
+        found = remote.places(home)
+        url = remote.choose(found, files) or _configured_url(given.files) or remote.DEFAULT_URL
+    return with_scheme(url)
+
+
+def with_scheme(url: str) -> str:
+    return url if "://" in url else f"http://{url}"
+
+
+def _configured_url(files: Sequence[str]) -> str | None:
+    """What the compose file says, read lightly: the rest of it is not asked for here, right or wrong."""
+    from anvil_mux.config import interpolate
+    from anvil_mux.config.composefile import find_files
+    from anvil_mux.config.config import SETTINGS
+
+    try:
+        paths = [Path(file) for file in files] or find_files(Path.cwd())
+        document = interpolate.read(paths[-1])
+        scope = interpolate.Scope(interpolate.environment(document.file.parent, os.environ))
+        said = os.environ.get("ANVIL_LISTEN") or scope.fill(str(document.content["x-anvil"]["listen"]))
+        host, port = SETTINGS["listen"].kind.read(said)
+    except (ConfigError, ValueError, KeyError, TypeError):
+        if files and not Path(files[0]).exists():
+            raise
+        return None
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def why(given: argparse.Namespace) -> int:
+    from anvil_mux.serve import remote
+
+    found = ask_mux(given, "GET", remote.query("/why", model=given.model, tokens=str(given.tokens or 0)))
+    if given.json:
+        print_json(found)
+        return 0
+    print(found["sentence"])
+    if given.explain or given.tokens:
+        for stage, rows in found["stages"].items():
+            _print_explained(stage, rows)
+    return 0
+
+
+def _print_explained(stage: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Each replica, the step of the policy that removes it, and what the metrics say of it."""
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    read = any("engine" in row for row in rows)
+    shown = [
+        (
+            row["backend"],
+            "chosen" if row["chosen"] else row["removed_by"],
+            *[_number(row["metrics"].get(name)) for name in names],
+            *([_of_engine(row.get("engine"))] if read else []),
+        )
+        for row in rows
+    ]
+    head = ("REPLICA" if stage == "neutral" else stage.upper(), "REMOVED BY", *names)
+    print_table((*head, "ITS ENGINE") if read else head, shown)
+
+
+def _of_engine(said: Mapping[str, Any] | None) -> str:
+    """What it said of itself, and when."""
+    if not said:
+        return ""
+    age = f"{said['age_seconds']:g} s"
+    if said["running"] is None:
+        return f"nothing for {age}"
+    full = "" if said["kv_usage"] is None else f", cache {said['kv_usage']:.1%} full"
+    return f"{said['running']} run, {said['waiting']} wait{full}, {age} ago"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def events(given: argparse.Namespace) -> int:
+    from anvil_mux.serve import remote
+
+    for kind, data in remote.events(_url(given)):
+        for event in data["events"] if kind == "snapshot" else (data,) if kind == "event" else ():
+            if given.model in ("", event["model"]):
+                print(json.dumps(event) if given.json else event_line(event), flush=True)
+        if kind == "lost":
+            say(f"{data['events']} events came faster than they were read, and are lost")
+        if not given.follow:
+            break
+    return 0
+
+
+def top(given: argparse.Namespace) -> int:
+    """Draws the picture anew whenever something has changed; once, where it is no terminal."""
+    from anvil_mux.cli.screen import Picture
+    from anvil_mux.serve import remote
+
+    picture, live = Picture(), sys.stdout.isatty()
+    for kind, data in remote.events(_url(given)):
+        picture.take(kind, data)
+        if given.json:
+            print(json.dumps({"kind": kind, **data}), flush=True)
+        elif live:
+            height = os.get_terminal_size().lines - 1
+            shown = [f"{line}\x1b[K\n" for line in picture.lines(time.time())[:height]]
+            print("\x1b[H" + "".join(shown) + "\x1b[J", end="", flush=True)
+        else:
+            print("\n".join(picture.lines(time.time())))
+            break
+    return 0

@@ -1,0 +1,347 @@
+"""What a swap takes, phase by phase, and how much of that is ours: ``anvil-mux bench swap``.
+
+Backends that put each other out form a ring, and a round swaps to each of them in turn: through a real
+``Multiplexer`` on the real runtime, and by hand. Either begins and ends with the same backend in place, so
+they follow each other many times, each first in every other round, and what the machine does meanwhile
+troubles both alike. A backend that puts nobody out is a ring of its own: it is put out and loaded again. The
+first round is not counted, since it makes containers and fills caches.
+
+What a swap's phases are stands in tally.py, which makes figures of them.
+
+By hand means for ``stop``: `docker stop`, `docker start`, and asking until an answer comes; for processes the
+runtime's kill and exec take the place of Docker's. For every other way it means the same calls of the
+mechanism without the multiplexer. The own share of a swap is what it took longer than by hand in the same
+round.
+
+With ``burst``, so many requests wait for a swap by a cold start, and go to the new model all at once through
+the relay. That is measured from the first lease until the last answer's end; by hand the engine is started
+anew, and as many are sent to it at once, each on a connection of its own that it closes.
+
+Nothing that was started is left running, however the benchmark ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from socket import socketpair
+from urllib.parse import urlsplit
+
+from anvil_mux.cli.byhand import Asker, Docker, Hand
+from anvil_mux.cli.tally import Burst, Swap, Told, phases
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.errors import BackendError, MuxError
+from anvil_mux.host import gpu
+from anvil_mux.host.freed import Memory
+from anvil_mux.host.swap import Runtime, Swapper
+from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.proxy.relay import Exchange, Relay
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.policy import Eager
+from anvil_mux.scheduler.preemption import LeastRecentlyUsed
+from anvil_mux.scheduler.residency import Residency
+from anvil_mux.serve.program import build_runtime, locked
+
+SLACK_SECONDS = 60.0
+BUSY_PAUSE = 0.1
+BURST_TOKENS = 8
+"""Of each answer in a burst: they overlap, as answers do."""
+MOST_BYTES = 1 << 20
+"""Of an answer in a burst."""
+
+_Pair = tuple[Backend, Backend]
+"""One that goes and one that comes."""
+_Measured = tuple[dict[str, float], int | None]
+"""The phases of a swap, and the bytes of GPU memory that were taken."""
+
+
+# Measuring
+
+
+def measure(
+    config: Config, repeat: int, say: Callable[[str], object], *, burst: int = 0
+) -> tuple[list[Swap], list[Burst], list[str]]:
+    """Every swap, and bursts after it, ``repeat`` times, and what could not be measured.
+
+    CannotServe while an anvil-mux serves the project.
+    """
+    swaps: list[Swap] = []
+    bursts: list[Burst] = []
+    failed: list[str] = []
+    with locked(config) as lock, _ended_by_sigterm():
+        runtime = build_runtime(config, lock)
+        try:
+            for name in runtime.running():
+                say(f"stopping {name}, which runs already")
+                runtime.stop(next(backend for backend in config.backends if backend.name == name))
+            for way, members in rings(config):
+                try:
+                    ring = _Ring(config, runtime, members, way, say)
+                    swaps += ring.run(repeat, burst if way == "stop" else 0)
+                    bursts += ring.bursts
+                except MuxError as error:
+                    who = ", ".join(backend.name for backend in members)
+                    failed.append(f"{who} by {way}: {error.message}")
+                if left := ", ".join(runtime.running()):
+                    raise BackendError(f"{left} could not be stopped: {'; '.join(failed)}")
+        finally:
+            runtime.close()
+    return swaps, bursts, failed
+
+
+def rings(config: Config) -> list[tuple[str, list[Backend]]]:
+    """Ways, each with backends that allow it and of which none can stay beside another."""
+    found: list[tuple[str, list[Backend]]] = []
+    for backend in config.backends:
+        for way in dict.fromkeys((*backend.rest, "stop")):
+            for other, members in found:
+                if way == other and not any(_stay_together(config, backend, member) for member in members):
+                    members.append(backend)
+                    break
+            else:
+                found.append((way, [backend]))
+    return found
+
+
+def _stay_together(config: Config, a: Backend, b: Backend) -> bool:
+    pair = [_plain(backend, "stop") for backend in (a, b)]
+    residency = Residency("pair", config, pair, Eager(), LeastRecentlyUsed(), lambda event: None)
+    return residency.adopt(a.name, 0.0) and residency.adopt(b.name, 0.0)
+
+
+def _plain(backend: Backend, way: str) -> Backend:
+    """The same service, without what would hold back a swap or make one; replicas become single models."""
+    return replace(
+        backend,
+        model=backend.name,
+        served_model=backend.served_model or backend.model,
+        aliases=(),
+        pin=False,
+        priority=0,
+        ttl=None,
+        min_residency=0.0,
+        max_wait=None,
+        rest=(way,),
+        demote_after=None,
+        prepare=False,
+    )
+
+
+def _bus(backend: Backend) -> float | None:
+    """What the buses of its GPUs carry together; None where one of them is unknown."""
+    known, found = gpu.buses(), gpu.probe()
+    links = [known.get(reading.id) for each in backend.gpus if (reading := found.find(each))]
+    return sum(link or 0.0 for link in links) if links and all(links) else None
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends it as Ctrl-C does, so that it cleans up."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Ring:
+    """Backends that take turns on the same GPUs and rest in the same way."""
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        members: Iterable[Backend],
+        way: str,
+        say: Callable[[str], object],
+    ) -> None:
+        self._runtime = runtime
+        self._way = way
+        self._say = say
+        self._members = [_plain(member, way) for member in members]
+        patience = sum(each.load_timeout + each.stop_timeout + SLACK_SECONDS for each in self._members)
+        probe = gpu.probe if gpu.probe().readings else None
+        self._memory = Memory(probe)
+        self._residual: dict[str, int] = {}
+        """Backend -> the GPU memory that it still held at rest."""
+        self._swapper = Swapper(runtime, probe=probe, told=self._tell)
+        self._hand: Hand = Docker(config.project) if config.runtime == "compose" else runtime
+        self._asker = Asker()
+        self._buses = {member.name: _bus(member) for member in self._members}
+        self._mux = Multiplexer(
+            replace(
+                config,
+                backends=tuple(self._members),
+                policy="eager",
+                policy_settings={},
+                drain_timeout=patience,
+                queue_timeout=patience,
+            ),
+            self._swapper,
+            log=self._observe,
+        )
+        self.bursts: list[Burst] = []
+        # Of the swap that is being measured:
+        self._log: list[Event] = []
+        self._told: list[Told] = []
+        self._missing: set[str] = set()
+        self._under_way = threading.Event()
+
+    def run(self, repeat: int, burst: int = 0) -> list[Swap]:
+        pairs = list(zip([self._members[-1], *self._members], self._members, strict=False))
+        swaps: list[Swap] = []
+        self._mux.start()
+        with ThreadPoolExecutor(1, "bench") as pool:
+            try:
+                pool.submit(self._ask_multiplexer, self._members[-1]).result()
+                for number in range(repeat + 1):
+                    swaps += self._round(number, pairs, pool)
+                    self._tell_progress(number, repeat, swaps[-len(pairs) :])
+                for number in range(repeat + 1 if burst else 0):
+                    self.bursts += [self._burst(*pair, burst, number) for pair in pairs]
+            finally:
+                self._end()
+        self.bursts = [each for each in self.bursts if each.round]
+        counted = [swap for swap in swaps if swap.round]
+        for swap in counted:
+            if self._way != "stop" and "ready" in swap.phases:
+                raise BackendError(f"{swap.backend} had to be started anew: it did not wake by {self._way}")
+        return counted
+
+    def _round(self, number: int, pairs: Sequence[_Pair], pool: ThreadPoolExecutor) -> list[Swap]:
+        if number % 2:
+            by_hand = [self._swap_by_hand(*pair) for pair in pairs]
+            by_mux = [self._swap(*pair, pool) for pair in pairs]
+        else:
+            by_mux = [self._swap(*pair, pool) for pair in pairs]
+            by_hand = [self._swap_by_hand(*pair) for pair in pairs]
+        return [
+            Swap(after.name, before.name, self._way, number, took, seconds, taken, self._buses[after.name])
+            for (before, after), (took, taken), seconds in zip(pairs, by_mux, by_hand, strict=True)
+        ]
+
+    def _tell_progress(self, number: int, repeat: int, swaps: Iterable[Swap]) -> None:
+        took = ", ".join(f"{s.backend} {s.total_seconds:.2f} s ({s.by_hand_seconds:.2f})" for s in swaps)
+        what = f"round {number} of {repeat}" if number else "to warm up"
+        self._say(f"{self._way}, {what}: {took}")
+
+    def _end(self) -> None:
+        """Stops everything, also what a keeper is about to start."""
+        self._mux.refuse()
+        self._mux.close()
+        busy = True
+        while busy:
+            busy = any(model.state in ("starting", "stopping") for model in self._mux.status().models)
+            with ExitStack() as stops:
+                for member in self._members:
+                    stops.callback(self._runtime.stop, member)
+            time.sleep(BUSY_PAUSE if busy else 0.0)
+
+    # Through the multiplexer
+
+    def _swap(self, before: Backend, after: Backend, pool: ThreadPoolExecutor) -> _Measured:
+        self._log, self._told, self._missing = [], [], {"draining", "queued"}
+        self._under_way.clear()
+        with self._mux.lease(before.name):
+            if before is after:
+                self._mux.unload(before.name)
+            answer = pool.submit(self._ask_multiplexer, after)
+            while not self._under_way.wait(BUSY_PAUSE) and not answer.done():
+                pass
+        return phases(self._log, answer.result(), self._told, self._way), self._taken(after)
+
+    def _taken(self, backend: Backend) -> int | None:
+        """The GPU memory that came back with it, as NVML tells or as declared; None where nobody knows."""
+        if self._way == "pause":
+            return None
+        held = self._memory.held(backend, lambda: self._runtime.pids(backend), resident=True)
+        amount = sum(held.bytes.values()) or (backend.vram or 0) * len(backend.gpus)
+        return max(amount - self._residual.get(backend.name, 0), 0) or None
+
+    def _observe(self, event: Event) -> None:
+        """Called under the multiplexer's lock."""
+        self._log.append(event)
+        self._missing.discard(event.kind)
+        if not self._missing:
+            self._under_way.set()
+
+    def _tell(self, backend: Backend, phase: str, seconds: float) -> None:
+        """Called by a keeper."""
+        self._told.append(Told(time.monotonic(), phase, seconds))
+
+    def _ask_multiplexer(self, backend: Backend) -> float:
+        with self._mux.lease(backend.name) as lease:
+            return self._asker.ask(backend, lease.address)
+
+    # Bursts
+
+    def _burst(self, before: Backend, after: Backend, count: int, number: int) -> Burst:
+        with ThreadPoolExecutor(count, "burst") as pool:
+            through = self._burst_through(before, after, count, pool)
+            direct = self._burst_by_hand(after, count, pool)
+        self._say(f"burst of {count} to {after.name}: {through:.2f} s ({direct:.2f})")
+        return Burst(after.name, before.name, count, number, through, direct)
+
+    def _burst_through(self, before: Backend, after: Backend, count: int, pool: ThreadPoolExecutor) -> float:
+        relay, (near, far) = Relay(after.load_timeout), socketpair()
+        head, body = self._asker.question(after).whole(BURST_TOKENS).written(after)
+
+        def ask() -> tuple[float, float]:
+            with self._mux.lease(after.name) as lease:
+                since = time.monotonic()
+                with Exchange(relay, lease, near) as exchange:
+                    response = exchange.ask("POST", head, body)
+                    exchange.content(response, MOST_BYTES)
+                if response.status >= 300:
+                    raise BackendError(f"{after.name} answers {response.status} in a burst")
+                return since, time.monotonic()
+
+        with near, far:
+            try:
+                with self._mux.lease(before.name):
+                    if before is after:
+                        self._mux.unload(before.name)
+                    asked = [pool.submit(ask) for _ in range(count)]
+                    while self._mux.status().waiting < count and not any(each.done() for each in asked):
+                        time.sleep(BUSY_PAUSE)
+                took = [each.result() for each in asked]
+            finally:
+                relay.close()
+        return max(until for _, until in took) - min(since for since, _ in took)
+
+    def _burst_by_hand(self, backend: Backend, count: int, pool: ThreadPoolExecutor) -> float:
+        self._hand.stop(backend)
+        parts = urlsplit(self._hand.start(backend))
+        address = parts.hostname or "", parts.port or 80
+        self._asker.ask_until_answered(backend, address)
+        question = self._asker.question(backend).whole(BURST_TOKENS)
+        begun = time.monotonic()
+        asked = [pool.submit(question.ask, backend, address) for _ in range(count)]
+        for each in asked:
+            status, _ = each.result()
+            if status >= 300:
+                raise BackendError(f"{backend.name} answers {status} in a burst")
+        return time.monotonic() - begun
+
+    # By hand
+
+    def _swap_by_hand(self, before: Backend, after: Backend) -> float:
+        begun = time.monotonic()
+        if self._way == "stop":
+            self._hand.stop(before)
+            url = self._hand.start(after)
+        else:
+            rested = self._swapper.evict(before, self._way)
+            self._residual[before.name] = sum(rested.residual.values())
+            loaded = self._swapper.load(after, self._way)
+            if loaded.how == "stop":
+                raise BackendError(f"{after.name} had to be started anew: it did not wake by {self._way}")
+            url = loaded.url
+        parts = urlsplit(url)
+        address = parts.hostname or "", parts.port or 80
+        return self._asker.ask_until_answered(after, address) - begun

@@ -1,0 +1,584 @@
+"""The commands: which there are, and those that read a compose file.
+
+What a command finds goes to standard output, as a table or with ``--json``; all else to standard error.
+``EXIT_CODES`` says how commands end. Modules are imported by the commands that need them, because importing
+takes longer than most commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, replace
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anvil_mux import __version__
+from anvil_mux.cli import asking, studying
+from anvil_mux.cli.arguments import add_files, add_json, configuration, read_port, read_positive, read_size
+from anvil_mux.cli.output import (
+    BAD_CONFIG,
+    FAILED,
+    INTERRUPTED,
+    as_text,
+    complain,
+    counted,
+    opened,
+    print_json,
+    print_table,
+    say,
+)
+from anvil_mux.config.settings import gib
+from anvil_mux.errors import BackendError, ConfigError, MuxError
+
+if TYPE_CHECKING:
+    from anvil_mux.config.config import Backend, Config
+    from anvil_mux.serve.remote import Place
+
+EXIT_CODES = {
+    0: "done",
+    FAILED: "it failed; standard error says why",
+    2: "wrong usage",
+    3: "no anvil-mux answers",
+    BAD_CONFIG: "the configuration cannot be used; every problem is told",
+    INTERRUPTED: "interrupted",
+}
+VARIABLES = {
+    "ANVIL_URL": "where the anvil-mux is that commands ask",
+    "ANVIL_API_KEY": "the key that they show to it",
+    "ANVIL_API_KEYS": "the keys that serve accepts; see docs/security.md",
+    "ANVIL_SETTING": "any setting, for serve and check (ANVIL_DRAIN_TIMEOUT=60); flags win",
+    "NO_COLOR, FORCE_COLOR": "no colours at all, or colours even if nobody sees them",
+    "XDG_STATE_HOME": "where what was learned and engines' logs are kept; by default ~/.local/state",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    given = parser.parse_args(_with_command(words, parser.error))
+    try:
+        code: int = given.run(given)
+        sys.stdout.flush()
+        return code
+    except ConfigError as error:
+        return _report_problems(error, given)
+    except MuxError as error:
+        return complain(error.message, getattr(error, "exit_code", FAILED))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read us has enough; the interpreter must not complain when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+# Arguments
+
+
+def _with_command(words: list[str], refuse: Callable[[str], object]) -> list[str]:
+    """``anvil-mux FILE`` and ``anvil-mux`` alone mean ``serve``."""
+    asks = {"-h", "--help", "--version"}
+    first = words[0] if words else ""
+    if first.isalpha() and first not in COMMANDS and not os.path.exists(first):
+        near = get_close_matches(first, COMMANDS, 1)
+        refuse(f"neither a command nor a file: {first}" + (f"; did you mean {near[0]}?" if near else ""))
+    return words if first in COMMANDS or first in asks else ["serve", *words]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="anvil-mux",
+        description="One address for many models: serves and swaps LLM engines from docker compose files.",
+        epilog=_more_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"anvil-mux {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (about, run, add) in COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=f"{about}.")
+        command.set_defaults(run=run, json=False)
+        add(command)
+    return parser
+
+
+def _more_help() -> str:
+    parts = ["`anvil-mux FILE` means `anvil-mux serve FILE`. Help on a command: anvil-mux COMMAND --help"]
+    for title, told in (("environment", VARIABLES), ("exit codes", EXIT_CODES)):
+        parts += ["", f"{title}:", *(f"  {name!s:<23}{meaning}" for name, meaning in told.items())]
+    return "\n".join(parts)
+
+
+def _add_serve(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add_files(command)
+    add("--host", help="address to listen on; by default what the file says, or 127.0.0.1")
+    add("--port", type=read_port, help="port to listen on (0: a free one); by default the file's, or 9292")
+    add(
+        "--insecure",
+        action="store_true",
+        help="listen where others can reach it, although there are no API keys",
+    )
+    add(
+        "--drain-timeout",
+        metavar="SECONDS",
+        help="how long a swap waits for requests that run; 0: not at all",
+    )
+    add("--queue-timeout", metavar="SECONDS", help="the longest wait of a request for its model")
+    add(
+        "--policy",
+        metavar="NAME",
+        help="when a swap is worth its cost: eager, debounce, package.module:Class",
+    )
+    add("--on-exit", choices=("keep", "stop"), help="what happens to running engines at exit")
+    add(
+        "--pin",
+        action=argparse.BooleanOptionalAction,
+        help="serve on one CPU always, or never (default: under load, if a CPU is free); engines keep all",
+    )
+    add("--watch", action="store_true", help="reload whenever the files of the configuration change")
+    add("--access-log", metavar="FILE", default="-", help="a file, - for standard error (default), or off")
+    add("--log-format", choices=("human", "json"), default="human")
+    add("--event-log", metavar="FILE", help="append every event to a file that `anvil-mux simulate` reads")
+    add(
+        "--event-log-size",
+        type=read_size,
+        default=128 << 20,
+        metavar="SIZE",
+        help="set the event log aside as FILE.1 to FILE.3 when it has this size (default 128MiB; 0: never)",
+    )
+    add(
+        "-q",
+        "--quiet",
+        action="store_const",
+        const=-1,
+        default=0,
+        dest="verbosity",
+        help="only what is wrong",
+    )
+    add(
+        "-v", "--verbose", action="store_const", const=1, dest="verbosity", help="also single requests' waits"
+    )
+
+
+def _add_check(command: argparse.ArgumentParser) -> None:
+    add_files(command)
+    add_json(command)
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    add_files(command)
+    add_json(command)
+    command.add_argument("--show-origin", action="store_true", help="say where each value comes from")
+    command.add_argument("--docs", action="store_true", help="describe every setting, as Markdown tables")
+    command.add_argument(
+        "--routing", action="store_true", help="show the routing policies, as they would be written"
+    )
+
+
+def _add_logs(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help="a model, or the service of a replica")
+    command.add_argument(
+        "--file", action="append", dest="files", default=[], metavar="FILE", help="compose file"
+    )
+    command.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
+    command.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="how many (default 100)")
+    command.add_argument("--url", help="where anvil-mux is; see `ps`")
+    add_json(command)
+
+
+def _add_completion(command: argparse.ArgumentParser) -> None:
+    command.add_argument("shell", nargs="?", choices=("bash", "zsh", "fish"))
+    command.add_argument("--models", action="store_true", help="print the models of a running anvil-mux")
+    command.add_argument("--url", help="where that is; see `ps`")
+    command.set_defaults(refuse=command.error, files=[])
+    command.epilog = 'In ~/.bashrc: eval "$(anvil-mux completion bash)"'
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    about = "What a swap takes, and how much of that is anvil-mux's own share"
+    command = parser.add_subparsers(metavar="WHAT", required=True).add_parser(
+        "swap", help=about, description=f"{about}."
+    )
+    add = command.add_argument
+    add_files(command)
+    add("--repeat", type=read_positive, default=5, metavar="N", help="measure each swap N times (default 5)")
+    add(
+        "--burst",
+        type=read_positive,
+        default=0,
+        metavar="N",
+        help="also measure N requests that wait for a swap, beside as many that are sent directly",
+    )
+    add("--csv", metavar="FILE", help="write every swap to a file")
+    add("--plot", metavar="FILE", help="draw the phases (needs matplotlib)")
+    add_json(command)
+    command.epilog = (
+        "Swaps between all backends of the file that cannot stay side by side, in each way that they may "
+        "rest, through a multiplexer and by hand in turn. It stops what runs of the project, and leaves "
+        "nothing running. Times are medians in seconds, from the last lease's end to the first byte of the "
+        "next answer. OWN-SHARE is what a swap took longer than by hand, and half of the swaps are within "
+        "HALF-WITHIN: the machine's noise. COLD/BACK is a cold start over the way back, both until that "
+        "byte. GIB is the GPU memory that came back, BUS what the GPU's link could carry in a second. "
+        "A burst is measured from the moment at which the model is ready until all are answered; DIRECT are "
+        "as many requests at once to an engine just started, each on a connection of its own. "
+        "Exit code 1: something could not be measured."
+    )
+
+
+# serve, check, config: what reads the compose file
+
+
+def _serve(given: argparse.Namespace) -> int:
+    from anvil_mux.serve.program import Options, serve
+    from anvil_mux.serve.program import say as tell
+
+    config = _configuration_served(given)
+    for warning in config.warnings if given.verbosity >= 0 else ():
+        tell(f"warning: {warning}", given.log_format)
+    options = Options(
+        access_log=given.access_log,
+        event_log=given.event_log,
+        event_log_size=given.event_log_size,
+        log_format=given.log_format,
+        pin=given.pin,
+        insecure=given.insecure,
+        watch=given.watch,
+        verbosity=given.verbosity,
+    )
+    return serve(config, options, partial(_configuration_served, given))
+
+
+def _configuration_served(given: argparse.Namespace) -> Config:
+    """As it is now, with what the command line says."""
+    overrides = {
+        "drain_timeout": given.drain_timeout,
+        "queue_timeout": given.queue_timeout,
+        "policy": given.policy,
+        "on_exit": given.on_exit,
+    }
+    config = configuration(given.files, overrides, here=True)
+    port = config.port if given.port is None else given.port
+    return replace(config, host=given.host or config.host, port=port)
+
+
+def _check(given: argparse.Namespace) -> int:
+    from anvil_mux.serve.program import open_address, secrets
+
+    config = configuration(given.files, here=True)
+    keyring, _ = secrets(config)
+    warnings = [*config.warnings, *_slow_loads(config), *_missing_images(config), *_missing_rights(config)]
+    warnings += filter(None, [open_address(config, keyring)])
+    rows = [_backend_row(config, backend) for backend in config.backends]
+    if given.json:
+        keys = ("model", "backend", "engine", "gpus", "vram", "port")
+        models = [
+            {**dict(zip(keys, row, strict=True)), "gpus": row[3].split(",") if row[3] else []} for row in rows
+        ]
+        listen = f"{config.host}:{config.port}"
+        print_json({"listen": listen, "models": models, "problems": [], "warnings": warnings})
+        return 0
+    print_table(("MODEL", "BACKEND", "ENGINE", "GPUS", "VRAM", "PORT"), rows)
+    for warning in warnings:
+        say(f"warning: {warning}")
+    counts = f"{counted(rows, 'backend')}, {counted(warnings, 'warning')}"
+    say(f"{counts}; will listen on {config.host}:{config.port}")
+    return 0
+
+
+def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:
+    from anvil_mux.host.engine import listen_port
+
+    port = "free" if config.runtime == "process" and not backend.port else str(listen_port(backend))
+    vram = gib(backend.vram) if backend.vram else "all" if backend.gpus else ""
+    return backend.model, backend.name, backend.engine, ",".join(backend.gpus), vram, port
+
+
+def _slow_loads(config: Config) -> list[str]:
+    """A warning for each model whose load, as it was learned, takes longer than a request may wait."""
+    from anvil_mux.host.process import state_folder
+    from anvil_mux.serve.learned import Learned
+
+    known = Learned(state_folder(config.project, os.environ), say).read(config)
+    slowest: dict[str, float] = {}
+    for cost in known.costs:
+        slowest[cost.target] = max(cost.load_seconds, slowest.get(cost.target, 0.0))
+    return [
+        f"the load of {model} has taken {seconds:.0f} s, and queue_timeout is {config.queue_timeout:g} s: "
+        "requests that wait for it fail before it is loaded"
+        for model, seconds in slowest.items()
+        if seconds > config.queue_timeout
+    ]
+
+
+def _missing_images(config: Config) -> list[str]:
+    """A warning for each image that Docker does not have."""
+    if config.runtime != "compose":
+        return []
+    from anvil_mux.host.compose import missing_images
+
+    try:
+        return missing_images(config.backends)
+    except MuxError as error:
+        say(f"note: images were not looked for: {error.message}")
+        return []
+
+
+def _missing_rights(config: Config) -> list[str]:
+    """A warning for each right that a checkpoint needs, and whoever runs this has not."""
+    backends = [backend for backend in config.backends if "checkpoint" in backend.rest]
+    if not backends:
+        return []
+    from anvil_mux.host.checkpoint import Rights, owners
+    from anvil_mux.host.compose import user_of
+    from anvil_mux.serve.program import build_runtime
+
+    rights, runtime = Rights.here(), build_runtime(config)
+    contained = config.runtime == "compose"
+    lacking: dict[str, list[str]] = {}
+    for backend in backends:
+        users: set[int] = set()
+        with suppress(MuxError):  # Docker is away, which is told where images are looked for
+            users |= owners(runtime.pids(backend))
+        if not users and contained and (user := user_of(backend, os.environ)) is not None:
+            users = {user}
+        for what in rights.lacks(users, contained=contained):
+            lacking.setdefault(what, []).append(backend.name)
+    return [f"{', '.join(names)}: checkpoint may fail: {what}" for what, names in lacking.items()]
+
+
+def _config(given: argparse.Namespace) -> int:
+    from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, describe
+
+    if given.docs:
+        _print_docs("x-anvil at the top level", describe(SETTINGS))
+        _print_docs("x-anvil on a service", describe(SERVICE_SETTINGS))
+        return 0
+    if given.routing:
+        return _print_routing(given)
+    config = configuration(given.files)
+    values = {key: _value(config, key) for key in SETTINGS}
+    if given.json:
+        shown: Mapping[str, Any] = values
+        if given.show_origin:
+            shown = {key: {"value": value, "origin": config.origins[key]} for key, value in values.items()}
+        print_json(shown)
+        return 0
+    rows = [(key, as_text(value), config.origins[key]) for key, value in values.items()]
+    head = ("SETTING", "VALUE", "ORIGIN")
+    columns = 3 if given.show_origin else 2
+    print_table(head[:columns], [row[:columns] for row in rows])
+    return 0
+
+
+def _value(config: Config, key: str) -> Any:
+    """A setting as the file would say it."""
+    match key:
+        case "listen":
+            return f"{config.host}:{config.port}"
+        case "gpus":
+            sizes = ((gpu.id, {"vram": gpu.vram, "reserve": gpu.reserve}) for gpu in config.gpus)
+            return {id: {name: size for name, size in about.items() if size} for id, about in sizes}
+        case "hooks":
+            return [{name: said for name, said in asdict(hook).items() if said} for hook in config.hooks]
+        case "policy" | "preemption":
+            settings = getattr(config, f"{key}_settings")
+            name = getattr(config, key)
+            return {"name": name, **settings} if settings else name
+        case "routing" if config.routing_policies or config.routing_mode != "lite" or config.routing_store:
+            mode, policies = config.routing_mode, config.routing_policies
+            store = re.sub("//.*@", "//***@", config.routing_store)  # may hold a password
+            return {"default": config.routing, "mode": mode, "policies": policies, "store": store}
+    return getattr(config, key)
+
+
+def _print_routing(given: argparse.Namespace) -> int:
+    """The policies that are shipped, and those of the compose file if there is one."""
+    import yaml
+
+    from anvil_mux.config.composefile import FILE_NAMES
+    from anvil_mux.routing import pipeline
+
+    found = given.files or any((place / name).is_file() for place in _here_and_above() for name in FILE_NAMES)
+    config = configuration(given.files) if found else None
+    own = config.routing_policies if config else {}
+    default = config.routing if config else pipeline.DEFAULT
+    models = {b.model: b.routing or default for b in config.backends} if config else {}
+    if given.json:
+        print_json({"default": default, "models": models, "policies": {**pipeline.shipped(), **own}})
+        return 0
+    print(pipeline.text())
+    if own:
+        print("# Those of the compose file.\n")
+        print(yaml.safe_dump(own, sort_keys=False))
+    print(f"# The default is {default}.")
+    for model, name in models.items():
+        print(f"# {model}: {name}")
+    return 0
+
+
+def _here_and_above() -> Sequence[Path]:
+    here = Path.cwd()
+    return (here, *here.parents)
+
+
+def _print_docs(title: str, rows: Iterable[Sequence[str]]) -> None:
+    print(f"### {title}\n\n| key | value | default | meaning |\n|---|---|---|---|")
+    for key, kind, default, meaning in rows:
+        cells = (f"`{key}`", kind.replace("|", "\\|"), default and f"`{default}`", meaning)
+        print(f"| {' | '.join(cells)} |")
+    print()
+
+
+# logs
+
+
+def _logs(given: argparse.Namespace) -> int:
+    from anvil_mux.serve.program import build_runtime
+
+    url = given.url or (None if given.files else os.environ.get("ANVIL_URL"))
+    place = _place(url) if url else None
+    if url and not place:
+        return asking.logs(given)
+    config = configuration(place.files if place else given.files or _files_served())
+    backends = [b for b in config.backends if given.model in (b.name, b.model, *b.aliases)]
+    if not backends:
+        known = ", ".join(b.model for b in config.backends)
+        raise BackendError(f"no service serves {given.model}; known: {known}")
+    if given.follow and len(backends) > 1:
+        names = ", ".join(b.name for b in backends)
+        raise BackendError(f"{given.model} has several services; follow one of them: {names}")
+    runtime = build_runtime(config)
+    for backend in backends:
+        lines = runtime.follow_log(backend) if given.follow else runtime.log_tail(backend, given.lines)
+        asking.print_log(given, backend.name, lines, headed=len(backends) > 1)
+    return 0
+
+
+def _place(url: str) -> Place | None:
+    """The anvil-mux at this address, if it says that it runs here."""
+    from anvil_mux.host.process import state_folder
+    from anvil_mux.serve import remote
+
+    found = remote.places(state_folder("", os.environ))
+    return next((each for each in found if each.url == asking.with_scheme(url)), None)
+
+
+def _files_served() -> Sequence[str]:
+    """Where no compose file is at hand, those of the one anvil-mux that runs here."""
+    from anvil_mux.config.composefile import find_files
+    from anvil_mux.host.process import state_folder
+    from anvil_mux.serve import remote
+
+    try:
+        find_files(Path.cwd())
+    except ConfigError:
+        found = remote.places(state_folder("", os.environ))
+        return found[0].files if len(found) == 1 else ()
+    return ()
+
+
+# bench
+
+
+def _bench(given: argparse.Namespace) -> int:
+    from anvil_mux.cli import bench, tally
+
+    config = configuration(given.files)
+    with ExitStack() as outputs:
+        # Whether they can be written is known before the long work begins.
+        file = outputs.enter_context(opened(given.csv)) if given.csv else None
+        figure = None
+        if given.plot:
+            from anvil_mux.sim import plot
+
+            figure = outputs.enter_context(plot.picture(given.plot))
+        swaps, bursts, failed = bench.measure(config, given.repeat, say, burst=given.burst)
+        burst_rows = tally.burst_figures(bursts)
+        rows = tally.figures(swaps)
+        if file:
+            tally.write_csv(swaps, file)
+        if figure:
+            bars = {f"{row.backend}, {row.way}": row.phases for row in rows}
+            plot.draw_phases(bars, tally.names(rows), [row.by_hand_seconds for row in rows], figure)
+    if given.json:
+        print_json([*map(asdict, rows), *map(asdict, burst_rows)])
+    else:
+        for head, *lines in (tally.table(rows), tally.burst_table(burst_rows)):
+            if lines:
+                print_table(head, lines)
+    return max([complain(f"not measured: {why}", FAILED) for why in failed], default=0)
+
+
+def _completion(given: argparse.Namespace) -> int:
+    from anvil_mux.cli import completion
+
+    if given.models:
+        for model in asking.ask_mux(given, "GET", "/v1/models")["data"]:
+            print(model["id"])
+        return 0
+    if not given.shell:
+        given.refuse(f"say for which shell: {', '.join(completion.SHELLS)}")
+    commands = next(action for action in _parser()._actions if isinstance(action.choices, dict))
+    print(completion.script(given.shell, commands.choices), end="")  # type: ignore[arg-type]
+    return 0
+
+
+def _version(given: argparse.Namespace) -> int:
+    if given.json:
+        print_json({"version": __version__, "python": sys.version.split()[0]})
+    else:
+        print(f"anvil-mux {__version__}")
+    return 0
+
+
+Add = Callable[[argparse.ArgumentParser], None]
+Run = Callable[[argparse.Namespace], int]
+
+COMMANDS: dict[str, tuple[str, Run, Add]] = {
+    "serve": ("Serve the models of a compose file (the default)", _serve, _add_serve),
+    "check": ("List the models, GPUs and ports of a compose file and every problem", _check, _add_check),
+    "config": ("Show the settings in effect", _config, _add_config),
+    "ps": ("Show the models of a running anvil-mux", asking.ps, asking.add_address),
+    "top": (
+        "Show the same as it changes, with GPUs, lines and the last events",
+        asking.top,
+        asking.add_address,
+    ),
+    "why": (
+        "Say what a request for a model would wait for now, how long and why",
+        asking.why,
+        asking.add_why,
+    ),
+    "events": ("Show what happened lately, with reasons", asking.events, asking.add_events),
+    "load": ("Load a model and wait until it is ready", asking.load, asking.add_model),
+    "unload": (
+        "Evict a model, or stop one in standby; after drain_timeout its requests are severed (aborted)",
+        asking.unload,
+        asking.add_model,
+    ),
+    "pin": ("Keep a model, once it is resident, from being put out for others", asking.pin, asking.add_model),
+    "unpin": ("Let a pinned model make room for others again", asking.unpin, asking.add_model),
+    "reload": ("Put the compose files into effect as they are now", asking.reload, asking.add_address),
+    "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
+    "simulate": ("Run traffic under each policy in virtual time", studying.run, studying.add_arguments),
+    "profile": ("Measure how fast a model's engine is, for routing", asking.profile, asking.add_profile),
+    "bench": ("Measure what swaps take, on the real engines", _bench, _add_bench),
+    "completion": ("Print what makes a shell complete these commands", _completion, _add_completion),
+    "version": ("Show the version", _version, add_json),
+}
+
+
+def _report_problems(error: ConfigError, given: argparse.Namespace) -> int:
+    if given.json:
+        print_json({"problems": list(error.problems)})
+    for problem in error.problems:
+        complain(problem, BAD_CONFIG)
+    return BAD_CONFIG

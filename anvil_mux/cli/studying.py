@@ -1,0 +1,244 @@
+"""The commands that run traffic in virtual time."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from anvil_mux.sim import study
+    from anvil_mux.sim.clairvoyant import Ratio
+    from anvil_mux.sim.fleet import Engine
+from anvil_mux.cli.arguments import add_json, configuration, read_counts, read_positive, read_value
+from anvil_mux.cli.output import FAILED, PROGRESS_SECONDS, complain, opened, print_json, print_table, say
+
+BROKEN_SHOWN = 5
+TTFT_AXIS = "mean time to the first byte (s, simulated)"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "files",
+        nargs="*",
+        metavar="COMPOSE",
+        help="compose files: their settings, and the backends of a trace or an event log; "
+        "by default every model has GPU 0 to itself",
+    )
+    add(
+        "--routing",
+        action="store_true",
+        help="instead: the prompts of each --trace under each routing policy, on replicas of one model",
+    )
+    add(
+        "--profile",
+        type=_profiles,
+        default=(),
+        metavar="NAME[,NAME]",
+        help="traffic made to order: single, balanced, bursty, dominant, interleave, mixed, two-clients, "
+        "or all",
+    )
+    add(
+        "--trace",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a workload file, or the name of one that is shipped; may be repeated. With --routing: "
+        "claude_code_le64k, claude_code_le131k, mooncake_conversation_600s, or a file",
+    )
+    add("--log", metavar="EVENTS", help="the clients of an event log, as `serve --event-log` writes it")
+    add(
+        "--policy",
+        metavar="NAME[,NAME]",
+        help="the policies to compare; by default all: every one that needs no settings. "
+        "clairvoyant knows the future, of 12 requests at most. With --routing: those of "
+        "`config --routing`, and of the compose files",
+    )
+    add(
+        "--seeds",
+        type=read_positive,
+        default=1,
+        metavar="N",
+        help="draw what is random with the seeds 0 to N-1 (default 1); the table shows the means",
+    )
+    add(
+        "--ratios",
+        nargs="?",
+        type=read_positive,
+        const=1000,
+        metavar="N",
+        help="instead: the total wait of each policy over the best possible, on N small random workloads "
+        "(default 1000); MEAN-AHEAD: over the best that puts models out before anybody waits for another",
+    )
+    add("--check", action="store_true", help="check whether --log breaks an invariant")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw who was resident, the lines and the waits, or with --routing the means of each policy "
+        "(needs matplotlib)",
+    )
+    add("--replicas", type=read_positive, metavar="N", help="with --routing: how many replicas (default 8)")
+    add(
+        "--sessions",
+        type=read_counts,
+        metavar="N[,N]",
+        help="with --routing: so many sessions of a trace, drawn anew for each seed (default: all)",
+    )
+    add(
+        "--engine",
+        type=_engine,
+        metavar="KEY=VALUE[,..]",
+        help="with --routing: what a replica can do, as kv_tokens=100000; the others of docs/routing.md",
+    )
+    add("--csv", metavar="FILE", help="with --routing: write every run to a file")
+    add_json(command)
+    command.set_defaults(refuse=command.error)
+    command.epilog = (
+        "Times in the table are in seconds: from the first arrival to the last answer (MAKESPAN), of all "
+        "evictions and loads together (SWAPPING), and waits. BUSY is the part of the makespan in which "
+        "something was in service. Exit code 1: an invariant is broken. With --routing they are in ms: to "
+        "the first byte (TTFT), to the last (E2E), between tokens (TPOT); HIT is the part of the input that "
+        "was cached, BALANCE the most requests of a replica over the least."
+    )
+
+
+def _profiles(names: str) -> tuple[str, ...]:
+    from anvil_mux.sim import study
+
+    return read_value(study.choose_profiles, names)
+
+
+def _engine(settings: str) -> Engine:
+    from anvil_mux.sim import contest
+
+    return read_value(contest.read_engine, settings)
+
+
+def run(given: argparse.Namespace) -> int:
+    from anvil_mux.sim import plot, study
+
+    if given.routing:
+        return _simulate_routing(given)
+    policies = _policies(given, study.choose_policies)
+    if given.ratios:
+        return _ratios(given, policies)
+    _refuse_what_makes_no_sense(given)
+    if given.plot:
+        plot.check_file(given.plot)
+    config = configuration(given.files) if given.files else None
+    cases = [*study.profiles(given.profile, given.seeds, config)]
+    cases += [study.trace(name, config) for name in given.trace]
+    runs = []
+    if given.log:
+        recording = study.read_log(given.log, config, say)
+        runs.append(recording.run(checked=given.check))
+        if given.policy or not given.check:
+            cases.append(recording.case())
+    total = len(cases) * len(policies)
+    tell = _progress(f"of {total} runs")
+    for run in study.study(cases, policies, keep_logs=bool(given.plot)):
+        runs.append(run)
+        tell(len(runs))
+    if given.plot:
+        plot.draw([(run.title, run.log, run.config) for run in runs if run.seed == 0], given.plot)
+    if given.json:
+        print_json([run.row() for run in runs])
+    else:
+        print_table(study.HEAD, study.table(runs))
+    return _blame(runs)
+
+
+def _refuse_what_makes_no_sense(given: argparse.Namespace) -> None:
+    if not (given.profile or given.trace or given.log):
+        given.refuse("say what to run: --profile NAME, --trace FILE, --log EVENTS or --ratios")
+    if given.check and not given.log:
+        given.refuse("--check is for what --log names; simulations are always checked")
+    for name in ("replicas", "sessions", "engine", "csv"):
+        if getattr(given, name):
+            given.refuse(f"--{name} is for --routing")
+
+
+def _policies(given: argparse.Namespace, choose: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
+    try:
+        return choose(given.policy or "all")
+    except ValueError as error:
+        given.refuse(f"argument --policy: {error}")
+        raise  # not reached: refuse ends the program
+
+
+def _simulate_routing(given: argparse.Namespace) -> int:
+    from anvil_mux.routing import pipeline
+    from anvil_mux.sim import contest, fleet, plot
+
+    if given.profile or given.log or given.ratios or given.check or not given.trace:
+        given.refuse("--routing replays prompts: it takes --trace, and neither --profile, --log nor --ratios")
+    own = configuration(given.files).routing_policies if given.files else {}
+    policies = _policies(given, lambda names: contest.choose_policies(names, own))
+    engine, replicas = given.engine or fleet.Engine(), given.replicas or 8
+    drawn = list(contest.draw(given.trace, given.sessions or (), range(given.seeds), replicas, engine))
+    with ExitStack() as outputs:
+        # Whether they can be written is known before the long work begins.
+        file = outputs.enter_context(opened(given.csv)) if given.csv else None
+        figure = outputs.enter_context(plot.picture(given.plot)) if given.plot else None
+        tell = _progress(f"of {len(drawn) * len(policies)} runs")
+        results = []
+        for field in drawn:
+            for policy in policies:
+                results.append(contest.run(field, policy, own))
+                tell(len(results))
+        if file:
+            contest.write_csv(results, file)
+        if figure:
+            plot.draw_dots(contest.panels(results), pipeline.DEFAULT, TTFT_AXIS, figure)
+    if given.json:
+        print_json([result.row() for result in results])
+    else:
+        print_table(contest.HEAD, contest.table(results))
+    return 0
+
+
+def _ratios(given: argparse.Namespace, policies: Sequence[str]) -> int:
+    from anvil_mux.sim import study
+
+    if given.profile or given.trace or given.log or given.plot or given.files:
+        given.refuse("--ratios draws its own workloads; it takes --policy and --json only")
+    tell = _progress(f"of {given.ratios} workloads")
+    rows = study.ratios(policies, given.ratios, tell)
+    if given.json:
+        print_json([asdict(row) for row in rows])
+    else:
+        head = ("POLICY", "WORKLOADS", "MEAN", "WORST", "ITS-SEED", "MEAN-AHEAD")
+        print_table(head, [_ratio_row(row) for row in rows])
+    return 0
+
+
+def _ratio_row(row: Ratio) -> tuple[str, ...]:
+    figures = (f"{row.mean:.3f}", f"{row.worst:.2f}", f"{row.worst_seed}", f"{row.mean_ahead:.3f}")
+    return row.policy, f"{row.instances}", *figures
+
+
+def _progress(what: str) -> Callable[[int], None]:
+    """Whoever sees that it takes long is told how far it is."""
+    told = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told
+        if sys.stderr.isatty() and time.monotonic() - told > PROGRESS_SECONDS:
+            told = time.monotonic()
+            say(f"{done} {what}")
+
+    return tell
+
+
+def _blame(runs: Iterable[study.Run]) -> int:
+    """Says what is broken, if something is; the exit code."""
+    code = 0
+    for run in runs:
+        for line in (run.wrong or ())[:BROKEN_SHOWN]:
+            code = complain(f"{run.title}: broken invariant: {line}", FAILED)
+    return code

@@ -1,0 +1,274 @@
+"""What measured swaps come to: the phases of each, medians over all of them, a table.
+
+A swap begins when the last lease of the model that must go ends, while a request for the other already waits,
+and ends with the first byte of that request's answer. Its phases follow each other without a gap:
+
+    drain        until the model is told to go
+    evict        until its GPUs are free
+    load         until the next one is ready
+    first_token  until the first byte of the answer
+
+What the mechanism tells of its own parts (``verify``, ``ready``, ``probe``, ...) is taken out of the phase in
+which it happened.
+
+Every swap is compared with the same one done by hand in the same round, and a way back with a cold start.
+Where it is known how much GPU memory comes back, so is how fast, beside what the bus could carry.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import median, quantiles
+from typing import NamedTuple, TextIO
+
+from anvil_mux.errors import BackendError
+from anvil_mux.scheduler.events import Event
+
+PHASES = ("drain", "evict", "verify", "freeze", "load", "ready", "probe", "first_token")
+"""In this order they are shown; others that a mechanism tells of follow."""
+ENDS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("drain", ("stopping",)),
+    ("evict", ("empty", "parked")),
+    ("load", ("ready",)),
+    ("first_token", ()),
+)
+"""Phases that follow each other, and the events with which they end."""
+OUT = frozenset(("drain", "evict", "verify", "freeze"))
+"""Those of the model that goes."""
+MOVING = ("load", "ready")
+"""Those in which memory is filled."""
+GIB = 1 << 30
+
+
+class Told(NamedTuple):
+    """A part of a step, as the mechanism told of it when it was over."""
+
+    at: float
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One swap, and the same one by hand."""
+
+    backend: str
+    replaces: str
+    way: str
+    round: int
+    phases: Mapping[str, float]
+    by_hand_seconds: float
+    bytes: int | None = None
+    """GPU memory that the backend took back; None where nobody knows."""
+    bus: float | None = None
+    """Bytes per second that its GPUs could be sent."""
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.phases.values())
+
+    @property
+    def own_share_seconds(self) -> float:
+        return self.total_seconds - self.by_hand_seconds
+
+    @property
+    def in_seconds(self) -> float:
+        """From free GPUs to the first byte."""
+        return sum(seconds for phase, seconds in self.phases.items() if phase not in OUT)
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        seconds = sum(self.phases.get(phase, 0.0) for phase in MOVING)
+        return self.bytes / seconds if self.bytes and seconds else None
+
+
+@dataclass(frozen=True)
+class Burst:
+    """Many requests that waited for a swap, from its end until all are answered, and as many by hand."""
+
+    backend: str
+    replaces: str
+    requests: int
+    round: int
+    seconds: float
+    direct_seconds: float
+    """Sent directly at once to the engine, just started, each on a connection that it closes."""
+
+
+@dataclass(frozen=True)
+class BurstFigures:
+    """The medians over all bursts to one backend."""
+
+    backend: str
+    replaces: str
+    requests: int
+    bursts: int
+    seconds: float
+    direct_seconds: float
+    ratio: float
+    """Of the two medians."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The medians over all swaps to one backend that rests in one way."""
+
+    backend: str
+    replaces: str
+    way: str
+    swaps: int
+    phases: dict[str, float]
+    total_seconds: float
+    by_hand_seconds: float
+    own_share_seconds: float
+    """The median of the differences, not the difference of the medians."""
+    own_share_quartiles: tuple[float, float]
+    """Half of the differences lie between: how much the machine's noise is in them."""
+    cold_start_ratio: float | None
+    """A cold start over this way back, each until the first byte."""
+    bytes: int | None
+    bytes_per_second: float | None
+    bus_bytes_per_second: float | None
+
+
+def phases(
+    log: Iterable[Event], answered: float, told: Iterable[Told] = (), way: str = "stop"
+) -> dict[str, float]:
+    """The seconds of one swap by phase: its events from the last lease's end on, and the first byte.
+
+    BackendError if the model that went did not rest in the way that was wanted.
+    """
+    events = iter(log)
+    since = _next(events, "released", "severed").at
+    found: defaultdict[str, float] = defaultdict(float)
+    for phase, kinds in ENDS:
+        end = _next(events, *kinds) if kinds else None
+        if end and end.kind == "empty" and way != "stop":
+            raise BackendError(f"{end.backend} had to be stopped: it did not rest by {way}")
+        until = end.at if end else answered
+        found[phase] += until - since
+        for part in told:
+            if since < part.at <= until and part.phase != phase:
+                found[part.phase] += part.seconds
+                found[phase] -= part.seconds
+        since = until
+    return dict(found)
+
+
+def _next(events: Iterator[Event], *kinds: str) -> Event:
+    for event in events:
+        if event.kind in kinds:
+            return event
+    raise BackendError(f"the log of a swap has no event {' or '.join(kinds)}")
+
+
+def figures(swaps: Iterable[Swap]) -> list[Figures]:
+    """One line for each backend and way."""
+    groups: defaultdict[tuple[str, str], list[Swap]] = defaultdict(list)
+    for swap in swaps:
+        groups[swap.backend, swap.way].append(swap)
+    back = {key: median([swap.in_seconds for swap in group]) for key, group in groups.items()}
+    return [_figures(group, back.get((group[0].backend, "stop"))) for group in groups.values()]
+
+
+def _figures(group: Sequence[Swap], cold_seconds: float | None) -> Figures:
+    first = group[0]
+    own = [swap.own_share_seconds for swap in group]
+    quarters = quantiles(own, n=4, method="inclusive") if len(own) > 1 else own * 3
+    taken = _known(swap.bytes for swap in group)
+    return Figures(
+        first.backend,
+        first.replaces,
+        first.way,
+        len(group),
+        {phase: median([s.phases.get(phase, 0.0) for s in group]) for phase in names(group)},
+        median([swap.total_seconds for swap in group]),
+        median([swap.by_hand_seconds for swap in group]),
+        median(own),
+        (quarters[0], quarters[-1]),
+        cold_seconds and cold_seconds / median([swap.in_seconds for swap in group]),
+        None if taken is None else int(taken),
+        _known(swap.bytes_per_second for swap in group),
+        first.bus,
+    )
+
+
+def burst_figures(bursts: Iterable[Burst]) -> list[BurstFigures]:
+    """One line for each backend."""
+    groups: defaultdict[str, list[Burst]] = defaultdict(list)
+    for burst in bursts:
+        groups[burst.backend].append(burst)
+    return [_burst_figures(group) for group in groups.values()]
+
+
+def _burst_figures(group: Sequence[Burst]) -> BurstFigures:
+    first = group[0]
+    seconds, direct = median([b.seconds for b in group]), median([b.direct_seconds for b in group])
+    return BurstFigures(
+        first.backend, first.replaces, first.requests, len(group), seconds, direct, seconds / direct
+    )
+
+
+def burst_table(rows: Sequence[BurstFigures]) -> list[tuple[str, ...]]:
+    """For people: seconds."""
+    lines: list[tuple[str, ...]] = [("BURST", "REPLACES", "REQUESTS", "SECONDS", "DIRECT", "RATIO")]
+    for row in rows:
+        figures = f"{row.seconds:.3f}", f"{row.direct_seconds:.3f}", f"{row.ratio:.2f}"
+        lines.append((row.backend, row.replaces, str(row.requests), *figures))
+    return lines
+
+
+def _known(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def names(measured: Iterable[Swap | Figures]) -> list[str]:
+    """The phases that occur, in order."""
+    found = set(chain.from_iterable(each.phases for each in measured))
+    return [*(phase for phase in PHASES if phase in found), *sorted(found - set(PHASES))]
+
+
+def table(rows: Sequence[Figures]) -> list[tuple[str, ...]]:
+    """For people: seconds, the own share in milliseconds; columns for memory where that is known."""
+    columns = names(rows)
+    head = ["BACKEND", "REPLACES", "WAY", *(name.upper().replace("_", "-") for name in columns)]
+    head += ["TOTAL", "BY-HAND", "OWN-SHARE", "HALF-WITHIN", "COLD/BACK"]
+    moved = any(row.bytes_per_second for row in rows)
+    lines = [(*head, "GIB", "GIB/S", "BUS") if moved else tuple(head)]
+    for row in rows:
+        seconds = [row.phases.get(phase) for phase in columns]
+        cells = ["" if each is None else f"{each:.3f}" for each in seconds]
+        cells += [f"{row.total_seconds:.3f}", f"{row.by_hand_seconds:.3f}", *_own(row)]
+        cells.append("" if row.cold_start_ratio is None else f"{row.cold_start_ratio:.1f}")
+        if moved:
+            cells += map(_gib, (row.bytes, row.bytes_per_second, row.bus_bytes_per_second))
+        lines.append((row.backend, row.replaces, row.way, *cells))
+    return lines
+
+
+def _own(row: Figures) -> tuple[str, str]:
+    low, high = row.own_share_quartiles
+    return f"{1000 * row.own_share_seconds:.0f} ms", f"{1000 * low:.0f}..{1000 * high:.0f} ms"
+
+
+def _gib(amount: float | None) -> str:
+    return "" if amount is None else f"{amount / GIB:.2f}"
+
+
+def write_csv(swaps: Sequence[Swap], file: TextIO) -> None:
+    """A line for each swap."""
+    columns = names(swaps)
+    write = csv.writer(file).writerow
+    ends = ("total_seconds", "by_hand_seconds", "own_share_seconds", "bytes")
+    write(("backend", "replaces", "way", "round", *(f"{phase}_seconds" for phase in columns), *ends))
+    for swap in swaps:
+        seconds = [swap.phases.get(phase, 0.0) for phase in columns]
+        seconds += [swap.total_seconds, swap.by_hand_seconds, swap.own_share_seconds]
+        cells = [f"{each:.6f}" for each in seconds]
+        write((swap.backend, swap.replaces, swap.way, swap.round, *cells, swap.bytes))

@@ -1,0 +1,140 @@
+"""What a new configuration means for what runs: who goes on, who is replaced, who comes and who goes.
+
+A backend goes on as it is, with the streams that it serves, if only settings of it changed that steer us and
+not its engine (``OURS``). Anything else makes it another one: it is drained, stopped as it was described when
+it was started, and its place is given to the new description. So are all backends on a GPU whose memory is
+declared anew. Some settings of the whole are built into what runs (``LATER``): they change at the next start.
+Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from anvil_mux.config.config import SETTINGS, Backend, Config
+
+OURS = (
+    "aliases",
+    "pin",
+    "priority",
+    "ttl",
+    "min_residency",
+    "max_wait",
+    "routing",
+    "kv_tokens",
+    "node",
+    "unit",
+    "profile",
+    "load_timeout",
+    "stop_timeout",
+    "demote_after",
+    "ram",
+    "prepare",
+    "strip",
+    "set",
+    "upstream",
+    "concurrency",
+    "checkpoint_anyway",
+)
+"""Fields of a backend that may change under its leases."""
+
+FIELDS = {
+    "listen": ("host", "port"),
+    "policy": ("policy", "policy_settings"),
+    "preemption": ("preemption", "preemption_settings"),
+    "routing": ("routing", "routing_policies", "routing_mode", "routing_store"),
+}
+"""Key of a setting -> fields of ``Config``, where they differ."""
+LATER = (
+    "host",
+    "port",
+    "runtime",
+    "project",
+    "routing_mode",
+    "routing_store",
+    "upstream_timeout",
+    "client_timeout",
+    "hooks",
+)
+TLS = ("tls_cert", "tls_key")
+"""Other files may take the place of those in use, but encryption itself is not begun or ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The difference between two configurations; backends by name, settings by key."""
+
+    kept: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    """Of the whole, or of backends that are kept (as NAME.KEY); they hold from now on."""
+    later: tuple[str, ...] = ()
+    """They hold from the next start on."""
+
+    def __str__(self) -> str:
+        parts = {
+            "changed": self.changed,
+            "removed": self.removed,
+            "added": self.added,
+            "set": self.settings,
+            "only at the next start": self.later,
+        }
+        told = [f"{what} {', '.join(names)}" for what, names in parts.items() if names]
+        return "; ".join(told) or "nothing is different"
+
+
+def compare(old: Config, new: Config) -> Change:
+    """What becomes of ``old`` when ``new`` takes its place."""
+    before = {backend.name: backend for backend in old.backends}
+    after = {backend.name: backend for backend in new.backends}
+    common = [name for name in before if name in after]
+    resized = _resized(old, new)
+    kept = [n for n in common if _goes_on(before[n], after[n]) and resized.isdisjoint(before[n].gpus)]
+    different = [key for key in SETTINGS if key != "gpus" and _values(old, key) != _values(new, key)]
+    effective = within(old, new)
+    own = [f"{name}.{key}" for name in kept for key in OURS if _differ(before[name], after[name], key)]
+    return Change(
+        kept=tuple(kept),
+        changed=tuple(name for name in common if name not in kept),
+        removed=tuple(name for name in before if name not in after),
+        added=tuple(name for name in after if name not in before),
+        settings=(
+            *(["gpus"] if resized else []),
+            *[key for key in different if _values(old, key) != _values(effective, key)],
+            *own,
+        ),
+        later=tuple(key for key in different if _values(effective, key) != _values(new, key)),
+    )
+
+
+def within(old: Config, new: Config) -> Config:
+    """``new`` as far as it can take effect in a program that was started with ``old``."""
+    fixed = {name: getattr(old, name) for name in LATER}
+    if (old.tls_cert is None) != (new.tls_cert is None):
+        fixed |= {name: getattr(old, name) for name in TLS}
+        ours = {key: digest for key, digest in new.said.items() if key not in TLS}
+        fixed["said"] = ours | {key: digest for key, digest in old.said.items() if key in TLS}
+    return replace(new, **fixed)
+
+
+def _resized(old: Config, new: Config) -> set[str]:
+    """The GPUs of which another memory is known now."""
+    before = {gpu.id: gpu for gpu in old.gpus}
+    return {gpu.id for gpu in new.gpus if before.get(gpu.id, gpu) != gpu}
+
+
+def _goes_on(before: Backend, after: Backend) -> bool:
+    ours: dict[str, Any] = {name: getattr(after, name) for name in OURS}
+    service = replace(before.service, scale=after.service.scale)
+    return replace(before, **ours, service=service) == after and service.digest == after.service.digest
+
+
+def _differ(before: Backend, after: Backend, field: str) -> bool:
+    return bool(getattr(before, field) != getattr(after, field))
+
+
+def _values(config: Config, key: str) -> list[object]:
+    return [*(getattr(config, name) for name in FIELDS.get(key, (key,))), config.said.get(key)]

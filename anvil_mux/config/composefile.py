@@ -1,0 +1,149 @@
+"""compose files -> one mapping, through the Compose program or without it.
+
+``docker compose config`` knows every form that Compose knows, so it is asked where it can be; it needs no
+Docker Engine. Where it is missing, or where the caller wants none of it, interpolate.py reads one file.
+Either way the variables are in, and what the file left open (unset variables) is a warning.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from anvil_mux.config import interpolate
+from anvil_mux.config.interpolate import Document
+from anvil_mux.errors import ConfigError
+
+FILE_NAMES = ("compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml")
+COMPOSE_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What the files say together."""
+
+    services: Any
+    settings: Any
+    """The top-level ``x-anvil``."""
+    project: str
+    warnings: tuple[str, ...]
+    plain: bool
+    """Read without the Compose program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the Compose program left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+Compose = Callable[[Sequence[str], Mapping[str, str]], "Answer | None"]
+"""Runs a command; None where there is no such program."""
+
+
+def find_files(folder: Path) -> tuple[Path, ...]:
+    """The compose file that Compose itself would take in ``folder``, with its override file; ConfigError."""
+    folder = folder.absolute()
+    for place in (folder, *folder.parents):
+        for name in FILE_NAMES:
+            if (place / name).is_file():
+                stem, _, suffix = name.rpartition(".")
+                overrides = (place / f"{stem}.override.{each}" for each in (suffix, "yml", "yaml"))
+                return (place / name, *[each for each in overrides if each.is_file()][:1])
+    raise ConfigError([f"{folder}: no compose.yaml here or above; name a file: anvil-mux serve FILE"])
+
+
+def combine(
+    documents: Sequence[Document], environ: Mapping[str, str], compose: Compose | None = None
+) -> Content:
+    """The content of the files, through ``compose`` if that is given and there is such a program."""
+    if compose is not None:
+        answer = compose(compose_config([document.file for document in documents]), environ)
+        if answer is not None:
+            return _composed(documents[0].file, answer)
+    if len(documents) > 1:
+        raise ConfigError([f"{documents[1].file}: a second file {interpolate.NEED_COMPOSE}"])
+    content, unset = interpolate.resolve(documents[0], environ)
+    warnings = tuple(_unset(documents[0].file, name) for name in unset)
+    project = _project(documents[0].file, content, environ)
+    return Content(content.get("services"), content.get("x-anvil"), project, warnings, plain=True)
+
+
+def compose_config(files: Iterable[Path]) -> list[str]:
+    # YAML, because its JSON leaves out the x- keys of services.
+    words = [word for file in files for word in ("-f", str(file))]
+    return ["docker", "compose", "--ansi", "never", *words, "--profile", "*", "config"]
+
+
+def run_compose(argv: Sequence[str], environ: Mapping[str, str]) -> Answer | None:
+    try:
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            env=dict(environ),
+            start_new_session=True,
+        )
+    except OSError:
+        return None
+    with child:
+        try:
+            out, err = child.communicate(timeout=COMPOSE_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            # Compose is a child of the docker program, so the whole group has to go.
+            os.killpg(child.pid, signal.SIGKILL)
+            raise ConfigError([f"`{' '.join(argv)}` did not end within {COMPOSE_TIMEOUT:g} s"]) from None
+    if child.returncode and re.search(r"is not a docker command|unknown (shorthand )?(flag|command)", err):
+        return None
+    return Answer(child.returncode, out, err)
+
+
+def _composed(file: Path, answer: Answer) -> Content:
+    said, warnings = [], []
+    for line in answer.err.splitlines():
+        if warning := re.search(r'level=warning msg="(.*)"\s*$', line):
+            warnings.append(_warning(file, warning[1].replace('\\"', '"')))
+        elif line.strip():
+            said.append(line.strip())
+    if answer.code:
+        why = " ".join(said) or f"exit status {answer.code}"
+        raise ConfigError([f"{file}: docker compose config: {why}"])
+    # It prints every $ that stands for itself as $$.
+    content = yaml.load(answer.out.replace("$$", "$"), interpolate.Loader) or {}
+    return Content(
+        content.get("services"), content.get("x-anvil"), content.get("name", ""), tuple(warnings), plain=False
+    )
+
+
+def _warning(file: Path, text: str) -> str:
+    unset = re.match(r'The "(\w+)" variable is not set', text)
+    return _unset(file, unset[1]) if unset else f"{file}: docker compose: {text}"
+
+
+def _unset(file: Path, name: str) -> str:
+    return (
+        f"{file}: the variable {name} is not set, so nothing stands in its place; "
+        f"set it, here or in .env, or write ${{{name}:-default}}"
+    )
+
+
+def _project(file: Path, content: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+    """The project's name as Compose finds it."""
+    folder = Path(os.path.abspath(file)).parent
+    chosen = interpolate.environment(folder, environ).get("COMPOSE_PROJECT_NAME")
+    name = chosen or content.get("name") or folder.name
+    return re.sub(r"[^a-z0-9_-]", "", str(name).lower()).lstrip("_-")

@@ -1,0 +1,586 @@
+"""compose files -> one frozen ``Config``.
+
+Flags win over the environment (``ANVIL_*``), that over the file, that over the default.
+
+``docker compose config`` reads the files where that program exists. It is not asked where runtime is process
+(so that needs no Docker), and where it is missing interpolate.py reads one file itself. Both give the same
+``Config``. Compose merges ``x-anvil`` of several files key by key at no level: the last file's replaces it.
+
+Problems are collected and raised together, each with file, line and key. What works but will bite is in
+``Config.warnings``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from anvil_mux.config import interpolate, service, settings
+from anvil_mux.config.composefile import Compose, combine, run_compose
+from anvil_mux.config.config import (
+    LABEL,
+    MEASURED,
+    SERVICE_NAME,
+    SERVICE_SETTINGS,
+    SETTINGS,
+    WAYS,
+    Backend,
+    Config,
+    Gpu,
+    Judge,
+    Service,
+    default_of,
+)
+from anvil_mux.config.interpolate import Document, Key
+from anvil_mux.config.settings import Setting, gib
+from anvil_mux.errors import ConfigError
+from anvil_mux.routing import pipeline
+from anvil_mux.routing.profile import Profile, read
+from anvil_mux.routing.routing import EITHER
+from anvil_mux.scheduler.policy import build_policy
+from anvil_mux.scheduler.preemption import build_preemption
+
+
+def load(
+    paths: Sequence[Path | str],
+    *,
+    environ: Mapping[str, str] = os.environ,
+    compose: Compose | None = run_compose,
+    present: Mapping[str, Gpu] | None = None,
+    overrides: Mapping[str, object] | None = None,
+    judge: Judge | None = None,
+) -> Config:
+    """The configuration in these files, or ConfigError with everything that is wrong with it.
+
+    ``present``: the GPUs that this machine has, by index and by UUID, where they can be asked.
+    ``overrides``: keys of ``SETTINGS`` as the command line gave them; None means not given.
+    ``judge``: asked about services that are to be checkpointed; None: the file is not for this machine.
+    """
+    if not paths:
+        raise ConfigError(["no compose file is given"])
+    documents: list[Document] = []
+    problems: list[str] = []
+    for path in paths:
+        try:
+            documents.append(interpolate.read(Path(path)))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return _Loading(documents, environ, present or {}, overrides or {}, judge).load(compose)
+
+
+class _Loading:
+    """One reading: what was found so far, good and bad."""
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        environ: Mapping[str, str],
+        present: Mapping[str, Gpu],
+        overrides: Mapping[str, object],
+        judge: Judge | None,
+    ) -> None:
+        self._documents = documents
+        self._environ = environ
+        self._present = present
+        self._judge = judge
+        self._overrides = {key: value for key, value in overrides.items() if value is not None}
+        self._problems: list[str] = []
+        self._warnings: list[str] = []
+        self._origins = dict.fromkeys(SETTINGS, "default")
+        self._variables = interpolate.environment(documents[0].file.parent, environ)
+        self._host_ports: dict[str, set[int]] = {}
+        self._each_gpus: dict[str, list[tuple[str, ...]]] = {}  # scaled service -> those of each replica
+
+    def load(self, compose: Compose | None) -> Config:
+        content = combine(self._documents, self._environ, None if self._wants_process() else compose)
+        self._warnings += content.warnings
+        values = self._top_level(content.settings)
+        self._prepare = values.get("prepare", default_of(Config, "prepare"))
+        values.setdefault("project", content.project or default_of(Config, "project"))
+        self._plain = content.plain
+        self._process = values.get("runtime", default_of(Config, "runtime")) == "process"
+        self._gpus = {gpu.id: gpu for gpu in map(self._known, values.pop("gpus", ()))}
+        self._declared = bool(self._gpus)
+        backends = self._backends(content.services)
+        used = {gpu for backend in backends for gpu in backend.gpus}
+        for gpu in sorted(used, key=lambda id: (len(id), id)):
+            self._gpus.setdefault(gpu, self._known(Gpu(gpu)))
+        self._check_settings(values, backends)
+        self._check_routing(values, backends)
+        self._check_stages(backends)
+        self._check_names(backends)
+        self._check_room(backends)
+        self._check_ports(backends, values.get("port", default_of(Config, "port")))
+        self._check_waits(values, backends)
+        if self._problems:
+            raise ConfigError(list(dict.fromkeys(self._problems)))
+        return Config(
+            tuple(backends),
+            gpus=tuple(self._gpus.values()),
+            files=tuple(os.path.abspath(document.file) for document in self._documents),
+            warnings=tuple(dict.fromkeys(self._warnings)),
+            origins=self._origins,
+            **values,
+        )
+
+    def _wants_process(self) -> bool:
+        """Whether the runtime is ``process``, seen before the Compose program is asked for anything."""
+        found: object = ""
+        for document in self._documents:
+            top = document.content.get("x-anvil")
+            if isinstance(top, dict):
+                found = top.get("runtime", "")  # Compose takes all of it from the last file
+        found = self._overrides.get("runtime") or self._environ.get("ANVIL_RUNTIME") or found
+        try:
+            return interpolate.Scope(self._variables).fill(str(found)) == "process"
+        except ValueError:
+            return False
+
+    # Settings
+
+    def _top_level(self, given: Any) -> dict[str, Any]:
+        """Arguments of ``Config``: from the file, the environment and the flags, the later the stronger."""
+        values = self._take(SETTINGS, given, ("x-anvil",))
+        for key in values:
+            self._origins[key] = self._where(("x-anvil", key)).partition(": ")[0]
+        for key, setting in SETTINGS.items():
+            variable = f"ANVIL_{key.upper()}"
+            if text := self._environ.get(variable):
+                values |= self._given(key, setting, _structure(text), variable)
+        for key, value in self._overrides.items():
+            values |= self._given(key, SETTINGS[key], value, "flag")
+        for key in values.keys() & {"key_file", "tls_cert", "tls_key"}:
+            values[key] = os.path.abspath(self._documents[0].file.parent / values[key])
+        if "listen" in values:
+            values["host"], values["port"] = values.pop("listen")
+        for key in ("policy", "preemption"):
+            if key in values:
+                values[key], values[f"{key}_settings"] = values[key]
+        if "routing" in values:
+            keys = "routing", "routing_policies", "routing_mode", "routing_store"
+            values |= zip(keys, values["routing"], strict=True)
+        return values
+
+    def _given(self, key: str, setting: Setting, value: object, origin: str) -> dict[str, Any]:
+        self._origins[key] = origin
+        return self._read(key, setting, value, partial(self._problem_of_setting, key))
+
+    def _read(self, key: str, setting: Setting, value: Any, tell: Callable[..., None]) -> dict[str, Any]:
+        """What the setting comes to, as far as it can be read; ``tell`` is called with each problem's way."""
+        try:
+            return {key: setting.kind.read(value)}
+        except settings.Wrong as wrong:
+            for path, text in wrong.problems:
+                tell(text, *path)
+            return {key: wrong.rest}
+        except ValueError as error:
+            tell(str(error))
+            return {}
+
+    def _take(self, table: Mapping[str, Setting], given: Any, key: Key, prefix: str = "") -> dict[str, Any]:
+        """What ``given`` says in terms of ``table``; an empty value says nothing."""
+        if given is not None and not isinstance(given, dict):
+            self._problem(key, f"must hold settings such as {next(iter(table))}, not {settings.show(given)}")
+            return {}
+        taken: dict[str, Any] = {}
+        for name, value in (given or {}).items():
+            if name not in table:
+                self._problem((*key, prefix + name), f"unknown key; {settings.nearest(name, table)}")
+            elif value is not None:
+                tell = partial(self._problem_within, (*key, prefix + name))
+                taken |= self._read(name, table[name], value, tell)
+        return taken
+
+    # Services
+
+    def _backends(self, services: Any) -> list[Backend]:
+        backends: list[Backend] = []
+        ours = False
+        for name, described in self._in_order(services):
+            key = ("services", name)
+            try:
+                said = service.labels(described, LABEL)
+                if not said and "x-anvil" not in described:
+                    continue
+                ours = True
+                given = self._take(SERVICE_SETTINGS, said, (*key, "labels"), LABEL)
+                given |= self._take(SERVICE_SETTINGS, described.get("x-anvil"), (*key, "x-anvil"))
+                backends += self._replicas(self._backend(name, described, given), described)
+            except ValueError as error:
+                ours = True
+                self._problem(key, str(error))
+        if not ours:
+            self._problem(("services",), "none serves a model; add `x-anvil: {}` to each service that does")
+        return backends
+
+    def _replicas(self, backend: Backend, described: dict[str, Any]) -> Iterator[Backend]:
+        """The containers of a scaled service, each a backend; of any other the one."""
+        name, scale, each_gpus = backend.name, service.copies(described), self._each_gpus.get(backend.name)
+        if each_gpus and len(each_gpus) != scale:
+            raise ValueError(f"has {scale} replicas, and gpus for {len(each_gpus)}")
+        if scale == 1 and not each_gpus:
+            yield backend
+            return
+        for number in range(1, scale + 1):
+            made = replace(backend.service, name=name, number=number, scale=scale)
+            gpus = backend.gpus
+            if each_gpus:
+                gpus = each_gpus[number - 1]
+                variables = {**dict(made.environment), **service.sees_only(gpus)}
+                made = replace(made, environment=tuple(sorted(variables.items())))
+            self._host_ports[f"{name}-{number}"] = self._host_ports[name]
+            yield replace(backend, name=f"{name}-{number}", gpus=gpus, service=made)
+
+    def _in_order(self, services: Any) -> list[tuple[str, Any]]:
+        """The services in the order of the files; the Compose program sorts them by name."""
+        found = services if isinstance(services, dict) else {}
+        written = [document.content.get("services") for document in self._documents]
+        names = dict.fromkeys(name for each in written if isinstance(each, dict) for name in each)
+        return [(name, found[name]) for name in dict.fromkeys((*names, *found)) if name in found]
+
+    def _backend(self, name: str, described: dict[str, Any], given: dict[str, Any]) -> Backend:
+        _check_service(name, described)
+        if self._plain and "env_file" in described:
+            self._problem(("services", name, "env_file"), interpolate.NEED_COMPOSE)
+        engine = self._fill_in(name, described, given)
+        variables = service.environment(described, self._variables)
+        given["gpus"] = self._gpus_of(name, given.get("gpus", service.gpus(described, variables)))
+        given.setdefault("prepare", self._prepare)
+        given.setdefault("rest", service.lightest_rest(described, variables, engine))
+        self._check_rest(name, described, variables, given)
+        if given.get("vram") == MEASURED:
+            given |= {"vram": None, "vram_measured": True}
+        if "profile" in given:
+            given["profile"] = self._profile(name, given["profile"])
+        given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != given["model"])
+        backend = Backend(name, service=self._service(described, variables), **given)
+        if self._process:
+            self._host_ports[name] = {backend.port} if backend.port else set()
+            if not backend.service.command:
+                self._problem(("services", name), "needs a `command`, since runtime is process")
+            bites = service.process_bites(described, backend.port)
+        else:
+            published = service.published(described)
+            self._host_ports[name] = {port.outside for port in published if port.outside}
+            if described.get("network_mode") == "host" and backend.port:
+                self._host_ports[name].add(backend.port)
+            bites = service.bites(described, engine, backend.port, backend.gpus)
+        place = self._where(("services", name)).partition(": ")[0]
+        self._warnings += [f"{place}: service {name}: {text}" for text in bites]
+        return backend
+
+    def _fill_in(self, name: str, described: dict[str, Any], given: dict[str, Any]) -> str:
+        """What the service itself says of settings that are not given; its engine."""
+        model = given.setdefault("model", settings.TEXT.read(name))
+        engine = given.setdefault("engine", service.engine(described))
+        names = service.served_model(described, engine)
+        if names and model not in names:
+            given.setdefault("served_model", names[0])
+        if grace := described.get("stop_grace_period"):
+            given.setdefault("stop_timeout", settings.read_seconds(grace))
+        if "port" not in given:
+            given["port"] = self._port(described)
+        return str(engine)
+
+    def _check_rest(
+        self, name: str, described: dict[str, Any], variables: dict[str, str], given: Mapping[str, Any]
+    ) -> None:
+        ladder = given["rest"]
+        if list(ladder) != sorted(ladder, key=WAYS.index):
+            down = ", ".join(sorted(ladder, key=WAYS.index))
+            self._problem(("services", name, "x-anvil", "rest"), f"goes down a ladder: write [{down}]")
+        for way in ladder:
+            why = service.cannot_rest(described, variables, given["engine"], way)
+            if way == "checkpoint" and self._judge:
+                why = why or self._judge(given["gpus"], given.get("checkpoint_anyway", False)) or ""
+            if why:
+                self._problem(("services", name, "x-anvil", "rest"), f"{way} cannot work: {why}")
+
+    def _profile(self, name: str, file: str) -> Profile | None:
+        """The profile in a file, whose path begins at the folder of the first compose file."""
+        path = self._documents[0].file.parent / file
+        try:
+            return read(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            text = f"{path} cannot be read: {error.strerror}"
+        except ValueError as error:
+            text = f"{path}: {error}"
+        self._problem(("services", name, "x-anvil", "profile"), text)
+        return None
+
+    def _port(self, described: dict[str, Any]) -> int | None:
+        return (service.commanded_port if self._process else service.listens_on)(described)
+
+    def _service(self, described: dict[str, Any], variables: dict[str, str]) -> Service:
+        folder = described.get("working_dir")
+        if folder is not None and self._process:
+            folder = os.path.abspath(self._documents[0].file.parent / str(folder))
+        grace = described.get("stop_grace_period")
+        return Service(
+            image=described.get("image"),
+            command=service.argv(described),
+            environment=tuple(sorted(variables.items())),
+            working_dir=folder,
+            stop_grace_period=None if grace is None else settings.read_seconds(grace),
+            profiles=service.profiles(described),
+            user=str(described.get("user") or ""),
+            digest=service.digest(described, LABEL),
+        )
+
+    def _gpus_of(
+        self, name: str, used: str | tuple[str, ...] | list[tuple[str, ...]] | None
+    ) -> tuple[str, ...]:
+        """Those of the service, or of its first replica where each has its own."""
+        if not isinstance(used, list):
+            return self._used(name, used)
+        if not self._process:
+            key = ("services", name, "x-anvil", "gpus")
+            self._problem(
+                key,
+                "differ between replicas, and Compose gives all containers of a service the same GPUs: "
+                "write a service for each, each with the same x-anvil: {model: ...}",
+            )
+        self._each_gpus[name] = [self._used(name, each) for each in used]
+        return self._each_gpus[name][0]
+
+    def _used(self, name: str, used: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        if used == service.ALL:
+            known = self._gpus or {gpu.id: gpu for gpu in self._present.values()}
+            if not known:
+                say = 'say which there are at the top level: x-anvil: {gpus: ["0"]}'
+                self._problem(("services", name), f"uses all GPUs; {say}")
+            return tuple(known)
+        ids = tuple(dict.fromkeys(self._known(Gpu(id)).id for id in used or ()))
+        for id in ids:
+            if self._declared and id not in self._gpus:
+                declared = ", ".join(self._gpus)
+                self._problem(
+                    ("services", name, "x-anvil", "gpus"), f"GPU {id} is not declared; declared: {declared}"
+                )
+        return ids
+
+    def _known(self, gpu: Gpu) -> Gpu:
+        """The GPU under its own id, with its real memory where none is declared."""
+        real = self._present.get(gpu.id)
+        return gpu if real is None else Gpu(real.id, gpu.vram or real.vram, gpu.reserve)
+
+    # What cannot work
+
+    def _check_settings(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
+        for key, build in (("policy", build_policy), ("preemption", build_preemption)):
+            if key in values:
+                try:
+                    build(values[key], values[f"{key}_settings"])
+                except (ValueError, TypeError) as error:
+                    self._problem_of_setting(key, str(error))
+        for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            if one in values and other not in values:
+                self._problem_of_setting(one, f"needs {other} beside it")
+        names = {name for backend in backends for name in (backend.model, *backend.aliases)}
+        if (default := values.get("default_model")) and default not in names:
+            self._problem_of_setting(
+                "default_model", f"no service serves {default}; {settings.nearest(default, names)}"
+            )
+
+    def _check_routing(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
+        own = values.get("routing_policies", {})
+        needs = {name: pipeline.build(name).needs for name in pipeline.shipped()}
+        needs |= {name: self._needs(name, written) for name, written in own.items()}
+        known = (*pipeline.shipped(), *own)
+        default = values.get("routing", pipeline.DEFAULT)
+        if default not in known:
+            self._problem_of_setting("routing", f"no policy {default}; {settings.nearest(default, known)}")
+        models: dict[str, tuple[str, str]] = {}
+        for backend in backends:
+            key = ("services", backend.service_name, "x-anvil", "routing")
+            name = backend.routing or default
+            if backend.routing and name not in known:
+                self._problem(key, f"no policy {name}; {settings.nearest(name, known)}")
+            first, other = models.setdefault(backend.model, (backend.name, name))
+            if other != name:
+                self._problem(key, f"is {name}, but {first}, a replica of the same model, has {other}")
+            for need in sorted(needs.get(name, ())):
+                if not getattr(backend, need):
+                    self._problem(
+                        ("services", backend.service_name), f"needs {need}, because routing is {name}"
+                    )
+
+    def _check_stages(self, backends: Sequence[Backend]) -> None:
+        for one, other in (("prefill", "decode"), ("decode", "prefill")):
+            served = {backend.model for backend in backends if backend.infer_type in (other, EITHER)}
+            for backend in backends:
+                if backend.infer_type == one and backend.model not in served:
+                    self._problem(
+                        ("services", backend.service_name, "x-anvil", "infer_type"),
+                        f"is {one}, but no service of {backend.model} is {other}: both stages are needed",
+                    )
+
+    def _needs(self, name: str, written: object) -> frozenset[str]:
+        """What a policy of the file's own needs of a service; its problems are told."""
+        key = ("x-anvil", "routing", "policies", name)
+        if name in pipeline.shipped():
+            self._problem(key, "is the name of a policy that is shipped; call it otherwise")
+        if not pipeline.NAME.fullmatch(str(name)):
+            self._problem(key, "a name may hold letters, digits, . _ + and - only")
+        made, problems = pipeline.compile(name, written)
+        for path, text in problems:
+            self._problem((*key, *path), text)
+        return made.needs
+
+    def _check_names(self, backends: Sequence[Backend]) -> None:
+        for name, count in Counter(backend.name for backend in backends).items():
+            if count > 1:
+                self._problem(("services", name), f"a replica of a scaled service is called {name} too")
+        owners = {backend.model: backend.model for backend in backends}
+        for backend in backends:
+            for alias in backend.aliases:
+                owner = owners.setdefault(alias, backend.model)
+                if owner != backend.model:
+                    self._problem(
+                        ("services", backend.service_name, "x-anvil", "aliases"),
+                        f"{alias} is already a name of {owner}",
+                    )
+
+    def _check_room(self, backends: Sequence[Backend]) -> None:
+        for gpu in self._gpus.values():
+            users = [backend for backend in backends if gpu.id in backend.gpus]
+            room = _room(gpu)
+            for backend in users:
+                key = ("services", backend.service_name, "x-anvil", "vram")
+                if backend.vram and room is None:
+                    self._warnings.append(
+                        f"{self._where(key)} has no effect: how large GPU {gpu.id} is is not known; "
+                        f'declare it: x-anvil: {{gpus: {{"{gpu.id}": {{vram: ...}}}}}}'
+                    )
+                elif backend.vram and room is not None and backend.vram > room:
+                    self._problem(
+                        key, f"{gib(backend.vram)} never fit GPU {gpu.id}, which has {gib(room)} for models"
+                    )
+            self._check_replicas(gpu, room, users)
+            self._check_pins(gpu, room, users)
+
+    def _check_replicas(self, gpu: Gpu, room: int | None, users: Sequence[Backend]) -> None:
+        for name, count in Counter(backend.service_name for backend in users).items():
+            pair = [backend for backend in users if backend.service_name == name][:2]
+            if count > 1 and not pair[0].vram_measured and not _fit(pair, room):
+                self._warnings.append(
+                    f"{self._where(('services', name))}: no two of its replicas fit on GPU {gpu.id}, "
+                    "so they take turns: declare what one takes, x-anvil: {vram: ...}"
+                )
+
+    def _check_pins(self, gpu: Gpu, room: int | None, users: Sequence[Backend]) -> None:
+        pinned = [backend for backend in users if backend.pin]
+        names = ", ".join(backend.name for backend in pinned)
+        if not _fit(pinned, room):
+            key = ("services", pinned[-1].service_name, "x-anvil", "pin")
+            self._problem(key, f"the pinned {names} do not fit on GPU {gpu.id} together")
+            return
+        for backend in users:
+            if pinned and not backend.pin and not _fit([*pinned, backend], room):
+                self._warnings.append(
+                    f"{self._where(('services', backend.service_name))}: does not fit on GPU {gpu.id} beside "
+                    f"the pinned {names}: while that is loaded its requests are refused; "
+                    "unpin, or declare less vram"
+                )
+
+    def _check_waits(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
+        """Whether requests may wait for long enough to be served."""
+        limit, most = (values.get(key, default_of(Config, key)) for key in ("queue_timeout", "max_wait"))
+        for longest in dict.fromkeys([most if b.max_wait is None else b.max_wait for b in backends]):
+            if limit < longest:
+                self._warnings.append(
+                    f"queue_timeout ({limit:g} s) is less than max_wait ({longest:g} s): a line is overdue "
+                    "before that, early enough for a load that takes as long as loads usually do"
+                )
+        slow = [backend.name for backend in backends if backend.load_timeout > limit]
+        if slow:
+            self._warnings.append(
+                f"queue_timeout ({limit:g} s) is less than the load_timeout of {', '.join(slow)}: requests "
+                "that wait for a load fail when it takes longer than that, though it goes on"
+            )
+
+    def _check_ports(self, backends: Sequence[Backend], listen: int) -> None:
+        for backend in backends:
+            if listen in self._host_ports[backend.name]:
+                self._problem(
+                    ("services", backend.service_name), f"port {listen} is the one that anvil-mux listens on"
+                )
+        for one, other in combinations(backends, 2):
+            common = self._host_ports[one.name] & self._host_ports[other.name]
+            if common and not self._take_turns(one, other):
+                ports = ", ".join(map(str, sorted(common)))
+                text = f"port {ports} is also that of {one.name}, and both may run at once"
+                if one.service_name == other.service_name:
+                    text = f"port {ports} cannot be that of all its replicas: {self._port_advice(other)}"
+                self._problem(("services", other.service_name), text)
+
+    def _port_advice(self, backend: Backend) -> str:
+        if self._process:
+            return "leave it out, and each has one of its own in $PORT"
+        return f'publish any, "127.0.0.1::{backend.port or "PORT"}", or a range'
+
+    def _take_turns(self, one: Backend, other: Backend) -> bool:
+        """Whether they never run at once; whoever rests without being stopped keeps its port."""
+        if {*one.rest, *other.rest} != {"stop"} or one.vram_measured or other.vram_measured:
+            return False
+        common = set(one.gpus) & set(other.gpus)
+        return any(not _fit((one, other), _room(self._gpus[gpu])) for gpu in common)
+
+    def _problem(self, key: Key, text: str) -> None:
+        self._problems.append(f"{self._where(key)}: {text}")
+
+    def _problem_within(self, key: Key, text: str, *path: str) -> None:
+        self._problem((*key, *path), text)
+
+    def _problem_of_setting(self, key: str, text: str, *path: str) -> None:
+        """Blames the flag or the variable where one of them gave the setting."""
+        way = ".".join(path) + ": " if path else ""
+        match self._origins[key]:
+            case "flag":
+                self._problems.append(f"--{key.replace('_', '-')}: {way}{text}")
+            case origin if origin == f"ANVIL_{key.upper()}":
+                self._problems.append(f"{origin}: {way}{text}")
+            case _:
+                self._problem(("x-anvil", key, *path), text)
+
+    def _where(self, key: Key) -> str:
+        return max(reversed(self._documents), key=lambda document: document.knows(key)).where(key)
+
+
+def _check_service(name: str, described: dict[str, Any]) -> None:
+    if not SERVICE_NAME.fullmatch(name):
+        raise ValueError("its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any")
+    if service.copies(described) > 1 and "container_name" in described:
+        raise ValueError("is scaled, so it can have no container_name")
+
+
+def _room(gpu: Gpu) -> int | None:
+    return gpu.vram - gpu.reserve if gpu.vram else None
+
+
+def _fit(backends: Sequence[Backend], room: int | None) -> bool:
+    """Whether they can be on a GPU with this much room at once."""
+    if len(backends) < 2:
+        return True
+    needs = [backend.vram for backend in backends]
+    return room is not None and all(needs) and sum(need or 0 for need in needs) <= room
+
+
+def _structure(text: str) -> object:
+    """An environment variable may hold a YAML list or mapping."""
+    if text[0] not in "[{":
+        return text
+    try:
+        return yaml.load(text, interpolate.Loader)
+    except yaml.YAMLError:
+        return text

@@ -1,0 +1,185 @@
+"""What to make of an engine that runs already: take it over as it is, or stop it.
+
+    awake       it answers for its model
+    parked      it sleeps, or the CUDA driver has its memory, or it is frozen: then it rests on as it is, and
+                the next request for its model wakes it
+    unfit       anything else; it is stopped, and the next request for its model loads it anew
+
+An engine that sleeps does not say how deep. ``Notes`` remember by which way each backend was last told to
+rest; where there is no note, weights that are read anew are right in any case. What NVML says of a sleeper's
+memory counts more than what it says itself: who holds more than a context is none.
+
+Nobody can ask the driver about a frozen process, so it is thawed for that; the memory is off the GPU, and its
+own threads wait for it. Afterwards it is frozen again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from anvil_mux.config.config import Backend
+from anvil_mux.config.settings import gib
+from anvil_mux.errors import MuxError
+from anvil_mux.host import control
+from anvil_mux.host.checkpoint import Checkpointer
+from anvil_mux.host.engine import await_ready
+from anvil_mux.host.freed import CONTEXT, Memory, host_bytes
+from anvil_mux.host.gpu import Gpus
+from anvil_mux.host.state import write_whole
+from anvil_mux.host.swap import Rested, Runtime, may_sleep
+
+log = logging.getLogger(__name__)
+
+ADOPT_SECONDS = 5.0
+"""How long an engine that runs already may take to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Awake:
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    why: str
+    """For people; ends a sentence."""
+
+
+Found = Awake | Rested | Unfit
+
+
+class Notes:
+    """What a later start has to know of each backend, in files of its own: a killed program leaves them.
+
+    By which way it was last told to rest, and whether it is to be replaced since it is described otherwise.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def note(self, backend: str, way: str) -> None:
+        """``way`` "": it rests no longer. Called before it is told, by the keeper that will."""
+        file = self._file(backend)
+        try:
+            if way:
+                write_whole(file, way)
+            else:
+                file.unlink(missing_ok=True)
+                self._outdated(backend).unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s: how it rests cannot be noted: %s", backend, error)
+
+    def outdate(self, backend: str) -> None:
+        """What runs of it is not what is described any more, until it is loaded the next time."""
+        try:
+            self._outdated(backend).touch()
+        except OSError as error:
+            log.warning("%s: that it is to be replaced cannot be noted: %s", backend, error)
+
+    def is_outdated(self, backend: str) -> bool:
+        return self._outdated(backend).exists()
+
+    def _outdated(self, backend: str) -> Path:
+        return self._folder / f"{backend}.outdated"
+
+    def read(self, backend: str) -> str:
+        try:
+            return self._file(backend).read_text()
+        except OSError:
+            return ""
+
+    def _file(self, backend: str) -> Path:
+        return self._folder / f"{backend}.rests"
+
+
+class Adopter:
+    """Looks at engines; calls for different backends may come from several threads at once."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        notes: Notes,
+        *,
+        probe: Callable[[], Gpus] | None = None,
+        checkpointer: Checkpointer | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._notes = notes
+        self._memory = Memory(probe)
+        self._checkpointer = checkpointer or Checkpointer()
+
+    def look(self, backend: Backend, url: str) -> Found:
+        """``url`` as ``Runtime.running`` has it."""
+        if not url:
+            return Unfit("it cannot be reached")
+        if self._notes.is_outdated(backend.name):
+            return Unfit("its configuration changed")
+        try:
+            return self._frozen(backend) or self._asleep(backend, url) or self._awake(backend, url)
+        except MuxError as error:
+            return Unfit(error.message)
+
+    def _frozen(self, backend: Backend) -> Found | None:
+        """None: it is not, or not any more."""
+        frozen = self._runtime.is_frozen(backend)
+        if frozen and "pause" in backend.rest and "checkpoint" not in backend.rest:
+            return self._rested(backend, "pause")
+        if frozen:
+            self._runtime.resume(backend)
+        if "checkpoint" not in backend.rest:
+            return None
+        try:
+            parked = self._checkpointer.find_parked(self._runtime.pids(backend))
+        except MuxError as error:
+            return Unfit(f"nobody knows whether it is checkpointed: {error.message}")
+        if parked is None:
+            return None
+        if not parked.whole:
+            return Unfit("only a part of it is checkpointed")
+        self._runtime.pause(backend)
+        return self._rested(backend, "checkpoint")
+
+    def _asleep(self, backend: Backend, url: str) -> Found | None:
+        noted = self._notes.read(backend.name)
+        asleep = None
+        with suppress(MuxError):  # one that does not answer is waited for afterwards
+            asleep = control.is_asleep(backend, url)
+        if asleep is None and noted in ("sleep", "sleep-2") and backend.engine in control.SILENT:
+            asleep = True
+        if not asleep:
+            return None
+        # On its way to a checkpoint it may have slept at any level that it may rest at.
+        light = noted == "sleep" or (noted == "checkpoint" and "sleep-2" not in backend.rest)
+        deepens = control.UNKNOWN in control.CONTROLS[backend.engine].levels
+        return self._rested(backend, "sleep-2" if deepens and not light else "sleep")
+
+    def _rested(self, backend: Backend, how: str) -> Found:
+        """It rests, unless it holds its GPUs all the same."""
+        pids = self._runtime.pids(backend)
+        held = self._memory.held(backend, lambda: pids, resident=False)
+        full = [gpu for gpu, amount in held.bytes.items() if amount > CONTEXT]
+        if full and how != "pause":
+            amounts = ", ".join(f"{gib(held.bytes[gpu])} of GPU {gpu}" for gpu in full)
+            return Unfit(f"it rests, and holds {amounts} all the same")
+        return Rested(how, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))
+
+    def _awake(self, backend: Backend, url: str) -> Found:
+        try:
+            await_ready(
+                backend,
+                url,
+                ended=partial(self._runtime.ended, backend),
+                deadline=time.monotonic() + ADOPT_SECONDS,
+            )
+            if may_sleep(backend):
+                control.probe(backend, url)  # some sleep without saying so
+        except MuxError:
+            silent = f"it did not answer for {backend.model} within {ADOPT_SECONDS:g} s"
+            return Unfit(f"{silent} (perhaps it was still loading)")
+        return Awake(url)

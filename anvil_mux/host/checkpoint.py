@@ -1,0 +1,317 @@
+"""GPU memory to host memory and back by the CUDA driver, for all processes of one service together.
+
+    park       lock all, then checkpoint all; the caller sees that the memory is free, and freezes them
+    restore    the caller thaws them; restore all, then unlock all
+
+Invariants:
+
+1. None is checkpointed before all are locked, none is unlocked before all are restored: the processes of an
+   engine wait for each other on the GPU.
+2. Each step asks for the state first, and is skipped where it is done. So both calls may be repeated, and may
+   be made about what an earlier anvil-mux left behind.
+3. A call that fails counts by the state that it leaves: an unlock may report an error of a running process.
+4. If ``park`` fails, those checkpointed are restored and those locked are unlocked. If ``restore`` fails,
+   those restored are unlocked, so that they can end by themselves; nothing is parked again. Either way what
+   does not run then is lost, and can only be killed.
+5. A frozen process is left alone: its own threads do the driver's work, so that even questions would hang.
+
+The memory goes to the process's own host memory, and counts there against a container's limit. Memory shared
+between processes, managed memory, MIG and MPS are beyond the driver; what can be told of that beforehand,
+``why_not`` tells. What the running user lacks, ``Rights.lacks`` tells: NVIDIA says nowhere which rights the
+driver's calls need. Known to work are root with all its capabilities, and the user whose processes they are.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from anvil_mux.errors import BackendError, CheckpointFailed
+from anvil_mux.host import gpu
+from anvil_mux.host.driver import Driver
+
+DRIVER_BRANCH = 570
+"""The first with the calls, and the first to take along what engines read of NVML."""
+TRIES, TRY_PAUSE = 3, 0.5
+"""To find the processes; NVML lists one a little after it has begun to use a GPU."""
+CAP_SYS_PTRACE = 19
+STATE_PAUSE, STATE_LIMIT = 0.25, 180.0
+"""Seconds between two looks at a process that is between two states, and until it is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An action of the driver: the state that it needs, and those in which it is done."""
+
+    needs: str
+    done: tuple[str, ...]
+
+
+STEPS = {
+    "lock": Step("running", ("locked", "checkpointed")),
+    "checkpoint": Step("locked", ("checkpointed",)),
+    "restore": Step("checkpointed", ("locked", "running")),
+    "unlock": Step("locked", ("running",)),
+}
+PASSING = ("checkpointing", "restoring")
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Processes whose GPU memory rests in host memory."""
+
+    pids: tuple[int, ...]
+    bytes: int = 0
+    """What they held on the GPUs before, as far as NVML told."""
+    whole: bool = True
+    """Whether these are all processes of the service that use CUDA, and all are checkpointed."""
+
+
+class Checkpointer:
+    """Parks and restores; any thread may call, those for different services side by side.
+
+    Each call holds a conversation of its own with the driver, made by ``connect``.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Driver] = Driver,
+        probe: Callable[[], gpu.Gpus] = gpu.probe,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._connect = connect
+        self._probe = probe
+        self._now = now
+        self._wait = wait
+
+    def why_not(self, gpus: Sequence[str], *, insist: bool = False) -> str | None:
+        """The reason, for people, why a service on these GPUs cannot be parked; None if nothing is known.
+
+        ``insist`` allows several GPUs.
+        """
+        seen = self._probe()
+        return _why_not_driver(seen) or _why_not_gpus(seen, gpus, insist) or self._why_not_tool(seen, gpus)
+
+    def find(self, pids: Iterable[int]) -> tuple[int, ...]:
+        """Those of a service's processes that hold GPU memory; () if none does."""
+        wanted = sorted(set(pids))
+        for attempt in range(TRIES):
+            if attempt:
+                self._wait(TRY_PAUSE)
+            listed = [each for reading in self._probe().readings for each in reading.processes]
+            used_by = [(pid, used) for pid, used in listed if pid in wanted]
+            if not listed or any(used is None for _, used in used_by):
+                break
+            # One without memory has no context that the driver could lock.
+            if holders := {pid for pid, used in used_by if used}:
+                return tuple(sorted(holders))
+        with self._connect() as driver:
+            return tuple(pid for pid in wanted if driver.uses_cuda(pid))
+
+    def find_parked(self, pids: Iterable[int]) -> Parked | None:
+        """What was parked, wholly or half, by an anvil-mux before this one; the processes are thawed."""
+        with self._connect() as driver:
+            users = [pid for pid in sorted(set(pids)) if driver.uses_cuda(pid)]
+            states = {pid: self._state_if_known(driver, pid) for pid in users}
+        resting = tuple(pid for pid in users if states[pid] in ("locked", "checkpointed"))
+        whole = set(states.values()) == {"checkpointed"}
+        return Parked(resting, whole=whole) if resting else None
+
+    def park(self, pids: Iterable[int]) -> Parked:
+        """Returns when the processes have let their GPUs go; CheckpointFailed when they run again."""
+        group = tuple(sorted(set(pids)))
+        held = self._probe().used_by(group).values()
+        self._perform(group, ("lock", "checkpoint"), ("restore", "unlock"))
+        return Parked(group, sum(each or 0 for each in held))
+
+    def restore(self, parked: Parked) -> None:
+        """Returns when the processes run with their memory back on the GPUs; else CheckpointFailed."""
+        self._perform(parked.pids, ("restore", "unlock"), ("unlock",))
+
+    def _perform(self, pids: Sequence[int], actions: Sequence[str], back: Sequence[str]) -> None:
+        if frozen := [pid for pid in pids if is_frozen(pid)]:
+            raise CheckpointFailed(f"process {frozen[0]} is frozen, and has to be thawed first")
+        with self._connect() as driver:
+            try:
+                for action in actions:
+                    for pid in pids:
+                        self._take(driver, action, pid)
+            except BackendError as error:
+                raise CheckpointFailed(error.message, lost=self._put_back(driver, pids, back)) from error
+
+    def _take(self, driver: Driver, action: str, pid: int) -> None:
+        step, state = STEPS[action], self._state(driver, pid)
+        if state in step.done:
+            return
+        if state != step.needs:
+            raise BackendError(f"{action} of process {pid}: it is {state}, not {step.needs}")
+        try:
+            driver.act(action, pid)
+        except BackendError as error:
+            with suppress(BackendError):
+                if self._state(driver, pid) in step.done:
+                    return
+            raise error
+
+    def _put_back(self, driver: Driver, pids: Sequence[int], actions: Sequence[str]) -> list[int]:
+        """Does what it can; returns the processes that do not run, or are not known to."""
+        lost = set()  # are not asked again, since each answer may take its whole limit
+        for action in actions:
+            for pid in pids:
+                try:
+                    if pid not in lost and self._state(driver, pid) == STEPS[action].needs:
+                        self._take(driver, action, pid)
+                except BackendError:
+                    lost.add(pid)
+        return [pid for pid in pids if pid in lost or not self._runs(driver, pid)]
+
+    def _runs(self, driver: Driver, pid: int) -> bool:
+        return self._state_if_known(driver, pid) == "running"
+
+    def _state_if_known(self, driver: Driver, pid: int) -> str:
+        with suppress(BackendError):  # of a process that has ended, or never used CUDA
+            return self._state(driver, pid)
+        return ""
+
+    def _state(self, driver: Driver, pid: int) -> str:
+        """The state once it is not a passing one any more."""
+        deadline = self._now() + STATE_LIMIT
+        while (state := driver.state(pid)) in PASSING and self._now() < deadline:
+            self._wait(STATE_PAUSE)
+        return state
+
+    def _why_not_tool(self, seen: gpu.Gpus, gpus: Sequence[str]) -> str | None:
+        try:
+            with self._connect() as driver:
+                tool = driver.tool()
+        except BackendError as error:
+            return error.message
+        # With the library, what calls the driver has initialized it, which does as well.
+        lazy = [each for each in gpus if (reading := seen.find(each)) and reading.persistence is False]
+        if tool == "program" and lazy:
+            return f"GPU {lazy[0]} is not in persistence mode (turn it on: nvidia-smi -pm 1)"
+        return None
+
+
+def _why_not_driver(seen: gpu.Gpus) -> str | None:
+    if seen.why_none is not None:
+        return f"needs an NVIDIA GPU ({seen.why_none})"
+    if seen.driver_branch is None or seen.driver_branch < DRIVER_BRANCH:
+        return f"needs NVIDIA driver {DRIVER_BRANCH} or later, and this is {seen.driver or 'unknown'}"
+    return None
+
+
+def _why_not_gpus(seen: gpu.Gpus, gpus: Sequence[str], insist: bool) -> str | None:
+    if len(gpus) > 1 and not insist:
+        return "holds several GPUs, from which processes that work together often do not come back"
+    for name in gpus:
+        reading = seen.find(name)
+        if reading is None:
+            return f"NVML finds no GPU {name}"
+        if reading.mig:
+            return f"GPU {name} is cut into instances (MIG), which the driver cannot checkpoint"
+        if reading.mps:
+            return f"GPU {name} is shared through MPS, which the driver cannot checkpoint"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What this process may do to others, as far as /proc tells."""
+
+    user: int
+    traces: bool
+    """It has the capability CAP_SYS_PTRACE."""
+    scope: int
+    """Yama's ptrace_scope: from 2 on the capability is needed, from 3 on it does not help. 0: no Yama."""
+    sees_host: bool
+    """Process ids mean the host's processes."""
+
+    @classmethod
+    def here(cls, proc: Path = Path("/proc")) -> Rights:
+        status = dict(line.split(":", 1) for line in (proc / "self/status").read_text().splitlines())
+        scope = proc / "sys/kernel/yama/ptrace_scope"
+        return cls(
+            user=int(status["Uid"].split()[1]),
+            traces=bool(int(status["CapEff"], 16) >> CAP_SYS_PTRACE & 1),
+            scope=int(scope.read_text()) if scope.exists() else 0,
+            sees_host=_text(proc / "2/comm").strip() == "kthreadd",  # of every kernel, in no other namespace
+        )
+
+    def lacks(self, owners: Collection[int], *, contained: bool) -> list[str]:
+        """What is missing to park processes of these users, and how to get it, for people.
+
+        ``contained``: they are in containers of their own.
+        """
+        others = sorted(owner for owner in owners if owner != self.user)
+        missing = []
+        if contained and not self.sees_host:
+            missing.append("anvil-mux does not see the host's processes: its container needs `pid: host`")
+        if self.user == 0 and not self.traces:
+            missing.append(
+                "anvil-mux is root without the capability CAP_SYS_PTRACE: its container needs "
+                "`privileged: true` (or `cap_add: [SYS_PTRACE]`), its systemd unit a CapabilityBoundingSet "
+                "that has it"
+            )
+        elif others and not self.traces:
+            missing.append(
+                f"the engine's processes are of user id {others[0]}, and anvil-mux runs as {self.user}: run "
+                f'it as root (sudo; User=root in its unit), or give the service `user: "{self.user}"`'
+            )
+        if self.scope >= 3 or (self.scope == 2 and not self.traces):
+            who = "nobody" if self.scope >= 3 else "nobody without CAP_SYS_PTRACE (root has it)"
+            missing.append(
+                f"kernel.yama.ptrace_scope is {self.scope}, with which {who} may look into other processes: "
+                "set it to 1 (sysctl kernel.yama.ptrace_scope=1; 3 lasts until the next boot)"
+            )
+        return missing
+
+
+def owners(pids: Iterable[int], proc: Path = Path("/proc")) -> set[int]:
+    """The users of processes, without those that have ended."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):
+            found.add((proc / str(pid)).stat().st_uid)
+    return found
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def is_frozen(pid: int, proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> bool:
+    """Whether the process is stopped by a signal, or by the freezer of its control groups."""
+    try:
+        stat = (proc / str(pid) / "stat").read_text(errors="replace")
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+    except OSError:
+        return False
+    if stat[stat.rindex(")") + 2 :][0] in "Tt":
+        return True
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "freezer" and "THAWED" not in _read(
+            groups / "freezer", path, "freezer.state", "THAWED"
+        ):
+            return True
+        if not controllers and any(
+            "frozen 1" in _read(root, path, "cgroup.events", "") for root in (groups, groups / "unified")
+        ):
+            return True
+    return False
+
+
+def _read(root: Path, group: str, name: str, otherwise: str) -> str:
+    try:
+        return (root / group.lstrip("/") / name).read_text()
+    except OSError:
+        return otherwise

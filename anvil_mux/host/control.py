@@ -1,0 +1,299 @@
+"""How engines are told to let go of their GPU memory while they run on, and to take it back.
+
+``sleep`` and ``wake`` return when the engine says that it is done, and raise BackendError when it says
+anything else, answers nonsense, or nothing in time. What it says is no proof: engines are known to report
+success and to free nothing, so swap.py reads the memory, and asks for a token before anybody is admitted.
+An engine's health route is no proof either: most are healthy while they sleep.
+
+Levels: 1 keeps the weights in host memory, 2 drops them and reads them anew from disk.
+
+The engines' manners (see docs of each; facts that cost others dearly):
+
+vLLM      wants query parameters, ignores JSON. After level 2 the weights must be reloaded between waking them
+          and waking the cache, else it answers nonsense. Waking what is awake aborts it.
+SGLang    asserts that nothing runs when it releases, and neither release nor resume may be said twice: either
+          ends its scheduler. It cannot say whether it sleeps.
+Ollama    unloads at keep_alive 0, and says so before the memory is back.
+llama.cpp unloads in router mode only, that is, if it was started without a model.
+
+To add an engine: a class with these three methods, and a line in ``CONTROLS``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, Protocol
+
+import requests
+
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import BackendError
+from anvil_mux.host.engine import LONGEST_PAUSE, Ready, Visit
+
+SLEEP_TIMEOUT = 60.0
+"""A first sleep allocates its host memory: 20 s were seen for a 20 B model."""
+WAKE_TIMEOUT = 120.0
+"""Where no weights are read from disk; 70 GB over the bus take 3 to 10 s."""
+PROBE_TIMEOUT = 30.0
+LOOK_TIMEOUT = 5.0
+IDLE_TIMEOUT = 5.0
+"""How long requests that were cut off may go on inside an engine."""
+UNKNOWN = 2
+"""The level to wake from where it is not known: weights read anew are right in any case."""
+
+
+class Control(Protocol):
+    """One engine's manners."""
+
+    levels: ClassVar[tuple[int, ...]]
+
+    def sleep(self, visit: Visit, level: int) -> None: ...
+    def wake(self, visit: Visit, level: int) -> None: ...
+
+    def is_asleep(self, visit: Visit) -> bool | None:
+        """None: it cannot say."""
+
+
+def sleep(backend: Backend, url: str, level: int) -> None:
+    """Makes the engine give up its GPU memory; it must be the backend's, and idle."""
+    control = CONTROLS.get(backend.engine)
+    if control is None or level not in control.levels:
+        raise BackendError(f"engine {backend.engine} cannot sleep at level {level}")
+    with _visit(backend, url, SLEEP_TIMEOUT) as visit:
+        _sure(visit)
+        control.sleep(visit, level)
+
+
+def wake(backend: Backend, url: str, level: int, tend: Callable[[], object] | None = None) -> None:
+    """Makes the engine take its GPU memory back. What ``tend`` raises meanwhile ends that."""
+    control = CONTROLS.get(backend.engine)
+    if control is None:
+        raise BackendError(f"engine {backend.engine} cannot be woken")
+    limit = min(WAKE_TIMEOUT, backend.load_timeout) if level == 1 else backend.load_timeout
+    with _visit(backend, url, limit, tend) as visit:
+        control.wake(visit, level)
+
+
+def is_asleep(backend: Backend, url: str) -> bool | None:
+    """None where the engine cannot say."""
+    control = CONTROLS.get(backend.engine)
+    if control is None:
+        return None
+    with _visit(backend, url, LOOK_TIMEOUT) as visit:
+        return control.is_asleep(visit)
+
+
+def probe(backend: Backend, url: str) -> None:
+    """One token from the backend's model; BackendError if it does not come."""
+    with _visit(backend, url, min(PROBE_TIMEOUT, backend.load_timeout)) as visit:
+        try:
+            flaw = visit.probe()
+        except requests.RequestException as error:
+            raise _complaint(visit, "a request for one token", error) from None
+    if flaw is not None:
+        raise BackendError(getattr(flaw, "why", "no token came"))
+
+
+class Vllm:
+    levels: ClassVar[tuple[int, ...]] = (1, 2)
+
+    def sleep(self, visit: Visit, level: int) -> None:
+        # Whatever still runs was severed by the drain.
+        _tell(visit, f"/sleep?level={level}&mode=abort")
+        if self.is_asleep(visit) is False:
+            raise BackendError(f"{visit.place} says 200 to /sleep and is awake")
+
+    def wake(self, visit: Visit, level: int) -> None:
+        if self.is_asleep(visit) is False:
+            raise BackendError(f"{visit.place} was to be woken and is awake, nobody knows since when")
+        if level == 1:
+            _tell(visit, "/wake_up")
+        else:
+            _tell(visit, "/wake_up?tags=weights")
+            _tell(visit, "/collective_rpc", {"method": "reload_weights"})
+            _tell(visit, "/wake_up?tags=kv_cache")
+        _tell(visit, "/reset_prefix_cache", may_lack=True)
+        if self.is_asleep(visit):
+            raise BackendError(f"{visit.place} says 200 to /wake_up and is only partly awake")
+
+    def is_asleep(self, visit: Visit) -> bool | None:
+        answer = _get(visit, "/is_sleeping")
+        if answer is None:
+            return None
+        match answer:
+            case {"is_sleeping": bool(asleep)}:
+                return asleep
+        raise _nonsense(visit, "/is_sleeping", answer)
+
+
+class Sglang:
+    levels: ClassVar[tuple[int, ...]] = (1,)
+    TAGS: ClassVar[tuple[str, ...]] = ("kv_cache", "weights")
+
+    def sleep(self, visit: Visit, level: int) -> None:
+        if self._running(visit):
+            _tell(visit, "/abort_request", {"abort_all": True})
+            idle_by = visit.now() + IDLE_TIMEOUT
+            for _ in _until(visit, idle_by):
+                if not self._running(visit):
+                    break
+            else:
+                raise BackendError(f"{visit.place} still computes, and must not be told to sleep")
+        _tell(visit, "/release_memory_occupation", {"tags": list(self.TAGS)})
+
+    def wake(self, visit: Visit, level: int) -> None:
+        _tell(visit, "/resume_memory_occupation", {"tags": list(reversed(self.TAGS))})
+        _tell(visit, "/flush_cache", may_lack=True)
+
+    def is_asleep(self, visit: Visit) -> bool | None:
+        return None
+
+    def _running(self, visit: Visit) -> int:
+        """How many requests it works on."""
+        for path in ("/v1/loads", "/get_load"):
+            answer = _get(visit, path)
+            entries = answer.get("loads") if isinstance(answer, dict) else answer
+            if isinstance(entries, list):
+                return sum(int(each.get(key) or 0) for each in entries for key in LOADS if key in each)
+        raise BackendError(f"{visit.place} does not say whether it is idle, and must not sleep if it is not")
+
+
+LOADS = ("num_reqs", "num_running_reqs", "num_waiting_reqs")
+
+
+class Ollama:
+    levels: ClassVar[tuple[int, ...]] = (1,)
+
+    def sleep(self, visit: Visit, level: int) -> None:
+        _tell(visit, "/api/generate", {"model": visit.model, "keep_alive": 0, "stream": False})
+        self._await(visit, asleep=True)
+
+    def wake(self, visit: Visit, level: int) -> None:
+        _tell(visit, "/api/generate", {"model": visit.model, "stream": False})
+        self._await(visit, asleep=False)
+
+    def is_asleep(self, visit: Visit) -> bool | None:
+        answer = _get(visit, "/api/ps")
+        match answer:
+            case {"models": list(loaded)}:
+                names = [each.get("name") for each in loaded if isinstance(each, dict)]
+                return not {visit.model, f"{visit.model}:latest"} & set(names)
+        raise _nonsense(visit, "/api/ps", answer)
+
+    def _await(self, visit: Visit, *, asleep: bool) -> None:
+        for _ in _until(visit, visit.deadline):
+            if self.is_asleep(visit) is asleep:
+                return
+        what = "holds" if asleep else "has not loaded"
+        raise BackendError(f"{visit.place} {what} {visit.model} although it was told otherwise")
+
+
+class LlamaCpp:
+    levels: ClassVar[tuple[int, ...]] = (1,)
+
+    def sleep(self, visit: Visit, level: int) -> None:
+        self._told(visit, "/models/unload", "unloaded")
+
+    def wake(self, visit: Visit, level: int) -> None:
+        self._told(visit, "/models/load", "loaded")
+
+    def is_asleep(self, visit: Visit) -> bool | None:
+        status = self._status(visit)
+        return None if status is None else status not in ("loaded", "loading")
+
+    def _told(self, visit: Visit, path: str, wanted: str) -> None:
+        if self._status(visit) == wanted:
+            return
+        _tell(visit, path, {"model": visit.model})
+        for _ in _until(visit, visit.deadline):
+            status = self._status(visit)
+            if status == wanted:
+                return
+            if status in (None, "failed"):
+                break
+        raise BackendError(f"{visit.place}: {visit.model} is {status or 'unknown'} after POST {path}")
+
+    def _status(self, visit: Visit) -> str | None:
+        match _get(visit, "/models"):
+            case {"data": list(entries)}:
+                for each in entries:
+                    match each:
+                        case {"id": visit.model, "status": {"failed": True}}:
+                            return "failed"
+                        case {"id": visit.model, "status": {"value": str(value)}}:
+                            return value
+        return None
+
+
+CONTROLS: dict[str, Control] = {
+    "vllm": Vllm(),
+    "sglang": Sglang(),
+    "ollama": Ollama(),
+    "llamacpp": LlamaCpp(),
+}
+SILENT = ("sglang",)
+"""Those that cannot say whether they sleep."""
+
+
+def _visit(backend: Backend, url: str, limit: float, tend: Callable[[], object] | None = None) -> Visit:
+    return Visit(backend, url, time.monotonic, time.monotonic() + limit, tend)
+
+
+def _sure(visit: Visit) -> None:
+    """An address may have gone over to another engine, which must not be put to sleep."""
+    if not visit.engine.loads_at_first_request:
+        sight = visit.look()
+        if not isinstance(sight, Ready):
+            raise BackendError(sight.why)
+
+
+def _until(visit: Visit, deadline: float) -> Iterator[None]:
+    """Goes on, with pauses, until the deadline."""
+    pause = 0.01
+    while visit.now() < deadline:
+        yield
+        time.sleep(pause)
+        if visit.tend:
+            visit.tend()
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _tell(visit: Visit, path: str, body: dict[str, Any] | None = None, *, may_lack: bool = False) -> None:
+    """POSTs; anything but success is a BackendError. ``may_lack``: an engine without the route is fine."""
+    status, answer = _ask(visit, "POST", path, body)
+    if status >= 300 and not (may_lack and status in (404, 405)):
+        said = answer[:200].decode("utf-8", "replace")
+        raise BackendError(f"{visit.place}: POST {path} answers {status}: {said}")
+
+
+def _get(visit: Visit, path: str) -> Any:
+    """The JSON that it answers, None if it has no such route."""
+    status, answer = _ask(visit, "GET", path, None)
+    if status in (404, 405, 501):
+        return None
+    if status >= 300:
+        raise BackendError(f"{visit.place}: GET {path} answers {status}")
+    try:
+        return json.loads(answer)
+    except ValueError:
+        raise _nonsense(visit, path, answer) from None
+
+
+def _ask(visit: Visit, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+    try:
+        return visit.ask(method, path, body, visit.deadline - visit.now())
+    except requests.RequestException as error:
+        raise _complaint(visit, f"{method} {path}", error) from None
+
+
+def _complaint(visit: Visit, what: str, error: requests.RequestException) -> BackendError:
+    if isinstance(error, requests.Timeout):
+        return BackendError(f"{visit.place}: {what} was not answered in time")
+    refused = "nothing listens there" if "refused" in str(error) else "the connection was closed"
+    return BackendError(f"{visit.place}: {what}: {refused}")
+
+
+def _nonsense(visit: Visit, path: str, answer: object) -> BackendError:
+    return BackendError(f"{visit.place}: GET {path} answers nonsense: {str(answer)[:100]}")

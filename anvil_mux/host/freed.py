@@ -1,0 +1,166 @@
+"""Whether the memory of a backend that left its GPUs is really free.
+
+What a backend holds is what NVML says of its processes or, where it cannot say that, what is declared for it.
+Where neither is known, or no GPU can be asked, the eviction is believed.
+
+An engine that runs on keeps a CUDA context, and is believed to sleep when it has given up most of the rest.
+Of an engine that was stopped nothing may be left; that the GPU's free memory rises is waited for, because it
+lags behind the end of a process, but not insisted on, because a stranger may take it at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from anvil_mux.config.config import Backend
+from anvil_mux.config.settings import gib
+from anvil_mux.errors import BackendError
+from anvil_mux.host.gpu import Gpus, Reading, strangers
+
+log = logging.getLogger(__name__)
+
+PATIENCE = 5.0
+PAUSE = 0.25
+CONTEXT = 3 << 29
+"""Bytes (1.5 GiB) that a sleeping engine may keep on a GPU, if it has given up something at all."""
+MOST_KEPT = 0.25
+"""Share of its memory that it may keep in any case, as with tensor parallelism."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a backend held before it was told to leave; only GPUs of which that is known."""
+
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    free: Mapping[str, int] = field(default_factory=dict)
+    """What else was free there."""
+    pids: frozenset[int] = frozenset()
+    """Its processes, if ``bytes`` is known of them; empty: it is declared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What became of that; only GPUs that could be read."""
+
+    bytes: Mapping[str, int] = field(default_factory=dict)
+    """What it holds still."""
+    freed: Mapping[str, int] = field(default_factory=dict)
+    """What it gave back: by its processes' account, or else as the GPU's free memory rose."""
+
+
+class Memory:
+    """Reads GPUs through ``probe``; None: there are none to be read. ``owner``: see swap.Runtime."""
+
+    def __init__(
+        self,
+        probe: Callable[[], Gpus] | None = None,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        owner: Callable[[int], str | None] = lambda _: None,
+    ) -> None:
+        self._owner = owner
+        self._probe = probe
+        self._now = now
+        self._sleep = sleep
+
+    def held(self, backend: Backend, pids: Callable[[], Iterable[int]], *, resident: bool) -> Held:
+        """What the backend holds now; ``pids`` are asked for only if some GPU can be read.
+
+        What is declared counts only for one that is ``resident``.
+        """
+        readings = self._read(backend.gpus)
+        if not readings:
+            return Held()
+        own = frozenset(pids())
+        amounts = {gpu: _amount(reading, own) for gpu, reading in readings.items()}
+        if not any(amounts.values()):
+            own, amounts = frozenset(), dict.fromkeys(readings, backend.vram if resident else None)
+        known = {gpu: amount for gpu, amount in amounts.items() if amount}
+        return Held(known, {gpu: readings[gpu].free or 0 for gpu in known}, own)
+
+    def left(self, held: Held, *, runs: bool) -> Left:
+        """What is still held, once that is little enough; BackendError if it does not become so.
+
+        ``runs``: the backend runs on, asleep or the like.
+        """
+        until = self._now() + PATIENCE
+        while True:
+            readings = self._read(held.bytes)
+            left = {gpu: _left(held, gpu, reading) for gpu, reading in readings.items()}
+            if runs:
+                full = [gpu for gpu in left if not _small(held.bytes[gpu], left[gpu])]
+                late = full
+            else:
+                full = [gpu for gpu in left if held.pids and left[gpu]]
+                late = full or [gpu for gpu in left if not _risen(held, gpu, readings[gpu])]
+            if late and self._now() >= until:
+                self._judge(held, left, full)
+                late = []
+            if not late:
+                freed = {gpu: _freed(held, gpu, reading, left[gpu]) for gpu, reading in readings.items()}
+                return Left(left if runs else {}, freed)
+            self._sleep(PAUSE)
+
+    def _judge(self, held: Held, left: Mapping[str, int], full: list[str]) -> None:
+        """What to make of memory that was not freed in time."""
+        if full:
+            what = ", ".join(f"{gib(left[gpu])} of {gib(held.bytes[gpu])} on GPU {gpu}" for gpu in full)
+            raise BackendError(f"after {PATIENCE:g} s it still holds {what}{self.others(left)}")
+        gpus = ", ".join(left)
+        log.warning("GPU %s: memory of an engine that has ended is not free%s", gpus, self.others(left))
+
+    def others(self, gpus: Iterable[str]) -> str:
+        """The end of a sentence: which processes that are none of ours hold memory there, if any do."""
+        found = strangers(self._read(gpus).values(), lambda pid: self._owner(pid) is not None)
+        return "".join(f"; {stranger}" for stranger in found)
+
+    def _read(self, gpus: Iterable[str]) -> dict[str, Reading]:
+        found = self._probe() if self._probe and gpus else Gpus()
+        readings = {gpu: found.find(gpu) for gpu in gpus}
+        return {gpu: reading for gpu, reading in readings.items() if reading and reading.free is not None}
+
+
+def host_bytes(pids: Iterable[int]) -> int:
+    """Host memory of processes, without the files that they have mapped; 0 for those that are gone.
+
+    What several share counts for each: telling that apart takes the kernel 12 ms per GiB, and it is little.
+    """
+    total = 0
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        except OSError:
+            continue
+        words = [line.split() for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
+        total += sum(int(kib) << 10 for _, kib, *_ in words)
+    return total
+
+
+def _amount(reading: Reading, pids: frozenset[int]) -> int | None:
+    """None where NVML does not know."""
+    amounts = [amount for pid, amount in reading.processes if pid in pids]
+    return None if None in amounts else sum(amount or 0 for amount in amounts)
+
+
+def _left(held: Held, gpu: str, reading: Reading) -> int:
+    if held.pids:
+        return _amount(reading, held.pids) or 0
+    return max(held.bytes[gpu] - ((reading.free or 0) - held.free[gpu]), 0)
+
+
+def _freed(held: Held, gpu: str, reading: Reading, left: int) -> int:
+    """``left`` is what it holds still, or what of that which was declared for it has not become free."""
+    risen = (reading.free or 0) - held.free[gpu]
+    return max(held.bytes[gpu] - left if held.pids else risen, 0)
+
+
+def _risen(held: Held, gpu: str, reading: Reading) -> bool:
+    return (reading.free or 0) - held.free[gpu] >= (1 - MOST_KEPT) * held.bytes[gpu]
+
+
+def _small(before: int, after: int) -> bool:
+    return after <= MOST_KEPT * before or (after <= CONTEXT and after <= (1 - MOST_KEPT) * before)

@@ -1,0 +1,113 @@
+"""Who uses the GPUs, looked at in a thread of its own and answered from memory.
+
+NVML may take long, or hang: ``sight`` never waits for it. It says when it was asked, and for a while after
+that the thread looks once a second; when nobody asks any more, it looks now and then, to tell what strangers
+hold: that is not to be had for a model.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from anvil_mux.host import gpu
+from anvil_mux.host.gpu import Gpus, Reading, Stranger
+
+EVERY_SECONDS = 1.0
+WATCHED_SECONDS = 60.0
+"""How long after a question it goes on to look as often."""
+SELDOM_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One GPU, a moment ago; bytes."""
+
+    used: int | None = None
+    total: int | None = None
+    users: Mapping[str, int | None] = field(default_factory=dict)
+    """Service of ours -> what its processes hold here; None where that is not told."""
+    strangers: tuple[Stranger, ...] = ()
+
+
+Sight = Mapping[str, Seen]
+"""GPU id, as it is configured -> what was seen of it; without those that cannot be read."""
+
+
+class Lookout:
+    """``owner`` says to which of our services a process of this host belongs; see swap.Runtime.
+
+    ``tell`` learns after every look how many bytes strangers hold, by GPU.
+    """
+
+    def __init__(
+        self,
+        gpus: Iterable[str],
+        owner: Callable[[int], str | None],
+        probe: Callable[[], Gpus] = gpu.probe,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        tell: Callable[[Mapping[str, int]], object] = lambda held: None,
+    ) -> None:
+        self._tell = tell
+        self._gpus = tuple(gpus)
+        self._owner = owner
+        self._probe = probe
+        self._now = now
+        self._asked = now()
+        self._wanted = threading.Event()
+        self._wanted.set()
+        self._closed = threading.Event()
+        self._sight: Sight = {}
+
+    def look_at(self, gpus: Iterable[str]) -> None:
+        """From now on these are looked at. Any thread."""
+        self._gpus = tuple(gpus)
+
+    def sight(self) -> Sight:
+        """What was last seen. Any thread."""
+        self._asked = self._now()
+        self._wanted.set()
+        return self._sight
+
+    def look(self) -> None:
+        """Looks once."""
+        found = self._probe()
+        readings = {gpu: found.find(gpu) for gpu in self._gpus}
+        self._sight = {gpu: self._seen(reading) for gpu, reading in readings.items() if reading}
+        held = {gpu: sum(each.used or 0 for each in seen.strangers) for gpu, seen in self._sight.items()}
+        self._tell({gpu: amount for gpu, amount in held.items() if amount})
+
+    def run(self) -> None:
+        """The thread's life."""
+        while not self._closed.is_set():
+            self._wanted.wait(SELDOM_SECONDS)
+            self.look()
+            self.may_rest()
+            self._closed.wait(EVERY_SECONDS)
+
+    def may_rest(self) -> bool:
+        """Whether nobody has asked for long."""
+        # Who asks from here on sets it again, so that no question is passed over.
+        self._wanted.clear()
+        if self._now() - self._asked < WATCHED_SECONDS:
+            self._wanted.set()
+        return not self._wanted.is_set()
+
+    def close(self) -> None:
+        """Ends ``run``."""
+        self._closed.set()
+        self._wanted.set()
+
+    def _seen(self, reading: Reading) -> Seen:
+        owners = {pid: self._owner(pid) for pid, _ in reading.processes}
+        pids: defaultdict[str, list[int]] = defaultdict(list)
+        for pid, service in owners.items():
+            if service:
+                pids[service].append(pid)
+        users = {service: reading.used_by(own) for service, own in pids.items()}
+        strangers = gpu.strangers([reading], lambda pid: owners[pid] is not None)
+        return Seen(reading.used, reading.total, users, tuple(strangers))

@@ -1,0 +1,462 @@
+"""The same services as local child processes: no Docker needed.
+
+A service runs in a session of its own, with its output in ``NAME.log``, so it outlives an anvil-mux that is
+killed. ``NAME.json`` beside the log says which process it is: its id, the moment it started (field 22 of
+/proc/PID/stat) and the boot it started in. A restarted anvil-mux adopts it by that record; a process that
+only has the same id is a stranger and is left alone. A first record is written before there is a process,
+with a mark that the process will carry in its environment, so whenever anvil-mux is killed, none is lost.
+
+What is stopped is the session, not just the process that was started: an engine's workers hold the GPU as
+well as its front does, and may outlive it. Nothing is polled: ends are seen through pidfds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.host.state import write_whole
+
+MARK = "ANVIL_MUX_RUN"
+KILL_TIMEOUT = 10.0
+"""Seconds that the kernel may take over SIGKILL."""
+REAP_SECONDS = 1.0
+"""For the exit code of a process that has ended."""
+FOLLOW_PAUSE = 0.2
+TAIL_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One run of a service, as its file tells a later anvil-mux."""
+
+    pid: int
+    """Also the id of its session; 0: it was about to be started."""
+    started: int
+    boot: str
+    url: str
+    digest: str
+    """Of the command: a run of another command is not taken over by ``start``."""
+    mark: str = ""
+    """What its environment has as MARK."""
+
+
+class ProcessRuntime:
+    """The services of one compose file as processes, see ``swap.Runtime``."""
+
+    def __init__(
+        self, config: Config, *, state: Path | None = None, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._config = config
+        self._names = {backend.name for backend in config.backends}
+        """Also of those that are about to go."""
+        self._environ = dict(os.environ if environ is None else environ)
+        self._state = state or state_folder(config.project, self._environ)
+        self._closed = threading.Event()
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Guards the fields below; held for single reads and writes only.
+        self._lock = threading.Lock()
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._up: dict[str, Record] = {}  # the runs that `watch` answers for
+
+    def start(self, backend: Backend) -> str:
+        digest = _digest(backend)
+        record = self._record(backend.name)
+        if record is not None and record.digest == digest and _alive(record):
+            _signal_session(record, signal.SIGCONT)
+            self._answer_for(backend.name, record)
+            return record.url
+        self.stop(backend)
+        self._log_file(backend.name).unlink(missing_ok=True)  # should it not come to a run, none is shown
+        port = _claim_port(backend)
+        intent = Record(0, 0, _boot(), f"http://127.0.0.1:{port}", digest, secrets.token_hex(8))
+        self._write_record(backend.name, intent)
+        try:
+            child = self._spawn(backend, port, intent.mark)
+        except LoadError:
+            self._record_file(backend.name).unlink(missing_ok=True)
+            raise
+        record = replace(intent, pid=child.pid, started=_start_moment(child.pid))
+        with self._lock:
+            self._children[backend.name] = child
+        try:
+            self._write_record(backend.name, record)
+        except BackendError:
+            _end_session(record, 0)
+            raise
+        self._answer_for(backend.name, record)
+        return record.url
+
+    def stop(self, backend: Backend) -> None:
+        self._end(backend, backend.stop_timeout)
+
+    def kill(self, backend: Backend) -> None:
+        self._end(backend, 0.0)
+
+    def _end(self, backend: Backend, grace: float) -> None:
+        self._answer_for(backend.name, None)
+        record = self._record(backend.name)
+        if record is not None:
+            _end_session(record, grace)
+            self._reap(backend.name)
+            self._record_file(backend.name).unlink(missing_ok=True)
+
+    def pause(self, backend: Backend) -> None:
+        if not _signal_session(self._record(backend.name), signal.SIGSTOP):
+            raise BackendError(f"service {backend.name} {self.ended(backend)}")
+
+    def resume(self, backend: Backend) -> None:
+        if not _signal_session(self._record(backend.name), signal.SIGCONT):
+            raise BackendError(f"service {backend.name} {self.ended(backend)}")
+
+    def pids(self, backend: Backend) -> list[int]:
+        record = self._record(backend.name)
+        return [] if record is None else sorted(_members(record))
+
+    def owner(self, pid: int) -> str | None:
+        seen = _stat(pid)
+        for name in self._names:
+            record = self._record(name) if seen else None
+            if seen and record and record.pid == seen[1] and not _is_replaced(record):
+                return name
+        return None
+
+    def ended(self, backend: Backend) -> str | None:
+        record = self._record(backend.name)
+        if record is not None and _alive(record):
+            return None
+        code = self._reap(backend.name, REAP_SECONDS)
+        if code is None:
+            return "does not run" if record is None else "ended"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def running(self) -> dict[str, str]:
+        found = {}
+        for name in self._names:
+            record = self._record(name)
+            if record is not None and _alive(record):
+                found[name] = record.url
+                self._answer_for(name, record)
+            elif record is not None and _members(record):
+                found[name] = ""  # its workers have outlived it
+        return found
+
+    def is_frozen(self, backend: Backend) -> bool:
+        record = self._record(backend.name)
+        seen = _stat(record.pid) if record is not None and _alive(record) else None
+        return seen is not None and seen[0] in "Tt"
+
+    def log_tail(self, backend: Backend, lines: int = 20) -> list[str]:
+        try:
+            with self._log_file(backend.name).open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+                return [_text(line) for line in deque(log, maxlen=lines)]
+        except OSError:
+            return []
+
+    def follow_log(self, backend: Backend) -> Iterator[str]:
+        path = self._log_file(backend.name)
+        if not path.exists():
+            return
+        with path.open("rb") as log:
+            yield from map(_text, deque(log, maxlen=100))
+            part = b""
+            while True:
+                over = self._closed.is_set() or self.ended(backend) is not None
+                for piece in log:
+                    part += piece
+                    if part.endswith(b"\n"):
+                        yield _text(part)
+                        part = b""
+                if over:
+                    break
+                self._closed.wait(FOLLOW_PAUSE)
+            if part:
+                yield _text(part)
+
+    def watch(self, died: Callable[[str], None]) -> None:
+        while not self._closed.is_set():
+            with self._lock:
+                up = dict(self._up)
+            for name in self._wait_for_end(up):
+                self._judge(name, up[name], died)
+
+    def reconfigure(self, config: Config) -> None:
+        self._names = self._names | {backend.name for backend in config.backends}
+        self._config = config
+
+    def problem(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        self._closed.set()
+        self._wake()
+        with self._lock:
+            children = list(self._children.values())
+            self._children.clear()
+        for child in children:
+            if child.poll() is None:
+                # It runs on; Popen must not complain of that when it is collected.
+                child.returncode = 0
+
+    # Deaths
+
+    def _answer_for(self, name: str, record: Record | None) -> None:
+        """Sets what `watch` looks at from now on."""
+        with self._lock:
+            if record is None:
+                self._up.pop(name, None)
+            else:
+                self._up[name] = record
+        self._wake()
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._waker, 1)
+
+    def _wait_for_end(self, up: Mapping[str, Record]) -> list[str]:
+        """The names of those that have ended; [] when the set of runs to look at has changed."""
+        with ExitStack() as opened:
+            names = {}
+            for name, record in up.items():
+                fd = _open_pidfd(record.pid, opened)
+                if fd is None or not _alive(record):
+                    return [name]
+                names[fd] = name
+            ready = _wait_for_any([self._waker, *names], None)
+        if self._waker in ready:
+            os.eventfd_read(self._waker)
+        return [names[fd] for fd in ready if fd in names]
+
+    def _judge(self, name: str, record: Record, died: Callable[[str], None]) -> None:
+        with self._lock:
+            if self._up.get(name) != record:
+                return
+        with suppress(BackendError):
+            _end_session(record, 0)  # Workers that outlive their engine's front still hold the GPU.
+        self._reap(name)
+        with self._lock:
+            if self._up.get(name) != record:
+                return
+            del self._up[name]
+        died(name)
+
+    # Processes
+
+    def _spawn(self, backend: Backend, port: int, mark: str) -> subprocess.Popen[bytes]:
+        if not backend.service.command:
+            raise LoadError(f"service {backend.name} has no command; runtime: process needs one")
+        folder = self._folder(backend)
+        argv = [
+            word.replace("${PORT}", str(port)).replace("$PORT", str(port)) for word in backend.service.command
+        ]
+        if "/" in argv[0]:
+            argv[0] = os.path.join(folder, argv[0])
+        env = {**self._environ, **dict(backend.service.environment), "PORT": str(port), MARK: mark}
+        try:
+            with self._log_file(backend.name).open("wb") as log:
+                return subprocess.Popen(
+                    argv,
+                    cwd=folder,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise LoadError(f"service {backend.name} cannot be started: {error}") from None
+
+    def _folder(self, backend: Backend) -> str:
+        files = self._config.files
+        return backend.service.working_dir or (
+            os.path.dirname(os.path.abspath(files[0])) if files else os.getcwd()
+        )
+
+    def _reap(self, name: str, patience: float = 0.0) -> int | None:
+        """The exit code of our own child, once it has one: of two threads only one may ask at a time."""
+        with self._lock:
+            child = self._children.get(name)
+        if child is None or not patience:
+            return child.poll() if child else None
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(patience)
+        return child.returncode
+
+    # Records
+
+    def _record_file(self, name: str) -> Path:
+        return self._state / f"{name}.json"
+
+    def _log_file(self, name: str) -> Path:
+        return self._state / f"{name}.log"
+
+    def _record(self, name: str) -> Record | None:
+        try:
+            record = Record(**json.loads(self._record_file(name).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+        if record.boot != _boot():
+            return None
+        return record if record.pid else _marked(record)
+
+    def _write_record(self, name: str, record: Record) -> None:
+        try:
+            self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(self._record_file(name), json.dumps(asdict(record)))
+        except OSError as error:
+            raise BackendError(f"service {name}: cannot write its record: {error}") from None
+
+
+def state_folder(project: str, environ: Mapping[str, str]) -> Path:
+    """Where the records and logs of a project's processes are."""
+    home = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(home, "anvil-mux", project)
+
+
+def _claim_port(backend: Backend) -> int:
+    """The backend's port after making sure that nobody has it, or one that the kernel chose."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", backend.port or 0))
+        except OSError as error:
+            raise LoadError(
+                f"service {backend.name} cannot have port {backend.port} ({error.strerror}): "
+                "another program has it; leave the port out to get a free one in $PORT"
+            ) from None
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _digest(backend: Backend) -> str:
+    service = backend.service
+    described = [service.command, service.environment, service.working_dir, backend.port]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _stat(pid: int) -> tuple[str, int, int] | None:
+    """State, session and start moment of a process, None when there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The name in parentheses may hold anything, so fields are counted from its end; the state is field 3.
+    fields = text[text.rindex(")") + 2 :].split()
+    return fields[0], int(fields[3]), int(fields[19])
+
+
+def _start_moment(pid: int) -> int:
+    seen = _stat(pid)
+    return seen[2] if seen else 0
+
+
+def _alive(record: Record) -> bool:
+    seen = _stat(record.pid)
+    return seen is not None and seen[2] == record.started and seen[0] not in "ZX"
+
+
+def _marked(record: Record) -> Record | None:
+    """The run that was about to be started, if it came to that."""
+    mark = f"{MARK}={record.mark}".encode()
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with suppress(OSError):
+            if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                leader = os.getsid(int(entry))
+                return replace(record, pid=leader, started=_start_moment(leader))
+    return None
+
+
+def _is_replaced(record: Record) -> bool:
+    leader = _stat(record.pid)
+    return leader is not None and leader[2] != record.started
+
+
+def _members(record: Record) -> set[int]:
+    """The processes of the record's session that run; none if a stranger has its id by now."""
+    if _is_replaced(record):
+        return set()
+    members = set()
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            seen = _stat(int(entry))
+            if seen is not None and seen[1] == record.pid and seen[0] not in "ZX":
+                members.add(int(entry))
+    return members
+
+
+def _end_session(record: Record, grace: float) -> None:
+    """Returns when no process of the session is left: SIGTERM, ``grace`` seconds, SIGKILL."""
+    for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_TIMEOUT)):
+        deadline = time.monotonic() + patience
+        told: set[int] = set()
+        while members := _members(record):
+            left = deadline - time.monotonic()
+            with ExitStack() as opened:
+                fds = {pid: _open_pidfd(pid, opened) for pid in members}
+                for pid in members - told:
+                    _tell(fds[pid], number)
+                    _tell(fds[pid], signal.SIGCONT)  # who is frozen hears no other signal
+                told |= members
+                if left <= 0:
+                    break
+                # The sooner of an end and a second, since a member may start others meanwhile.
+                _wait_for_any([fd for fd in fds.values() if fd is not None], min(left, 1.0))
+        else:
+            return
+    raise BackendError(f"process {record.pid} still runs {KILL_TIMEOUT:g} s after SIGKILL")
+
+
+def _signal_session(record: Record | None, number: signal.Signals) -> bool:
+    """Tells every process of the session, those that others start meanwhile too; False if there is none."""
+    told: set[int] = set()
+    while record is not None and (news := _members(record) - told):
+        with ExitStack() as opened:
+            for pid in news:
+                _tell(_open_pidfd(pid, opened), number)
+        told |= news
+    return bool(told)
+
+
+def _tell(fd: int | None, number: signal.Signals) -> None:
+    if fd is not None:
+        with suppress(ProcessLookupError, PermissionError):
+            signal.pidfd_send_signal(fd, number)
+
+
+def _open_pidfd(pid: int, opened: ExitStack) -> int | None:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    opened.callback(os.close, fd)
+    return fd
+
+
+def _wait_for_any(fds: list[int], timeout: float | None) -> list[int]:
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(None if timeout is None else timeout * 1000)]
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "replace").rstrip("\r\n")

@@ -1,0 +1,345 @@
+"""Anthropic's API in front of engines that do not speak it.
+
+Pure. Most engines have ``/v1/messages`` by now and are asked in the client's own words (inference.py); for
+the others ``TRANSLATE`` turns a body into chat completions and says the answer as a message, or as the events
+that build one. What only Anthropic can do (its own tools, files, PDFs) is refused and not passed over.
+
+Signatures of thinking are left out on both ways: they prove to Anthropic's servers what these have said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from anvil_mux.errors import BackendError, BadRequest
+from anvil_mux.protocol.api import written
+from anvil_mux.protocol.completions import (
+    Ending,
+    Part,
+    Parts,
+    Text,
+    Thinking,
+    ToolArguments,
+    ToolBegin,
+    Translation,
+    arguments_of,
+    document,
+    objects,
+    parts_of,
+    text,
+)
+
+_WISHES = {
+    "max_tokens": "max_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "stop_sequences": "stop",
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+
+Block = dict[str, Any]
+
+
+def messages(said: dict[str, Any]) -> Translation:
+    model, stream = text(said, "model") or None, said.get("stream") is True
+    question = {"messages": _conversation(said), **_tools(said), **_wishes(said)}
+    if stream:
+        question |= {"stream": True, "stream_options": {"include_usage": True}}
+    return Translation(model, "/v1/chat/completions", question, _Message(model or ""), stream=stream)
+
+
+def count_tokens(said: dict[str, Any]) -> Translation:
+    model = text(said, "model") or None
+    question = {"messages": _conversation(said), **_tools(said)}
+    question.pop("tool_choice", None)
+    return Translation(model, "/tokenize", question, _Count())
+
+
+TRANSLATE: dict[str, Callable[[dict[str, Any]], Translation]] = {
+    "/v1/messages": messages,
+    "/v1/messages/count_tokens": count_tokens,
+}
+
+
+# Questions
+
+
+def _conversation(said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """OpenAI's messages: the system's first, and a result of a tool is a message of its own."""
+    system = "\n\n".join(_text_of(block) for block in _blocks(said, "system"))
+    conversation: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for message in objects(said, "messages"):
+        role, blocks = text(message, "role"), _blocks(message, "content")
+        if role == "assistant":
+            conversation.append(_assistant(blocks))
+        else:
+            conversation += _from_user(role, blocks)
+    return conversation
+
+
+def _blocks(said: Mapping[str, Any], key: str) -> list[Block]:
+    """Content is a string or a list of blocks."""
+    found = said.get(key)
+    return [{"type": "text", "text": found}] if isinstance(found, str) else objects(said, key)
+
+
+def _text_of(block: Block) -> str:
+    if block.get("type") != "text":
+        raise BadRequest(f"a block of type {block.get('type')!r} cannot stand here", param="messages")
+    return text(block, "text")
+
+
+def _assistant(blocks: list[Block]) -> dict[str, Any]:
+    spoken = "".join(text(block, "text") for block in blocks if block.get("type") == "text")
+    thought = "".join(text(block, "thinking") for block in blocks if block.get("type") == "thinking")
+    message: dict[str, Any] = {"role": "assistant", "content": spoken}
+    if thought:
+        message["reasoning_content"] = thought
+    calls = [_tool_call(block) for block in blocks if block.get("type") == "tool_use"]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _tool_call(block: Block) -> dict[str, Any]:
+    arguments = json.dumps(block.get("input") or {})
+    function = {"name": text(block, "name"), "arguments": arguments}
+    return {"id": text(block, "id"), "type": "function", "function": function}
+
+
+def _from_user(role: str, blocks: list[Block]) -> Iterator[dict[str, Any]]:
+    """Results of tools stand first, as engines want them right behind their calls."""
+    content: list[dict[str, Any]] = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            inner = _blocks(block, "content")
+            spoken = "\n".join(text(each, "text") for each in inner if each.get("type") == "text")
+            yield {"role": "tool", "tool_call_id": text(block, "tool_use_id"), "content": spoken}
+            content += [_content(each) for each in inner if each.get("type") != "text"]
+        else:
+            content.append(_content(block))
+    if all(each["type"] == "text" for each in content):
+        spoken = "\n".join(each["text"] for each in content)
+        if spoken:
+            yield {"role": role, "content": spoken}
+    else:
+        yield {"role": role, "content": content}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    match block.get("type"), source.get("type"):
+        case "text", _:
+            return {"type": "text", "text": text(block, "text")}
+        case "document", "text":
+            return {"type": "text", "text": text(source, "data")}
+        case "image", "base64":
+            url = f"data:{text(source, 'media_type')};base64,{text(source, 'data')}"
+        case "image", "url":
+            url = text(source, "url")
+        case kind, origin:
+            from_where = f" from {origin}" if origin else ""
+            raise BadRequest(f"this engine cannot be given a {kind}{from_where}", param="messages")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _tools(said: Mapping[str, Any]) -> dict[str, Any]:
+    tools = [_tool(tool) for tool in objects(said, "tools")]
+    if not tools:
+        return {}
+    choice = said.get("tool_choice")
+    if not isinstance(choice, dict):
+        return {"tools": tools}
+    named = {"type": "function", "function": {"name": text(choice, "name")}}
+    kind = choice.get("type")
+    asked: dict[str, Any] = {"tools": tools, "tool_choice": _CHOICES.get(str(kind), named)}
+    if choice.get("disable_parallel_tool_use"):
+        asked["parallel_tool_calls"] = False
+    return asked
+
+
+def _tool(said: dict[str, Any]) -> dict[str, Any]:
+    kind = said.get("type")
+    if kind not in (None, "custom"):
+        raise BadRequest(f"tools of type {kind} are run by Anthropic's servers only", param="tools")
+    function = {"name": text(said, "name"), "parameters": said.get("input_schema") or {}}
+    if about := text(said, "description"):
+        function["description"] = about
+    return {"type": "function", "function": function}
+
+
+def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
+    wishes = {theirs: said[ours] for ours, theirs in _WISHES.items() if said.get(ours) is not None}
+    thinking, output = said.get("thinking"), said.get("output_config")
+    if isinstance(thinking, dict):
+        on = thinking.get("type") != "disabled"
+        wishes["chat_template_kwargs"] = {"enable_thinking": on, "thinking": on}
+    if isinstance(output, dict):
+        if output.get("effort"):
+            wishes["reasoning_effort"] = output["effort"]
+        shape = output.get("format")
+        if isinstance(shape, dict) and shape.get("type") == "json_schema":
+            schema = {"name": "answer", "schema": shape.get("schema"), "strict": True}
+            wishes["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return wishes
+
+
+# Answers
+
+
+class _Message:
+    """A message: whole, or as the events that build it block by block."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._id = ""
+        self._parts = Parts()
+        self._started = False
+        self._block = ""
+        """The type of the block that is open."""
+        self._index = -1
+
+    def begun(self, now: float, waited: float) -> None:
+        self._id = f"msg_{int(now * 1e9):x}"
+        self._parts = Parts()
+
+    def whole(self, body: bytes, now: float) -> bytes:
+        parts, ending = parts_of(body)
+        content: list[Block] = []
+        for part in parts:
+            if (kind := _type(part)) != (content[-1]["type"] if content else "") or _begins(part):
+                content.append(_begin(part, kind))
+            _extend(content[-1], part)
+        for block in content:
+            if block["type"] == "tool_use":
+                block["input"] = arguments_of(block["input"])
+        end = {"stop_reason": _reason(ending), "stop_sequence": ending.stop_sequence}
+        return written({**self._head(), "content": content, **end, "usage": _usage(ending)})
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        return b"".join(event for part in self._parts.feed(data) for event in self._told(part))
+
+    def finish(self, now: float) -> bytes:
+        ending = self._parts.finish()
+        delta = {"stop_reason": _reason(ending), "stop_sequence": ending.stop_sequence}
+        return b"".join(
+            [
+                *self._start(),
+                *self._stop_block(),
+                _event("message_delta", delta=delta, usage=_usage(ending)),
+                _event("message_stop"),
+            ]
+        )
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
+
+    def _told(self, part: Part) -> Iterator[bytes]:
+        yield from self._start()
+        kind = _type(part)
+        if kind != self._block or _begins(part):
+            yield from self._stop_block()
+            self._block, self._index = kind, self._index + 1
+            block = _begin(part, kind)
+            block |= {"input": {}} if kind == "tool_use" else {}
+            yield _event("content_block_start", index=self._index, content_block=block)
+        if delta := _delta(part):
+            yield _event("content_block_delta", index=self._index, delta=delta)
+
+    def _start(self) -> Iterator[bytes]:
+        if not self._started:
+            self._started = True
+            empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+            usage = {"input_tokens": 0, "output_tokens": 0}
+            yield _event("message_start", message={**self._head(), **empty, "usage": usage})
+
+    def _stop_block(self) -> Iterator[bytes]:
+        if self._block:
+            self._block = ""
+            yield _event("content_block_stop", index=self._index)
+
+
+class _Count:
+    """How many tokens a question has."""
+
+    def begun(self, now: float, waited: float) -> None:
+        pass
+
+    def whole(self, body: bytes, now: float) -> bytes:
+        count = document(body).get("count")
+        if not isinstance(count, int):  # llama.cpp's takes text only
+            raise BadRequest("this engine cannot count the tokens of messages", status=501)
+        return written({"input_tokens": count})
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        raise BackendError("The engine answered with a stream to a question without one.")
+
+    def finish(self, now: float) -> bytes:
+        return b""
+
+
+def _type(part: Part) -> str:
+    """The block that a part stands in."""
+    match part:
+        case Text():
+            return "text"
+        case Thinking():
+            return "thinking"
+        case ToolBegin() | ToolArguments():
+            return "tool_use"
+
+
+def _begins(part: Part) -> bool:
+    return isinstance(part, ToolBegin)
+
+
+def _begin(part: Part, kind: str) -> Block:
+    match part:
+        case ToolBegin(id, name):
+            return {"type": kind, "id": id, "name": name, "input": ""}
+        case Thinking():
+            return {"type": kind, "thinking": "", "signature": ""}
+        case _:
+            return {"type": kind, "text": ""}
+
+
+def _extend(block: Block, part: Part) -> None:
+    match part:
+        case Text(said):
+            block["text"] += said
+        case Thinking(said):
+            block["thinking"] += said
+        case ToolArguments(said):
+            block["input"] += said
+
+
+def _delta(part: Part) -> Block:
+    match part:
+        case Text(said):
+            return {"type": "text_delta", "text": said}
+        case Thinking(said):
+            return {"type": "thinking_delta", "thinking": said}
+        case ToolArguments(said):
+            return {"type": "input_json_delta", "partial_json": said}
+        case ToolBegin():
+            return {}
+
+
+def _reason(ending: Ending) -> str:
+    return "stop_sequence" if ending.stop_sequence else _REASONS.get(ending.reason, "end_turn")
+
+
+def _usage(ending: Ending) -> dict[str, int]:
+    cached = ending.cached_tokens or 0
+    usage = {
+        "input_tokens": (ending.prompt_tokens or 0) - cached,
+        "output_tokens": ending.completion_tokens or 0,
+    }
+    return {**usage, "cache_read_input_tokens": cached} if cached else usage
+
+
+def _event(kind: str, **about: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode("ascii"), written({"type": kind, **about}))

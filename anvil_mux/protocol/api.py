@@ -1,0 +1,442 @@
+"""What differs between client APIs: routes, error shapes, beats, model lists.
+
+Pure. The routes are an allow-list of exact raw paths, so no encoding, dot segment or doubled slash leads to
+an engine's control routes: what is not written here does not exist.
+
+Beats keep a waiting stream alive in the one form that every client is known to accept: a comment line without
+a blank line, and from time to time a chunk that adds nothing. Errors in a stream are framed, because clients
+take a stream that just ends for a short answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from urllib.parse import unquote
+
+from anvil_mux.errors import BadRequest, MuxError, NotFound
+from anvil_mux.protocol.http1 import Field
+from anvil_mux.protocol.naming import checked
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One way to ask an engine."""
+
+    api: str
+    """Whose shapes to answer with: openai, anthropic, llamacpp, ollama."""
+    model_in: str
+    """Where the model's name sits: json, session (further in), multipart, query, path, upstream, or with an
+    earlier answer."""
+    beat: str = "none"
+    """chat, completion, messages, responses; with none a stream takes comments only."""
+    streams: bool = False
+    """Whether ``stream: true`` gives server-sent events, into which comments and beats may be written."""
+    path: str = ""
+    """What to ask the engine for; versionless variants get their /v1 here."""
+    translated: str = ""
+    """always: no engine is asked for it. missing: where the engine does not have it."""
+    upgrades: bool = False
+    """A websocket."""
+
+
+NO_ROUTE = Route("openai", "none")
+"""Of a request that goes to no engine."""
+
+
+_POST: tuple[tuple[Route, str], ...] = (
+    (Route("openai", "json", "chat", True), "/v1/chat/completions"),
+    (Route("openai", "json", "completion", True), "/v1/completions"),
+    (Route("openai", "json", "responses", True), "/v1/responses"),
+    (
+        Route("openai", "json"),
+        "/v1/embeddings /v1/moderations /v1/decisions /v1/responses/compact /v1/responses/input_tokens "
+        "/v1/audio/speech /v1/realtime/sessions",
+    ),
+    (Route("openai", "session"), "/v1/realtime/client_secrets /v1/realtime/transcription_sessions"),
+    (Route("openai", "json", streams=True), "/v1/images/generations /v1/chat/completions/batch"),
+    (
+        Route("openai", "multipart", streams=True),
+        "/v1/audio/transcriptions /v1/audio/translations /v1/images/edits",
+    ),
+    (Route("openai", "multipart"), "/v1/audio/voices /v1/images/variations"),
+    (Route("anthropic", "json", "messages", True, translated="missing"), "/v1/messages"),
+    (Route("anthropic", "json", translated="missing"), "/v1/messages/count_tokens"),
+    (
+        Route("openai", "json"),
+        "/rerank /v1/rerank /v2/rerank /score /v1/score /classify /pooling /v2/embed /encode /embed /predict "
+        "/v1/token/encode /v1/token/decode /sdapi/v1/txt2img /sdapi/v1/img2img",
+    ),
+    (Route("llamacpp", "json", streams=True), "/completion /infill"),
+    (
+        Route("llamacpp", "json"),
+        "/embedding /reranking /v1/reranking /tokenize /detokenize /apply-template /v1/systemone "
+        "/v1/chat/completions/input_tokens /v1/chat/completions/control",
+    ),
+    (Route("ollama", "json", streams=True, translated="always"), "/api/chat /api/generate"),
+    (Route("ollama", "json", translated="always"), "/api/embed /api/embeddings"),
+)
+_GET: tuple[tuple[Route, str], ...] = (
+    (Route("llamacpp", "query"), "/props /slots /lora-adapters"),
+    (Route("openai", "query"), "/sdapi/v1/loras /v1/audio/voices"),
+    (Route("openai", "query", upgrades=True), "/v1/realtime"),
+)
+
+_SAME = (("/openai/v1/", "/v1/"), ("/api/v0/", "/v1/"))
+"""Azure's and LM Studio's prefixes of routes that are OpenAI's otherwise."""
+_IN_PATH = re.compile(
+    r"(?:/openai/deployments|/v1/engines|/engines)/([^/]+)"
+    r"(/chat/completions|/completions|/embeddings|/responses|/images/generations|/audio/speech)"
+)
+"""Azure's and the first OpenAI's routes, which have the model in their path."""
+
+_REFUSED = re.compile(
+    r"(/v1?)?/(files|batches|fine_tuning|assistants|threads|vector_stores|uploads|containers|evals|skills"
+    r"|videos|conversations|messages/batches)(/|\Z)|(/v1?)?/chat/completions/[\w-]+(/messages)?\Z"
+    r"|/api/(pull|push|create|copy|delete|blobs)(/|\Z)"
+)
+"""Families that need storage or jobs of their own."""
+
+
+def _routes() -> dict[str, dict[str, Route]]:
+    """path -> method -> route. ``/x`` and ``/v/x`` mean ``/v1/x`` unless the table has them itself.
+
+    (So /completions and /embeddings are OpenAI's, as for a client whose base address lacks its /v1.)
+    """
+    table: dict[str, dict[str, Route]] = {}
+    for method, rows in (("POST", _POST), ("GET", _GET)):
+        for route, paths in rows:
+            for path in paths.split():
+                table.setdefault(path, {})[method] = replace(route, path=path)
+    for path, methods in tuple(table.items()):
+        if path.startswith("/v1/"):
+            table.setdefault(path[3:], methods)
+            table["/v" + path[3:]] = methods
+    return table
+
+
+ROUTES = _routes()
+
+
+def match(method: str, path: str) -> Route | None:
+    """The route of a raw path, if requests are forwarded there at all."""
+    methods = ROUTES.get(path)
+    if methods is not None:
+        return methods.get(method)
+    for theirs, ours in _SAME:
+        if path.startswith(theirs):
+            return match(method, ours + path[len(theirs) :])
+    answer = _ANSWER.fullmatch(path)
+    if answer and method in _OF_ANSWER[answer[2] or ""]:
+        return Route("openai", "answer", path=f"/v1/responses/{answer[1]}{answer[2] or ''}")
+    in_path = _IN_PATH.fullmatch(path)
+    if in_path is None or method != "POST":
+        return None
+    return replace(ROUTES["/v1" + in_path[2]]["POST"], model_in="path")
+
+
+_ANSWER = re.compile(r"(?:/v1?)?/responses/(resp_[A-Za-z0-9_-]{1,250})(/input_items|/cancel)?")
+_OF_ANSWER = {"": ("GET", "DELETE"), "/input_items": ("GET",), "/cancel": ("POST",)}
+
+
+def answer_in_path(path: str) -> str:
+    """The id of the answer in a path that ``match`` found to be about one."""
+    found = _ANSWER.search(path)
+    assert found is not None
+    return found[1]
+
+
+_UPSTREAM = "/upstream/"
+_PLAIN = re.compile(r"(?:/(?!\.)[A-Za-z0-9._~!$&'()*+,;=:@-]+)+/?")
+"""A path that means the same to every server: nothing encoded, hidden, doubled or dotted."""
+
+
+def upstream(path: str) -> Iterator[tuple[str, str]]:
+    """The ways to read /upstream/MODEL/PATH as model and path, the longest model first."""
+    return ((name, rest) for name, rest in reversed(_upstream(path)) if _PLAIN.fullmatch(rest))
+
+
+def upstream_names(path: str) -> list[str]:
+    """The models that /upstream/MODEL/PATH may name, also where the rest is no path; the likeliest first."""
+    found = _upstream(path)
+    return [name for name, _ in sorted(found, key=lambda each: not is_route(each[1]))]
+
+
+def is_route(path: str) -> bool:
+    """Whether engines are asked for ``path`` at all."""
+    return any(match(method, path) for method in ("GET", "POST"))
+
+
+def _upstream(path: str) -> list[tuple[str, str]]:
+    """Every way to take it apart, the shortest model first."""
+    if not path.startswith(_UPSTREAM):
+        return []
+    parts = path[len(_UPSTREAM) :].split("/")
+    if not parts[0]:
+        return []
+    return [
+        (unquote("/".join(parts[:count])), "/" + "/".join(parts[count:]))
+        for count in range(1, len(parts) + 1)
+    ]
+
+
+def model_in_path(path: str) -> str:
+    """The model in a path that ``match`` found to have one."""
+    in_path = _IN_PATH.fullmatch(path)
+    assert in_path is not None
+    try:
+        return checked(unquote(in_path[1], errors="strict"))
+    except UnicodeDecodeError:
+        raise BadRequest("the model in the path is not UTF-8", param="model") from None
+
+
+def no_route(method: str, path: str) -> tuple[MuxError, list[Field]]:
+    """What to answer, and with which headers, where ``match`` found nothing: 501, 405 or 404."""
+    methods = ROUTES.get(path)
+    if methods is not None:
+        allowed = ", ".join(sorted(methods))
+        error = BadRequest(f"{path} takes {allowed}, not {method}", status=405)
+        return error, [(b"Allow", allowed.encode("ascii"))]
+    if _REFUSED.match(path):
+        return BadRequest(f"{path} is not offered here: models are served, nothing is stored", status=501), []
+    return NotFound(f"There is no route {method} {path}."), []
+
+
+def api_of(path: str) -> str:
+    """Whose error shape a path gets, also when no route matches."""
+    if re.match(r"(/v1?)?/messages(/|$)", path):
+        return "anthropic"
+    return "ollama" if re.match(r"/api/(?!v[01]/)", path) else "openai"
+
+
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def error_body(api: str, error: MuxError, request_id: str) -> bytes:
+    """The JSON that says ``error`` in the words of ``api``."""
+    return written(_error(api, error, request_id))
+
+
+def error_headers(error: MuxError) -> list[Field]:
+    """When, and whether, to come again."""
+    headers: list[Field] = []
+    if error.retry_after is not None:
+        headers.append((b"Retry-After", b"%d" % math.ceil(error.retry_after)))
+    if error.retry is not None:
+        headers.append((b"x-should-retry", b"true" if error.retry else b"false"))
+    return headers
+
+
+def error_event(api: str, beat: str, error: MuxError, request_id: str = "") -> bytes:
+    """``error`` for a client whose stream has begun; the connection is cut after it."""
+    said = _error(api, error, request_id)
+    if api == "anthropic":
+        return b"event: error\ndata: %b\n\n" % written(said)
+    if api == "ollama":
+        return written(said) + b"\n"
+    if beat == "responses":
+        event = {"code": error.code, "message": error.message, "param": error.param, **error.said}
+        event["type"] = "error"
+        return b"event: error\ndata: %b\n\ndata: [DONE]\n\n" % written({**event, **said})
+    return b"data: %b\n\ndata: [DONE]\n\n" % written(said)
+
+
+def _error(api: str, error: MuxError, request_id: str) -> dict[str, object]:
+    if api == "ollama":
+        return {"error": error.message}
+    if api == "anthropic":
+        fallback = "invalid_request_error" if error.status < 500 else "api_error"
+        kind = _ANTHROPIC_KINDS.get(error.status, fallback)
+        inner = {"type": kind, "message": error.message, "code": error.code, **error.said}
+        return {"type": "error", "error": inner, "request_id": request_id}
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+            **error.said,
+        }
+    }
+
+
+def error_said(body: bytes) -> dict[str, object] | None:
+    """``message``, and what there is of ``type``, ``param`` and ``code``, of an engine's error; None if none.
+
+    The fields stand in an object ``error`` or, as older vLLM has them, at the top; a code may be a number.
+    """
+    try:
+        said = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    inner = said.get("error", said) if isinstance(said, dict) else None
+    if not isinstance(inner, dict) or not isinstance(inner.get("message"), str):
+        return None
+    return {key: inner[key] for key in _ERROR_FIELDS if isinstance(inner.get(key), (str, int))}
+
+
+Tokens = tuple[int | None, int | None, int | None]
+"""What an answer took: of the answer, of all its input, and of the input what was cached; None: not said."""
+NO_TOKENS: Tokens = (None, None, None)
+USAGE_BYTES = 2048
+"""Of an answer's end, where its usage stands."""
+_SAID = re.compile(rb'"([a-z_]*(?:_tokens|cache_n))"[ \t]*:[ \t]*(\d{1,9})(?!\d)')
+
+
+def tokens_said(body: bytes) -> Tokens:
+    """What the end of an answer says.
+
+    OpenAI and most engines count what was cached as part of the input, Anthropic beside it.
+    """
+    tail = body[-USAGE_BYTES:]
+    start = tail.find(b'"usage"')
+    if start < 0:  # an answer to count_tokens has an "input_tokens" of its own
+        return NO_TOKENS
+    timings = tail.find(b'"timings"', 0, start)  # llama.cpp's
+    if timings >= 0:
+        start = timings
+    said = dict(_SAID.findall(tail, start))  # of several the last counts
+    answer = said.get(b"completion_tokens") or said.get(b"output_tokens")
+    prompt, cached = said.get(b"prompt_tokens"), said.get(b"cached_tokens") or said.get(b"cache_n")
+    if prompt is None:
+        prompt, beside = said.get(b"input_tokens"), said.get(b"cache_read_input_tokens")
+        if prompt is not None and beside is not None:
+            return answer and int(answer), int(prompt) + int(beside), int(beside)
+    return answer and int(answer), prompt and int(prompt), cached and int(cached)
+
+
+_ERROR_FIELDS = ("message", "type", "param", "code")
+
+
+def stream_type(api: str) -> bytes:
+    """The Content-Type of a stream."""
+    return b"application/x-ndjson" if api == "ollama" else b"text/event-stream"
+
+
+def comment(text: str, api: str = "openai") -> bytes:
+    """One comment line of a stream, without a blank line: the form that no client stumbles over.
+
+    Lines of JSON have no comments; there, a space before the next line is all that no client minds.
+    """
+    return b" " if api == "ollama" else b": %b\n" % " ".join(text.split()).encode()
+
+
+def beat(kind: str, model: str, request_id: str, created: int) -> bytes:
+    """An event that adds nothing to a stream of ``kind``; nothing for kinds that take comments only."""
+    if kind == "messages":
+        return b'event: ping\ndata: {"type":"ping"}\n\n'
+    if kind == "chat":
+        choice: dict[str, object] = {"index": 0, "delta": {}, "finish_reason": None}
+        name, prefix = "chat.completion.chunk", "chatcmpl-"
+    elif kind == "completion":
+        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
+        name, prefix = "text_completion", "cmpl-"
+    else:
+        return b""
+    event = {
+        "id": prefix + request_id,
+        "object": name,
+        "created": created,
+        "model": model,
+        "choices": [choice],
+    }
+    return b"data: %b\n\n" % written(event)
+
+
+_STATUS_VALUES = {
+    "ready": "loaded",
+    "draining": "loaded",
+    "starting": "loading",
+    "parked": "sleeping",
+    "demoting": "sleeping",
+}
+
+
+def model_status(state: str, *, failed: bool = False) -> dict[str, object]:
+    """A residency's word as llama.cpp says it; ``failed``: so did its last load."""
+    value = _STATUS_VALUES.get(state, "unloaded")
+    has_failed = value == "unloaded" and (failed or state == "stuck")
+    return {"value": value, "failed": True} if has_failed else {"value": value}
+
+
+def status_event(model: str, status: dict[str, object]) -> bytes:
+    """``status`` as llama.cpp's router tells it to those who follow."""
+    data = {"status": status["value"], **{key: status[key] for key in status if key != "value"}}
+    return b"data: %b\n\n" % written({"model": model, "event": "model_status", "data": data})
+
+
+def model_entry(
+    model: str,
+    *,
+    created: int,
+    state: str,
+    aliases: Iterable[str] = (),
+    owned_by: str = "anvil-mux",
+    failed: bool = False,
+) -> dict[str, object]:
+    """One model as OpenAI's, Anthropic's and llama.cpp's clients want it; ``state``: the residency's word."""
+    return {
+        "id": model,
+        "object": "model",
+        "created": created,
+        "owned_by": owned_by,
+        "type": "model",
+        "display_name": model,
+        "created_at": datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "aliases": list(aliases),
+        "status": model_status(state, failed=failed),
+    }
+
+
+def models_list(entries: Iterable[dict[str, object]]) -> bytes:
+    """The answer to ``GET /v1/models``."""
+    data = list(entries)
+    ends = (
+        {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+        if data
+        else {"first_id": None, "last_id": None}
+    )
+    return written({"object": "list", "data": data, "has_more": False, **ends})
+
+
+def lmstudio_list(states: Mapping[str, str]) -> bytes:
+    """Model -> state, as LM Studio's clients want it."""
+    data = [
+        {
+            "id": model,
+            "object": "model",
+            "type": "llm",
+            "publisher": "anvil-mux",
+            "state": "loaded" if _STATUS_VALUES.get(state) == "loaded" else "not-loaded",
+        }
+        for model, state in states.items()
+    ]
+    return written({"object": "list", "data": data})
+
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+def request_id(given: bytes | None, generate: Callable[[], str]) -> str:
+    """The client's own id when it is harmless, else a new one."""
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode("ascii")
+    return generate()
+
+
+def written(value: object) -> bytes:
+    """``value`` as JSON."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")

@@ -1,0 +1,308 @@
+"""What engines answer to chat completions, told in parts, for APIs that are translated.
+
+Pure. A client's API that its engine does not speak is turned into a question that every engine understands
+(``Translation``): OpenAI's chat completions, completions or embeddings. The answer comes back whole or as a
+stream of events; ``parts_of`` and ``Parts`` read both into the same few parts, and the client's API
+(ollama.py, anthropic.py) says them in its own words.
+
+Engines differ in small things, all of which are taken: reasoning is called ``reasoning_content`` or
+``reasoning``, a call of a tool may come at once or in fragments, some say ``stop`` where they mean
+``tool_calls``, and llama.cpp tells what it measured (``timings``). A stream that ends without a reason to end
+has broken off, whatever its framing says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from anvil_mux.errors import BackendError, BadRequest
+from anvil_mux.protocol.api import written
+
+MAX_LINE = 16 << 20
+"""Bytes of one event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolBegin:
+    """A tool is called; its arguments follow."""
+
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolArguments:
+    """A piece of the JSON that the tool begun last is called with."""
+
+    json: str
+
+
+Part = Text | Thinking | ToolBegin | ToolArguments
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why an answer ended, and what it took; counts are None where the engine did not tell."""
+
+    reason: str
+    """stop, length, tool_calls, content_filter."""
+    stop_sequence: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    prompt_seconds: float | None = None
+    completion_seconds: float | None = None
+
+
+class Answer(Protocol):
+    """An engine's answer in the words of the client's API; moments are Unix time."""
+
+    def begun(self, now: float, waited: float) -> None:
+        """An engine is asked, ``waited`` seconds after the request came; what another said is forgotten."""
+
+    def whole(self, body: bytes, now: float) -> bytes:
+        """All of an answer, or what to say when nothing was asked; BackendError when it cannot be read."""
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        """What to send for the next bytes of a stream; BackendError when the engine reports an error."""
+
+    def finish(self, now: float) -> bytes:
+        """What to send at the end of the engine's stream; BackendError when it broke off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A request in words that every engine understands."""
+
+    model: str | None
+    """As the client named it."""
+    path: str
+    """What to ask the engine for; empty: nothing, the model is only loaded or unloaded."""
+    question: dict[str, Any]
+    """The body, but for the model."""
+    answer: Answer
+    stream: bool = False
+    unloads: bool = False
+    """The model is put out afterwards, if nobody else uses it."""
+
+    def body(self, model: str) -> bytes:
+        return written({"model": model, **self.question})
+
+
+def parse(body: bytes | bytearray) -> dict[str, Any]:
+    """A request's JSON object; BadRequest otherwise, also when it names two models."""
+    try:
+        said = json.loads(body.decode("utf-8-sig"), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}", param="body") from None
+    if not isinstance(said, dict):
+        raise BadRequest("the body must be a JSON object", param="body")
+    return said
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+def finite(value: Any) -> Any:
+    """``value`` without numbers that JSON does not have."""
+    match value:
+        case dict():
+            return {key: finite(each) for key, each in value.items()}
+        case list():
+            return [finite(each) for each in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
+
+
+def arguments_of(call: str) -> dict[str, Any]:
+    """What a tool is called with; engines pass on what the model wrote, which need not be JSON."""
+    try:
+        found = json.loads(call or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise BackendError(f"The model called a tool with what is no JSON object: {call[:200]}")
+    return found
+
+
+def objects(said: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """The list of objects under ``key``, empty if there is none; BadRequest for anything else."""
+    found = said.get(key)
+    if found is None:
+        return []
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise BadRequest(f"`{key}` must be a list of objects", param=key)
+    return found
+
+
+def text(said: Mapping[str, Any], key: str) -> str:
+    """The string under ``key``, empty if there is none; BadRequest for anything else."""
+    found = said.get(key)
+    if found is None:
+        return ""
+    if not isinstance(found, str):
+        raise BadRequest(f"`{key}` must be a string", param=key)
+    return found
+
+
+# Whole answers
+
+
+def document(body: bytes) -> dict[str, Any]:
+    """An engine's JSON object."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise BackendError("The engine's answer is not a JSON object.")
+    _raise_error(found)
+    return found
+
+
+def parts_of(body: bytes) -> tuple[list[Part], Ending]:
+    """The parts of an answer that came whole."""
+    found = document(body)
+    choice = _choice(found)
+    if choice is None:
+        raise BackendError("The engine's answer has no choices.")
+    message = choice.get("message")
+    parts = list(_said(message if isinstance(message, dict) else choice))
+    for index, call in enumerate(_calls(message if isinstance(message, dict) else {})):
+        parts.append(_tool_begin(call, index))
+        parts.append(ToolArguments(_arguments(call)))
+    called = any(isinstance(part, ToolBegin) for part in parts)
+    return parts, _ending(choice, found.get("usage"), found.get("timings"), called=called)
+
+
+# Streams
+
+
+class Parts:
+    """Reads a stream of chunks as its bytes come."""
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._usage: object = None
+        self._timings: object = None
+        self._last: dict[str, Any] | None = None
+        """The choice that said why the answer ended."""
+        self._tool: object = None
+        """The index of the call whose arguments come."""
+
+    def feed(self, data: bytes) -> Iterator[Part]:
+        """The parts that have come with ``data``."""
+        *lines, self._held = (self._held + data).split(b"\n")
+        if len(self._held) > MAX_LINE:
+            raise BackendError(f"The engine sent an event of more than {MAX_LINE} bytes.")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield from self._event(line[5:].strip())
+
+    def finish(self) -> Ending:
+        """Why the answer ended."""
+        if self._last is None:
+            raise BackendError("The engine broke off its answer.")
+        return _ending(self._last, self._usage, self._timings, called=self._tool is not None)
+
+    def _event(self, data: bytes) -> Iterator[Part]:
+        if data in (b"", b"[DONE]"):
+            return
+        chunk = document(data)
+        self._usage = chunk.get("usage") or self._usage
+        self._timings = chunk.get("timings") or self._timings
+        choice = _choice(chunk)
+        if choice is None:
+            return
+        delta = choice.get("delta")
+        delta = delta if isinstance(delta, dict) else choice
+        yield from _said(delta)
+        for call in _calls(delta):
+            yield from self._fragment(call)
+        if choice.get("finish_reason"):
+            self._last = choice
+
+    def _fragment(self, call: dict[str, Any]) -> Iterator[Part]:
+        index = call.get("index", 0)
+        if index != self._tool:
+            self._tool = index
+            yield _tool_begin(call, index)
+        if arguments := _arguments(call):
+            yield ToolArguments(arguments)
+
+
+def _choice(found: dict[str, Any]) -> dict[str, Any] | None:
+    choices = found.get("choices")
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return first if isinstance(first, dict) and not first.get("index") else None
+
+
+def _said(message: dict[str, Any]) -> Iterator[Part]:
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if thought and isinstance(thought, str):
+        yield Thinking(thought)
+    said = message.get("content") or message.get("text")
+    if said and isinstance(said, str):
+        yield Text(said)
+
+
+def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+
+
+def _tool_begin(call: dict[str, Any], index: object) -> ToolBegin:
+    function = call.get("function") or {}
+    return ToolBegin(str(call.get("id") or f"call_{index}"), str(function.get("name") or ""))
+
+
+def _arguments(call: dict[str, Any]) -> str:
+    given = (call.get("function") or {}).get("arguments")
+    return given if isinstance(given, str) else "" if given is None else json.dumps(given)
+
+
+def _ending(choice: dict[str, Any], usage: object, timings: object, *, called: bool) -> Ending:
+    reason = str(choice.get("finish_reason") or "stop")
+    sequence = choice.get("stop_reason")  # vLLM: what of `stop` it was
+    counts = usage if isinstance(usage, dict) else {}
+    details = counts.get("prompt_tokens_details")
+    return Ending(
+        "tool_calls" if called and reason == "stop" else reason,
+        sequence if isinstance(sequence, str) else None,
+        counts.get("prompt_tokens"),
+        counts.get("completion_tokens"),
+        details.get("cached_tokens") if isinstance(details, dict) else None,
+        *(_seconds(timings, key) for key in ("prompt_ms", "predicted_ms")),
+    )
+
+
+def _seconds(timings: object, key: str) -> float | None:
+    """What llama.cpp measured."""
+    found = timings.get(key) if isinstance(timings, dict) else None
+    return found / 1000 if isinstance(found, (int, float)) else None
+
+
+def _raise_error(found: dict[str, Any]) -> None:
+    error = found.get("error") or (found if found.get("object") == "error" else None)
+    if error:
+        said = error.get("message") if isinstance(error, dict) else error
+        raise BackendError(f"The engine reports an error: {said}")

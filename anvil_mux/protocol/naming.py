@@ -1,0 +1,427 @@
+"""Which model a request names, wherever the name sits: JSON, a multipart form, or a query.
+
+The name of the model is read without changing a byte of the body. Small JSON is parsed; large JSON (images in
+base64) is scanned: between two strings only brackets matter, so the depth at each string is a count, and a
+string at depth 1 with a colon behind it is a key of the body. Both refuse a second ``model``, of which two
+parsers could choose a different one. Multipart bodies are scanned as they are spooled. What opens a realtime
+session has the name further in.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from urllib.parse import parse_qs, quote, unquote_plus
+
+from anvil_mux.errors import BadRequest, TooLarge
+from anvil_mux.protocol.http1 import parse_fields
+
+MAX_JSON_PARSED = 256 * 1024
+MAX_MODEL_NAME = 512
+MAX_STRINGS = 1_000_000
+MAX_PART_HEAD = 8 * 1024
+MAX_PARTS = 1000
+
+
+def media(content_type: bytes, body: bytes | bytearray) -> str:
+    """json or multipart; JSON sent as a form or as nothing (plain ``curl -d``) is known by its first byte."""
+    kind = content_type.partition(b";")[0].strip().lower()
+    if kind == b"application/json" or kind.endswith(b"+json"):
+        return "json"
+    if kind == b"multipart/form-data":
+        return "multipart"
+    if kind in (b"", b"application/x-www-form-urlencoded") and _START.match(body):
+        return "json"
+    raise BadRequest("the body must be application/json (or multipart/form-data for files)", status=415)
+
+
+_scan_json: Callable[[str, int], tuple[dict[str, object], int]] = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
+_DECODER = json.JSONDecoder(object_pairs_hook=tuple)
+"""Objects become tuples of pairs, which arrays never are; repeated keys stay visible."""
+_START = re.compile(rb"(?:\xef\xbb\xbf)?[ \t\r\n]*\{")
+_EMPTY = re.compile(rb"[ \t\r\n]*\}")
+_COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
+_RUN = re.compile(rb'[^"\\]*(?:\\.[^"\\]*){0,500}', re.DOTALL)
+_MAX_KEY = 6 * len("stream") + 2
+"""Every character escaped, and the quotes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    start: int
+    """Just past the opening brace."""
+    model: tuple[int, int] | None
+    """Where the model's value stands, quotes included."""
+    stream: bool
+
+
+def model_and_stream(body: bytes | bytearray) -> tuple[str | None, bool]:
+    """The model that a JSON body names (None when it names none) and whether it asks for a stream."""
+    if len(body) > MAX_JSON_PARSED:
+        return _scanned(body)
+    # Where "model" stands once, and no letter of it is escaped (\u006d, ...), the key cannot come twice.
+    if body[:1] == b"{" and body.count(b'"model"') == 1 and b"\\u006" not in body:
+        try:
+            text = body.decode()
+            document, end = _scan_json(text, 0)
+        except (ValueError, RecursionError, StopIteration):
+            return _parse_with_care(body)
+        if end == len(text) and "model" in document:
+            return checked(document["model"]), document.get("stream") is True
+    return _parse_with_care(body)
+
+
+def _scanned(body: bytes | bytearray) -> tuple[str | None, bool]:
+    """As above, of a large body, of which no objects are made."""
+    _check_utf8(body)
+    found = _scan(body)
+    if found.model is None:
+        return None, found.stream
+    start, end = found.model
+    try:
+        model = json.loads(bytes(body[start:end]).decode())
+    except ValueError:
+        raise BadRequest("`model` is not a JSON string", param="model") from None
+    return checked(model), found.stream
+
+
+Span = tuple[int, int]
+
+SESSIONS = (
+    ("session", "model"),
+    ("session", "audio", "input", "transcription", "model"),
+    ("input_audio_transcription", "model"),
+)
+"""The keys, from the outside in, under which what opens a realtime session has its model."""
+
+
+def session_model(body: bytes | bytearray) -> tuple[str | None, Span | None]:
+    """The model of the session that a JSON body describes, and where its value stands, quotes included."""
+    if len(body) > MAX_JSON_PARSED:
+        raise TooLarge(f"what describes a session has at most {MAX_JSON_PARSED} bytes")
+    _parse_with_care(body)
+    for keys in SESSIONS:
+        if span := _value_span(body, keys):
+            return checked(json.loads(body[slice(*span)])), span
+    return None, None
+
+
+def _value_span(body: bytes | bytearray, keys: tuple[str, ...]) -> Span | None:
+    start, end = 0, len(body)
+    for key in keys:
+        value = body[start:end]
+        opening = _START.match(value)
+        found = [at for name, at in _top_level_keys(value, opening.end()) if name == key] if opening else []
+        if not found:
+            return None
+        if len(found) > 1:
+            raise BadRequest(f"`{key}` is given twice", param=key)
+        start += found[0]
+        end = start + _scan_json(body[start:].decode("latin-1"), 0)[1]
+    return start, end
+
+
+def model_replaced(
+    body: bytes | bytearray, new: str, span: Span | None = None
+) -> tuple[bytes | memoryview, ...]:
+    """``body`` in pieces, with ``new`` as its model, every other byte as it was; copies nothing large.
+
+    ``span``: where the model stands, if not at the top.
+    """
+    found = _scan(body)
+    value = json.dumps(new).encode("ascii")
+    view = memoryview(body)
+    if span := span or found.model:
+        start, end = span
+        return view[:start], value, view[end:]
+    comma = b"" if _EMPTY.match(body, found.start) else b","
+    return view[: found.start], b'"model":' + value + comma, view[found.start :]
+
+
+def _parse_with_care(body: bytes | bytearray) -> tuple[str | None, bool]:
+    try:
+        text = body.decode()
+        document = _DECODER.decode(text[1:] if text[:1] == "\ufeff" else text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}", param="body") from None
+    if not isinstance(document, tuple):
+        raise _not_an_object()
+    models: list[object] = []
+    stream = False
+    for key, value in document:
+        if key == "model":
+            models.append(value)
+        elif key == "stream":
+            stream = value is True
+    if len(models) > 1:
+        raise _twice()
+    return (checked(models[0]) if models else None), stream
+
+
+def checked(model: object) -> str:
+    if isinstance(model, str) and model.isascii() and 0 < len(model) <= MAX_MODEL_NAME:
+        return model
+    if not isinstance(model, str) or not model:
+        raise BadRequest("`model` must be a string that names a model", param="model")
+    if len(model) > MAX_MODEL_NAME:
+        raise BadRequest(f"`model` is longer than {MAX_MODEL_NAME} characters", param="model")
+    try:
+        model.encode()
+    except UnicodeEncodeError:
+        raise BadRequest("`model` holds half a surrogate pair", param="model") from None
+    return model
+
+
+def _not_an_object() -> BadRequest:
+    return BadRequest("the body must be a JSON object", param="body")
+
+
+def _twice() -> BadRequest:
+    return BadRequest("`model` is given twice", param="model")
+
+
+def _broken() -> BadRequest:
+    return BadRequest("the body is not JSON: a string or bracket is not closed", param="body")
+
+
+def _check_utf8(body: bytes | bytearray) -> None:
+    if body.isascii():
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    step = 1024 * 1024
+    try:
+        for start in range(0, len(body), step):
+            decoder.decode(body[start : start + step], start + step >= len(body))
+    except UnicodeDecodeError:
+        raise BadRequest("the body is not UTF-8", param="body") from None
+
+
+def _scan(body: bytes | bytearray) -> _Found:
+    """Finds the top-level ``model`` and ``stream`` without building anything (see the module's text)."""
+    opening = _START.match(body)
+    if opening is None:
+        raise _not_an_object()
+    model, stream = None, False
+    for key, start in _top_level_keys(body, opening.end()):
+        if key == "model":
+            if model is not None:
+                raise _twice()
+            model = start, _string_value(body, start)
+        elif key == "stream":
+            stream = body.startswith(b"true", start)
+    return _Found(opening.end(), model, stream)
+
+
+def _top_level_keys(body: bytes | bytearray, position: int) -> Iterator[tuple[str, int]]:
+    """The short keys at depth 1, each with the index of its value."""
+    depth = 1
+    for _ in range(MAX_STRINGS):
+        quote = body.find(b'"', position)
+        depth += _depth(body, position, quote if quote >= 0 else len(body))
+        if quote < 0 and depth == 0:
+            return
+        if quote < 0 or depth < 1:
+            raise _broken()
+        position = _string_end(body, quote + 1)
+        if depth == 1 and position - quote <= _MAX_KEY and (colon := _COLON.match(body, position)):
+            yield _key(body[quote:position]), colon.end()
+    raise TooLarge(f"the body holds more than {MAX_STRINGS} strings")
+
+
+def _depth(body: bytes | bytearray, start: int, end: int) -> int:
+    count = body.count
+    return (
+        count(b"{", start, end) + count(b"[", start, end) - count(b"}", start, end) - count(b"]", start, end)
+    )
+
+
+def _string_end(body: bytes | bytearray, start: int) -> int:
+    """The index just past the quote that closes the string whose content begins at ``start``."""
+    quote = body.find(b'"', start)
+    if quote >= 0 and body[quote - 1] != 0x5C:
+        return quote + 1
+    while run := _RUN.match(body, start):
+        end = run.end()
+        if end == len(body) or (end == start and body[end] != 0x22):
+            break
+        if body[end] == 0x22:
+            return end + 1
+        start = end
+    raise _broken()
+
+
+def _string_value(body: bytes | bytearray, start: int) -> int:
+    if body[start : start + 1] != b'"':
+        raise BadRequest("`model` must be a string that names a model", param="model")
+    end = _string_end(body, start + 1)
+    if end - start > 6 * MAX_MODEL_NAME + 2:
+        raise BadRequest(f"`model` is longer than {MAX_MODEL_NAME} characters", param="model")
+    return end
+
+
+def _key(quoted: bytes | bytearray) -> str:
+    if b"\\" not in quoted:
+        return quoted[1:-1].decode(errors="replace")
+    try:
+        return str(json.loads(quoted))
+    except ValueError:
+        raise BadRequest("the body is not JSON: bad escape in a key", param="body") from None
+
+
+def model_in_query(query: str) -> str | None:
+    """The model that ``?model=`` names; two different ones are refused."""
+    try:
+        named = set(parse_qs(query, keep_blank_values=True, errors="strict").get("model", ()))
+    except ValueError:
+        raise BadRequest("the query is not UTF-8", param="model") from None
+    if len(named) > 1:
+        raise _twice()
+    return checked(named.pop()) if named else None
+
+
+def model_replaced_in_query(query: str, model: str) -> str:
+    """``query`` with the name that the engine knows its model by; all else as it was."""
+    if model_in_query(query) in (None, model):
+        return query
+    parts = query.split("&")
+    named = [unquote_plus(part.partition("=")[0]) == "model" for part in parts]
+    return "&".join(
+        f"model={quote(model, safe='')}" if is_it else part for is_it, part in zip(named, parts, strict=True)
+    )
+
+
+def may_load(query: str) -> bool:
+    """What ``?autoload=`` says, as llama.cpp's router reads it: whether a request may load its model."""
+    if "autoload=" not in query:
+        return True
+    return parse_qs(query).get("autoload", ["true"])[0] in ("true", "1")
+
+
+_PARAMETER = re.compile(rb';[ \t]*([^\s=;"]+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"|([^\s;",]*))')
+_BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
+
+
+def boundary(content_type: bytes) -> bytes:
+    """What separates the parts of a multipart body."""
+    named = [quoted or bare for name, quoted, bare in _parameters(content_type) if name == b"boundary"]
+    if len(named) != 1 or not _BOUNDARY.fullmatch(named[0]):
+        raise BadRequest("multipart/form-data needs one valid `boundary`")
+    return named[0]
+
+
+class MultipartModelScanner:
+    """Finds the fields ``model`` and ``stream`` of a form while it passes, wherever they stand in it.
+
+    Keeps at most one head or value (both bounded); the content of other parts is only searched
+    for the next boundary.
+    """
+
+    def __init__(self, boundary: bytes) -> None:
+        self.model: str | None = None
+        self.stream = False
+        self.span: tuple[int, int] | None = None
+        """Where the model's value stands in the whole body."""
+        self._delimiter = b"\r\n--" + boundary
+        self._held = b"\r\n"
+        self._offset = -2
+        """The position of ``_held`` in the body; the first delimiter has no line end of its own before it."""
+        self._step: Callable[[], bool] = self._content
+        self._field = ""
+        self._parts = 0
+
+    def feed(self, data: bytes) -> None:
+        self._held += data
+        while self._step():
+            pass
+
+    def finish(self) -> None:
+        """The body has ended: BadRequest unless it was whole."""
+        if self._step != self._epilogue:
+            raise BadRequest("the form ends before its closing boundary", param="body")
+
+    def _content(self) -> bool:
+        """A part (or the preamble) whose content does not matter."""
+        end = self._held.find(self._delimiter)
+        if end < 0:
+            self._skip(max(0, len(self._held) - len(self._delimiter) + 1))
+            return False
+        self._skip(end + len(self._delimiter))
+        self._step = self._after_delimiter
+        return True
+
+    def _value(self) -> bool:
+        end = self._held.find(self._delimiter)
+        if end < 0:
+            if len(self._held) > 4 * MAX_MODEL_NAME + len(self._delimiter):
+                raise BadRequest(f"`{self._field}` is too long", param=self._field)
+            return False
+        self._take(self._held[:end])
+        return self._content()
+
+    def _after_delimiter(self) -> bool:
+        if len(self._held) < 2:
+            return False
+        if self._held.startswith(b"--"):
+            self._step = self._epilogue
+        elif self._held.startswith(b"\r\n"):
+            self._skip(2)
+            self._step = self._part_head
+        else:
+            raise BadRequest("a boundary of the form is not at the end of its line", param="body")
+        return True
+
+    def _part_head(self) -> bool:
+        end = self._held.find(b"\r\n\r\n")
+        if end < 0 or end > MAX_PART_HEAD:
+            if len(self._held) > MAX_PART_HEAD:
+                raise BadRequest("a part of the form has too large a head", param="body")
+            return False
+        self._field = _field_name(self._held[: end + 4])
+        self._skip(end + 4)
+        self._parts += 1
+        if self._parts > MAX_PARTS:
+            raise BadRequest(f"the form has more than {MAX_PARTS} parts", param="body")
+        self._step = self._value if self._field else self._content
+        return True
+
+    def _epilogue(self) -> bool:
+        self._skip(len(self._held))
+        return False
+
+    def _skip(self, count: int) -> None:
+        self._held = self._held[count:]
+        self._offset += count
+
+    def _take(self, value: bytes) -> None:
+        if self._field == "stream":
+            self.stream = value.strip().lower() in (b"true", b"1")
+            return
+        if self.model is not None:
+            raise _twice()
+        try:
+            self.model = checked(value.decode())
+        except UnicodeDecodeError:
+            raise BadRequest("`model` is not UTF-8", param="model") from None
+        self.span = self._offset, self._offset + len(value)
+
+
+def _field_name(head: bytes) -> str:
+    """model or stream when a part's head says so and it is no file; else nothing."""
+    for name, value in parse_fields(head):
+        if name.lower() == b"content-disposition":
+            parameters = _parameters(value)
+            names = [quoted or bare for key, quoted, bare in parameters if key == b"name"]
+            if len(names) > 1:
+                raise BadRequest("a part of the form has two names", param="body")
+            if names in ([b"model"], [b"stream"]) and not any(
+                key[:8] == b"filename" for key, _, _ in parameters
+            ):
+                return names[0].decode("ascii")
+    return ""
+
+
+def _parameters(value: bytes) -> list[tuple[bytes, bytes, bytes]]:
+    return [(name.lower(), quoted, bare) for name, quoted, bare in _PARAMETER.findall(value)]

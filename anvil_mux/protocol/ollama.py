@@ -1,0 +1,440 @@
+"""Ollama's API in front of any engine.
+
+Pure. ``TRANSLATE`` turns a body of Ollama's into a question in OpenAI's words and knows how to say the answer
+in Ollama's: one object, or an object per line. A request without messages or prompt asks nothing: it loads
+the model, or with ``keep_alive: 0`` unloads it. Any other ``keep_alive`` changes nothing, since how long a
+model stays is for the policy and its ``ttl`` to say.
+
+Options that belong to a load (``num_ctx``, ``num_gpu``, ...) are passed over, as the compose file has them;
+``template`` and ``context`` cannot be honoured by other engines and are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime, timezone
+from typing import Any, ClassVar
+
+from anvil_mux.errors import BackendError, BadRequest
+from anvil_mux.protocol.api import written
+from anvil_mux.protocol.completions import (
+    Ending,
+    Part,
+    Parts,
+    Text,
+    Thinking,
+    ToolArguments,
+    ToolBegin,
+    Translation,
+    arguments_of,
+    document,
+    objects,
+    parts_of,
+    text,
+)
+
+VERSION = "0.12.6"
+"""The version of the API that is spoken here; clients ask for a least one."""
+LATEST = ":latest"
+FOR_EVER = 100 * 365 * 86400.0
+
+_OPTIONS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "seed": "seed",
+    "stop": "stop",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repeat_penalty": "repeat_penalty",
+}
+_IMAGES = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}
+"""How base64 of an image begins."""
+_ZERO = re.compile(r"[+-]?0*(\.0*)?(ns|us|µs|ms|s|m|h)?")
+
+
+def chat(said: dict[str, Any]) -> Translation:
+    messages = _Messages().all(objects(said, "messages"))
+    question: dict[str, Any] = {"messages": messages, **_wishes(said)}
+    if tools := objects(said, "tools"):
+        question["tools"] = tools
+    return _translation(said, "/v1/chat/completions" if messages else "", question, _Chat)
+
+
+def generate(said: dict[str, Any]) -> Translation:
+    for key in ("template", "context"):
+        if said.get(key):
+            raise BadRequest(f"`{key}` cannot be honoured here; use /api/chat", param=key)
+    prompt, system, suffix = text(said, "prompt"), text(said, "system"), text(said, "suffix")
+    if said.get("raw") or suffix:
+        question = {"prompt": prompt, **({"suffix": suffix} if suffix else {}), **_wishes(said)}
+        return _translation(said, "/v1/completions", question, _Generate)
+    images = said.get("images") or []
+    asked: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    asked.append({"role": "user", "content": _content(prompt, images)})
+    path = "/v1/chat/completions" if prompt or images else ""
+    return _translation(said, path, {"messages": asked, **_wishes(said)}, _Generate)
+
+
+def embed(said: dict[str, Any]) -> Translation:
+    question = {"input": said.get("input")}
+    if "dimensions" in said:
+        question["dimensions"] = said["dimensions"]
+    return _without_stream(said, question, "input", _Embed)
+
+
+def embeddings(said: dict[str, Any]) -> Translation:
+    return _without_stream(said, {"input": text(said, "prompt")}, "prompt", _Embeddings)
+
+
+TRANSLATE: dict[str, Callable[[dict[str, Any]], Translation]] = {
+    "/api/chat": chat,
+    "/api/generate": generate,
+    "/api/embed": embed,
+    "/api/embeddings": embeddings,
+}
+
+
+def _translation(
+    said: dict[str, Any], path: str, question: dict[str, Any], answer: type[_Words]
+) -> Translation:
+    stream = said.get("stream", True) is not False
+    if stream and path:
+        question |= {"stream": True, "stream_options": {"include_usage": True}}
+    return _made(said, path, question, answer, stream=stream)
+
+
+def _without_stream(
+    said: dict[str, Any], question: dict[str, Any], key: str, answer: type[_Words]
+) -> Translation:
+    return _made(said, "/v1/embeddings" if said.get(key) else "", question, answer, stream=False)
+
+
+def _made(
+    said: dict[str, Any], path: str, question: dict[str, Any], answer: type[_Words], *, stream: bool
+) -> Translation:
+    name, unloads = name_in(said), _is_zero(said)
+    about = answer(name or "", "unload" if unloads else "load")
+    return Translation(name, path, question, about, stream=stream, unloads=unloads)
+
+
+def name_in(said: Mapping[str, Any]) -> str | None:
+    """The model that a body names, now or as it was once called."""
+    return text(said, "model") or text(said, "name") or None
+
+
+def _is_zero(said: Mapping[str, Any]) -> bool:
+    """``keep_alive`` says to unload at once."""
+    given = said.get("keep_alive")
+    if isinstance(given, str):
+        return bool(given) and _ZERO.fullmatch(given) is not None
+    return isinstance(given, (int, float)) and given == 0
+
+
+# Questions
+
+
+def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What is to be said how: options, format, thinking."""
+    options = said.get("options") or {}
+    if not isinstance(options, dict):
+        raise BadRequest("`options` must be an object", param="options")
+    wishes = {theirs: options[ours] for ours, theirs in _OPTIONS.items() if options.get(ours) is not None}
+    if "repeat_penalty" in wishes:
+        wishes["repetition_penalty"] = wishes["repeat_penalty"]  # as vLLM and SGLang call it
+    most = options.get("num_predict")
+    if isinstance(most, int) and most > 0:
+        wishes["max_tokens"] = most
+    return wishes | _format(said.get("format")) | _thinking(said.get("think"))
+
+
+def _format(given: object) -> dict[str, Any]:
+    if isinstance(given, dict):
+        schema = {"name": "answer", "schema": given, "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    if given == "json":
+        return {"response_format": {"type": "json_object"}}
+    if given:
+        raise BadRequest("`format` must be json or a JSON schema", param="format")
+    return {}
+
+
+def _thinking(given: object) -> dict[str, Any]:
+    if isinstance(given, bool):
+        return {"chat_template_kwargs": {"enable_thinking": given, "thinking": given}}
+    return {"reasoning_effort": given} if given else {}
+
+
+def _content(said: str, images: object) -> str | list[dict[str, Any]]:
+    """Images stand before the text, as Ollama puts them: models have learned to read them in an order."""
+    if not images:
+        return said
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise BadRequest("`images` must be a list of images in base64", param="images")
+    shown = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in images]
+    return [*shown, *([{"type": "text", "text": said}] if said else [])]
+
+
+def _data_url(image: str) -> str:
+    kind = next((kind for start, kind in _IMAGES.items() if image.startswith(start)), "jpeg")
+    return f"data:image/{kind};base64,{image}"
+
+
+class _Messages:
+    """A conversation; gives calls of tools the ids that Ollama's clients leave out."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+        self._open: list[tuple[str, str]] = []
+        """(id, name) of the calls whose results have not come yet."""
+
+    def all(self, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [self._message(each) for each in said]
+
+    def _message(self, said: dict[str, Any]) -> dict[str, Any]:
+        role = text(said, "role")
+        message: dict[str, Any] = {
+            "role": role,
+            "content": _content(text(said, "content"), said.get("images")),
+        }
+        if thought := text(said, "thinking"):
+            message["reasoning_content"] = thought
+        if role == "tool":
+            message["tool_call_id"] = self._answered(said)
+        elif calls := objects(said, "tool_calls"):
+            self._open = []
+            message["tool_calls"] = [self._call(call) for call in calls]
+        return message
+
+    def _call(self, said: dict[str, Any]) -> dict[str, Any]:
+        function = said.get("function")
+        if not isinstance(function, dict):
+            raise BadRequest("a tool call needs a `function`", param="messages")
+        self._calls += 1
+        id, name = text(said, "id") or f"call_{self._calls}", text(function, "name")
+        self._open.append((id, name))
+        arguments = function.get("arguments")
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+        return {"id": id, "type": "function", "function": {"name": name, "arguments": written}}
+
+    def _answered(self, said: dict[str, Any]) -> str:
+        if given := text(said, "tool_call_id"):
+            return given
+        name = text(said, "tool_name") or text(said, "name")
+        found = next((call for call in self._open if call[1] == name), None) or next(iter(self._open), None)
+        if found is None:
+            return "call_0"
+        self._open.remove(found)
+        return found[0]
+
+
+# Answers
+
+
+class _Words:
+    """What all answers have in common. Moments are Unix time, durations are told in nanoseconds."""
+
+    def __init__(self, model: str, done: str) -> None:
+        self._model = model
+        self._done = done
+        """What was done when nothing was asked: load or unload."""
+        self._began = self._waited = 0.0
+        self._first: float | None = None
+
+    def begun(self, now: float, waited: float) -> None:
+        self._began, self._waited, self._first = now, waited, None
+
+    def whole(self, body: bytes, now: float) -> bytes:
+        raise NotImplementedError
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        raise BackendError("The engine answered with a stream to a question without one.")
+
+    def finish(self, now: float) -> bytes:
+        raise NotImplementedError
+
+    def _durations(self, now: float) -> dict[str, int]:
+        return {"total_duration": _ns(now - self._began + self._waited), "load_duration": _ns(self._waited)}
+
+
+class _Spoken(_Words):
+    """An answer in words: of /api/chat and /api/generate."""
+
+    def __init__(self, model: str, done: str) -> None:
+        super().__init__(model, done)
+        self._parts = Parts()
+        self._calls: list[tuple[str, str, list[str]]] = []
+        """Id, name and the pieces of the arguments."""
+
+    def begun(self, now: float, waited: float) -> None:
+        super().begun(now, waited)
+        self._parts, self._calls = Parts(), []
+
+    def whole(self, body: bytes, now: float) -> bytes:
+        if not body:
+            return self._line(now, [], {"done_reason": self._done, "done": True})
+        parts, ending = parts_of(body)
+        for part in parts:
+            self._gather(part)
+        return self._line(now, parts, {"done": True, **self._end(ending, now)}, calls=True)
+
+    def feed(self, data: bytes, now: float) -> bytes:
+        lines = []
+        for part in self._parts.feed(data):
+            self._first = self._first or now
+            if not self._gather(part):
+                lines.append(self._line(now, [part], {"done": False}))
+        return b"".join(lines)
+
+    def finish(self, now: float) -> bytes:
+        ending = self._parts.finish()
+        called = self._line(now, [], {"done": False}, calls=True) if self._calls else b""
+        return called + self._line(now, [], {"done": True, **self._end(ending, now)})
+
+    def _gather(self, part: Part) -> bool:
+        """Keeps what belongs to a call of a tool: that is told at once."""
+        match part:
+            case ToolBegin(id, name):
+                self._calls.append((id, name, []))
+            case ToolArguments(piece) if self._calls:
+                self._calls[-1][2].append(piece)
+            case _:
+                return False
+        return True
+
+    def _tool_calls(self) -> list[dict[str, Any]]:
+        return [
+            {"id": id, "function": {"index": index, "name": name, "arguments": arguments_of("".join(pieces))}}
+            for index, (id, name, pieces) in enumerate(self._calls)
+        ]
+
+    def _end(self, ending: Ending, now: float) -> dict[str, Any]:
+        """Durations as the engine measured them, or else by when its bytes came."""
+        prompt, said = ending.prompt_seconds, ending.completion_seconds
+        if prompt is None and self._first is not None:
+            prompt = self._first - self._began
+        if said is None:
+            said = now - (self._first or self._began)
+        told = {
+            "done_reason": "length" if ending.reason == "length" else "stop",
+            **self._durations(now),
+            "prompt_eval_count": ending.prompt_tokens,
+            "prompt_eval_duration": None if prompt is None else _ns(prompt),
+            "eval_count": ending.completion_tokens,
+            "eval_duration": _ns(said),
+        }
+        return {key: value for key, value in told.items() if value is not None}
+
+    def _line(self, now: float, parts: list[Part], more: dict[str, Any], *, calls: bool = False) -> bytes:
+        said = "".join(part.text for part in parts if isinstance(part, Text))
+        thought = "".join(part.text for part in parts if isinstance(part, Thinking))
+        about = {"model": self._model, "created_at": _stamp(now)}
+        said_by = self._said(said, thought, self._tool_calls() if calls else [])
+        return written({**about, **said_by, **more}) + b"\n"
+
+    def _said(self, said: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class _Chat(_Spoken):
+    def _said(self, said: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": said}
+        if thought:
+            message["thinking"] = thought
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
+
+
+class _Generate(_Spoken):
+    def _said(self, said: str, thought: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"response": said, **({"thinking": thought} if thought else {})}
+
+
+class _Embed(_Words):
+    _empty: ClassVar[dict[str, Any]] = {"embeddings": []}
+
+    def whole(self, body: bytes, now: float) -> bytes:
+        if not body:
+            return written(self._empty)
+        found = document(body)
+        data = found.get("data")
+        if not isinstance(data, list):
+            raise BackendError("The engine's answer has no embeddings.")
+        vectors = [each.get("embedding") for each in data if isinstance(each, dict)]
+        return written(self._said(vectors, found.get("usage") or {}, now))
+
+    def _said(self, vectors: list[Any], usage: dict[str, Any], now: float) -> dict[str, Any]:
+        count = usage.get("prompt_tokens", 0)
+        durations = self._durations(now)
+        return {"model": self._model, "embeddings": vectors, **durations, "prompt_eval_count": count}
+
+
+class _Embeddings(_Embed):
+    _empty: ClassVar[dict[str, Any]] = {"embedding": []}
+
+    def _said(self, vectors: list[Any], usage: dict[str, Any], now: float) -> dict[str, Any]:
+        return {"embedding": vectors[0] if vectors else []}
+
+
+# Models
+
+
+def tags(models: Iterable[str], since: float) -> bytes:
+    """All models that could be asked for, as /api/tags lists them."""
+    return written({"models": [_model(name, since) for name in models]})
+
+
+def running(models: Mapping[str, float | None], now: float) -> bytes:
+    """Resident model -> its ttl, as /api/ps lists them."""
+    listed = [
+        {**_model(name, now), "expires_at": _stamp(now + (FOR_EVER if ttl is None else ttl)), "size_vram": 0}
+        for name, ttl in models.items()
+    ]
+    return written({"models": listed})
+
+
+def show(name: str, since: float) -> bytes:
+    """What /api/show tells of a model: what may be passed on to it."""
+    about = {
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "details": _DETAILS,
+        "model_info": {"general.architecture": "unknown", "general.basename": name},
+        "capabilities": ["completion", "tools", "vision", "thinking"],
+        "modified_at": _stamp(since),
+    }
+    return written(about)
+
+
+def version() -> bytes:
+    return written({"version": VERSION})
+
+
+_DETAILS: dict[str, Any] = {
+    "parent_model": "",
+    "format": "",
+    "family": "",
+    "families": [],
+    "parameter_size": "",
+    "quantization_level": "",
+}
+
+
+def _model(name: str, since: float) -> dict[str, Any]:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    about = {"name": name, "model": name, "modified_at": _stamp(since), "size": 0, "digest": digest}
+    return {**about, "details": _DETAILS}
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _stamp(moment: float) -> str:
+    return datetime.fromtimestamp(moment, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")

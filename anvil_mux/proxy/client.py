@@ -1,0 +1,331 @@
+"""The client's side of a connection: reading with limits, writing in one piece.
+
+The socket stays blocking. SO_RCVTIMEO bounds single calls without a system call for each of them; a head must
+be complete ``HEAD_SECONDS`` after its first byte, and a body must keep a minimum rate, so that a client can
+not hold a thread by dripping bytes. One that takes nothing of what it is sent is left (``Unread``).
+
+``read_head`` hands out one head at a time; what was read beyond it (a body, a pipelined request) stays in the
+buffer. The body of the request is then read once, by one of ``read_body`` and ``read_pieces``, or by nobody:
+``can_resume`` says whether the connection is in step for another request all the same.
+"""
+
+from __future__ import annotations
+
+import select
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from socket import MSG_DONTWAIT, SHUT_WR, SO_RCVTIMEO, SOL_SOCKET, socket
+
+from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, TooLarge
+from anvil_mux.protocol import http1
+from anvil_mux.proxy.pump import Unread
+from anvil_mux.proxy.relay import timeval
+
+READ = 16384
+"""Room for a head and a small body; more costs an allocation that is thrown away each time."""
+IDLE_SECONDS = 75.0
+"""Between two requests; longer than clients keep idle connections, so that they close first."""
+HEAD_SECONDS = 30.0
+LOOK_SECONDS = 0.25
+"""How often it is looked whether a client that is behind still takes what it is sent."""
+BODY_SECONDS = 30.0
+"""The longest silence within a body, and what any body may take."""
+BODY_RATE = 1024
+"""Bytes per second that a body must come with after that."""
+DISCARD = 65536
+"""An unread body up to this is read and dropped to keep the connection; beyond, it is closed."""
+
+
+class Client:
+    """One connection. Used by the one thread that serves it."""
+
+    __slots__ = ("_begun", "_buffer", "_last_head", "_patience", "_timeout", "_unread", "address", "socket")
+
+    def __init__(self, connection: socket, address: str, patience: float = 60.0) -> None:
+        """``patience``: seconds in which it may take nothing of what it is sent."""
+        self.socket = connection
+        self.address = address
+        self._patience = patience
+        self._buffer = b""
+        self._unread: http1.Request | None = None
+        """The request whose body has not been read yet."""
+        self._begun = False
+        """Some of that body was read: where the next request begins is not known until all of it was."""
+        self._last_head: http1.LastHead[http1.Request] = http1.LastHead()
+        self._timeout = 0.0
+        self._wait_at_most(IDLE_SECONDS)
+
+    def _wait_at_most(self, seconds: float) -> None:
+        if seconds != self._timeout:
+            self._timeout = seconds
+            self.socket.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval(seconds))
+
+    # Reading
+
+    def read_request(self) -> http1.Request | None:
+        """The head of the next request; None when the client has closed or been idle. BadRequest."""
+        buffer = self._buffer
+        while not buffer or buffer == http1.EMPTY_LINE:  # a stray line end begins no request
+            if self._timeout != IDLE_SECONDS:
+                self._wait_at_most(IDLE_SECONDS)
+            try:
+                data = self.socket.recv(READ)
+            except OSError:
+                return None
+            if not data:
+                return None
+            buffer += data
+        request = self._last_head.again(buffer)
+        if request is not None:
+            self._buffer = buffer[self._last_head.end :]
+        else:
+            request = self._parse(buffer)
+        self._unread = request if request.length or request.chunked else None
+        return request
+
+    def _parse(self, buffer: bytes) -> http1.Request:
+        end = http1.request_head_end(buffer)
+        if end is None:
+            buffer, end = self._read_rest_of_head(buffer)
+        head, self._buffer = buffer[:end], buffer[end:]
+        request = http1.parse_request(head)
+        self._last_head.remember(head, request)
+        return request
+
+    def _read_rest_of_head(self, buffer: bytes) -> tuple[bytes, int]:
+        deadline = time.monotonic() + HEAD_SECONDS
+        while True:
+            seen = len(buffer)
+            buffer += self._receive(deadline - time.monotonic(), "the request's head")
+            end = http1.request_head_end(buffer, seen)
+            if end is not None:
+                return buffer, end
+
+    def _receive(self, seconds: float, what: str) -> bytes:
+        if seconds > 0:
+            self._wait_at_most(seconds)
+            try:
+                data = self.socket.recv(READ)
+            except BlockingIOError:
+                pass
+            except OSError as error:
+                raise ClientGone(f"The client broke off: {error}.") from None
+            else:
+                if not data:
+                    raise ClientGone(f"The client closed its connection within {what}.")
+                return data
+        raise BadRequest(f"{what} did not come within {HEAD_SECONDS:g} s", status=408)
+
+    def read_body(self, request: http1.Request, limit: int) -> bytes | bytearray:
+        """The whole body in memory, once; TooLarge above ``limit`` bytes."""
+        length = request.length
+        if request.chunked or not length:
+            return b"".join(self.read_pieces(request, limit))
+        buffer = self._buffer
+        if len(buffer) >= length and length <= limit:
+            # All of a buffer is not a copy of it.
+            body, self._buffer = buffer[:length], buffer[length:]
+            self._unread = None
+            return body
+        return self._read_into(request, length, limit)
+
+    def _read_into(self, request: http1.Request, length: int, limit: int) -> bytearray:
+        self._agree_to(request, limit)
+        body = bytearray(length)
+        have = len(self._buffer)
+        body[:have] = self._buffer
+        self._buffer = b""
+        pace = _Pace()
+        with memoryview(body) as view:
+            while have < length:
+                self._wait_at_most(BODY_SECONDS)
+                try:
+                    count = self.socket.recv_into(view[have:])
+                except BlockingIOError:
+                    raise pace.too_slow() from None
+                except OSError as error:
+                    raise ClientGone(f"The client broke off: {error}.") from None
+                if not count:
+                    raise ClientGone("The client closed its connection within the request's body.")
+                have += count
+                pace.check(have)
+        self._unread, self._begun = None, False
+        return body
+
+    def read_pieces(self, request: http1.Request, limit: int) -> Iterator[bytes]:
+        """The body as it comes, without its framing."""
+        self._agree_to(request, limit)
+        pace, have = _Pace(), 0
+        if request.chunked:
+            decoder = http1.ChunkDecoder(limit, BadRequest)
+            while not decoder.done:
+                piece = decoder.feed(self._next_piece())
+                have += len(piece)
+                pace.check(have)
+                if piece:
+                    yield piece
+            self._buffer = decoder.rest
+        else:
+            length = request.length or 0
+            while have < length:
+                piece = self._next_piece()
+                piece, self._buffer = piece[: length - have], piece[length - have :]
+                have += len(piece)
+                pace.check(have)
+                yield piece
+        self._unread, self._begun = None, False
+
+    def _next_piece(self) -> bytes:
+        if self._buffer:
+            piece, self._buffer = self._buffer, b""
+            return piece
+        return self._receive(BODY_SECONDS, "the request's body")
+
+    def _agree_to(self, request: http1.Request, limit: int) -> None:
+        if request.length is not None and request.length > limit:
+            raise TooLarge(f"the request's body has {request.length} bytes; at most {limit} are accepted")
+        if request.expect_continue and not self._buffer:
+            self.send(http1.CONTINUE)
+        self._begun = True
+
+    def can_resume(self) -> bool:
+        """Whether another request may follow although the body of this one may not have been read."""
+        request = self._unread
+        if request is None:
+            return True
+        if self._begun:
+            return False
+        return not request.chunked and not request.expect_continue and (request.length or 0) <= DISCARD
+
+    def discard_body(self) -> bool:
+        """Reads and drops an unread body; False if the connection is no longer in step."""
+        if self._unread is None:
+            return True
+        if not self.can_resume():
+            return False
+        try:
+            for _ in self.read_pieces(self._unread, DISCARD):
+                pass
+        except (BadRequest, ClientGone):
+            return False
+        return True
+
+    def take_rest(self) -> bytes:
+        """What was read beyond the head, for a connection that is not HTTP's any more."""
+        rest, self._buffer = self._buffer, b""
+        return rest
+
+    @property
+    def is_unread(self) -> bool:
+        """Bytes of the client may be lying unread."""
+        return self._unread is not None or bool(self._buffer)
+
+    # Writing
+
+    def send(self, data: bytes) -> None:
+        """All of it; ClientGone, ClientStalled."""
+        sent = self._send(data)
+        if sent != len(data):
+            self._send_rest(memoryview(data)[sent:])
+
+    def _send(self, data: bytes | memoryview) -> int:
+        """As much as there is room for."""
+        try:
+            return self.socket.send(data, MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ClientGone(f"The client could not be written to: {error}.") from None
+
+    def _send_rest(self, left: memoryview) -> None:
+        poll = select.poll()
+        poll.register(self.socket, select.POLLOUT)
+        unread = Unread(self.socket, time.monotonic())
+        while left:
+            poll.poll(LOOK_SECONDS * 1000)
+            sent, now = self._send(left), time.monotonic()
+            left = left[sent:]
+            if sent:
+                unread = Unread(self.socket, now)
+            elif unread.seconds(now) > self._patience:
+                raise ClientStalled(f"The client took nothing of its answer for {self._patience:g} s.")
+
+    def part(self) -> None:
+        """Says that nothing more is sent and reads on for a moment.
+
+        Closing with unread bytes would reset the connection, and the client might lose the answer.
+        """
+        try:
+            self.socket.shutdown(SHUT_WR)
+            self._wait_at_most(0.5)
+            deadline = time.monotonic() + 2.0
+            while time.monotonic() < deadline and self.socket.recv(READ):
+                pass
+        except OSError:
+            pass
+
+
+class _Pace:
+    """Watches that a body comes fast enough."""
+
+    __slots__ = ("_since",)
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+
+    def check(self, have: int) -> None:
+        if time.monotonic() - self._since > BODY_SECONDS + have / BODY_RATE:
+            raise self.too_slow()
+
+    def too_slow(self) -> BadRequest:
+        return BadRequest("the request's body came too slowly", status=408)
+
+
+class Spool:
+    """A large body on disk. Iterating reads it from its beginning, so that it can be sent again."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="anvil-mux-")  # noqa: SIM115 (closed by __exit__)
+        self._splice: tuple[int, int, bytes] | None = None
+        self._length = 0
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def __len__(self) -> int:
+        if self._splice is None:
+            return self._length
+        start, end, new = self._splice
+        return self._length + len(new) - (end - start)
+
+    def fill(self, pieces: Iterator[bytes], scan: Callable[[bytes], None]) -> None:
+        for piece in pieces:
+            scan(piece)
+            self._file.write(piece)
+            self._length += len(piece)
+
+    def replace(self, span: tuple[int, int], new: bytes) -> None:
+        """From now on the bytes of ``span`` are read as ``new``."""
+        self._splice = (*span, new)
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._splice is None:
+            yield from self._read(0, None)
+        else:
+            start, end, new = self._splice
+            yield from self._read(0, start)
+            yield new
+            yield from self._read(end, None)
+
+    def _read(self, start: int, end: int | None) -> Iterator[bytes]:
+        self._file.seek(start)
+        while end is None or start < end:
+            piece = self._file.read(READ if end is None else min(READ, end - start))
+            if not piece:
+                return
+            start += len(piece)
+            yield piece

@@ -1,0 +1,119 @@
+"""Another configuration while the program runs: asked for, refused or in effect, one after the other.
+
+A reload reads the files anew and checks them whole. If anything is wrong nothing changes, and every problem
+is told to whoever asked; else ``take`` makes it so. ``Watch`` sees for itself when files have changed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+from anvil_mux.config.change import Change
+from anvil_mux.config.config import Config
+from anvil_mux.errors import ConfigError, Draining
+
+LOOK_SECONDS = 2.0
+"""Between two looks at the files."""
+
+Stamp = tuple[int, int, int] | None
+
+
+class Reloads:
+    """``take`` puts a configuration into effect, or raises ConfigError; ``failed`` is told why.
+
+    Any thread.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Config],
+        take: Callable[[Config], Change],
+        failed: Callable[[str], object],
+        wall: Callable[[], float],
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """``around`` is entered for as long as a reload takes."""
+        self._read = read
+        self._take = take
+        self._failed = failed
+        self._wall = wall
+        self._around = around
+        # Held through a whole reload. Whoever only looks reads ``_told``, which is replaced as a whole.
+        self._lock = threading.Lock()
+        self._told: dict[str, Any] = _told(0, None, "")
+        self._closed = False
+
+    def reload(self) -> Change:
+        """What is different now. ConfigError: nothing is."""
+        with self._lock:
+            if self._closed:
+                raise Draining("anvil-mux is shutting down.")
+            with self._around():
+                return self._try()
+
+    def _try(self) -> Change:
+        told = self._told
+        try:
+            change = self._take(self._read())
+        except ConfigError as error:
+            self._told = {**told, "failed_at": self._wall(), "problems": [*error.problems]}
+            more = f" (and {len(error.problems) - 1} more)" if len(error.problems) > 1 else ""
+            self._failed(error.problems[0] + more)
+            raise
+        self._told = _told(told["count"] + 1, self._wall(), str(change))
+        return change
+
+    def told(self) -> dict[str, Any]:
+        """How often, the last one, and what was wrong with one that was tried after that; for /healthz."""
+        return self._told
+
+    def close(self) -> None:
+        """From now on every reload is refused; returns when none is under way."""
+        with self._lock:
+            self._closed = True
+
+
+def _told(count: int, at: float | None, changed: str) -> dict[str, Any]:
+    return {"count": count, "at": at, "changed": changed, "failed_at": None, "problems": []}
+
+
+def as_json(change: Change) -> dict[str, Any]:
+    return {**asdict(change), "text": str(change)}
+
+
+class Watch:
+    """Whether any of the files has changed, and been left alone for as long as it took to look again.
+
+    Used by one thread. ``files``: those of the moment; one that is new among them is no change.
+    """
+
+    def __init__(self, files: Callable[[], Iterable[str]]) -> None:
+        self._files = files
+        self._known = self._last = self._stamps()
+
+    def has_news(self) -> bool:
+        """True once for each change."""
+        before, self._last = self._last, self._stamps()
+        self._known = {**self._last, **self._known}
+        changed = any(self._known[file] != stamp for file, stamp in self._last.items())
+        if not changed or self._last != before:
+            return False
+        self._known = self._last
+        return True
+
+    def _stamps(self) -> dict[str, Stamp]:
+        return {file: _stamp(file) for file in self._files()}
+
+
+def _stamp(file: str) -> Stamp:
+    """None where there is no such file."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

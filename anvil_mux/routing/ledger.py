@@ -1,0 +1,470 @@
+"""What each replica of one model has to do, as counted from our own leases and streams.
+
+A choice charges its replica at once, so that the next request sees it. The input that a replica has not in
+its cache counts as prefill until the first byte of the answer, and all its tokens as decode from then on
+until the end. What engines say at the end of an answer (tokens, and how many of them were cached) corrects
+how long a token is taken to be, and how much a replica's cache to hold. What caches hold of which nobody says
+is learned over all of a model's replicas together: they mostly run the same engine on the same GPU.
+
+A request in two stages is charged to both replicas at once: its input to the one that computes it, until that
+has answered, and to the other, which is given it, as if all of it were cached there and answered already.
+
+Requests are identities held in a dict, never counts, so an end that comes twice, or after the replica was
+forgotten, changes nothing, and all counts are 0 when nobody is left.
+
+In the mode full an engine's own figures are merged in (``observe``). Of requests those are added that are not
+ours: what it says, less ours that it had then, whether they are there still or ended since. Which of ours it
+answers we know better: to an engine a prompt that it computes runs, too. Of its cache the larger of both
+counts. Tokens no engine says.
+
+Several anvil-mux that share engines tell each other what they have there (``reports``, ``hear``; store.py).
+What others have counts like our own, a moment late; of what an engine says the latest, whoever heard it.
+
+No lock and no clock: the residency calls it under the multiplexer's lock, the simulator from its loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from anvil_mux.routing.prefix import BYTES_PER_TOKEN, Prefixes
+from anvil_mux.routing.profile import Profile
+from anvil_mux.routing.routing import KV_TOKENS, Choice, Memory, Replica, Routing, Work, choose, explain
+
+LEARN = 0.1
+"""The weight of one answer in the mean length of a token."""
+BYTES_LEAST, BYTES_MOST = 1.0, 16.0
+SURPRISES = 3
+"""So many answers in a row that found less cached than was thought make the cache thought smaller."""
+LEAST_TOKENS, MOST_TOKENS = 1 << 14, 1 << 24
+"""That caches are thought to hold of which nobody says."""
+
+
+class Member(NamedTuple):
+    """What does not change of a replica."""
+
+    backend: str
+    infer_type: str = "neutral"
+    kv_tokens: int | None = None
+    """How many tokens its cache holds; None: not known."""
+    node: str = ""
+    unit: str = ""
+    profile: Profile | None = None
+
+
+class Load(NamedTuple):
+    """What an engine says of itself."""
+
+    running: int
+    waiting: int | None = None
+    """None: it does not say."""
+    usage: float | None = None
+    """How full its cache is, from 0 to 1; None: it does not say."""
+
+
+class Said(NamedTuple):
+    """What an engine said of itself last, in the mode full."""
+
+    load: Load | None
+    """None: nothing yet."""
+    age_seconds: float
+    """Since then, or since it was first looked at."""
+
+
+class Report(NamedTuple):
+    """What one anvil-mux has at a replica, and what it last heard of its engine."""
+
+    num_requests: int = 0
+    num_waiting_requests: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    num_tokens: int = 0
+    load: Load | None = None
+    age_seconds: float = 0.0
+    """Of ``load``."""
+
+
+NOTHING = Report()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One request at its replica."""
+
+    work: Work
+    hit: int
+    """Tokens of its input that were thought to be in the cache."""
+    since: float = 0.0
+    answering: bool = False
+
+    @property
+    def missing(self) -> int:
+        return max(self.work.tokens - self.hit, 0)
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a replica has to do."""
+
+    member: Member
+    entries: dict[Hashable, _Entry] = field(default_factory=dict)
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    decode_batch: int = 0
+    num_tokens: int = 0
+    kv_tokens: int = 0
+    """How many tokens its cache is thought to hold."""
+    surprises: int = 0
+    others: Report = NOTHING
+    """What other anvil-mux have there, all together."""
+    load: Load | None = None
+    heard: float | None = None
+    """When its engine last said something of itself, or else when it was first looked at."""
+    ended: int = 0
+    """Requests that it had then, and that are over since."""
+
+    def __post_init__(self) -> None:
+        self.kv_tokens = self.kv_tokens or self.member.kv_tokens or KV_TOKENS
+
+    def says(self, load: Load | None, at: float) -> None:
+        self.load, self.heard, self.ended = load, at, 0
+
+
+class Ledger:
+    """The accounts, the caches and the memory of the replicas of one model."""
+
+    def __init__(self, routing: Routing, members: Iterable[Member], *, full: bool = False) -> None:
+        self.routing = routing
+        self._full = full
+        self._accounts = {member.backend: _Account(member) for member in members}
+        self._where: dict[Hashable, str] = {}
+        self._prefill_tokens = 0  # of all accounts
+        self._kv_tokens = KV_TOKENS  # of those caches of which nobody says
+        self._memory = Memory(replicas=len(self._accounts))
+        self.bytes_per_token = BYTES_PER_TOKEN
+        """Written as all here; whoever only reads it needs no lock."""
+        self.prefixes = Prefixes(self._accounts)
+
+    def go_on_from(self, before: Ledger) -> None:
+        """What ``before`` knows of the replicas that are here too; members and routing may be others."""
+        for name in self._accounts.keys() & before._accounts.keys():
+            account, member = before._accounts[name], self._accounts[name].member
+            if account.member.kv_tokens != member.kv_tokens:
+                account.kv_tokens = member.kv_tokens or before._kv_tokens
+            account.member = member
+            self._accounts[name] = account
+            self._where |= dict.fromkeys(account.entries, name)
+            self._prefill_tokens += account.prefill_tokens + account.others.prefill_tokens
+            self.prefixes.go_on_from(before.prefixes, name)
+        self._memory = replace(before._memory, replicas=len(self._accounts))
+        self.bytes_per_token, self._kv_tokens = before.bytes_per_token, before._kv_tokens
+
+    def __repr__(self) -> str:
+        return f"<Ledger {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"
+
+    def observe(self, backend: str, load: Load | None, now: float) -> None:
+        """Its engine said this of itself; None: it answered, and has no figures."""
+        self._accounts[backend].says(load, now)
+
+    def said(self, backend: str, now: float) -> Said | None:
+        """What its engine said last; None where engines are not read, or this one was not yet."""
+        account = self._accounts[backend]
+        return Said(account.load, now - account.heard) if self._full and account.heard is not None else None
+
+    def reports(self, now: float) -> dict[str, Report]:
+        """What others are told."""
+        return {
+            name: Report(
+                len(each.entries),
+                len(each.entries) - each.decode_batch,
+                each.prefill_tokens,
+                each.decode_tokens,
+                each.num_tokens,
+                each.load,
+                0.0 if each.heard is None else now - each.heard,
+            )
+            for name, each in self._accounts.items()
+        }
+
+    def hear(self, told: Mapping[str, Sequence[Report]], now: float) -> None:
+        """What all others are known to have; who is not in it has nothing any more."""
+        for name, account in self._accounts.items():
+            reports = told.get(name, ())
+            self._prefill_tokens -= account.others.prefill_tokens
+            account.others = Report(
+                sum([each.num_requests for each in reports]),
+                sum([each.num_waiting_requests for each in reports]),
+                sum([each.prefill_tokens for each in reports]),
+                sum([each.decode_tokens for each in reports]),
+                sum([each.num_tokens for each in reports]),
+            )
+            self._prefill_tokens += account.others.prefill_tokens
+            for report in reports:
+                at = now - report.age_seconds
+                if report.load and (account.load is None or account.heard is None or at > account.heard):
+                    account.says(report.load, at)
+
+    def view(
+        self, work: Work, among: Sequence[str], failed: Sequence[str] = (), now: float = 0.0
+    ) -> list[Replica]:
+        """The replicas as a choice for ``work`` sees them; those that ``failed`` cannot be chosen."""
+        hits = self.prefixes.hits(work.blocks, among) if work.blocks else {}
+        replicas = [self._replica(name, work, hits.get(name, 0)) for name in among]
+        if self._full:
+            replicas = [self._observed(replica, now) for replica in replicas]
+        replicas += [self._replica(name, work, 0)._replace(schedulable=False) for name in failed]
+        return replicas
+
+    def _observed(self, ours: Replica, now: float) -> Replica:
+        """With what its engine says."""
+        account = self._accounts[ours.backend]
+        if account.heard is None:
+            account.heard = now
+        since = account.heard
+        ours = ours._replace(age_seconds=now - since)
+        if account.load is None:
+            return ours
+        running, waiting, usage = account.load
+        known = account.ended + sum([entry.since <= since for entry in account.entries.values()])
+        foreign = max(running + (waiting or 0) - known - account.others.num_requests, 0)
+        answered = min(foreign, running)
+        return ours._replace(
+            num_requests=ours.num_requests + foreign,
+            num_waiting_requests=ours.num_waiting_requests + foreign - answered,
+            decode_batch=ours.decode_batch + answered,
+            kv_usage=usage,
+        )
+
+    def _replica(self, name: str, work: Work, blocks: int) -> Replica:
+        account = self._accounts[name]
+        member = account.member
+        others = account.others
+        total = len(account.entries) + others.num_requests
+        waiting = len(account.entries) - account.decode_batch + others.num_waiting_requests
+        return Replica(
+            name,
+            member.infer_type,
+            True,
+            0.0,
+            member.node,
+            member.unit,
+            total,
+            waiting,
+            account.prefill_tokens + others.prefill_tokens,
+            account.decode_tokens + others.decode_tokens,
+            total - waiting,
+            account.num_tokens + others.num_tokens,
+            work.tokens if work.infer_type == "decode" else min(blocks * work.block_tokens, work.tokens),
+            member.kv_tokens or 0,
+            member.profile,
+            heat=self._memory.heat(name),
+            usual_tokens=self._memory.usual_tokens,
+            fleet_prefill_tokens=self._prefill_tokens,
+        )
+
+    def waiting(self, backend: str) -> list[Hashable]:
+        """The requests that it does not answer yet, in the order in which they came.
+
+        Those whose input another one computes wait for that one.
+        """
+        return [key for key, entry in self._accounts[backend].entries.items() if not entry.answering]
+
+    def choose(
+        self,
+        key: Hashable,
+        work: Work,
+        among: Sequence[str],
+        failed: Sequence[str] = (),
+        now: float = 0.0,
+    ) -> Choice | None:
+        """One of ``among``, charged with ``work`` under ``key`` until it ended; None if none is left."""
+        choice = choose(self.routing, work, self.view(work, among, failed, now), self._memory)
+        if choice:
+            self._memory.note(work, choice)
+            self._charge(key, work, choice, now)
+        return choice
+
+    def explain(
+        self, work: Work, among: Sequence[str], failed: Sequence[str] = (), now: float = 0.0
+    ) -> list[dict[str, Any]]:
+        """What ``choose`` would go by; nothing is changed."""
+        rows = explain(self.routing, work, self.view(work, among, failed, now), self._memory)
+        if self._full:
+            for row in rows:
+                row["engine"] = told(self.said(row["backend"], now))
+        return rows
+
+    def left_waiting(self, backend: str, among: Sequence[str], now: float) -> list[Hashable]:
+        """Requests that it does not answer, if the policy takes it for stale and has another for them."""
+        found = []
+        for key in self.waiting(backend):
+            work = self._accounts[backend].entries[key].work
+            choice = choose(self.routing, work, self.view(work, among, (), now), self._memory)
+            if choice and (backend, "staleness") in choice.removed:
+                found.append(key)
+        return found
+
+    def better_off(self, to: str, among: Sequence[str]) -> list[Hashable]:
+        """Requests that wait elsewhere behind others, and that the policy would send ``to`` now.
+
+        The last of each line first, and never more than are left. What is not streamed may be nearly done: it
+        stays.
+        """
+        found: list[Hashable] = []
+        moved = self._replica(to, Work(), 0)
+        for name in among:
+            behind = self.waiting(name)[1:] if name != to else []
+            for left, key in zip(range(len(behind), 0, -1), reversed(behind), strict=True):
+                entry = self._accounts[name].entries[key]
+                if not entry.work.stream:
+                    continue
+                if left <= moved.num_waiting_requests:
+                    break
+                hits = self.prefixes.hits(entry.work.blocks, [to]).get(to, 0) * entry.work.block_tokens
+                target = moved._replace(hit_tokens=min(hits, entry.work.tokens))
+                pair = [self._without(name, entry, found), target]
+                choice = choose(self.routing, entry.work, pair, self._memory)
+                if choice is None or choice.backend != to:
+                    break
+                found.append(key)
+                moved = _with(moved, entry.work, target.hit_tokens)
+        return found
+
+    def _without(self, name: str, entry: _Entry, gone: Sequence[Hashable]) -> Replica:
+        """The replica of ``entry`` as it would be if that, and those that are ``gone``, were not there."""
+        replica = self._replica(name, entry.work, 0)._replace(hit_tokens=entry.hit)
+        entries = self._accounts[name].entries
+        for each in (entry, *[entries[key] for key in gone if key in entries]):
+            replica = replica._replace(
+                num_requests=replica.num_requests - 1,
+                num_waiting_requests=replica.num_waiting_requests - 1,
+                prefill_tokens=replica.prefill_tokens - each.missing,
+                num_tokens=replica.num_tokens - each.work.tokens,
+            )
+        return replica
+
+    def _charge(self, key: Hashable, work: Work, choice: Choice, now: float) -> None:
+        account = self._accounts[choice.backend]
+        entry = _Entry(work, choice.hit_tokens, now)
+        account.entries[key] = entry
+        self._add_prefill(account, entry.missing)
+        if work.infer_type == "decode":
+            self._begin_decode(account, entry)
+        account.num_tokens += work.tokens
+        self._where[key] = choice.backend
+        if work.blocks:
+            self.prefixes.use(choice.backend, work.blocks, account.kv_tokens // work.block_tokens)
+
+    def _add_prefill(self, account: _Account, tokens: int) -> None:
+        account.prefill_tokens += tokens
+        self._prefill_tokens += tokens
+
+    def first_byte(self, key: Hashable) -> None:
+        """Its prefill is done."""
+        account, entry = self._find(key)
+        if account and entry and not entry.answering:
+            self._add_prefill(account, -entry.missing)
+            self._begin_decode(account, entry)
+
+    def _begin_decode(self, account: _Account, entry: _Entry) -> None:
+        entry.answering = True
+        account.decode_tokens += entry.work.tokens
+        account.decode_batch += 1
+
+    def ended(
+        self, key: Hashable, cached_tokens: int | None = None, prompt_tokens: int | None = None
+    ) -> None:
+        """Whatever the end was; the tokens are what the engine says of the input."""
+        account, entry = self._find(key)
+        if account is None or entry is None:
+            return
+        del account.entries[key], self._where[key]
+        account.ended += account.heard is not None and entry.since <= account.heard
+        account.num_tokens -= entry.work.tokens
+        if entry.answering:
+            account.decode_tokens -= entry.work.tokens
+            account.decode_batch -= 1
+        else:
+            self._add_prefill(account, -entry.missing)
+        if prompt_tokens:
+            self._measure(entry.work, prompt_tokens)
+        if cached_tokens is not None and entry.work.infer_type != "decode":
+            self._compare(account, entry, cached_tokens)
+
+    def _measure(self, work: Work, prompt_tokens: int) -> None:
+        if work.size:
+            measured = min(max(work.size / prompt_tokens, BYTES_LEAST), BYTES_MOST)
+            self.bytes_per_token += LEARN * (measured - self.bytes_per_token)
+
+    def _compare(self, account: _Account, entry: _Entry, cached_tokens: int) -> None:
+        """A cache that repeatedly held less than was thought is smaller than was thought."""
+        block, unforeseen = entry.work.block_tokens, cached_tokens - entry.hit
+        held = self.prefixes.size(account.member.backend) * block
+        if (
+            not account.member.kv_tokens
+            and abs(unforeseen) > 2 * block
+            and held + 2 * block > account.kv_tokens
+        ):
+            self._learn_room(unforeseen)
+        full = account.member.kv_tokens or self._kv_tokens
+        if unforeseen > -2 * block:
+            account.surprises = 0
+            account.kv_tokens = min(account.kv_tokens + full // 16, full)
+            return
+        account.surprises += 1
+        if account.surprises == SURPRISES:
+            account.surprises = 0
+            account.kv_tokens = max(held * 3 // 4, full // 8)
+            self.prefixes.use(account.member.backend, (), account.kv_tokens // block)
+
+    def _learn_room(self, tokens: int) -> None:
+        """A cache of which all that it is thought to hold was remembered had so many more, or less."""
+        before = self._kv_tokens
+        after = min(max(before + max(tokens, -before // 16), LEAST_TOKENS), MOST_TOKENS)
+        self._kv_tokens = after
+        for each in self._accounts.values():
+            if not each.member.kv_tokens and (each.kv_tokens >= before or each.kv_tokens > after):
+                each.kv_tokens = after
+
+    def forget(self, backend: str) -> None:
+        """It stopped, slept, was swapped or died: it has nothing to do, and nothing in its cache."""
+        account = self._accounts[backend]
+        for key in account.entries:
+            del self._where[key]
+        self._prefill_tokens -= account.prefill_tokens + account.others.prefill_tokens
+        self._accounts[backend] = _Account(
+            account.member, kv_tokens=account.member.kv_tokens or self._kv_tokens
+        )
+        self._memory.forget(backend)
+        self.prefixes.clear(backend)
+
+    def _find(self, key: Hashable) -> tuple[_Account | None, _Entry | None]:
+        backend = self._where.get(key)
+        if backend is None:
+            return None, None
+        account = self._accounts[backend]
+        return account, account.entries[key]
+
+
+def told(said: Said | None) -> dict[str, Any] | None:
+    """As JSON has it."""
+    if said is None:
+        return None
+    running, waiting, usage = said.load or (None, None, None)
+    return {
+        "running": running,
+        "waiting": waiting,
+        "kv_usage": usage,
+        "age_seconds": round(said.age_seconds, 1),
+    }
+
+
+def _with(replica: Replica, work: Work, hit_tokens: int) -> Replica:
+    return replica._replace(
+        num_requests=replica.num_requests + 1,
+        num_waiting_requests=replica.num_waiting_requests + 1,
+        prefill_tokens=replica.prefill_tokens + max(work.tokens - hit_tokens, 0),
+        num_tokens=replica.num_tokens + work.tokens,
+    )

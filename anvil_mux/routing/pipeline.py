@@ -1,0 +1,300 @@
+"""What users write of a routing policy -> ``routing.Routing``; all problems at once.
+
+A policy is a mapping: ``filters`` (a list of steps), ``selector`` (one step), and ``metrics``: names of its
+own for metrics with settings, or a list of metrics to be shown when a choice is explained. A step is its
+name, or ``{name: {setting: value}}``. Under the keys neutral, prefill and decode a policy may hold a pipeline
+for each infer type instead. What may stand where is read off the arguments of the steps in routing.py: there
+is no second table.
+
+The policies that are shipped (routing.yaml) are read by the same functions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib.resources import files
+from inspect import Parameter, signature
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from anvil_mux.config.settings import nearest, show
+from anvil_mux.routing import routing
+from anvil_mux.routing.routing import INFER_TYPES, Filter, Metric, Pipeline, Routing, Selector, Sweep
+
+NAME = re.compile(r"[A-Za-z0-9._+-]+")
+"""Of a policy and of a metric: both appear in headers."""
+DEFAULT = "least_delay"
+"""The policy of models that name none."""
+
+Path = tuple[str, ...]
+Problem = tuple[Path, str]
+"""(the way to the value within the policy, what is wrong with it)"""
+
+PARTS = ("metrics", "filters", "selector")
+
+
+def text() -> str:
+    """The policies that come with the program, as they are written."""
+    return files("anvil_mux.routing").joinpath("routing.yaml").read_text(encoding="utf-8")
+
+
+@cache
+def shipped() -> dict[str, Any]:
+    """The same, read."""
+    found = yaml.safe_load(text())
+    assert isinstance(found, dict)
+    return found
+
+
+def build(name: str, own: Mapping[str, object] | None = None) -> Routing:
+    """The policy called ``name``, one of ``own`` or one that is shipped; ValueError if there is a problem."""
+    known = {**shipped(), **(own or {})}
+    if name not in known:
+        raise ValueError(f"unknown routing policy {name}; {nearest(name, known)}")
+    made, problems = compile(name, known[name])
+    if problems:
+        raise ValueError("; ".join(f"{'.'.join((name, *path))}: {text}" for path, text in problems))
+    return made
+
+
+def compile(name: str, written: object) -> tuple[Routing, list[Problem]]:
+    """The policy as far as it could be read, and all that is wrong with it."""
+    reading = _Reading()
+    pipelines: dict[str, Pipeline] = {}
+    if not isinstance(written, Mapping) or not written:
+        reading.problem((), f"must hold metrics, filters and a selector, not {show(written)}")
+    elif set(written) & set(INFER_TYPES):
+        for key, value in written.items():
+            if key in INFER_TYPES:
+                pipelines[key] = reading.pipeline(value, (key,))
+            else:
+                reading.problem((str(key),), f"stands beside infer types; {nearest(str(key), INFER_TYPES)}")
+    else:
+        pipelines = dict.fromkeys(INFER_TYPES, reading.pipeline(written, ()))
+    return Routing(name, pipelines, frozenset(reading.needs)), reading.problems
+
+
+@dataclass
+class _Reading:
+    """One policy being read."""
+
+    problems: list[Problem] = field(default_factory=list)
+    needs: set[str] = field(default_factory=set)
+    named: dict[str, Metric | None] = field(default_factory=dict)
+    """Metrics by the pipeline's own names; None: there was a problem with it."""
+    used: dict[Metric, None] = field(default_factory=dict)
+
+    def problem(self, path: Path, text: str) -> None:
+        self.problems.append((path, text))
+
+    def pipeline(self, written: object, path: Path) -> Pipeline:
+        self.named, self.used = {}, {}
+        selector = Selector("none", partial(routing.round_robin))
+        if not isinstance(written, Mapping):
+            self.problem(path, f"must hold metrics, filters and a selector, not {show(written)}")
+            return Pipeline(selector)
+        for key in written:
+            if key not in PARTS:
+                self.problem((*path, str(key)), f"unknown key; {nearest(str(key), PARTS)}")
+        self._metrics(written.get("metrics"), (*path, "metrics"))
+        filters, sweeps = self._filters(written.get("filters"), (*path, "filters"))
+        if "selector" in written:
+            selector = self._selector(written["selector"], (*path, "selector")) or selector
+        else:
+            self.problem(path, f"has no selector; known: {', '.join(routing.SELECTORS)}")
+        return Pipeline(selector, filters, sweeps, tuple(self.used))
+
+    # The parts
+
+    def _metrics(self, written: object, path: Path) -> None:
+        match written:
+            case None:
+                pass
+            case list():
+                for index, each in enumerate(written):
+                    self._metric(each, (*path, str(index)))
+            case dict():
+                for name, each in written.items():
+                    if not NAME.fullmatch(str(name)):
+                        self.problem((*path, str(name)), "a name may hold letters, digits, . _ + and - only")
+                    elif name in routing.METRICS:
+                        self.problem((*path, str(name)), "is the name of a metric already; call it otherwise")
+                    else:
+                        self.named[str(name)] = self._named(str(name), each, (*path, str(name)))
+            case _:
+                self.problem(path, f"must be a list, or names for metrics, not {show(written)}")
+
+    def _named(self, name: str, written: object, path: Path) -> Metric | None:
+        metric = self._metric(written, path)
+        if metric is None:
+            return None
+        self.used.pop(metric, None)
+        metric = Metric(name, metric.of, metric.higher)
+        self.used[metric] = None
+        return metric
+
+    def _metric(self, written: object, path: Path) -> Metric | None:
+        if isinstance(written, str) and written in self.named:
+            return self.named[written]
+        step = self._step(written, path, "metric", routing.METRICS, tuple(self.named))
+        if step is None:
+            return None
+        name, function, given = step
+        if need := routing.NEEDS.get(name):
+            self.needs.add(need)
+        metric = Metric(name, _bound(function, given), name in routing.HIGHER)
+        for known in self.used:
+            if known.name == name and _same(known.of, metric.of):
+                return known
+        self.used[metric] = None
+        return metric
+
+    def _filters(self, written: object, path: Path) -> tuple[tuple[Filter, ...], tuple[Sweep, ...]]:
+        filters, sweeps = [], []
+        if not isinstance(written, (list, type(None))):
+            self.problem(path, f"must be a list of filters, not {show(written)}")
+            written = None
+        for index, each in enumerate(written or ()):
+            known = {**routing.FILTERS, **routing.SWEEPS}
+            step = self._step(each, (*path, str(index)), "filter", known)
+            if step is None:
+                continue
+            name, function, given = step
+            if name in routing.SWEEPS:
+                sweeps.append(Sweep(name, _bound(function, given)))
+            else:
+                skipped = name in routing.SKIPPED and not given.pop("in_fallback", False)
+                shown = f"{name} {given['metric'].name}" if isinstance(given.get("metric"), Metric) else name
+                filters.append(Filter(shown, _bound(function, given), name in routing.MARKING, skipped))
+        return tuple(filters), tuple(sweeps)
+
+    def _selector(self, written: object, path: Path) -> Selector | None:
+        step = self._step(written, path, "selector", routing.SELECTORS)
+        if step is None:
+            return None
+        name, function, given = step
+        return Selector(name, _bound(function, given))
+
+    # A step and its settings
+
+    def _step(
+        self, written: object, path: Path, what: str, known: Mapping[str, Any], own: tuple[str, ...] = ()
+    ) -> tuple[str, Callable[..., Any], dict[str, Any]] | None:
+        """Name, function and settings of a step; None if it cannot be read."""
+        match written:
+            case str() as name:
+                given: object = {}
+            case dict() if len(written) == 1:
+                name, given = next(iter(written.items()))
+            case _:
+                self.problem(path, f"must be a {what}, or {{{what}: its settings}}, not {show(written)}")
+                return None
+        if name not in known:
+            self.problem(path, f"unknown {what} {name}; {nearest(str(name), (*own, *known))}")
+            return None
+        if not isinstance(given, (dict, type(None))):
+            self.problem((*path, name), f"must hold settings, not {show(given)}")
+            return None
+        before = len(self.problems)
+        settings = self._settings(name, known[name], given or {}, path if given == {} else (*path, name))
+        return None if len(self.problems) > before else (name, known[name], settings)
+
+    def _settings(
+        self, name: str, function: Callable[..., Any], given: Mapping[str, object], path: Path
+    ) -> dict[str, Any]:
+        wanted = _parameters(function)
+        for key in given:
+            if key not in wanted:
+                known = nearest(str(key), wanted) if wanted else "it has none"
+                self.problem((*path, str(key)), f"unknown setting of {name}; {known}")
+        taken = {}
+        for key, (kind, required) in wanted.items():
+            if key in given:
+                taken[key] = self._value(given[key], kind, (*path, key))
+            elif required:
+                self.problem(path, f"{name} needs the setting {key}")
+        return taken
+
+    def _value(self, value: Any, kind: Any, path: Path) -> Any:
+        if kind is Metric:
+            return self._metric(value, path)
+        if kind is Selector:
+            return self._selector(value, path)
+        if kind == tuple[Metric, ...]:
+            return self._ranking(value, path)
+        if kind == Mapping[Metric, float]:
+            return self._weights(value, path)
+        value = _plain(value, kind)
+        if wanted := _misfit(value, kind):
+            self.problem(path, f"must be {wanted}, not {show(value)}")
+            return None
+        return float(value) if kind is float else value
+
+    def _ranking(self, value: object, path: Path) -> tuple[Metric | None, ...]:
+        if not isinstance(value, list) or not value:
+            self.problem(path, f"must be a list of metrics, not {show(value)}")
+            return ()
+        return tuple([self._metric(each, (*path, str(index))) for index, each in enumerate(value)])
+
+    def _weights(self, value: object, path: Path) -> dict[Metric, float]:
+        if not isinstance(value, dict) or not value:
+            self.problem(path, f"must hold {{metric: weight}}, not {show(value)}")
+            return {}
+        weights = {}
+        for name, weight in value.items():
+            metric = self._metric(name, (*path, str(name)))
+            weight = _plain(weight, float)
+            if wanted := _misfit(weight, float):
+                self.problem((*path, str(name)), f"must be {wanted}, not {show(weight)}")
+            elif metric:
+                weights[metric] = float(weight)
+        return weights
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
+    """Setting -> (its type, whether it must be given)."""
+    hints = get_type_hints(function)
+    return {
+        name: (hints[name], parameter.default is Parameter.empty)
+        for name, parameter in signature(function).parameters.items()
+        if parameter.kind is Parameter.KEYWORD_ONLY
+    }
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """Variables give text: the number or the flag that it means, if ``kind`` is one."""
+    if isinstance(value, str) and kind in (bool, int, float):
+        try:
+            return {"true": True, "false": False}[value] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            pass
+    return value
+
+
+def _misfit(value: Any, kind: Any) -> str:
+    """What ``value`` should be, if it is not."""
+    if get_origin(kind) is Literal:
+        return "" if value in get_args(kind) else "one of " + ", ".join(get_args(kind))
+    if kind is bool:
+        return "" if isinstance(value, bool) else "true or false"
+    if kind is str:
+        return "" if isinstance(value, str) and value else "text"
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if kind is int:
+        return "" if number and isinstance(value, int) and value > 0 else "a whole number of at least 1"
+    return "" if number and value >= 0 else "a number of at least 0"
+
+
+def _bound(function: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
+    return partial(function, **given) if given else function
+
+
+def _same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    if isinstance(one, partial) and isinstance(other, partial):
+        return one.func is other.func and one.keywords == other.keywords
+    return one is other

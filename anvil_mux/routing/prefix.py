@@ -1,0 +1,164 @@
+"""What the caches of a model's replicas hold, as far as can be told from what was sent to them.
+
+``Prefixes`` is one picture for all replicas of a model: block -> a mask of the replicas that hold it, so that
+one walk along a request's blocks says how much each of them has, and stops at the first that nobody has. Each
+replica has an order of use of its own and loses what was used longest ago when its capacity is exceeded; of
+one request the end goes before the beginning, as a block is worth nothing without those before it.
+
+A block's hash covers all blocks before it, so equal hashes mean equal beginnings. ``read`` makes the blocks
+of a request without a tokenizer: of the bytes of what the engine will put into the prompt, in a fixed order.
+What else stands in a request, and where, changes nothing; a conversation that is continued begins alike.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from anvil_mux.routing.routing import Work
+
+BLOCK_BYTES = 2048
+BYTES_PER_TOKEN = 4.0
+"""Until engines' own counts teach better."""
+PARTS = ("tools", "functions", "system", "instructions", "messages", "input", "prompt")
+"""What of a request gets into the prompt, of all APIs."""
+SALTS = ("cache_salt", "lora", "lora_path")
+"""What makes engines keep equal prompts apart."""
+MEDIA = re.compile(rb"[A-Za-z0-9+/]{4096,}={0,2}")
+"""Images and sound in base64: few tokens, however long."""
+
+
+def read(model: str, body: bytes | bytearray, bytes_per_token: float, session: str = "") -> Work:
+    """A JSON request as the router sees it; of what is none only the length counts."""
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict):
+        return Work(tokens=round(len(body) / bytes_per_token), session=session, size=len(body))
+    prompt = b"\n".join(_prompt(document))
+    return Work(
+        tokens=round(len(prompt) / bytes_per_token),
+        blocks=tuple(_chain(_root(model, document), prompt)),
+        block_tokens=max(round(BLOCK_BYTES / bytes_per_token), 1),
+        session=session or _session(document),
+        size=len(prompt),
+    )
+
+
+def _prompt(document: dict[str, Any]) -> Iterator[bytes]:
+    for part in PARTS:
+        value = document.get(part)
+        if isinstance(value, str):
+            yield value.encode("utf-8", "surrogatepass")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for item in value:
+                yield _written(item)
+        elif value:
+            yield _written(value)
+
+
+def _written(value: object) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
+    data = text.encode("utf-8", "surrogatepass")
+    if len(data) > 4096 and b"base64" in data:
+        data = MEDIA.sub(lambda found: blake2b(found[0], digest_size=16).hexdigest().encode(), data)
+    return data
+
+
+def _root(model: str, document: dict[str, Any]) -> bytes:
+    salts = [str(document[key]) for key in SALTS if key in document]
+    return "\0".join([model, *salts]).encode("utf-8", "surrogatepass")
+
+
+def _chain(root: bytes, prompt: bytes) -> Iterator[int]:
+    """The hashes of the full blocks of ``prompt``, each over all that comes before its end."""
+    last = root
+    for start in range(0, len(prompt) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        made = blake2b(last, digest_size=8)
+        made.update(prompt[start : start + BLOCK_BYTES])
+        last = made.digest()
+        yield int.from_bytes(last, "little")
+
+
+def _session(document: dict[str, Any]) -> str:
+    """Which conversation it belongs to, as far as its client says: OpenAI's key, Anthropic's user."""
+    found = document.get("prompt_cache_key")
+    if found is None and isinstance(document.get("metadata"), dict):
+        found = document["metadata"].get("user_id")
+    return found[:256] if isinstance(found, str) else ""
+
+
+class Prefixes:
+    """The blocks that each of a model's replicas holds. Not for several threads at once."""
+
+    def __init__(self, replicas: Iterable[str]) -> None:
+        self._bits = {name: 1 << index for index, name in enumerate(replicas)}
+        self._holders: dict[int, int] = {}
+        """Block -> the bits of those that hold it."""
+        self._used: dict[str, dict[int, None]] = {name: {} for name in self._bits}
+        """Of each replica its blocks, the one used longest ago first."""
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def size(self, replica: str) -> int:
+        return len(self._used[replica])
+
+    def hits(self, blocks: Sequence[int], among: Iterable[str]) -> dict[str, int]:
+        """How many of ``blocks``, from the first on, each holds; who holds none is left out."""
+        bits = {self._bits[name]: name for name in among}
+        mask, found = sum(bits), {}
+        for length, block in enumerate(blocks):
+            still = mask & self._holders.get(block, 0)
+            if still != mask:
+                if length:
+                    found.update(dict.fromkeys(_names(bits, mask & ~still), length))
+                mask = still
+                if not mask:
+                    return found
+        found.update(dict.fromkeys(_names(bits, mask), len(blocks)))
+        return found
+
+    def use(self, replica: str, blocks: Sequence[int], capacity: int) -> None:
+        """``blocks`` are sent to ``replica``, whose cache holds ``capacity`` of them."""
+        used, holders, bit = self._used[replica], self._holders, self._bits[replica]
+        for block in reversed(blocks):
+            if block in used:
+                del used[block]
+            else:
+                holders[block] = holders.get(block, 0) | bit
+            used[block] = None
+        while len(used) > capacity:
+            self._drop(replica, next(iter(used)))
+
+    def go_on_from(self, before: Prefixes, replica: str) -> None:
+        """``replica`` holds what it held before."""
+        blocks = list(before._used[replica])
+        self.use(replica, blocks[::-1], len(blocks))
+
+    def cut(self, replica: str, blocks: Iterable[int]) -> None:
+        """``replica`` turned out not to hold these."""
+        for block in blocks:
+            if block in self._used[replica]:
+                self._drop(replica, block)
+
+    def clear(self, replica: str) -> None:
+        """It holds nothing any more: it was stopped, put to sleep, or died."""
+        for block in list(self._used[replica]):
+            self._drop(replica, block)
+
+    def _drop(self, replica: str, block: int) -> None:
+        del self._used[replica][block]
+        left = self._holders[block] & ~self._bits[replica]
+        if left:
+            self._holders[block] = left
+        else:
+            del self._holders[block]
+
+
+def _names(bits: dict[int, str], mask: int) -> list[str]:
+    return [name for bit, name in bits.items() if bit & mask]

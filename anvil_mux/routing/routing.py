@@ -1,0 +1,615 @@
+"""WHERE, among the replicas of one model, a request goes.
+
+A policy is a pipeline: **metrics** put a number on each replica for this request, **filters** take replicas
+out, a **selector** takes one of those that are left. All filters of a replica run; after them those that look
+at all replicas at once (``failover``). If nobody is left the filters run again without those that may be
+skipped (a threshold on load, say): the fallback pass. If nobody is left then, there is no choice.
+
+Everything here is pure: literal ``Replica``s and a ``Memory`` in, a ``Choice`` out, and the same again for
+the same arguments. Who asks (ledger.py) notes the choice in the memory and charges the replica before the
+next request looks. Ties go to the replica that was picked longest ago, then to the first. The pick of
+``top_k`` and ``power_of_two`` looks random, and is a hash of the number of the choice.
+
+To add a step: a function and a line in ``METRICS``, ``FILTERS``, ``SWEEPS`` or ``SELECTORS``. Its arguments
+after the ``*`` are its settings, and their annotations say what may stand there; its docstring documents it.
+pipeline.py turns what users write, and the policies that are shipped (routing.yaml), into ``Routing``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from anvil_mux.routing.profile import Profile
+
+INFER_TYPES = ("neutral", "prefill", "decode")
+STAGES = ("prefill", "decode")
+EITHER = "either"
+"""The infer type of a replica that takes whichever stage it is given."""
+MAX_SESSIONS = 10_000
+"""Sessions whose replica is remembered."""
+HORIZON = 16
+"""For each replica so many choices are remembered of where requests went and what they had to compute."""
+KV_TOKENS = 131_072
+"""What a cache is taken to hold where nobody says."""
+
+
+class Work(NamedTuple):
+    """One request as the router sees it."""
+
+    tokens: int = 0
+    """Of its input; an estimate."""
+    blocks: tuple[int, ...] = ()
+    """Chained hashes of the full blocks of its input, from the first on."""
+    block_tokens: int = 512
+    session: str = ""
+    infer_type: str = "neutral"
+    """Which stage is to be placed: neutral (all of it), prefill or decode."""
+    size: int = 0
+    """Bytes of its input; 0: not known."""
+    stream: bool = False
+    """The first byte of its answer says that its prefill is done."""
+    owner: str = ""
+    """The replica that alone has what it refers to: it goes there if it can, whatever the policy says."""
+
+
+class Replica(NamedTuple):
+    """One backend of the model at one moment, for one request."""
+
+    backend: str
+    infer_type: str = "neutral"
+    schedulable: bool = True
+    age_seconds: float = 0.0
+    """Of what its engine said of itself; 0 where all numbers are our own."""
+    node: str = ""
+    unit: str = ""
+    num_requests: int = 0
+    num_waiting_requests: int = 0
+    """Those of which no byte of an answer has come."""
+    prefill_tokens: int = 0
+    """Input of the waiting requests that is not in its cache."""
+    decode_tokens: int = 0
+    """Tokens in the requests that are being answered."""
+    decode_batch: int = 0
+    """How many are being answered."""
+    num_tokens: int = 0
+    """Tokens in all its requests."""
+    hit_tokens: int = 0
+    """Of this request's input, how many are in its cache."""
+    kv_tokens: int = 0
+    """How many its cache holds; 0: not known."""
+    profile: Profile | None = None
+    """How fast it was measured to be."""
+    kv_usage: float | None = None
+    """How full its cache is, as its engine says; None: it does not."""
+    heat: float = 1.0
+    """Its part of the latest requests, times the number of replicas."""
+    usual_tokens: float = 0.0
+    """Of the latest requests' input, the mean that was not cached where they went; 0: not known."""
+    fleet_prefill_tokens: int = 0
+    """``prefill_tokens`` of all replicas of the model together."""
+
+
+class Choice(NamedTuple):
+    backend: str
+    policy: str
+    passed: str
+    """normal, or fallback: the thresholds had left nobody."""
+    reason: str
+    removed: tuple[tuple[str, str], ...] = ()
+    """(every other replica, the step that removed it)"""
+    hit_tokens: int = 0
+
+    @property
+    def why(self) -> str:
+        """In one line."""
+        passed = "" if self.passed == "normal" else f" ({self.passed})"
+        others = ", ".join([f"{backend} ({step})" for backend, step in self.removed])
+        return f"{self.policy}{passed}: {self.reason}" + (f"; not {others}" if others else "")
+
+
+@dataclass(slots=True)
+class Memory:
+    """What some selectors remember between choices; the choices themselves only read it."""
+
+    choices: int = 0
+    picked: dict[str, int] = field(default_factory=dict)
+    """Backend -> the number of the choice that last picked it."""
+    last: str = ""
+    owners: dict[str, str] = field(default_factory=dict)
+    """Session -> the backend that had its last request; the longest silent first."""
+    replicas: int = 1
+    usual_tokens: float = 0.0
+    heats: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Backend -> (its heat, after the choice of this number)."""
+
+    def heat(self, backend: str) -> float:
+        heat, choices = self.heats.get(backend, (1.0, 0))
+        return heat * (1.0 - 1.0 / (HORIZON * self.replicas)) ** (self.choices - choices)
+
+    def note(self, work: Work, choice: Choice) -> None:
+        self.choices += 1
+        self.heats[choice.backend] = self.heat(choice.backend) + 1.0 / HORIZON, self.choices
+        if work.infer_type != "decode":  # a decode stage computes nothing of it
+            missing = max(work.tokens - choice.hit_tokens, 0)
+            self.usual_tokens += (missing - self.usual_tokens) / min(self.choices, HORIZON * self.replicas)
+        self.last = choice.backend
+        self.picked[choice.backend] = self.choices
+        if work.session:
+            self.owners.pop(work.session, None)
+            self.owners[work.session] = choice.backend
+            if len(self.owners) > MAX_SESSIONS:
+                del self.owners[next(iter(self.owners))]
+
+    def forget(self, backend: str) -> None:
+        """Its cache is gone, so nothing ties a session to it."""
+        self.owners = {session: owner for session, owner in self.owners.items() if owner != backend}
+        self.heats[backend] = 1.0, self.choices
+
+    def draw(self, below: int, nth: int = 0) -> int:
+        """A number from 0 on that looks random (splitmix64)."""
+        mixed = (self.choices * 4 + nth + 1) * 0x9E3779B97F4A7C15 & _MASK
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+        return (mixed ^ mixed >> 31) % below
+
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A metric with its settings: what the steps of a policy call."""
+
+    name: str
+    of: Callable[[Work, Replica], float]
+    higher: bool = False
+    """The higher, the better."""
+
+    def rank(self, work: Work, replica: Replica) -> float:
+        """The lower, the better; what is not a number is the worst."""
+        value = self.of(work, replica)
+        if value != value:
+            return math.inf
+        return -value if self.higher else value
+
+
+# Metrics. The names are Llumnix's where the meaning is.
+
+
+def num_requests(work: Work, replica: Replica) -> float:
+    """Requests that it has."""
+    return replica.num_requests
+
+
+def num_waiting_requests(work: Work, replica: Replica) -> float:
+    """Requests that it has and does not answer yet."""
+    return replica.num_waiting_requests
+
+
+def num_tokens(work: Work, replica: Replica) -> float:
+    """Tokens in all its requests."""
+    return replica.num_tokens
+
+
+def all_prefills_tokens_num(work: Work, replica: Replica) -> float:
+    """Input tokens that it has still to compute."""
+    return replica.prefill_tokens
+
+
+def kv_cache_hit_len(work: Work, replica: Replica) -> float:
+    """Input tokens of this request that are in its cache; more is better."""
+    return replica.hit_tokens
+
+
+def prefix_miss_tokens(work: Work, replica: Replica) -> float:
+    """Input tokens of this request that are not in its cache."""
+    return max(work.tokens - replica.hit_tokens, 0)
+
+
+def cache_aware_all_prefills_tokens_num(work: Work, replica: Replica) -> float:
+    """Input tokens that it would have to compute, were this request its own (least prefill work left)."""
+    return replica.prefill_tokens + max(work.tokens - replica.hit_tokens, 0)
+
+
+def all_decodes_tokens_num(work: Work, replica: Replica) -> float:
+    """Tokens in the requests that it answers."""
+    return replica.decode_tokens
+
+
+def decode_batch_size(work: Work, replica: Replica) -> float:
+    """Requests that it answers."""
+    return replica.decode_batch
+
+
+def kv_cache_usage_ratio_projected(work: Work, replica: Replica) -> float:
+    """How full its cache would be with all that it has taken on."""
+    if not replica.kv_tokens:
+        return math.inf
+    counted = replica.num_tokens / replica.kv_tokens
+    return counted if replica.kv_usage is None else max(counted, replica.kv_usage)
+
+
+def predicted_ttft(work: Work, replica: Replica) -> float:
+    """Milliseconds to the first byte of this request's answer, by the replica's profile."""
+    if replica.profile is None:
+        return math.inf
+    tokens = cache_aware_all_prefills_tokens_num(work, replica)
+    return replica.profile.first_token(tokens, replica.decode_batch, replica.decode_tokens)
+
+
+def predicted_tpot(work: Work, replica: Replica) -> float:
+    """Milliseconds for each further token of its answer, by the replica's profile."""
+    if replica.profile is None:
+        return math.inf
+    batch = replica.decode_batch + 1
+    return replica.profile.next_token(batch, (replica.decode_tokens + work.tokens) / batch)
+
+
+def lmetric(
+    work: Work, replica: Replica, *, plus: float = 0.0, least: float = 0.0, decode_weight: float = 0.0
+) -> float:
+    """Input tokens to compute, times (its requests + `plus`, at least `least`)."""
+    tokens = cache_aware_all_prefills_tokens_num(work, replica) + decode_weight * replica.decode_tokens
+    return tokens * max(replica.num_requests + plus, least)
+
+
+def kappa_work(work: Work, replica: Replica, *, kappa: float = 2.5e-6) -> float:
+    """Input tokens to compute, slowed down by `kappa` for each token of the requests that it answers."""
+    return cache_aware_all_prefills_tokens_num(work, replica) * (1.0 + kappa * replica.decode_tokens)
+
+
+def delay(
+    work: Work, replica: Replica, *, burden: float = 0.2, crowd: float = 2.0, fullness: float = 2.0
+) -> float:
+    """Input tokens to compute, were the request its own, and more for the delay that it means for others."""
+    missing = max(work.tokens - replica.hit_tokens, 0)
+    # A large request is a burden to those who follow it: most where most requests go.
+    size = missing / replica.usual_tokens if replica.usual_tokens else 1.0
+    others = 1.0 + burden * replica.heat * size
+    if not replica.fleet_prefill_tokens:
+        # Nobody waits, and a common beginning would draw everybody to the replica that has it.
+        others *= 1.0 + crowd * replica.heat
+    full = 1.0 + fullness * replica.decode_tokens / (replica.kv_tokens or KV_TOKENS)
+    return (replica.prefill_tokens + missing) * others * full
+
+
+def bucket(work: Work, replica: Replica, *, of: Metric, size: float = 512.0) -> float:
+    """`of` in whole steps of `size`, so that small differences are none."""
+    value = of.rank(work, replica)
+    return value // size if size and math.isfinite(value) else value
+
+
+def weighted_sum(work: Work, replica: Replica, *, of: Mapping[Metric, float]) -> float:
+    """The sum of metrics, each times its weight."""
+    return sum([metric.rank(work, replica) * weight for metric, weight in of.items()])
+
+
+METRICS: dict[str, Callable[..., float]] = {
+    "num_requests": num_requests,
+    "num_waiting_requests": num_waiting_requests,
+    "num_tokens": num_tokens,
+    "all_prefills_tokens_num": all_prefills_tokens_num,
+    "kv_cache_hit_len": kv_cache_hit_len,
+    "prefix_miss_tokens": prefix_miss_tokens,
+    "cache_aware_all_prefills_tokens_num": cache_aware_all_prefills_tokens_num,
+    "all_decodes_tokens_num": all_decodes_tokens_num,
+    "decode_batch_size": decode_batch_size,
+    "kv_cache_usage_ratio_projected": kv_cache_usage_ratio_projected,
+    "predicted_ttft": predicted_ttft,
+    "predicted_tpot": predicted_tpot,
+    "lmetric": lmetric,
+    "kappa_work": kappa_work,
+    "delay": delay,
+    "bucket": bucket,
+    "weighted_sum": weighted_sum,
+}
+
+HIGHER = frozenset(["kv_cache_hit_len"])
+"""Metrics of which more is better."""
+
+NEEDS = {
+    "kv_cache_usage_ratio_projected": "kv_tokens",
+    "predicted_ttft": "profile",
+    "predicted_tpot": "profile",
+}
+"""Metric -> the setting of a service without which it says nothing."""
+
+
+# Filters of one replica: whether it stays.
+
+
+def schedulability(work: Work, replica: Replica) -> bool:
+    """Out if it cannot serve now; its failure domain is out by `failover`."""
+    return replica.schedulable
+
+
+def staleness(work: Work, replica: Replica, *, seconds: float = 60.0) -> bool:
+    """Out if its engine did not answer for longer than `seconds`; its failure domain too."""
+    return int(replica.age_seconds) <= seconds
+
+
+def below(
+    work: Work, replica: Replica, *, metric: Metric, threshold: float, in_fallback: bool = False
+) -> bool:
+    """Out unless `metric` is below `threshold` (above it, where more is better)."""
+    return metric.rank(work, replica) < (-threshold if metric.higher else threshold)
+
+
+def infer_type(work: Work, replica: Replica, *, type: str = "") -> bool:
+    """Out unless it is of this `type`, or of either; by default of the one that is to be placed."""
+    return replica.infer_type in (type or work.infer_type, EITHER)
+
+
+FILTERS: dict[str, Callable[..., bool]] = {
+    "schedulability": schedulability,
+    "staleness": staleness,
+    "metric": below,
+    "infer_type": infer_type,
+}
+
+MARKING = frozenset(["schedulability", "staleness"])
+"""Filters whose removal says that the replica has failed."""
+
+SKIPPED = frozenset(["metric"])
+"""Filters that the fallback pass leaves out, unless ``in_fallback``."""
+
+
+# Filters of all replicas: whom they remove, given those that have failed.
+
+Domain = Literal["instance", "node", "instance-unit", "node-unit"]
+
+
+def failover(replicas: Sequence[Replica], failed: Set[str], *, domain: Domain = "instance") -> Set[str]:
+    """Out are all in the failure domain of one that has failed."""
+    gone = {replica.backend for replica in replicas if replica.backend in failed}
+    if gone and domain.startswith("node"):
+        gone |= _sharing(replicas, gone, "node")
+    if gone and domain.endswith("unit"):
+        gone |= _sharing(replicas, gone, "unit")
+    return gone
+
+
+def failover_migration_source(
+    replicas: Sequence[Replica], failed: Set[str], *, domain: Domain = "instance"
+) -> Set[str]:
+    """Out are all that no failure domain holds: what is left is where requests are to be taken away."""
+    return {replica.backend for replica in replicas} - failover(replicas, failed, domain=domain)
+
+
+def _sharing(replicas: Sequence[Replica], gone: Set[str], what: Literal["node", "unit"]) -> Set[str]:
+    """Who has the same node (or unit) as one of ``gone``; to have none is not to have the same."""
+    names = {getattr(replica, what) for replica in replicas if replica.backend in gone} - {""}
+    return {replica.backend for replica in replicas if getattr(replica, what) in names}
+
+
+SWEEPS: dict[str, Callable[..., Set[str]]] = {
+    "failover": failover,
+    "failover_migration_source": failover_migration_source,
+}
+
+
+# Selectors: one of those that are left, and why.
+
+
+class Field(NamedTuple):
+    """What a selector may look at beside those that are left."""
+
+    replicas: Sequence[Replica]
+    memory: Memory
+
+
+Pick = tuple[Replica, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A selector with its settings."""
+
+    name: str
+    pick: Callable[[Work, Sequence[Replica], Field], Pick]
+
+
+def by_metric(
+    work: Work,
+    left: Sequence[Replica],
+    seen: Field,
+    *,
+    by: tuple[Metric, ...],
+    top_k: int = 1,
+    ties: Literal["round_robin", "first"] = "round_robin",
+) -> Pick:
+    """The best by the first of the metrics, among equals by the next; with `top_k` any of the best few."""
+    picked = seen.memory.picked if ties == "round_robin" else {}
+
+    def order(replica: Replica) -> tuple[float, ...]:
+        return (*[metric.rank(work, replica) for metric in by], picked.get(replica.backend, 0))
+
+    if top_k == 1:
+        best = min(left, key=order)
+    else:
+        best = sorted(left, key=order)[seen.memory.draw(min(top_k, len(left)))]
+    return best, ", ".join([f"{metric.name} {metric.of(work, best):.10g}" for metric in by])
+
+
+def round_robin(work: Work, left: Sequence[Replica], seen: Field) -> Pick:
+    """The one that was picked longest ago."""
+    picked = seen.memory.picked
+    return min(left, key=lambda replica: picked.get(replica.backend, 0)), "its turn"
+
+
+def fixed_preference(work: Work, left: Sequence[Replica], seen: Field) -> Pick:
+    """The same one for as long as it is left."""
+    for replica in left:
+        if replica.backend == seen.memory.last:
+            return replica, "the same as before"
+    return left[0], "the first"
+
+
+def power_of_two(work: Work, left: Sequence[Replica], seen: Field, *, by: Metric) -> Pick:
+    """The better of two that are drawn."""
+    first = seen.memory.draw(len(left))
+    second = (first + 1 + seen.memory.draw(len(left) - 1, 1)) % len(left) if len(left) > 1 else first
+    best = min(left[first], left[second], key=lambda replica: by.rank(work, replica))
+    return best, f"{by.name} {by.of(work, best):.10g}, better of two"
+
+
+def sticky(
+    work: Work,
+    left: Sequence[Replica],
+    seen: Field,
+    *,
+    otherwise: Selector,
+    min_hit_ratio: float = 0.0,
+    overload_factor: float = math.inf,
+) -> Pick:
+    """Where its session was before, unless little of it is cached there or that has too much to do."""
+    owner = seen.memory.owners.get(work.session, "") if work.session else ""
+    for replica in left if owner else ():
+        if replica.backend != owner:
+            continue
+        mean = sum([each.num_requests for each in seen.replicas]) / len(seen.replicas)
+        cached = not min_hit_ratio or replica.hit_tokens > min_hit_ratio * work.tokens
+        if cached and replica.num_requests <= overload_factor * max(mean, 1.0):
+            return replica, "its session's replica"
+    return otherwise.pick(work, left, seen)
+
+
+def adaptive_prefill(work: Work, left: Sequence[Replica], seen: Field, *, by: Metric) -> Pick:
+    """The best by the metric; among equals one that does nothing but prefill."""
+
+    def order(replica: Replica) -> tuple[float, bool, int]:
+        picked = seen.memory.picked.get(replica.backend, 0)
+        return by.rank(work, replica), replica.infer_type == EITHER, picked
+
+    best = min(left, key=order)
+    return best, f"{by.name} {by.of(work, best):.10g}"
+
+
+def adaptive_decode(
+    work: Work, left: Sequence[Replica], seen: Field, *, by: Metric, threshold: float, ties: Metric
+) -> Pick:
+    """The fullest below `threshold`, of those that only decode if there are any; else the emptiest of all."""
+
+    def order(replica: Replica) -> tuple[float, int, float, int]:
+        picked = seen.memory.picked.get(replica.backend, 0)
+        return by.rank(work, replica), replica.decode_batch, -ties.rank(work, replica), -picked
+
+    fits = [replica for replica in left if by.rank(work, replica) < threshold]
+    if not fits:
+        best = min(left, key=lambda replica: (by.rank(work, replica), ties.rank(work, replica)))
+        return best, f"{by.name} {by.of(work, best):.10g}, the least"
+    best = max([r for r in fits if r.infer_type != EITHER] or fits, key=order)
+    return best, f"{by.name} {by.of(work, best):.10g}, the most below {threshold:g}"
+
+
+SELECTORS: dict[str, Callable[..., Pick]] = {
+    "metric": by_metric,
+    "round_robin": round_robin,
+    "fixed_preference": fixed_preference,
+    "power_of_two": power_of_two,
+    "sticky": sticky,
+    "adaptive_prefill": adaptive_prefill,
+    "adaptive_decode": adaptive_decode,
+}
+
+
+# The pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A filter with its settings, of one replica or of all."""
+
+    name: str
+    keeps: Callable[[Work, Replica], bool]
+    marks: bool = False
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    name: str
+    removes: Callable[[Sequence[Replica], Set[str]], Set[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    selector: Selector
+    filters: tuple[Filter, ...] = ()
+    sweeps: tuple[Sweep, ...] = ()
+    metrics: tuple[Metric, ...] = ()
+    """All that it uses or names, for whoever explains a choice."""
+
+    def removed(self, work: Work, replicas: Sequence[Replica], *, fallback: bool = False) -> dict[str, str]:
+        """Backend -> the first step that removes it."""
+        removed: dict[str, str] = {}
+        failed = set()
+        for each in self.filters:
+            if fallback and each.skipped:
+                continue
+            for replica in replicas:
+                if not each.keeps(work, replica):
+                    removed.setdefault(replica.backend, each.name)
+                    if each.marks:
+                        failed.add(replica.backend)
+        for sweep in self.sweeps:
+            for backend in sweep.removes(replicas, failed):
+                removed.setdefault(backend, sweep.name)
+        return removed
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """A policy: a pipeline for each infer type that it can place."""
+
+    name: str
+    pipelines: Mapping[str, Pipeline]
+    needs: frozenset[str] = frozenset()
+    """Settings of a service without which it cannot work."""
+
+    def pipeline(self, infer_type: str) -> Pipeline:
+        """For what is to be placed; what the policy does not say is as for neutral, or as it says first."""
+        return (
+            self.pipelines.get(infer_type)
+            or self.pipelines.get("neutral")
+            or next(iter(self.pipelines.values()))
+        )
+
+
+def choose(routing: Routing, work: Work, replicas: Sequence[Replica], memory: Memory) -> Choice | None:
+    """One of ``replicas`` for ``work``, and why; None if none is left."""
+    pipeline = routing.pipeline(work.infer_type)
+    passed = "normal"
+    removed = pipeline.removed(work, replicas)
+    if len(removed) == len(replicas):
+        passed = "fallback"
+        removed = pipeline.removed(work, replicas, fallback=True)
+    left = [replica for replica in replicas if replica.backend not in removed] if removed else replicas
+    if not left:
+        return None
+    chosen, reason = pipeline.selector.pick(work, left, Field(replicas, memory))
+    name = pipeline.selector.name
+    others = [(r.backend, removed.get(r.backend, name)) for r in replicas if r.backend != chosen.backend]
+    return Choice(chosen.backend, routing.name, passed, reason, tuple(others), chosen.hit_tokens)
+
+
+def explain(
+    routing: Routing, work: Work, replicas: Sequence[Replica], memory: Memory
+) -> list[dict[str, Any]]:
+    """What the metrics of the policy say of each replica, and which step removes it; nothing is changed."""
+    choice = choose(routing, work, replicas, memory)
+    pipeline = routing.pipeline(work.infer_type)
+    steps = dict(choice.removed) if choice else pipeline.removed(work, replicas)
+    metrics = pipeline.metrics
+    return [
+        {
+            "backend": replica.backend,
+            "chosen": choice is not None and replica.backend == choice.backend,
+            "removed_by": steps.get(replica.backend, ""),
+            "metrics": {metric.name: metric.of(work, replica) for metric in metrics},
+        }
+        for replica in replicas
+    ]

@@ -1,0 +1,96 @@
+"""WHOM to put out.
+
+Given the bytes that a load still misses on each of its GPUs and the residents that may go, a preemption names
+victims, or None when not even all of them would make room. Pure; the residency calls it while it decides and
+closes the victims' gates in the same breath.
+
+A preemption is a frozen dataclass with ``order(candidate)``: those with the smallest order go first. Whatever
+the order, nobody is put out whose going does not help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from anvil_mux.scheduler.policy import build
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A resident that may be put out: neither pinned, nor loading, nor in another swap."""
+
+    backend: str
+    holds: Mapping[str, int]
+    """GPU id -> bytes."""
+    leases: int
+    last_used: float
+    priority: int = 0
+    loss: float = 0.0
+    """Arrivals per second for it, times the seconds of loading it again: what its going costs."""
+
+
+class Preemption(Protocol):
+    def order(self, candidate: Candidate) -> Any: ...
+
+
+@dataclass(frozen=True)
+class LeastRecentlyUsed:
+    """Low priority first, then idle ones, then the one that was used longest ago."""
+
+    def order(self, candidate: Candidate) -> tuple[int, bool, float, str]:
+        return (candidate.priority, candidate.leases > 0, candidate.last_used, candidate.backend)
+
+
+@dataclass(frozen=True)
+class LeastLoss:
+    """Low priority first, then idle ones, then the one that is seldom asked for and quick to load again."""
+
+    def order(self, candidate: Candidate) -> tuple[int, bool, float, float, str]:
+        one = candidate
+        return (one.priority, one.leases > 0, one.loss, one.last_used, one.backend)
+
+
+@dataclass(frozen=True)
+class LeastDemand:
+    """Low priority first, then the one with the fewest requests, then the least recently used.
+
+    As SwapServeLLM has it.
+    """
+
+    def order(self, candidate: Candidate) -> tuple[int, int, float, str]:
+        one = candidate
+        return (one.priority, one.leases, one.last_used, one.backend)
+
+
+PREEMPTIONS: dict[str, type] = {"cost": LeastLoss, "lru": LeastRecentlyUsed, "demand_lru": LeastDemand}
+
+
+def build_preemption(name: str, settings: Mapping[str, object] | None = None) -> Preemption:
+    """The preemption called ``name``; ValueError says what is wrong and what is known."""
+    return build(PREEMPTIONS, "preemption", name, settings or {})  # type: ignore[return-value]
+
+
+def victims(
+    preemption: Preemption, candidates: Sequence[Candidate], missing: Mapping[str, int]
+) -> tuple[str, ...] | None:
+    """The backends to put out so that every value of ``missing`` (bytes by GPU) is covered, or None."""
+    missing = {gpu: amount for gpu, amount in missing.items() if amount > 0}
+    chosen: list[Candidate] = []
+    for candidate in sorted(candidates, key=preemption.order):
+        if all(_covered(chosen, gpu) >= amount for gpu, amount in missing.items()):
+            break
+        if any(_covered(chosen, gpu) < missing[gpu] for gpu in candidate.holds if gpu in missing):
+            chosen.append(candidate)
+    for candidate in tuple(chosen):
+        rest = [other for other in chosen if other is not candidate]
+        if all(_covered(rest, gpu) >= amount for gpu, amount in missing.items()):
+            chosen = rest
+    if any(_covered(chosen, gpu) < amount for gpu, amount in missing.items()):
+        return None
+    return tuple(candidate.backend for candidate in chosen)
+
+
+def _covered(chosen: Sequence[Candidate], gpu: str) -> int:
+    return sum(candidate.holds.get(gpu, 0) for candidate in chosen)

@@ -1,0 +1,155 @@
+"""How far a load is: from what loads took before, and from what the engine says in its log.
+
+``said`` reads the last lines of a log. The patterns are those of vLLM and SGLang (progress bars, of which a
+line may hold many), llama.cpp (a dot for each percent) and Ollama; what they say is of a stage of the load,
+so it makes the whole only longer, never shorter, than what was learned. Pure, but for ``LoadLogs``, which
+reads the logs of engines that are loading in a thread of its own: asking Docker for a log takes a while.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from anvil_mux.scheduler.events import Event
+
+LOOK_SECONDS = 1.0
+LINES = 40
+NEARLY = 0.99
+"""Of a load that takes longer than it ever did."""
+
+READING, COMPILING, CAPTURING, WARMING = "reading weights", "compiling", "capturing CUDA graphs", "warming up"
+
+
+class Said(NamedTuple):
+    """What an engine's log says of the stage that it is in."""
+
+    stage: str
+    fraction: float | None = None
+    seconds_left: float | None = None
+
+
+class Progress(NamedTuple):
+    """How far a load is, as far as is known."""
+
+    fraction: float | None
+    seconds_left: float | None
+    stage: str
+
+    @property
+    def words(self) -> str:
+        """For people: ``42%, 35 s left, reading weights``."""
+        done = "" if self.fraction is None else f"{self.fraction:.0%}"
+        left = "" if self.seconds_left is None else f"{self.seconds_left:.0f} s left"
+        return ", ".join(filter(None, (done, left, self.stage)))
+
+
+_BARS = (
+    (r"checkpoint shards:\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?", READING),
+    (
+        r"Captur\w+ (?:CUDA graph|cudagraph|batches)[^\r%]*?:\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?",
+        CAPTURING,
+    ),
+    (r"Compiling num tokens[^\r%]*:\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?", COMPILING),
+    (
+        r"(?:\.safetensors|\.gguf|\.bin|Fetching \d+ files):\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?",
+        "downloading",
+    ),
+)
+_WORDS = (
+    (r"model load progress (0\.\d+|1\.0)", READING),
+    (r"Starting to load model|loading model tensors|llama_model_loader: loaded meta data", READING),
+    (r"torch\.compile|Dynamo bytecode transform|Compiling a graph", COMPILING),
+    (r"Loading weights took|Model loading took|KV cache|llama_context: construct|warming up", WARMING),
+    (r"Graph capturing finished|Capture cuda graph end", WARMING),
+)
+_FOUND = [(re.compile(pattern), stage) for pattern, stage in _BARS]
+_TOLD = [(re.compile(pattern), stage) for pattern, stage in _WORDS]
+_DOTS = re.compile(r"\.{2,}")
+
+
+def said(lines: Sequence[str]) -> Said | None:
+    """What the last line of a log says that says something."""
+    for line in reversed(lines):
+        found = _of_line(line)
+        if found:
+            return found
+    return None
+
+
+def _of_line(line: str) -> Said | None:
+    if _DOTS.fullmatch(line.strip()):
+        return Said(READING, min(len(line.strip()) / 100, 1.0))
+    for pattern, stage in _FOUND:
+        bars = pattern.findall(line)
+        if bars:
+            percent, left = bars[-1]
+            return Said(stage, int(percent) / 100, _seconds(left))
+    for pattern, stage in _TOLD:
+        told = pattern.search(line)
+        if told:
+            return Said(stage, float(told[1]) if pattern.groups else None)
+    return None
+
+
+def _seconds(clock: str) -> float | None:
+    """``1:02:03`` in seconds."""
+    total = 0.0
+    for part in clock.split(":"):
+        if not part.isdigit():
+            return None
+        total = 60 * total + int(part)
+    return total
+
+
+def progress(elapsed: float, expected: float | None, told: Said | None) -> Progress:
+    """How far a load is that has taken ``elapsed`` and was ``expected`` to take so long."""
+    stage = told.stage if told else ""
+    if expected is None:
+        return Progress(told.fraction if told else None, told.seconds_left if told else None, stage)
+    left = max(expected - elapsed, (told.seconds_left or 0.0) if told else 0.0)
+    if left <= 0.0:
+        return Progress(NEARLY, None, stage)
+    return Progress(min(elapsed / (elapsed + left), NEARLY), left, stage)
+
+
+class LoadLogs:
+    """Reads the logs of engines while they load, and of no others."""
+
+    def __init__(
+        self,
+        loading: Callable[[], Iterable[str]],
+        tail: Callable[[str, int], Sequence[str]],
+        report: Callable[[str, Said], object],
+    ) -> None:
+        self._loading = loading
+        """The backends that are being loaded, from nothing: others say nothing."""
+        self._tail = tail
+        self._report = report
+        self._some = threading.Event()
+        self._closed = threading.Event()
+
+    def observe(self, event: Event) -> None:
+        """Takes an event of the multiplexer, under its lock."""
+        if event.kind == "starting":
+            self._some.set()
+
+    def run(self) -> None:
+        """The life of its thread, until ``close``."""
+        while True:
+            self._some.wait()
+            self._some.clear()
+            while not self._closed.is_set() and (names := list(self._loading())):
+                for name in names:
+                    found = said(self._tail(name, LINES))
+                    if found:
+                        self._report(name, found)
+                self._closed.wait(LOOK_SECONDS)
+            if self._closed.is_set():
+                return
+
+    def close(self) -> None:
+        self._closed.set()
+        self._some.set()

@@ -1,0 +1,84 @@
+"""What was learned, kept across restarts: what swaps cost, and what backends hold.
+
+One file in the state folder, replaced as a whole, so that a program that is killed leaves the old one. If it
+cannot be read, that is said and forgotten: everything in it can be learned again. It holds JSON, but lacks
+the suffix, which is that of the records of processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from anvil_mux.config.config import Config
+from anvil_mux.host.state import write_whole
+from anvil_mux.scheduler.costs import Cost
+from anvil_mux.scheduler.footprint import Footprint
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the file says."""
+
+    costs: Sequence[Cost] = ()
+    footprints: Sequence[Footprint] = ()
+
+
+class Learned:
+    """The file ``learned`` in ``folder``. Used by one thread at a time; ``complain`` is told once."""
+
+    def __init__(self, folder: Path, complain: Callable[[str], object]) -> None:
+        self._file = folder / "learned"
+        self._complain: Callable[[str], object] | None = complain
+        self._saved = Known()
+
+    def read(self, config: Config) -> Known:
+        """What is known of models and backends that are still served, on the GPUs that they still have."""
+        try:
+            content = json.loads(self._file.read_text())
+            if content["version"] == VERSION:
+                self._saved = Known(_costs(content, config), _footprints(content, config))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            self._say(f"{self._file} cannot be read, so what swaps cost is learned anew: {error}")
+        return self._saved
+
+    def save(self, known: Known) -> None:
+        """Writes what has changed since it was read or saved."""
+        if known == self._saved:
+            return
+        self._saved = known
+        content = {"version": VERSION, **asdict(known)}
+        try:
+            write_whole(self._file, json.dumps(content, indent=1))
+        except OSError as error:
+            self._say(f"{self._file} cannot be written, so what swaps cost will be forgotten: {error}")
+
+    def _say(self, text: str) -> None:
+        if self._complain:
+            self._complain(text)
+            self._complain = None
+
+
+def _costs(content: Mapping[str, Any], config: Config) -> list[Cost]:
+    models = {backend.model for backend in config.backends}
+    costs = [Cost(**about) for about in content["costs"]]
+    return [cost for cost in costs if cost.target in models and cost.seconds >= 0.0]
+
+
+def _footprints(content: Mapping[str, Any], config: Config) -> list[Footprint]:
+    gpus = {backend.name: set(backend.gpus) for backend in config.backends}
+    found = [Footprint(**about) for about in content.get("footprints", ())]  # a file may lack them
+    return [each for each in found if each.backend in gpus and _is_sound(each, gpus[each.backend])]
+
+
+def _is_sound(footprint: Footprint, gpus: set[str]) -> bool:
+    held, residual = footprint.held, footprint.residual
+    amounts = [*held.values(), *residual.values(), footprint.host_bytes]
+    return held.keys() == residual.keys() <= gpus and all(amount >= 0 for amount in amounts)

@@ -1,0 +1,157 @@
+"""A running anvil-mux, as the commands see it: where it is, what it answers, what it tells.
+
+Whoever serves writes its address into its project's state folder (``announce``), next to the lock that it
+holds as long as it lives, so that commands find it without being told: the one that serves the compose file
+at hand, or the only one there is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import http.client
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlencode, urlsplit
+
+from anvil_mux.errors import BackendError, MuxError
+from anvil_mux.host.state import write_whole
+
+DEFAULT_URL = "http://127.0.0.1:9292"
+ASK_SECONDS = 10.0
+SILENT_SECONDS = 60.0
+"""The longest silence of a stream of events; a comment comes every 15 s."""
+
+
+class NotRunning(MuxError):
+    """No anvil-mux answers at the address."""
+
+    exit_code = 3
+
+
+# Where it is
+
+
+class Place(NamedTuple):
+    """One that serves on this machine."""
+
+    url: str
+    files: tuple[str, ...]
+    """Its compose files, as absolute paths."""
+
+
+@contextmanager
+def announced(folder: Path, place: Place) -> Iterator[None]:
+    """While the body runs, commands find the address in the state ``folder`` of the project."""
+    file = folder / "address"
+    try:
+        write_whole(file, json.dumps(place._asdict()))
+    except OSError:
+        pass  # a full disk: commands can still be told the address
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)
+
+
+def places(home: Path) -> list[Place]:
+    """Those whose state folders are under ``home`` and whose locks are held."""
+    found = []
+    for file in sorted(home.glob("*/address")):
+        try:
+            told = json.loads(file.read_text())
+            place = Place(str(told["url"]), tuple(map(str, told["files"])))
+            with open(file.with_name("lock")) as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found.append(place)
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+def choose(found: Sequence[Place], files: Sequence[str | Path]) -> str | None:
+    """The one that serves ``files``; without files the only one; None if there is none."""
+    wanted = {os.path.abspath(file) for file in files}
+    fit = [place for place in found if not wanted or wanted & set(place.files)]
+    if len(fit) > 1:
+        names = ", ".join(f"{place.url} ({', '.join(place.files)})" for place in fit)
+        raise NotRunning(f"several anvil-mux run here; say which with --url: {names}")
+    return fit[0].url if fit else None
+
+
+# What it answers
+
+
+def ask(
+    url: str,
+    method: str,
+    path: str,
+    body: object = None,
+    *,
+    timeout: float | None = ASK_SECONDS,
+    accept: Sequence[int] = (200,),
+) -> Any:
+    """The JSON that it answers; MuxError with its own words if it refuses."""
+    with _asked(url, method, path, body, timeout) as response:
+        text = response.read()
+        return _answer(url, response.status, text, accept)
+
+
+def query(path: str, **values: str) -> str:
+    """A path with a query."""
+    return f"{path}?{urlencode(values)}"
+
+
+def events(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """What it tells from now on, after a snapshot: (kind, data), without an end of its own."""
+    with _asked(url, "GET", "/events", None, SILENT_SECONDS) as response:
+        if response.status != 200:
+            _answer(url, response.status, response.read(), ())
+        kind = ""
+        for line in response:
+            if line.startswith(b"event: "):
+                kind = line[7:].strip().decode()
+            elif line.startswith(b"data: "):
+                yield kind, json.loads(line[6:])
+
+
+@contextmanager
+def _asked(
+    url: str, method: str, path: str, body: object, timeout: float | None
+) -> Iterator[http.client.HTTPResponse]:
+    connect = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname if parts.scheme in connect else None, parts.port
+    except ValueError:
+        host = None
+    if not host:
+        raise NotRunning(f"{url} is no address of an anvil-mux; it looks like {DEFAULT_URL}")
+    connection = connect[parts.scheme](host, port, timeout=timeout)
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get("ANVIL_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        sent = None if body is None else json.dumps(body)
+        connection.request(method, path, sent, headers)
+        yield connection.getresponse()
+    except (OSError, http.client.HTTPException) as error:
+        why = getattr(error, "strerror", None) or error
+        raise NotRunning(f"no anvil-mux answers at {url} ({why}); start one: anvil-mux serve FILE") from None
+    finally:
+        connection.close()
+
+
+def _answer(url: str, status: int, text: bytes, accept: Sequence[int]) -> Any:
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        raise NotRunning(f"what answers at {url} is no anvil-mux") from None
+    if status not in accept:
+        said = answer.get("error", {}) if isinstance(answer, dict) else {}
+        raise BackendError(str(said.get("message") or f"{url} answered {status}"))
+    return answer

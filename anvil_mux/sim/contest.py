@@ -1,0 +1,288 @@
+"""Routing policies under recorded prompts, side by side: what `anvil-mux simulate --routing` runs and tells.
+
+A ``Field`` is a set of requests and the replicas that they meet; it is fixed before any policy runs, so the
+policies compare request by request. The router is the program's own: its ledger, prefixes and pipelines, in
+virtual time; only the engines are a model (fleet.py), and so are all latencies that come out.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from statistics import fmean
+from typing import Any, TextIO
+
+from anvil_mux.errors import MuxError
+from anvil_mux.routing import pipeline
+from anvil_mux.routing.ledger import Ledger, Member
+from anvil_mux.routing.routing import Work
+from anvil_mux.sim import prompts
+from anvil_mux.sim.figures import quantile
+from anvil_mux.sim.fleet import Answer, Engine, simulate
+from anvil_mux.sim.prompts import Prompt, Trace
+
+ROUTER_BLOCK_TOKENS = 512
+"""What the router counts in; an engine's blocks are as small as the trace tells them."""
+CLASSES = {"warm": 5_000, "med": 20_000, "heavy": 50_000, "heavy_plus": math.inf}
+"""Input-length class -> below so many tokens."""
+
+
+class BadContest(MuxError):
+    """What is to be compared cannot be."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """The requests of one run, and what they meet."""
+
+    trace: str
+    seed: int
+    sessions: int
+    """How many there are; 0: the trace has none."""
+    prompts: Sequence[Prompt]
+    block_tokens: int
+    replicas: int
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Of one run, in ms: to the first byte (ttft), to the last (e2e), and from token to token (tpot)."""
+
+    requests: int
+    ttft_mean_ms: float
+    ttft_p50_ms: float
+    ttft_p90_ms: float
+    ttft_p99_ms: float
+    e2e_mean_ms: float
+    e2e_p90_ms: float
+    e2e_p99_ms: float
+    tpot_p90_ms: float
+    cache_hit_ratio: float
+    """The part of all input tokens that engines found in their caches."""
+    request_balance: float
+    """The most requests of a replica over the least (at least 1)."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One field under one policy."""
+
+    field: Field
+    policy: str
+    answers: Sequence[Answer]
+    latencies: Latencies
+
+    def row(self) -> dict[str, Any]:
+        field = self.field
+        named = {"policy": self.policy, "default": self.policy == pipeline.DEFAULT}
+        run = {
+            "trace": field.trace,
+            "seed": field.seed,
+            "sessions": field.sessions,
+            "replicas": field.replicas,
+        }
+        return {**named, **run, **asdict(self.latencies), "classes": classes(self.answers)}
+
+
+class LedgerRouter:
+    """The router of the program, as fleet.py asks it."""
+
+    def __init__(self, policy: str, field: Field, own: Mapping[str, object] | None = None) -> None:
+        names = [f"replica-{number}" for number in range(field.replicas)]
+        members = [Member(name, kv_tokens=field.engine.kv_tokens) for name in names]
+        self._ledger = Ledger(pipeline.build(policy, own), members)
+        self._names = names
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._every = max(ROUTER_BLOCK_TOKENS // field.block_tokens, 1)
+        self._block_tokens = field.block_tokens * self._every
+
+    def choose(self, key: int, prompt: Prompt, now: float) -> int:
+        blocks = prompt.blocks[self._every - 1 :: self._every]
+        work = Work(prompt.tokens, blocks, self._block_tokens, prompt.session)
+        choice = self._ledger.choose(key, work, self._names)
+        assert choice, "all replicas are up"
+        return self._numbers[choice.backend]
+
+    def first_byte(self, key: int, now: float) -> None:
+        self._ledger.first_byte(key)
+
+    def ended(self, key: int, now: float, cached_tokens: int) -> None:
+        self._ledger.ended(key)
+
+
+# What to run
+
+
+def choose_policies(names: str, own: Mapping[str, object] | None = None) -> tuple[str, ...]:
+    """The policies of a list with commas; ``all``: those that need nothing that only real engines have."""
+    known = {**pipeline.shipped(), **(own or {})}
+    if names == "all":
+        return tuple([name for name in known if not _missing(name, own)])
+    chosen = tuple(dict.fromkeys(names.split(",")))
+    for name in chosen:
+        if missing := _missing(name, own):
+            raise ValueError(f"{name} needs {', '.join(missing)}, which simulated replicas do not have")
+    return chosen
+
+
+def _missing(policy: str, own: Mapping[str, object] | None) -> list[str]:
+    return sorted(pipeline.build(policy, own).needs - {"kv_tokens"})
+
+
+def read_engine(settings: str) -> Engine:
+    """The default engine, but for ``kv_tokens=100000,step_tokens=2048`` or the like; or ValueError."""
+    kinds = {name: type(value) for name, value in asdict(Engine()).items()}
+    given: dict[str, Any] = {}
+    for setting in filter(None, settings.split(",")):
+        name, _, value = setting.partition("=")
+        if name not in kinds:
+            raise ValueError(f"unknown setting {name!r} of an engine; known: {', '.join(kinds)}")
+        try:
+            given[name] = kinds[name](value)
+        except ValueError:
+            raise ValueError(f"{name} must be a number, not {value!r}") from None
+        if not 0 <= given[name] < math.inf:
+            raise ValueError(f"{name} must be 0 or more, not {value}")
+    return Engine(**given)
+
+
+def draw(
+    traces: Iterable[str], sessions: Sequence[int], seeds: Iterable[int], replicas: int, engine: Engine
+) -> Iterator[Field]:
+    """A field for each trace, number of sessions and seed; without sessions nothing is drawn: one."""
+    for name in traces:
+        trace = prompts.read(prompts.find(name))
+        for count in (sessions or (len(trace.sessions),)) if trace.sessions else (0,):
+            for seed in seeds if trace.sessions else (0,):
+                drawn = _drawn(trace, seed, count)
+                yield Field(trace.name, seed, count, drawn, trace.block_tokens, replicas, engine)
+
+
+def _drawn(trace: Trace, seed: int, sessions: int) -> list[Prompt]:
+    drawn = trace.draw(seed, sessions if trace.sessions else None)
+    if not drawn:
+        raise BadContest(f"{trace.name} has no request within {trace.seconds:g} s with seed {seed}")
+    return drawn
+
+
+# Running it
+
+
+def run(field: Field, policy: str, own: Mapping[str, object] | None = None) -> Result:
+    router = LedgerRouter(policy, field, own)
+    answers = simulate(field.prompts, router, field.replicas, field.block_tokens, field.engine)
+    return Result(field, policy, answers, latencies(answers, field.replicas))
+
+
+def latencies(answers: Sequence[Answer], replicas: int) -> Latencies:
+    firsts = sorted([_first_ms(answer) for answer in answers])
+    lasts = sorted([(answer.finished - answer.arrived) * 1e3 for answer in answers])
+    paces = sorted([_pace_ms(answer) for answer in answers if answer.prompt.output > 1])
+    tokens = sum([answer.prompt.tokens for answer in answers])
+    shares = Counter([answer.replica for answer in answers])
+    least = min([shares[replica] for replica in range(replicas)])
+    return Latencies(
+        requests=len(answers),
+        ttft_mean_ms=fmean(firsts),
+        ttft_p50_ms=quantile(firsts, 0.50),
+        ttft_p90_ms=quantile(firsts, 0.90),
+        ttft_p99_ms=quantile(firsts, 0.99),
+        e2e_mean_ms=fmean(lasts),
+        e2e_p90_ms=quantile(lasts, 0.90),
+        e2e_p99_ms=quantile(lasts, 0.99),
+        tpot_p90_ms=quantile(paces, 0.90),
+        cache_hit_ratio=sum([answer.cached_tokens for answer in answers]) / tokens,
+        request_balance=max(shares.values()) / max(least, 1),
+    )
+
+
+def classes(answers: Iterable[Answer]) -> dict[str, dict[str, float]]:
+    """Of each input-length class how many requests it has, and their time to the first byte."""
+    grouped: dict[str, list[float]] = {name: [] for name in CLASSES}
+    for answer in answers:
+        name = next(name for name, below in CLASSES.items() if answer.prompt.tokens < below)
+        grouped[name].append(_first_ms(answer))
+    return {name: _class(sorted(firsts)) for name, firsts in grouped.items()}
+
+
+def _class(firsts: Sequence[float]) -> dict[str, float]:
+    told = {"requests": len(firsts), "ttft_mean_ms": fmean(firsts) if firsts else 0.0}
+    return told | {f"ttft_p{part}_ms": quantile(firsts, part / 100) for part in (50, 90, 99)}
+
+
+def _first_ms(answer: Answer) -> float:
+    return (answer.first_byte - answer.arrived) * 1e3
+
+
+def _pace_ms(answer: Answer) -> float:
+    return (answer.finished - answer.first_byte) / (answer.prompt.output - 1) * 1e3
+
+
+# Telling it
+
+HEAD = (
+    "TRACE", "SESSIONS", "POLICY", "RUNS", "TTFT", "P50", "P90", "P99", "E2E", "E2E-P90", "E2E-P99",
+    "TPOT-P90", "HIT", "BALANCE", "TTFT-VS-DEFAULT",
+)  # fmt: skip
+
+
+def table(results: Iterable[Result]) -> Iterator[tuple[str, ...]]:
+    """A row for each trace, number of sessions and policy: means over the seeds."""
+    groups: dict[tuple[str, int], dict[str, list[Latencies]]] = {}
+    for one in results:
+        group = groups.setdefault((one.field.trace, one.field.sessions), {})
+        group.setdefault(one.policy, []).append(one.latencies)
+    for (trace, sessions), policies in groups.items():
+        default = policies.get(pipeline.DEFAULT)
+        for policy, runs in policies.items():
+            mark = " (default)" if policy == pipeline.DEFAULT else ""
+            yield (
+                trace,
+                str(sessions or ""),
+                policy + mark,
+                str(len(runs)),
+                *_means(runs),
+                _against(runs, default),
+            )
+
+
+def _means(runs: Sequence[Latencies]) -> Iterator[str]:
+    for each in fields(Latencies)[1:]:
+        mean = fmean(getattr(run, each.name) for run in runs)
+        yield f"{mean:.0f}" if each.name.endswith("_ms") else f"{mean:.3f}"
+
+
+def _against(runs: Sequence[Latencies], default: Sequence[Latencies] | None) -> str:
+    """How much longer its mean time to the first byte is, and in how many runs it is longer."""
+    if default is None or runs is default:
+        return ""
+    longer = sum([run.ttft_mean_ms > other.ttft_mean_ms for run, other in zip(runs, default, strict=True)])
+    ratio = fmean(run.ttft_mean_ms for run in runs) / fmean(run.ttft_mean_ms for run in default)
+    return f"{ratio - 1:+.0%}, longer in {longer} of {len(runs)}"
+
+
+def panels(results: Iterable[Result]) -> dict[str, dict[str, list[float]]]:
+    """What a picture shows: title -> policy -> mean seconds to the first byte, of each run."""
+    shown: dict[str, dict[str, list[float]]] = {}
+    for one in results:
+        sessions = f", {one.field.sessions} sessions" if one.field.sessions else ""
+        lines = shown.setdefault(one.field.trace + sessions, {})
+        lines.setdefault(one.policy, []).append(one.latencies.ttft_mean_ms / 1e3)
+    return shown
+
+
+def write_csv(results: Iterable[Result], file: TextIO) -> None:
+    """A line for each run; what a class of requests has stands under its name and a dot."""
+    writer = None
+    for one in results:
+        row = one.row()
+        for name, told in row.pop("classes").items():
+            row |= {f"{name}.{key}": value for key, value in told.items()}
+        if writer is None:
+            writer = csv.DictWriter(file, row, lineterminator="\n")
+            writer.writeheader()
+        writer.writerow(row)

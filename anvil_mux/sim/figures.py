@@ -1,0 +1,117 @@
+"""What a log comes to: waits, swaps and idleness as numbers, a fold over its events.
+
+It reads the log of a simulation and of a running program alike. What had not ended when the log did, a load
+or an answer, counts as far as the log tells of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from anvil_mux.scheduler.events import Event
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The numbers of one run. A wait is that of a request that got its model: 0 if it was loaded."""
+
+    requests: int
+    """All that arrived, whatever became of them."""
+    swaps: int
+    """Loads that began."""
+    makespan_seconds: float
+    """From the first arrival to the last answer."""
+    wait_mean_seconds: float
+    wait_p50_seconds: float
+    """The shortest wait that half of the requests did not exceed; likewise the others."""
+    wait_p95_seconds: float
+    wait_max_seconds: float
+    swap_seconds: float
+    """What all evictions and loads took together, without the drains before them."""
+    busy_fraction: float
+    """The part of the makespan in which at least one request was in service."""
+    failed: int
+    """Requests that ended without their model."""
+    severed: int
+    """Requests cut off in service, by a drain that ended or a backend that died."""
+
+
+def figures(log: Sequence[Event], sent: int = 0) -> Figures:
+    """``sent``: how many requests there were, where more came than one of ``max_queue`` lets wait.
+
+    No event tells of those that were turned away.
+    """
+    tickets = len({event.ticket for event in log if event.ticket})
+    waits = sorted([event.seconds for event in log if event.kind == "leased"])
+    first = next((event.at for event in log if event.ticket), 0.0)
+    last = next((event.at for event in reversed(log) if _answers(event)), first)
+    makespan = last - first
+    return Figures(
+        requests=max(tickets, sent),
+        swaps=sum([event.kind == "starting" for event in log]),
+        makespan_seconds=makespan,
+        wait_mean_seconds=math.fsum(waits) / len(waits) if waits else 0.0,
+        wait_p50_seconds=quantile(waits, 0.50),
+        wait_p95_seconds=quantile(waits, 0.95),
+        wait_max_seconds=quantile(waits, 1.00),
+        swap_seconds=_swap_seconds(log),
+        busy_fraction=_busy_seconds(log, last) / makespan if makespan else 0.0,
+        failed=sum([event.kind == "failed" for event in log]) + max(sent - tickets, 0),
+        severed=sum([_cut(event) for event in log]),
+    )
+
+
+def _answers(event: Event) -> bool:
+    return event.kind in ("leased", "released", "severed", "failed") or _cut(event) > 0
+
+
+def _cut(event: Event) -> int:
+    """How many requests it cut off in service."""
+    return event.size if event.kind in ("severed", "empty") else 0
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The least of the sorted ``values`` that ``share`` of them do not exceed."""
+    return values[math.ceil(share * len(values)) - 1] if values else 0.0
+
+
+def _swap_seconds(log: Sequence[Event]) -> float:
+    begun: dict[str, float] = {}
+    taken = []
+    for event in log:
+        if event.kind in ("starting", "stopping"):
+            begun[event.backend] = event.at
+        elif event.kind in ("ready", "empty", "parked", "stuck") and event.backend in begun:
+            taken.append(event.at - begun.pop(event.backend))
+    return math.fsum(taken)
+
+
+def _busy_seconds(log: Sequence[Event], end: float) -> float:
+    """How long at least one backend was leased, until ``end``."""
+    leases: dict[str, int] = {}
+    total, since, taken = 0, 0.0, []
+    for event in log:
+        before = leases.get(event.backend, 0)
+        after = _leases_after(event, before)
+        if after == before:
+            continue
+        if not total:
+            since = event.at
+        leases[event.backend] = after
+        total += after - before
+        if not total:
+            taken.append(event.at - since)
+    if total:
+        taken.append(end - since)
+    return math.fsum(taken)
+
+
+def _leases_after(event: Event, before: int) -> int:
+    """How many leases the event's backend has after it."""
+    if event.kind in ("leased", "released"):
+        return event.size
+    if event.kind == "severed":
+        return before - event.size
+    return 0 if event.kind == "empty" else before

@@ -1,0 +1,645 @@
+"""The same residencies, policies and preemption in virtual time.
+
+``simulate`` does what the multiplexer does, with a heap of happenings in place of threads: it tells each
+island's ``Residency`` the facts of a trace, asks for the next step, and reports how that ended after the
+seconds that ``Engines`` name. Only the engines and the passage of time are made up, so the log is the one
+that the threaded program writes for the same trace.
+
+``check`` reads a log, simulated or of a running program, and names every broken invariant of residency.py.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count, takewhile
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from anvil_mux.config.config import Config
+from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
+from anvil_mux.scheduler.costs import Cost, Costs
+from anvil_mux.scheduler.events import DIED, ERRAND, TRANSITIONS, Event
+from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.layout import Layout
+from anvil_mux.scheduler.placement import HOLDING, Placement, islands
+from anvil_mux.scheduler.policy import FOREVER
+from anvil_mux.scheduler.preemption import build_preemption
+from anvil_mux.scheduler.residency import LOADING, SOON_SECONDS, Residency, cool_down, max_waits
+from anvil_mux.scheduler.steps import Cancel, Demote, Start, Stop, Ticket, Wait
+
+
+class Request(NamedTuple):
+    """A request arrives ``at`` a moment, holds its lease for ``seconds``, and leaves when out of patience."""
+
+    at: float
+    model: str
+    seconds: float
+    patience: float = FOREVER
+    leases: bool = True
+    """False: it only wants the model loaded."""
+    sender: Hashable = None
+    """Whoever sends it, for ``follow``, and for lines in which senders take turns."""
+
+
+class Unloading(NamedTuple):
+    """Somebody asks for ``model`` to be put out."""
+
+    at: float
+    model: str
+
+
+class Death(NamedTuple):
+    """``backend`` ends without being told to; nothing happens if it is not up."""
+
+    at: float
+    backend: str
+
+
+class Reload(NamedTuple):
+    """Another configuration takes the place of the one that holds."""
+
+    at: float
+    config: Config
+
+
+class Outcome(NamedTuple):
+    """How long a step takes, and the error that it ends with: any but LoadError leaves the backend stuck."""
+
+    seconds: float
+    error: MuxError | None = None
+    how: str | None = None
+    """The way that was really taken; None: the one asked for."""
+    residual: Mapping[str, int] = MappingProxyType({})
+    """GPU id -> bytes that it still holds, if it was parked."""
+    host_bytes: int = 0
+    """Host memory that it keeps, if it was parked."""
+
+
+Perform = Callable[[Start | Cancel | Stop | Demote, int], Outcome]
+"""The outcome of the n-th step (from 0) on its backend.
+
+That of a ``Cancel`` is how long its load still takes then. One that ends before that ends as it would have.
+"""
+
+Follow = Callable[[Request, float], Iterable[Request]]
+"""What the end of a request, answered or not, at a moment leads to: requests that come then or later."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Steps that always succeed, in fixed times."""
+
+    load_seconds: Mapping[str, float] = field(default_factory=dict)
+    """By backend."""
+    other_load_seconds: float = 10.0
+    stop_seconds: float = 1.0
+
+    def __call__(self, step: Start | Cancel | Stop | Demote, nth: int) -> Outcome:
+        if isinstance(step, Start):
+            return Outcome(self._load_seconds(step.backend))
+        return Outcome(self.stop_seconds)
+
+    def _load_seconds(self, backend: str) -> float:
+        return self.load_seconds.get(backend, self.other_load_seconds)
+
+    def costs(self, config: Config) -> list[Cost]:
+        """What a program that has run for long knows: each model after nothing, and after each other."""
+        known = []
+        for target in config.backends:
+            sources = {"": 0.0} | {other.model: self.stop_seconds for other in config.backends}
+            del sources[target.model]
+            load_seconds = self._load_seconds(target.name)
+            for way in dict.fromkeys((target.rest[0], "stop")):
+                known += [Cost(s, target.model, way, evict, load_seconds, 1) for s, evict in sources.items()]
+        return known
+
+
+def simulate(
+    config: Config,
+    trace: Iterable[Request | Unloading | Death | Reload],
+    perform: Perform | None = None,
+    *,
+    resident: Iterable[str] = (),
+    follow: Follow | None = None,
+    costs: Iterable[Cost] = (),
+) -> list[Event]:
+    """The log of ``trace`` (sorted by moment), until every request has ended and no step is under way.
+
+    ``resident``: backends that run at moment 0. ``follow`` makes clients that wait for their answers.
+    ``costs``: what was learned of swaps before.
+    """
+    simulation = _Simulation(config, perform or Engines(), follow, Costs(costs))
+    simulation.adopt(resident)
+    with _no_collections():
+        simulation.run(trace)
+    return simulation.log
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """A run makes a great many events and no garbage: looking for some takes up to 30 % of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+_Happening = tuple[float, int, Callable[[float, Any], None], Any]
+"""(moment, order, what to call with moment and argument, argument)"""
+
+
+_Performed = tuple[Start | Stop | Demote, Outcome]
+
+
+@dataclass(eq=False, slots=True)
+class _Island:
+    residency: Residency
+    alarm: float = FOREVER
+    """When it is asked again without a new fact."""
+    rings: float = FOREVER
+    """When the heap looks at ``alarm``, which has moved on by then more often than not."""
+
+
+class _Simulation:
+    """Of the time-outs, which come in the order of the requests, only the first is in the heap."""
+
+    def __init__(self, config: Config, perform: Perform, follow: Follow | None, costs: Costs) -> None:
+        self.log: list[Event] = []
+        self._follow = follow
+        self._perform = perform
+        self._steps: Counter[str] = Counter()
+        self._loads: dict[str, tuple[float, _Performed]] = {}  # backend -> when its load ends, and how
+        self._heap: list[_Happening] = []
+        self._time_outs: deque[_Happening] = deque()
+        self._order = count()
+        self._ids = count(1)
+        self._open = 0  # requests that have not ended, and steps under way
+        self._waiting = 0
+        self._layout = Layout(config, self.log.append, costs, Footprints())
+        self._host = self._layout.host
+        self._host_seen = 0
+        self._islands = {residency: _Island(residency) for residency in self._layout.residencies}
+
+    def adopt(self, running: Iterable[str]) -> None:
+        for name in running:
+            self._layout.of_backend[name].adopt(name, 0.0)
+
+    def _island(self, model: str) -> _Island:
+        return self._islands[self._layout.of_model[model]]
+
+    def run(self, trace: Iterable[Request | Unloading | Death | Reload]) -> None:
+        for island in tuple(self._islands.values()):
+            self._ask(island, 0.0)
+        heap = self._heap
+        for entry in trace:
+            while heap and heap[0][0] <= entry.at:
+                now, _, call, argument = heappop(heap)
+                call(now, argument)
+            match entry:
+                case Request():
+                    self._arrive(entry)
+                case Unloading(at, model):
+                    self._unload(model, at)
+                case Death(at, backend):
+                    self._die(backend, at)
+                case Reload(at, config):
+                    self._reload(config, at)
+        while heap and self._open:
+            now, _, call, argument = heappop(heap)
+            call(now, argument)
+
+    def _at(self, moment: float, call: Callable[[float, Any], None], argument: object) -> None:
+        heappush(self._heap, (moment, next(self._order), call, argument))
+
+    # Facts
+
+    def _follow_up(self, now: float, request: Request) -> None:
+        """The request has ended."""
+        if self._follow:
+            for later in self._follow(request, now):
+                self._open += 1
+                self._at(later.at, self._arrive_late, later)
+
+    def _arrive_late(self, now: float, request: Request) -> None:
+        self._open -= 1
+        self._arrive(request)
+
+    def _arrive(self, request: Request) -> None:
+        now, model = request.at, request.model
+        if model not in self._layout.served:
+            self._follow_up(now, request)
+            return
+        island = self._island(model)
+        if self._waiting >= self._layout.config.max_queue and not island.residency.takes(model):
+            self._follow_up(now, request)  # overloaded
+            return
+        ticket = Ticket(next(self._ids), model, now, leases=request.leases, sender=request.sender)
+        ticket.wake = request
+        self._open += 1
+        ask = island.residency.request(ticket, now)
+        if ticket.settled:
+            self._go_on(ticket, now)
+            if ask:
+                self._ask(island, now)
+            return
+        self._waiting += 1
+        self._limit_wait(ticket, now)
+        if request.patience < FOREVER:
+            self._at(now + request.patience, self._leave, ticket)
+        if ask:
+            self._ask(island, now)
+
+    def _unload(self, model: str, now: float) -> None:
+        if model not in self._layout.served:
+            return
+        island = self._island(model)
+        island.residency.unload_requested(model, now, "unload requested")
+        self._ask(island, now)
+
+    def _die(self, backend: str, now: float) -> None:
+        if backend in self._layout.of_backend:
+            island = self._islands[self._layout.of_backend[backend]]
+            island.residency.died(backend, now, "killed")
+            self._ask(island, now)
+
+    def _reload(self, config: Config, now: float) -> None:
+        places = self._layout.reconfigure(config, now)
+        before, self._islands = self._islands, {}
+        for residency, island in before.items():
+            self._move(island, places[residency])
+        for residency in self._layout.residencies:
+            self._islands.setdefault(residency, _Island(residency))
+        for island in self._islands.values():
+            self._take_settled(island, now)
+        for island in tuple(self._islands.values()):
+            self._ask(island, now)
+
+    def _move(self, island: _Island, place: Residency) -> None:
+        """What rang for a residency rings for the one that took its place, if nothing does yet."""
+        if place in self._islands:
+            island.rings = FOREVER
+        else:
+            self._islands[place], island.residency = island, place
+
+    def _limit_wait(self, ticket: Ticket, now: float) -> None:
+        self._time_outs.append(
+            (now + self._layout.config.queue_timeout, next(self._order), self._time_out, ticket)
+        )
+        if len(self._time_outs) == 1:
+            heappush(self._heap, self._time_outs[0])
+
+    def _time_out(self, now: float, ticket: Ticket) -> None:
+        self._leave(now, ticket, WaitedTooLong("too long"))
+        self._time_outs.popleft()
+        while self._time_outs and self._time_outs[0][3].settled:
+            self._time_outs.popleft()
+        if self._time_outs:
+            heappush(self._heap, self._time_outs[0])
+
+    def _leave(self, now: float, ticket: Ticket, error: MuxError | None = None) -> None:
+        residency = self._layout.of_model.get(ticket.model)
+        if residency and ticket in residency.lines[ticket.model]:
+            island = self._islands[residency]
+            island.residency.give_up(ticket, now, error)
+            self._waiting -= 1
+            self._end(ticket, now)
+            self._ask(island, now)
+
+    def _end(self, ticket: Ticket, now: float) -> None:
+        self._open -= 1
+        self._follow_up(now, ticket.wake)
+
+    def _go_on(self, ticket: Ticket, now: float) -> None:
+        """A ticket ended: its request is served, or over."""
+        if ticket.backend and ticket.leases:
+            self._at(now + ticket.wake.seconds, self._release, ticket)
+        else:
+            self._end(ticket, now)
+
+    def _release(self, now: float, ticket: Ticket) -> None:
+        if ticket.severed:
+            return
+        if ticket.model not in self._layout.of_model:
+            self._end(ticket, now)
+            return
+        island = self._island(ticket.model)
+        ask = island.residency.release(ticket, now)
+        self._end(ticket, now)
+        self._take_settled(island, now)
+        if ask:
+            self._ask(island, now)
+
+    # Steps
+
+    def _ask(self, island: _Island, now: float) -> None:
+        self._ask_alone(island, now)
+        if self._host.budget is not None:
+            self._ask_others(now)
+
+    def _ask_others(self, now: float) -> None:
+        """What one island does with the host's memory concerns all."""
+        while self._host.changes != self._host_seen:
+            self._host_seen = self._host.changes
+            for each in tuple(self._islands.values()):
+                self._ask_alone(each, now)
+
+    def _ask_alone(self, island: _Island, now: float) -> None:
+        place = self._layout.settle(island.residency, now)
+        if place is not island.residency:
+            del self._islands[island.residency]
+            self._move(island, place)
+        while True:
+            step = place.next_step(now)
+            self._take_settled(island, now)
+            if isinstance(step, Wait):
+                break
+            if isinstance(step, Stop):
+                for ticket in step.severed:
+                    self._end(ticket, now)
+            outcome = self._perform(step, self._steps[step.backend])
+            self._steps[step.backend] += 1
+            if isinstance(step, Cancel):
+                self._cut_short(step.backend, outcome, now)
+                continue
+            self._open += 1
+            what, ends = (step, outcome), now + outcome.seconds
+            if isinstance(step, Start):
+                self._loads[step.backend] = ends, what
+            self._at(ends, self._performed, what)
+        self._set_alarm(island, step.until)
+
+    def _cut_short(self, backend: str, outcome: Outcome, now: float) -> None:
+        ends, (start, _) = self._loads[backend]
+        sooner = now + outcome.seconds
+        if sooner < ends:
+            what = start, Outcome(outcome.seconds, outcome.error or Cancelled("it was cancelled"))
+            self._loads[backend] = sooner, what
+            self._at(sooner, self._performed, what)
+
+    def _take_settled(self, island: _Island, now: float) -> None:
+        settled = island.residency.settled
+        if settled:
+            for ticket in settled:
+                self._waiting -= 1
+                self._go_on(ticket, now)
+            settled.clear()
+
+    def _set_alarm(self, island: _Island, moment: float) -> None:
+        island.alarm = moment
+        if moment < island.rings:
+            island.rings = moment
+            self._at(moment, self._ring, island)
+
+    def _ring(self, now: float, island: _Island) -> None:
+        if now != island.rings:
+            return  # it rang at an earlier moment instead
+        island.rings = FOREVER
+        if now < island.alarm:
+            self._set_alarm(island, island.alarm)
+        else:
+            self._ask(island, now)
+
+    def _performed(self, now: float, what: _Performed) -> None:
+        if isinstance(what[0], Start) and self._loads[what[0].backend][1] is not what:
+            return  # it was cancelled
+        step, (_, error, how, residual, host_bytes) = what
+        island = self._islands[self._layout.of_backend[step.backend]]
+        how = how or (step.to if isinstance(step, Demote) else step.how)
+        self._open -= 1
+        residency = island.residency
+        if error is None and isinstance(step, Start):
+            residency.started(step.backend, now, how)
+        elif error is None:
+            residency.stopped(step.backend, now, residual, how, host_bytes)
+        elif isinstance(error, Cancelled):
+            residency.load_cancelled(step.backend, now)
+        elif isinstance(step, Start) and isinstance(error, LoadError):
+            residency.start_failed(step.backend, now, error)
+        else:
+            residency.stop_failed(step.backend, now, error.message)
+        self._ask(island, now)
+
+
+def check(log: Iterable[Event], config: Config, slack: float = 0.0) -> list[str]:
+    """What in ``log`` breaks an invariant. ``slack``: seconds that a real program's threads may be late.
+
+    From the first reload on ``config`` holds no longer, and nothing is said of what comes then.
+    """
+    checker = _Checker(config, slack)
+    for event in takewhile(lambda event: event.kind != "reloaded", log):
+        if event.kind != "reload_failed":
+            checker.read(event)
+    return checker.wrong
+
+
+ROUNDING = 1e-6
+"""Seconds by which sums of moments may be off."""
+_BACKEND_MOVES = {(before, after) for (before, _), after in TRANSITIONS.items()}
+_TICKET_ENDS = ("leased", "failed", "gone")
+
+
+class _Checker:
+    """A fold over events. ``_lines``: model -> waiting ticket -> since; ``_leases``: backend -> tickets."""
+
+    def __init__(self, config: Config, slack: float) -> None:
+        self.wrong: list[str] = []
+        self._config, self._slack, self._now = config, slack + ROUNDING, 0.0
+        placement = Placement(config.backends, config.gpus, build_preemption("lru"))
+        self._capacity, self._seats = placement.capacity, placement.seats
+        self._max_wait = max_waits(self._seats.values(), config)
+        self._bounds = dict(self._max_wait)  # of queues
+        self._states = dict.fromkeys(self._seats, "empty")
+        self._lines: dict[str, dict[int, float]] = {seat.model: {} for seat in self._seats.values()}
+        self._bound: dict[int, str] = {}  # waiting ticket -> the only backend that it waits for
+        self._ended: set[int] = set()
+        self._leases: dict[str, set[int]] = {name: set() for name in self._seats}
+        self._drains: dict[str, tuple[float, float, str]] = {}  # backend -> since, time-out, for whom
+        self._begun: set[str] = set()  # models for which a victim was stopped
+        self._failed_starts: Counter[str] = Counter()
+        self._crashes: Counter[str] = Counter()  # in a row, soon after a load
+        self._loaded: dict[str, float] = {}
+        self._answered: dict[str, float] = {}  # backend -> when it last gave a whole answer
+        self._retry_at: dict[str, float] = {}
+        self._admitting = ""
+        self._limited = {s.model for s in self._seats.values() if s.backend.concurrency}
+        self._left: dict[str, float] = {}  # limited model -> when a backend of it ceased to be ready
+        self._calm_until = 0.0  # before it no line is overdue
+        self._groups = [{b.name for b in group} for _, group in islands(config.backends)]
+        if config.host_memory is not None:  # one island may wait for another
+            self._groups = [set(self._seats)]
+
+    def read(self, event: Event) -> None:
+        self._claim(event.at >= self._now, event, "time goes backwards")
+        if event.at > self._now:
+            self._look_for_overdue(event)
+        self._now = event.at
+        admitted = event.kind == "leased" and event.model == self._admitting
+        still = not admitted and self._could_be_served(self._admitting)
+        self._claim(not still, event, f"{self._admitting} still waits")
+        self._admitting = self._admitting if admitted else ""
+        if event.kind in _TICKET_ENDS:
+            self._end(event)
+        elif event.kind == "queued":
+            self._queue(event)
+        elif event.kind in ("released", "severed"):
+            self._end_lease(event)
+        elif event.kind in ("pinned", "unpinned"):
+            for seat in [seat for seat in self._seats.values() if seat.model == event.model]:
+                seat.pinned = event.kind == "pinned"
+        elif event.kind != "deferred":
+            self._move(event)
+
+    def _claim(self, fine: bool, event: Event, problem: str) -> None:
+        if not fine:
+            self.wrong.append(f"{event.at:.6f} {event.kind} {event.backend or event.model}: {problem}")
+
+    def _queue(self, event: Event) -> None:
+        self._claim(event.ticket not in self._ended, event, "the ticket has ended")
+        if not self._lines[event.model]:  # logs of old have no bounds
+            self._bounds[event.model] = min(event.bound, self._max_wait[event.model])
+        self._lines[event.model][event.ticket] = event.at
+        if event.backend:
+            self._bound[event.ticket] = event.backend
+        self._calm_until = min(self._calm_until, self._overdue(event.model, event.at))
+
+    def _end(self, event: Event) -> None:
+        self._claim(event.ticket not in self._ended, event, f"ticket {event.ticket} ends twice")
+        self._ended.add(event.ticket)
+        since = self._lines[event.model].pop(event.ticket, event.at)
+        self._bound.pop(event.ticket, None)
+        late = event.at - since > self._config.queue_timeout + self._slack
+        self._claim(not late, event, f"ticket {event.ticket} waited longer than queue_timeout")
+        if event.kind == "leased":
+            self._claim(self._states[event.backend] == "ready", event, "leased, but not ready")
+            if event.size > len(self._leases[event.backend]):
+                self._claim(self._has_place(event.model, event.backend), event, "all its places are taken")
+                self._leases[event.backend].add(event.ticket)
+
+    def _end_lease(self, event: Event) -> None:
+        leases = self._leases[event.backend]
+        self._claim(event.ticket in leases, event, "the ticket held no lease")
+        leases.discard(event.ticket)
+        if event.kind == "released" and not event.reason:
+            self._answered[event.backend] = event.at
+            self._crashes[event.backend] = 0
+        if event.model in self._limited and self._states[event.backend] == "ready":
+            self._admitting = event.model
+
+    def _could_be_served(self, model: str) -> bool:
+        """Whether anybody waits for ``model`` although there is a place."""
+        line = self._lines.get(model, {})
+        needed = {self._bound.get(ticket, "") for ticket in line} if self._bound else {""} if line else set()
+        return any(self._has_place(model, each) for each in needed)
+
+    def _has_place(self, model: str, backend: str = "") -> bool:
+        """At any backend that is ready, or at this one."""
+        for name, seat in self._seats.items():
+            if seat.model == model and backend in ("", name) and self._states[name] == "ready":
+                limit = seat.backend.concurrency
+                if limit is None or len(self._leases[name]) < limit:
+                    return True
+        return False
+
+    def _move(self, event: Event) -> None:
+        name, before = event.backend, self._states[event.backend]
+        self._claim((before, event.kind) in _BACKEND_MOVES, event, f"it was {before}")
+        if before == "ready" and event.model in self._limited:
+            self._left[event.model] = event.at
+        if before == "draining":
+            self._end_drain(event)
+        self._failed_starts[name] += before == "starting" and event.kind != "cancelling"
+        self._states[name] = event.kind
+        if event.kind == "starting":
+            self._start(event)
+        elif event.kind == "ready":
+            self._admitting = event.model
+            self._failed_starts[name] = 0
+            if before in LOADING:
+                self._loaded[name] = event.at
+        elif event.kind == "draining":
+            self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
+            self._claim(not (event.target and self._seats[name].pinned), event, "it is pinned")
+            self._drains[name] = event.at, event.seconds, event.target
+        elif event.kind == "demoting" and event.target:
+            self._begin(event.target, event)
+        elif event.kind == "cancelling":
+            self._claim(not self._lines[event.model], event, "somebody waits for it")
+            self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
+        elif event.kind in ("empty", "parked"):
+            self._leave(event, before)
+
+    def _end_drain(self, event: Event) -> None:
+        since, limit, target = self._drains.pop(event.backend)
+        self._claim(
+            event.at - since <= limit + self._slack, event, "the drain lasted longer than drain_timeout"
+        )
+        if event.kind == "stopping" and target:
+            self._begin(target, event)
+
+    def _begin(self, target: str, event: Event) -> None:
+        wanted = self._is_wanted(target) or target in self._begun
+        self._claim(wanted, event, f"nobody waits for {target}")
+        self._begun.add(target)
+
+    def _start(self, event: Event) -> None:
+        errand = event.reason.startswith(ERRAND)
+        wanted = errand or self._is_wanted(event.model) or event.model in self._begun
+        self._begun.discard(event.model)
+        self._claim(wanted, event, "nobody waits for it")
+        self._claim(event.at >= self._retry_at.get(event.backend, 0.0), event, "before its cool-down ended")
+        used: Counter[str] = Counter()
+        for name, seat in self._seats.items():
+            used.update(seat.holds if self._states[name] in HOLDING else {})
+        for gpu, amount in used.items():
+            self._claim(amount <= self._capacity[gpu], event, f"GPU {gpu} is overfull")
+
+    def _is_wanted(self, model: str) -> bool:
+        """It has a line, or a replica at which requests wait behind each other."""
+        ready = [n for n, s in self._seats.items() if s.model == model and self._states[n] == "ready"]
+        return bool(self._lines[model]) or any(len(self._leases[name]) > 1 for name in ready)
+
+    def _is_resident(self, model: str) -> bool:
+        return any(s.model == model and self._states[n] == "ready" for n, s in self._seats.items())
+
+    def _leave(self, event: Event, before: str) -> None:
+        name = event.backend
+        if event.reason.startswith(DIED) and before in ("ready", "draining", "stopping"):
+            self._judge_crash(event)
+        self._leases[name].clear()
+        if before != "cancelling":
+            self._retry_at[name] = event.at + cool_down(self._failed_starts[name])
+
+    def _judge_crash(self, event: Event) -> None:
+        """Who ends soon after its load, before one whole answer, counts as one that failed to load."""
+        name = event.backend
+        loaded = self._loaded.get(name, -FOREVER)
+        early = event.at - loaded <= SOON_SECONDS - self._slack
+        if early and self._answered.get(name, -FOREVER) < loaded:
+            self._crashes[name] += 1
+            self._failed_starts[name] = self._crashes[name]
+
+    def _overdue(self, model: str, since: float) -> float:
+        return since + self._bounds[model] + self._slack
+
+    def _look_for_overdue(self, event: Event) -> None:
+        """Before time goes on: where nothing moves, no line may be overdue."""
+        if event.at <= self._calm_until:
+            return
+        self._calm_until = FOREVER
+        for model, line in self._lines.items():
+            since = next(iter(line.values()), FOREVER)
+            overdue = self._overdue(model, max(since, self._left.get(model, since)))
+            self._calm_until = min(self._calm_until, overdue)
+            if event.at <= overdue or (model in self._limited and self._is_resident(model)):
+                continue
+            group = next(g for g in self._groups if any(self._seats[name].model == model for name in g))
+            still = all(self._states[name] in ("ready", "empty", "parked") for name in group)
+            self._claim(not still, event, f"{model} is overdue, and its swap has not begun")

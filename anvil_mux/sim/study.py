@@ -1,0 +1,267 @@
+"""Workloads under policies, side by side: what `anvil-mux simulate` runs and tells.
+
+A ``Case`` is a workload and the configuration that it meets, a ``Run`` that case under one policy. The log of
+every run is checked against the invariants of residency.py; what it breaks stands in ``Run.wrong``.
+
+A compose file says which backends a trace or an event log meets and how its own policy is set. A profile
+brings its own models, so that its figures can be compared; of a compose file it takes the settings only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from anvil_mux.config.config import Config
+from anvil_mux.errors import ConfigError
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.policy import POLICIES, build_policy
+from anvil_mux.sim import clairvoyant, workload
+from anvil_mux.sim.clairvoyant import Ratio
+from anvil_mux.sim.figures import Figures, figures
+from anvil_mux.sim.simulate import Request, check, simulate
+from anvil_mux.sim.workload import PROFILES, SEEDED, BadWorkload, Workload
+from anvil_mux.telemetry import eventlog
+
+LOGGED = "(as logged)"
+"""In place of a policy: what the running program itself did."""
+SLACK_SECONDS = 1.0
+"""What the threads of a running program may be late."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload, the configuration that it meets, and the seed that it was made from."""
+
+    workload: Workload
+    config: Config
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One case under one policy."""
+
+    profile: str
+    policy: str
+    seed: int
+    config: Config
+    log: Sequence[Event]
+    figures: Figures
+    wrong: Sequence[str] | None
+    """The broken invariants; None: nobody looked."""
+
+    @property
+    def title(self) -> str:
+        seed = f", seed {self.seed}" if self.profile in SEEDED else ""
+        return f"{self.profile}, {self.policy}{seed}"
+
+    def row(self) -> dict[str, Any]:
+        violations = None if self.wrong is None else len(self.wrong)
+        named = {"profile": self.profile, "policy": self.policy, "seed": self.seed}
+        return {**named, **asdict(self.figures), "violations": violations}
+
+
+# What to run
+
+
+def choose_profiles(names: str) -> tuple[str, ...]:
+    """The profiles of a list with commas; ValueError says which are known."""
+    chosen = tuple(PROFILES) if names == "all" else tuple(dict.fromkeys(names.split(",")))
+    for name in chosen:
+        if name not in PROFILES:
+            raise ValueError(f"unknown profile {name!r}; known: {', '.join(PROFILES)}, all")
+    return chosen
+
+
+def choose_policies(names: str) -> tuple[str, ...]:
+    """The policies of a list with commas; ``all``: those that need no settings."""
+    if names == "all":
+        return tuple(filter(_needs_nothing, POLICIES))
+    chosen = tuple(dict.fromkeys(names.split(",")))
+    for name in chosen:
+        _needs_nothing(name)  # or is unknown
+    return chosen
+
+
+def _needs_nothing(policy: str) -> bool:
+    try:
+        return policy == clairvoyant.NAME or bool(build_policy(policy))
+    except TypeError:
+        return False
+
+
+def profiles(names: Iterable[str], seeds: int, config: Config | None = None) -> Iterator[Case]:
+    """What differs by seed comes once for each of 0 .. ``seeds`` - 1."""
+    for name in names:
+        for seed in range(seeds if name in SEEDED else 1):
+            made = PROFILES[name](seed)
+            own = made.config()
+            yield Case(made, replace(config, backends=own.backends, gpus=own.gpus) if config else own, seed)
+
+
+def trace(name: str, config: Config | None = None) -> Case:
+    """A workload file, or the shipped workload of this name."""
+    made = workload.read(workload.find(name))
+    return Case(made, _serving(made, name, config or made.config()))
+
+
+def _serving(made: Workload, name: str, config: Config) -> Config:
+    known = list(dict.fromkeys(backend.model for backend in config.backends))
+    missing = [model for model in made.load_seconds if model not in known]
+    if missing:
+        raise BadWorkload(f"{name} asks for {', '.join(missing)}; the backends serve {', '.join(known)} only")
+    return config
+
+
+# Running it
+
+
+def study(cases: Iterable[Case], policies: Sequence[str], keep_logs: bool = False) -> Iterator[Run]:
+    """Every case under every policy."""
+    for case in cases:
+        for policy in policies:
+            done = run(case, policy)
+            yield done if keep_logs else replace(done, log=())
+
+
+def run(case: Case, policy: str) -> Run:
+    made, config = case.workload, _under(policy, case)
+    ends = _Ends(made)
+    engines, resident = made.engines(config), made.residents(config)
+    costs = engines.costs(config)
+    log = simulate(config, made.requests, engines, resident=resident, follow=ends, costs=costs)
+    return Run(made.name, policy, case.seed, config, log, figures(log, ends.count), check(log, config))
+
+
+def _under(policy: str, case: Case) -> Config:
+    """The settings that a configuration has for its own policy are not for another."""
+    made, config = case.workload, case.config
+    if policy == clairvoyant.NAME:
+        try:
+            return clairvoyant.following(config, clairvoyant.plan_for(made, config))
+        except ValueError as error:
+            raise BadWorkload(str(error)) from None
+    if policy != config.policy:
+        config = replace(config, policy=policy, policy_settings={})
+    _check_settings(policy, config.policy_settings)
+    return config
+
+
+def _check_settings(policy: str, given: Mapping[str, object]) -> None:
+    try:
+        build_policy(policy, given)
+    except TypeError as error:
+        raise ConfigError([f"policy {policy}: {error}; a compose file can give it settings"]) from None
+
+
+def ratios(policies: Sequence[str], count: int, progress: Callable[[int], object]) -> list[Ratio]:
+    """How each policy compares with the best possible, on random workloads."""
+    for policy in policies:
+        if policy != clairvoyant.NAME:
+            _check_settings(policy, {})
+    return clairvoyant.ratios(policies, count, progress=progress)
+
+
+class _Ends:
+    """A workload's ``follow`` that counts the requests that have ended."""
+
+    def __init__(self, made: Workload) -> None:
+        self.count = 0
+        self._follow = made.follow and made.follow()
+
+    def __call__(self, request: Request, now: float) -> Iterable[Request]:
+        self.count += 1
+        return self._follow(request, now) if self._follow else ()
+
+
+# What really ran
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The event log of a running program."""
+
+    name: str
+    runs: Sequence[eventlog.Run]
+    config: Config | None
+    """In place of the configurations that the log tells of."""
+
+    def case(self) -> Case:
+        """Its clients, with the backends of its last run."""
+        made = eventlog.replay(self.runs, self.name)
+        return Case(made, _serving(made, self.name, self._config_of(self.runs[-1])))
+
+    def run(self, *, checked: bool) -> Run:
+        """What the program itself did."""
+        wrong = [line for one in self.runs for line in self._check(one)] if checked else None
+        log = _joined(self.runs)
+        return Run(self.name, LOGGED, 0, self._config_of(self.runs[-1]), log, figures(log), wrong)
+
+    def _check(self, one: eventlog.Run) -> list[str]:
+        return check(one.events, self._config_of(one), SLACK_SECONDS)
+
+    def _config_of(self, one: eventlog.Run) -> Config:
+        return self.config or eventlog.config_of(one.header)
+
+
+def read_log(path: str, config: Config | None, warn: Callable[[str], object]) -> Recording:
+    runs = eventlog.read(path, warn)
+    if not runs:
+        raise eventlog.BadLog(f"{path}: is empty")
+    return Recording(Path(path).name, runs, config)
+
+
+def _joined(runs: Sequence[eventlog.Run]) -> list[Event]:
+    """One log of several runs, each of which counts seconds and tickets from its own beginning."""
+    log: list[Event] = []
+    tickets = 0
+    for one in runs:
+        since, before = one.header["began"] - runs[0].header["began"], tickets
+        for event in one.events:
+            ticket = event.ticket and event.ticket + before
+            log.append(event._replace(at=event.at + since, ticket=ticket))
+            tickets = max(tickets, ticket)
+    return log
+
+
+# Telling it
+
+HEAD = (
+    "PROFILE", "POLICY", "RUNS", "REQUESTS", "SWAPS", "MAKESPAN", "WAIT", "P50", "P95", "LONGEST",
+    "SWAPPING", "BUSY", "FAILED", "SEVERED", "VIOLATIONS",
+)  # fmt: skip
+
+
+def table(runs: Iterable[Run]) -> Iterator[tuple[str, ...]]:
+    """A row for each profile and policy: means over the seeds; of ``LONGEST`` the longest of all."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for one in runs:
+        groups.setdefault((one.profile, one.policy), []).append(one)
+    for names, group in groups.items():
+        yield (*names, str(len(group)), *_means([one.figures for one in group]), _violations(group))
+
+
+def _means(every: Sequence[Figures]) -> Iterator[str]:
+    def mean(field: str) -> float:
+        return fmean(getattr(one, field) for one in every)
+
+    yield from (_short(mean(field)) for field in ("requests", "swaps"))
+    yield f"{mean('makespan_seconds'):.1f}"
+    yield from (f"{mean(f'wait_{which}_seconds'):.2f}" for which in ("mean", "p50", "p95"))
+    yield f"{max(one.wait_max_seconds for one in every):.2f}"
+    yield f"{mean('swap_seconds'):.1f}"
+    yield f"{mean('busy_fraction'):.1%}"
+    yield from (_short(mean(field)) for field in ("failed", "severed"))
+
+
+def _short(mean: float) -> str:
+    return f"{mean:.1f}".removesuffix(".0")
+
+
+def _violations(group: Sequence[Run]) -> str:
+    wrong = [one.wrong for one in group if one.wrong is not None]
+    return str(sum(map(len, wrong))) if wrong else ""

@@ -1,0 +1,339 @@
+"""Who asks for which model, and when.
+
+A ``Workload`` knows nothing of a compose file: it names models, says when requests for them arrive, how long
+each is served, and how long the models load. It comes from ``PROFILES`` (traffic made to order), from a file,
+or from the event log of a running program (eventlog.py).
+
+A file holds JSON lines and may be gzipped. The first line is a header, every other one a request:
+
+    {"workload": "name", "about": "...", "source": "...", "licence": "...",
+     "models": {"big": {"load_seconds": 30}}, "resident": ["big"], "stop_seconds": 1}
+    {"at": 12.5, "model": "big", "seconds": 4}
+    {"session": "s1", "at": 13, "model": "big", "seconds": 4}
+    {"session": "s1", "think": 2.5, "model": "big", "seconds": 6}
+
+Moments and durations are in seconds. A request without a session comes at its moment, whatever else happens.
+Those of a session come one after the other: the first at its moment, each later one ``think`` seconds after
+the answer to the one before.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import merge
+from pathlib import Path
+from typing import Any
+
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.errors import MuxError
+from anvil_mux.sim.simulate import Engines, Follow, Request
+
+SHIPPED = Path(__file__).parent / "workloads"
+"""Workload files that come with the program."""
+
+
+class BadWorkload(MuxError):
+    """A workload cannot be read or does not fit the compose file; says where and what to do."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Who asks for what and when, and what loading costs; independent of any compose file."""
+
+    name: str
+    load_seconds: Mapping[str, float]
+    """By model, of every model that is asked for."""
+    requests: tuple[Request, ...]
+    """Those whose moments are known, in their order."""
+    follow: Callable[[], Follow] | None = None
+    """Makes a fresh ``follow`` for one run: the requests that depend on answers."""
+    resident: tuple[str, ...] = ()
+    """Models that are loaded at the start."""
+    stop_seconds: float = 0.0
+
+    def config(self) -> Config:
+        """Without a compose file: every model is one backend of the same name, and has GPU 0 to itself.
+
+        No drain is cut short: a policy must not look good because it cut off more requests than another.
+        """
+        backends = tuple([Backend(model, model, ("0",)) for model in self.load_seconds])
+        return Config(backends, drain_timeout=math.inf)
+
+    def engines(self, config: Config) -> Engines:
+        """What loading costs on the backends of ``config``."""
+        loads = {b.name: self.load_seconds[b.model] for b in config.backends if b.model in self.load_seconds}
+        return Engines(loads, stop_seconds=self.stop_seconds)
+
+    def residents(self, config: Config) -> list[str]:
+        """The backends of ``config`` that run at the start: one for each model that is loaded then."""
+        first = {backend.model: backend.name for backend in reversed(config.backends)}
+        return [first[model] for model in self.resident]
+
+
+class Rounds:
+    """Clients that send the next round when all requests of the one before have ended.
+
+    ``Request.at`` counts from the beginning of its round. The first round is that of ``Workload.requests``.
+    """
+
+    def __init__(self, rounds: Iterable[Sequence[Request]]) -> None:
+        self._rounds = iter(rounds)
+        self._open = len(next(self._rounds))
+
+    def __call__(self, request: Request, now: float) -> Sequence[Request]:
+        self._open -= 1
+        if self._open:
+            return ()
+        following = next(self._rounds, ())
+        self._open = len(following)
+        return [_later(request, now) for request in following]
+
+
+class Sessions:
+    """Clients that each send their next request some time after the answer to the one before.
+
+    ``Request.at`` counts from that answer; by ``Request.sender``.
+    """
+
+    def __init__(self, rest: Mapping[object, Iterable[Request]]) -> None:
+        self._rest = {sender: iter(requests) for sender, requests in rest.items()}
+
+    def __call__(self, request: Request, now: float) -> Sequence[Request]:
+        for following in self._rest.get(request.sender, ()):
+            return (_later(following, now),)
+        return ()
+
+
+class Tireless:
+    """Clients that each ask the same again in the moment of their answer, until a moment."""
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+
+    def __call__(self, request: Request, now: float) -> Sequence[Request]:
+        return (request._replace(at=now),) if now < self._until else ()
+
+
+def _later(request: Request, now: float) -> Request:
+    return request._replace(at=now + request.at)
+
+
+# Profiles: a loads in 3 s, b in 9 s, a is loaded at the start, a request takes 0.5 s.
+
+LOADS = {"a": 3.0, "b": 9.0}
+SERVICE_SECONDS = 0.5
+
+
+def _profile(name: str, requests: Iterable[Request], follow: Callable[[], Follow] | None = None) -> Workload:
+    return Workload(name, LOADS, tuple(requests), follow, resident=("a",))
+
+
+def _in_rounds(name: str, rounds: Sequence[Sequence[Request]]) -> Workload:
+    return _profile(name, rounds[0], partial(Rounds, rounds))
+
+
+def _ask(model: str, at: float = 0.0) -> Request:
+    return Request(at, model, SERVICE_SECONDS)
+
+
+def single(seed: int = 0) -> Workload:
+    """40 requests for the model that is loaded, at once."""
+    return _profile("single", [_ask("a")] * 40)
+
+
+def balanced(seed: int = 0) -> Workload:
+    """20 rounds, each a and 0.1 s later b; the next round begins when both have been answered."""
+    return _in_rounds("balanced", [(_ask("a"), _ask("b", 0.1))] * 20)
+
+
+def bursty(seed: int = 0) -> Workload:
+    """Four bursts of 10 requests (a, b, a, b), each when all of the one before have been answered."""
+    return _in_rounds("bursty", [[_ask(model)] * 10 for model in "abab"])
+
+
+def dominant(seed: int = 0) -> Workload:
+    """50 requests, one every 50 ms, every fifth for b."""
+    return _profile("dominant", [_ask("b" if n % 5 == 4 else "a", n / 20) for n in range(50)])
+
+
+def interleave(seed: int = 0) -> Workload:
+    """30 requests for a and 30 for b at once, in turns."""
+    return _profile("interleave", [_ask("ab"[n % 2]) for n in range(60)])
+
+
+MIXED_SECONDS = 1800.0
+MIXED_RATES = {"a": 0.3, "b": 0.1}
+MIXED_MEDIAN, MIXED_SIGMA = 6.0, 0.8
+
+
+def mixed(seed: int = 0) -> Workload:
+    """Half an hour of Poisson arrivals, 0.3/s for a and 0.1/s for b; lognormal service around 6 s."""
+    arrivals = (_arrivals(model, rate, seed) for model, rate in MIXED_RATES.items())
+    return _profile("mixed", merge(*arrivals))
+
+
+def _arrivals(model: str, rate: float, seed: int) -> Iterator[Request]:
+    draw = random.Random(f"mixed {model} {seed}")
+    at = draw.expovariate(rate)
+    while at < MIXED_SECONDS:
+        yield Request(at, model, draw.lognormvariate(math.log(MIXED_MEDIAN), MIXED_SIGMA))
+        at += draw.expovariate(rate)
+
+
+TWO_CLIENTS_SECONDS = 600.0
+
+
+def two_clients(seed: int = 0) -> Workload:
+    """One client of a and one of b, each of whom asks again once it is answered, for ten minutes."""
+    return _profile("two-clients", [_ask("a"), _ask("b")], partial(Tireless, TWO_CLIENTS_SECONDS))
+
+
+PROFILES: dict[str, Callable[[int], Workload]] = {
+    "single": single,
+    "balanced": balanced,
+    "bursty": bursty,
+    "dominant": dominant,
+    "interleave": interleave,
+    "mixed": mixed,
+    "two-clients": two_clients,
+}
+"""Each takes a seed."""
+
+SEEDED = frozenset({"mixed"})
+"""The profiles that differ by seed."""
+
+
+# Files
+
+
+def find(name: str) -> Path:
+    """The workload file of this path, or the shipped one of this name."""
+    return find_among(SHIPPED, "workloads", name)
+
+
+def find_among(folder: Path, what: str, name: str) -> Path:
+    """The file of this path, or the one of this name in ``folder``, where ``what`` is shipped."""
+    shipped = {file.name.partition(".")[0]: file for file in sorted(folder.glob("*.jsonl.gz"))}
+    if name in shipped and not Path(name).is_file():
+        return shipped[name]
+    if not Path(name).exists():
+        raise BadWorkload(f"{name}: no such file; shipped {what}: {', '.join(shipped) or 'none'}")
+    return Path(name)
+
+
+def read(path: Path) -> Workload:
+    """The workload of a file; BadWorkload names the line that cannot be used."""
+    reading = _Reading()
+    try:
+        for line in lines(path):
+            reading.take(line)
+        return reading.workload()
+    except ValueError as error:
+        raise BadWorkload(f"{path}:{max(reading.number, 1)}: {error}") from None
+    except UNREADABLE as error:
+        raise BadWorkload(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""What ``lines`` may raise."""
+
+
+def lines(path: str | os.PathLike[str]) -> Iterator[str]:
+    """The lines of a text file, which may be compressed with gzip."""
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    opener: Callable[..., Any] = gzip.open if packed else open
+    with opener(path, "rt", encoding="utf-8", errors="replace") as text:
+        yield from text
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        said = json.loads(line)
+    except ValueError:
+        said = None
+    if not isinstance(said, dict):
+        raise ValueError(f"must be one JSON object, not {line.strip()[:60]!r}")
+    return said
+
+
+class _Reading:
+    """What the lines read so far come to."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Of the last line."""
+        self._header: dict[str, Any] = {}
+        self._load_seconds: dict[str, float] = {}
+        self._requests: list[Request] = []
+        self._sessions: dict[object, list[Request]] = {}
+
+    def take(self, line: str) -> None:
+        self.number += 1
+        if not line.strip():
+            return
+        said = _parsed(line)
+        if self._header:
+            self._take_request(said)
+        else:
+            self._take_header(said)
+
+    def workload(self) -> Workload:
+        if not self._requests:
+            raise ValueError("holds no request" if self._header else "is empty")
+        return Workload(
+            str(self._header["workload"]),
+            self._load_seconds,
+            tuple(sorted(self._requests, key=lambda request: request.at)),
+            partial(Sessions, self._sessions) if self._sessions else None,
+            tuple(self._header.get("resident", ())),
+            _seconds(self._header, "stop_seconds", 0.0),
+        )
+
+    def _take_header(self, said: dict[str, Any]) -> None:
+        models, resident = said.get("models"), said.get("resident", [])
+        if not said.get("workload") or not isinstance(models, dict) or not models:
+            raise ValueError('must be the header: {"workload": "a name", "models": {...}, ...}')
+        self._load_seconds = {name: _load_seconds(name, about) for name, about in models.items()}
+        if not isinstance(resident, list) or any(name not in [*models] for name in resident):
+            raise ValueError(f"resident: must be a list of {', '.join(models)}, not {json.dumps(resident)}")
+        _seconds(said, "stop_seconds", 0.0)
+        self._header = said
+
+    def _take_request(self, said: dict[str, Any]) -> None:
+        model, session = said.get("model"), said.get("session")
+        if not isinstance(model, str) or model not in self._load_seconds:
+            known = ", ".join(self._load_seconds)
+            raise ValueError(f"unknown model {json.dumps(model)}; the header has {known}")
+        if not isinstance(session, str | int | None):
+            raise ValueError(f"session must be text or a number, not {json.dumps(session)}")
+        earlier = self._sessions.get(session)
+        moment = _seconds(said, "at" if earlier is None else "think")
+        request = Request(moment, model, _seconds(said, "seconds"), sender=session)
+        if earlier is not None:
+            earlier.append(request)
+            return
+        self._requests.append(request)
+        if session is not None:
+            self._sessions[session] = []
+
+
+def _load_seconds(model: str, about: object) -> float:
+    if not isinstance(about, dict):
+        raise ValueError(f'models: {model}: must be as {{"load_seconds": 30}}, not {json.dumps(about)}')
+    return _seconds(about, "load_seconds")
+
+
+def _seconds(said: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = said.get(key, default)
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf:
+        return float(value)
+    raise ValueError(f"{key} must be seconds, a number of at least 0, not {json.dumps(value)}")

@@ -1,0 +1,113 @@
+"""What is recorded of each request, and its line in the access log.
+
+A handler hands one record to its ``Sink`` and goes on; journal.py counts it and writes the line from a thread
+of its own. Bodies, keys and query strings are never logged, and probes that are answered well make no line.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Protocol
+
+from anvil_mux.protocol import api
+
+PROBES = frozenset(["/health", "/healthz", "/livez", "/logs", "/metrics", "/readyz", "/why"])
+"""What programs, and the open page, ask for again and again."""
+
+
+@dataclass(slots=True)  # frozen ones take three times as long to make
+class Served:
+    """What is known of a request at its end. Moments are Unix time, durations seconds.
+
+    Nobody alters it but ``count``, which the ``Sink`` calls once.
+    """
+
+    ended: float
+    request_id: str
+    client: str
+    method: str
+    path: str
+    model: str
+    backend: str
+    status: int
+    code: str
+    """Of the error; empty when there was none."""
+    stream: bool
+    waited: float
+    """In the line, for the model to become resident."""
+    first_byte: float
+    """From the request's head to the first byte of the engine's answer; 0: none came."""
+    seconds: float
+    sent: int
+    tokens: int = 0
+    """Of the answer: the events of its stream, unless its engine says; 0: nobody knows."""
+    prompt_tokens: int = 0
+    """Of the input, as its engine said."""
+    cached_tokens: int = 0
+    """Of these, those that the engine had in its cache."""
+    foreseen: float | None = None
+    """The part of the input that its replica was thought to have cached; None: nobody knows if it was."""
+    said: bytes = b""
+    """The end of the answer, where engines say what it took; ``count`` reads it and lets go of it."""
+
+    def count(self) -> None:
+        """Reads what the answer took, of many records in a row: no client waits for that."""
+        if not self.said:
+            return
+        answer, prompt, cached = api.tokens_said(self.said)
+        self.said = b""
+        if answer is not None:
+            self.tokens = answer
+        self.prompt_tokens, self.cached_tokens = prompt or 0, cached or 0
+        if cached is None:
+            self.foreseen = None
+
+
+class Sink(Protocol):
+    """Where handlers put their records; never blocks."""
+
+    def add(self, entry: Served) -> object: ...
+
+
+_last = (0, "")
+
+
+def stamp(moment: float) -> str:
+    """RFC 3339 with milliseconds. Any thread; the last one is remembered, since records come in groups."""
+    global _last
+    milliseconds, last = int(moment * 1000), _last
+    if last[0] != milliseconds:
+        second, rest = divmod(milliseconds, 1000)
+        text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
+        _last = last = (milliseconds, f"{text}.{rest:03d}Z")
+    return last[1]
+
+
+def json_line(r: Served) -> str:
+    if _is_quiet(r):
+        return ""
+    return (
+        f'{{"ts":"{stamp(r.ended)}","level":"info","event":"request","request_id":"{r.request_id}",'
+        f'"client":"{r.client}","method":{quoted(r.method)},"path":{quoted(r.path)},"model":{quoted(r.model)},'
+        f'"service":{quoted(r.backend)},"status":{r.status},"code":"{r.code}",'
+        f'"stream":{"true" if r.stream else "false"},"queue_s":{r.waited:.3f},"ttfb_s":{r.first_byte:.4f},'
+        f'"duration_s":{r.seconds:.4f},"bytes":{r.sent}}}\n'
+    )
+
+
+def human_line(r: Served) -> str:
+    if _is_quiet(r):
+        return ""
+    code = f" {r.code}" if r.code else ""
+    waited = f" waited {r.waited:.1f}s" if r.waited >= 0.1 else ""
+    where = f" {r.model}@{r.backend}" if r.backend else f" {r.model}" if r.model else ""
+    return (
+        f"{stamp(r.ended)} {r.status}{code} {r.method} {ascii(r.path)[1:-1]}{where} "
+        f"{r.seconds:.3f}s{waited} {r.sent}B {r.client} {r.request_id}\n"
+    )
+
+
+def _is_quiet(r: Served) -> bool:
+    return r.status == 200 and r.path in PROBES

@@ -1,0 +1,132 @@
+"""What happened lately, for those who look: the status page, ``anvil-mux events`` and ``top``.
+
+Two rings, of events and of requests that ended. Who looks on is no more than a place in each ring, so a slow
+one holds up nobody and costs nothing: what left the ring before it came is counted as missed, and it is told
+so. The journal's thread fills the rings, never a thread that holds the multiplexer's lock, and rings the bell
+after each batch; watchers wait for it in threads of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import NamedTuple, TypeVar
+
+from anvil_mux.errors import Overloaded
+from anvil_mux.scheduler.events import Event
+from anvil_mux.telemetry.accesslog import Served
+
+EVENTS = 500
+REQUESTS = 100
+WATCHERS = 32
+BY_HAND = ("/models/", "/api/show")
+"""Paths of what names a model and asks it nothing."""
+
+
+class Place(NamedTuple):
+    """How far somebody has read: the numbers of the last event and the last request."""
+
+    event: int = 0
+    request: int = 0
+
+
+class News(NamedTuple):
+    """What came after a place."""
+
+    events: list[Event]
+    requests: list[Served]
+    missed: int
+    """Events that are in the ring no more."""
+    place: Place
+
+
+class Feed:
+    """The last events and requests. Any thread, but only one at a time may ``tell`` and ``ended``."""
+
+    def __init__(self) -> None:
+        # Whoever tells only appends, and whoever reads only copies: both are atomic, so neither takes a lock.
+        self._events: deque[tuple[int, Event]] = deque(maxlen=EVENTS)
+        self._requests: deque[tuple[int, Served]] = deque(maxlen=REQUESTS)
+        self._numbers = count(1)
+        self._request_numbers = count(1)
+        # Guards what stands below it; held for microseconds.
+        self._bell = threading.Condition(threading.Lock())
+        self._watchers = 0
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def tell(self, event: Event) -> None:
+        self._events.append((next(self._numbers), event))
+
+    def ended(self, record: Served) -> None:
+        """Takes the record of a request; those that no model was to answer are no news."""
+        if record.model and not record.path.startswith(BY_HAND):
+            self._requests.append((next(self._request_numbers), record))
+
+    def ring(self) -> None:
+        """Wakes those who wait for news, if there are any."""
+        with self._bell:
+            self._bell.notify_all()
+
+    def close(self) -> None:
+        """The program ends: nobody waits any more."""
+        with self._bell:
+            self._closed = True
+            self._bell.notify_all()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Counts a watcher, each of which holds a thread; Overloaded if there are too many."""
+        with self._bell:
+            if self._watchers >= WATCHERS:
+                raise Overloaded(f"overloaded: {WATCHERS} look on already (open pages count). Try again.")
+            self._watchers += 1
+        try:
+            yield
+        finally:
+            with self._bell:
+                self._watchers -= 1
+
+    def news(self, after: Place, seconds: float | None = 0.0) -> News:
+        """What came after ``after``; waits for something to come for at most ``seconds`` (None: for ever)."""
+        if seconds != 0.0:
+            with self._bell:
+                self._bell.wait_for(lambda: self._closed or self._is_news(after), seconds)
+        events, last_event = _after(self._events, after.event)
+        requests, last_request = _after(self._requests, after.request)
+        return News(events, requests, last_event - after.event - len(events), Place(last_event, last_request))
+
+    def _is_news(self, after: Place) -> bool:
+        return _last(self._events) > after.event or _last(self._requests) > after.request
+
+    def follow(self, take: Callable[[News], object]) -> None:
+        """Hands ``take`` everything that is told, in this thread, until the program ends."""
+        place = Place()
+        while not self._closed:
+            news = self.news(place, None)
+            place = news.place
+            take(news)
+
+    def pause(self, seconds: float) -> None:
+        """Waits, but for no longer than the program lives."""
+        with self._bell:
+            self._bell.wait_for(lambda: self._closed, seconds)
+
+
+_T = TypeVar("_T")
+
+
+def _last(ring: deque[tuple[int, _T]]) -> int:
+    return ring[-1][0] if ring else 0
+
+
+def _after(ring: deque[tuple[int, _T]], place: int) -> tuple[list[_T], int]:
+    """What stands in a ring after a place, and the number of the last."""
+    entries = [(number, entry) for number, entry in ring.copy() if number > place]
+    return [entry for _, entry in entries], entries[-1][0] if entries else place

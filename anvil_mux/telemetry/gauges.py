@@ -1,0 +1,115 @@
+"""What is true at the moment of a scrape, as metric families.
+
+Pure: everything comes from a ``Status``, from what was learned and from what was last seen of the GPUs. What
+is not known has no sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from anvil_mux.host.lookout import Seen, Sight
+from anvil_mux.scheduler.costs import Cost
+from anvil_mux.scheduler.events import TRANSITIONS
+from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.status import Status
+
+STATES = sorted({state for state, _ in TRANSITIONS} | set(TRANSITIONS.values()))
+NONE, SEVERAL = "none", "several"
+
+Samples = dict[tuple[str, ...], float]
+"""By label values."""
+
+
+def of_models(status: Status) -> Iterator[Metric]:
+    models = status.models
+    inflight: Samples = {(m.model,): float(m.leases) for m in models}
+    yield _gauge("anvil_inflight_requests", "Requests that hold a lease.", "model", inflight)
+    queued: Samples = {(m.model,): float(m.waiting) for m in models}
+    yield _gauge("anvil_queued_requests", "Requests that wait in a line.", "model", queued)
+    states: Samples = {(m.model, state): float(m.state == state) for m in models for state in STATES}
+    yield _gauge("anvil_model_state", "1 for the state that the model is in.", "model state", states)
+    far = [(m.model, m.progress.fraction) for m in models if m.progress]
+    done: Samples = {(model,): fraction for model, fraction in far if fraction is not None}
+    yield _gauge("anvil_model_load_progress_ratio", "How much of a load is done, if known.", "model", done)
+    backends = [backend for model in models for backend in model.backends]
+    states = {(b.backend, state): float(b.state == state) for b in backends for state in STATES}
+    yield _gauge("anvil_backend_state", "1 for the state that the backend is in.", "backend state", states)
+    said = {b.backend: b.engine for b in backends if b.engine}
+    loads = {name: each.load for name, each in said.items() if each.load}
+    requests: Samples = {(name, "running"): float(load.running) for name, load in loads.items()}
+    waiting = {name: load.waiting for name, load in loads.items() if load.waiting is not None}
+    requests |= {(name, "waiting"): float(count) for name, count in waiting.items()}
+    text = "Requests at the engine, as it says itself."
+    yield _gauge("anvil_engine_requests", text, "backend state", requests)
+    usage: Samples = {(name,): load.usage for name, load in loads.items() if load.usage is not None}
+    text = "How full the engine's cache is, as it says itself."
+    yield _gauge("anvil_engine_cache_usage_ratio", text, "backend", usage)
+    ages: Samples = {(name,): each.age_seconds for name, each in said.items()}
+    text = "How long ago the engine last said something of itself."
+    yield _gauge("anvil_engine_figures_age_seconds", text, "backend", ages)
+
+
+def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
+    gpus = status.gpus
+    held: Samples = {(gpu.gpu,): float(len(gpu.residents)) for gpu in gpus}
+    yield _gauge("anvil_gpu_residents", "Backends that hold the GPU.", "gpu", held)
+    promised: Samples = {(gpu.gpu, model): 1.0 for gpu in gpus for model in gpu.reserved_for}
+    yield _gauge(
+        "anvil_gpu_reserved", "1 while a swap under way keeps the GPU for the model.", "gpu model", promised
+    )
+    seen = {gpu.gpu: sight.get(gpu.gpu, Seen()) for gpu in gpus}
+    total = {gpu.gpu: gpu.total if seen[gpu.gpu].total is None else seen[gpu.gpu].total for gpu in gpus}
+    yield _bytes("anvil_gpu_memory_total_bytes", "Memory of the GPU, where it is known.", total)
+    used = {gpu: each.used for gpu, each in seen.items()}
+    yield _bytes("anvil_gpu_memory_used_bytes", "What is used of it, by anybody.", used)
+    reserve = {gpu.gpu: gpu.reserve for gpu in gpus}
+    yield _bytes("anvil_gpu_memory_reserve_bytes", "What no backend is given of it.", reserve)
+    foreign = {gpu: sum(s.used or 0 for s in each.strangers) for gpu, each in seen.items() if gpu in sight}
+    yield _bytes("anvil_gpu_memory_stranger_bytes", "What processes hold that are none of ours.", foreign)
+    kept = {gpu.gpu: sum(amount for _, amount in gpu.residuals) for gpu in gpus}
+    yield _bytes("anvil_gpu_memory_residual_bytes", "What backends that rest hold still.", kept)
+
+
+def of_costs(costs: Iterable[Cost], models: Container[str]) -> Iterator[Metric]:
+    """Where several make room, only the dearest direction stands for all."""
+    dearest: Samples = {}
+    for cost in costs:
+        source = cost.source if cost.source in models else SEVERAL if cost.source else NONE
+        key = source, cost.target, cost.way
+        dearest[key] = max(cost.seconds, dearest.get(key, 0.0))
+    yield _gauge(
+        "anvil_swap_cost_seconds", "What a swap costs, without its drain, as learned.", "from to way", dearest
+    )
+
+
+def of_footprints(footprints: Iterable[Footprint]) -> Iterator[Metric]:
+    held: Samples = {}
+    kept: Samples = {}
+    host: Samples = {}
+    for each in footprints:  # the newest last
+        held |= {(each.backend, gpu): float(amount) for gpu, amount in each.held.items()}
+        if each.way != "stop":
+            key = each.backend, each.way
+            kept |= {(*key, gpu): float(amount) for gpu, amount in each.residual.items()}
+            host[key] = float(each.host_bytes)
+    text = "What a backend held of a GPU when it last left it."
+    yield _gauge("anvil_backend_memory_bytes", text, "backend gpu", held)
+    text = "What a backend held of a GPU still when it last rested this way."
+    yield _gauge("anvil_backend_residual_bytes", text, "backend way gpu", kept)
+    text = "What a backend kept in host memory when it last rested this way."
+    yield _gauge("anvil_backend_host_bytes", text, "backend way", host)
+
+
+def _bytes(name: str, text: str, values: Mapping[str, int | None]) -> Metric:
+    """By GPU, without those of which it is not known."""
+    return _gauge(name, text, "gpu", {(gpu,): float(n) for gpu, n in values.items() if n is not None})
+
+
+def _gauge(name: str, text: str, labels: str, values: Samples) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels.split())
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family

@@ -1,0 +1,105 @@
+"""What /healthz tells of models and GPUs, as JSON objects; whoever asks a running mux reads the same."""
+
+from __future__ import annotations
+
+import math
+
+from anvil_mux.host.gpu import Stranger
+from anvil_mux.host.lookout import Seen
+from anvil_mux.routing import ledger
+from anvil_mux.scheduler.progress import Progress
+from anvil_mux.scheduler.status import BackendState, Deferral, GpuState, ModelState
+
+
+def model_state(model: ModelState) -> dict[str, object]:
+    return {
+        "state": model.state,
+        "backend": model.backend,
+        "pinned": model.pinned,
+        "gpus": list(model.gpus),
+        "waiting": model.waiting,
+        "oldest_wait_seconds": _rounded(model.oldest_wait),
+        "leases": model.leases,
+        "draining": _draining(model),
+        "deferred": _deferral(model.deferred) if model.deferred else None,
+        "last_error": model.last_error or None,
+        "load_seconds": model.load_seconds,
+        "progress": _progress(model.progress),
+        "backends": {backend.backend: _backend_state(backend) for backend in model.backends},
+    }
+
+
+def _progress(progress: Progress | None) -> dict[str, object] | None:
+    if progress is None:
+        return None
+    fraction, left, stage = progress
+    return {
+        "fraction": None if fraction is None else round(fraction, 2),
+        "seconds_left": None if left is None else round(left, 1),
+        "stage": stage,
+        "words": progress.words,
+    }
+
+
+def _draining(model: ModelState) -> dict[str, object] | None:
+    if model.draining_target is None:
+        return None
+    left = _rounded(model.drain_seconds_left)
+    return {"target": model.draining_target or None, "leases": model.leases, "seconds_left": left}
+
+
+def _deferral(deferral: Deferral) -> dict[str, object]:
+    return {"seconds_left": _rounded(deferral.seconds_left), "reason": deferral.reason}
+
+
+def _backend_state(backend: BackendState) -> dict[str, object]:
+    return {
+        "state": backend.state,
+        "state_seconds": _rounded(backend.state_seconds),
+        "gpus": list(backend.gpus),
+        "leases": backend.leases,
+        "rests": backend.rests or None,
+        "size": backend.size,
+        "idle_seconds": _rounded(backend.idle_seconds),
+        "unload_seconds": _rounded(backend.unload_seconds),
+        "load_seconds": backend.load_seconds,
+        "retry_seconds": _rounded(backend.retry_seconds),
+        "error": backend.error or None,
+        "log": list(backend.log),
+        "engine": ledger.told(backend.engine),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    """JSON knows no infinity: without an end is null, like unknown."""
+    return None if seconds is None or math.isinf(seconds) else round(seconds, 1)
+
+
+def gpu_state(gpu: GpuState, seen: Seen) -> dict[str, object]:
+    draining = {
+        "target": gpu.draining_target or None,
+        "leases": gpu.draining_leases,
+        "seconds_left": round(gpu.drain_seconds_left, 1),
+    }
+    return {
+        "resident": gpu.residents[0] if gpu.residents else None,
+        "residents": list(gpu.residents),
+        "state": gpu.state,
+        "draining": draining if gpu.state == "draining" else None,
+        "used": seen.used,
+        "total": gpu.total if seen.total is None else seen.total,
+        "reserve": gpu.reserve,
+        "users": dict(seen.users),
+        "strangers": [_stranger(each) for each in seen.strangers],
+        "residuals": dict(gpu.residuals),
+        "reserved_for": list(gpu.reserved_for),
+    }
+
+
+def _stranger(stranger: Stranger) -> dict[str, object]:
+    return {
+        "pid": stranger.pid,
+        "name": stranger.command,
+        "bytes": stranger.used,
+        "container": stranger.container or None,
+    }

@@ -1,0 +1,168 @@
+"""Commands and web addresses that are told when something happens to a model.
+
+A hook is told of a model that was ``loaded`` or ``unloaded``, of one that ``failed`` (to load, to stop, or by
+dying) and of requests that were ``severed``: as one JSON object, on standard input or as the body of a POST.
+Each hook follows the feed in a thread of its own and waits for one telling before the next, for at most its
+``timeout``, so a slow one delays nobody but itself; what it missed by that is said, and so are its failures,
+once until it succeeds again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from anvil_mux.config import settings
+
+OCCASIONS = ("loaded", "unloaded", "failed", "severed")
+_KEYS = ("on", "run", "url", "timeout")
+SAID = 200
+"""Characters of what a command says that are repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """Whom to tell, and of what."""
+
+    on: tuple[str, ...] = OCCASIONS
+    run: tuple[str, ...] = ()
+    """A command and its arguments; no shell."""
+    url: str = ""
+    timeout: float = 10.0
+
+    @property
+    def name(self) -> str:
+        return self.url or " ".join(self.run)
+
+
+def read(value: Any) -> tuple[Hook, ...]:
+    """The hooks as the compose file says them; ValueError."""
+    if not isinstance(value, list):
+        return (_read_one(value),)
+    parts = settings.Parts({}, ())
+    made = [parts.take(str(number), each, _read_one) for number, each in enumerate(value)]
+    return tuple(parts.make(made))
+
+
+def _read_one(value: Any) -> Hook:
+    example = "{on: [failed], run: [notify-send, anvil]} or {url: http://...}"
+    if not isinstance(value, dict) or (value.get("run") is None) == (value.get("url") is None):
+        raise ValueError(f"must be hooks such as {example}, not {settings.show(value)}")
+    parts = settings.Parts(value, _KEYS)
+    made: Hook = parts.make(
+        Hook(
+            parts.read("on", settings.listed(OCCASIONS, {}).read, OCCASIONS),
+            parts.read("run", _read_command, ()),
+            parts.read("url", _read_url, ""),
+            parts.read("timeout", settings.read_seconds, 10.0),
+        )
+    )
+    return made
+
+
+def _read_command(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
+        raise ValueError(f"must be a list of words, [program, argument, ...], not {settings.show(value)}")
+    return tuple(value)
+
+
+def _read_url(value: Any) -> str:
+    if not str(value).startswith(("http://", "https://")):
+        raise ValueError(f"must begin with http:// or https://, not {settings.show(value)}")
+    return str(value)
+
+
+KIND = settings.Kind("list of {on, run or url, timeout}", read)
+
+
+def occasion(told: Mapping[str, Any]) -> str:
+    """Of which occasion an event tells; "" for none."""
+    kind, reason = told["kind"], told["reason"]
+    if kind in ("severed", "stuck"):
+        return "severed" if kind == "severed" else "failed"
+    if kind == "ready":
+        return "" if reason == "reprieved" else "loaded"
+    if kind == "parked" or (kind == "empty" and not reason):
+        return "unloaded"
+    return "failed" if kind == "empty" else ""
+
+
+def perform(hook: Hook, message: bytes) -> str:
+    """Tells a hook; what went wrong, or nothing."""
+    return _post(hook, message) if hook.url else _run(hook, message)
+
+
+def _post(hook: Hook, message: bytes) -> str:
+    import requests  # takes longer to import than most commands take
+
+    try:
+        with requests.post(
+            hook.url,
+            message,
+            headers={"Content-Type": "application/json"},
+            timeout=hook.timeout,
+            allow_redirects=False,
+            stream=True,  # the answer's body is not read
+        ) as answer:
+            return "" if answer.status_code < 300 else f"it answered {answer.status_code}"
+    except requests.RequestException as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _run(hook: Hook, message: bytes) -> str:
+    try:
+        child = subprocess.Popen(
+            hook.run,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        return f"it cannot be run: {error.strerror}"
+    try:
+        _, said = child.communicate(message, hook.timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        return f"it was killed after {hook.timeout:g} s"
+    last = said.decode("utf-8", "replace").strip()[-SAID:]
+    return "" if child.returncode == 0 else f"it exited with code {child.returncode}: {last}"
+
+
+class Telling:
+    """What one hook is told, one thing after another. Used by one thread."""
+
+    def __init__(self, hook: Hook, complain: Callable[[str], object]) -> None:
+        self._hook = hook
+        self._complain = complain
+        self._fails = False
+        self._gone: set[str] = set()
+        """Backends that were told of as unloaded; one that then rests more deeply is no news."""
+
+    def tell(self, events: Iterable[Mapping[str, Any]], missed: int) -> None:
+        """Tells of those events that the hook is for."""
+        if missed:
+            self._complain(f"hook {self._hook.name} is too slow: {missed} events were not told")
+        for told in events:
+            what = self._news(told)
+            if what in self._hook.on:
+                wrong = perform(self._hook, json.dumps({"event": what, **told}).encode())
+                if wrong and not self._fails:
+                    self._complain(f"hook {self._hook.name} failed: {wrong}")
+                self._fails = bool(wrong)
+
+    def _news(self, told: Mapping[str, Any]) -> str:
+        what, backend = occasion(told), told["backend"]
+        if what == "unloaded":
+            if backend in self._gone:
+                return ""
+            self._gone.add(backend)
+        elif what:
+            self._gone.discard(backend)
+        return what

@@ -1,0 +1,319 @@
+"""What happened, written behind everybody's backs: one thread, one deque.
+
+The multiplexer appends events under its lock and handlers append the records of finished requests. One thread
+takes what has gathered, in the order in which it came, folds it into the metrics and writes it in few system
+calls: events to standard error, requests to the access log. It has no wake-up while nothing happens.
+
+Under load two threads that fight for the interpreter cost more than the work is worth, so the handler that
+adds the ``GROUP``-th record counts and formats the group where it is. It never waits for that, since
+``_folding`` is only tried, and never writes.
+
+``flush`` returns when everything added before it is counted and written, ``close`` writes what is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from anvil_mux.config.config import Backend
+from anvil_mux.scheduler.events import NO_ROOM, Cause, Event, Why
+from anvil_mux.telemetry.accesslog import Served, human_line, json_line, stamp
+from anvil_mux.telemetry.feed import Feed
+from anvil_mux.telemetry.metrics import Metrics, Phase
+
+GATHER_SECONDS = 0.1
+IDLE_SECONDS = 5.0
+"""How long after the last entry housekeeping runs once more."""
+FLUSH_SECONDS = 1.0
+GROUP = 32
+STDERR = 2
+
+QUIET, NORMAL, VERBOSE = -1, 0, 1
+
+
+class Journal:
+    """``access``: where lines of requests go, None for nowhere. ``form``: human or json."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        wall: Callable[[float], float],
+        feed: Feed | None = None,
+        tail: Callable[[str], Sequence[str]] = lambda _: (),
+        housekeeping: Callable[[], object] = lambda: None,
+        access: int | None = STDERR,
+        form: str = "human",
+        verbosity: int = NORMAL,
+    ) -> None:
+        self._metrics = metrics
+        self._wall = wall
+        self._feed = feed or Feed()
+        self._tail = tail
+        """Backend -> the last lines of its engine."""
+        self._housekeeping = housekeeping
+        """Called after each batch and a while after the last one."""
+        self._access = access
+        self._request_line = json_line if form == "json" else human_line
+        self._event_text = _json_event if form == "json" else _human_event
+        self._verbosity = verbosity
+        self.tells_leases = verbosity >= VERBOSE
+        """Whether it does anything with ``leased`` and ``released``."""
+        self._entries: deque[Event | Phase | Served | threading.Event] = deque()
+        # Guards the metrics, the lines below and the taking of entries.
+        self._folding = threading.Lock()
+        self._lines: list[str] = []  # of requests, not written yet
+        self._some = threading.Event()
+        self._hurry = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def add(self, record: Served) -> None:
+        """Takes the record of a finished request, in the thread that served it."""
+        self._entries.append(record)
+        if not self._some.is_set():
+            self._some.set()
+        if len(self._entries) >= GROUP and self._folding.acquire(blocking=False):
+            try:
+                self._fold_records()
+            finally:
+                self._folding.release()
+
+    def observe(self, event: Event) -> None:
+        """Takes an event of the multiplexer, under its lock.
+
+        What single requests go through is not counted, and told only to those who ask for it.
+        """
+        if event.kind not in _OF_REQUESTS or self.tells_leases:
+            self._entries.append(event)
+            self._some.set()
+
+    def told(self, backend: Backend, phase: str, seconds: float) -> None:
+        """Takes a phase of a swap, in the thread of the keeper that performs it. See swap.Told."""
+        self._entries.append(Phase(backend.model, phase, seconds))
+        self._some.set()
+
+    def flush(self) -> None:
+        """Waits until what was added before is counted and written."""
+        done = threading.Event()
+        self._entries.append(done)
+        self._hurry.set()
+        self._some.set()
+        done.wait(FLUSH_SECONDS)
+
+    def scrape(self, accept: str) -> tuple[str, bytes]:
+        """The metrics with everything that was added before."""
+        self.flush()
+        with self._folding:
+            return self._metrics.render(accept)
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._closing = True
+        self._hurry.set()
+        self._some.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        idle: float | None = None
+        closing = False
+        while not closing:
+            busy = self._some.wait(idle)
+            if busy:
+                self._hurry.wait(GATHER_SECONDS)
+            # From here on, whoever adds an entry wakes us again; so nothing is left behind.
+            self._some.clear()
+            self._hurry.clear()
+            closing = self._closing
+            while self._entries or self._lines:
+                self._take_some()
+            self._feed.ring()
+            self._housekeeping()
+            idle = IDLE_SECONDS if busy else None
+
+    def _fold_records(self) -> None:
+        """Counts and formats a group of records, up to the next event."""
+        entries = self._entries
+        for _ in range(GROUP):
+            record = entries[0] if entries else None
+            if not isinstance(record, Served):
+                return
+            entries.popleft()
+            try:
+                record.count()
+                self._metrics.served(record)
+                self._feed.ended(record)
+                if self._access is not None:
+                    self._lines.append(self._request_line(record))
+            except Exception:
+                # A mistake in one line must not end all of them.
+                self._lines.append(f"journal: {record}\n{traceback.format_exc()}")
+
+    def _take_some(self) -> None:
+        """Writes a group of records, and the event that follows them."""
+        with self._folding:
+            self._fold_records()
+            lines, self._lines = self._lines, []
+            entry = self._entries[0] if self._entries else None
+            if entry and not isinstance(entry, Served):
+                self._entries.popleft()
+            if isinstance(entry, (Event, Phase)):
+                self._count(entry)
+        if lines:
+            _write(STDERR if self._access is None else self._access, "".join(lines))
+        if isinstance(entry, Event):
+            _write(STDERR, self._tell(entry))
+        if isinstance(entry, threading.Event):
+            entry.set()
+
+    def _count(self, entry: Event | Phase) -> None:
+        try:
+            if isinstance(entry, Event):
+                if entry.kind not in _OF_REQUESTS:
+                    self._feed.tell(entry)
+                self._metrics.observe(entry)
+            else:
+                self._metrics.took(entry)
+        except Exception:
+            self._lines.append(f"journal: {entry}\n{traceback.format_exc()}")
+
+    def _tell(self, event: Event) -> str:
+        """What is to be told of an event. An engine's last lines may take a while, so nothing is held."""
+        try:
+            if _level(event) > self._verbosity:
+                return ""
+            tail = self._tail(event.backend) if _is_failure(event) else ()
+            return self._event_text(event, self._wall(event.at), tail)
+        except Exception:
+            return f"journal: {event}\n{traceback.format_exc()}"
+
+
+def _write(descriptor: int, text: str) -> None:
+    data = text.encode("utf-8", "replace")
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError:
+        pass  # a full disk or a closed pipe must not end the service
+
+
+_OF_REQUESTS = frozenset(("queued", "leased", "released"))
+_MOVES = frozenset(("starting", "cancelling", "ready", "draining", "stopping", "parked", "demoting", "empty"))
+_NORMAL = _MOVES | {"deferred", "pinned", "unpinned", "reloaded"}
+
+
+def _is_failure(event: Event) -> bool:
+    """A backend failed to load, died or could not be stopped."""
+    return event.kind == "stuck" or (event.kind == "empty" and bool(event.reason))
+
+
+def _level(event: Event) -> int:
+    """How much must be asked for to be told; what single requests go through is for -v."""
+    if _is_failure(event) or event.kind == "reload_failed":
+        return QUIET
+    return NORMAL if event.kind in _NORMAL else VERBOSE
+
+
+def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
+    line = {
+        "ts": stamp(moment),
+        "level": "error" if _is_failure(event) else "info",
+        "event": event.kind,
+        "model": event.model,
+        "service": event.backend,
+        "ticket": event.ticket,
+        "size": event.size,
+        "seconds": round(event.seconds, 3) if event.seconds < float("inf") else None,
+        "reason": event.reason,
+        "target": event.target,
+        "way": event.way,
+        "bound": round(event.bound, 3) if event.bound < float("inf") else None,
+        "engine_log": list(tail),
+    }
+    return json.dumps({key: value for key, value in line.items() if value not in ("", 0, [], None)}) + "\n"
+
+
+def told(event: Event, at: float) -> dict[str, Any]:
+    """An event for those who look on; ``at``: its Unix time."""
+    return {
+        "at": at,
+        "kind": event.kind,
+        "model": event.model,
+        "backend": event.backend,
+        "size": event.size,
+        "seconds": round(event.seconds, 3) if event.seconds < float("inf") else None,
+        "reason": event.reason,
+        "target": event.target,
+        "text": story(event),
+    }
+
+
+def _human_event(event: Event, moment: float, tail: Sequence[str]) -> str:
+    service = f" ({event.backend})" if event.backend not in ("", event.model) else ""
+    lines = [f"{stamp(moment)} {event.model or 'anvil-mux'}{service}: {story(event)}\n"]
+    if tail:
+        lines.append("  Last lines of the engine's log:\n")
+        lines += [f"  | {line}\n" for line in tail]
+    return "".join(lines)
+
+
+def story(event: Event) -> str:
+    """One event in a few words."""
+    size, seconds, reason = event.size, event.seconds, event.reason
+    match event.kind:
+        case "ready" if reason:
+            return _READY.get(reason, reason)
+        case "ready":
+            return f"ready after {seconds:.1f} s"
+        case "draining":
+            busy = f"; waits up to {seconds:g} s for {requests(size)}" if size else ""
+            goal = f" for {event.target}" if event.target else ""
+            return f"leaves{goal} ({reason}){busy}"
+        case "stopping":
+            cut = f", {requests(size)} severed after {seconds:.1f} s" if size else ""
+            return f"stopping{cut}" + (f": {reason}" if reason.startswith(NO_ROOM) else "")
+        case "empty" | "parked":
+            return (f"parked ({reason})" if event.kind == "parked" else reason) or "stopped"
+        case "demoting":
+            return f"{_deeper(event.way)}: {reason}"
+        case "deferred":
+            until = f" for up to {seconds:.1f} s" if seconds < float("inf") else ""
+            return f"its swap is put off{until}: {reason}"
+        case "severed" if reason:
+            cause = Cause(cast(Why, reason), event.target, seconds)
+            return f"severed #{event.ticket}: {cause.sentence(event.model)}"
+        case kind if kind in _PLAIN:
+            return _PLAIN[kind].format(reason=reason)
+        case kind:
+            took = f" after {seconds:.3f} s" if seconds else ""
+            return f"{kind} #{event.ticket}{took} {reason}".rstrip()
+
+
+_PLAIN = {
+    "starting": "loading ({reason})",
+    "cancelling": "its load is cancelled: {reason}",
+    "stuck": "may still hold its GPUs, and is told to stop again later: {reason}",
+    "pinned": "pinned: once it is resident no other model puts it out",
+    "unpinned": "unpinned: it makes room for others again",
+    "reloaded": "configuration reloaded: {reason}",
+    "reload_failed": "configuration refused, nothing has changed: {reason}",
+}
+_READY = {
+    "adopted": "runs already, taken over",
+    "reprieved": "stays after all: it need not make room any more",
+}
+
+
+def _deeper(way: str) -> str:
+    return "is stopped where it rests" if way == "stop" else "goes to a deeper rest" + (way and f" by {way}")
+
+
+def requests(count: int) -> str:
+    return f"{count} request" + ("" if count == 1 else "s")

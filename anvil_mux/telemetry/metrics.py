@@ -1,0 +1,536 @@
+"""Events and access records -> Prometheus.
+
+``observe`` is a fold over the residency's events, ``took`` notes what a phase of a swap took and ``served``
+counts one finished request. They only add to plain numbers, because they are called for every request; the
+numbers become metric families when somebody asks for them. What is true at this moment (states, lines,
+leases, memory) is not counted along but read at the scrape (gauges.py). One thread at a time calls
+``observe``, ``took`` and ``served`` (journal.py sees to that), any thread ``render``.
+
+The phases of a swap belong to the model that goes through them: a victim's are drain, evict, verify (until
+its memory is really free) and freeze; cooldown (the policy held the swap back, and the victims served on),
+load, ready (until its engine answers) and probe (a first token) are those of the model that comes. Of one
+model they follow one another; of several victims they run side by side. Events tell of cooldown and drain,
+swap.py of the others, those of attempts that failed too.
+
+Labels are bounded: models are configured ids or "unknown", routes those of the allow-list or "other", reasons
+those listed here.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client.core import (
+    CounterMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.utils import floatToGoString
+
+from anvil_mux import __version__
+from anvil_mux.config.config import WAYS, Config
+from anvil_mux.errors import ClientStalled
+from anvil_mux.host.lookout import Sight
+from anvil_mux.protocol import api
+from anvil_mux.scheduler.costs import Cost
+from anvil_mux.scheduler.events import LEAVES, NO_ANSWER, Event
+from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.status import Status
+from anvil_mux.telemetry import gauges
+from anvil_mux.telemetry.accesslog import Served
+from anvil_mux.telemetry.gauges import NONE, SEVERAL
+
+BUCKETS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0),
+)
+"""A token takes milliseconds, a cold start of a large model minutes."""
+UNKNOWN, OTHER = "unknown", "other"
+TOKENS = ("prompt", "cached", "completion")
+FORECASTS = ("hit", "missing", "unforeseen")
+"""Of tokens that a replica was thought to have cached, or had: both, only thought, only had."""
+"""Each token is of one kind: what was cached of a prompt is no longer counted as ``prompt``."""
+RESULTS = ("ok", "failed", "stuck", "cancelled")
+"""Of loads."""
+DEFERRALS = {
+    "min_residency": "may stay for min_residency",
+    "policy_failed": "the policy failed",
+    "in_use": "was just in use",
+    "too_few": "worth it from",
+    "swap_cost": "for as long as a swap costs",
+    "more_awaited": "more may come",
+    "not_quiet": "has been quiet for",
+    "slice": "the slice of",
+}
+"""Label -> what the reason of such a deferral says; the reasons of other policies are "other"."""
+
+Labels = tuple[str, ...]
+_BOUNDS = [floatToGoString(bound) for bound in (*BUCKETS, math.inf)]  # type: ignore[no-untyped-call]
+
+
+class Phase(NamedTuple):
+    """A part of a swap that is over."""
+
+    model: str
+    name: str
+    seconds: float
+
+
+class Histogram:
+    """Counts by bucket. ``prometheus_client.Histogram`` is ten times as dear: it locks, and searches."""
+
+    __slots__ = ("counts", "sum")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(BUCKETS, value)] += 1
+        self.sum += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Upper bound -> how many were at most that."""
+        total, found = 0, []
+        for bound, count in zip(_BOUNDS, self.counts, strict=True):
+            total += count
+            found.append((bound, float(total)))
+        return found
+
+
+class Histograms(dict[Labels, Histogram]):
+    """By label values; one that is missing begins empty."""
+
+    def __missing__(self, labels: Labels) -> Histogram:
+        made = self[labels] = Histogram()
+        return made
+
+
+@dataclass(eq=False, slots=True)
+class _Leaving:
+    """A backend on its way out: since when, and when it was told to stop."""
+
+    model: str
+    target: str
+    """The model that it makes room for; empty when it does for none."""
+    cause: str
+    since: float
+    stopping: float | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Loading:
+    model: str
+    since: float
+    way: str
+    victims: list[_Leaving] = field(default_factory=list)
+
+    @property
+    def begun(self) -> float:
+        """When the swap began of which this load is the last part."""
+        return min((victim.since for victim in self.victims), default=self.since)
+
+
+class Metrics:
+    """One registry of its own; a Prometheus collector."""
+
+    def __init__(
+        self,
+        config: Config,
+        status: Callable[[], Status],
+        costs: Callable[[], Iterable[Cost]] = tuple,
+        footprints: Callable[[], Iterable[Footprint]] = tuple,
+        sight: Callable[[], Sight] = dict,
+    ) -> None:
+        self._status = status
+        self._costs = costs
+        self._footprints = footprints
+        self._sight = sight
+        self._models: dict[str, str] = {}
+        self._routes = _route_labels()
+        self._requests: Counter[tuple[str, str, int]] = Counter()
+        self._durations = Histograms()
+        self._first_bytes = Histograms()
+        self._waits = Histograms()
+        self._tokens: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(TOKENS))
+        self._forecasts: dict[str, list[int]] = {}  # of models with replicas
+        self._loads: Counter[Labels] = Counter()
+        self._load_seconds = Histograms()
+        self._swaps: Counter[Labels] = Counter()
+        self._swap_seconds = Histograms()
+        self._phases = Histograms()
+        self._severed: Counter[Labels] = Counter()
+        self._stalled: Counter[Labels] = Counter()
+        self._deferrals: Counter[Labels] = Counter()
+        self._evictions: Counter[Labels] = Counter()
+        self._demotions: Counter[Labels] = Counter()
+        self._reloads: Counter[Labels] = Counter({("ok",): 0, ("failed",): 0})
+        self._held: dict[str, tuple[int, float]] = {}  # model -> the first of its line, held back since
+        self._demoting: set[str] = set()
+        self._leaving: dict[str, _Leaving] = {}
+        self._loading: dict[str, _Loading] = {}
+        self._swap_seconds |= {(result,): Histogram() for result in RESULTS}
+        self.know(config)
+        self.registry = CollectorRegistry()
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        self.registry.register(self)
+
+    def render(self, accept: str) -> tuple[str, bytes]:
+        """The content type and the text that a scraper with this Accept header gets."""
+        encode, content_type = choose_encoder(accept)
+        return content_type, encode(self.registry)
+
+    def know(self, config: Config) -> None:
+        """Its models are served from now on; those of before are known still, since their requests go on.
+
+        What a rate is asked of must be there before it first grows, or Prometheus misses that.
+        """
+        known = set(self._models.values())
+        replicas = Counter(backend.model for backend in config.backends)
+        for model in replicas:
+            if replicas[model] > 1:
+                self._forecasts.setdefault(model, [0] * len(FORECASTS))
+        self._models |= config.names
+        for model in set(self._models.values()) - known:
+            self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
+            self._severed[model,] = self._stalled[model,] = 0
+            self._tokens[model] = [0] * len(TOKENS)
+            for result in RESULTS:
+                self._loads[model, result] = 0
+
+    # Requests
+
+    def served(self, record: Served) -> None:
+        """A request ended."""
+        model = self._models.get(record.model, UNKNOWN)
+        route = self._routes.get(record.path) or _other_spelling(record.path)
+        self._requests[model, route, record.status] += 1
+        if record.code == ClientStalled.code:
+            self._stalled[model,] += 1
+        self._durations[model, route].observe(record.seconds)
+        if record.backend:
+            by_model = (model,)
+            self._waits[by_model].observe(record.waited)
+            if record.first_byte:
+                self._first_bytes[by_model].observe(record.first_byte)
+            prompt, cached = record.prompt_tokens, record.cached_tokens
+            if prompt or record.tokens:
+                tokens = self._tokens[model]
+                tokens[0] += prompt - cached if prompt > cached else 0
+                tokens[1] += cached
+                tokens[2] += record.tokens
+            if record.foreseen is not None and model in self._forecasts:
+                forecast = self._forecasts[model]
+                thought = round(record.foreseen * prompt)
+                forecast[0] += min(thought, cached)
+                forecast[1] += max(thought - cached, 0)
+                forecast[2] += max(cached - thought, 0)
+
+    # Events and phases
+
+    def took(self, phase: Phase) -> None:
+        """A phase of a swap is over, however it ended."""
+        self._phases[phase.model, phase.name].observe(phase.seconds)
+
+    def observe(self, event: Event) -> None:
+        """An event happened; they come in order."""
+        fold = self._FOLDS.get(event.kind)
+        if fold:
+            fold(self, event)
+
+    def _on_starting(self, event: Event) -> None:
+        self._end_hold(event.model, event.at)
+        victims = self._leaving_for(event.model)
+        self._loading[event.backend] = _Loading(event.model, event.at, event.way, victims)
+
+    def _on_ready(self, event: Event) -> None:
+        loading = self._loading.pop(event.backend, None)
+        if loading:
+            loading.way = event.way
+            self._end_load(loading, "ok", event.at)
+        else:
+            self._end_drain(event.backend, "reprieved")
+
+    def _on_cancelling(self, event: Event) -> None:
+        loading = self._loading.pop(event.backend, None)
+        if loading:
+            self._end_load(loading, "cancelled", event.at)
+            self._leaving[event.backend] = _Leaving(event.model, "", "cancelled", event.at, event.at)
+
+    def _on_draining(self, event: Event) -> None:
+        cause = "swap" if event.target else _cause(event.reason)
+        if event.target:
+            self._end_hold(event.target, event.at)
+        self._leaving[event.backend] = _Leaving(event.model, event.target, cause, event.at)
+
+    def _on_stopping(self, event: Event) -> None:
+        leaving = self._leaving.get(event.backend)
+        if leaving:
+            leaving.stopping = event.at
+            self.took(Phase(event.model, "drain", event.seconds))
+
+    def _on_demoting(self, event: Event) -> None:
+        self._demoting.add(event.backend)
+
+    def _on_gone(self, event: Event) -> None:
+        if event.backend in self._demoting:  # it had left its GPUs before
+            self._demoting.remove(event.backend)
+            way = event.reason if event.kind == "parked" else "stop"
+            self._demotions[event.model, way if way in WAYS else NONE] += 1
+            return
+        loading = self._loading.pop(event.backend, None)
+        leaving = self._leaving.get(event.backend)
+        if loading:
+            self._end_load(loading, "failed", event.at)
+        elif leaving is None or leaving.stopping is None:
+            self._evictions[event.model, "died"] += event.kind == "empty"  # else it was found parked
+            self._leaving.pop(event.backend, None)
+        else:
+            self._evictions[event.model, leaving.cause] += 1
+            if not leaving.target:
+                del self._leaving[event.backend]
+
+    def _on_stuck(self, event: Event) -> None:
+        loading = self._loading.pop(event.backend, None)
+        if loading:
+            self._end_load(loading, "stuck", event.at)
+        else:
+            self._end_drain(event.backend, "stuck")
+
+    def _on_severed(self, event: Event) -> None:
+        self._severed[event.model,] += 1
+
+    def _on_deferred(self, event: Event) -> None:
+        held = self._held.get(event.model)
+        if held and held[0] == event.ticket:
+            return  # the moment that was announced first has passed
+        self._held[event.model] = event.ticket, event.at
+        self._deferrals[event.model, _deferral(event.reason)] += 1
+
+    def _on_reload(self, event: Event) -> None:
+        self._reloads["ok" if event.kind == "reloaded" else "failed",] += 1
+
+    def _on_given_up(self, event: Event) -> None:
+        held = self._held.get(event.model)
+        if held and held[0] == event.ticket:
+            del self._held[event.model]
+
+    _FOLDS: dict[str, Callable[[Metrics, Event], None]] = {
+        "starting": _on_starting,
+        "cancelling": _on_cancelling,
+        "ready": _on_ready,
+        "draining": _on_draining,
+        "stopping": _on_stopping,
+        "demoting": _on_demoting,
+        "empty": _on_gone,
+        "parked": _on_gone,
+        "stuck": _on_stuck,
+        "severed": _on_severed,
+        "deferred": _on_deferred,
+        "gone": _on_given_up,
+        "failed": _on_given_up,
+        "reloaded": _on_reload,
+        "reload_failed": _on_reload,
+    }
+
+    def _end_hold(self, target: str, now: float) -> None:
+        """The swap to ``target`` is not held back, or not any more."""
+        held = self._held.pop(target, None)
+        if held:
+            self.took(Phase(target, "cooldown", now - held[1]))
+
+    def _leaving_for(self, target: str) -> list[_Leaving]:
+        """Takes out the victims of the swap to ``target``."""
+        names = [name for name, each in self._leaving.items() if each.target == target]
+        return [self._leaving.pop(name) for name in names]
+
+    def _end_drain(self, victim: str, result: str) -> None:
+        """The swap that ``victim`` was to leave for does not come about."""
+        leaving = self._leaving.pop(victim, None)
+        if leaving and leaving.target:
+            others = self._leaving_for(leaving.target)
+            self._swaps[_source([leaving, *others]), leaving.target, NONE, result] += 1
+
+    def _end_load(self, loading: _Loading, result: str, now: float) -> None:
+        self._loads[loading.model, result] += 1
+        self._load_seconds[loading.model, result].observe(now - loading.since)
+        self._swaps[_source(loading.victims), loading.model, loading.way or NONE, result] += 1
+        self._swap_seconds[result,].observe(now - loading.begun)
+
+    # The scrape
+
+    def collect(self) -> Iterator[Metric]:
+        """Everything counted so far, and the state of this moment."""
+        info = {"version": __version__, "python": platform.python_version()}
+        yield InfoMetricFamily("anvil_build", "The version of anvil-mux and of its Python.", info)
+        requests = {(model, route, str(code)): n for (model, route, code), n in list(self._requests.items())}
+        yield _counter("anvil_requests", "Requests that ended.", "model route code", requests)
+        yield _histogram(
+            "anvil_request_duration_seconds",
+            "From a request's head to the last byte of its answer.",
+            "model route",
+            self._durations,
+        )
+        yield _histogram(
+            "anvil_time_to_first_byte_seconds",
+            "From a request's head to the first byte of the engine's answer.",
+            "model",
+            self._first_bytes,
+        )
+        yield _histogram(
+            "anvil_queue_wait_seconds",
+            "Time in the line, for a model to become resident.",
+            "model",
+            self._waits,
+        )
+        yield _counter(
+            "anvil_tokens",
+            "Tokens of prompts (cached or not) and of answers.",
+            "model kind",
+            _by_kind(TOKENS, self._tokens),
+        )
+        yield _counter(
+            "anvil_cache_forecast_tokens",
+            "Tokens of prompts that a replica was thought to have cached, or had, by who was right.",
+            "model kind",
+            _by_kind(FORECASTS, self._forecasts),
+        )
+        yield from self._of_swaps()
+        yield from gauges.of_costs(self._costs(), set(self._models.values()))
+        yield from gauges.of_footprints(self._footprints())
+        status = self._status()
+        yield from gauges.of_models(status)
+        yield from gauges.of_gpus(status, self._sight())
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: registering must not ask for the status of a multiplexer that is not there yet."""
+        return ()
+
+    def _of_swaps(self) -> Iterator[Metric]:
+        yield _counter("anvil_model_loads", "Loads, by how they ended.", "model result", self._loads)
+        yield _histogram(
+            "anvil_model_load_duration_seconds",
+            "Loads, those that failed too.",
+            "model result",
+            self._load_seconds,
+        )
+        yield _counter(
+            "anvil_swaps",
+            "Swaps (drain + evict + load) by how the model came back and how they ended: ok, failed, "
+            "stuck, cancelled, reprieved.",
+            "from to way result",
+            self._swaps,
+        )
+        yield _histogram(
+            "anvil_swap_duration_seconds",
+            "Swaps, from the first drain until the load ended.",
+            "result",
+            self._swap_seconds,
+        )
+        yield _histogram(
+            "anvil_swap_phase_seconds",
+            "What models went through: cooldown, drain, evict, verify, freeze, load, ready, probe.",
+            "model phase",
+            self._phases,
+        )
+        yield _counter(
+            "anvil_stalled_clients",
+            "Requests that ended because their client took nothing of what waited for it.",
+            "model",
+            self._stalled,
+        )
+        yield _counter(
+            "anvil_severed_requests", "Requests cut because a drain ended.", "model", self._severed
+        )
+        yield _counter(
+            "anvil_deferrals", "Swaps that were put off, by reason.", "model reason", self._deferrals
+        )
+        yield _counter(
+            "anvil_evictions", "Models that left their GPUs, by reason.", "model reason", self._evictions
+        )
+        yield _counter("anvil_reloads", "Other configurations, by result.", "result", self._reloads)
+        yield _counter(
+            "anvil_demotions",
+            "Backends at rest that were taken further down, by how they rest then.",
+            "model way",
+            self._demotions,
+        )
+
+
+def _source(victims: list[_Leaving]) -> str:
+    models = {victim.model for victim in victims}
+    return NONE if not models else models.pop() if len(models) == 1 else SEVERAL
+
+
+def _cause(reason: str) -> str:
+    """Why a backend leaves that makes room for nobody."""
+    if reason.startswith("idle for"):
+        return "idle"
+    return _CAUSES.get(reason, "policy")
+
+
+_CAUSES = {
+    "unload requested": "unload",
+    NO_ANSWER: "unreachable",
+    **dict.fromkeys(LEAVES.values(), "reload"),
+}
+
+
+def _other_spelling(path: str) -> str:
+    """The route of a path that has a model or a foreign prefix in it."""
+    route = api.match("POST", path)
+    if route and route.model_in == "answer":
+        return "other"
+    return route.path if route else "other"
+
+
+def _deferral(reason: str) -> str:
+    return next((label for label, said in DEFERRALS.items() if said in reason), OTHER)
+
+
+def _route_labels() -> dict[str, str]:
+    """Path of a request -> its route: one for all spellings."""
+    labels = {path: next(iter(methods.values())).path for path, methods in api.ROUTES.items()}
+    state = "/ /health /healthz /livez /metrics /readyz"
+    models = (
+        "/api/v0/models /models /models/load /models/pin /models/sse /models/unload /models/unpin /v1/models"
+    )
+    theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
+    seen = "/events /lines/cancel /logs /reload /why"
+    labels |= {path: path for path in f"{state} {models} {theirs} {seen}".split()}
+    return labels | {"/v1/models/": "/v1/models"}
+
+
+_L = TypeVar("_L", bound=Labels)
+
+
+def _by_kind(kinds: Sequence[str], counts: Mapping[str, Sequence[int]]) -> dict[Labels, int]:
+    """(model, kind) -> count; another thread may add models meanwhile."""
+    each = [(model, zip(kinds, of, strict=True)) for model, of in list(counts.items())]
+    return {(model, kind): count for model, of in each for kind, count in of}
+
+
+def _counter(name: str, text: str, labels: str, values: Mapping[_L, int]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels.split())
+    for key, value in list(values.items()):
+        family.add_metric(key, value)
+    return family
+
+
+def _histogram(name: str, text: str, labels: str, values: Histograms) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=labels.split())
+    for key, value in list(values.items()):
+        family.add_metric(key, value.buckets(), value.sum)
+    return family

@@ -1,0 +1,326 @@
+"""The benchmark of swaps: who is measured with whom, and the command on demo engines."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import yaml
+
+from anvil_mux.cli import bench
+from anvil_mux.cli.main import main
+from anvil_mux.config import loading
+from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.errors import BackendError
+from anvil_mux.host import gpu
+from anvil_mux.host.process import ProcessRuntime
+from tests.running import serving
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GIB = 1 << 30
+GUARD = 60.0
+
+# Who is measured with whom
+
+
+def ring_names(*backends: Backend, gpus: tuple[Gpu, ...] = ()) -> list[tuple[str, list[str]]]:
+    found = bench.rings(Config(backends, gpus=gpus))
+    return [(way, [member.name for member in members]) for way, members in found]
+
+
+def test_backends_that_put_each_other_out_take_turns() -> None:
+    a, b, c = (Backend(name, name, (gpu,)) for name, gpu in (("a", "0"), ("b", "1"), ("c", "0")))
+    assert ring_names(a, b, c) == [("stop", ["a", "c"]), ("stop", ["b"])]
+
+
+def test_backends_that_fit_side_by_side_do_not_meet() -> None:
+    a, b, c = (Backend(name, name, ("0",), vram=size) for name, size in (("a", 4), ("b", 5), ("c", 6)))
+    assert ring_names(a, b, c, gpus=(Gpu("0", 9),)) == [("stop", ["a", "c"]), ("stop", ["b"])]
+
+
+def test_every_way_that_a_backend_allows_is_measured_and_a_cold_start_always() -> None:
+    a = Backend("a", "a", ("0",), rest=("sleep", "stop"))
+    b = Backend("b", "b", ("0",), rest=("sleep-2", "sleep"))
+    assert ring_names(a, b) == [("sleep", ["a", "b"]), ("stop", ["a", "b"]), ("sleep-2", ["b"])]
+
+
+def test_replicas_and_pinned_models_are_measured_too() -> None:
+    a, b = Backend("a", "m", ("0",), pin=True), Backend("b", "m", ("0",))
+    assert ring_names(a, b) == [("stop", ["a", "b"])]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llamacpp", [("pause", ["one", "two"]), ("stop", ["one", "two"])]),
+        ("vllm", [("sleep", ["vllm"]), ("stop", ["vllm"])]),
+    ],
+)
+def test_real_engines_are_measured_in_these_ways(name: str, expected: list[tuple[str, list[str]]]) -> None:
+    file = ROOT / "tests" / "real" / f"{name}.yaml"
+    found = loading.load([file], environ={"ANVIL_VLLM_PYTHON": "python3"}, compose=None)
+    assert ring_names(*found.backends, gpus=found.gpus) == expected
+
+
+# The command
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def compose(folder: Path, services: Mapping[str, Mapping[str, Any]] | None = None) -> Path:
+    """compose/demo.yaml with engines that load fast, and other services."""
+    content = yaml.safe_load((ROOT / "compose" / "demo.yaml").read_text())
+    for about in content["services"].values():
+        about["working_dir"] = str(ROOT)
+        about["command"][4] = "0.1"
+    content["x-anvil"]["gpus"] = ["0", "1"]
+    content["services"].update(services or {})
+    file = folder / "compose.yaml"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    return file
+
+
+def running(file: Path) -> dict[str, str]:
+    runtime = ProcessRuntime(loading.load([file], compose=None))
+    try:
+        return runtime.running()
+    finally:
+        runtime.close()
+
+
+def measured(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> list[dict[str, Any]]:
+    assert main(["bench", "swap", "--json", *map(str, words)]) == code
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return rows
+
+
+def test_the_demo_is_measured_and_nothing_is_left_running(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path)
+    rows = measured(capsys, file, "--repeat", 1)
+    found = [(row["backend"], row["replaces"], row["way"], row["swaps"]) for row in rows]
+    assert found == [("small", "large", "stop", 1), ("large", "small", "stop", 1)]
+    for row in rows:
+        assert list(row["phases"])[:2] == ["drain", "evict"]
+        assert list(row["phases"])[-1] == "first_token"
+        assert min(row["phases"].values()) >= 0
+        assert sum(row["phases"].values()) == pytest.approx(row["total_seconds"])
+        assert row["total_seconds"] > 0.1 < row["by_hand_seconds"], "the engine itself takes this long"
+        share = row["total_seconds"] - row["by_hand_seconds"]
+        assert row["own_share_seconds"] == pytest.approx(share)
+    assert running(file) == {}
+
+
+def test_a_burst_after_a_swap_is_measured_beside_one_that_is_sent_directly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path)
+    rows = measured(capsys, file, "--repeat", 1, "--burst", 8)[2:]
+    found = [(row["backend"], row["replaces"], row["requests"], row["bursts"]) for row in rows]
+    assert found == [("small", "large", 8, 1), ("large", "small", 8, 1)]
+    for row in rows:
+        assert row["seconds"] > 0 < row["direct_seconds"]
+        assert row["ratio"] == pytest.approx(row["seconds"] / row["direct_seconds"])
+    assert running(file) == {}
+
+
+def test_people_see_how_far_it_is_and_then_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "swaps.csv"
+    picture = tmp_path / "swaps.svg"
+    words = ["--repeat", "2", "--csv", str(file), "--plot", str(picture)]
+    assert main(["bench", "swap", str(compose(tmp_path)), *words]) == 0
+    out, err = capsys.readouterr()
+    head, small, large = out.splitlines()
+    assert head.split()[:3] == ["BACKEND", "REPLACES", "WAY"]
+    assert (small.split()[:3], large.split()[:3]) == (["small", "large", "stop"], ["large", "small", "stop"])
+    assert "stop, to warm up: small " in err
+    assert "stop, round 2 of 2: small " in err
+    lines = list(csv.DictReader(file.read_text().splitlines()))
+    assert [(each["backend"], each["round"]) for each in lines] == [
+        ("small", "1"),
+        ("large", "1"),
+        ("small", "2"),
+        ("large", "2"),
+    ]
+    for each in lines:
+        difference = float(each["total_seconds"]) - float(each["by_hand_seconds"])
+        assert float(each["own_share_seconds"]) == pytest.approx(difference, abs=1e-5)
+    assert "by hand" in picture.read_text(), "what takes too short to be seen is not in it"
+
+
+def test_a_frozen_model_is_measured_beside_its_cold_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    for about in content["services"].values():
+        about["x-anvil"]["rest"] = ["pause"]
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    rows = measured(capsys, file, "--repeat", 1)
+    assert [row["way"] for row in rows] == ["pause", "pause", "stop", "stop"]
+    for row in rows:
+        parts = ["freeze", "load", "probe"] if row["way"] == "pause" else ["verify", "load", "ready"]
+        assert list(row["phases"]) == ["drain", "evict", *parts, "first_token"]
+        assert sum(row["phases"].values()) == pytest.approx(row["total_seconds"])
+        assert row["own_share_seconds"] == pytest.approx(row["total_seconds"] - row["by_hand_seconds"])
+    assert running(file) == {}
+
+
+def test_memory_that_comes_back_is_weighed_against_the_bus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines hold 3 GiB, and 1 GiB asleep; their GPU tells so and has a link of 16 GB/s."""
+
+    def held(engine: dict[str, Any]) -> int:
+        asleep = urlopen(f"{engine['url']}/is_sleeping", timeout=GUARD).read()
+        return GIB if b"true" in asleep else 3 * GIB
+
+    def probe() -> gpu.Gpus:
+        engines = [json.loads(each.read_text()) for each in tmp_path.glob("anvil-mux/*/*.json")]
+        here = tuple((each["pid"], held(each)) for each in engines)
+        used = sum(amount for _, amount in here)
+        return gpu.Gpus((gpu.Reading("0", "GPU-0", "fake", 24 * GIB, used, here),))
+
+    monkeypatch.setattr(gpu, "probe", probe)
+    monkeypatch.setattr(gpu, "buses", lambda: {"0": 16e9})
+    file = compose(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    for about in content["services"].values():
+        about["command"] += ["--enable-sleep-mode", "--wake-seconds", "0.01"]
+        about["environment"] = {"VLLM_SERVER_DEV_MODE": "1"}
+        about["x-anvil"] |= {"engine": "vllm", "rest": ["sleep"]}
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    for row in measured(capsys, file, "--repeat", 1):
+        seconds = row["phases"]["load"] + row["phases"].get("ready", 0.0)
+        assert row["bytes"] == (2 if row["way"] == "sleep" else 3) * GIB
+        assert row["bytes_per_second"] == pytest.approx(row["bytes"] / seconds)
+        assert row["bus_bytes_per_second"] == 16e9
+
+
+def test_who_is_to_be_prepared_or_demoted_is_measured_like_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    for about in content["services"].values():
+        about["x-anvil"] |= {"rest": ["pause", "stop"], "prepare": True, "demote_after": 0.01}
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    rows = measured(capsys, file, "--repeat", 1)
+    assert [row["way"] for row in rows] == ["pause", "pause", "stop", "stop"]
+    assert running(file) == {}
+
+
+def test_where_no_gpu_tells_it_declared_memory_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path)
+    content = yaml.safe_load(file.read_text())
+    content["x-anvil"]["gpus"] = {"0": {"vram": "4GiB"}}
+    content["services"]["large"]["x-anvil"]["vram"] = "3GiB"
+    content["services"]["small"]["x-anvil"]["vram"] = "2GiB"
+    file.write_text(yaml.safe_dump(content, sort_keys=False))
+    rows = {row["backend"]: row for row in measured(capsys, file, "--repeat", 1)}
+    assert {name: row["bytes"] for name, row in rows.items()} == {"small": 2 * GIB, "large": 3 * GIB}
+    assert rows["large"]["bytes_per_second"] > 0
+    assert rows["large"]["bus_bytes_per_second"] is None
+
+
+def test_who_does_not_wake_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resume(runtime: ProcessRuntime, backend: Backend) -> None:
+        raise BackendError("it is frozen solid")
+
+    monkeypatch.setattr(ProcessRuntime, "resume", resume)
+    file = compose(tmp_path)
+    file.write_text(
+        file.read_text().replace("x-anvil:\n      gpus", "x-anvil:\n      rest: [pause]\n      gpus")
+    )
+    assert main(["bench", "swap", "--json", str(file), "--repeat", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert {row["way"] for row in json.loads(out)} == {"stop"}
+    assert "not measured: small, large by pause: " in err
+    assert running(file) == {}
+
+
+def test_a_project_that_is_served_is_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = compose(tmp_path)
+    with serving(file, state=tmp_path) as mux:
+        assert main(["bench", "swap", str(file)]) == 1
+        assert "serves the project anvil-demo already" in capsys.readouterr().err
+        assert mux.chat("small", max_tokens=1)[0] == 200
+
+
+def test_what_runs_already_makes_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = compose(tmp_path)
+    loaded = loading.load([file], compose=None)
+    runtime = ProcessRuntime(loaded)
+    runtime.start(loaded.backends[1])
+    runtime.close()
+    assert main(["bench", "swap", str(file), "--repeat", "1"]) == 0
+    assert "stopping large, which runs already" in capsys.readouterr().err
+    assert running(file) == {}
+
+
+def test_a_model_that_meets_no_other_is_put_out_and_loaded_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = compose(tmp_path, {"large": {}})
+    [row] = measured(capsys, file, "--repeat", 1)
+    assert (row["backend"], row["replaces"]) == ("small", "small")
+    assert sum(row["phases"].values()) == pytest.approx(row["total_seconds"])
+
+
+def test_what_cannot_be_loaded_is_told_and_the_others_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = {"command": ["false"], "x-anvil": {"gpus": ["1"]}}
+    file = compose(tmp_path, {"broken": broken})
+    assert main(["bench", "swap", "--json", str(file), "--repeat", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert [row["backend"] for row in json.loads(out)] == ["small", "large"]
+    assert "not measured: broken by stop: " in err
+    assert "exited with code 1" in err
+
+
+def test_a_signal_in_the_middle_of_a_load_leaves_nothing_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = compose(tmp_path)
+    file.write_text(file.read_text().replace("'0.1'", "'1000'"))
+    start = ProcessRuntime.start
+
+    def start_and_signal(runtime: ProcessRuntime, backend: Backend) -> str:
+        url = start(runtime, backend)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return url
+
+    monkeypatch.setattr(ProcessRuntime, "start", start_and_signal)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["bench", "swap", str(file), "--repeat", "1"]) == 130
+    assert running(file) == {}
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "nowhere" / "swaps.csv"
+    assert main(["bench", "swap", str(compose(tmp_path)), "--csv", str(target)]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert f"{target} cannot be written: No such file or directory" in err

@@ -1,0 +1,151 @@
+"""Figures of swaps, from literal logs."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+from anvil_mux.cli import tally
+from anvil_mux.cli.tally import Swap, Told
+from anvil_mux.errors import BackendError
+from anvil_mux.scheduler.events import Event
+
+GIB = 1 << 30
+
+LOG = [
+    Event(7.0, "leased", "a", "a", 1, 1),
+    Event(8.0, "draining", "a", "a", target="b"),
+    Event(8.5, "queued", "b", ticket=2, size=1),
+    Event(10.0, "released", "a", "a", 1),
+    Event(10.5, "stopping", "a", "a"),
+    Event(12.0, "empty", "a", "a"),
+    Event(12.0, "starting", "b", "b"),
+    Event(20.0, "ready", "b", "b", seconds=8.0),
+    Event(20.0, "leased", "b", "b", 2, 1),
+    Event(23.0, "released", "b", "b", 2),
+]
+
+
+def test_phases_follow_each_other_from_the_last_leases_end_to_the_first_byte() -> None:
+    assert tally.phases(LOG, 21.0) == {"drain": 0.5, "evict": 1.5, "load": 8.0, "first_token": 1.0}
+
+
+def test_what_the_mechanism_tells_is_taken_out_of_the_phase_in_which_it_happened() -> None:
+    told = [
+        Told(11.0, "evict", 0.5),
+        Told(12.0, "verify", 1.0),
+        Told(13.0, "load", 1.0),
+        Told(17.0, "ready", 4.0),
+        Told(20.0, "probe", 3.0),
+    ]
+    found = tally.phases(LOG, 21.0, told)
+    assert found == {
+        "drain": 0.5,
+        "evict": 0.5,
+        "verify": 1.0,
+        "load": 1.0,
+        "ready": 4.0,
+        "probe": 3.0,
+        "first_token": 1.0,
+    }
+    assert sum(found.values()) == 11.0
+
+
+def test_who_had_to_be_stopped_did_not_rest_in_the_way_that_is_measured() -> None:
+    parked = [event._replace(kind="parked") if event.kind == "empty" else event for event in LOG]
+    assert tally.phases(parked, 21.0, way="sleep") == tally.phases(LOG, 21.0)
+    with pytest.raises(BackendError, match="a had to be stopped: it did not rest by sleep"):
+        tally.phases(LOG, 21.0, way="sleep")
+
+
+def test_half_a_swap_is_none() -> None:
+    with pytest.raises(BackendError, match="no event ready"):
+        tally.phases(LOG[:-3], 21.0)
+
+
+def swap(number: int, way: str, load: float, by_hand: float, **told: float) -> Swap:
+    return Swap("b", "a", way, number, {"evict": 1.0, "load": load, **told}, by_hand)
+
+
+def test_figures_are_medians_and_the_own_share_that_of_the_differences() -> None:
+    swaps = [swap(1, "stop", 9.0, 9.5), swap(2, "stop", 19.0, 19.0), swap(3, "stop", 4.0, 4.9)]
+    [row] = tally.figures(swaps)
+    assert (row.backend, row.replaces, row.way, row.swaps) == ("b", "a", "stop", 3)
+    assert row.phases == {"evict": 1.0, "load": 9.0}
+    assert (row.total_seconds, row.by_hand_seconds) == (10.0, 9.5)
+    assert row.own_share_seconds == 0.5
+    assert row.own_share_quartiles == pytest.approx((0.3, 0.75))
+    assert row.cold_start_ratio == 1.0
+    assert (row.bytes, row.bytes_per_second, row.bus_bytes_per_second) == (None, None, None)
+
+
+def test_a_way_back_is_compared_with_a_cold_start() -> None:
+    asleep, cold = tally.figures([swap(1, "sleep", 1.5, 3.0, probe=0.5), swap(1, "stop", 8.0, 9.0)])
+    assert (asleep.way, asleep.cold_start_ratio) == ("sleep", 4.0)
+    assert cold.cold_start_ratio == 1.0
+    [alone] = tally.figures([swap(1, "sleep", 1.5, 3.0)])
+    assert alone.cold_start_ratio is None
+
+
+def test_the_table_has_a_column_for_each_phase_that_occurs() -> None:
+    rows = tally.figures([swap(1, "stop", 8.0, 8.75), swap(1, "sleep", 1.5, 3.0, probe=0.5, thaw=0.25)])
+    assert tally.table(rows) == [
+        (
+            *("BACKEND", "REPLACES", "WAY", "EVICT", "LOAD", "PROBE", "THAW"),
+            *("TOTAL", "BY-HAND", "OWN-SHARE", "HALF-WITHIN", "COLD/BACK"),
+        ),
+        ("b", "a", "stop", "1.000", "8.000", "", "", "9.000", "8.750", "250 ms", "250..250 ms", "1.0"),
+        (
+            "b",
+            "a",
+            "sleep",
+            "1.000",
+            "1.500",
+            "0.500",
+            "0.250",
+            "3.250",
+            "3.000",
+            "250 ms",
+            "250..250 ms",
+            "3.6",
+        ),
+    ]
+
+
+def test_memory_that_came_back_is_weighed_against_the_bus() -> None:
+    swaps = [
+        Swap("b", "a", "sleep", n, {"evict": 9.0, "load": 2.0, "ready": 1.0}, 9.0, 24 * GIB, 64e9)
+        for n in (1, 2)
+    ]
+    swaps.append(Swap("b", "a", "sleep", 3, {"load": 9.0}, 9.0))
+    rows = tally.figures(swaps)
+    assert (rows[0].bytes, rows[0].bytes_per_second, rows[0].bus_bytes_per_second) == (
+        24 * GIB,
+        8 * GIB,
+        64e9,
+    )
+    head, line = tally.table(rows)
+    assert head[-3:] == ("GIB", "GIB/S", "BUS")
+    assert line[-3:] == ("24.00", "8.00", "59.60")
+
+
+def test_every_swap_is_a_line_that_a_spreadsheet_reads() -> None:
+    file = io.StringIO()
+    tally.write_csv([swap(1, "stop", 8.0, 8.75), swap(2, "sleep", 1.5, 3.0, probe=0.5)], file)
+    first, second = csv.DictReader(file.getvalue().splitlines())
+    assert (first["round"], first["load_seconds"], first["probe_seconds"]) == ("1", "8.000000", "0.000000")
+    assert (second["way"], second["total_seconds"], second["own_share_seconds"]) == (
+        "sleep",
+        "3.000000",
+        "0.000000",
+    )
+    assert first["bytes"] == ""
+
+
+def test_a_burst_is_told_by_its_medians() -> None:
+    bursts = [tally.Burst("b", "a", 100, n, took, 2.0) for n, took in enumerate((1.0, 3.0, 9.0), 1)]
+    [row] = tally.burst_figures(bursts)
+    assert (row.bursts, row.seconds, row.direct_seconds, row.ratio) == (3, 3.0, 2.0, 1.5)
+    assert tally.burst_table([row])[1:] == [("b", "a", "100", "3.000", "2.000", "1.50")]

@@ -1,0 +1,140 @@
+"""What becomes of backends and settings when the configuration is another."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from anvil_mux.config import change
+from anvil_mux.config.change import OURS, Change, compare, within
+from anvil_mux.config.config import SETTINGS, Backend, Config, Gpu, Service
+from anvil_mux.config.loading import load
+
+
+def backend(name, **fields):
+    return Backend(name, fields.pop("model", name), fields.pop("gpus", ("0",)), **fields)
+
+
+A, B = backend("a"), backend("b")
+OLD = Config((A, B), gpus=(Gpu("0"), Gpu("1")))
+
+
+def test_the_same_configuration_changes_nothing():
+    assert compare(OLD, OLD) == Change(kept=("a", "b"))
+    assert str(compare(OLD, OLD)) == "nothing is different"
+
+
+def test_backends_come_go_and_stay():
+    found = compare(OLD, replace(OLD, backends=(B, backend("c"))))
+    assert found == Change(kept=("b",), removed=("a",), added=("c",))
+    assert str(found) == "removed a; added c"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("gpus", ("1",)),
+        ("model", "other"),
+        ("engine", "vllm"),
+        ("vram", 7),
+        ("rest", ("sleep",)),
+        ("port", 1),
+    ],
+)
+def test_what_concerns_its_engine_or_its_place_makes_it_another_one(field, value):
+    assert compare(OLD, replace(OLD, backends=(replace(A, **{field: value}), B))).changed == ("a",)
+
+
+@pytest.mark.parametrize("field", OURS)
+def test_what_steers_us_alone_leaves_it_running(field):
+    other = {"profile": object(), "pin": True, "prepare": True, "checkpoint_anyway": True}.get(field, "other")
+    found = compare(OLD, replace(OLD, backends=(replace(A, **{field: other}), B)))
+    assert found == Change(kept=("a", "b"), settings=(f"a.{field}",))
+
+
+def test_any_word_of_its_description_makes_it_another_one():
+    described = replace(A, service=Service(digest="1")), replace(A, service=Service(digest="2"))
+    assert described[0] == described[1]
+    old, new = (replace(OLD, backends=(each, B)) for each in described)
+    assert compare(old, new).changed == ("a",)
+
+
+def test_names_that_are_exchanged_are_two_changes():
+    one, other = backend("a", port=1), backend("b", port=2)
+    swapped = replace(one, name="b", model="b"), replace(other, name="a", model="a")
+    assert compare(Config((one, other)), Config(swapped)).changed == ("a", "b")
+
+
+def test_a_gpu_whose_memory_is_declared_anew_changes_who_is_on_it():
+    on_one = backend("c", gpus=("1",))
+    old = Config((A, on_one), gpus=(Gpu("0", 24), Gpu("1", 24)))
+    found = compare(old, replace(old, gpus=(Gpu("0", 24, reserve=1), Gpu("1", 24))))
+    assert (found.changed, found.kept, found.settings) == (("a",), ("c",), ("gpus",))
+
+
+def test_settings_of_the_whole_are_told_by_their_keys():
+    new = replace(OLD, policy="eager", drain_timeout=3.0, routing_policies={"mine": {}})
+    assert compare(OLD, new).settings == ("policy", "routing", "drain_timeout")
+
+
+def test_what_is_built_into_what_runs_waits_for_the_next_start():
+    new = replace(OLD, port=1, max_queue=7, routing_mode="full", routing="session")
+    found = compare(OLD, new)
+    assert (found.settings, found.later) == (("routing", "max_queue"), ("listen", "routing"))
+    assert str(found) == "set routing, max_queue; only at the next start listen, routing"
+    kept = within(OLD, new)
+    assert (kept.port, kept.routing_mode, kept.routing, kept.max_queue) == (9292, "lite", "session", 7)
+
+
+def test_certificates_may_move_but_encryption_is_not_begun():
+    plain, moved = OLD, replace(OLD, tls_cert="/c", tls_key="/k")
+    assert compare(plain, moved).later == ("tls_cert", "tls_key")
+    assert within(plain, moved).tls_cert is None
+    again = replace(moved, tls_cert="/other")
+    assert compare(moved, again).settings == ("tls_cert",)
+    assert within(moved, again).tls_cert == "/other"
+
+
+def test_a_file_that_says_something_else_is_told_under_the_setting_that_names_it():
+    old = replace(OLD, key_file="/keys", tls_cert="/c", tls_key="/k", said={"key_file": "1", "tls_cert": "2"})
+    assert compare(old, replace(old, said={"key_file": "1", "tls_cert": "3"})).settings == ("tls_cert",)
+    assert str(compare(old, replace(old, said={"key_file": "9", "tls_cert": "2"}))) == "set key_file"
+    found = compare(OLD, old)
+    assert (found.settings, found.later) == (("key_file",), ("tls_cert", "tls_key"))
+
+
+def test_every_field_of_a_configuration_is_told_of_under_some_key():
+    told = {name for key in SETTINGS for name in change.FIELDS.get(key, (key,))}
+    untold = {"backends", "files", "warnings", "origins", "said"}
+    assert {field.name for field in fields(Config)} - told == untold
+    assert {field.name for field in fields(Backend)} >= set(OURS)
+
+
+SERVICE = """
+x-anvil: {{runtime: process, gpus: ["0"]}}
+services:
+  a: {a}
+"""
+
+
+def digest(tmp_path, a):
+    file = tmp_path / "compose.yaml"
+    file.write_text(SERVICE.format(a=a))
+    return load([file], environ={}).backends[0].service.digest
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "{command: [b], x-anvil: {}}",
+        "{command: [a], volumes: [./here:/there], x-anvil: {}}",
+        "{command: [a], labels: {theirs: 1}, x-anvil: {}}",
+    ],
+)
+def test_the_digest_has_all_that_a_service_says(tmp_path, other):
+    assert digest(tmp_path, "{command: [a], x-anvil: {}}") != digest(tmp_path, other)
+
+
+def test_the_digest_has_nothing_of_what_is_said_to_us(tmp_path):
+    plain = digest(tmp_path, "{command: [a], tty: true, x-anvil: {}}")
+    assert plain == digest(tmp_path, "{x-anvil: {ttl: 5m}, tty: true, command: [a]}")
+    assert plain == digest(tmp_path, "{command: [a], labels: {anvil.ttl: 5m}, tty: true, x-anvil: {}}")

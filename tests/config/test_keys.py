@@ -1,0 +1,549 @@
+"""API keys: how they are written, who may do what with one, and that no engine sees them."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.config import keys
+from anvil_mux.config.config import Backend, Service
+from anvil_mux.config.keys import Key, Keyring
+from anvil_mux.errors import ConfigError, Unauthorized
+from anvil_mux.proxy.call import Patience
+from tests.fake_engine import JSON_OK, RawClient, Rig
+
+ROOT, ALICE, WATCH = "root-secret-key", "alice-secret-key", "watching-the-metrics"
+LINES = f"{ROOT}\n{ALICE} name=alice models=alias\n{WATCH} models=* state\n"
+
+
+def ring(text: str) -> Keyring:
+    return keys.load(None, {keys.VARIABLE: text})
+
+
+def bearer(key: str) -> bytes:
+    return f"Authorization: Bearer {key}\r\n".encode()
+
+
+@pytest.fixture
+def locked(make_rig: Callable[..., Rig]) -> Rig:
+    """Two models behind three keys; the engine of one has a key of its own."""
+    service = Service(command=("vllm", "serve", "--api-key", "engine-key"))
+    return make_rig(
+        keys=ring(LINES),
+        backends=(
+            Backend("a", "a", gpus=("0",), aliases=("alias",), service=service),
+            Backend("b", "org/b", gpus=("0",), served_model="b-inside"),
+        ),
+    )
+
+
+# How keys are written
+
+
+def test_keys_come_from_a_file_and_from_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        f"# ours\n\n{ROOT} name=me\n  sha256:{sha256(ALICE.encode()).hexdigest().upper()} models=a,b\n"
+    )
+    found = keys.load(file, {keys.VARIABLE: f"{WATCH} models=* state; another-key admin models=a"})
+    assert len(found) == 4
+    assert found.of({b"x-api-key": ROOT.encode()}) == Key(sha256(ROOT.encode()).digest(), "me")
+    alice = found.of({b"x-api-key": ALICE.encode()})
+    assert (alice.models, alice.state, alice.admin) == (frozenset("ab"), False, False)
+    watch = found.of({b"x-api-key": WATCH.encode()})
+    assert (watch.models, watch.state, watch.admin) == (None, True, False)
+    assert found.of({b"x-api-key": b"another-key"}).admin
+
+
+def test_every_bad_line_is_told_and_no_key_is(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(
+        "short\nlong-enough,and-another\nlong-enough modles=a\nlong-enough models=\nschlüssel-lang\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        keys.load(file, {})
+    assert [problem.rpartition(f"{file}:")[2].partition(":")[0] for problem in caught.value.problems] == list(
+        "12345"
+    )
+    assert "'modles' is not name=, models=, state, admin, requests= or waiting=" in caught.value.message
+    assert "enough" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", [None, "# nothing\n"])
+def test_a_key_file_that_locks_nothing_is_a_problem(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "keys").write_text(text)
+    with pytest.raises(ConfigError, match="key_file"):
+        keys.load(tmp_path / "keys", {})
+
+
+def test_without_keys_nobody_is_asked_for_one() -> None:
+    assert not keys.load(None, {})
+
+
+# How keys are shown
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {b"authorization": b"Bearer " + ROOT.encode()},
+        {b"authorization": b"bearer   " + ROOT.encode()},
+        {b"authorization": b"Basic " + base64.b64encode(b"anyone:" + ROOT.encode())},
+        {b"x-api-key": ROOT.encode()},
+        {b"api-key": ROOT.encode()},
+        {b"authorization": b"Bearer wrong-but-there", b"x-api-key": ROOT.encode()},
+    ],
+)
+def test_a_key_is_known_in_all_the_ways_that_clients_show_it(fields: dict[bytes, bytes]) -> None:
+    assert ring(LINES).of(fields).admin
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {b"authorization": b""},
+        {b"authorization": b"Bearer "},
+        {b"authorization": ROOT.encode()},
+        {b"authorization": b"Basic not-base64!"},
+        {b"authorization": b"Bearer " + ROOT.encode()[:-1]},
+        {b"authorization": b"Bearer " + ROOT.encode() + b"x"},
+        {b"x-api-key": b"\xff\xfe\x00"},
+        {b"x-api-key": sha256(ROOT.encode()).hexdigest().encode()},
+        {b"cookie": ROOT.encode()},
+    ],
+)
+def test_anything_else_is_refused(fields: dict[bytes, bytes]) -> None:
+    with pytest.raises(Unauthorized):
+        ring(LINES).of(fields)
+
+
+def test_every_key_is_compared_whichever_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+
+    def compare(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return one == other
+
+    monkeypatch.setattr(keys, "compare_digest", compare)
+    found = ring(LINES)
+    for shown in (ROOT, WATCH):
+        found.of({b"x-api-key": shown.encode()})
+    with pytest.raises(Unauthorized):
+        found.of({b"x-api-key": b"x"})
+    assert compared == [(32, 32)] * 9
+
+
+# Through the front
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        b"/",
+        b"/healthz",
+        b"/metrics",
+        b"/v1/models",
+        b"/models/sse",
+        b"/api/tags",
+        b"/nowhere",
+        b"/upstream/a/version",
+    ],
+)
+def test_without_a_key_nothing_is_told(locked: Rig, path: bytes) -> None:
+    answer = locked.client().get(path)
+    assert answer.status == 401
+    assert answer.header(b"www-authenticate") == b'Basic realm="anvil-mux"'
+    assert b"org/b" not in answer.body
+
+
+@pytest.mark.parametrize("path", [b"/livez", b"/readyz", b"/health", b"/api/hello"])
+def test_probes_need_no_key(locked: Rig, path: bytes) -> None:
+    assert locked.client().get(path).status == 200
+
+
+def test_a_request_without_a_key_is_refused_before_its_body_and_in_its_apis_shape(locked: Rig) -> None:
+    client = locked.client()
+    head = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n"
+    client.send(head + b"Expect: 100-continue\r\n\r\n")
+    answer = client.read()
+    assert (answer.status, json.loads(answer.body)["error"]["type"]) == (401, "authentication_error")
+    assert locked.engine.asked.empty()
+    assert locked.events.record().code == "unauthorized"
+
+
+def test_the_same_head_is_let_in_again_and_another_is_not(locked: Rig) -> None:
+    locked.engine.answer = lambda _: JSON_OK
+    client = locked.client()
+    statuses = []
+    for key in (ROOT, ROOT, "no-such-key", ROOT):
+        client.post(b'{"model":"a"}', extra=bearer(key))
+        statuses.append(client.read().status)
+    assert statuses == [200, 200, 401, 200]
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/upstream/a/tokenize"])
+@pytest.mark.parametrize("field", [b"Authorization: Bearer %b", b"X-API-Key: %b", b"api-key: %b"])
+def test_the_engine_gets_its_own_key_and_never_the_clients(locked: Rig, field: bytes, path: bytes) -> None:
+    client = locked.client()
+    client.post(b'{"model":"a"}', path=path, extra=field % ROOT.encode() + b"\r\n")
+    asked = locked.engine.next()
+    assert ROOT.encode() not in asked.head
+    assert b"\r\nauthorization: bearer engine-key\r\n" in asked.head.lower()
+    assert b"api-key:" not in asked.head.lower()
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+
+
+def test_an_engine_without_a_key_gets_none(locked: Rig) -> None:
+    client = locked.client()
+    client.post(b'{"model":"org/b","messages":[]}', path=b"/api/embed", extra=bearer(ROOT))
+    client.read()
+    client.post(b'{"model":"org/b","input":"x"}', path=b"/api/embed", extra=bearer(ROOT))
+    asked = locked.other.next()
+    assert b"authorization" not in asked.head.lower()
+    asked.send(JSON_OK)
+    client.read()
+
+
+def test_without_keys_of_ours_the_clients_key_is_the_engines(rig: Rig) -> None:
+    client = rig.client()
+    client.post(b'{"model":"a"}', extra=bearer(ROOT))
+    asked = rig.engine.next()
+    assert bearer(ROOT).strip() in asked.head
+    asked.send(JSON_OK)
+    client.read()
+
+
+def get(rig: Rig, path: bytes, key: str) -> RawClient:
+    client = rig.client()
+    client.send(b"GET %b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (path, bearer(key)))
+    return client
+
+
+@pytest.mark.parametrize("path", [b"/v1/models", b"/models", b"/api/v0/models"])
+def test_a_key_sees_the_models_that_it_may_use(locked: Rig, path: bytes) -> None:
+    listed = json.loads(get(locked, path, ALICE).read().body)["data"]
+    assert [each["id"] for each in listed] == ["a"]
+
+
+def test_ollamas_lists_and_what_is_followed_are_cut_as_well(locked: Rig) -> None:
+    assert b"org/b" not in get(locked, b"/api/tags", ALICE).read().body
+    client = get(locked, b"/models/sse", ALICE)
+    client.read_until(b"\r\n\r\n")
+    assert b"org/b" not in client.read_until(b"\n\n\r\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (b"/v1/chat/completions", b'{"model":"org/b"}'),
+        (b"/api/chat", b'{"model":"org/b:latest"}'),
+        (b"/api/show", b'{"model":"org/b"}'),
+        (b"/openai/deployments/org%2Fb/chat/completions", b"{}"),
+        (b"/upstream/org/b/tokenize", b"{}"),
+    ],
+)
+def test_a_key_may_not_use_other_models_nor_learn_of_them(locked: Rig, path: bytes, body: bytes) -> None:
+    client = locked.client()
+    client.post(body, path=path, extra=bearer(ALICE))
+    answer = client.read()
+    assert answer.status == 404
+    assert b"Known models: a." in answer.body
+    assert not locked.events.of("queued")
+
+
+def test_a_key_for_models_uses_them_under_any_name(locked: Rig) -> None:
+    locked.engine.answer = lambda _: JSON_OK
+    for name in (b"a", b"alias"):
+        client = locked.client()
+        client.post(b'{"model":"%b"}' % name, extra=bearer(ALICE))
+        assert client.read().status == 200
+    assert get(locked, b"/v1/models/a", ALICE).read().status == 200
+    assert get(locked, b"/v1/models/org%2Fb", ALICE).read().status == 404
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "status"),
+    [
+        (ALICE, b"/healthz", 403),
+        (ALICE, b"/metrics", 403),
+        (WATCH, b"/healthz", 200),
+        (WATCH, b"/metrics", 200),
+        (WATCH, b"/why?model=a", 200),
+        (WATCH, b"/logs?model=a", 403),
+        (ALICE, b"/events", 403),
+        (ALICE, b"/why?model=a", 403),
+        (ROOT, b"/healthz", 200),
+        (ALICE, b"/nowhere", 403),
+        (ROOT, b"/nowhere", 404),
+    ],
+)
+def test_the_state_of_the_whole_is_for_those_who_may_see_it(
+    locked: Rig, key: str, path: bytes, status: int
+) -> None:
+    assert get(locked, path, key).read().status == status
+
+
+def test_who_may_see_the_state_may_follow_it(locked: Rig) -> None:
+    client = get(locked, b"/events", WATCH)
+    assert b"200" in client.read_until(b"\r\n\r\n").partition(b"\r\n")[0]
+    assert b"event: snapshot" in client.read_until(b"\n\n")
+
+
+@pytest.mark.parametrize("path", [b"/models/load", b"/models/unload", b"/models/pin", b"/models/unpin"])
+@pytest.mark.parametrize("key", [ALICE, WATCH])
+def test_loading_unloading_and_pinning_by_hand_is_for_admins(locked: Rig, key: str, path: bytes) -> None:
+    client = locked.client()
+    client.post(b'{"model":"a"}', path=path, extra=bearer(key))
+    assert client.read().status == 403
+    assert not locked.events.of("queued")
+    assert not locked.events.of("pinned")
+
+
+def test_keeping_alive_for_nothing_is_for_admins_too(locked: Rig) -> None:
+    client = locked.client()
+    client.post(b'{"model":"a"}', path=b"/models/load?wait=true", extra=bearer(ROOT))
+    client.read()
+    for key, events in ((ALICE, 0), (ROOT, 1)):
+        client.post(b'{"model":"a","keep_alive":0}', path=b"/api/generate", extra=bearer(key))
+        assert client.read().status == 200
+        if events:
+            locked.events.wait("empty")
+        else:
+            assert not locked.events.of("stopping")
+
+
+# Who may call it what
+
+
+def test_names_that_are_given_are_answered_to(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(hosts=("mux.example",))
+    for host, status in (
+        (b"mux.example", 200),
+        (b"MUX.example:9292", 200),
+        (b"evil.example", 403),
+        (b"[::1]:1", 200),
+    ):
+        client = rig.client()
+        client.send(b"GET /v1/models HTTP/1.1\r\nHost: %b\r\n\r\n" % host)
+        assert client.read().status == status
+
+
+def test_on_an_open_address_names_are_checked_only_where_they_are_given(make_rig: Callable[..., Rig]) -> None:
+    for hosts, status in (((), 200), (("mux.example",), 403)):
+        rig = make_rig(hosts=hosts)
+        rig.gateway.only_local_hosts = False
+        client = rig.client()
+        client.send(b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n")
+        assert client.read().status == status
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 2\r\n", b"Transfer-Encoding: chunked\r\n"])
+def test_an_engine_lets_no_other_sites_page_read(rig: Rig, length: bytes) -> None:
+    client = rig.client()
+    for _ in range(2):
+        client.post(b'{"model":"a"}')
+        body = b"{}" if length[:1] == b"C" else b"2\r\n{}\r\n0\r\n\r\n"
+        head = (
+            b"HTTP/1.1 200 OK\r\nAccess-Control-Allow-Origin: *\r\nAccess-Control-Allow-Credentials: true\r\n"
+        )
+        rig.engine.next().send(head + length + b"\r\n" + body)
+        answer = client.read()
+        assert (answer.status, answer.body) == (200, b"{}")
+        assert b"access-control" not in answer.head.lower()
+
+
+def test_no_origin_is_ever_allowed_to_read(rig: Rig) -> None:
+    client = rig.client()
+    for method in (b"GET", b"OPTIONS"):
+        answer = client.get(b"/v1/models", method, extra=b"Origin: http://evil.example\r\n")
+        assert b"access-control" not in answer.head.lower()
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        (b"Origin: http://evil.example\r\n", 403),
+        (b"Sec-Fetch-Site: cross-site\r\n", 403),
+        (b"Sec-Fetch-Site: same-site\r\n", 403),
+        (b"Sec-Fetch-Site: none\r\n", 200),
+        (b"Sec-Fetch-Site: same-origin\r\n", 200),
+    ],
+)
+def test_an_image_on_another_sites_page_loads_no_model(rig: Rig, fields: bytes, status: int) -> None:
+    rig.engine.answer = lambda _: JSON_OK
+    assert rig.client().get(b"/props?model=a", extra=fields).status == status
+    assert len(rig.events.of("starting")) == (status == 200)
+
+
+def test_a_page_may_be_reached_by_a_link_on_another_sites(rig: Rig) -> None:
+    for path in (b"/", b"/v1/models"):
+        assert rig.client().get(path, extra=b"Sec-Fetch-Site: cross-site\r\n").status == 200
+
+
+CHAT = b"/v1/chat/completions"
+APP = b"Origin: https://app.example\r\n"
+ASKS = (
+    b"Access-Control-Request-Method: POST\r\nAccess-Control-Request-Headers: authorization,content-type\r\n"
+)
+
+
+def test_a_site_that_is_named_may_use_everything_from_its_pages(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cors=("https://app.example",), keys=ring(LINES))
+    client = rig.client()
+    asked = client.get(CHAT, b"OPTIONS", extra=APP + ASKS)
+    assert asked.status == 204
+    assert asked.header(b"Access-Control-Allow-Origin") == b"https://app.example"
+    assert asked.header(b"Access-Control-Allow-Methods") == b"POST, OPTIONS"
+    assert asked.header(b"Access-Control-Allow-Headers") == b"authorization,content-type"
+    for body in (b'{"model":"a"}', b'{"model":"a","stream":true}', b'{"model":"a"}'):
+        client.post(body, extra=APP + bearer(ROOT))
+        rig.engine.next().send(JSON_OK)
+        answer = client.read()
+        assert answer.status == 200
+        assert answer.header(b"Access-Control-Allow-Origin") == b"https://app.example"
+        assert answer.header(b"Vary") == b"Origin"
+
+
+def test_a_named_sites_page_sees_why_it_is_refused(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cors=("https://app.example",), keys=ring(LINES))
+    answer = rig.client().get(b"/v1/models", extra=APP)
+    assert answer.status == 401
+    assert answer.header(b"Access-Control-Allow-Origin") == b"https://app.example"
+
+
+@pytest.mark.parametrize("origin", [b"https://app.example.evil", b"http://app.example", b"null"])
+def test_any_other_site_stays_out(make_rig: Callable[..., Rig], origin: bytes) -> None:
+    rig = make_rig(cors=("https://app.example",))
+    for method in (b"OPTIONS", b"POST"):
+        answer = rig.client().get(b"/models/unload", method, extra=b"Origin: %b\r\n" % origin + ASKS)
+        assert b"access-control" not in answer.head.lower()
+        assert (answer.status == 403) == (method == b"POST")
+
+
+def test_a_key_is_asked_for_whatever_a_page_calls_itself(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(keys=ring(LINES))
+    assert rig.client().get(CHAT, b"OPTIONS", extra=APP + ASKS).status == 401
+
+
+@pytest.mark.parametrize("method", [b"POST", b"PUT", b"DELETE", b"PATCH"])
+def test_another_sites_page_changes_nothing(rig: Rig, method: bytes) -> None:
+    answer = rig.client().get(b"/models/unload", method, extra=b"Origin: null\r\n")
+    assert answer.status == 403
+
+
+# How much one key may ask for
+
+
+LIMITED = "limited-secret-key"
+
+
+def limited(make_rig: Callable[..., Rig], limits: str) -> Rig:
+    backends = (Backend("a", "a", ("0",), concurrency=1), Backend("b", "org/b", ("1",)))
+    return make_rig(keys=ring(f"{ROOT}\n{LIMITED} models=* {limits}"), backends=backends)
+
+
+def asking(rig: Rig, key: str, model: str = "a") -> RawClient:
+    client = rig.client()
+    client.post(json.dumps({"model": model}).encode(), extra=bearer(key))
+    return client
+
+
+def test_limits_are_read_and_take_nothing_else_away() -> None:
+    found = ring(f"{LIMITED} requests=8 waiting=2").of({b"x-api-key": LIMITED.encode()})
+    assert (found.requests, found.waiting, found.models, found.admin) == (8, 2, None, True)
+
+
+@pytest.mark.parametrize("said", ["requests=0", "waiting=", "requests=x", "requests=-1"])
+def test_a_limit_is_a_number_from_1_on(said: str) -> None:
+    with pytest.raises(ConfigError, match="requests= or waiting="):
+        ring(f"{LIMITED} {said}")
+
+
+def test_a_key_with_as_many_requests_as_it_may_have_gets_429_and_others_are_served(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = limited(make_rig, "requests=1")
+    first = asking(rig, LIMITED, "org/b")
+    held = rig.other.next()
+    refused = asking(rig, LIMITED).read()
+    assert refused.status == 429
+    assert refused.header(b"retry-after") == b"2"
+    said = json.loads(refused.body)["error"]
+    assert (said["code"], said["type"]) == ("too_many_requests", "rate_limit_error")
+    other = asking(rig, ROOT)
+    rig.engine.next().send(JSON_OK)
+    assert other.read().status == 200
+    held.send(JSON_OK)
+    assert first.read().status == 200
+    rig.events.record(3)
+    again = asking(rig, LIMITED)
+    rig.engine.next().send(JSON_OK)
+    assert again.read().status == 200
+
+
+def test_a_key_with_as_many_waiting_as_it_may_have_gets_429_but_not_for_what_need_not_wait(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = limited(make_rig, "waiting=1")
+    running = asking(rig, ROOT)
+    held = rig.engine.next()
+    waits = asking(rig, LIMITED)
+    rig.events.wait("queued", 2)
+    assert asking(rig, LIMITED).read().status == 429
+    patient = asking(rig, ROOT)
+    rig.events.wait("queued", 3)
+    held.send(JSON_OK)
+    assert running.read().status == 200
+    for client in (waits, patient):
+        rig.engine.next().send(JSON_OK)
+        assert client.read().status == 200
+    rig.events.wait("released", 3)
+    free = asking(rig, LIMITED)
+    rig.engine.next().send(JSON_OK)
+    assert free.read().status == 200
+    waits_again = asking(rig, LIMITED)
+    rig.engine.next().send(JSON_OK)
+    assert waits_again.read().status == 200
+
+
+def test_keys_take_turns_at_a_model_that_takes_one_request_at_once(make_rig: Callable[..., Rig]) -> None:
+    rig = limited(make_rig, "requests=50")
+    first = asking(rig, ROOT)
+    held = rig.engine.next()
+    many = []
+    for count in range(3):
+        many.append(asking(rig, ROOT))
+        rig.events.wait("queued", count + 2)
+    modest = asking(rig, LIMITED)
+    rig.events.wait("queued", 5)
+    held.send(JSON_OK)
+    assert first.read().status == 200
+    rig.engine.next().send(JSON_OK)
+    assert many[0].read().status == 200
+    rig.engine.next().send(JSON_OK)
+    assert modest.read().status == 200
+    for client in many[1:]:
+        rig.engine.next().send(JSON_OK)
+        assert client.read().status == 200
+
+
+def test_a_stream_that_waits_for_a_place_is_told_so(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(
+        backends=(Backend("a", "a", ("0",), concurrency=1), Backend("b", "b", ("0",))),
+        patience=Patience(grace=0.0, comment_every=0.01),
+    )
+    first, second = rig.client(), rig.client()
+    first.post(b'{"model":"a"}')
+    held = rig.engine.next()
+    second.post(b'{"model":"a","stream":true}')
+    second.read_until(b": anvil-mux waiting for a place at a")
+    held.send(JSON_OK)
+    assert first.read().status == 200

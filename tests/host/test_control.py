@@ -1,0 +1,225 @@
+"""Engines told to sleep and to wake, over real HTTP, each with its own manners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import BackendError
+from anvil_mux.host import control
+from anvil_mux.host.engine import ENGINES
+from tests.sleepy_engine import CONTEXT, GIB, Ledger, SleepyEngine
+
+PID = 100_000_000
+Make = Callable[..., SleepyEngine]
+
+
+def backend(kind: str) -> Backend:
+    return Backend("a", "m", ("0",), engine=kind, load_timeout=30.0)
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[SleepyEngine] = []
+
+    def engine(kind: str, *faults: str) -> SleepyEngine:
+        made.append(SleepyEngine(kind, "m", Ledger(), PID, ("0",), set(faults)))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.end("closed")
+
+
+def awake(make: Make, kind: str, *faults: str) -> SleepyEngine:
+    engine = make(kind, *faults)
+    if engine.asleep:
+        control.wake(backend(kind), engine.url, 1)
+        engine.asked.clear()
+    return engine
+
+
+@pytest.mark.parametrize("kind", control.CONTROLS)
+def test_a_sleeping_engine_holds_its_context_alone_and_takes_all_back(make: Make, kind: str) -> None:
+    engine = awake(make, kind)
+    assert engine._ledger.used() == 18 * GIB + CONTEXT
+    control.sleep(backend(kind), engine.url, 1)
+    assert engine._ledger.used() == CONTEXT
+    control.wake(backend(kind), engine.url, 1)
+    assert engine._ledger.used() == 18 * GIB + CONTEXT
+    assert engine.how is None
+    control.probe(backend(kind), engine.url)
+
+
+@pytest.mark.parametrize("kind", control.CONTROLS)
+def test_only_sglang_cannot_say_whether_it_sleeps(make: Make, kind: str) -> None:
+    engine = awake(make, kind)
+    assert control.is_asleep(backend(kind), engine.url) is (None if kind == "sglang" else False)
+    control.sleep(backend(kind), engine.url, 1)
+    assert control.is_asleep(backend(kind), engine.url) is (None if kind == "sglang" else True)
+
+
+@pytest.mark.parametrize("kind", ENGINES.keys() - control.CONTROLS.keys())
+def test_other_engines_do_not_sleep(kind: str) -> None:
+    assert control.is_asleep(backend(kind), "http://127.0.0.1:9") is None
+    with pytest.raises(BackendError, match=f"engine {kind} cannot sleep"):
+        control.sleep(backend(kind), "http://127.0.0.1:9", 1)
+    with pytest.raises(BackendError, match=f"engine {kind} cannot be woken"):
+        control.wake(backend(kind), "http://127.0.0.1:9", 1)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "ollama", "llamacpp"])
+def test_only_vllm_knows_a_second_level(make: Make, kind: str) -> None:
+    engine = awake(make, kind)
+    with pytest.raises(BackendError, match="cannot sleep at level 2"):
+        control.sleep(backend(kind), engine.url, 2)
+    assert engine.asked == []
+
+
+def test_an_address_that_went_to_another_model_is_not_put_to_sleep(make: Make) -> None:
+    engine = awake(make, "vllm")
+    engine.model = "other"
+    with pytest.raises(BackendError, match="answers for model other, not m"):
+        control.sleep(backend("vllm"), engine.url, 1)
+    assert not engine.asleep
+
+
+# vLLM
+
+
+def test_vllm_is_told_its_level_in_the_query(make: Make) -> None:
+    engine = make("vllm")
+    control.sleep(backend("vllm"), engine.url, 2)
+    assert "POST /sleep?level=2&mode=abort" in engine.asked
+
+
+def test_vllm_wakes_from_level_two_by_weights_then_reload_then_cache(make: Make) -> None:
+    engine = make("vllm")
+    control.sleep(backend("vllm"), engine.url, 2)
+    assert engine.garbage
+    engine.asked.clear()
+    control.wake(backend("vllm"), engine.url, 2)
+    assert [each for each in engine.asked if each.startswith("POST")] == [
+        "POST /wake_up?tags=weights",
+        "POST /collective_rpc",
+        "POST /wake_up?tags=kv_cache",
+        "POST /reset_prefix_cache",
+    ]
+    assert not engine.garbage
+
+
+def test_vllm_that_is_awake_is_not_woken(make: Make) -> None:
+    engine = make("vllm")
+    with pytest.raises(BackendError, match="is awake, nobody knows since when"):
+        control.wake(backend("vllm"), engine.url, 1)
+    assert engine.how is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("wake answers 500", r"POST /wake_up answers 500: .*out of memory"),
+        ("wake is partial", "is only partly awake"),
+        ("wake dies", "POST /wake_up: the connection was closed"),
+    ],
+)
+def test_a_wake_that_fails_says_how(make: Make, fault: str, says: str) -> None:
+    engine = make("vllm", fault)
+    control.sleep(backend("vllm"), engine.url, 1)
+    with pytest.raises(BackendError, match=says):
+        control.wake(backend("vllm"), engine.url, 1)
+
+
+def test_a_status_that_is_nonsense_is_no_status(make: Make) -> None:
+    engine = make("vllm", "status is nonsense")
+    with pytest.raises(
+        BackendError, match=r"GET /is_sleeping answers nonsense: \{'is_sleeping': 'perhaps'\}"
+    ):
+        control.is_asleep(backend("vllm"), engine.url)
+
+
+def test_an_engine_without_the_routes_cannot_sleep(make: Make) -> None:
+    engine = make("vllm", "has no sleep routes")
+    assert control.is_asleep(backend("vllm"), engine.url) is None
+    with pytest.raises(BackendError, match=r"POST /sleep.* answers 404"):
+        control.sleep(backend("vllm"), engine.url, 1)
+
+
+@pytest.mark.parametrize("call", [control.sleep, control.wake])
+def test_an_engine_that_hangs_is_given_up(
+    make: Make, call: Callable[[Backend, str, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make("vllm", "sleep hangs", "wake hangs")
+    if call is control.wake:
+        engine.asleep = {"weights", "kv_cache"}
+    monkeypatch.setattr(control, "SLEEP_TIMEOUT", 0.5)
+    monkeypatch.setattr(control, "WAKE_TIMEOUT", 0.5)
+    with pytest.raises(BackendError, match="was not answered in time"):
+        call(backend("vllm"), engine.url, 1)
+
+
+def test_an_engine_that_is_gone_is_said_to_be(make: Make) -> None:
+    engine = make("vllm")
+    engine.end("killed")
+    with pytest.raises(BackendError, match="nothing listens there"):
+        control.wake(backend("vllm"), engine.url, 1)
+
+
+def test_a_probe_that_is_not_answered_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make("vllm", "answers nothing")
+    monkeypatch.setattr(control, "PROBE_TIMEOUT", 0.5)
+    with pytest.raises(BackendError, match="one token was not answered in time"):
+        control.probe(backend("vllm"), engine.url)
+
+
+# SGLang
+
+
+def test_sglang_is_idle_before_it_releases(make: Make) -> None:
+    engine = make("sglang")
+    engine.busy = 2
+    control.sleep(backend("sglang"), engine.url, 1)
+    posts = [each for each in engine.asked if each.startswith("POST")]
+    assert posts == ["POST /abort_request", "POST /release_memory_occupation"]
+    assert engine.how is None
+
+
+def test_sglang_that_does_not_become_idle_is_not_told_to_release(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make("sglang", "ignores abort")
+    engine.busy = 1
+    monkeypatch.setattr(control, "IDLE_TIMEOUT", 0.2)
+    with pytest.raises(BackendError, match="still computes, and must not be told to sleep"):
+        control.sleep(backend("sglang"), engine.url, 1)
+    assert "POST /release_memory_occupation" not in engine.asked
+
+
+def test_sglang_that_does_not_say_whether_it_is_idle_is_not_told_to_release(make: Make) -> None:
+    engine = make("sglang", "has no sleep routes")
+    with pytest.raises(BackendError, match="does not say whether it is idle"):
+        control.sleep(backend("sglang"), engine.url, 1)
+
+
+# Ollama and llama.cpp
+
+
+def test_ollama_is_told_which_model_to_let_go(make: Make) -> None:
+    engine = awake(make, "ollama")
+    control.sleep(backend("ollama"), engine.url, 1)
+    assert engine.asked == ["POST /api/generate", "GET /api/ps"]
+
+
+def test_a_llama_server_with_a_model_of_its_own_cannot_unload_it(make: Make) -> None:
+    engine = make("llamacpp", "has no sleep routes")
+    assert control.is_asleep(backend("llamacpp"), engine.url) is None
+    with pytest.raises(BackendError, match="POST /models/unload answers 404"):
+        control.sleep(backend("llamacpp"), engine.url, 1)
+
+
+def test_a_llama_server_that_unloaded_by_itself_is_asleep_already(make: Make) -> None:
+    engine = make("llamacpp")
+    control.sleep(backend("llamacpp"), engine.url, 1)
+    assert "POST /models/unload" not in engine.asked

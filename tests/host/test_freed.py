@@ -1,0 +1,141 @@
+"""What GPUs say of a backend that left, in virtual time."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import BackendError
+from anvil_mux.host.freed import Held, Left, Memory, host_bytes
+from anvil_mux.host.gpu import Gpus
+from tests.host.test_engine import Waiting
+from tests.sleepy_engine import GIB, Ledger
+
+A = Backend("a", "a", ("0", "1"))
+PID = 100_000_000
+
+
+class Desk:
+    """One backend with a process on two GPUs of 24 GiB."""
+
+    def __init__(self, *, processes: bool = True) -> None:
+        self.ledger = Ledger(gpus=("0", "1"), processes=processes)
+        self.time = Waiting()
+        self.memory = Memory(self.ledger.probe, self.time.now, self.time.sleep)
+
+    def held(self, backend: Backend = A, *, resident: bool = True) -> Held:
+        return self.memory.held(backend, lambda: [PID], resident=resident)
+
+    def holds(self, gib: float) -> None:
+        self.ledger.hold(PID, ("0", "1"), int(gib * GIB))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "enough"),
+    [
+        (20, 5, True),  # a quarter may stay, as with tensor parallelism
+        (20, 5.1, False),
+        (2, 1.5, True),  # a context may stay where something was given up
+        (2, 1.6, False),
+        (1.2, 1.2, False),
+    ],
+)
+def test_a_sleeper_has_to_give_up_most_of_what_is_no_context(
+    before: float, after: float, enough: bool
+) -> None:
+    desk = Desk()
+    desk.holds(before)
+    held = desk.held()
+    desk.holds(after)
+    if enough:
+        assert desk.memory.left(held, runs=True).bytes == dict.fromkeys("01", int(after * GIB))
+        assert desk.time.pauses == []
+    else:
+        with pytest.raises(BackendError, match=r"after 5 s it still holds .* on GPU 0, .* on GPU 1"):
+            desk.memory.left(held, runs=True)
+
+
+def test_memory_is_read_again_every_quarter_of_a_second() -> None:
+    desk = Desk()
+    desk.holds(10)
+    held = desk.held()
+    desk.time._then = [lambda: None, lambda: desk.holds(0.5)]
+    desk.memory.left(held, runs=True)
+    assert desk.time.pauses == [0.25, 0.25]
+
+
+def test_of_who_was_stopped_nothing_may_be_left() -> None:
+    desk = Desk()
+    desk.holds(10)
+    held = desk.held()
+    desk.holds(0.1)
+    with pytest.raises(BackendError, match=r"0.1 GiB of 10.0 GiB on GPU 0"):
+        desk.memory.left(held, runs=False)
+    desk.holds(0)
+    assert desk.memory.left(held, runs=False) == Left({}, dict.fromkeys("01", 10 * GIB))
+
+
+def test_what_a_sleeper_gave_back_is_its_own_whatever_others_took() -> None:
+    desk = Desk()
+    desk.holds(10)
+    held = desk.held()
+    desk.holds(1)
+    desk.ledger.hold(PID + 1, ("0",), 6 * GIB)
+    assert desk.memory.left(held, runs=True).freed == dict.fromkeys("01", 9 * GIB)
+
+
+def test_where_processes_cannot_be_read_what_was_given_back_is_what_became_free() -> None:
+    desk = Desk(processes=False)
+    desk.holds(6)
+    held = desk.held(Backend("a", "a", ("0",), vram=8 * GIB))
+    desk.holds(0)
+    assert desk.memory.left(held, runs=False) == Left({}, {"0": 6 * GIB})
+
+
+def test_strangers_are_named_where_memory_is_not_freed(caplog: pytest.LogCaptureFixture) -> None:
+    desk, me = Desk(), os.getpid()
+    desk.holds(10)
+    held = desk.held()
+    desk.ledger.hold(me, ("0",), 3 * GIB)
+    named = rf"; process {me} \(.+\) holds 3.0 GiB of GPU 0$"
+    with pytest.raises(BackendError, match=named):
+        desk.memory.left(held, runs=True)
+    desk.holds(0)
+    desk.ledger.hold(me, ("0", "1"), 9 * GIB)
+    desk.memory.left(held, runs=False)
+    assert f"is not free; process {me}" in caplog.text
+
+
+def test_our_own_are_no_strangers() -> None:
+    desk, me = Desk(), os.getpid()
+    desk.ledger.hold(me, ("0",), 3 * GIB)
+    memory = Memory(desk.ledger.probe, owner={me: "b"}.get)
+    assert (memory.others(["0"]), Memory().others(["0"])) == ("", "")
+
+
+def test_what_somebody_else_holds_is_not_the_backends() -> None:
+    desk = Desk()
+    desk.holds(4)
+    desk.ledger.hold(PID + 1, ("0",), 15 * GIB)
+    assert desk.held().bytes == dict.fromkeys("01", 4 * GIB)
+
+
+def test_what_is_declared_counts_where_processes_cannot_be_read_and_only_of_residents() -> None:
+    desk = Desk(processes=False)
+    desk.holds(4)
+    declared = Backend("a", "a", ("0",), vram=4 * GIB)
+    assert desk.held(declared).bytes == {"0": 4 * GIB}
+    assert desk.held(declared, resident=False) == desk.held(A) == Held()
+
+
+@pytest.mark.parametrize("memory", [Memory(), Memory(Gpus)])
+def test_without_a_gpu_to_be_read_nobody_asks_for_processes(memory: Memory) -> None:
+    assert memory.held(A, lambda: pytest.fail("asked"), resident=True) == Held()
+    assert memory.left(Held(), runs=True) == Left()
+
+
+def test_host_memory_is_that_of_the_processes_that_are_there() -> None:
+    assert host_bytes([os.getpid()]) > 1 << 20
+    assert host_bytes([PID]) == 0

@@ -1,0 +1,236 @@
+"""NVML through a stand-in for the library, since most machines that run tests have no GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from anvil_mux.host.gpu import Gpus, Reading, Stranger, buses, command, container, probe, strangers
+from tests.fake_gpu import FakeGpus
+
+FIRST, SECOND = "GPU-aaaa-1111", "GPU-abbb-2222"
+
+
+class Nvml:
+    """Two GPUs; the second cannot tell its memory or processes, as unified-memory parts."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str | bytes:
+        return FIRST if handle == 0 else SECOND.encode()
+
+    def nvmlDeviceGetName(self, handle: int) -> str:
+        return "RTX"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        if handle:
+            raise self.NVMLError("Not Supported")
+        return SimpleNamespace(total=24 << 30, used=20 << 30, free=4 << 30)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        if handle:
+            raise self.NVMLError("Not Supported")
+        return [
+            SimpleNamespace(pid=41, usedGpuMemory=19 << 30),
+            SimpleNamespace(pid=42, usedGpuMemory=None),
+        ]
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        if handle:
+            raise self.NVMLError("Not Supported")
+        return []
+
+    def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+        raise self.NVMLError("Not Supported")
+
+    def nvmlDeviceGetPersistenceMode(self, handle: int) -> int:
+        return 1
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: int) -> int:
+        return 4
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: int) -> int:
+        if handle:
+            raise self.NVMLError("Not Supported")
+        return 16
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "570.86.15"
+
+
+def test_a_gpu_tells_memory_and_processes():
+    first = probe(Nvml()).readings[0]
+    assert first == Reading(
+        "0", FIRST, "RTX", 24 << 30, 20 << 30, ((41, 19 << 30), (42, None)), mps=False, persistence=True
+    )
+    assert first.free == 4 << 30
+
+
+def test_what_a_gpu_cannot_tell_is_unknown_and_no_error():
+    second = probe(Nvml()).readings[1]
+    assert second == Reading("1", SECOND, "RTX", None, None, (), persistence=True)
+    assert second.free is None
+
+
+def test_a_gpu_is_found_by_index_uuid_and_beginning_of_uuid():
+    gpus = probe(Nvml())
+    names = ["0", SECOND, "GPU-aa", "GPU-a", "2", "", "a"]
+    found = [reading and reading.id for reading in map(gpus.find, names)]
+    assert found == ["0", "1", "0", None, None, None, None]
+
+
+def test_nvml_is_closed_after_every_probe():
+    nvml = Nvml()
+    probe(nvml)
+    assert nvml.open == 0
+
+
+@pytest.mark.parametrize("error", [Nvml.NVMLError("Driver Not Loaded"), OSError("libnvidia-ml.so.1: no")])
+def test_a_machine_without_a_driver_has_no_gpus_and_says_why(error: Exception):
+    class Broken(Nvml):
+        def nvmlInit(self) -> None:
+            raise error
+
+    assert probe(Broken()) == Gpus((), f"NVML: {error}")
+
+
+def test_a_gpu_that_is_lost_during_the_probe_is_no_error():
+    class Lost(Nvml):
+        def nvmlDeviceGetUUID(self, handle: int) -> str:
+            raise self.NVMLError("GPU is lost")
+
+    nvml = Lost()
+    assert probe(nvml) == Gpus((), "NVML: GPU is lost")
+    assert nvml.open == 0
+
+
+def test_without_the_library_there_are_no_gpus():
+    assert probe(None) == Gpus((), "the Python package nvidia-ml-py is not installed")
+
+
+def test_the_real_library_never_raises_here():
+    gpus = probe()
+    assert gpus.readings or gpus.why_none
+
+
+def test_the_drivers_version_tells_its_branch() -> None:
+    gpus = probe(Nvml())
+    assert (gpus.driver, gpus.driver_branch) == ("570.86.15", 570)
+    assert Gpus().driver_branch is None
+
+
+def test_a_gpu_tells_whether_it_is_cut_or_shared() -> None:
+    class Cut(Nvml):
+        def nvmlDeviceGetMigMode(self, handle: int) -> list[int]:
+            return [1, 1]
+
+        def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+            return [SimpleNamespace(pid=41, usedGpuMemory=1), SimpleNamespace(pid=43, usedGpuMemory=2)]
+
+    first = probe(Cut()).readings[0]
+    assert first.mig
+    assert first.mps
+    assert dict(first.processes) == {41: 19 << 30, 42: None, 43: 2}  # each once
+
+
+def test_what_processes_hold_is_summed_per_gpu() -> None:
+    gpus = FakeGpus(24 << 30, 24 << 30)
+    gpus.hold(41, 0, 5)
+    gpus.hold(42, 0, 7)
+    gpus.hold(42, 1, 11)
+    assert gpus().used_by({41, 42}) == {"0": 12, "1": 11}
+    assert gpus().used_by([41]) == {"0": 5}
+    assert gpus().used_by({99}) == {}
+
+
+def test_an_untold_amount_is_not_taken_for_nothing() -> None:
+    gpus = FakeGpus(24 << 30)
+    gpus.hold(41, 0, None)
+    assert gpus().used_by({41}) == {"0": None}
+
+
+def test_memory_is_free_again_once_its_holder_lets_go() -> None:
+    gpus = FakeGpus(24 << 30)
+    gpus.hold(41, 0, 20 << 30)
+    assert gpus().readings[0].free == 4 << 30
+    gpus.release(41)
+    assert gpus().readings[0].free == 24 << 30
+
+
+# Containers and strangers
+
+ID, INNER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([f"12:memory:/docker/{ID}", "0::/"], ID),
+        ([f"0::/system.slice/docker-{ID}.scope"], ID),
+        ([f"0::/../docker-{ID}.scope"], ID),
+        ([f"4:memory:/kubepods/burstable/pod1-2/{ID}"], ID),
+        ([f"0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-{ID}.scope"], ID),
+        ([f"0::/machine.slice/libpod-{ID}.scope/container"], ID),
+        ([f"0::/system.slice/containerd.service/kubepods-pod1.slice:cri-containerd:{ID}"], ID),
+        ([f"0::/docker/{ID}/docker/{INNER}"], INNER),
+        (["0::/user.slice/user-1000.slice/session-2.scope"], None),
+        (["3:memory:/process_api/ebc57c47fdbb0d2117db97a4e83cc6ab", "0::/"], None),
+        ([f"0::/{ID}0"], None),
+        ([], None),
+    ],
+)
+def test_a_process_is_mapped_to_its_container(tmp_path: Path, lines: list[str], expected: str | None) -> None:
+    (tmp_path / "41").mkdir()
+    (tmp_path / "41" / "cgroup").write_text("".join(line + "\n" for line in lines))
+    assert container(41, tmp_path) == expected
+
+
+def test_a_process_that_is_gone_has_neither_container_nor_name(tmp_path: Path) -> None:
+    assert container(41, tmp_path) is None
+    assert command(41, tmp_path) == ""
+
+
+def test_strangers_that_can_be_seen_are_named_the_greatest_first() -> None:
+    gone, parent, me = (1 << 22) + 1, os.getppid(), os.getpid()
+    gpus = FakeGpus(24 << 30)
+    gpus.hold(gone, 0, 1 << 30)
+    gpus.hold(parent, 0, 2 << 30)
+    gpus.hold(me, 0, 3 << 30)
+    gpus.hold(77, 0, 5 << 30)
+    found = strangers(gpus().readings, lambda pid: pid == 77)
+    assert [(each.pid, each.used) for each in found] == [(me, 3 << 30), (parent, 2 << 30)]
+    assert found[0].command == Path("/proc/self/comm").read_text().strip()
+
+
+def test_a_stranger_is_described_for_people() -> None:
+    known = Stranger("0", 4711, 3 << 30, "python3", ID)
+    assert str(known) == "process 4711 (python3) in container 0123456789ab holds 3.0 GiB of GPU 0"
+    assert str(Stranger("1", 4711, None)) == "process 4711 holds memory of GPU 1"
+
+
+def test_a_bus_is_as_fast_as_its_generation_and_its_lanes():
+    assert buses(Nvml()) == {"0": pytest.approx(31.5e9, rel=0.001)}
+
+
+@pytest.mark.parametrize("nvml", [None, object()])
+def test_without_a_driver_no_bus_is_known(nvml: object):
+    assert buses(nvml) == {}

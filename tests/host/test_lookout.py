@@ -1,0 +1,105 @@
+"""What is seen of the GPUs, and when somebody looks."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from anvil_mux.host import lookout
+from anvil_mux.host.gpu import Gpus
+from anvil_mux.host.lookout import WATCHED_SECONDS, Lookout, Seen
+from tests.fake_gpu import FakeGpus
+
+GIB = 1 << 30
+GUARD = 30.0
+ME = os.getpid()
+
+
+def owner(pid: int) -> str | None:
+    return {41: "a", 42: "a", 43: "b"}.get(pid)
+
+
+def test_ours_and_strangers_are_told_apart() -> None:
+    gpus = FakeGpus(24 * GIB, 24 * GIB)
+    for pid, used in ((41, 8 * GIB), (42, GIB), (43, None), (ME, 3 * GIB)):
+        gpus.hold(pid, 0, used)
+    look = Lookout(["0", "1"], owner, gpus)
+    assert look.sight() == {}
+    look.look()
+    first, second = look.sight()["0"], look.sight()["1"]
+    assert (first.used, first.total) == (12 * GIB, 24 * GIB)
+    assert first.users == {"a": 9 * GIB, "b": None}
+    assert [(each.pid, each.used) for each in first.strangers] == [(ME, 3 * GIB)]
+    assert second == Seen(0, 24 * GIB)
+
+
+def test_a_gpu_goes_by_the_id_that_the_configuration_gives_it() -> None:
+    look = Lookout(["GPU-00000001", "7"], owner, FakeGpus(GIB, 2 * GIB))
+    look.look()
+    assert {gpu: seen.total for gpu, seen in look.sight().items()} == {"GPU-00000001": 2 * GIB}
+
+
+def test_what_strangers_hold_is_told_after_every_look() -> None:
+    gpus, told = FakeGpus(24 * GIB, 24 * GIB), []
+    look = Lookout(["0", "1"], owner, gpus, tell=told.append)
+    gpus.hold(ME, 0, 3 * GIB)
+    gpus.hold(41, 1, GIB)
+    look.look()
+    assert told == [{"0": 3 * GIB}]
+
+
+def test_gpus_that_vanish_are_seen_no_more() -> None:
+    gpus = FakeGpus(GIB)
+    look = Lookout(["0"], owner, gpus)
+    look.look()
+    gpus.why_none = "GPU is lost"
+    look.look()
+    assert look.sight() == {}
+
+
+def test_it_rests_when_nobody_has_asked_for_long_and_looks_again_when_somebody_does() -> None:
+    moment = [0.0]
+    look = Lookout(["0"], owner, FakeGpus(GIB), lambda: moment[0])
+    assert not look.may_rest()
+    moment[0] = WATCHED_SECONDS
+    assert look.may_rest()
+    look.sight()
+    assert not look.may_rest()
+
+
+class Nvml:
+    """Answers until it is told to hang."""
+
+    def __init__(self) -> None:
+        self.looked = threading.Semaphore(0)
+        self.hangs = threading.Event()
+        self.hung = threading.Event()
+        self.over = threading.Event()
+
+    def __call__(self) -> Gpus:
+        if self.hangs.is_set():
+            self.hung.set()
+            assert self.over.wait(GUARD)
+        self.looked.release()
+        return FakeGpus(GIB)()
+
+
+def test_its_thread_looks_again_and_again_and_nobody_waits_for_an_nvml_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lookout, "EVERY_SECONDS", 0.001)
+    nvml = Nvml()
+    look = Lookout(["0"], owner, nvml)
+    thread = threading.Thread(target=look.run)
+    thread.start()
+    for _ in range(3):
+        assert nvml.looked.acquire(timeout=GUARD)
+    nvml.hangs.set()
+    assert nvml.hung.wait(GUARD)
+    assert look.sight() == {"0": Seen(0, GIB)}
+    look.close()
+    nvml.over.set()
+    thread.join(GUARD)
+    assert not thread.is_alive()

@@ -1,0 +1,564 @@
+"""Services as real child processes; gates are FIFOs, ends are awaited through `watch`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.host.process import ProcessRuntime, Record, state_folder
+from tests.running import seen
+
+PATIENCE = 30.0
+FOREVER = "exec sleep 1000"
+
+
+def shell(script: str, name: str = "a", **special: Any) -> Backend:
+    service = Service(command=("sh", "-c", script), **special.pop("service", {}))
+    return Backend(name=name, model=name, service=service, **{"stop_timeout": PATIENCE, **special})
+
+
+class House:
+    """A folder for state and gates, and runtimes whose engines end with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.deaths: queue.Queue[str] = queue.Queue()
+        self._open: list[tuple[ProcessRuntime, tuple[Backend, ...], threading.Thread]] = []
+
+    def runtime(self, *backends: Backend) -> ProcessRuntime:
+        config = Config(backends=backends, project="p", files=(str(self.folder / "compose.yaml"),))
+        environ = {**os.environ, "XDG_STATE_HOME": str(self.folder / "state")}
+        runtime = ProcessRuntime(config, environ=environ)
+        watcher = threading.Thread(target=runtime.watch, args=(self.deaths.put,))
+        watcher.start()
+        self._open.append((runtime, backends, watcher))
+        return runtime
+
+    def died(self) -> str:
+        return self.deaths.get(timeout=PATIENCE)
+
+    def file(self, name: str) -> Path:
+        return self.folder / "state" / "anvil-mux" / "p" / name
+
+    def pid(self, name: str = "a") -> int:
+        return int(json.loads(self.file(f"{name}.json").read_text())["pid"])
+
+    def gate(self, name: str = "gate") -> Path:
+        """A FIFO: who opens it for reading waits until the other side opens it for writing."""
+        path = self.folder / name
+        os.mkfifo(path)
+        return path
+
+    def close(self) -> None:
+        for runtime, backends, watcher in self._open:
+            for backend in backends:
+                runtime.stop(Backend(name=backend.name, model="", stop_timeout=0))
+            runtime.close()
+            watcher.join(PATIENCE)
+            assert not watcher.is_alive()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    house = House(tmp_path)
+    try:
+        yield house
+    finally:
+        house.close()
+
+
+def running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def inhabitants(folder: Path) -> list[int]:
+    """The processes that run in this folder."""
+    found = []
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{entry}/cwd").readlink() == folder and running(int(entry)):
+                found.append(int(entry))
+    return found
+
+
+def gone(pid: int) -> None:
+    """Waits until the process has ended."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    assert poll.poll(PATIENCE * 1000), f"{pid} runs on"
+    os.close(fd)
+
+
+def test_a_service_gets_a_free_port_its_environment_and_its_folder(house: House):
+    backend = shell('echo "$PORT $GREETING $PWD" $$PORT', service={"environment": (("GREETING", "hi"),)})
+    runtime = house.runtime(backend)
+    url = runtime.start(backend)
+    assert house.died() == "a"
+    port = url.rpartition(":")[2]
+    assert url == f"http://127.0.0.1:{port}"
+    assert runtime.log_tail(backend)[0].startswith(f"{port} hi {house.folder}")
+
+
+def test_the_chosen_port_can_stand_in_the_command(house: House):
+    backend = Backend(name="a", model="a", service=Service(command=("echo", "--port", "$PORT", "x${PORT}y")))
+    runtime = house.runtime(backend)
+    port = runtime.start(backend).rpartition(":")[2]
+    house.died()
+    assert runtime.log_tail(backend) == [f"--port {port} x{port}y"]
+
+
+def test_a_declared_port_is_used(house: House):
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # engines may have it, strangers may not
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        backend = shell(FOREVER, port=port)
+        assert house.runtime(backend).start(backend) == f"http://127.0.0.1:{port}"
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(house: House):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        backend = shell(FOREVER, port=port)
+        with pytest.raises(LoadError, match=f"a cannot have port {port} .*another program"):
+            house.runtime(backend).start(backend)
+    assert not house.file("a.json").exists()
+
+
+def test_nothing_of_an_earlier_run_is_shown_when_the_port_is_taken(house: House):
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        backend = shell("echo of the first run", port=held.getsockname()[1])
+        runtime = house.runtime(backend)
+        runtime.start(backend)
+        house.died()
+        assert runtime.log_tail(backend) == ["of the first run"]
+        held.listen()
+        with pytest.raises(LoadError):
+            runtime.start(backend)
+    assert runtime.log_tail(backend) == []
+
+
+def test_a_program_with_a_slash_is_found_in_the_services_folder(house: House):
+    folder = house.folder / "engines"
+    folder.mkdir()
+    (folder / "engine").write_text("#!/bin/sh\necho from $PWD\n")
+    (folder / "engine").chmod(0o755)
+    backend = Backend(name="a", model="a", service=Service(command=("./engine",), working_dir=str(folder)))
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    house.died()
+    assert runtime.log_tail(backend) == [f"from {folder}"]
+
+
+def test_a_program_that_is_missing_is_a_load_error(house: House):
+    backend = Backend(name="a", model="a", service=Service(command=("no-such-engine",)))
+    with pytest.raises(LoadError, match=r"service a cannot be started: .*no-such-engine"):
+        house.runtime(backend).start(backend)
+
+
+def test_a_service_without_a_command_is_a_load_error(house: House):
+    backend = Backend(name="a", model="a")
+    with pytest.raises(LoadError, match="service a has no command"):
+        house.runtime(backend).start(backend)
+
+
+def test_both_streams_are_logged_and_each_start_begins_a_new_log(house: House):
+    backend = shell("echo out; echo err >&2; echo run $PORT")
+    runtime = house.runtime(backend)
+    for _ in range(2):
+        port = runtime.start(backend).rpartition(":")[2]
+        house.died()
+        assert runtime.log_tail(backend) == ["out", "err", f"run {port}"]
+    assert runtime.log_tail(backend, 1) == [f"run {port}"]
+
+
+def test_how_a_service_ended_is_told(house: House):
+    backend = shell("exit 3")
+    runtime = house.runtime(backend)
+    assert runtime.ended(backend) == "does not run"
+    runtime.start(backend)
+    house.died()
+    assert runtime.ended(backend) == "exited with code 3"
+
+
+def test_a_kill_from_outside_is_seen_and_told(house: House):
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    assert runtime.ended(backend) is None
+    os.kill(house.pid(), signal.SIGKILL)
+    assert house.died() == "a"
+    assert runtime.ended(backend) == "was killed by SIGKILL"
+    assert runtime.running() == {}
+
+
+def test_a_second_start_leaves_the_running_service_alone(house: House):
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    url = runtime.start(backend)
+    pid = house.pid()
+    assert (runtime.start(backend), house.pid()) == (url, pid)
+
+
+def test_a_service_whose_command_changed_is_started_anew(house: House):
+    runtime = house.runtime(shell(FOREVER))
+    runtime.start(shell(FOREVER))
+    before = house.pid()
+    runtime.start(shell("echo new; " + FOREVER))
+    assert not running(before)
+    assert running(house.pid())
+
+
+def test_a_stop_returns_when_the_service_is_gone(house: House):
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    pid = house.pid()
+    runtime.stop(backend)
+    assert not running(pid)
+    assert runtime.running() == {}
+    assert not house.file("a.json").exists()
+
+
+def test_stopping_what_does_not_run_is_no_error(house: House):
+    backend = shell("true")
+    runtime = house.runtime(backend)
+    runtime.stop(backend)
+    runtime.start(backend)
+    house.died()
+    runtime.stop(backend)
+    runtime.stop(backend)
+
+
+def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(house: House):
+    gate = house.gate()
+    backend = shell(f"trap '' TERM; echo up > {gate}; while :; do sleep 1000; done", stop_timeout=0.2)
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    assert gate.read_text() == "up\n"
+    pid = house.pid()
+    runtime.stop(backend)
+    assert not running(pid)
+    assert runtime.ended(backend) == "was killed by SIGKILL"
+
+
+def test_a_service_that_handles_sigterm_has_its_grace(house: House):
+    gate = house.gate()
+    program = f"""if True:
+        import signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        open({str(gate)!r}, "w").write("up")
+        signal.sigwait([signal.SIGTERM])
+        print("bye")
+    """
+    backend = replace(shell(""), service=Service(command=(sys.executable, "-c", program)))
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    gate.read_text()
+    runtime.stop(backend)
+    assert runtime.log_tail(backend) == ["bye"]
+    assert runtime.ended(backend) == "exited with code 0"
+
+
+def test_workers_of_a_stopped_engine_are_gone_too(house: House):
+    gate = house.gate()
+    workers = f"(trap '' TERM; exec sleep 1000) & echo $! > {gate}; exec sleep 1000"
+    backend = shell(workers, stop_timeout=0.2)
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    worker = int(gate.read_text())
+    runtime.stop(backend)
+    gone(worker)
+    assert not running(worker)
+
+
+def test_workers_that_outlive_their_engine_are_ended_before_its_death_is_told(house: House):
+    gate = house.gate()
+    backend = shell(f"sleep 1000 & echo $! > {gate}; exit 1")
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    worker = int(gate.read_text())
+    assert house.died() == "a"
+    assert not running(worker)
+
+
+def test_our_own_stop_is_no_death(house: House):
+    first, second = shell(FOREVER), shell(FOREVER, name="b")
+    runtime = house.runtime(first, second)
+    runtime.start(first)
+    runtime.start(second)
+    runtime.stop(first)
+    os.kill(house.pid("b"), signal.SIGKILL)
+    assert house.died() == "b"
+    assert house.deaths.empty()
+
+
+def test_a_new_runtime_adopts_what_runs(house: House):
+    backend = shell(FOREVER)
+    first = house.runtime(backend)
+    url = first.start(backend)
+    first.close()
+    second = house.runtime(backend)
+    assert second.running() == {"a": url}
+    assert second.ended(backend) is None
+    assert second.start(backend) == url
+    pid = house.pid()
+    second.stop(backend)
+    assert not running(pid)
+
+
+ORPHAN = """
+import sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.host.process import ProcessRuntime
+backend = Backend(name="a", model="a", service=Service(command=("sh", "-c", {script!r})))
+ProcessRuntime(Config(backends=(backend,), project="p"), state=Path({state!r})).start(backend)
+import os, signal
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_anvil_mux_loses_no_engine(house: House):
+    root = str(Path(__file__).parent.parent.parent)
+    state = str(house.file(""))
+    program = ORPHAN.format(root=root, script=FOREVER, state=state)
+    code = os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", program])
+    assert code == -signal.SIGKILL
+    backend = Backend(
+        name="a", model="a", service=Service(command=("sh", "-c", FOREVER)), stop_timeout=PATIENCE
+    )
+    runtime = house.runtime(backend)
+    assert list(runtime.running()) == ["a"]
+    os.kill(house.pid(), signal.SIGKILL)
+    assert house.died() == "a"
+    assert runtime.ended(backend) == "ended"
+
+
+class Killed(BaseException):
+    """Stands for an end of the program that lets it do nothing more."""
+
+
+def test_an_engine_is_known_even_if_anvil_mux_is_killed_while_it_starts_it(
+    house: House, monkeypatch: pytest.MonkeyPatch
+):
+    backend = shell(FOREVER)
+    first = house.runtime(backend)
+    write = first._write_record
+
+    def killed_once_it_runs(name: str, record: Record) -> None:
+        if record.pid:
+            raise Killed
+        write(name, record)
+
+    monkeypatch.setattr(first, "_write_record", killed_once_it_runs)
+    with pytest.raises(Killed):
+        first.start(backend)
+    [engine] = inhabitants(house.folder)
+    second = house.runtime(backend)
+    assert second.pids(backend) == [engine]
+    assert second.start(backend) == second.running()["a"]
+    assert inhabitants(house.folder) == [engine]
+    second.stop(backend)
+    assert inhabitants(house.folder) == []
+
+
+def test_workers_that_outlived_their_engine_while_nobody_looked_are_there_to_be_stopped(house: House):
+    gate, end = house.gate(), house.gate("end")
+    backend = shell(f"sleep 1000 & echo $! > {gate}; read line < {end}; exit 1")
+    first = house.runtime(backend)
+    first.start(backend)
+    worker = int(gate.read_text())
+    first.close()
+    leader = house.pid()
+    end.write_text("end\n")
+    gone(leader)
+    second = house.runtime(backend)
+    assert second.running() == {"a": ""}
+    second.stop(backend)
+    assert not running(worker)
+    assert second.running() == {}
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("changes", [{"started": 1}, {"boot": "another"}])
+def test_a_stranger_with_our_process_id_is_left_alone(house: House, changes: dict[str, object]):
+    backend = shell(FOREVER)
+    first = house.runtime(backend)
+    first.start(backend)
+    pid = house.pid()
+    first.close()
+    record = house.file("a.json").read_text()
+    edit(house.file("a.json"), **changes)
+    second = house.runtime(backend)
+    assert second.running() == {}
+    assert second.owner(pid) is None
+    second.stop(backend)
+    assert running(pid)
+    house.file("a.json").write_text(record)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 1}'])
+def test_a_broken_record_is_no_record(house: House, text: str):
+    backend = shell(FOREVER)
+    house.file("").mkdir(parents=True)
+    house.file("a.json").write_text(text)
+    runtime = house.runtime(backend)
+    assert runtime.running() == {}
+    assert runtime.start(backend).startswith("http://127.0.0.1:")
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing_running(house: House):
+    backend = shell(FOREVER)
+    house.file("a.json.part").mkdir(parents=True)
+    with pytest.raises(BackendError, match="service a: cannot write its record"):
+        house.runtime(backend).start(backend)
+    assert inhabitants(house.folder) == []
+
+
+def test_a_log_is_followed_until_the_service_ends(house: House):
+    gate = house.gate()
+    backend = shell(f"echo one; read line < {gate}; printf 'two\\nrest'")
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    lines = runtime.follow_log(backend)
+    assert next(lines) == "one"
+    gate.write_text("go\n")
+    assert list(lines) == ["two", "rest"]
+
+
+def test_a_service_that_never_ran_has_no_log(house: House):
+    backend = shell("true")
+    runtime = house.runtime(backend)
+    assert runtime.log_tail(backend) == []
+    assert list(runtime.follow_log(backend)) == []
+
+
+def test_records_and_logs_are_kept_in_the_state_folder(tmp_path: Path):
+    assert state_folder("p", {"XDG_STATE_HOME": "/s"}) == Path("/s/anvil-mux/p")
+    assert state_folder("p", {}) == Path.home() / ".local/state/anvil-mux/p"
+
+
+# Frozen
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def becomes(pid: int, what: int) -> None:
+    """Waits until the process has stopped (WSTOPPED) or goes on (WCONTINUED)."""
+    assert seen(lambda: os.waitid(os.P_PID, pid, what | os.WNOHANG), bool)
+
+
+def frozen(house: House) -> int:
+    """Waits until the service's first process has stopped; its id."""
+    pid = house.pid()
+    becomes(pid, os.WSTOPPED)
+    return pid
+
+
+def test_a_frozen_service_runs_no_further_and_is_not_dead(house: House):
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    runtime.pause(backend)
+    pid = frozen(house)
+    assert runtime.ended(backend) is None
+    runtime.resume(backend)
+    becomes(pid, os.WCONTINUED)
+
+
+def test_every_process_of_a_service_is_frozen(house: House):
+    gate = house.gate()
+    backend = shell(f"sleep 1000 & echo > {gate}; wait")
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    gate.read_text()
+    runtime.pause(backend)
+    pids = runtime.pids(backend)
+    assert len(pids) == 2
+    while {state_of(pid) for pid in pids} != {"T"}:
+        assert all(map(running, pids))
+
+
+def test_a_process_belongs_to_the_service_that_it_was_started_for(house: House):
+    gate = house.gate()
+    backend = shell(f"sleep 1000 & echo > {gate}; wait")
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    gate.read_text()
+    pids = runtime.pids(backend)
+    assert [runtime.owner(pid) for pid in pids] == [backend.name] * 2
+    assert runtime.owner(os.getpid()) is None
+    runtime.stop(backend)
+    assert [runtime.owner(pid) for pid in pids] == [None] * 2
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_frozen_service_can_be_ended(house: House, how: str):
+    gate = house.gate()
+    # It starts nothing meanwhile: a shell does not stop while a child of it is frozen before its exec.
+    backend = shell(f"trap 'echo told; exit' TERM; sleep 1000 & echo > {gate}; wait")
+    runtime = house.runtime(backend)
+    runtime.start(backend)
+    gate.read_text()
+    runtime.pause(backend)
+    pid = frozen(house)
+    getattr(runtime, how)(backend)
+    assert not running(pid)
+    assert "told" in runtime.log_tail(backend) or how == "kill"
+    assert runtime.pids(backend) == []
+
+
+def test_a_frozen_service_is_listed_as_it_is_and_let_go_on_when_it_is_started(house: House):
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    url = runtime.start(backend)
+    assert not runtime.is_frozen(backend)
+    runtime.pause(backend)
+    pid = frozen(house)
+    assert runtime.running() == {"a": url}
+    assert runtime.is_frozen(backend)
+    assert runtime.start(backend) == url
+    becomes(pid, os.WCONTINUED)
+    assert not runtime.is_frozen(backend)
+
+
+def test_what_does_not_run_is_not_frozen(house: House):
+    assert not house.runtime(shell(FOREVER)).is_frozen(shell(FOREVER))
+
+
+@pytest.mark.parametrize("call", ["pause", "resume"])
+def test_what_does_not_run_can_neither_be_frozen_nor_let_go_on(house: House, call: str):
+    backend = shell(FOREVER)
+    with pytest.raises(BackendError, match="service a does not run"):
+        getattr(house.runtime(backend), call)(backend)

@@ -1,0 +1,88 @@
+"""A running anvil-mux with a stand-in for NVML: who holds what is seen, measured and remembered."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.cli.test_cli import compose, engine_pid
+from tests.running import serving
+
+GIB = 1 << 30
+GUARD = 60.0
+
+PYNVML = """
+import json, os
+from pathlib import Path
+from types import SimpleNamespace
+
+
+class NVMLError(Exception):
+    pass
+
+
+def held():
+    file = Path(os.environ["FAKE_NVML"])
+    amounts = json.loads(file.read_text()) if file.exists() else {}
+    return {int(pid): amount for pid, amount in amounts.items() if Path(f"/proc/{pid}/exe").exists()}
+
+
+def unknown(*_):
+    raise NVMLError("not supported")
+
+
+def nvmlDeviceGetMemoryInfo(_):
+    return SimpleNamespace(total=24 << 30, used=sum(held().values()))
+
+
+def nvmlDeviceGetComputeRunningProcesses(_):
+    return [SimpleNamespace(pid=pid, usedGpuMemory=amount) for pid, amount in held().items()]
+
+
+nvmlInit = nvmlShutdown = lambda: None
+nvmlDeviceGetCount = lambda: 1
+nvmlDeviceGetHandleByIndex = lambda index: index
+nvmlDeviceGetUUID = nvmlDeviceGetName = lambda _: "GPU-fake"
+nvmlSystemGetDriverVersion = lambda: "580.1"
+nvmlDeviceGetMPSComputeRunningProcesses = nvmlDeviceGetMigMode = nvmlDeviceGetPersistenceMode = unknown
+"""
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """For what tells nobody when it has come true."""
+    pause, give_up = threading.Event(), time.monotonic() + GUARD
+    while not holds():
+        assert time.monotonic() < give_up, "it never came true"
+        pause.wait(0.05)
+
+
+def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(tmp_path: Path) -> None:
+    (tmp_path / "pynvml.py").write_text(PYNVML)
+    file = tmp_path / "nvml.json"
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environ = {"PYTHONPATH": paths, "FAKE_NVML": str(file)}
+    with serving(compose(tmp_path), "--policy", "eager", state=tmp_path, environ=environ) as mux:
+
+        def gpu() -> dict[str, Any]:
+            return mux.get("/healthz")["gpus"]["0"]  # type: ignore[no-any-return]
+
+        assert mux.chat("a")[0] == 200
+        me, engine = os.getpid(), engine_pid(tmp_path, "a")
+        part = tmp_path / "part"
+        part.write_text(json.dumps({me: 3 * GIB, engine: 5 * GIB}))
+        part.replace(file)
+        eventually(lambda: gpu()["used"] == 8 * GIB)
+        seen = gpu()
+        assert (seen["total"], seen["users"]) == (24 * GIB, {"a": 5 * GIB})
+        assert [(each["pid"], each["bytes"]) for each in seen["strangers"]] == [(me, 3 * GIB)]
+        assert mux.chat("b")[0] == 200
+        measured = 'anvil_backend_memory_bytes{backend="a",gpu="0"} 5.36870912e+09'
+        eventually(lambda: measured in mux.request("GET", "/metrics")[2])
+    [kept] = tmp_path.rglob("learned")
+    [footprint] = json.loads(kept.read_text())["footprints"]
+    assert (footprint["backend"], footprint["held"]) == ("a", {"0": 5 * GIB})

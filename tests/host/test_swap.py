@@ -1,0 +1,280 @@
+"""Loads and evictions through a runtime that notes what is asked of it, with a real engine's HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from anvil_mux.clock import Clock
+from anvil_mux.config import config
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import BackendError, Cancelled, LoadError
+from anvil_mux.host.swap import WAYS, Loaded, Rested, Stop, Swapper
+from tests.host.test_engine import Stub, engine, serving
+
+BACKEND = Backend(name="a", model="m", engine="vllm", load_timeout=30.0)
+
+
+class Notes:
+    """A runtime whose every call is noted, and fails if told to."""
+
+    def __init__(self, url: str = "http://127.0.0.1:9") -> None:
+        self.url = url
+        self.calls: list[str] = []
+        self.fails: dict[str, Exception] = {}
+        self.how: str | None = None
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.fails:
+            raise self.fails[call]
+
+    def kill(self, backend: Backend) -> None:
+        self._note("kill")
+
+    def pause(self, backend: Backend) -> None:
+        self._note("pause")
+
+    def resume(self, backend: Backend) -> None:
+        self._note("resume")
+
+    def is_frozen(self, backend: Backend) -> bool:
+        return False
+
+    def pids(self, backend: Backend) -> list[int]:
+        return []
+
+    def problem(self) -> str:
+        return ""
+
+    def start(self, backend: Backend) -> str:
+        self._note("start")
+        return self.url
+
+    def stop(self, backend: Backend) -> None:
+        self._note("stop")
+
+    def ended(self, backend: Backend) -> str | None:
+        if "ended" in self.fails:
+            raise self.fails["ended"]
+        return self.how
+
+    def running(self) -> dict[str, str]:
+        return {}
+
+    def log_tail(self, backend: Backend, lines: int = 20) -> list[str]:
+        self._note("log_tail")
+        return ["first", "last"]
+
+    def follow_log(self, backend: Backend) -> Iterator[str]:
+        return iter(())
+
+    def watch(self, died: Callable[[str], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def healthy() -> Iterator[Stub]:
+    with engine(**{"GET_/health": 200, "GET_/v1/models": serving("m")}) as stub:
+        yield stub
+
+
+def test_a_load_starts_the_service_and_waits_until_it_answers(healthy: Stub):
+    runtime = Notes(healthy.url)
+    assert Swapper(runtime).load(BACKEND, "stop") == Loaded(healthy.url, "stop")
+    assert runtime.calls == ["start"]
+    assert healthy.seen == ["GET /health", "GET /v1/models"]
+
+
+def test_a_failed_load_reads_the_log_first_and_then_cleans_up():
+    runtime = Notes()
+    runtime.how = "exited with code 1"
+    with pytest.raises(LoadError) as caught:
+        Swapper(runtime).load(BACKEND, "stop")
+    assert runtime.calls == ["start", "log_tail", "stop"]
+    assert caught.value.log == ("first", "last")
+    assert "a exited with code 1 after" in caught.value.message
+    assert caught.value.message.endswith("Last lines of the engine's log:\nfirst\nlast")
+
+
+def test_a_start_that_fails_is_a_load_error_after_the_clean_up():
+    runtime = Notes()
+    runtime.fails["start"] = BackendError("dockerd said no")
+    with pytest.raises(LoadError, match="dockerd said no"):
+        Swapper(runtime).load(BACKEND, "stop")
+    assert runtime.calls == ["start", "log_tail", "stop"]
+
+
+def test_even_a_foreign_exception_is_cleaned_up_after():
+    runtime = Notes()
+    runtime.fails["start"] = RuntimeError("odd")
+    with pytest.raises(LoadError, match="RuntimeError: odd"):
+        Swapper(runtime).load(BACKEND, "stop")
+    assert runtime.calls[-1] == "stop"
+
+
+def test_a_clean_up_that_fails_says_that_the_gpus_may_be_held():
+    runtime = Notes()
+    no = BackendError("cannot be stopped")
+    runtime.fails = {"start": LoadError("no image"), "stop": no, "kill": no}
+    with pytest.raises(
+        BackendError, match=r"no image; and then it could not be stopped: .*cannot be stopped"
+    ):
+        Swapper(runtime).load(BACKEND, "stop")
+
+
+def test_a_log_that_cannot_be_had_does_not_hide_the_failure():
+    runtime = Notes()
+    runtime.fails = {"start": LoadError("no image"), "log_tail": BackendError("no log")}
+    with pytest.raises(LoadError) as caught:
+        Swapper(runtime).load(BACKEND, "stop")
+    assert (caught.value.message, caught.value.log) == ("no image", ())
+
+
+def test_a_load_that_is_cancelled_while_its_engine_is_not_ready_is_cleaned_up_and_no_failure():
+    latch, pauses = Clock().latch(), []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            latch.set()
+
+    with engine(**{"GET_/health": 503}) as stub:
+        runtime = Notes(stub.url)
+        with pytest.raises(Cancelled, match="the load of a was cancelled"):
+            Swapper(runtime, sleep=sleep).load(BACKEND, "stop", latch)
+    assert (runtime.calls, len(pauses)) == (["start", "stop"], 3)
+
+
+def test_a_start_under_way_may_finish_before_its_load_is_cancelled():
+    latch = Clock().latch()
+
+    class Slow(Notes):
+        def start(self, backend: Backend) -> str:
+            latch.set()
+            return super().start(backend)
+
+    runtime = Slow()
+    with pytest.raises(Cancelled):
+        Swapper(runtime).load(BACKEND, "stop", latch)
+    assert runtime.calls == ["start", "stop"]
+
+
+def test_an_engine_that_is_ready_when_its_load_is_cancelled_is_loaded(healthy: Stub):
+    latch = Clock().latch()
+
+    class Slow(Notes):
+        def start(self, backend: Backend) -> str:
+            latch.set()
+            return super().start(backend)
+
+    assert Swapper(Slow(healthy.url)).load(BACKEND, "stop", latch) == Loaded(healthy.url, "stop")
+
+
+def test_what_does_not_wake_is_not_started_anew_if_its_load_was_cancelled():
+    latch = Clock().latch()
+    latch.set()
+    runtime = Notes()  # it is gone
+    with pytest.raises(Cancelled):
+        Swapper(runtime).load(BACKEND, "pause", latch)
+    assert runtime.calls == ["stop", "stop"]
+
+
+def test_a_clean_up_that_fails_after_a_cancel_says_that_the_gpus_may_be_held():
+    latch, runtime, no = Clock().latch(), Notes(), BackendError("cannot be stopped")
+    runtime.fails = {"stop": no, "kill": no}
+    latch.set()
+    with pytest.raises(BackendError, match="was cancelled; and then it could not be stopped"):
+        Swapper(runtime).load(BACKEND, "stop", latch)
+
+
+def test_an_eviction_stops_the_service():
+    runtime = Notes()
+    assert Swapper(runtime).evict(BACKEND, "stop") == Rested("stop")
+    assert runtime.calls == ["stop"]
+
+
+@pytest.mark.parametrize("how", ["stop", "pause"])
+def test_of_an_engine_that_had_ended_before_its_eviction_it_is_said_how(
+    how: str, caplog: pytest.LogCaptureFixture
+):
+    runtime = Notes()
+    runtime.how = "exited with code 139"
+    rested = Swapper(runtime).evict(BACKEND, how)
+    assert rested == Rested("stop", died="exited with code 139", log=("first", "last"))
+    assert caplog.text == ""
+
+
+def test_an_engine_that_ends_while_it_is_told_to_rest_is_not_blamed_for_that(
+    caplog: pytest.LogCaptureFixture,
+):
+    """Docker may know of an end a moment after it happened."""
+
+    class Frozen(Notes):
+        def pause(self, backend: Backend) -> None:
+            self.how = "exited with code 139"
+            raise BackendError("service m exited with code 139")
+
+    assert Swapper(Frozen()).evict(BACKEND, "pause").died == "exited with code 139"
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("error", [BackendError("stuck"), OSError("stuck")])
+def test_an_eviction_that_fails_is_a_backend_error(error: Exception):
+    runtime = Notes()
+    runtime.fails = {"stop": error, "kill": error}
+    with pytest.raises(BackendError, match="stuck"):
+        Swapper(runtime).evict(BACKEND, "stop")
+    assert runtime.calls == ["stop", "kill"]
+
+
+def test_how_a_backend_ended_is_passed_on_and_unknown_where_it_cannot_be_told():
+    runtime = Notes()
+    swapper = Swapper(runtime)
+    runtime.how = "exited with code 1"
+    assert swapper.ended(BACKEND) == "exited with code 1"
+    runtime.fails["ended"] = BackendError("Docker does not answer")
+    assert swapper.ended(BACKEND) is None
+
+
+def test_an_estimate_is_what_the_last_load_took(healthy: Stub):
+    clock = iter(range(100))
+    swapper = Swapper(Notes(healthy.url), now=lambda: float(next(clock)))
+    assert swapper.estimate(BACKEND) is None
+    swapper.load(BACKEND)
+    seconds = swapper.estimate(BACKEND)
+    assert seconds is not None
+    assert seconds >= 1.0
+
+
+def test_a_failed_load_leaves_the_estimate_alone(healthy: Stub):
+    runtime = Notes(healthy.url)
+    swapper = Swapper(runtime)
+    swapper.load(BACKEND, "stop")
+    before = swapper.estimate(BACKEND, "stop")
+    runtime.fails["start"] = LoadError("no")
+    with pytest.raises(LoadError):
+        swapper.load(BACKEND, "stop")
+    assert swapper.estimate(BACKEND, "stop") == before
+
+
+def test_an_unknown_way_lists_the_known_ones():
+    assert tuple(WAYS) == config.WAYS
+    with pytest.raises(
+        BackendError, match="unknown way to rest 'nap'; known: sleep, sleep-2, checkpoint, pause, stop"
+    ):
+        Swapper(Notes()).evict(BACKEND, "nap")
+
+
+def test_another_way_has_the_same_guarantee(healthy: Stub):
+    class Nap(Stop):
+        def load(self, backend: Backend) -> str:
+            raise TimeoutError("did not wake")
+
+    runtime = Notes(healthy.url)
+    assert Swapper(runtime, {**WAYS, "nap": Nap}).load(BACKEND, "nap") == Loaded(healthy.url, "stop")
+    assert runtime.calls == ["stop", "start"]

@@ -1,0 +1,141 @@
+"""What engines answer, in parts: whole and in pieces, in the ways that engines differ."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from anvil_mux.errors import BackendError, BadRequest
+from anvil_mux.protocol.completions import (
+    Ending,
+    Parts,
+    Text,
+    Thinking,
+    ToolArguments,
+    ToolBegin,
+    Translation,
+    parse,
+    parts_of,
+)
+
+
+def chunk(delta: dict[str, object], finish: str | None = None, **more: object) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish}
+    return b"data: %b\n\n" % json.dumps({"choices": [choice], **more}).encode()
+
+
+def called(index: int, arguments: str, **more: object) -> dict[str, object]:
+    return {"tool_calls": [{"index": index, "function": {"arguments": arguments, **more}}]}
+
+
+def test_a_stream_is_read_in_whatever_pieces_it_comes() -> None:
+    sent = chunk({"role": "assistant", "content": ""}) + b": beat\n" + chunk({"content": "Grüße"})
+    sent += (
+        chunk({}, "stop") + b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":1}}\r\n\r\n'
+    )
+    sent += b"data: [DONE]\n\n"
+    for size in (1, 7, len(sent)):
+        parts = Parts()
+        pieces = (sent[start : start + size] for start in range(0, len(sent), size))
+        assert [part for piece in pieces for part in parts.feed(piece)] == [Text("Grüße")]
+        assert parts.finish() == Ending("stop", prompt_tokens=3, completion_tokens=1)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_thinking_has_two_names(key: str) -> None:
+    assert list(Parts().feed(chunk({key: "hm", "content": None}))) == [Thinking("hm")]
+
+
+def test_calls_of_tools_come_in_fragments() -> None:
+    parts = Parts()
+    begin: dict[str, object] = {
+        "tool_calls": [{"index": 0, "id": "x", "function": {"name": "f", "arguments": ""}}]
+    }
+    sent = chunk(begin) + chunk(called(0, '{"a"')) + chunk(called(0, ":1}"))
+    sent += chunk(called(1, "{}", name="g")) + chunk({}, "stop")
+    assert list(parts.feed(sent)) == [
+        ToolBegin("x", "f"),
+        ToolArguments('{"a"'),
+        ToolArguments(":1}"),
+        ToolBegin("call_1", "g"),
+        ToolArguments("{}"),
+    ]
+    assert parts.finish().reason == "tool_calls"
+
+
+def test_a_stream_without_a_reason_to_end_has_broken_off() -> None:
+    parts = Parts()
+    list(parts.feed(chunk({"content": "Hel"}) + b"data: [DONE]\n\n"))
+    with pytest.raises(BackendError, match="broke off"):
+        parts.finish()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '{"error":{"message":"no memory"}}',
+        '{"error":"no memory"}',
+        '{"object":"error","message":"no memory"}',
+    ],
+)
+def test_an_error_in_a_stream_is_an_error(said: str) -> None:
+    with pytest.raises(BackendError, match="no memory"):
+        list(Parts().feed(f"data: {said}\n\n".encode()))
+
+
+def test_an_event_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anvil_mux.protocol.completions.MAX_LINE", 10)
+    with pytest.raises(BackendError, match="more than 10 bytes"):
+        list(Parts().feed(b"data: " + b"x" * 20))
+
+
+def test_a_whole_answer_has_the_same_parts() -> None:
+    call = {"id": "x", "function": {"name": "f", "arguments": {"a": 1}}}
+    message = {"reasoning": "hm", "content": "So:", "tool_calls": [call]}
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+    body = {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
+    assert parts_of(json.dumps(body).encode()) == (
+        [Thinking("hm"), Text("So:"), ToolBegin("x", "f"), ToolArguments('{"a": 1}')],
+        Ending("tool_calls", None, 9, 2, 4),
+    )
+
+
+def test_the_sequence_that_ended_it_is_told_as_vllm_tells_it() -> None:
+    body = b'{"choices":[{"text":"a","finish_reason":"stop","stop_reason":"END"}]}'
+    assert parts_of(body) == ([Text("a")], Ending("stop", "END"))
+
+
+@pytest.mark.parametrize("timings", ['{"prompt_ms":20,"predicted_ms":3.5}', '{"prompt_ms":"x"}', "[1]"])
+def test_what_llama_cpp_measured_is_read_from_both(timings: str) -> None:
+    known = (0.02, 0.0035) if "20" in timings else (None, None)
+    parts = Parts()
+    list(parts.feed(chunk({}, "stop") + f'data: {{"choices":[],"timings":{timings}}}\n\n'.encode()))
+    body = f'{{"choices":[{{"text":"a"}}],"timings":{timings}}}'.encode()
+    for ending in (parts.finish(), parts_of(body)[1]):
+        assert (ending.prompt_seconds, ending.completion_seconds) == known
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"choices":[]}', b'{"error":"x"}'])
+def test_what_is_no_answer_is_an_error(body: bytes) -> None:
+    with pytest.raises(BackendError):
+        parts_of(body)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"\xff", b'{"model":"a","model":"b"}', b"[" * 100_000, b'{"a":{"b":1,"b":2}}']
+)
+def test_what_is_no_request_is_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        parse(body)
+
+
+def test_a_question_names_the_model_as_its_engine_knows_it() -> None:
+    class Nobody:
+        def begun(self, now: float, waited: float) -> None: ...
+        def whole(self, body: bytes, now: float) -> bytes: ...  # type: ignore[empty-body]
+        def feed(self, data: bytes, now: float) -> bytes: ...  # type: ignore[empty-body]
+        def finish(self, now: float) -> bytes: ...  # type: ignore[empty-body]
+
+    asked = Translation("a", "/v1/embeddings", {"input": "x"}, Nobody())
+    assert json.loads(asked.body("inside")) == {"model": "inside", "input": "x"}

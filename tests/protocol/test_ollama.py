@@ -1,0 +1,451 @@
+"""Ollama's API: its requests in OpenAI's words, answers in its own, and both through the front."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from anvil_mux.errors import BackendError, BadRequest, LoadError
+from anvil_mux.protocol import ollama
+from anvil_mux.proxy.call import Patience
+from tests.fake_engine import SSE_HEAD, Asked, RawClient, Rig
+from tests.fake_engine import chunk as framed
+from tests.protocol.test_completions import called, chunk
+
+USER = {"role": "user", "content": "Hi"}
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\ndata: [DONE]\n\n'
+
+
+def question(path: str, **said: Any) -> dict[str, Any]:
+    return ollama.TRANSLATE[path]({"model": "a", **said}).question
+
+
+def lines(said: bytes) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in said.splitlines()]
+
+
+# Questions
+
+
+def test_a_chat_streams_unless_it_says_otherwise() -> None:
+    assert question("/api/chat", messages=[USER]) == {
+        "messages": [USER],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    assert question("/api/chat", messages=[USER], stream=False) == {"messages": [USER]}
+
+
+def test_options_are_passed_on_under_their_other_names() -> None:
+    options = {"temperature": 0, "num_predict": 5, "repeat_penalty": 1.1, "num_ctx": 4096, "stop": ["x"]}
+    asked = question("/api/chat", messages=[USER], stream=False, options=options)
+    del asked["messages"]
+    assert asked == {
+        "temperature": 0,
+        "max_tokens": 5,
+        "repeat_penalty": 1.1,
+        "repetition_penalty": 1.1,
+        "stop": ["x"],
+    }
+    endless = question("/api/chat", messages=[USER], stream=False, options={"num_predict": -1})
+    assert "max_tokens" not in endless
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ({"format": "json"}, {"response_format": {"type": "json_object"}}),
+        (
+            {"format": {"type": "object"}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True},
+                }
+            },
+        ),
+        ({"format": ""}, {}),
+        ({"think": False}, {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
+        ({"think": "high"}, {"reasoning_effort": "high"}),
+        ({"think": None}, {}),
+    ],
+)
+def test_format_and_thinking(given: dict[str, Any], asked: dict[str, Any]) -> None:
+    assert question("/api/generate", prompt="Hi", stream=False, **given) == {"messages": [USER], **asked}
+
+
+@pytest.mark.parametrize(
+    ("image", "kind"), [("/9j/4AAQ", "jpeg"), ("iVBORw0K", "png"), ("UklGRg", "webp"), ("AAAA", "jpeg")]
+)
+def test_an_image_becomes_a_data_url_of_its_kind_and_stands_before_the_text(image: str, kind: str) -> None:
+    [message] = question("/api/chat", messages=[{**USER, "images": [image]}])["messages"]
+    assert message["content"] == [
+        {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{image}"}},
+        {"type": "text", "text": "Hi"},
+    ]
+
+
+def test_results_of_tools_find_the_calls_that_they_answer() -> None:
+    call = [{"function": {"name": name, "arguments": {"n": 1}}} for name in ("f", "g")]
+    said = [
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": call},
+        {"role": "tool", "content": "2", "tool_name": "g"},
+        {"role": "tool", "content": "1"},
+    ]
+    assistant, second, first = question("/api/chat", messages=said)["messages"]
+    assert assistant["reasoning_content"] == "hm"
+    assert assistant["tool_calls"][1] == {
+        "id": "call_2",
+        "type": "function",
+        "function": {"name": "g", "arguments": '{"n": 1}'},
+    }
+    assert (second["tool_call_id"], first["tool_call_id"]) == ("call_2", "call_1")
+
+
+def test_generate_is_a_chat_of_one_message() -> None:
+    asked = question("/api/generate", prompt="Hi", system="Be brief.", stream=False)
+    assert asked == {"messages": [{"role": "system", "content": "Be brief."}, USER]}
+
+
+def test_a_raw_prompt_or_a_suffix_is_a_completion() -> None:
+    made = ollama.generate({"model": "a", "prompt": "def f", "suffix": "return x", "stream": False})
+    assert (made.path, made.question) == ("/v1/completions", {"prompt": "def f", "suffix": "return x"})
+    assert ollama.generate({"model": "a", "prompt": "x", "raw": True}).path == "/v1/completions"
+
+
+def test_embeddings_of_both_ages() -> None:
+    assert question("/api/embed", input=["x", "y"], dimensions=8) == {"input": ["x", "y"], "dimensions": 8}
+    assert question("/api/embeddings", prompt="x") == {"input": "x"}
+
+
+@pytest.mark.parametrize(
+    ("keep_alive", "unloads"),
+    [
+        (0, True),
+        ("0", True),
+        ("0s", True),
+        (0.0, True),
+        (-1, False),
+        ("5m", False),
+        (None, False),
+        ("", False),
+    ],
+)
+def test_keep_alive_of_nothing_unloads(keep_alive: object, unloads: bool) -> None:
+    assert ollama.chat({"model": "a", "messages": [USER], "keep_alive": keep_alive}).unloads is unloads
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"messages": "Hi"},
+        {"messages": [1]},
+        {"messages": [{"role": "user", "content": 1}]},
+        {"messages": [{**USER, "images": [1]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
+        {"messages": [USER], "options": 1},
+        {"messages": [USER], "format": "xml"},
+        {"messages": [USER], "tools": 1},
+        {"model": 1},
+    ],
+)
+def test_what_cannot_be_read_is_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest):
+        ollama.chat({"model": "a", **said})
+
+
+@pytest.mark.parametrize("key", ["template", "context"])
+def test_what_other_engines_cannot_do_is_refused_and_not_passed_over(key: str) -> None:
+    with pytest.raises(BadRequest, match=key):
+        ollama.generate({"model": "a", "prompt": "x", key: [1]})
+
+
+# Answers
+
+
+def test_a_stream_is_told_line_by_line_with_what_it_took() -> None:
+    answer = ollama.chat({"model": "a", "messages": [USER]}).answer
+    answer.begun(10.0, 4.0)
+    first = answer.feed(chunk({"role": "assistant", "reasoning": "hm"}) + chunk({"content": "He"}), 11.0)
+    rest = answer.feed(chunk({"content": "llo"}) + chunk({}, "length") + USAGE, 12.0)
+    about = {"model": "a", "done": False}
+    assert lines(first + rest) == [
+        {
+            **about,
+            "created_at": "1970-01-01T00:00:11.000000Z",
+            "message": {"role": "assistant", "content": "", "thinking": "hm"},
+        },
+        {
+            **about,
+            "created_at": "1970-01-01T00:00:11.000000Z",
+            "message": {"role": "assistant", "content": "He"},
+        },
+        {
+            **about,
+            "created_at": "1970-01-01T00:00:12.000000Z",
+            "message": {"role": "assistant", "content": "llo"},
+        },
+    ]
+    assert lines(answer.finish(13.0)) == [
+        {
+            "model": "a",
+            "created_at": "1970-01-01T00:00:13.000000Z",
+            "message": {"role": "assistant", "content": ""},
+            "done": True,
+            "done_reason": "length",
+            "total_duration": 7_000_000_000,
+            "load_duration": 4_000_000_000,
+            "prompt_eval_count": 3,
+            "prompt_eval_duration": 1_000_000_000,
+            "eval_count": 2,
+            "eval_duration": 2_000_000_000,
+        }
+    ]
+
+
+def test_calls_of_tools_are_told_whole_before_the_end() -> None:
+    answer = ollama.chat({"model": "a", "messages": [USER]}).answer
+    sent = chunk(called(0, '{"a":', name="f")) + chunk(called(0, "1}")) + chunk(called(1, "", name="g"))
+    assert answer.feed(sent + chunk({}, "tool_calls"), 1.0) == b""
+    told, last = lines(answer.finish(2.0))
+    functions = [call["function"] for call in told["message"]["tool_calls"]]
+    assert functions == [
+        {"index": 0, "name": "f", "arguments": {"a": 1}},
+        {"index": 1, "name": "g", "arguments": {}},
+    ]
+    assert (told["done"], last["done"], last["done_reason"]) == (False, True, "stop")
+
+
+def test_a_tool_called_with_nonsense_is_an_error() -> None:
+    answer = ollama.chat({"model": "a", "messages": [USER]}).answer
+    answer.feed(chunk(called(0, '{"a', name="f")) + chunk({}, "tool_calls"), 1.0)
+    with pytest.raises(BackendError, match="no JSON object"):
+        answer.finish(2.0)
+
+
+def test_a_whole_answer_is_one_object() -> None:
+    choice = b'{"message":{"content":"Hello"},"finish_reason":"stop"}'
+    body = b'{"choices":[%b],"usage":{"completion_tokens":1}}' % choice
+    answer = ollama.generate({"model": "a", "prompt": "Hi", "stream": False}).answer
+    answer.begun(1.0, 0.0)
+    [said] = lines(answer.whole(body, 2.0))
+    assert (said["response"], said["done"], said["done_reason"], said["eval_count"]) == (
+        "Hello",
+        True,
+        "stop",
+        1,
+    )
+    assert "prompt_eval_count" not in said
+
+
+def test_what_the_engine_measured_itself_is_told() -> None:
+    timings = b'"timings":{"prompt_ms":20.5,"predicted_ms":3}'
+    asked = ollama.chat({"model": "a", "messages": [USER]}).answer
+    asked.begun(1.0, 0.0)
+    asked.feed(chunk({"content": "Hello"}) + chunk({}, "stop"), 2.0)
+    asked.feed(b'data: {"choices":[],%b}\n\n' % timings, 2.0)
+    [last] = lines(asked.finish(2.0))
+    whole = ollama.chat({"model": "a", "messages": [USER], "stream": False}).answer
+    body = b'{"choices":[{"message":{"content":"Hello"},"finish_reason":"stop"}],%b}' % timings
+    for said in (last, *lines(whole.whole(body, 2.0))):
+        assert (said["prompt_eval_duration"], said["eval_duration"]) == (20_500_000, 3_000_000)
+
+
+def test_how_long_the_prompt_of_a_whole_answer_took_is_not_guessed() -> None:
+    answer = ollama.chat({"model": "a", "messages": [USER], "stream": False}).answer
+    answer.begun(1.0, 0.0)
+    [said] = lines(answer.whole(b'{"choices":[{"message":{"content":"Hello"}}]}', 2.0))
+    assert "prompt_eval_duration" not in said
+    assert said["eval_duration"] == 1_000_000_000
+
+
+def test_embeddings_come_back_in_both_shapes() -> None:
+    body = b'{"data":[{"embedding":[1.0]},{"embedding":[2.0]}],"usage":{"prompt_tokens":2}}'
+    said = json.loads(ollama.embed({"model": "a", "input": ["x", "y"]}).answer.whole(body, 0.0))
+    assert (said["embeddings"], said["prompt_eval_count"]) == ([[1.0], [2.0]], 2)
+    assert json.loads(ollama.embeddings({"model": "a", "prompt": "x"}).answer.whole(body, 0.0)) == {
+        "embedding": [1.0]
+    }
+
+
+# Through the front
+
+
+def ask(rig: Rig, path: str, **said: object) -> RawClient:
+    client = rig.client()
+    client.post(json.dumps(said).encode(), path=path.encode())
+    return client
+
+
+def speak(_: Asked) -> bytes:
+    return SSE_HEAD + framed(chunk({"content": "Hello"})) + framed(chunk({}, "stop") + USAGE) + b"0\r\n\r\n"
+
+
+def test_a_chat_reaches_the_engine_in_its_own_words_and_comes_back_in_lines(rig: Rig) -> None:
+    client = ask(rig, "/api/chat", model="org/b:latest", messages=[USER])
+    asked = rig.other.next()
+    assert asked.head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
+    assert b"\r\naccept-encoding: identity\r\n" in asked.head.lower()
+    assert json.loads(asked.body)["model"] == "b-inside"
+    asked.send(speak(asked))
+    answer = client.read()
+    assert answer.header(b"content-type") == b"application/x-ndjson"
+    said = lines(answer.body)
+    assert [line["message"]["content"] for line in said] == ["Hello", ""]
+    assert (said[0]["model"], said[-1]["done"], answer.clean) == ("org/b:latest", True, True)
+    record = rig.events.record()
+    assert (record.model, record.status, record.path) == ("org/b", 200, "/api/chat")
+
+
+def test_the_first_line_comes_before_the_engine_has_ended(rig: Rig) -> None:
+    client = ask(rig, "/api/generate", model="a", prompt="Hi")
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, framed(chunk({"content": "He"})))
+    assert b'"response":"He"' in client.read_until(b'"done":false}\n\r\n')
+    asked.send(framed(chunk({"content": "llo"}, "stop")), b"0\r\n\r\n")
+    body, clean = client.read_chunks()
+    assert (lines(body)[-1]["done"], clean) == (True, True)
+
+
+def test_connections_are_kept_on_both_sides(rig: Rig) -> None:
+    rig.engine.answer = speak
+    client = rig.client()
+    for _ in range(3):
+        client.post(json.dumps({"model": "a", "messages": [USER]}).encode(), path=b"/api/chat")
+        assert client.read().clean
+    assert len(rig.engine.connections) == 1
+
+
+def test_an_engine_that_dies_in_mid_stream_is_told_in_a_line_and_the_answer_does_not_end(rig: Rig) -> None:
+    client = ask(rig, "/api/chat", model="a", messages=[USER])
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, framed(chunk({"content": "He"})))
+    client.read_until(b"\n\r\n")
+    asked.close()
+    body, clean = client.read_chunks()
+    assert ("error" in lines(body)[-1], clean) == (True, False)
+    assert rig.events.record().code == "backend_unavailable"
+
+
+def test_an_engine_that_stops_without_a_reason_has_not_ended_its_answer(rig: Rig) -> None:
+    client = ask(rig, "/api/chat", model="a", messages=[USER])
+    rig.engine.next().send(SSE_HEAD, framed(chunk({"content": "He"})), b"0\r\n\r\n")
+    answer = client.read()
+    assert ("error" in lines(answer.body)[-1], answer.clean) == (True, False)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engines_refusal_keeps_its_status_and_words(rig: Rig, stream: bool) -> None:
+    client = ask(rig, "/api/chat", model="a", messages=[USER], stream=stream)
+    said = b'{"error":{"message":"too long"}}'
+    rig.engine.next().send(b"HTTP/1.1 400 X\r\nContent-Length: %d\r\n\r\n" % len(said), said)
+    answer = client.read()
+    assert (answer.status, json.loads(answer.body)) == (400, {"error": "too long"})
+
+
+def test_a_severed_stream_says_so(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(drain_timeout=0.0)
+    client = ask(rig, "/api/chat", model="a", messages=[USER])
+    rig.engine.next().send(SSE_HEAD, framed(chunk({"content": "He"})))
+    client.read_until(b"\n\r\n")
+    other = ask(rig, "/api/chat", model="org/b", messages=[USER])
+    body, clean = client.read_chunks()
+    assert ("put out" in lines(body)[-1]["error"], clean) == (True, False)
+    asked = rig.other.next()
+    asked.send(speak(asked))
+    assert other.read().clean
+
+
+def test_a_waiting_stream_hears_spaces_and_then_its_lines(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=Patience(grace=0.0, comment_every=0.0, chunk_every=0.0))
+    rig.engine.answer = speak
+    rig.mechanism.gate.clear()
+    client = ask(rig, "/api/chat", model="a", messages=[USER])
+    assert b"application/x-ndjson" in client.read_until(b"\r\n\r\n")
+    assert client.read_until(b"\r\n \r\n") == b"1\r\n \r\n"
+    rig.mechanism.gate.set()
+    body, clean = client.read_chunks()
+    assert [line["message"]["content"] for line in lines(body.strip())] == ["Hello", ""]
+    assert clean
+
+
+def test_a_load_that_fails_after_the_spaces_is_a_line(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=Patience(grace=0.0, comment_every=0.0, chunk_every=0.0))
+    rig.mechanism.gate.clear()
+    client = ask(rig, "/api/generate", model="a", prompt="Hi")
+    client.read_until(b"\r\n \r\n")
+    rig.mechanism.failure = LoadError("no such file")
+    rig.mechanism.gate.set()
+    body, clean = client.read_chunks()
+    assert ("no such file" in json.loads(body)["error"], clean) == (True, False)
+
+
+def test_asking_nothing_loads_and_keeping_alive_for_nothing_unloads(rig: Rig) -> None:
+    loaded = json.loads(ask(rig, "/api/generate", model="a").read().body)
+    assert (loaded["response"], loaded["done"], loaded["done_reason"]) == ("", True, "load")
+    rig.events.wait("ready")
+    assert [each["name"] for each in json.loads(rig.client().get(b"/api/ps").body)["models"]] == ["a"]
+    said = json.loads(ask(rig, "/api/chat", model="a", messages=[], keep_alive=0).read().body)
+    assert said["done_reason"] == "unload"
+    rig.events.wait("empty")
+    assert json.loads(rig.client().get(b"/api/ps").body) == {"models": []}
+    assert rig.engine.asked.empty()
+
+
+def test_keep_alive_of_nothing_puts_out_what_others_use_once_they_are_done(rig: Rig) -> None:
+    streaming = ask(rig, "/api/chat", model="a", messages=[USER])
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, framed(chunk({"content": "He"})))
+    streaming.read_until(b"\n\r\n")
+    assert ask(rig, "/api/chat", model="a", keep_alive=0).read().status == 200
+    rig.events.record()
+    assert not rig.events.of("draining")
+    asked.send(framed(chunk({}, "stop")), b"0\r\n\r\n")
+    assert streaming.read_chunks()[1]
+    rig.events.wait("empty")
+
+
+def test_what_an_engine_has_no_part_for_is_not_asked_again(rig: Rig) -> None:
+    client = ask(rig, "/api/embed", model="a", input="x")
+    said = b'{"error":{"code":501,"message":"start it with --embeddings","type":"not_supported_error"}}'
+    rig.engine.next().send(b"HTTP/1.1 501 No\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said))
+    answer = client.read()
+    assert (answer.status, answer.header(b"x-should-retry")) == (501, b"false")
+    assert json.loads(answer.body)["error"] == "the engine of a cannot do this: start it with --embeddings"
+
+
+def test_unloading_loads_nothing(rig: Rig) -> None:
+    assert ask(rig, "/api/generate", model="a", keep_alive="0s").read().status == 200
+    assert not rig.events.of("starting")
+
+
+def test_the_models_are_told_from_memory(rig: Rig) -> None:
+    client = rig.client()
+    assert [each["model"] for each in json.loads(client.get(b"/api/tags").body)["models"]] == ["a", "org/b"]
+    assert json.loads(client.get(b"/api/version").body) == {"version": ollama.VERSION}
+    client.post(b'{"name":"alias:latest"}', path=b"/api/show")
+    shown = json.loads(client.read().body)
+    assert shown["model_info"]["general.basename"] == "a"
+    assert shown["capabilities"] == ["completion", "tools", "vision", "thinking"]
+    assert client.get(b"/api/tags", b"HEAD").status == 200
+    assert not rig.events.of("queued")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [(b"POST", b"/api/" + verb) for verb in (b"pull", b"push", b"create", b"copy")]
+    + [(b"DELETE", b"/api/delete")],
+)
+def test_what_is_not_offered_says_so_in_ollamas_shape(rig: Rig, method: bytes, path: bytes) -> None:
+    answer = rig.client().get(path, method)
+    assert answer.status == 501
+    assert "not offered" in json.loads(answer.body)["error"]
+
+
+def test_an_unknown_model_is_told_in_ollamas_shape(rig: Rig) -> None:
+    answer = ask(rig, "/api/chat", model="nobody:latest", messages=[USER]).read()
+    assert answer.status == 404
+    assert "Known models: a, org/b" in json.loads(answer.body)["error"]

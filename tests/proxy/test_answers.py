@@ -1,0 +1,173 @@
+"""Answers that engines keep: who goes on from one, or asks for it again, reaches the engine that has it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from anvil_mux.config import keys
+from anvil_mux.config.config import Backend
+from anvil_mux.protocol import api
+from anvil_mux.proxy import answers
+from anvil_mux.proxy.answers import Answers
+from tests.fake_engine import SSE_HEAD, FakeEngine, RawClient, Rig, chunk
+from tests.scheduler.test_replicas import fleet
+
+CREATED = b'event: response.created\ndata: {"type":"response.created","response":{"id":"resp_s1","x":1}}\n\n'
+
+
+@pytest.fixture(params=["least_prefill_work", "round_robin"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    """Two replicas, a and b, resident."""
+    made = fleet(request.param)
+    yield made
+    made.close()
+
+
+def whole(body: bytes) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+def ask(rig: Rig, previous: str = "", extra: bytes = b"") -> RawClient:
+    said = {"model": "m", "input": "hi", **({"previous_response_id": previous} if previous else {})}
+    client = rig.client()
+    client.post(json.dumps(said).encode(), b"/v1/responses", extra)
+    return client
+
+
+def answer(client: RawClient, engine: FakeEngine, id: str) -> None:
+    engine.next().send(whole(b'{"id":"%b","object":"response"}' % id.encode()))
+    assert client.read().status == 200
+
+
+def first_answer(rig: Rig, id: str = "resp_1") -> FakeEngine:
+    """The engine that gave it: the first replica, while nobody else asks."""
+    answer(ask(rig), rig.engine, id)
+    return rig.engine
+
+
+def test_a_question_that_goes_on_from_an_answer_reaches_the_replica_that_has_it(rig: Rig) -> None:
+    first_answer(rig)
+    for id, previous in (("resp_2", "resp_1"), ("resp_3", "resp_2"), ("resp_4", "resp_1")):
+        answer(ask(rig, previous), rig.engine, id)
+
+
+def test_it_does_so_also_while_the_other_replica_has_nothing_to_do(rig: Rig) -> None:
+    first_answer(rig)
+    busy = [ask(rig, "resp_1") for _ in range(3)]
+    for _ in busy:
+        rig.engine.next().send(whole(b"{}"))
+    assert [client.read().status for client in busy] == [200] * 3
+
+
+def test_it_waits_while_that_replica_has_as_many_requests_as_it_takes() -> None:
+    rig = fleet("round_robin", concurrency=1)
+    try:
+        first_answer(rig)
+        busy = ask(rig, "resp_1")
+        asked = rig.engine.next()
+        waiting = ask(rig, "resp_1")
+        assert rig.events.wait("queued").backend == "a"
+        answer(ask(rig), rig.other, "resp_9")  # nobody waits for that one
+        asked.send(whole(b"{}"))
+        assert busy.read().status == 200
+        answer(waiting, rig.engine, "resp_2")
+    finally:
+        rig.close()
+
+
+def test_an_answer_that_was_streamed_is_known_by_its_first_event(rig: Rig) -> None:
+    client = rig.client()
+    client.post(b'{"model":"m","input":"hi","stream":true}', b"/v1/responses")
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b": waits\n"), chunk(CREATED[:30]))
+    asked.send(chunk(CREATED[30:]))
+    client.read_until(b"resp_s1")
+    asked.send(chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")
+    client.read_until(b"[DONE]")
+    answer(ask(rig, "resp_s1"), rig.engine, "resp_2")
+
+
+@pytest.mark.parametrize("method", [b"GET", b"DELETE"])
+def test_an_answer_is_fetched_and_deleted_where_it_is(rig: Rig, method: bytes) -> None:
+    engine = first_answer(rig)
+    client = rig.client()
+    client.send(b"%b /v1/responses/resp_1?include=x HTTP/1.1\r\nHost: %b\r\n\r\n" % (method, client.host))
+    asked = engine.next()
+    assert asked.head.startswith(b"%b /v1/responses/resp_1?include=x HTTP/1.1\r\n" % method)
+    asked.send(whole(b'{"id":"resp_1"}'))
+    assert client.read().body == b'{"id":"resp_1"}'
+
+
+def test_an_answer_that_nobody_gave_or_whose_engine_is_gone_is_not_found_and_loads_nothing(rig: Rig) -> None:
+    assert rig.client().get(b"/v1/responses/resp_9").status == 404
+    first_answer(rig)
+    rig.mux.unload("m")
+    rig.events.wait("empty", 2)
+    assert rig.client().get(b"/v1/responses/resp_1").status == 404
+    assert rig.events.of("starting") == []
+
+
+def test_an_answer_is_found_by_the_key_that_asked_for_it_alone(make_rig: Callable[..., Rig]) -> None:
+    ring = keys.load(None, {keys.VARIABLE: "first-secret-key;second-secret-key"})
+    rig = make_rig(keys=ring, backends=(Backend("a", "m", ("0",)), Backend("b", "b", ("0",))))
+    own, other = (b"Authorization: Bearer %b-secret-key\r\n" % who for who in (b"first", b"second"))
+    answer(ask(rig, extra=own), rig.engine, "resp_1")
+    assert rig.client().get(b"/v1/responses/resp_1", extra=other).status == 404
+    client = rig.client()
+    client.send(b"GET /v1/responses/resp_1 HTTP/1.1\r\nHost: %b\r\n%b\r\n" % (client.host, own))
+    rig.engine.next().send(whole(b"{}"))
+    assert client.read().status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "found"),
+    [
+        ("GET", "/v1/responses/resp_1", "/v1/responses/resp_1"),
+        ("GET", "/responses/resp_1/input_items", "/v1/responses/resp_1/input_items"),
+        ("POST", "/openai/v1/responses/resp_1/cancel", "/v1/responses/resp_1/cancel"),
+        ("DELETE", "/v1/responses/resp_1", "/v1/responses/resp_1"),
+        ("DELETE", "/v1/responses/resp_1/cancel", None),
+        ("GET", "/v1/responses/resp_1/..", None),
+        ("GET", "/v1/responses/other", None),
+        ("PUT", "/v1/responses/resp_1", None),
+    ],
+)
+def test_the_routes_of_an_answer(method: str, path: str, found: str | None) -> None:
+    route = api.match(method, path)
+    assert (route.path if route else None) == found
+
+
+def test_ids_are_read_where_they_stand_and_not_in_what_somebody_wrote() -> None:
+    assert answers.id_in(b'{"id": "resp_a-1","x":"\\"id\\":\\"resp_no\\""}') == "resp_a-1"
+    assert answers.id_in(b'{"text":"\\"id\\":\\"resp_no\\""}') == ""
+    assert answers.previous(b'{"previous_response_id" : "resp_p"}') == "resp_p"
+    assert answers.previous(b'{"input":"\\"previous_response_id\\":\\"resp_no\\""}') == ""
+    assert answers.previous(b'{"previous_response_id":null}') == ""
+
+
+def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MOST", 2)
+    kept = Answers()
+    for number in range(3):
+        kept.keep(f"resp_{number}", "m", "a", None)
+    assert [kept.find(f"resp_{number}", None) is not None for number in range(3)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("events", "enough"),
+    [
+        (b"5\r\ndata:", False),
+        (b"8\r\n: waits\n\r\n", False),
+        (b'data: {"id":"resp_1"', True),
+        (b"2\r\n\n\n\r\n", True),
+        (b"data: {}\r\n\r\n", True),
+        (b"0\r\n\r\n", True),
+        (b"x" * 70_000, True),
+    ],
+)
+def test_a_stream_is_held_back_no_longer_than_its_first_event(events: bytes, enough: bool) -> None:
+    assert answers.says_no_more(events) is enough

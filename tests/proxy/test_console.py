@@ -1,0 +1,241 @@
+"""What those see who look on through a real server, and what they may do."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from anvil_mux.proxy import console
+from anvil_mux.scheduler.events import Event
+from anvil_mux.telemetry.feed import EVENTS
+from anvil_mux.telemetry.metrics import _route_labels
+from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig, chunk
+from tests.telemetry.test_metrics import record
+
+ASK_A, ASK_B = b'{"model":"a"}', b'{"model":"org/b"}'
+
+
+class Watcher:
+    """One client of /events."""
+
+    def __init__(self, client: RawClient) -> None:
+        self.client = client
+        client.send(b"GET /events HTTP/1.1\r\nHost: %b\r\n\r\n" % client.host)
+        self.head = client.read_until(b"\r\n\r\n")
+
+    def next(self) -> tuple[str, Any]:
+        """The next message; comments are passed over."""
+        while True:
+            lines = self.message().splitlines()
+            if lines[0].startswith("event: "):
+                return lines[0][7:], json.loads(lines[1].removeprefix("data: "))
+
+    def message(self) -> str:
+        text = b""
+        while not text.endswith(b"\n\n"):
+            size = int(self.client.read_until(b"\r\n"), 16)
+            assert size, "the stream ended"
+            while len(self.client.buffer) < size + 2:
+                assert self.client.more()
+            text, self.client.buffer = text + self.client.buffer[:size], self.client.buffer[size + 2 :]
+        return self._split(text.decode())
+
+    def _split(self, text: str) -> str:
+        """Messages may come together in one chunk."""
+        first, _, rest = text.partition("\n\n")
+        if rest:
+            self.client.buffer = chunk(rest.encode()) + self.client.buffer
+        return first
+
+    def until(self, kind: str, so: Callable[[Any], bool] = lambda _: True) -> Any:
+        while True:
+            name, data = self.next()
+            if name == kind and so(data):
+                return data
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(console, "PAUSE_SECONDS", 0.0)
+
+
+def test_the_first_message_is_the_whole_state(rig: Rig) -> None:
+    rig.feed.tell(Event(1.0, "ready", "a", "a", seconds=2.0))
+    rig.feed.ended(record(request_id="r1", model="a"))
+    watcher = Watcher(rig.client())
+    kind, seen = watcher.next()
+    assert b"text/event-stream" in watcher.head
+    assert kind == "snapshot"
+    assert seen["models"]["a"]["state"] == "empty"
+    assert [event["text"] for event in seen["events"]] == ["ready after 2.0 s"]
+    assert [request["id"] for request in seen["requests"]] == ["r1"]
+    assert seen["lines"] == []
+
+
+def test_what_happens_is_told_when_it_happens(rig: Rig) -> None:
+    watcher = Watcher(rig.client())
+    watcher.next()
+    rig.feed.tell(Event(1.0, "deferred", "b", size=2, seconds=float("inf"), reason="the line grows"))
+    rig.feed.ended(record(request_id="r1", model="a"))
+    rig.feed.ring()
+    event = watcher.until("event")
+    assert (event["kind"], event["seconds"], event["reason"]) == ("deferred", None, "the line grows")
+    assert watcher.until("requests")["requests"][0]["id"] == "r1"
+
+
+def test_the_state_is_told_only_when_it_has_changed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(console, "BEAT_SECONDS", 0.0)
+    watcher = Watcher(rig.client())
+    assert watcher.message().startswith("event: snapshot")
+    assert [watcher.message() for _ in range(3)] == [": nothing new"] * 3
+    client = rig.client()
+    client.post(ASK_A)
+    asked = rig.engine.next()
+    busy = watcher.until("state", lambda state: state["leases"] == 1)
+    assert busy["models"]["a"]["state"] == "ready"
+    asked.send(JSON_OK)
+    watcher.until("state", lambda state: state["leases"] == 0)
+
+
+def test_what_ticks_is_no_news() -> None:
+    lasting = {"leases": 1, "lines": [{"ticket": 3, "model": "a"}], "models": {"a": {"load_seconds": 2.0}}}
+    ticking = {
+        **lasting,
+        "now": 1.0,
+        "uptime_seconds": 2.0,
+        "lines": [{"ticket": 3, "model": "a", "since": 9.0}],
+        "models": {"a": {"load_seconds": 2.0, "idle_seconds": 3.0, "backends": [{"state_seconds": 4.0}]}},
+    }
+    assert console._lasting(ticking) == {**lasting, "models": {"a": {"load_seconds": 2.0, "backends": [{}]}}}
+
+
+def test_one_that_reads_slowly_holds_up_nobody_and_is_told_what_it_lost(rig: Rig) -> None:
+    watcher = Watcher(rig.client())
+    watcher.next()
+    with rig.feed._bell:  # the watcher's thread cannot look meanwhile
+        for number in range(EVENTS + 5):
+            rig.feed.tell(Event(float(number), "ready", "a", "a"))
+    assert watcher.until("lost") == {"events": 5}
+    watcher.until("event")
+
+
+def test_a_watcher_that_leaves_is_noticed(rig: Rig) -> None:
+    watcher = Watcher(rig.client())
+    watcher.next()
+    watcher.client.leave()
+    assert rig.events.record().status == 499
+
+
+def test_the_stream_ends_before_the_program_waits_for_its_requests(rig: Rig) -> None:
+    watcher = Watcher(rig.client())
+    watcher.next()
+    drained = threading.Event()
+    thread = threading.Thread(target=lambda: rig.server.drain(GUARD) and drained.set())
+    thread.start()
+    assert watcher.client.read_chunks()[1]
+    assert drained.wait(GUARD)
+    thread.join()
+
+
+def test_no_more_than_so_many_may_look_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("anvil_mux.telemetry.feed.WATCHERS", 1)
+    Watcher(rig.client()).next()
+    assert rig.client().get(b"/events").status == 503
+
+
+def test_a_waiting_request_can_be_taken_out_of_its_line(rig: Rig) -> None:
+    rig.mechanism.gate.clear()
+    waiting, other = rig.client(), rig.client()
+    waiting.post(ASK_A)
+    rig.events.wait("queued")
+    other.post(ASK_A)
+    ticket = rig.events.wait("queued", 2).ticket
+    watcher = Watcher(rig.client())
+    _, seen = watcher.next()
+    assert [(line["model"], line["ticket"]) for line in seen["lines"]][1] == ("a", ticket)
+    boss = rig.client()
+    boss.post(b'{"ticket":%d}' % ticket, b"/lines/cancel")
+    assert boss.read().status == 200
+    refused = other.read()
+    assert (refused.status, json.loads(refused.body)["error"]["code"]) == (503, "cancelled")
+    assert refused.header(b"x-should-retry") == b"false"
+    rig.mechanism.gate.set()
+    rig.engine.next().send(JSON_OK)
+    assert waiting.read().status == 200
+    boss.post(b'{"ticket":%d}' % ticket, b"/lines/cancel")
+    assert boss.read().status == 404
+
+
+@pytest.mark.parametrize("body", [b"[]", b"{}", b'{"ticket":"1"}', b"nonsense"])
+def test_a_cancel_that_names_no_ticket_is_refused(rig: Rig, body: bytes) -> None:
+    client = rig.client()
+    client.post(body, b"/lines/cancel")
+    assert client.read().status == 400
+
+
+def test_every_route_of_ours_has_a_label_in_the_metrics(rig: Rig) -> None:
+    ours = rig.gateway
+    assert {*ours._admin, *ours._local, *ours._streams} <= _route_labels().keys()
+
+
+def test_no_other_web_site_may_act_here(rig: Rig) -> None:
+    for path in (b"/lines/cancel", b"/models/load", b"/models/unload", b"/models/pin", b"/models/unpin"):
+        client = rig.client()
+        client.post(b'{"model":"a","ticket":1}', path, b"Origin: http://evil.example\r\n")
+        assert client.read().status == 403
+
+
+def test_the_engines_log_is_told(rig: Rig) -> None:
+    rig.logs["a"] = ["one", "two", "three"]
+    answer = rig.client().get(b"/logs?model=alias&lines=2")
+    told = {"model": "a", "backend": "a", "backends": ["a"], "lines": ["two", "three"]}
+    assert json.loads(answer.body) == told
+    answer = rig.client().get(b"/logs?model=b")  # by its service
+    assert json.loads(answer.body)["model"] == "org/b"
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [
+        (b"", 400),
+        (b"?model=x", 404),
+        (b"?model=a&lines=0", 400),
+        (b"?model=a&lines=z", 400),
+        (b"?model=a&backend=b", 400),
+    ],
+)
+def test_a_log_that_cannot_be_told_is_refused(rig: Rig, query: bytes, status: int) -> None:
+    assert rig.client().get(b"/logs" + query).status == status
+
+
+def test_browsers_get_the_page_which_may_ask_nobody_else(rig: Rig) -> None:
+    answer = rig.client().get(b"/", extra=b"Accept: text/html,*/*;q=0.8\r\n")
+    policy = answer.header(b"content-security-policy") or b""
+    script = answer.body.partition(b"<script>")[2].partition(b"</script>")[0]
+    assert answer.status == 200
+    assert b"default-src 'none'" in policy
+    assert b"'sha256-%b'" % base64.b64encode(hashlib.sha256(script).digest()) in policy
+    assert answer.body.count(b"<script") == 1
+    assert rig.client().get(b"/").body.startswith(b"anvil-mux ")
+
+
+def test_why_says_what_a_request_would_wait_for(rig: Rig) -> None:
+    answer = json.loads(rig.client().get(b"/why?model=alias").body)
+    assert (answer["model"], answer["verdict"], answer["seconds"]) == ("a", "waits", 10.0)
+    assert answer["sentence"].startswith("A request for a waits about 10 s: there is room")
+    assert rig.client().get(b"/why?model=x").status == 404
+    assert rig.client().get(b"/why").status == 400
+
+
+def test_other_methods_are_told_what_is_allowed(rig: Rig) -> None:
+    client = rig.client()
+    client.post(b"{}", b"/events")
+    answer = client.read()
+    assert (answer.status, answer.header(b"allow")) == (405, b"GET, OPTIONS")

@@ -1,0 +1,301 @@
+"""The status page in a real Chromium, before a real anvil-mux: ``bin/test page``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.chromium import PROGRAM, Chromium
+from tests.cli.test_cli import compose
+from tests.running import Running, serving
+
+pytestmark = [
+    pytest.mark.page,
+    pytest.mark.skipif(PROGRAM is None, reason="needs Chromium (Debian's package chromium)"),
+]
+ODD = "org/<b>odd</b>"
+READY = "document.getElementById('health').textContent === 'all is well'"
+
+
+@pytest.fixture(scope="module")
+def mux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("page")
+    file = compose(folder, "a", "b", "slow", policy="eager")
+    content = yaml.safe_load(file.read_text())
+    content["services"]["slow"]["command"][4] = "60"  # seconds that it loads
+    content["services"]["slow"]["x-anvil"] = {"gpus": ["1"]}
+    content["services"]["b"]["x-anvil"] |= {"model": ODD, "served_model": "b"}
+    file.write_text(yaml.safe_dump(content))
+    with serving(file, state=folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with Chromium(tmp_path_factory.mktemp("chromium")) as made:
+        yield made
+
+
+@pytest.fixture
+def page(mux: Running, browser: Chromium) -> Iterator[Chromium]:
+    """The page, as a new visitor with a large screen sees it; at the end it must have done nothing wrong."""
+    browser.problems.clear()
+    browser.asked.clear()
+    browser.size(1280, 900)
+    browser.prefer(prefers_color_scheme="light")
+    browser.open(f"http://127.0.0.1:{mux.port}/")
+    browser.wait(f"document.readyState === 'complete' && {READY}")
+    yield browser
+    assert browser.problems == []
+
+
+def row(model: str) -> str:
+    return (
+        f"[...document.querySelectorAll('#models tr')].find(row => row.dataset.key === {json.dumps(model)})"
+    )
+
+
+def press(page: Chromium, model: str, text: str) -> None:
+    button = f"[...{row(model)}.querySelectorAll('button')].find(each => each.textContent === '{text}')"
+    page.wait(f"!{button}.disabled")
+    page.ask(f"{button}.focus()")
+    page.press("Enter", 13)
+
+
+def state_of(model: str) -> str:
+    return f"{row(model)}.querySelector('.chip').textContent"
+
+
+def test_a_program_still_gets_text(mux: Running) -> None:
+    _, headers, text = mux.request("GET", "/", headers={"Accept": "*/*"})
+    assert headers["content-type"].startswith("text/plain")
+    assert text.startswith("anvil-mux ")
+
+
+def test_it_shows_every_model_and_gpu_and_asks_nobody_else(mux: Running, page: Chromium) -> None:
+    assert page.ask("[...document.querySelectorAll('#models tr')].map(row => row.dataset.key)") == [
+        "a",
+        ODD,
+        "slow",
+    ]
+    assert page.ask("[...document.querySelectorAll('#gpus strong')].map(each => each.textContent)") == [
+        "GPU 0",
+        "GPU 1",
+    ]
+    own = f"http://127.0.0.1:{mux.port}/"
+    assert {url for url in page.asked if not url.startswith((own, "data:"))} == set()
+
+
+def test_a_name_is_text_and_nothing_else(page: Chromium) -> None:
+    assert page.ask(f"{row(ODD)}.querySelector('.name').textContent") == ODD
+    assert page.ask("document.querySelectorAll('#models b, #tracks b').length") == 0
+
+
+def test_models_are_loaded_and_put_out_with_the_keyboard(page: Chromium) -> None:
+    press(page, "a", "Load")
+    page.wait(f"{state_of('a')} === 'ready'")
+    page.wait("document.querySelector('#gpus .holds').textContent === 'a'")
+    press(page, "a", "Unload")
+    page.wait(f"{state_of('a')} === 'empty'")
+    page.wait("document.getElementById('swaps').textContent.includes('put out (unload requested)')")
+
+
+def test_a_swap_is_told_with_its_reason_and_drawn(mux: Running, page: Chromium) -> None:
+    assert mux.chat("a")[0] == 200
+    assert mux.chat(ODD)[0] == 200
+    page.wait(f"document.getElementById('swaps').textContent.includes({json.dumps(f'a → {ODD}')})")
+    page.wait("document.getElementById('swaps').textContent.includes('1 waiting, oldest first')")
+    page.wait("document.querySelectorAll('#tracks rect').length >= 3")
+    page.wait("document.querySelector('#tracks svg:last-child title').textContent.startsWith('a: ')")
+    page.wait("document.querySelector('#requests tr .name').textContent === " + json.dumps(ODD))
+    page.wait("Number(document.querySelector('#requests tr').lastChild.textContent) > 0")
+
+
+def test_a_model_is_pinned_and_unpinned(mux: Running, page: Chromium) -> None:
+    assert mux.chat("a")[0] == 200
+    press(page, "a", "Pin")
+    page.wait(f"{row('a')}.textContent.includes('pinned') && !{row('a')}.querySelector('.tag').hidden")
+    assert ("button", "Unpin a") in page.tree()
+    assert mux.chat(ODD)[0] == 422
+    press(page, "a", "Unpin")
+    page.wait(f"{row('a')}.querySelector('.tag').hidden")
+    page.wait("document.getElementById('swaps').textContent.includes('unpinned: it makes room for others')")
+    assert mux.chat(ODD)[0] == 200
+
+
+def test_why_a_request_would_wait_is_told_when_asked(page: Chromium) -> None:
+    press(page, "slow", "Why")
+    page.wait(f"{row('slow')}.textContent.includes('A request for slow waits about')")
+    press(page, "slow", "Why")
+    page.wait(f"!{row('slow')}.textContent.includes('A request for slow')")
+
+
+def test_a_waiting_request_is_explained_and_can_be_cancelled(mux: Running, page: Chromium) -> None:
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(mux.chat("slow")))
+    thread.start()
+    page.wait("document.getElementById('reasons').textContent.includes('A request for slow waits')")
+    page.ask("document.querySelector('#lines button').focus()")
+    page.press("Enter", 13)
+    thread.join()
+    assert answers[0][0] == 503
+    assert json.loads(answers[0][2])["error"]["code"] == "cancelled"
+    page.wait("document.getElementById('lines').children.length === 0")
+
+
+def test_the_log_of_an_engine_opens_and_closes_with_the_keyboard(mux: Running, page: Chromium) -> None:
+    assert mux.chat("a")[0] == 200
+    press(page, "a", "Log")
+    page.wait("document.getElementById('log-lines').textContent.includes('a: listens on')")
+    page.press("Escape", 27)
+    page.wait("!document.getElementById('log').open")
+
+
+def test_a_refusal_is_told(page: Chromium) -> None:
+    page.ask("post('models/load', {model: 'nope'})")
+    page.wait("document.getElementById('notices').textContent.includes('The model `nope` does not exist')")
+    page.wait(f"performance.getEntriesByType('resource').length > 0 && {READY}")
+    page.problems[:] = [each for each in page.problems if "404" not in each]  # the browser tells it too
+
+
+def test_a_screen_reader_finds_its_way(page: Chromium) -> None:
+    tree = page.tree()
+    roles = {role for role, _ in tree}
+    assert {"banner", "main", "contentinfo", "status"} <= roles
+    regions = [name for role, name in tree if role == "region"]
+    assert regions[:3] == ["GPUs", "Models", "Waiting requests"]
+    assert next(name for role, name in tree if role == "heading") == "anvil-mux"
+    assert {"Load a", "Unload a", "Why a", "Log a"} <= {name for role, name in tree if role == "button"}
+    assert [role for role, name in tree if role in ("button", "image", "combobox", "link") and not name] == []
+    assert page.ask("document.getElementById('said').getAttribute('aria-live')") == "polite"
+
+
+def test_nothing_on_it_changes_while_nothing_happens(page: Chromium) -> None:
+    page.ask(
+        "window.watcher = new MutationObserver(() => {}), watcher.observe(document.body, "
+        "{subtree: true, childList: true, characterData: true, attributes: true}), null"
+    )
+    page.ask(
+        "watcher.takeRecords(), showGpus(), showModels(), showLines(), showSwaps(), showRequests(), null"
+    )
+    assert page.ask("watcher.takeRecords().length") == 0
+
+
+CONTRAST = """
+(() => {
+  const light = text => {
+    const parts = text.match(/[0-9.]+/g).slice(0, 3).map(part => part / 255);
+    const linear = parts.map(part => part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  };
+  const seen = (name, on) => {
+    const probe = document.createElement("span");
+    probe.style.color = `var(--${name})`;
+    document.body.append(probe);
+    const ink = light(getComputedStyle(probe).color);
+    probe.remove();
+    const ground = light(getComputedStyle(document.querySelector(on)).backgroundColor);
+    return (Math.max(ink, ground) + 0.05) / (Math.min(ink, ground) + 0.05);
+  };
+  const inks = ["ink", "soft", "good", "busy", "bad"];
+  return inks.map(name => Math.min(seen(name, "section"), seen(name, "body")));
+})()
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_can_be_read_by_day_and_by_night(page: Chromium, scheme: str) -> None:
+    page.prefer(prefers_color_scheme=scheme)
+    assert min(page.ask(CONTRAST)) >= 4.5
+    ground = page.ask("getComputedStyle(document.body).backgroundColor.match(/[0-9]+/)[0]")
+    assert (int(ground) < 128) == (scheme == "dark")
+
+
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_it_fits_on_a_phone(page: Chromium, width: int) -> None:
+    page.size(width, 844, phone=True)
+    assert page.ask("document.documentElement.scrollWidth") <= width
+    assert (
+        page.ask("Math.min(...[...document.querySelectorAll('#models button')].map(b => b.offsetHeight))")
+        >= 24
+    )
+
+
+def opened_with(browser: Chromium, port: int, password: str) -> None:
+    """As after the question for a name and a password: the browser knows them for this address."""
+    browser.open(f"http://anyone:{password}@127.0.0.1:{port}/v1/models")
+    browser.wait("document.readyState === 'complete' && document.body.innerText.includes('\"list\"')")
+    browser.open(f"http://127.0.0.1:{port}/")
+    browser.wait(f"document.readyState === 'complete' && document.getElementById('health') && {READY}")
+
+
+@pytest.mark.parametrize("may_act", [True, False])
+def test_with_keys_the_password_is_the_key(tmp_path: Path, browser: Chromium, may_act: bool) -> None:
+    key = "0123456789abcdef"
+    given = {"ANVIL_API_KEYS": key if may_act else f"{key} models=* state"}
+    with serving(compose(tmp_path), state=tmp_path, environ=given) as running:
+        assert running.request("GET", "/", headers={"Accept": "text/html"})[0] == 401
+        opened_with(browser, running.port, key)
+        press(browser, "a", "Load")
+        if may_act:
+            browser.wait(f"{state_of('a')} === 'ready'")
+        else:
+            browser.wait("document.getElementById('notices').textContent.includes('is for models, not for')")
+            assert browser.ask(state_of("a")) == "empty"
+        press(browser, "b", "Why")
+        browser.wait(f"{row('b')}.textContent.includes('A request for b')")
+
+
+def test_of_replicas_and_of_who_rests_each_state_is_shown(page: Chromium) -> None:
+    page.ask(
+        "source.close(), state.models.a.backends.other = {...state.models.a.backends.a, state: 'parked', "
+        "rests: 'sleep', gpus: ['1']}, state.models.slow.state = 'parked', "
+        "state.models.slow.progress = null, state.models.slow.backends.slow.rests = 'sleep', show(), null"
+    )
+    assert page.ask(f"{row('a')}.textContent.includes('other: parked (sleep)')")
+    assert page.ask(f"{row('a')}.children[2].textContent") == "0, 1"
+    assert page.ask(f"{row('slow')}.children[1].textContent") == "parkedby sleep"
+
+
+def test_memory_that_nobody_reads_is_not_shown_as_free(page: Chromium) -> None:
+    page.ask("source.close(), state.gpus[0].total = 24 * 2 ** 30, show(), null")
+    shown = "document.getElementById('gpus').firstChild"
+    assert page.ask(f"{shown}.querySelector('.note').textContent") == "24.0 GiB"
+    assert page.ask(f"{shown}.querySelector('.bar').hidden")
+
+
+def test_a_reload_is_told_and_so_is_one_that_was_refused(tmp_path: Path, browser: Chromium) -> None:
+    health = "document.getElementById('health').textContent"
+    file = compose(tmp_path, "a")
+    with serving(file, state=tmp_path) as running:
+        browser.open(f"http://127.0.0.1:{running.port}/")
+        browser.wait(f"document.getElementById('health') && {READY}")
+        written = file.read_text()
+        file.write_text("services: [")
+        running.process.send_signal(signal.SIGHUP)
+        browser.wait(f"{health}.startsWith('last reload refused: {file}')")
+        compose(tmp_path, "a", "new")
+        assert file.read_text() != written
+        running.process.send_signal(signal.SIGHUP)
+        browser.wait(f"{READY} && !!{row('new')}")
+        told = "[...document.querySelectorAll('#swaps li')].map(each => each.textContent).join()"
+        browser.wait(f"{told}.includes('anvil-mux: configuration reloaded: added new')")
+        browser.wait("document.getElementById('version').textContent.includes(', reloaded at ')")
+
+
+def test_it_says_when_nobody_answers_and_comes_back_by_itself(tmp_path: Path, browser: Chromium) -> None:
+    file = compose(tmp_path)
+    with serving(file, state=tmp_path) as running:
+        port = running.port
+        browser.open(f"http://127.0.0.1:{port}/")
+        browser.wait(f"document.readyState === 'complete' && {READY}")
+    browser.wait("document.getElementById('health').textContent === 'no answer; trying again'")
+    with serving(file, "--port", str(port), state=tmp_path):
+        browser.wait(READY)

@@ -1,0 +1,1172 @@
+"""Requests to engines and their answers, over real sockets, with an engine whose bytes the test sends."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+import tracemalloc
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import LoadError, Severed
+from anvil_mux.protocol import http1
+from anvil_mux.proxy import pump, relay
+from anvil_mux.proxy.call import Patience
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+from tests.running import seen
+
+ASK_A = b'{"model":"a"}'
+STREAM_A = b'{"model":"a","stream":true}'
+EAGER_BEATS = Patience(grace=0.0, comment_every=0.0, chunk_every=0.0)
+
+
+def error_in(stream: bytes) -> dict[str, str]:
+    """The error event that a stream ends with."""
+    events = [line[6:] for line in stream.splitlines() if line.startswith(b'data: {"error"')]
+    assert len(events) == 1, stream
+    return json.loads(events[0])["error"]  # type: ignore[no-any-return]
+
+
+# Answers
+
+
+def test_an_answer_comes_back_with_its_body_and_own_headers(rig: Rig) -> None:
+    client = rig.client()
+    client.post(
+        ASK_A,
+        extra=b"Connection: x-secret\r\nX-Secret: 1\r\nX-Request-ID: my-id\r\nX-Forwarded-For: 6.6.6.6\r\n",
+    )
+    asked = rig.engine.next()
+    assert asked.body == ASK_A
+    assert b"x-secret" not in asked.head.lower()
+    assert b"x-forwarded-for" not in asked.head.lower()
+    assert b"\r\nX-Request-ID: my-id\r\n" in asked.head
+    assert b"\r\nHost: 127.0.0.1:%d\r\n" % rig.engine.address[1] in asked.head
+    asked.send(
+        b"HTTP/1.1 200 OK\r\nServer: uvicorn\r\nContent-Type: application/json\r\nKeep-Alive: 5\r\n"
+        b"X-Engine: y\r\nContent-Length: 8\r\n\r\n",
+        b'{"x": 1}',
+    )
+    answer = client.read()
+    assert (answer.status, answer.body) == (200, b'{"x": 1}')
+    assert answer.header(b"server") == b"anvil-mux"
+    assert answer.header(b"x-engine") == b"y"
+    assert answer.header(b"x-request-id") == b"my-id"
+    assert answer.header(b"keep-alive") is None
+    record = rig.events.record()
+    assert (record.status, record.model, record.backend, record.request_id) == (200, "a", "a", "my-id")
+    assert record.sent == len(answer.head) + len(answer.body)
+
+
+@pytest.mark.parametrize("status", [b"400 Bad Request", b"422 X", b"500 Oh", b"503 Busy"])
+def test_an_engines_error_is_relayed_with_its_body(rig: Rig, status: bytes) -> None:
+    rig.engine.answer = lambda _: b'HTTP/1.1 %b\r\nContent-Length: 13\r\n\r\n{"error": 42}' % status
+    client = rig.client()
+    client.post(ASK_A)
+    answer = client.read()
+    assert (answer.status, answer.body) == (int(status[:3]), b'{"error": 42}')
+    client.post(ASK_A)
+    assert client.read().status == int(status[:3])
+
+
+def test_requests_on_one_connection_share_one_connection_to_the_engine(rig: Rig) -> None:
+    rig.engine.answer = lambda _: JSON_OK
+    client = rig.client()
+    for _ in range(5):
+        client.post(ASK_A)
+        assert client.read().body == b"{}"
+    assert len(rig.engine.connections) == 1
+
+
+def test_the_same_head_again_goes_on_with_its_own_id_and_length(rig: Rig) -> None:
+    client = rig.client()
+    ids = set()
+    for body in (ASK_A, b'{"model":"a","n":1}', b'{"model": "org/b"}', b'{"model": "alias"}'):
+        client.post(body)
+        engine = rig.other if b"org/b" in body else rig.engine
+        asked = engine.next()
+        assert b"\r\nHost: 127.0.0.1:%d\r\n" % engine.address[1] in asked.head
+        assert asked.head.count(b"X-Request-ID: ") == asked.head.count(b"Content-Length: ") == 1
+        said = b"x" * 10 ** len(ids)
+        asked.send(
+            b"HTTP/1.1 200 OK\r\nX-Request-ID: theirs\r\nContent-Length: %d\r\n\r\n%b" % (len(said), said)
+        )
+        answer = client.read()
+        assert (answer.body, answer.head.count(b"X-Request-ID: ")) == (said, 1)
+        ids.add(answer.header(b"x-request-id"))
+    assert len(ids) == 4
+
+
+def test_answers_without_a_body_keep_the_connection(rig: Rig) -> None:
+    answers = iter([b"HTTP/1.1 204 No Content\r\n\r\n", JSON_OK])
+    rig.engine.answer = lambda _: next(answers)
+    client = rig.client()
+    client.post(ASK_A)
+    assert client.read().status == 204
+    client.post(ASK_A)
+    assert client.read().body == b"{}"
+    assert len(rig.engine.connections) == 1
+
+
+def test_interim_answers_of_the_engine_are_skipped(rig: Rig) -> None:
+    rig.engine.answer = lambda _: b"HTTP/1.1 100 Continue\r\n\r\n" + JSON_OK
+    client = rig.client()
+    client.post(ASK_A)
+    assert client.read().body == b"{}"
+
+
+def test_an_alias_reaches_the_engine_under_the_name_that_it_knows(rig: Rig) -> None:
+    rig.engine.answer = rig.other.answer = lambda asked: (
+        b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(asked.body), asked.body)
+    )
+    client = rig.client()
+    client.post(b'{"x": 1, "model": "alias"}')
+    assert client.read().body == b'{"x": 1, "model": "a"}'
+    client.post(b'{"model":"org/b", "n": 2.50}')
+    assert client.read().body == b'{"model":"b-inside", "n": 2.50}'
+
+
+def test_a_request_without_a_model_goes_to_the_default(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(default_model="org/b")
+    client = rig.client()
+    client.post(b'{"x":1}')
+    asked = rig.other.next()
+    assert json.loads(asked.body) == {"model": "b-inside", "x": 1}
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+
+
+# Streams
+
+
+def test_the_first_event_reaches_the_client_before_the_last_is_sent(rig: Rig) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD)
+    head = client.read_until(b"\r\n\r\n")
+    assert b"Transfer-Encoding: chunked" in head
+    for number in range(20):
+        asked.send(chunk(b"data: %d\n\n" % number))
+        assert client.read_until(b"\n\n\r\n").endswith(b"data: %d\n\n\r\n" % number)
+    asked.send(b"0\r\n\r\n")
+    assert client.read_until(b"0\r\n\r\n") == b"0\r\n\r\n"
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().body == b"{}"
+    assert len(rig.engine.connections) == 1
+
+
+@pytest.mark.parametrize("end", [b"0\r\n\r\nHTTP/1.1 200 OK\r\n", b"0\r\n\r\n"])
+def test_what_an_engine_sends_beyond_its_answer_is_nobodys(rig: Rig, end: bytes) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    rig.engine.next().send(SSE_HEAD + chunk(b"data: 1\n\n") + end)
+    answer = client.read()
+    assert (answer.body, answer.clean) == (b"data: 1\n\n", True)
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().body == b"{}"
+    assert len(rig.engine.connections) == (1 if end == b"0\r\n\r\n" else 2)
+
+
+def test_a_body_until_close_is_chunked_for_the_client(rig: Rig) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", b"data: 1\n\n")
+    assert b"Transfer-Encoding: chunked" in client.read_until(b"\r\n\r\n")
+    client.read_until(b"data: 1\n\n\r\n")
+    asked.send(b"data: 2\n\n")
+    client.read_until(b"data: 2\n\n\r\n")
+    asked.close()
+    client.read_until(b"0\r\n\r\n")
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().body == b"{}"
+
+
+def test_chunks_are_taken_apart_for_a_client_of_http_1_0(rig: Rig) -> None:
+    client = rig.client()
+    client.send(
+        b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(STREAM_A), STREAM_A)
+    )
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"), chunk(b"data: 2\n\n"), b"0\r\n\r\n")
+    answer = client.read()
+    assert answer.header(b"transfer-encoding") is None
+    assert answer.header(b"connection") == b"close"
+    assert answer.body == b"data: 1\n\ndata: 2\n\n"
+
+
+def test_a_large_answer_with_a_length_passes_whole(rig: Rig) -> None:
+    content = bytes(range(256)) * 8192
+    rig.engine.answer = lambda _: b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+    client = rig.client()
+    for _ in range(2):
+        client.post(ASK_A)
+        assert client.read().body == content
+    assert len(rig.engine.connections) == 1
+
+
+def test_a_client_that_does_not_read_stops_the_engine_and_gets_every_byte_later(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, held = pump.Pump._hold, threading.Event()
+
+    def note(self: pump.Pump, stream: pump.Stream, rest: bytes) -> None:
+        hold(self, stream, rest)
+        held.set()
+
+    monkeypatch.setattr(pump.Pump, "_hold", note)
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD)
+    client.read_until(b"\r\n\r\n")
+    event = b"data: " + b"x" * 65536 + b"\n\n"
+    sender = threading.Thread(target=lambda: asked.send(*[chunk(event)] * 300, b"0\r\n\r\n"))
+    sender.start()
+    assert held.wait(20)
+    assert sender.is_alive(), "nothing held the engine back"
+    content, clean = client.read_chunks()
+    sender.join()
+    assert clean
+    assert content == event * 300
+
+
+def test_a_client_that_never_reads_again_is_left(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anvil_mux.proxy.pump.SWEEP_SECONDS", 0.02)
+    rig = make_rig(client_timeout=0.05)
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD)
+    client.read_until(b"\r\n\r\n")
+    event = chunk(b"data: " + b"x" * 65536 + b"\n\n")
+    with pytest.raises(OSError):
+        asked.send(*[event] * 1000)
+    rig.events.wait("released")
+    assert rig.events.record().code == "client_stalled"
+
+
+def test_many_streams_at_once_do_not_mix(rig: Rig) -> None:
+    clients = [rig.client() for _ in range(40)]
+    for number, client in enumerate(clients):
+        client.post(b'{"model":"a","stream":true,"n":%d}' % number)
+    asked = {json.loads(each.body)["n"]: each for each in (rig.engine.next() for _ in clients)}
+    for each in asked.values():
+        each.send(SSE_HEAD)
+    for part in range(10):
+        for number, each in asked.items():
+            each.send(chunk(b"data: %d.%d\n\n" % (number, part)))
+    asked[0].send(b"0\r\n\r\n")
+    rig.events.record()
+    for number, each in asked.items():
+        if number:
+            each.send(b"0\r\n\r\n")
+    for number, client in enumerate(clients):
+        answer = client.read()
+        assert answer.clean
+        assert answer.body == b"".join(b"data: %d.%d\n\n" % (number, part) for part in range(10))
+    rig.events.record(40)
+    assert len(rig.relay.pump) == 0
+
+
+def test_only_silence_ends_a_long_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pump, "SWEEP_SECONDS", 1e6)
+    engine, upstream = socket.socketpair()
+    client, far = socket.socketpair()
+    moved = pump.Pump(silence_timeout=10.0)
+    response = http1.parse_response(SSE_HEAD, "POST")
+    stream = pump.Stream(upstream, client, relay.body_of(response, chunked=True))
+    moved._streams[-1] = stream
+    for now in (100.0, 109.0, 118.0):
+        engine.sendall(chunk(b"data: 1\n\n"))
+        moved._read(stream, now)
+        moved._sweep(now + 9.5)
+        assert stream.end is None
+    moved._sweep(128.5)
+    assert stream.end is pump.End.STALLED
+    moved._streams.clear()
+    moved.close()
+    for end in (engine, upstream, client, far):
+        end.close()
+
+
+# Ends that are not clean
+
+
+def test_an_engine_that_dies_in_mid_stream_ends_it_with_an_error_event_and_a_cut(rig: Rig) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    client.read_until(b"data: 1\n\n\r\n")
+    asked.reset()
+    content, clean = client.read_chunks()
+    assert not clean
+    assert error_in(content)["code"] == "backend_unavailable"
+    rig.events.wait("released")
+    record = rig.events.record()
+    assert (record.status, record.code) == (200, "backend_unavailable")
+
+
+def test_an_event_that_was_cut_in_two_does_not_swallow_the_error(rig: Rig) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b'data: {"half'))
+    client.read_until(b'{"half\r\n')
+    asked.close()
+    content, clean = client.read_chunks()
+    assert not clean
+    assert content.startswith(b"\n\n")
+    assert error_in(content)["code"] == "backend_unavailable"
+
+
+def test_within_a_chunk_nothing_is_written_and_the_connection_is_cut(rig: Rig) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, b"100\r\ndata: 1\n\n")
+    client.read_until(b"data: 1\n\n")
+    asked.close()
+    assert client.rest() == b""
+
+
+def test_a_broken_chunk_is_not_passed_off_as_an_end(rig: Rig) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    client.read_until(b"data: 1\n\n\r\n")
+    asked.send(b"what?\r\n\r\n")
+    assert client.rest() == b""
+    assert asked.was_left()
+    assert rig.events.record().code == "backend_unavailable"
+
+
+def test_a_json_answer_that_breaks_off_is_a_502(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    asked = rig.engine.next()
+    asked.send(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{")
+    asked.close()
+    answer = client.read()
+    assert answer.status == 502
+    assert json.loads(answer.body)["error"]["code"] == "backend_unavailable"
+
+
+def test_an_anthropic_stream_gets_an_anthropic_error_event(rig: Rig) -> None:
+    client = rig.client()
+    client.post(STREAM_A, path=b"/v1/messages")
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"event: ping\ndata: {}\n\n"))
+    client.read_until(b"{}\n\n\r\n")
+    asked.close()
+    content, clean = client.read_chunks()
+    assert not clean
+    assert content.startswith(b"event: error\ndata: ")
+
+
+def test_a_silent_engine_is_given_up_before_its_head(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(upstream_timeout=0.05)
+    client = rig.client()
+    client.post(ASK_A)
+    asked = rig.engine.next()
+    answer = client.read()
+    assert answer.status == 502
+    assert b"was silent for 0.05 s" in answer.body
+    assert asked.was_left()
+
+
+def test_a_silent_engine_is_given_up_within_a_stream(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anvil_mux.proxy.pump.SWEEP_SECONDS", 0.02)
+    rig = make_rig()
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    client.read_until(b"data: 1\n\n\r\n")
+    monkeypatch.setattr(rig.relay.pump, "_silence", 0.05)
+    content, clean = client.read_chunks()
+    assert not clean
+    assert "silent" in error_in(content)["message"]
+    assert asked.was_left()
+
+
+# Swaps
+
+
+def test_a_stream_ends_whole_before_another_model_is_loaded(rig: Rig) -> None:
+    rig.other.answer = lambda _: JSON_OK
+    first, second = rig.client(), rig.client()
+    first.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    first.read_until(b"data: 1\n\n\r\n")
+    second.post(b'{"model":"org/b"}')
+    rig.events.wait("draining")
+    asked.send(chunk(b"data: 2\n\n"), b"0\r\n\r\n")
+    content, clean = first.read_chunks()
+    assert (content, clean) == (b"data: 2\n\n", True)
+    assert second.read().body == b"{}"
+    assert not rig.events.of("severed")
+
+
+@pytest.mark.parametrize("framed", [True, False], ids=["chunked", "until the engine closes"])
+def test_a_severed_stream_ends_with_an_error_event_and_a_cut(
+    make_rig: Callable[..., Rig], framed: bool
+) -> None:
+    rig = make_rig(drain_timeout=0.0)
+    rig.other.answer = lambda _: JSON_OK
+    first, second = rig.client(), rig.client()
+    first.post(STREAM_A)
+    asked = rig.engine.next()
+    if framed:
+        asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    else:
+        asked.send(b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n", b"data: 1\n\n")
+    first.read_until(b"data: 1\n\n\r\n")
+    second.post(b'{"model":"org/b"}')
+    content, clean = first.read_chunks()
+    assert not clean
+    assert error_in(content)["code"] == "severed"
+    assert asked.was_left()
+    assert second.read().body == b"{}"
+
+
+def test_a_request_severed_before_its_head_gets_503_and_when_to_come_again(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(drain_timeout=0.0)
+    rig.other.answer = lambda _: JSON_OK
+    first, second = rig.client(), rig.client()
+    first.post(ASK_A)
+    asked = rig.engine.next()
+    second.post(b'{"model":"org/b"}')
+    answer = first.read()
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (503, "severed")
+    assert answer.header(b"retry-after") == b"5"
+    assert asked.was_left()
+    assert second.read().status == 200
+
+
+def test_a_request_whose_engine_resets_the_connection_when_it_is_severed_is_not_sent_again() -> None:
+    """The engine may still write when the connection is shut down: the kernel answers that with a reset."""
+    severed = threading.Event()
+
+    class Lease:
+        backend, address, run = Backend("a", "a"), ("127.0.0.1", 0), object()
+        watch = None
+
+        @property
+        def severed(self) -> bool:
+            return severed.is_set()
+
+        def severed_error(self) -> Severed:
+            return Severed("for another")
+
+        def on_severed(self, cut: Callable[[], None]) -> None:
+            pass
+
+    def engine() -> None:
+        connection, _ = listener.accept()
+        connection.recv(65536)
+        severed.set()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
+    lease, shared = Lease(), relay.Relay(5.0)
+    client, other_end = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as listener, client, other_end:
+        lease.address = listener.getsockname()
+        thread = threading.Thread(target=engine)
+        thread.start()
+        with pytest.raises(Severed), relay.Exchange(shared, lease, client) as exchange:
+            exchange.ask("POST", b"POST / HTTP/1.1\r\n\r\n", b"")
+        thread.join()
+    shared.close()
+
+
+def test_a_severed_lease_is_released_while_the_other_model_still_loads(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(drain_timeout=0.0)
+    first, second = rig.client(), rig.client()
+    first.post(ASK_A)
+    rig.engine.next()
+    rig.mechanism.loading.acquire()
+    rig.mechanism.gate.clear()
+    second.post(b'{"model":"org/b"}')
+    assert first.read().status == 503
+    assert rig.events.record().code == "severed"
+    assert not rig.events.of("ready")[1:]
+    assert rig.mechanism.loading.acquire(timeout=20)
+    rig.mechanism.gate.set()
+    rig.other.next().send(JSON_OK)
+    assert second.read().status == 200
+
+
+def test_a_request_that_waits_is_served_when_its_model_is_ready(rig: Rig) -> None:
+    rig.engine.answer = lambda _: JSON_OK
+    rig.mechanism.gate.clear()
+    clients = [rig.client() for _ in range(10)]
+    for client in clients:
+        client.post(ASK_A)
+    rig.events.wait("queued", 10)
+    rig.mechanism.gate.set()
+    assert [client.read().status for client in clients] == [200] * 10
+    assert len(rig.events.of("starting")) == 1
+
+
+# Clients that leave
+
+
+def test_a_client_that_leaves_in_a_silent_prefill_frees_its_lease(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    asked = rig.engine.next()
+    client.leave()
+    assert asked.was_left()
+    rig.events.wait("released")
+    assert rig.events.record().status == 499
+
+
+def test_a_client_that_leaves_in_mid_stream_frees_its_lease(rig: Rig) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    client.read_until(b"data: 1\n\n\r\n")
+    client.leave()
+    assert asked.was_left()
+    rig.events.wait("released")
+    assert rig.events.record().code == "client_gone"
+
+
+def test_a_client_that_leaves_the_line_is_forgotten(rig: Rig) -> None:
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    client.post(ASK_A)
+    rig.events.wait("queued")
+    client.leave()
+    rig.events.wait("gone")
+    rig.mechanism.gate.set()
+    rig.events.wait("ready")
+    assert rig.engine.asked.empty()
+    assert rig.events.record().status == 499
+
+
+# Connections that idle
+
+
+def test_few_connections_are_kept_to_an_engine_in_which_each_holds_a_thread(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(backends=(Backend("a", "a", gpus=("0",), engine="llamacpp"),))
+    clients = [rig.client() for _ in range(5)]
+    for client in clients:
+        client.post(ASK_A)
+    asked = [rig.engine.next() for _ in clients]
+    for number, each in enumerate(asked, 1):
+        each.send(JSON_OK)
+        rig.events.record(number)
+    assert all(each.was_left() for each in asked[2:])
+    assert sum(connection.ended.is_set() for connection in rig.engine.connections) == 3
+
+
+def test_what_idles_is_closed_when_a_request_waits_on_a_connection_of_its_own(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.05)
+    waiting = rig.client()
+    clients = [rig.client() for _ in range(4)]
+    waiting.post(ASK_A)
+    last = rig.engine.next()
+    for client in clients:
+        client.post(ASK_A)
+    asked = [rig.engine.next() for _ in clients]
+    for each in asked:
+        each.send(JSON_OK)
+    assert all(each.was_left() for each in asked)
+    assert all(client.read().status == 200 for client in clients)
+    last.send(JSON_OK)
+    assert waiting.read().status == 200
+
+
+def test_a_slow_answer_on_a_connection_that_was_answered_before_lets_others_idle(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.05)
+    looks, look = threading.Semaphore(0), relay.Exchange._look
+
+    def note(self: relay.Exchange) -> None:
+        look(self)
+        looks.release()
+
+    first, second = rig.client(), rig.client()
+    for client in (first, second):
+        client.post(ASK_A)
+    asked = [rig.engine.next(), rig.engine.next()]
+    for each in asked:
+        each.send(JSON_OK)
+    assert [client.read().status for client in (first, second)] == [200, 200]
+    rig.events.record(2)
+    monkeypatch.setattr(relay.Exchange, "_look", note)
+    first.post(ASK_A)
+    slow = rig.engine.next()
+    for _ in range(3):
+        assert looks.acquire(timeout=20)
+    assert not any(connection.ended.is_set() for connection in rig.engine.connections)
+    slow.send(JSON_OK)
+    assert first.read().status == 200
+
+
+# Engines that are gone
+
+
+def test_a_pooled_connection_that_was_closed_is_replaced(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    asked = rig.engine.next()
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+    asked.close()
+    assert asked.was_left()
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().status == 200
+    assert len(rig.events.of("starting")) == 1
+
+
+def test_a_pooled_connection_that_ends_under_the_request_is_replaced(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().status == 200
+    client.post(ASK_A)
+    rig.engine.next().close()
+    rig.engine.next().send(JSON_OK)
+    assert client.read().status == 200
+    assert len(rig.engine.connections) == 2
+    assert len(rig.events.of("starting")) == 1
+
+
+def test_an_old_connection_is_looked_at_before_it_is_used(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "FRESH_SECONDS", 0.0)
+    client = rig.client()
+    client.post(ASK_A)
+    asked = rig.engine.next()
+    asked.send(JSON_OK)
+    client.read()
+    rig.events.wait("released")
+    asked.close()
+    assert asked.was_left()
+    [connections] = rig.relay.pool._of_run.values()
+    assert connections.take() is None
+
+
+def test_what_is_sent_to_an_engine_is_not_paced(rig: Rig) -> None:
+    connection = relay.connect(rig.engine.address)
+    with connection:
+        chosen = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert chosen.rstrip(b"\0") == b"reno"
+
+
+def test_idle_connections_are_swept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.engine.answer = lambda _: JSON_OK
+    client = rig.client()
+    client.post(ASK_A)
+    client.read()
+    rig.events.wait("released")
+    rig.relay.pool.sweep()
+    assert not rig.engine.connections[0].ended.is_set()
+    monkeypatch.setattr(relay, "IDLE_SECONDS", 0.0)
+    rig.relay.pool.sweep()
+    assert rig.engine.connections[0].ended.wait(20)
+
+
+def served(rig: Rig, client: RawClient) -> None:
+    """The engine gives a whole answer, so that its end is not one right after its load."""
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().status == 200
+    rig.events.wait("released")
+    rig.relay.pool.close()
+
+
+def test_a_dead_engine_is_loaded_anew_and_the_request_sent_again(rig: Rig) -> None:
+    client = rig.client()
+    served(rig, client)
+    client.post(ASK_A)
+    rig.mechanism.end = "exited with code 137"
+    rig.engine.next().reset()
+    asked = rig.engine.next()
+    assert len(rig.events.of("starting")) == 2
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+
+
+def test_an_engine_that_ends_under_its_first_request_is_not_loaded_again_for_every_other(rig: Rig) -> None:
+    rig.mechanism.end = "exited with code 139"
+    client = rig.client()
+    for n in range(6):
+        client.post(ASK_A)
+        if n == 0:
+            rig.engine.next().reset()
+        answer = client.read()
+        assert (answer.status, answer.header(b"x-should-retry")) == (503, b"false")
+        assert b"exited with code 139" in answer.body
+    assert len(rig.events.of("starting")) == 1
+
+
+def test_a_request_under_which_its_engine_ends_twice_is_refused_with_what_happened(rig: Rig) -> None:
+    client, other = rig.client(), rig.client()
+    rig.mechanism.end = "exited with code 139"
+    served(rig, client)
+    client.post(ASK_A)
+    poison = rig.engine.next()
+    poison.reset()
+    poison = rig.engine.next()
+    other.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert other.read().status == 200
+    rig.events.wait("released", 2)
+    poison.reset()
+    answer = client.read()
+    assert (answer.status, answer.header(b"x-should-retry")) == (502, b"false")
+    assert json.loads(answer.body)["error"]["code"] == "engine_crashed"
+    assert b"exited with code 139" in answer.body
+    assert len(rig.events.of("starting")) == 2
+    other.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert other.read().status == 200
+
+
+def test_a_connection_that_is_closed_without_an_answer_is_the_failure_of_its_request_alone(rig: Rig) -> None:
+    streaming, client = rig.client(), rig.client()
+    streaming.post(STREAM_A)
+    stream = rig.engine.next()
+    stream.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    streaming.read_until(b"data: 1\n\n\r\n")
+    client.post(ASK_A)
+    rig.engine.next().close()
+    answer = client.read()
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (502, "backend_unavailable")
+    assert rig.engine.asked.empty()
+    stream.send(chunk(b"data: 2\n\n"), chunk(b""))
+    assert streaming.read_chunks() == (b"data: 2\n\n", True)
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().status == 200
+    assert rig.events.of("draining") == []
+    assert len(rig.events.of("starting")) == 1
+
+
+@pytest.mark.parametrize("well", [None, False])
+def test_a_neighbour_that_gets_bytes_is_proof_of_life_whatever_the_engine_says(
+    rig: Rig, well: bool | None
+) -> None:
+    """Its health route may have to wait for a thread as any request does."""
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def answers(backend: Backend, limit: float) -> bool | None:
+        asked.set()
+        assert may_answer.wait(GUARD)
+        return well
+
+    rig.mechanism.answers = answers  # type: ignore[method-assign]
+    streaming, client = rig.client(), rig.client()
+    streaming.post(STREAM_A)
+    stream = rig.engine.next()
+    stream.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    streaming.read_until(b"data: 1\n\n\r\n")
+    client.post(ASK_A)
+    rig.engine.next().close()
+    assert asked.wait(GUARD)
+    stream.send(chunk(b"data: 2\n\n"))
+    streaming.read_until(b"data: 2\n\n\r\n")
+    may_answer.set()
+    assert client.read().status == 502
+    assert seen(lambda: rig.mux._doubts, lambda doubts: not doubts) == {}
+    assert rig.events.of("draining") == []
+
+
+def test_a_request_that_waited_on_an_idle_connection_is_not_asked_twice(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().status == 200
+    looked, look = threading.Event(), relay.Exchange._look
+
+    def noting(exchange: relay.Exchange) -> None:
+        look(exchange)
+        looked.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(relay.Exchange, "_look", noting)
+        client.post(ASK_A)
+        asked = rig.engine.next()
+        assert looked.wait(GUARD)
+        asked.close()
+        assert client.read().status == 502
+    assert rig.engine.asked.empty()
+    assert rig.events.of("draining") == []
+
+
+def elsewhere(rig: Rig, listener: socket.socket) -> None:
+    """Where the engine of ``a`` listens, and nobody takes what comes."""
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    rig.mechanism.engines["a"] = SimpleNamespace(url=url)  # type: ignore[assignment]
+
+
+def test_a_frozen_engine_with_a_full_backlog_answers_all_when_it_goes_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "CONNECT_SECONDS", 0.5)
+    looks, look = threading.Semaphore(0), relay.Exchange._look
+
+    def noting(exchange: relay.Exchange) -> None:
+        looks.release()
+        look(exchange)
+
+    monkeypatch.setattr(relay.Exchange, "_look", noting)
+    rig.engine.answer = lambda _: JSON_OK
+    with socket.create_server(("127.0.0.1", 0), backlog=5) as frozen:
+        elsewhere(rig, frozen)
+        clients = [rig.client() for _ in range(20)]
+        for client in clients:
+            client.post(ASK_A)
+        for _ in range(20 * 6):
+            assert looks.acquire(timeout=GUARD)
+        assert rig.mux.status().leases == 20
+        rig.engine.accept_from(frozen)
+        assert [client.read().status for client in clients] == [200] * 20
+        frozen.shutdown(socket.SHUT_RDWR)
+    assert rig.events.of("severed") == rig.events.of("draining") == []
+    assert len(rig.events.of("starting")) == 1
+
+
+def test_who_waits_for_a_connection_leaves_with_its_client(rig: Rig) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        elsewhere(rig, full)
+        clients = [rig.client() for _ in range(4)]
+        for client in clients:
+            client.post(ASK_A)
+        rig.events.wait("leased", 4)
+        for client in clients:
+            client.leave()
+        rig.events.wait("released", 4)
+    assert rig.events.of("draining") == []
+
+
+def test_an_engine_that_cannot_be_reached_twice_is_a_502(rig: Rig) -> None:
+    rig.engine.stop_listening()
+    client = rig.client()
+    client.post(ASK_A)
+    answer = client.read()
+    assert answer.status == 502
+    assert json.loads(answer.body)["error"]["code"] == "backend_unavailable"
+    assert len(rig.events.of("leased")) == 2
+
+
+def test_a_load_that_fails_is_a_503_with_the_engines_last_words(rig: Rig) -> None:
+    rig.mechanism.failure = LoadError("a exited with code 1.", log=["CUDA out of memory"])
+    client = rig.client()
+    client.post(ASK_A)
+    answer = client.read()
+    assert answer.status == 503
+    assert b"CUDA out of memory" in answer.body
+
+
+def test_an_engines_redirect_is_told_and_not_followed(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    rig.engine.next().send(
+        b"HTTP/1.1 307 Temporary Redirect\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n"
+    )
+    assert client.read().status == 307
+    assert rig.engine.asked.empty()
+
+
+def test_header_values_cannot_smuggle_lines(rig: Rig) -> None:
+    answers = iter([b"HTTP/1.1 200 OK\r\nX-A: 1\rX-B: 2\r\nContent-Length: 2\r\n\r\n{}", JSON_OK])
+    rig.engine.answer = lambda _: next(answers)
+    client = rig.client()
+    client.post(ASK_A)
+    assert client.read().status == 502
+
+
+# Tokens
+
+
+def test_the_tokens_of_an_answer_are_those_that_the_engine_says(rig: Rig) -> None:
+    client = rig.client()
+    usage = b'{"prompt_tokens":12,"completion_tokens": 37,"prompt_tokens_details":{"cached_tokens":8}}'
+    body = b'{"choices":[{"text":"\\"completion_tokens\\": 9"}],"usage":%b}' % usage
+    client.post(ASK_A)
+    rig.engine.next().send(
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(body), body)
+    )
+    assert client.read().status == 200
+    record = rig.events.record(1)
+    assert (record.tokens, record.prompt_tokens, record.cached_tokens) == (37, 12, 8)
+
+
+@pytest.mark.parametrize(
+    ("end", "tokens"), [(b"data: [DONE]\n\n", 3), (b'data: {"usage":{"completion_tokens":41}}\n\n', 41)]
+)
+def test_the_tokens_of_a_stream_are_its_events_unless_it_says(rig: Rig, end: bytes, tokens: int) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    event = chunk(b'data: {"choices":[]}\n\n')
+    asked.send(SSE_HEAD, event)
+    client.read_until(event)  # the rest comes by way of the pump
+    asked.send(event, event)
+    client.read_until(event)
+    asked.send(chunk(end), b"0\r\n\r\n")
+    client.read_until(b"0\r\n\r\n")
+    assert rig.events.record(1).tokens == tokens
+
+
+def test_an_answer_that_is_no_text_has_no_tokens(rig: Rig) -> None:
+    client = rig.client()
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().status == 200
+    assert rig.events.record(1).tokens == 0
+
+
+# Beats
+
+
+def test_a_waiting_stream_is_kept_alive_and_then_continued(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=Patience(grace=0.0, comment_every=0.0, chunk_every=1e9))
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    client.post(STREAM_A)
+    head = client.read_until(b"\r\n\r\n")
+    assert b" 200 " in head
+    assert b"Cache-Control: no-cache\r\nX-Accel-Buffering: no\r\n" in head
+    for _ in range(2):
+        client.read_until(chunk(b": anvil-mux loading a\n"))
+    rig.mechanism.gate.set()
+    rig.engine.next().send(SSE_HEAD, chunk(b"data: 1\n\n"), b"0\r\n\r\n")
+    content, clean = client.read_chunks()
+    assert clean
+    assert content.replace(b": anvil-mux loading a\n", b"") == b"data: 1\n\n"
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    assert client.read().body == b"{}"
+
+
+def test_a_minimal_chunk_comes_with_some_beats(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=EAGER_BEATS)
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    client.post(STREAM_A)
+    line = client.read_until(b"}\n\n").splitlines()[-2]
+    event = json.loads(line.removeprefix(b"data: "))
+    assert event["object"] == "chat.completion.chunk"
+    assert event["choices"][0]["delta"] == {}
+
+
+def test_nothing_is_sent_before_the_grace_is_over(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=Patience(grace=1e9))
+    rig.mechanism.gate.clear()
+    rig.mechanism.failure = LoadError("no")
+    client = rig.client()
+    client.post(STREAM_A)
+    rig.events.wait("queued")
+    rig.mechanism.gate.set()
+    assert client.read().status == 503
+
+
+def test_a_load_that_fails_after_beats_is_an_error_event(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=EAGER_BEATS)
+    rig.mechanism.gate.clear()
+    rig.mechanism.failure = LoadError("a exited with code 1.")
+    client = rig.client()
+    client.post(STREAM_A)
+    client.read_until(b"loading a\n")
+    rig.mechanism.gate.set()
+    rest = client.rest()
+    assert error_in(rest)["code"] == "load_failed"
+    assert not rest.endswith(b"0\r\n\r\n")
+
+
+def test_an_engines_error_after_beats_is_an_error_event(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=EAGER_BEATS)
+    rig.mechanism.gate.clear()
+    rig.engine.answer = lambda _: b"HTTP/1.1 400 Bad\r\nContent-Length: 9\r\n\r\ntoo long!"
+    client = rig.client()
+    client.post(STREAM_A)
+    client.read_until(b"loading a\n")
+    rig.mechanism.gate.set()
+    assert "400: too long!" in error_in(client.rest())["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        pytest.param(
+            b'{"error":{"code":400,"message":"too long!","type":"exceed_context_size_error","n_ctx":8}}',
+            {"message": "too long!", "type": "exceed_context_size_error", "param": None, "code": 400},
+            id="llama.cpp",
+        ),
+        pytest.param(
+            b'{"object":"error","message":"too long!","type":"BadRequestError","param":null,"code":400}',
+            {"message": "too long!", "type": "BadRequestError", "param": None, "code": 400},
+            id="vLLM",
+        ),
+        pytest.param(
+            b'{"error":{"message":"%b"}}' % (b"x" * 5000),
+            {
+                "message": "x" * 2000,
+                "type": "invalid_request_error",
+                "param": None,
+                "code": "refused_by_engine",
+            },
+            id="bounded",
+        ),
+    ],
+)
+def test_an_engines_refusal_after_beats_is_told_in_its_own_words(
+    make_rig: Callable[..., Rig], body: bytes, told: dict[str, object]
+) -> None:
+    rig = make_rig(patience=EAGER_BEATS)
+    rig.mechanism.gate.clear()
+    rig.engine.answer = lambda _: b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    client = rig.client()
+    client.post(STREAM_A)
+    client.read_until(b"loading a\n")
+    rig.mechanism.gate.set()
+    assert error_in(client.rest()) == told
+    assert rig.events.record().code == "refused_by_engine"
+
+
+def test_beats_to_a_client_of_http_1_0_are_not_chunked(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=Patience(grace=0.0, comment_every=1e9, chunk_every=1e9))
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    client.send(
+        b"POST /v1/chat/completions HTTP/1.0\r\nConnection: keep-alive\r\nContent-Length: %d\r\n\r\n%b"
+        % (len(STREAM_A), STREAM_A)
+    )
+    client.read_until(b"\r\n\r\n: anvil-mux loading a\n")
+    rig.mechanism.gate.set()
+    rig.engine.next().send(SSE_HEAD, chunk(b"data: 1\n\n"), b"0\r\n\r\n")
+    assert client.rest() == b"data: 1\n\n"
+
+
+def test_a_request_without_a_stream_is_answered_before_its_client_gives_up(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(patience=Patience(silence=0.0))
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    client.post(ASK_A)
+    answer = client.read()
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (503, "model_loading")
+    assert answer.header(b"retry-after") == b"10"
+    assert rig.events.record().waited > 0
+
+
+def test_a_client_is_told_to_come_again_when_the_load_should_be_over(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=Patience(silence=0.0))
+    rig.mux.eta = {"a": 42.0, "org/b": 600.0}.get  # type: ignore[method-assign]
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    for body, seconds in ((ASK_A, b"42"), (b'{"model":"org/b"}', b"60")):
+        client.post(body)
+        assert client.read().header(b"retry-after") == seconds
+
+
+def test_the_minimal_chunk_is_not_put_off_until_the_next_comment(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(patience=Patience(grace=0.0, comment_every=1e9, chunk_every=0.1))
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    client.post(STREAM_A)
+    client.read_until(b"loading a\n")
+    client.read_until(b"chat.completion.chunk")
+
+
+def test_the_clients_own_limit_is_respected(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.mechanism.gate.clear()
+    client = rig.client()
+    client.post(ASK_A, extra=b"x-stainless-read-timeout: 0.01\r\n")
+    assert client.read().status == 503
+
+
+# Large bodies
+
+
+def test_a_large_json_body_is_held_once(rig: Rig) -> None:
+    size = 30 << 20
+    body = b'{"messages":["' + b"x" * size + b'"],"model":"alias"}'
+    rig.engine.keep_bodies = False
+    client = rig.client()
+    client.post(ASK_A)
+    rig.engine.next().send(JSON_OK)
+    client.read()
+    tracemalloc.start()
+    try:
+        client.send(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: %b\r\nContent-Type: application/json\r\n"
+            b"Content-Length: %d\r\n\r\n" % (client.host, len(body))
+        )
+        client.socket.sendall(body)
+        asked = rig.engine.next()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert asked.size == len(body) - len("alias") + len("a")
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+    assert peak < size * 1.2
+
+
+def test_an_upload_is_spooled_and_sent_again_on_a_new_engine(rig: Rig) -> None:
+    size = 20 << 20
+    body = (
+        b'--B\r\nContent-Disposition: form-data; name="file"; filename="a.wav"\r\n\r\n'
+        + b"w" * size
+        + b'\r\n--B\r\nContent-Disposition: form-data; name="model"\r\n\r\nalias\r\n--B--\r\n'
+    )
+    client = rig.client()
+    served(rig, client)
+    head = (
+        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: %b\r\n"
+        b"Content-Type: multipart/form-data; boundary=B\r\nContent-Length: %d\r\n\r\n"
+        % (client.host, len(body))
+    )
+    rig.engine.keep_bodies = False
+    tracemalloc.start()
+    try:
+        client.send(head)
+        client.socket.sendall(body)
+        asked = rig.engine.next()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 5 << 20
+    assert asked.size == len(body) - len("alias") + len("a")
+    rig.engine.keep_bodies = True
+    rig.mechanism.end = "killed"
+    asked.reset()
+    again = rig.engine.next()
+    assert again.body == body.replace(b"alias", b"a")
+    again.send(JSON_OK)
+    assert client.read().status == 200

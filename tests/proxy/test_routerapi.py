@@ -1,0 +1,196 @@
+"""llama.cpp's router API: what Open WebUI's badges, Load and Eject ask for."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from anvil_mux.errors import LoadError
+from anvil_mux.protocol import naming
+from anvil_mux.proxy import routerapi
+from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig
+
+ASK_A = b'{"model":"a"}'
+
+
+def followed(connection: RawClient) -> dict[str, object]:
+    """The next event of a client that follows."""
+    event = connection.read_until(b"\n\n\r\n")
+    return json.loads(event[event.index(b"{") :])  # type: ignore[no-any-return]
+
+
+def follow(rig: Rig) -> tuple[RawClient, list[dict[str, object]]]:
+    """A client that follows, and the statuses that it was told first."""
+    connection = rig.client()
+    connection.send(b"GET /models/sse HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert b"text/event-stream" in connection.read_until(b"\r\n\r\n")
+    lines = connection.read_until(b"\n\n\r\n").partition(b"\r\n")[2].split(b"\n\n")
+    return connection, [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+
+
+def status(model: str, value: str, **more: object) -> dict[str, object]:
+    return {"model": model, "event": "model_status", "data": {"status": value, **more}}
+
+
+def badge(rig: Rig, model: str) -> dict[str, object]:
+    listed = json.loads(rig.client().get(b"/models").body)["data"]
+    return next(each["status"] for each in listed if each["id"] == model)  # type: ignore[no-any-return]
+
+
+def test_load_answers_while_the_model_loads_and_goes_on_without_its_client(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routerapi, "MOMENT_SECONDS", 0.0)
+    rig.mechanism.gate.clear()
+    connection = rig.client()
+    connection.post(b'{"model":"alias"}', path=b"/models/load")
+    assert connection.read().body == b'{"success":true}'
+    rig.events.wait("starting")
+    assert badge(rig, "a") == {"value": "loading"}
+    connection.leave()
+    rig.mechanism.gate.set()
+    rig.events.wait("ready")
+    assert badge(rig, "a") == {"value": "loaded"}
+
+
+def test_load_may_be_waited_for(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(ASK_A, path=b"/models/load?wait=true")
+    assert connection.read().body == b'{"success":true}'
+    assert rig.events.of("ready")
+
+
+@pytest.mark.parametrize("path", [b"/models/load", b"/models/load?wait=true"])
+def test_a_load_that_fails_at_once_says_why(rig: Rig, monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
+    monkeypatch.setattr(routerapi, "MOMENT_SECONDS", GUARD)
+    rig.mechanism.failure = LoadError("no such file")
+    connection = rig.client()
+    connection.post(ASK_A, path=path)
+    answer = connection.read()
+    assert answer.status == 503
+    assert b"no such file" in answer.body
+    assert badge(rig, "a") == {"value": "unloaded", "failed": True}
+
+
+def test_ejecting_puts_the_model_out(rig: Rig) -> None:
+    connection = rig.client()
+    connection.post(ASK_A, path=b"/models/load?wait=true")
+    connection.read()
+    connection.post(ASK_A, path=b"/models/unload")
+    assert connection.read().body == b'{"success":true}'
+    rig.events.wait("empty")
+    assert badge(rig, "a") == {"value": "unloaded"}
+    connection.post(ASK_A, path=b"/models/unload")
+    assert json.loads(connection.read().body) == {"success": True, "resident": False}
+
+
+def test_ejecting_what_is_being_loaded_cancels_that_and_tells_who_waits(rig: Rig) -> None:
+    rig.mechanism.gate.clear()
+    waiting, connection = rig.client(), rig.client()
+    waiting.post(ASK_A)
+    rig.events.wait("starting")
+    connection.post(ASK_A, path=b"/models/unload")
+    assert connection.read().body == b'{"success":true}'
+    answer = waiting.read()
+    error = json.loads(answer.body)["error"]
+    assert (answer.status, error["code"]) == (503, "cancelled")
+    assert error["message"].startswith("a was unloaded by hand while this request waited for it.")
+    rig.events.wait("empty")
+    assert badge(rig, "a") == {"value": "unloaded"}
+
+
+def test_nothing_kept_alive_ends_a_load_that_nobody_waits_for(rig: Rig) -> None:
+    rig.mechanism.gate.clear()
+    waiting, connection = rig.client(), rig.client()
+    waiting.post(ASK_A)
+    rig.events.wait("starting")
+    for left in (False, True):
+        if left:
+            waiting.leave()
+            rig.events.wait("gone")
+            assert rig.events.of("cancelling") == []
+        connection.post(b'{"model":"a","keep_alive":0}', path=b"/api/generate")
+        assert json.loads(connection.read().body)["done_reason"] == "unload"
+    rig.events.wait("cancelling")
+    rig.events.wait("empty")
+
+
+def test_who_only_looks_loads_nothing(rig: Rig) -> None:
+    """Clients ask so for what they show of each model in the list."""
+    rig.engine.answer = lambda _: JSON_OK
+    connection = rig.client()
+    assert connection.get(b"/props?model=a&autoload=false").status == 400
+    connection.post(ASK_A, path=b"/v1/chat/completions?autoload=0")
+    assert "a is not loaded, and autoload=false" in json.loads(connection.read().body)["error"]["message"]
+    assert rig.events.of("starting") == []
+    assert connection.get(b"/props?model=a&autoload=true").status == 200
+    assert connection.get(b"/props?model=a&autoload=false").status == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "loads"),
+    [
+        *(("", True), ("autoload=", True), ("autoload=1", True), ("model=a&autoload=true", True)),
+        *(("autoload=false&model=a", False), ("autoload=0", False), ("autoload=no", False)),
+    ],
+)
+def test_a_request_loads_its_model_unless_it_says_otherwise(query: str, loads: bool) -> None:
+    assert naming.may_load(query) == loads
+
+
+def test_a_model_is_pinned_and_unpinned(rig: Rig) -> None:
+    connection = rig.client()
+    for what, pinned in ((b"pin", True), (b"unpin", False)):
+        connection.post(ASK_A, path=b"/models/" + what)
+        assert connection.read().body == b'{"success":true}'
+        models = json.loads(rig.client().get(b"/healthz").body)["models"]
+        assert {name: model["pinned"] for name, model in models.items()} == {"a": pinned, "org/b": False}
+
+
+def test_who_follows_is_told_every_status_and_then_each_change(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routerapi, "LOOK_SECONDS", 0.01)
+    rig.engine.answer = lambda _: JSON_OK
+    rig.mechanism.gate.clear()
+    connection, first = follow(rig)
+    assert first == [status("a", "unloaded"), status("org/b", "unloaded")]
+    asking = rig.client()
+    asking.post(ASK_A)
+    assert followed(connection) == status("a", "loading")
+    rig.mechanism.gate.set()
+    assert followed(connection) == status("a", "loaded")
+    assert asking.read().status == 200
+
+
+def test_who_follows_hears_something_now_and_then(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routerapi, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(routerapi, "COMMENT_SECONDS", 0.0)
+    connection, _ = follow(rig)
+    assert connection.read_until(b"\n\r\n").endswith(b": nothing has changed\n\r\n")
+
+
+def test_who_stops_following_is_let_go(rig: Rig) -> None:
+    connection, _ = follow(rig)
+    connection.leave()
+    record = rig.events.record()
+    assert (record.path, record.code) == ("/models/sse", "client_gone")
+
+
+def test_shutting_down_ends_the_following_as_it_should_end(rig: Rig) -> None:
+    connection, _ = follow(rig)
+    ended: list[bool] = []
+    drain = threading.Thread(target=lambda: ended.append(rig.server.drain(GUARD)))
+    drain.start()
+    assert connection.rest().endswith(b"0\r\n\r\n")
+    drain.join(GUARD)
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("method", [b"POST", b"DELETE"])
+def test_following_is_a_get(make_rig: Callable[..., Rig], method: bytes) -> None:
+    answer = make_rig().client().get(b"/models/sse", method)
+    assert (answer.status, answer.header(b"allow")) == (405, b"GET, OPTIONS")

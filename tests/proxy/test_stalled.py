@@ -1,0 +1,126 @@
+"""Clients that take nothing of what waits for them: whoever sends to them, their leases end by one rule."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from anvil_mux.protocol import http1
+from anvil_mux.proxy import client, pump, relay
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
+from tests.proxy.test_upstream import SWITCHED, WISH
+
+LARGE = 16 << 20
+"""More than the buffers of a connection hold."""
+
+
+@pytest.fixture(autouse=True)
+def looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pump, "SWEEP_SECONDS", 0.02)
+    monkeypatch.setattr(client, "LOOK_SECONDS", 0.02)
+
+
+def answered(asked: Asked, *pieces: bytes) -> None:
+    """Sends as much as is taken."""
+    try:
+        asked.send(*pieces)
+    except OSError:
+        pass
+
+
+def stream(rig: Rig, path: bytes = b"/v1/chat/completions") -> RawClient:
+    """A stream by the pump, or one that is translated where the path asks for that."""
+    stalled = rig.client()
+    stalled.post(b'{"model":"a","stream":true,"messages":[{"role":"user","content":"hi"}]}', path=path)
+    asked = rig.engine.next()
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % (b"x" * 65536)
+    threading.Thread(target=answered, args=(asked, SSE_HEAD, *[chunk(event)] * 300), daemon=True).start()
+    return stalled
+
+
+def translated_stream(rig: Rig) -> RawClient:
+    return stream(rig, b"/api/chat")
+
+
+def translated_answer(rig: Rig) -> RawClient:
+    stalled = rig.client()
+    stalled.post(
+        b'{"model":"a","stream":false,"messages":[{"role":"user","content":"hi"}]}', path=b"/api/chat"
+    )
+    said = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "x" * LARGE}}]}
+    body = json.dumps(said).encode()
+    answered(
+        rig.engine.next(),
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body),
+        body,
+    )
+    return stalled
+
+
+def websocket(rig: Rig) -> RawClient:
+    """Its client goes on talking."""
+    stalled = rig.client()
+    stalled.send(b"GET /v1/realtime?model=a HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % WISH)
+    asked = rig.engine.next()
+    threading.Thread(target=answered, args=(asked, SWITCHED, bytes(LARGE)), daemon=True).start()
+    return stalled
+
+
+WAYS = (stream, translated_stream, translated_answer, websocket)
+
+
+@pytest.mark.parametrize("begin", WAYS, ids=[way.__name__ for way in WAYS])
+def test_the_lease_of_a_client_that_takes_nothing_ends_while_a_swap_waits_for_it(
+    make_rig: Callable[..., Rig], begin: Callable[[Rig], RawClient]
+) -> None:
+    rig = make_rig(client_timeout=0.1, drain_timeout=1e6)
+    rig.other.answer = lambda _: JSON_OK
+    begin(rig)
+    other = rig.client()
+    other.post(b'{"model":"org/b"}')
+    assert other.read().status == 200
+    assert not rig.events.of("severed")
+    record = rig.events.record()
+    assert (record.model, record.code) == ("a", "client_stalled")
+
+
+def test_an_engine_that_is_slow_is_no_stalled_client() -> None:
+    engine, upstream = socket.socketpair()
+    near, far = socket.socketpair()
+    moved = pump.Pump(silence_timeout=1e6, client_timeout=0.0)
+    response = http1.parse_response(SSE_HEAD, "POST")
+    slow = pump.Stream(upstream, near, relay.body_of(response, chunked=True))
+    moved._streams[-1] = slow
+    engine.sendall(chunk(b"data: 1\n\n"))
+    moved._read(slow, 100.0)
+    moved._sweep(1e5)
+    assert slow.end is None
+    moved._streams.clear()
+    moved.close()
+    for end in (engine, upstream, near, far):
+        end.close()
+
+
+def test_a_client_that_takes_a_little_now_and_then_is_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        far = socket.create_connection(listener.getsockname(), GUARD)
+        near, _ = listener.accept()
+    with near, far:
+        far_has = 0
+        try:
+            while True:
+                far_has += near.send(bytes(1 << 20), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            pass
+        unread = pump.Unread(near, 0.0)
+        assert unread.seconds(50.0) == 50.0
+        while far_has:
+            far_has -= len(far.recv(far_has))
+        assert select.select([], [near], [], GUARD)[1]
+        assert unread.seconds(60.0) == 0.0
+        assert unread.seconds(70.0) == 10.0

@@ -1,0 +1,187 @@
+"""TLS: the same front behind an encrypted connection."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.config.config import Config
+from anvil_mux.errors import ConfigError
+from anvil_mux.proxy import tls
+from anvil_mux.serve.program import _tls_context
+from tests.cli.test_cli import compose, state
+from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
+from tests.running import begin
+
+__all__ = ["state"]
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+
+
+def make_certificate(folder: Path) -> tuple[str, str]:
+    """One for localhost, and its key."""
+    cert, key = str(folder / "cert.pem"), str(folder / "key.pem")
+    about = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    made = [
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-keyout",
+        key,
+        "-out",
+        cert,
+    ]
+    subprocess.run(["openssl", "req", "-x509", *made, *about], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig], files: tuple[str, str]) -> Rig:
+    return make_rig(tls=tls.build_context(*files))
+
+
+@pytest.fixture
+def connect(rig: Rig, files: tuple[str, str]) -> Callable[[], RawClient]:
+    def make() -> RawClient:
+        client = rig.client()
+        trust = ssl.create_default_context(cafile=files[0])
+        client.socket = trust.wrap_socket(client.socket, server_hostname="localhost")
+        return client
+
+    return make
+
+
+def test_requests_are_answered_one_after_another(rig: Rig, connect: Callable[[], RawClient]) -> None:
+    rig.engine.answer = lambda _: JSON_OK
+    client = connect()
+    for _ in range(3):
+        client.post(b'{"model":"a"}')
+        assert client.read().body == b"{}"
+    assert client.get(b"/livez").body == b"ok\n"
+    assert rig.events.record().client == "127.0.0.1"
+
+
+def test_a_stream_arrives_event_by_event(rig: Rig, connect: Callable[[], RawClient]) -> None:
+    client = connect()
+    client.post(b'{"model":"a","stream":true}')
+    asked = rig.engine.next()
+    for event in (b"data: 1\n\n", b"data: 2\n\n"):
+        asked.send((SSE_HEAD if event[6:7] == b"1" else b"") + chunk(event))
+        client.read_until(event)
+    asked.send(b"0\r\n\r\n")
+    client.read_until(b"0\r\n\r\n")
+
+
+def test_large_bodies_pass_both_ways(rig: Rig, connect: Callable[[], RawClient]) -> None:
+    client = connect()
+    large = b"x" * 5_000_000
+    sending = threading.Thread(target=client.post, args=(b'{"model":"a","x":"%b"}' % large,))
+    sending.start()
+    asked = rig.engine.next()
+    sending.join(GUARD)
+    assert large in asked.body
+    asked.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(large))
+    answering = threading.Thread(target=asked.send, args=(large,))
+    answering.start()
+    assert client.read().body == large
+    answering.join(GUARD)
+
+
+def test_a_client_that_leaves_ends_the_engines_work(rig: Rig, connect: Callable[[], RawClient]) -> None:
+    client = connect()
+    client.post(b'{"model":"a","stream":true}')
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    client.read_until(b"data: 1\n\n")
+    client.leave()
+    assert asked.was_left()
+    assert rig.events.record().code == "client_gone"
+
+
+def test_a_stream_that_breaks_off_is_cut_here_too(rig: Rig, connect: Callable[[], RawClient]) -> None:
+    client = connect()
+    client.post(b'{"model":"a","stream":true}')
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    client.read_until(b"data: 1\n\n\r\n")
+    asked.close()
+    body, clean = client.read_chunks()
+    assert (b'"error"' in body, clean) == (True, False)
+
+
+def test_who_does_not_speak_tls_is_let_go_and_others_are_served(
+    rig: Rig, connect: Callable[[], RawClient]
+) -> None:
+    plain = rig.client()
+    plain.send(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    try:
+        assert b"HTTP" not in plain.rest()
+    except ConnectionResetError:
+        pass
+    assert connect().get(b"/livez").status == 200
+
+
+def test_who_begins_and_says_nothing_is_not_waited_for_long(
+    rig: Rig, connect: Callable[[], RawClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "HANDSHAKE_SECONDS", 0.05)
+    silent = rig.client()
+    assert silent.is_closed()
+
+
+def test_old_versions_are_refused(rig: Rig) -> None:
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+    with pytest.warns(DeprecationWarning, match="TLSv1_1"):
+        old.maximum_version = ssl.TLSVersion.TLSv1_1
+    with socket.create_connection(rig.address, GUARD) as raw, pytest.raises(OSError):
+        old.wrap_socket(raw)
+
+
+def test_a_drain_ends_idle_connections(rig: Rig, connect: Callable[[], RawClient]) -> None:
+    client = connect()
+    assert client.get(b"/livez").status == 200
+    assert rig.server.drain(GUARD)
+    assert client.is_closed()
+
+
+def test_files_that_do_not_serve_are_a_problem(tmp_path: Path, files: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError, match="tls_cert"):
+        _tls_context(Config((), tls_cert=str(tmp_path / "none"), tls_key=files[1]))
+    with pytest.raises(ConfigError, match="do not serve"):
+        _tls_context(Config((), tls_cert=files[1], tls_key=files[1]))
+    assert _tls_context(Config(())) is None
+
+
+def test_a_reload_shows_a_renewed_certificate_to_whoever_connects_then(state: Path) -> None:
+    cert, key = make_certificate(state)
+    file = compose(state, "a", tls_cert=cert, tls_key=key)
+    running = begin(file, "--on-exit", "stop", state=state)
+    try:
+        port = int(running.tells(r"https://127\.0\.0\.1:(\d+)")[1])
+        shown = ssl.get_server_certificate(("127.0.0.1", port))
+        assert shown == Path(cert).read_text()
+        make_certificate(state)
+        running.process.send_signal(signal.SIGHUP)
+        running.tells("configuration reloaded: set tls_cert, tls_key")
+        assert ssl.get_server_certificate(("127.0.0.1", port)) == Path(cert).read_text() != shown
+        Path(cert).write_text("nothing")
+        running.process.send_signal(signal.SIGHUP)
+        running.tells("configuration refused, nothing has changed: tls_cert")
+    finally:
+        running.stop()

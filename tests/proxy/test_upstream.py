@@ -1,0 +1,302 @@
+"""The engine itself: websockets, and what may be asked of it below /upstream/."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from anvil_mux.config.config import Backend
+from anvil_mux.protocol import api
+from tests.fake_engine import GUARD, JSON_OK, Asked, RawClient, Rig
+
+SWITCHED = (
+    b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n"
+)
+WISH = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+
+
+def open_websocket(rig: Rig, model: bytes = b"a", extra: bytes = b"") -> RawClient:
+    client = rig.client()
+    client.send(b"GET /v1/realtime?model=%b HTTP/1.1\r\nHost: localhost\r\n%b%b\r\n" % (model, WISH, extra))
+    return client
+
+
+def switch(rig: Rig, *first: bytes) -> tuple[RawClient, Asked]:
+    """An open websocket, and the engine's side of it."""
+    client = open_websocket(rig)
+    asked = rig.engine.next()
+    asked.send(SWITCHED + b"".join(first))
+    assert client.read_until(b"\r\n\r\n").startswith(b"HTTP/1.1 101 ")
+    return client, asked
+
+
+def frame(said: bytes) -> bytes:
+    size = len(said)
+    if size < 126:
+        return bytes((0x82, size)) + said
+    kind, length = (126, 2) if size < 65536 else (127, 8)
+    return bytes((0x82, kind)) + size.to_bytes(length, "big") + said
+
+
+def good_bye_in(got: bytes) -> tuple[int, str]:
+    """Code and reason of the one frame that closes a websocket."""
+    assert (got[0], got[1]) == (0x88, len(got) - 2)
+    return int.from_bytes(got[2:4], "big"), got[4:].decode()
+
+
+# Websockets
+
+
+def test_a_websocket_reaches_the_engine_as_it_was_asked_for(rig: Rig) -> None:
+    client = open_websocket(rig)
+    asked = rig.engine.next()
+    head = asked.head.lower()
+    assert head.startswith(b"get /v1/realtime?model=a http/1.1\r\n")
+    for line in (
+        b"connection: upgrade",
+        b"upgrade: websocket",
+        b"sec-websocket-key: dghlihnhbxbszsbub25jzq==",
+    ):
+        assert b"\r\n" + line + b"\r\n" in head
+    asked.send(SWITCHED)
+    answer = client.read_until(b"\r\n\r\n").lower()
+    assert b"\r\nconnection: upgrade\r\n" in answer
+    assert b"\r\nupgrade: websocket\r\n" in answer
+    assert b"\r\nsec-websocket-accept: s3pplmbitxaq9kygzzhzrbk+xoo=\r\n" in answer
+
+
+@pytest.mark.parametrize(
+    ("query", "known_as"),
+    [
+        ("model=org/b", "model=b-inside"),
+        ("x=1&model=org%2Fb&y=%20", "x=1&model=b-inside&y=%20"),
+        ("model=other%20name", "model=b-inside"),
+        ("model=b-inside", "model=b-inside"),
+    ],
+)
+def test_the_engine_is_asked_for_its_model_by_the_name_that_it_knows(
+    make_rig: Callable[..., Rig], query: str, known_as: str
+) -> None:
+    named = Backend("b", "org/b", gpus=("0",), served_model="b-inside", aliases=("other name", "b-inside"))
+    rig = make_rig(backends=(BACKENDS[0], named))
+    client = rig.client()
+    client.send(b"GET /v1/realtime?%b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (query.encode(), WISH))
+    asked = rig.other.next()
+    assert asked.head.startswith(b"GET /v1/realtime?%b HTTP/1.1\r\n" % known_as.encode())
+
+
+def test_bytes_pass_both_ways_until_a_side_closes(rig: Rig) -> None:
+    client, asked = switch(rig, b"first")
+    assert client.read_until(b"first") == b"first"
+    client.send(b"GET /not-http HTTP/1.1\r\n\r\n")
+    assert rig.engine.next().head == b"GET /not-http HTTP/1.1\r\n\r\n"
+    asked.send(b"\x81\x02hi")
+    assert client.read_until(b"hi") == b"\x81\x02hi"
+    client.leave()
+    assert asked.was_left()
+    record = rig.events.record()
+    assert (record.status, record.model, record.path) == (101, "a", "/v1/realtime")
+
+
+def test_more_than_a_side_takes_at_once_arrives_whole(rig: Rig) -> None:
+    client, asked = switch(rig)
+    large = bytes(range(256)) * 40_000
+    sending = threading.Thread(target=asked.send, args=(large,))
+    sending.start()
+    got = bytearray()
+    while len(got) < len(large):
+        got += client.socket.recv(65536)
+    sending.join(GUARD)
+    assert got == large
+
+
+def test_an_engine_that_says_good_bye_has_said_all(rig: Rig) -> None:
+    client, asked = switch(rig)
+    asked.send(b"\x81\x02hi\x88\x02\x03\xe8")
+    asked.close()
+    assert client.rest() == b"\x81\x02hi\x88\x02\x03\xe8"
+    assert rig.events.record().code == ""
+
+
+@pytest.mark.parametrize("end", ["close", "reset"])
+def test_the_client_of_an_engine_that_dies_is_told(rig: Rig, end: str) -> None:
+    client, asked = switch(rig, b"\x81\x02")
+    asked.send(b"hi")
+    assert client.read_until(b"hi")
+    getattr(asked, end)()
+    assert good_bye_in(client.rest()) == (1011, "The engine of a broke off the connection.")
+    assert rig.events.record().code == "backend_unavailable"
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        *(b"\x81", b"\x81\x05hi", b"\x82\x7e\x01", b"\x82\x7e\x00\x80hi", b"\x82\x7f" + bytes(7)),
+        *(b"\x82\x7f" + bytes(5) + b"\x01\x00\x00hi", b"\x81\x00\x01\x01", b"\x88\x02\x03"),
+    ],
+)
+def test_nothing_is_said_within_a_frame_that_broke_off(rig: Rig, begun: bytes) -> None:
+    client, asked = switch(rig)
+    asked.send(begun)
+    asked.close()
+    assert client.rest() == begun
+
+
+@pytest.mark.parametrize("size", [0, 125, 126, 65535, 65536, 200_000])
+def test_frames_of_all_sizes_are_followed(rig: Rig, size: int) -> None:
+    client, asked = switch(rig)
+    many = frame(bytes(size)) * 2 + b"\x89\x00" + frame(b"x")
+    asked.send(many)
+    asked.close()
+    got = client.rest()
+    assert got.startswith(many)
+    assert good_bye_in(got[len(many) :])[0] == 1011
+
+
+def test_an_open_websocket_is_a_lease_and_is_severed_with_it(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(drain_timeout=0.0)
+    rig.other.answer = lambda _: JSON_OK
+    client, asked = switch(rig)
+    other = rig.client()
+    other.post(b'{"model":"org/b"}')
+    assert other.read().status == 200
+    code, why = good_bye_in(client.rest())
+    assert (code, why.partition(" before")[0]) == (1012, "a was evicted for org/b")
+    assert asked.was_left()
+    assert {rig.events.record(1).code, rig.events.record(2).code} == {"", "severed"}
+
+
+def test_a_silent_websocket_is_given_up(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(upstream_timeout=0.2)
+    client, asked = switch(rig)
+    assert good_bye_in(client.rest()) == (1011, "Nothing was said for 0.2 s.")
+    assert asked.was_left()
+
+
+def test_an_engine_that_does_not_switch_is_told_as_it_answered(rig: Rig) -> None:
+    client = open_websocket(rig)
+    rig.engine.next().send(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\n\r\nno")
+    answer = client.read()
+    assert (answer.status, answer.body) == (403, b"no")
+
+
+def test_without_the_wish_to_switch_nothing_is_loaded(rig: Rig) -> None:
+    answer = rig.client().get(b"/v1/realtime?model=a")
+    assert answer.status == 426
+    assert not rig.events.of("queued")
+
+
+def test_another_sites_page_cannot_open_a_websocket(rig: Rig) -> None:
+    client = open_websocket(rig, extra=b"Origin: http://evil.example\r\n")
+    assert client.read().status == 403
+
+
+def test_an_unknown_model_has_no_websocket(rig: Rig) -> None:
+    assert open_websocket(rig, b"nobody").read().status == 404
+
+
+# Below /upstream/
+
+
+@pytest.fixture
+def open_rig(make_rig: Callable[..., Rig]) -> Rig:
+    vllm = [replace(backend, engine="vllm", upstream=("/docs", "/sdapi/", "/sleep")) for backend in BACKENDS]
+    return make_rig(backends=tuple(vllm))
+
+
+BACKENDS = (
+    Backend("a", "a", gpus=("0",), aliases=("alias",)),
+    Backend("b", "org/b", gpus=("0",), served_model="b-inside"),
+)
+
+
+@pytest.mark.parametrize("prefix", [b"/upstream/org/b", b"/upstream/org%2Fb"])
+def test_a_post_reaches_the_engine_as_it_is(open_rig: Rig, prefix: bytes) -> None:
+    client = open_rig.client()
+    client.post(b'{"model":"x"}', path=prefix + b"/tokenize?y=1")
+    asked = open_rig.other.next()
+    assert asked.head.startswith(b"POST /tokenize?y=1 HTTP/1.1\r\n")
+    assert asked.body == b'{"model":"x"}'
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+
+
+@pytest.mark.parametrize("path", [b"/version", b"/metrics", b"/docs", b"/sdapi/v1/options", b"/props"])
+def test_a_get_reaches_a_loaded_engine_and_loads_none(open_rig: Rig, path: bytes) -> None:
+    client = open_rig.client()
+    answer = client.get(b"/upstream/alias" + path)
+    assert answer.status == 409
+    assert not open_rig.events.of("queued")
+    client.post(b'{"model":"a"}', path=b"/models/load?wait=true")
+    assert client.read().status == 200
+    open_rig.engine.answer = lambda _: JSON_OK
+    assert client.get(b"/upstream/alias" + path).status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        (b"POST", b"/sleep"),
+        (b"GET", b"/is_sleeping"),
+        (b"POST", b"/invocations"),
+        (b"POST", b"/v1/load_lora_adapter"),
+        (b"POST", b"/version"),
+        (b"GET", b"/secret"),
+        (b"POST", b"/docs/x"),
+        (b"DELETE", b"/docs"),
+        (b"POST", b"/v1/../sleep"),
+        (b"POST", b"//sleep"),
+        (b"POST", b"/sdapi/../sleep"),
+        (b"POST", b"/sdapi/%2e%2e/sleep"),
+        (b"POST", b"/sdapi/..%2fsleep"),
+        (b"POST", b"/sdapi//sleep"),
+        (b"POST", b"/.env"),
+        (b"GET", b""),
+        (b"GET", b"/"),
+    ],
+)
+def test_what_is_not_listed_of_an_engine_is_not_there(open_rig: Rig, method: bytes, path: bytes) -> None:
+    answer = open_rig.client().get(b"/upstream/a" + path, method)
+    assert answer.status == 404
+    assert json.loads(answer.body)["error"]["code"] == "not_found"
+    assert open_rig.engine.asked.empty()
+    assert not open_rig.events.of("queued")
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [
+        (b"/upstream/typo/tokenize", "typo"),
+        (b"/upstream/typo", "typo"),
+        (b"/upstream/typo/", "typo"),
+        (b"/upstream/typo//sleep", "typo"),
+        (b"/upstream/org/c/v1/chat/completions", "org/c"),
+        (b"/upstream/org%2Fc/v1/chat/completions", "org/c"),
+    ],
+)
+def test_a_model_below_upstream_that_does_not_exist_is_told_with_the_known_ones(
+    open_rig: Rig, path: bytes, named: str
+) -> None:
+    client = open_rig.client()
+    client.post(b"{}", path=path)
+    answer = client.read()
+    error = json.loads(answer.body)["error"]
+    assert (answer.status, error["code"]) == (404, "model_not_found")
+    assert error["message"] == f"The model `{named}` does not exist. Known models: a, org/b."
+
+
+@pytest.mark.parametrize("path", [b"/upstream/", b"/upstream//v1/models"])
+def test_a_path_below_upstream_that_names_no_model_is_not_there(open_rig: Rig, path: bytes) -> None:
+    answer = open_rig.client().get(path)
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (404, "not_found")
+
+
+def test_the_longest_model_is_meant() -> None:
+    assert list(api.upstream("/upstream/a/b/docs")) == [("a/b", "/docs"), ("a", "/b/docs")]
+    assert list(api.upstream("/upstream/a")) == []
+    assert list(api.upstream("/other/a/docs")) == []

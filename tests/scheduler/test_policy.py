@@ -1,0 +1,730 @@
+"""Literal snapshots in, decisions out; and what any registered policy must honour."""
+
+import copy
+import dataclasses
+import math
+import random
+
+import pytest
+
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.errors import LoadError
+from anvil_mux.scheduler.policy import (
+    FOREVER,
+    PAUSES,
+    POLICIES,
+    WORTHWHILE,
+    Adaptive,
+    CostAware,
+    Debounce,
+    Eager,
+    Line,
+    Resident,
+    Snapshot,
+    Stay,
+    Swapping,
+    SwapTo,
+    TimeSlice,
+    Unload,
+    build_policy,
+)
+from anvil_mux.sim.simulate import Engines, Outcome, Request, check, simulate
+
+
+def replace(told, **changes):
+    """What a policy is told, changed."""
+    return told._replace(**changes)
+
+
+def seen(*lines, now=10.0, residents=(), swapping=()):
+    return Snapshot(now, "0", residents, lines, swapping)
+
+
+A_IS_UP = (Resident("a", "a", since=1.0, leases=0, last_used=8.0),)
+OLD = Line("b", waiting=2, oldest=3.0, newest=9.5, evicts=("a",), load_seconds=12.0)
+YOUNG = Line("c", waiting=1, oldest=9.0, newest=9.0, evicts=("a",))
+B_COMES = (Swapping("b", evicts=("z",), state="stopping", since=8.0),)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "decision"),
+    [
+        (seen(), Stay()),
+        (seen(OLD), SwapTo("b", "2 waiting, oldest first")),
+        (seen(OLD, YOUNG, residents=A_IS_UP), SwapTo("b", "2 waiting, oldest first")),
+        (seen(YOUNG, swapping=B_COMES), SwapTo("c", "1 waiting, oldest first")),
+    ],
+)
+def test_eager_swaps_at_once_to_the_line_that_waits_longest(snapshot, decision):
+    assert Eager().decide(snapshot) == decision
+
+
+NOT_QUIET = "no line has been quiet for 2 s yet"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "decision"),
+    [
+        (seen(), Stay()),
+        (seen(OLD), Stay(11.5, NOT_QUIET)),
+        (seen(OLD, now=11.5), SwapTo("b", "2 waiting, line quiet")),
+        (seen(OLD, YOUNG), Stay(11.0, NOT_QUIET)),
+        (seen(OLD, YOUNG, now=11.0), SwapTo("c", "1 waiting, line quiet")),
+        (seen(OLD, YOUNG, now=12.0), SwapTo("b", "2 waiting, line quiet")),
+        (
+            seen(replace(OLD, newest=22.5), now=23.0),
+            SwapTo("b", "2 waiting, held for the longest time allowed"),
+        ),
+        (seen(replace(OLD, newest=22.5), now=22.5), Stay(23.0, NOT_QUIET)),
+        (seen(replace(OLD, max_wait=8.0)), Stay(11.0, NOT_QUIET)),
+        (seen(replace(YOUNG, newest=10.0, evicts=())), SwapTo("c", "1 waiting, room is free")),
+        (seen(OLD, replace(YOUNG, evicts=())), SwapTo("c", "1 waiting, room is free")),
+    ],
+)
+def test_debounce_holds_a_swap_until_its_line_is_quiet_or_held_long_enough(snapshot, decision):
+    assert Debounce(quiet=2.0, max_hold=20.0).decide(snapshot) == decision
+
+
+# cost_aware: the five checks, in the order of llmux's v3
+
+LATE = "2 waiting, waited long enough"
+SERVES = "who would go may serve for as long as a swap costs"
+MORE = "more may come"
+ENOUGH_WAITED = "2 waiting, no more are awaited"
+PAIR = Line(
+    "b", 2, oldest=99.0, newest=99.5, evicts=("a",), evict_seconds=1.0, load_seconds=7.0, learned=True
+)
+"""Its swap costs 8 s, so that 4 requests are worth it."""
+
+
+def up(since, *, model="a", backend=None):
+    return Resident(model, backend or model, since, leases=0, last_used=99.0)
+
+
+FOR_LONG = (up(0.0),)
+
+
+def at_100(*lines, residents=FOR_LONG):
+    return seen(*lines, now=100.0, residents=residents)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "decision"),
+    [
+        # 1. Staleness goes before everything but room; its bound is the shorter of the two.
+        (at_100(replace(PAIR, oldest=85.0), residents=(up(99.0),)), SwapTo("b", LATE)),
+        (at_100(replace(PAIR, oldest=85.5), residents=(up(99.0),)), Stay(100.5, SERVES)),
+        (at_100(replace(PAIR, oldest=94.0, max_wait=6.0), residents=(up(99.0),)), SwapTo("b", LATE)),
+        (at_100(replace(PAIR, oldest=94.0, max_wait=7.0), residents=(up(99.0),)), Stay(101.0, SERVES)),
+        # 2. Room.
+        (
+            at_100(replace(PAIR, waiting=1, evicts=()), residents=(up(99.0),)),
+            SwapTo("b", "1 waiting, room is free"),
+        ),
+        (at_100(replace(PAIR, evicts=()), residents=()), SwapTo("b", "2 waiting, room is free")),
+        # 3. The serving window, before the number of requests; that of the last that would go.
+        (at_100(replace(PAIR, waiting=50), residents=(up(93.0),)), Stay(101.0, SERVES)),
+        (
+            at_100(replace(PAIR, waiting=50), residents=(up(92.0),)),
+            SwapTo("b", "50 waiting, 4 are worth a swap of 8.0 s"),
+        ),
+        (
+            at_100(replace(PAIR, waiting=50, evicts=("a", "c")), residents=(up(0.0), up(94.0, model="c"))),
+            Stay(102.0, SERVES),
+        ),
+        (at_100(replace(PAIR, waiting=50), residents=(up(0.0), up(97.0, backend="a2"))), Stay(105.0, SERVES)),
+        (at_100(PAIR, residents=(up(0.0), up(99.0, model="c"))), Stay(101.0, MORE)),
+        # 4. Enough requests.
+        (at_100(replace(PAIR, waiting=4)), SwapTo("b", "4 waiting, 4 are worth a swap of 8.0 s")),
+        (at_100(replace(PAIR, waiting=3)), Stay(101.0, MORE)),
+        (at_100(replace(PAIR, waiting=3, load_seconds=5.5)), Stay(101.0, MORE)),  # 3.25, rounded up
+        (
+            at_100(replace(PAIR, waiting=1, evict_seconds=0.0, load_seconds=0.0)),
+            SwapTo("b", "1 waiting, 1 are worth a swap of 0.0 s"),
+        ),
+        # 5. The window for more; when it is over nobody else is waited for.
+        (at_100(PAIR), Stay(101.0, MORE)),
+        (at_100(replace(PAIR, oldest=98.0)), SwapTo("b", ENOUGH_WAITED)),
+        (at_100(replace(PAIR, max_wait=1.5)), Stay(100.5, MORE)),
+        # The prior until a swap in this direction was made, whatever is estimated; then at most the cap.
+        (
+            at_100(replace(PAIR, waiting=5, load_seconds=300.0, learned=False)),
+            SwapTo("b", "5 waiting, 5 are worth a swap of 10.0 s"),
+        ),
+        (at_100(replace(PAIR, waiting=4, learned=False)), Stay(101.0, MORE)),
+        (
+            at_100(replace(PAIR, waiting=30, load_seconds=500.0)),
+            SwapTo("b", "30 waiting, 30 are worth a swap of 60.0 s"),
+        ),
+        (at_100(replace(PAIR, waiting=29, load_seconds=500.0), residents=(up(39.0),)), Stay(101.0, MORE)),
+        # Several lines: the first that may go, else the earliest moment.
+        (
+            at_100(PAIR, replace(PAIR, model="c", waiting=4)),
+            SwapTo("c", "4 waiting, 4 are worth a swap of 8.0 s"),
+        ),
+        (at_100(PAIR, replace(PAIR, model="c", oldest=98.5)), Stay(100.5, MORE)),
+        (at_100(residents=(up(0.0),)), Stay()),
+    ],
+)
+def test_cost_aware_checks_age_room_the_serving_window_the_number_and_the_window_for_more(snapshot, decision):
+    assert CostAware().decide(snapshot) == decision
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "decision"),
+    [
+        (
+            at_100(replace(PAIR, waiting=4), residents=(up(99.0),)),
+            SwapTo("b", "4 waiting, 4 are worth a swap of 8.0 s"),
+        ),
+        (at_100(PAIR, residents=(up(99.0),)), Stay(101.0, MORE)),
+        (at_100(replace(PAIR, oldest=98.0), residents=(up(99.0),)), SwapTo("b", ENOUGH_WAITED)),
+    ],
+)
+def test_cost_aware_without_the_serving_window_is_the_version_before_it(snapshot, decision):
+    assert CostAware(serving_window=False).decide(snapshot) == decision
+
+
+def test_cost_aware_with_no_amortization_swaps_for_one_request():
+    policy = CostAware(amortization=0.0)
+    assert policy.decide(at_100(PAIR)) == SwapTo("b", "2 waiting, 1 are worth a swap of 8.0 s")
+
+
+def test_cost_aware_decides_anew_when_the_window_is_over():
+    policy, begun = CostAware(), at_100(PAIR)
+    over = policy.decide(begun).until
+    assert policy.decide(replace(begun, now=over)) == SwapTo("b", ENOUGH_WAITED)
+    assert policy.decide(replace(begun, now=over, lines=())) == Stay()
+    reloaded = replace(begun, now=over, residents=(up(100.5),))
+    assert policy.decide(reloaded) == Stay(108.5, SERVES)
+
+
+@pytest.mark.parametrize("policy", [Debounce(quiet=2.0), CostAware(), CostAware(serving_window=False)])
+def test_debounce_and_cost_aware_need_not_be_asked_when_a_lease_ends(policy):
+    assert policy.decide(at_100(PAIR)).leases == 0
+
+
+# time_slice
+
+
+SLICED = Resident("a", "a", since=90.0, leases=3, last_used=99.0, reload_seconds=2.0)
+ONE = Line("b", 1, oldest=99.0, newest=99.0, evicts=("a",))
+NOT_OVER = "the slice of a is not over"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "decision"),
+    [
+        # 20 s are shared out by requests: 3 of 4, of 5, of 10; never less than 3 loads of 2 s.
+        (at_100(ONE, residents=(SLICED,)), Stay(105.0, NOT_OVER)),
+        (at_100(replace(ONE, waiting=2), residents=(SLICED,)), Stay(102.0, NOT_OVER)),
+        (
+            at_100(replace(ONE, waiting=7), residents=(SLICED,)),
+            SwapTo("b", "7 waiting, the slice of a is over"),
+        ),
+        (at_100(replace(ONE, waiting=7), residents=(replace(SLICED, since=95.0),)), Stay(101.0, NOT_OVER)),
+        (
+            at_100(ONE, residents=(replace(SLICED, leases=0, reload_seconds=5.0),)),
+            Stay(105.0, NOT_OVER),
+        ),
+        (
+            at_100(ONE, residents=(replace(SLICED, since=85.0),)),
+            SwapTo("b", "1 waiting, the slice of a is over"),
+        ),
+        # The waiting of all lines count, and when the slice is over the longest line goes.
+        (at_100(ONE, replace(ONE, model="c"), residents=(SLICED,)), Stay(102.0, NOT_OVER)),
+        (
+            at_100(ONE, replace(ONE, model="c", waiting=9), residents=(SLICED,)),
+            SwapTo("c", "9 waiting, the slice of a is over"),
+        ),
+        # Room, and the bound of a line, go before any slice.
+        (at_100(replace(ONE, evicts=()), residents=(SLICED,)), SwapTo("b", "1 waiting, room is free")),
+        (at_100(replace(ONE, max_wait=3.0), residents=(SLICED,)), Stay(102.0, NOT_OVER)),
+        (
+            at_100(replace(ONE, max_wait=1.0), residents=(SLICED,)),
+            SwapTo("b", "1 waiting, the slice of a is over"),
+        ),
+        # Of several that would go, the last slice counts; who goes need not be known.
+        (
+            at_100(
+                replace(ONE, evicts=("a", "c")),
+                residents=(SLICED, replace(SLICED, model="c", backend="c", since=95.0)),
+            ),
+            Stay(110.0, "the slice of a and c is not over"),
+        ),
+        (at_100(ONE, residents=()), SwapTo("b", "1 waiting, the slice of a is over")),
+        (at_100(), Stay()),
+    ],
+)
+def test_time_slice_shares_the_time_out_by_requests(snapshot, decision):
+    assert TimeSlice().decide(snapshot) == decision
+
+
+def test_time_slice_need_not_be_asked_when_a_lease_ends_before_the_shortest_slice_is_over():
+    short, long = replace(SLICED, leases=1, since=99.0), replace(SLICED, leases=3, since=99.0)
+    pair = replace(ONE, waiting=9)
+    assert [TimeSlice().decide(at_100(pair, residents=(each,))) for each in (short, long)] == [
+        Stay(105.0, NOT_OVER),
+        Stay(105.0, NOT_OVER),
+    ]
+    assert TimeSlice().decide(at_100(pair, residents=(short,))).leases == 0
+    assert TimeSlice().decide(at_100(ONE, residents=(long,))).leases == FOREVER
+
+
+# adaptive. A load of 9 s there and of 3 s back; b's line grows slowly, a is asked for once a second.
+
+THERE = Line("b", 1, 9.0, 9.0, ("a",), 1.0, 9.0, growth=0.2, service_seconds=2.0, max_wait=60.0)
+LOVED = Resident(
+    "a",
+    "a",
+    since=-100.0,
+    leases=0,
+    last_used=8.0,
+    rate=1.0,
+    growth=1.0,
+    pause_seconds=1.0,
+    service_seconds=4.0,
+    reload_seconds=3.0,
+)
+CLOSED = replace(LOVED, since=5.0, last_used=9.0, growth=0.01, service_seconds=0.5)
+"""The same rate, from clients that wait for their answers: its line would not grow."""
+
+
+def adapted(resident, *lines, now=10.0):
+    return Adaptive().decide(seen(*(lines or (THERE,)), now=now, residents=(resident,)))
+
+
+def swaps(decision):
+    return isinstance(decision, SwapTo)
+
+
+def test_adaptive_swaps_at_once_if_nobody_has_asked_for_the_resident_of_late():
+    assert swaps(adapted(replace(LOVED, rate=0.0, growth=0.0, last_used=-50.0)))
+
+
+def test_adaptive_waits_while_many_lease_and_takes_the_moment_when_nobody_does():
+    for leases in (1, 2, 4, 8, 50):
+        assert not swaps(adapted(replace(LOVED, leases=leases, last_used=9.5)))
+    assert swaps(adapted(replace(LOVED, leases=0, last_used=9.5)))
+
+
+def test_adaptive_asks_more_of_a_line_the_more_leases_would_have_to_be_drained():
+    def needed(leases):
+        resident = replace(LOVED, leases=leases, last_used=9.5)
+        return next(n for n in range(1, 1000) if swaps(adapted(resident, replace(THERE, waiting=n))))
+
+    numbers = [needed(leases) for leases in (0, 1, 4, 16)]
+    assert numbers == sorted(set(numbers))
+    assert numbers[0] == 1
+
+
+def test_adaptive_lets_a_line_that_is_long_enough_go_whatever_has_to_be_drained():
+    busy = replace(LOVED, leases=8, last_used=10.0)
+    assert not swaps(adapted(busy, replace(THERE, waiting=20)))
+    assert swaps(adapted(busy, replace(THERE, waiting=80)))
+
+
+def test_adaptive_asks_more_of_a_line_the_dearer_the_way_there_and_back():
+    cheap = adapted(replace(CLOSED, reload_seconds=0.25), replace(THERE, waiting=5, load_seconds=0.5))
+    assert swaps(cheap)
+    assert not swaps(adapted(CLOSED, replace(THERE, waiting=5)))
+    assert swaps(adapted(CLOSED, replace(THERE, waiting=20)))
+
+
+def test_adaptive_waits_a_moment_after_an_answer_for_a_client_that_asks_again():
+    unloved = replace(LOVED, rate=0.0, growth=0.0, last_used=9.9)
+    line = replace(THERE, newest=9.95)
+    stay = adapted(unloved, line, now=9.95)
+    assert stay.until == 9.9 + Adaptive().pause
+    assert stay.reason.endswith("a was just in use")
+    assert swaps(adapted(unloved, line, now=stay.until))
+
+
+def test_adaptive_waits_for_clients_that_ask_again_after_their_answers_but_not_for_ever():
+    far = replace(THERE, load_seconds=40.0)
+    for idle in (0.25, 1.0, PAUSES * CLOSED.pause_seconds - 0.01):
+        assert not swaps(adapted(replace(CLOSED, last_used=10.0 - idle)))
+    assert swaps(adapted(replace(CLOSED, last_used=10.0 - PAUSES * CLOSED.pause_seconds)))
+    assert not swaps(adapted(replace(CLOSED, last_used=7.0, pause_seconds=2.0), far))
+    assert swaps(adapted(replace(CLOSED, last_used=6.0, pause_seconds=2.0), far))
+
+
+QUICK = replace(
+    CLOSED, since=0.0, leases=1, last_used=10.0, pause_seconds=0.01, service_seconds=0.1, growth=0.0
+)
+"""A lone client that has been served for ten seconds; the way there and back takes 1 + 9 + 3 s."""
+
+
+@pytest.mark.parametrize(
+    ("resident", "line", "lost"),
+    [
+        (QUICK, {}, 6.5),
+        (QUICK, {"waiting": 2}, 6.5),  # as many seconds of each
+        (replace(QUICK, growth=0.5), {}, 2 * 6.5),  # half of the arrivals overlap: two clients
+        (replace(QUICK, growth=0.5), {"waiting": 2}, 6.5),
+        (replace(QUICK, leases=3), {}, 3 * 6.5),
+        (replace(QUICK, pause_seconds=0.9), {}, WORTHWHILE * 1.0),
+    ],
+)
+def test_adaptive_lets_clients_that_wait_for_answers_keep_their_model_until_the_swap_is_paid_for(
+    resident, line, lost
+):
+    drain = resident.service_seconds * math.log1p(resident.leases)
+    since = 2.0
+    line = replace(THERE, oldest=since, newest=since, **line)
+    first = adapted(resident, line, now=since)
+    assert first.until == pytest.approx(since + lost - drain)
+    assert not swaps(adapted(resident, line, now=first.until - 0.01))
+    assert swaps(adapted(resident, line, now=first.until + 0.01))
+
+
+def test_adaptive_counts_what_a_queue_loses_from_when_the_resident_came():
+    line = replace(THERE, oldest=-20.0, newest=-20.0, max_wait=600.0)
+    assert adapted(QUICK, line, now=3.0).until == pytest.approx(6.5 - 0.1 * math.log(2))
+
+
+def test_adaptive_serves_the_queue_first_that_has_lost_most_once_the_swap_is_paid_for():
+    near = replace(THERE, model="near", oldest=4.0, newest=4.0, load_seconds=3.0)
+    assert adapted(QUICK, replace(THERE, oldest=1.0, newest=1.0), near, now=9.0).model == "b"
+
+
+def test_adaptive_gives_no_such_bound_where_requests_come_whatever_is_answered():
+    stay = adapted(replace(QUICK, growth=1.0, rate=1.0, leases=4))
+    assert stay.until == THERE.oldest + THERE.max_wait
+    assert stay.again < stay.until
+
+
+def test_adaptive_waits_less_for_them_the_longer_their_model_has_served():
+    assert swaps(adapted(replace(CLOSED, since=-100.0)))
+
+
+def test_adaptive_never_waits_past_the_bound_of_any_line():
+    busy = replace(LOVED, leases=50, last_used=10.0)
+    later = replace(THERE, model="c", oldest=-49.9)
+    assert adapted(busy, THERE, later).until == -49.9 + 60.0
+    assert adapted(busy, THERE, replace(later, oldest=-50.0)) == SwapTo("c", "1 waiting, waited long enough")
+    unloved = replace(LOVED, rate=0.0, growth=0.0, last_used=10.0)
+    assert adapted(unloved, replace(THERE, newest=10.0, max_wait=1.1)).until == 9.0 + 1.1
+
+
+def test_adaptive_serves_those_first_of_whom_most_can_be_served_soonest():
+    unloved = replace(LOVED, rate=0.0, growth=0.0, last_used=-50.0)
+    slow, quick = (
+        replace(THERE, model="slow", waiting=3, load_seconds=60.0),
+        replace(THERE, model="quick", waiting=2),
+    )
+    assert adapted(unloved, slow, quick).model == "quick"
+    assert adapted(unloved, replace(slow, waiting=30), quick).model == "slow"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_of_two_lines_that_may_go_that_with_the_higher_priority_goes_first_even_if_it_is_shorter(name):
+    low = replace(PAIR, model="low", waiting=3, oldest=70.0, newest=70.0)
+    high = replace(PAIR, model="high", waiting=1, oldest=75.0, newest=75.0, priority=1)
+    assert build_policy(name).decide(at_100(high, low)).model == "high"
+    assert build_policy(name).decide(at_100(replace(low, priority=2), high)).model == "low"
+
+
+def test_adaptive_loads_into_free_room_at_once():
+    line = replace(THERE, evicts=())
+    assert adapted(replace(LOVED, leases=9), THERE, line) == SwapTo("b", "1 waiting, room is free")
+
+
+# What was at fault in llmux, in the simulator: model a loads in 3 s, b in 9 s, a is up at the start.
+
+
+def played(policy, trace, *, engines=None, resident="a", **settings):
+    backends = tuple(Backend(name, name, ("0",)) for name in "ab")
+    config = Config(backends, policy=policy, policy_settings=settings, max_wait=60.0, drain_timeout=30.0)
+    engines = engines or Engines({"a": 3.0, "b": 9.0}, stop_seconds=0.0)
+    log = simulate(config, trace, engines, resident=[resident])
+    assert check(log, config) == []
+    return log
+
+
+def moments(log, kind, model):
+    return [event.at for event in log if event.kind == kind and event.model == model]
+
+
+def waits(log, model):
+    return [event.seconds for event in log if event.kind == "leased" and event.model == model]
+
+
+def endless(model, seconds, every=0.5, service=2.0):
+    return [Request(n * every, model, service) for n in range(round(seconds / every))]
+
+
+def test_p1_a_request_that_arrives_in_mid_swap_is_decided_like_any_other():
+    trace = [*(Request(20.0, "b", 1.0) for _ in range(5)), Request(24.0, "a", 1.0)]
+    log = played("cost_aware", trace)
+    assert moments(log, "ready", "b") == [29.0]
+    assert moments(log, "draining", "b") == [29.0 + 10.0]  # its serving window: the prior
+    assert moments(played("time_slice", trace), "draining", "b") == [29.0 + 3 * 9.0]  # its shortest slice
+
+
+def test_p2_a_lone_request_goes_when_it_has_waited_long_enough_though_no_other_arrives():
+    log = played("cost_aware", [Request(20.0, "b", 1.0)], window=1000.0)
+    assert moments(log, "draining", "a") == [35.0]
+    assert [event.reason for event in log if event.kind == "starting"] == ["1 waiting, waited long enough"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_p3_a_lone_request_under_endless_traffic_for_the_resident_is_served(policy):
+    trace = sorted([*endless("a", 300.0), Request(50.125, "b", 1.0)])
+    (wait,) = waits(played(policy, trace), "b")
+    assert wait <= 60.0 + 2.0 + 9.0
+    if policy in ("cost_aware", "time_slice"):  # their own bounds are closer
+        assert wait <= 20.0 + 2.0 + 9.0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_p4_a_swap_that_failed_leaves_no_deferral_behind(policy):
+    class FailsOnce(Engines):
+        def __call__(self, step, nth):
+            outcome = super().__call__(step, nth)
+            broken = step.backend == "b" and nth == 0
+            return Outcome(outcome.seconds, LoadError("broken") if broken else None)
+
+    engines = FailsOnce({"a": 3.0, "b": 9.0}, stop_seconds=0.0)
+    trace = [
+        Request(20.0, "b", 1.0),
+        Request(60.0, "a", 1.0),
+        Request(120.0, "b", 1.0),
+        Request(300.0, "a", 1.0),
+    ]
+    log = played(policy, trace, engines=engines)
+    assert [event.model for event in log if event.kind == "failed"] == ["b"]
+    assert waits(log, "b")[0] <= 15.0 + 9.0
+
+
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "eager"])
+def test_p5_a_deferral_whose_requests_have_left_loads_nothing(policy):
+    trace = sorted([*endless("a", 40.0), Request(20.125, "b", 1.0, patience=0.5), Request(60.0, "a", 1.0)])
+    log = played(policy, trace)
+    assert [event.kind for event in log if event.model == "b"][-1] == "gone"
+    assert moments(log, "starting", "b") == []
+
+
+def test_p6_who_has_left_counts_neither_as_number_nor_as_age():
+    left = [Request(20.0, "b", 1.0, patience=1.0) for _ in range(4)]
+    log = played("cost_aware", [*left, Request(20.5, "b", 1.0)])  # five are worth a swap at once
+    assert moments(log, "draining", "a") == [20.5]
+    log = played("cost_aware", [*left, Request(21.5, "b", 1.0)])
+    assert moments(log, "draining", "a") == [23.5]
+    log = played("cost_aware", [left[0], Request(34.0, "b", 1.0)], window=99.0)
+    assert moments(log, "draining", "a") == [34.0 + 15.0]
+
+
+# The contract of every policy in the registry
+
+MANY = tuple(Line(f"m{n}", 1 + n % 5, n / 10, n / 10 + n % 7, ("a",) if n % 3 else ()) for n in range(1000))
+BUSY = replace(LOVED, leases=10**6, last_used=10.0)
+ODD = {
+    "nobody": seen(),
+    "nobody waits": seen(residents=A_IS_UP),
+    "nobody is up": seen(OLD),
+    "several lines": seen(OLD, YOUNG, residents=A_IS_UP, swapping=B_COMES),
+    "a known direction": seen(replace(OLD, learned=True), residents=A_IS_UP),
+    "just arrived": seen(YOUNG, now=9.0),
+    "far ahead": seen(OLD, YOUNG, now=1e9),
+    "long ago": seen(replace(OLD, oldest=-1e9, newest=-1e9), residents=A_IS_UP),
+    "a thousand": seen(*MANY, now=200.0, residents=A_IS_UP),
+    "swaps cost nothing": seen(replace(OLD, load_seconds=0.0, learned=True), residents=A_IS_UP),
+    "swaps cost a day": seen(replace(OLD, load_seconds=86400.0, learned=True), residents=A_IS_UP),
+    "an endless line": seen(replace(OLD, waiting=10**9, growth=1e6), residents=A_IS_UP),
+    "a million leases": seen(THERE, residents=(BUSY,)),
+    "nothing known": seen(THERE, residents=(Resident("a", "a", -FOREVER, 0, -FOREVER),)),
+    "no time at all": seen(replace(OLD, max_wait=0.0), residents=A_IS_UP),
+    "who goes is not up": seen(replace(OLD, evicts=("x", "y")), residents=A_IS_UP),
+    "several go": seen(
+        replace(OLD, evicts=("a", "c")), residents=(LOVED, replace(CLOSED, model="c", backend="c"))
+    ),
+    "a replica goes": seen(OLD, residents=(LOVED, replace(CLOSED, backend="a2"))),
+    "asked for in the future": seen(OLD, residents=(replace(CLOSED, since=99.0, last_used=99.0),)),
+}
+
+
+def drawn(seed):
+    """A snapshot as no island may ever show it."""
+    draw = random.Random(seed)
+    now = draw.choice((0.0, 10.0, 1234.5, 1e7))
+    rates = (0.0, 0.0, 1e-9, 0.05, 1.0, 300.0)
+    times = (0.0, 0.001, 0.5, 4.0, 90.0, 5000.0)
+
+    def moment():
+        return now - draw.choice((0.0, 1e-6, 0.125, 1.0, 7.0, 300.0, 1e6))
+
+    names = [f"r{n}" for n in range(draw.randint(0, 4))]
+    residents = tuple(
+        Resident(
+            draw.choice(names),
+            f"backend {n}",
+            draw.choice((moment(), moment(), -FOREVER)),
+            draw.choice((0, 0, 1, 3, 200)),
+            moment(),
+            draw.choice(rates),
+            draw.choice(rates),
+            draw.choice(times),
+            draw.choice(times),
+            draw.choice(times),
+        )
+        for n in range(len(names))
+    )
+    lines = []
+    for n in range(draw.randint(0, 5)):
+        oldest, newest = sorted((moment(), moment()))
+        lines.append(
+            Line(
+                f"m{n}",
+                draw.choice((1, 1, 2, 10, 5000)),
+                oldest,
+                newest,
+                tuple(draw.sample(names, min(len(names), draw.randint(0, 3)))),
+                draw.choice(times),
+                draw.choice(times),
+                draw.random() < 0.5,
+                growth=draw.choice(rates),
+                service_seconds=draw.choice(times),
+                max_wait=draw.choice((FOREVER, 60.0, 15.0, 0.5, 0.0)),
+            )
+        )
+    return Snapshot(now, "0", residents, tuple(lines), draw.choice(((), B_COMES)))
+
+
+def honoured(name, snapshot):
+    """The policy's decision, after a look at everything that is asked of it."""
+    policy, kept = build_policy(name), copy.deepcopy(snapshot)
+    decision = policy.decide(snapshot)
+    assert snapshot == kept
+    assert decision == policy.decide(snapshot) == build_policy(name).decide(kept)
+    match decision:
+        case Stay(until):
+            assert until > snapshot.now
+            assert until <= min((line.oldest + line.max_wait for line in snapshot.lines), default=FOREVER)
+        case SwapTo(model):
+            assert model in [line.model for line in snapshot.lines]
+        case Unload(model):
+            assert model in [resident.model for resident in snapshot.residents]
+    assert decision.reason or decision == Stay()
+    return decision
+
+
+@pytest.mark.parametrize("snapshot", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_answers_every_snapshot_purely_in_time_and_with_what_can_be_done(name, snapshot):
+    honoured(name, snapshot)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_honours_its_contract_whatever_it_is_shown(name):
+    for seed in range(3000):
+        try:
+            honoured(name, drawn(seed))
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {drawn(seed)}") from error
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_line_has_its_swap_in_the_end_if_the_policy_is_asked_whenever_it_wants_to_be(name):
+    policy = build_policy(name)
+    for seed in range(300):
+        snapshot = drawn(seed)
+        lines = tuple(replace(line, max_wait=min(line.max_wait, 60.0)) for line in snapshot.lines)
+        snapshot = replace(snapshot, lines=lines)
+        for _ in range(1000):
+            decision = policy.decide(snapshot)
+            if not isinstance(decision, Stay) or not lines:
+                break
+            snapshot = replace(snapshot, now=decision.until)
+        else:
+            pytest.fail(f"seed {seed}: it stays for ever")
+
+
+def moved_on(seed, snapshot, decision):
+    """What a policy may be shown before its answer runs out, with the leases that it named."""
+    draw = random.Random(seed)
+    now = snapshot.now + 0.99 * draw.random() * min(decision.until - snapshot.now, 1e4)
+    residents = tuple(
+        replace(
+            resident,
+            leases=decision.leases + draw.choice((0, 0, 1, 50)),
+            last_used=now,
+            rate=draw.choice((0.0, 300.0)),
+            growth=draw.choice((0.0, 300.0)),
+            pause_seconds=draw.choice((0.0, 90.0)),
+            service_seconds=draw.choice((0.001, 90.0)),
+        )
+        for resident in snapshot.residents
+    )
+    return replace(snapshot, now=now, residents=residents)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES.keys() - {"adaptive"}))
+def test_an_answer_holds_for_the_leases_that_it_says_it_holds_for(name):
+    policy = build_policy(name)
+    for seed in range(3000):
+        snapshot = drawn(seed)
+        decision = policy.decide(snapshot)
+        if isinstance(decision, Stay) and decision.leases < FOREVER:
+            later = policy.decide(moved_on(seed, snapshot, decision))
+            assert isinstance(later, Stay), f"seed {seed}"
+            assert later.until >= decision.until, f"seed {seed}"
+
+
+@pytest.mark.parametrize(("leases", "least"), [(1, 2), (4, 8), (5, 4), (20, 10)])
+def test_adaptive_looks_at_the_end_of_each_of_few_leases_and_of_half_of_many(leases, least):
+    busy = Resident("a", "a", since=1.0, leases=leases, last_used=9.9, rate=9.0, growth=9.0)
+    decision = Adaptive().decide(seen(replace(YOUNG, growth=0.1), residents=(busy,)))
+    assert isinstance(decision, Stay)
+    assert decision.leases == least
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_is_frozen_and_has_a_default_for_every_setting(name):
+    assert POLICIES[name].__dataclass_params__.frozen
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        build_policy(name).extra = 1
+
+
+# The registry
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine:
+    patience: float = 3.0
+
+    def decide(self, snapshot):
+        return Stay(snapshot.now + self.patience)
+
+
+def test_a_policy_is_built_by_name_with_its_settings():
+    assert build_policy("eager") == Eager()
+    assert build_policy("debounce", {"quiet": 3}) == Debounce(quiet=3)
+    assert build_policy("cost_aware", {"serving_window": False}) == CostAware(serving_window=False)
+
+
+def test_a_policy_of_ones_own_is_named_by_module_and_class():
+    assert build_policy(f"{__name__}:Mine", {"patience": 1.5}).decide(seen()) == Stay(11.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("quick", {}, "unknown policy 'quick'; known: eager, debounce"),
+        ("nowhere.at.all:Mine", {}, "cannot be imported"),
+        (f"{__name__}:Nothing", {}, "cannot be imported"),
+        ("debounce", {"quite": 1.0}, "unknown setting 'quite'; known: quiet, max_hold"),
+        ("debounce", {"quiet": -1.0}, "quiet must be a number of at least 0"),
+        ("debounce", {"quiet": "2s"}, "quiet must be a number of at least 0"),
+        ("debounce", {"quiet": True}, "quiet must be a number of at least 0"),
+        ("debounce", {"quiet": FOREVER}, "quiet must be a number of at least 0"),
+        ("cost_aware", {"serving_window": "off"}, "serving_window must be true or false, not 'off'"),
+        ("cost_aware", {"serving_window": 0}, "serving_window must be true or false, not 0"),
+        ("cost_aware", {"cap": True}, "cap must be a number of at least 0"),
+        ("anvil_mux.sim.simulate:Engines", {}, "has no method `decide`"),
+        ("anvil_mux.scheduler.policy:Policy", {}, "is not a dataclass"),
+    ],
+)
+def test_a_bad_policy_is_an_error_that_says_what_is_known(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        build_policy(name, settings)

@@ -1,0 +1,511 @@
+"""A real `anvil-mux serve` is given another configuration while it serves."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import pty
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from anvil_mux.cli import main as cli
+from anvil_mux.config.change import Change
+from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.errors import ConfigError, Draining
+from anvil_mux.host import compose
+from anvil_mux.host.compose import Done
+from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.proxy.reloads import Reloads, Watch
+from anvil_mux.serve import program as serve_room
+from anvil_mux.sim.simulate import check
+from anvil_mux.telemetry.eventlog import config_of, read
+from tests.cli.test_cli import PROJECT, ROOT, TIMEOUT, state
+from tests.running import Running, seen, serve, serving
+
+__all__ = ["state"]
+
+ENGINE = '''
+"""Streams its first word, and the rest when the file GATE is there."""
+import http.server, json, os, sys, time
+model, word, gate = sys.argv[1:]
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.begin("application/json")
+        self.wfile.write(json.dumps({"data": [{"id": model}]}).encode())
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.begin("text/event-stream")
+        self.say(word)
+        while not os.path.exists(gate):
+            time.sleep(0.01)
+        self.say("end")
+        self.wfile.write(b"data: [DONE]\\n\\n")
+
+    def begin(self, kind):
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+
+    def say(self, said):
+        told = json.dumps({"choices": [{"delta": {"content": said}}]})
+        self.wfile.write(b"data: " + told.encode() + b"\\n\\n")
+        self.wfile.flush()
+
+    def log_message(self, *about):
+        pass
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forever()
+'''
+
+
+class House:
+    """A compose file that can be written again, and the gate of its engines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file, self.gate = folder / "compose.yaml", folder / "gate"
+        (folder / "engine.py").write_text(ENGINE)
+
+    def write(self, services: dict[str, dict[str, object]], **top: object) -> Path:
+        """Service -> what x-anvil says of it, and with ``word`` what its engine says first."""
+        described = {}
+        for name, given in services.items():
+            about = {"gpus": ["0"], **given}
+            word = str(about.pop("word", name))
+            command = about.pop("command", [sys.executable, "engine.py", name, word, str(self.gate)])
+            described[name] = {"command": command, "x-anvil": about}
+        settings = {"runtime": "process", "project": PROJECT, **top}
+        self.file.write_text(yaml.safe_dump({"x-anvil": settings, "services": described}))
+        return self.file
+
+    def open(self) -> None:
+        self.gate.write_text("")
+
+
+@pytest.fixture
+def house(state: Path) -> House:
+    return House(state)
+
+
+class Stream:
+    """The answer of one chat, as it comes."""
+
+    def __init__(self, running: Running, model: str) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=TIMEOUT)
+        asked = {"model": model, "stream": True, "messages": [{"role": "user", "content": "Hi"}]}
+        self._connection.request(
+            "POST", "/v1/chat/completions", json.dumps(asked), {"Content-Type": "application/json"}
+        )
+        self._response = self._connection.getresponse()
+
+    def word(self) -> str:
+        """The next one, "" at a clean end."""
+        while line := self._response.readline():
+            if line.startswith(b"data: [DONE]"):
+                self.close()
+                return ""
+            if line.startswith(b"data: "):
+                return str(json.loads(line[6:])["choices"][0]["delta"]["content"])
+        raise AssertionError("the stream broke off")
+
+    def close(self) -> None:
+        self._response.close()
+        self._connection.close()
+
+
+def first_word(running: Running, model: str) -> str:
+    stream = Stream(running, model)
+    try:
+        return stream.word()
+    finally:
+        stream.close()
+
+
+def reload(running: Running, *flags: str) -> int:
+    return cli.main(["reload", "--url", f"http://127.0.0.1:{running.port}", *flags])
+
+
+def states(running: Running) -> dict[str, str]:
+    return {name: model["state"] for name, model in running.get("/healthz")["models"].items()}
+
+
+def models(running: Running) -> list[str]:
+    return [each["id"] for each in running.get("/v1/models")["data"]]
+
+
+def reloads(running: Running) -> list[str]:
+    text = running.request("GET", "/metrics")[2]
+    return [line for line in text.splitlines() if line.startswith("anvil_reloads_total")]
+
+
+def test_a_stream_spans_a_reload_and_everything_else_changes(
+    house: House, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {"stays": {}, "goes": {"gpus": ["1"]}, "changes": {"gpus": ["2"]}}
+    with serving(house.write(before), "--port", "0", state=state) as running:
+        streams = {name: Stream(running, name) for name in before}
+        assert [stream.word() for stream in streams.values()] == list(before)
+        house.write(
+            {
+                "stays": {"aliases": ["alias"], "priority": 3},
+                "changes": {"gpus": ["2"], "word": "changed"},
+                "comes": {"gpus": ["3"]},
+            }
+        )
+        assert reload(running) == 0
+        told = "changed changes; removed goes; added comes; set stays.aliases, stays.priority"
+        assert told in capsys.readouterr().out
+        leave = {"changes": "draining", "goes": "draining"}
+        assert states(running) == {"stays": "ready", "comes": "empty", **leave}
+        assert set(models(running)) == {"stays", "changes", "comes"}
+        assert running.chat("goes")[0] == 404
+        assert first_word(running, "comes") == "comes"
+        house.open()
+        assert [stream.word() for stream in streams.values()] == ["end"] * 3
+        assert [stream.word() for stream in streams.values()] == [""] * 3
+        after = {"stays": "ready", "changes": "empty", "comes": "ready"}
+        assert seen(lambda: states(running), lambda found: found == after) == after
+        assert first_word(running, "changes") == "changed"
+        assert first_word(running, "alias") == "stays"
+        assert sum("configuration reloaded" in line for line in running.output) == 1
+        about = running.get("/healthz")["reload"]
+        assert (about["count"], about["changed"], about["problems"]) == (1, told, [])
+        assert reloads(running) == [
+            'anvil_reloads_total{result="ok"} 1.0',
+            'anvil_reloads_total{result="failed"} 0.0',
+        ]
+
+
+def test_a_bad_configuration_changes_nothing_and_every_problem_is_told(
+    house: House, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(house.write({"a": {}}), state=state) as running:
+        stream = Stream(running, "a")
+        assert stream.word() == "a"
+        house.write({"b": {"colour": "blue"}}, drain_timeout="soon")
+        assert reload(running) == 78
+        said = capsys.readouterr().err
+        assert "drain_timeout" in said
+        assert "unknown key; known: model" in said or "colour" in said
+        assert reload(running, "--json") == 78
+        assert len(json.loads(capsys.readouterr().out)["problems"]) == 2
+        assert models(running) == ["a"]
+        about = running.get("/healthz")["reload"]
+        assert about["count"] == 0
+        assert about["failed_at"] > 0
+        assert len(about["problems"]) == 2
+        assert 'anvil_reloads_total{result="failed"} 2.0' in reloads(running)
+        running.tells("configuration refused, nothing has changed: .*and 1 more")
+        house.open()
+        assert [stream.word(), stream.word()] == ["end", ""]
+        house.write({"a": {}}, drain_timeout="3")
+        assert reload(running) == 0
+        assert running.get("/healthz")["reload"]["problems"] == []
+
+
+def test_sighup_is_a_reload_and_tells_what_is_wrong(house: House, state: Path) -> None:
+    with serving(house.write({"a": {}}), state=state) as running:
+        house.write({"a": {}, "b": {}}, listen="127.0.0.1:1", max_queue=5)
+        running.process.send_signal(signal.SIGHUP)
+        running.tells("configuration reloaded: added b; set max_queue")
+        assert models(running) == ["a", "b"]
+        house.file.write_text("services: [")
+        running.process.send_signal(signal.SIGHUP)
+        running.tells("anvil-mux: .*compose.yaml.*is not YAML")
+        assert models(running) == ["a", "b"]
+
+
+def test_a_mistake_in_a_reload_does_not_end_what_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mistake() -> Change:
+        raise ZeroDivisionError
+
+    program = serve_room.Program.__new__(serve_room.Program)
+    program._reloads = Reloads(idle, lambda config: Change(), pytest.fail, lambda: 0.0)
+    monkeypatch.setattr(program._reloads, "reload", mistake)
+    program.reload()
+    assert "the reload failed" in caplog.text
+
+
+def test_what_holds_only_from_the_next_start_on_is_said(
+    house: House, state: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(house.write({"a": {}}), state=state) as running:
+        house.write({"a": {}}, hooks=[{"run": ["true"]}], routing={"mode": "full"})
+        assert reload(running, "--json") == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["kept"], told["settings"], told["later"]) == (["a"], [], ["routing", "hooks"])
+
+
+def test_a_key_that_was_taken_away_opens_no_connection_that_was_open(house: House, state: Path) -> None:
+    keys = state / "keys"
+    keys.write_text("root-secret-key\nother-secret-key\n")
+    house.open()
+    with serving(house.write({"a": {}}, key_file="keys"), state=state) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=TIMEOUT)
+
+        def ask() -> int:
+            body = json.dumps({"model": "a", "messages": []})
+            head = {"Content-Type": "application/json", "Authorization": "Bearer other-secret-key"}
+            connection.request("POST", "/v1/chat/completions", body, head)
+            response = connection.getresponse()
+            response.read()
+            return response.status
+
+        assert [ask(), ask()] == [200, 200]
+        keys.write_text("root-secret-key\n")
+        root = {"Authorization": "Bearer root-secret-key"}
+        assert running.request("POST", "/reload", headers=root)[0] == 200
+        assert [ask(), ask()] == [401, 401]
+        running.tells("configuration reloaded: set key_file")
+        keys.write_text("short\n")
+        assert running.request("POST", "/reload", headers=root)[0] == 422
+        assert running.request("GET", "/healthz", headers=root)[0] == 200
+        connection.close()
+
+
+def test_a_connection_that_was_open_names_the_models_of_the_new_configuration(
+    house: House, state: Path
+) -> None:
+    house.open()
+    services: dict[str, dict[str, object]] = {"a": {"aliases": ["chat"]}, "b": {}}
+    with serving(house.write(services), state=state) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=TIMEOUT)
+
+        def ask() -> str:
+            body = json.dumps({"model": "chat", "messages": []})
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            said = response.read().decode()
+            return said if response.status != 200 else str(re.findall('"content": "(.*?)"', said)[0])
+
+        assert [ask(), ask()] == ["a", "a"]
+        house.write({"a": {}, "b": {"aliases": ["chat"]}})
+        assert reload(running) == 0
+        assert [ask(), ask()] == ["b", "b"]
+        house.write({"a": {}, "b": {}})
+        assert reload(running) == 0
+        assert "model_not_found" in ask()
+        connection.close()
+
+
+def test_who_may_only_use_models_may_not_reload(house: House, state: Path) -> None:
+    (state / "keys").write_text("root-secret-key\nalice-secret-key models=a state\n")
+    with serving(house.write({"a": {}}, key_file="keys"), state=state) as running:
+        alice = {"Authorization": "Bearer alice-secret-key"}
+        assert running.request("POST", "/reload", headers=alice)[0] == 403
+        assert running.request("POST", "/reload", headers={"Origin": "http://evil.example"})[0] == 403
+
+
+def test_files_that_are_watched_are_a_reload_when_they_change(house: House, state: Path) -> None:
+    with serving(house.write({"a": {}}), "--watch", state=state) as running:
+        house.write({"a": {}, "b": {}})
+        running.tells("configuration reloaded: added b")
+        (state / ".env").write_text("WORD=there\n")
+        running.tells("configuration reloaded: nothing is different")
+
+
+def test_an_added_engine_that_runs_already_is_taken_over(house: House, state: Path) -> None:
+    service = {"gpus": ["1"]}
+    with serving(house.write({"a": {}}), state=state) as running:
+        house.write({"a": {}, "b": service})
+        from anvil_mux.config.loading import load
+
+        config = load([house.file])
+        runtime = ProcessRuntime(config, environ={**os.environ, "XDG_STATE_HOME": str(state)})
+        try:
+            runtime.start(config.backends[1])
+            assert reload(running) == 0
+            running.tells("b: runs already, taken over")
+            assert states(running) == {"a": "empty", "b": "ready"}
+        finally:
+            runtime.close()
+
+
+def test_what_leaves_when_the_program_ends_is_not_kept_for_the_next_start(house: House, state: Path) -> None:
+    never_ready = [sys.executable, "-c", "import time; time.sleep(600)"]
+    before = {"slow": {"command": never_ready}, "b": {"gpus": ["1"]}}
+    with serving(house.write(before), state=state, on_exit="keep") as running:
+        house.open()
+        assert first_word(running, "b") == "b"
+        load = threading.Thread(target=running.request, args=("POST", "/models/load", {"model": "slow"}))
+        load.start()
+        running.tells("slow: loading")
+        house.write({"slow": {}, "b": {"gpus": ["1"]}})
+        assert reload(running) == 0
+        running.process.send_signal(signal.SIGTERM)
+        running.tells("stopping slow: the configuration has changed")
+        running.tells(r"kept running for the next start \(on_exit: keep\): b$")
+        load.join(TIMEOUT)
+
+
+def test_who_was_to_be_replaced_when_the_program_was_killed_is_not_taken_over(
+    house: House, state: Path
+) -> None:
+    file = house.write({"a": {}, "b": {"gpus": ["1"]}})
+    killed = serve(file, "--on-exit", "stop", state=state)
+    streams = [Stream(killed, name) for name in "ab"]
+    assert [stream.word() for stream in streams] == ["a", "b"]
+    house.write({"a": {"word": "other"}, "b": {"gpus": ["1"]}})
+    assert reload(killed) == 0
+    assert states(killed) == {"a": "draining", "b": "ready"}
+    killed.stop(signal.SIGKILL)
+    for stream in streams:
+        stream.close()
+    house.open()
+    with serving(file, state=state) as running:
+        running.tells("stopping a: its configuration changed; the next request for a loads it anew")
+        assert states(running) == {"a": "empty", "b": "ready"}
+        assert first_word(running, "a") == "other"
+    with serving(file, state=state, on_exit="keep") as running:
+        assert first_word(running, "a") == "other"
+    with serving(file, state=state) as running:
+        running.tells("a: runs already, taken over")
+
+
+def test_the_event_log_begins_anew_under_the_new_configuration(house: House, state: Path) -> None:
+    log = state / "events"
+    house.open()
+    with serving(house.write({"a": {}, "b": {}}), "--event-log", str(log), state=state) as running:
+        assert first_word(running, "a") == "a"
+        house.write({"b": {}, "c": {}})
+        assert reload(running) == 0
+        seen(lambda: states(running), lambda found: "a" not in found)
+        assert first_word(running, "c") == "c"
+    first, second = read(log)
+    assert [each["name"] for each in second.header["backends"]] == ["b", "c"]
+    assert "ready" in [event.kind for event in second.events if event.backend == "c"]
+    for run in (first, second):
+        assert check(run.events, config_of(run.header), slack=5.0) == []
+
+
+def test_a_terminal_that_is_closed_ends_the_program(house: House, state: Path) -> None:
+    house.write({"a": {}})
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ["XDG_STATE_HOME"] = str(state)
+        os.environ["PYTHONPATH"] = str(ROOT)
+        os.execv(sys.executable, [sys.executable, "-m", "anvil_mux", "serve", str(house.file), "--port", "0"])
+    printed = b""
+    while b"serves http" not in printed:
+        printed += os.read(terminal, 65536)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_an_image_that_docker_does_not_have_is_a_problem_of_those_that_are_to_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = {"here:1": Done(0), "gone:1": Done(1, "", "Error: No such image: gone:1")}
+    monkeypatch.setattr(compose, "_run", lambda argv, timeout, env: answers[argv[-1]])
+    there, gone = (Backend(name, name, service=Service(image=f"{name}:1")) for name in ("here", "gone"))
+    both = Config((there, gone))
+    serve_room._refuse_missing_images(both, ["here"])
+    with pytest.raises(ConfigError, match="service gone: image gone:1 is not present: docker pull gone:1"):
+        serve_room._refuse_missing_images(both, ["here", "gone"])
+    answers["gone:1"] = Done(1, "", "Cannot connect to the Docker daemon")
+    serve_room._refuse_missing_images(both, ["gone"])
+    serve_room._refuse_missing_images(replace(both, runtime="process"), ["gone"])
+
+
+# In the program's own words
+
+
+def idle() -> Config:
+    return Config((Backend("a", "a"),))
+
+
+def test_reloads_are_one_after_the_other() -> None:
+    entered, gate, order = threading.Semaphore(0), threading.Semaphore(0), []
+
+    def take(config: Config) -> Change:
+        order.append("begins")
+        entered.release()
+        assert gate.acquire(timeout=TIMEOUT)
+        order.append("ends")
+        return Change()
+
+    both = Reloads(idle, take, order.append, lambda: 0.0)
+    threads = [threading.Thread(target=both.reload) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert entered.acquire(timeout=TIMEOUT)
+    gate.release()
+    assert entered.acquire(timeout=TIMEOUT)
+    gate.release()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert order == ["begins", "ends", "begins", "ends"]
+    assert both.told()["count"] == 2
+
+
+def test_a_program_that_ends_reloads_no_more() -> None:
+    reloads = Reloads(idle, lambda config: Change(), pytest.fail, lambda: 0.0)
+    reloads.close()
+    with pytest.raises(Draining):
+        reloads.reload()
+
+
+def test_somebody_is_told_while_a_reload_is_under_way_however_it_ends() -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        told.append("begins")
+        try:
+            yield
+        finally:
+            told.append("ended")
+
+    def fail(config: Config) -> Change:
+        raise ConfigError(["one", "two"])
+
+    reloads = Reloads(idle, fail, told.append, lambda: 7.0, around)
+    with pytest.raises(ConfigError):
+        reloads.reload()
+    assert told == ["begins", "one (and 1 more)", "ended"]
+    assert reloads.told()["problems"] == ["one", "two"]
+    assert reloads.told()["failed_at"] == 7.0
+
+
+def test_a_file_that_is_new_among_those_watched_is_no_news_until_it_changes(tmp_path: Path) -> None:
+    file, keys = tmp_path / "compose.yaml", tmp_path / "keys"
+    keys.write_text("1")
+    files = [str(file)]
+    watch = Watch(lambda: files)
+    files.append(str(keys))
+    assert [watch.has_news() for _ in range(3)] == [False] * 3
+    keys.write_text("12")
+    assert [watch.has_news() for _ in range(3)] == [False, True, False]
+
+
+def test_a_file_is_news_once_it_has_been_left_alone(tmp_path: Path) -> None:
+    file, other = tmp_path / "compose.yaml", tmp_path / ".env"
+    file.write_text("1")
+    watch = Watch(lambda: [str(file), str(other)])
+    assert not watch.has_news()
+    file.write_text("12")
+    assert not watch.has_news()
+    file.write_text("123")
+    assert not watch.has_news()
+    assert watch.has_news()
+    assert not watch.has_news()
+    other.write_text("")
+    assert [watch.has_news() for _ in range(3)] == [False, True, False]
+    other.unlink()
+    other.write_text("")
+    file.unlink()
+    assert [watch.has_news() for _ in range(3)] == [False, True, False]

@@ -1,0 +1,152 @@
+"""What engines say of themselves."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from anvil_mux.config.config import Backend, Gpu, Service
+from anvil_mux.routing.ledger import Load
+from anvil_mux.serve.scraper import NoAnswer, Scraper, ask, load_of, load_of_slots
+from tests.fake_engine import GUARD, Asked, FakeEngine, Rig
+
+VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a}b"} 3.0
+vllm:num_requests_running{engine="1",model_name="a}b"} 1.0
+vllm:num_requests_waiting{engine="0",model_name="a}b"} 2.0
+vllm:kv_cache_usage_perc{engine="0",model_name="a}b"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="a}b"} 0.75
+vllm:num_requests_waiting_by_reason{reason="capacity"} 9.0
+"""
+SGLANG = "sglang:num_running_reqs 4.0\nsglang:num_queue_reqs 5.0\nsglang:token_usage 0.5\n"
+SLOTS = '[{"id": 0, "is_processing": true}, {"id": 1, "is_processing": false}, {"is_processing": true}]'
+LLAMACPP = "llamacpp:requests_processing 1\nllamacpp:requests_deferred 7\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "load"),
+    [
+        (VLLM, Load(4, 2, 0.5)),
+        (VLLM.replace("kv_cache", "gpu_cache"), Load(4, 2, 0.5)),
+        (SGLANG, Load(4, 5, 0.5)),
+        (LLAMACPP, Load(1, 7)),
+        (LLAMACPP.replace("7", "NaN"), None),
+        ("up 1\n", None),
+        ("", None),
+    ],
+)
+def test_the_figures_of_a_page(text: str, load: Load | None) -> None:
+    assert load_of(text) == load
+
+
+def page(text: str, status: bytes = b"200 OK") -> bytes:
+    body = text.encode()
+    return b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body)
+
+
+@pytest.mark.parametrize(
+    ("text", "load"),
+    [(SLOTS, Load(2)), ("[]", Load(0)), ('{"error": 1}', None), ('[{"id": 0}]', None), ("<p>", None)],
+)
+def test_the_figures_of_slots(text: str, load: Load | None) -> None:
+    assert load_of_slots(text) == load
+
+
+def test_an_engine_that_answers_may_have_no_figures() -> None:
+    engine = FakeEngine()
+    try:
+        for answer in (page(SGLANG, b"404 Not Found"), page("nothing")):
+            engine.answer = lambda asked, answer=answer: answer  # type: ignore[misc]
+            assert ask(Backend("a", "m"), engine.address) is None
+        engine.answer = lambda asked: page(SGLANG)
+        assert ask(Backend("a", "m"), engine.address) == Load(4, 5, 0.5)
+        engine.answer = lambda asked: b"HTTP/1.1 nonsense\r\n\r\n"
+        with pytest.raises(NoAnswer):
+            ask(Backend("a", "m"), engine.address)
+    finally:
+        engine.close()
+    with pytest.raises(NoAnswer):
+        ask(Backend("a", "m"), engine.address)
+
+
+def test_an_engine_with_a_key_is_asked_with_it() -> None:
+    engine = FakeEngine()
+    service = Service(command=("llama-server", "--api-key", "sesame"))
+
+    def answer(asked: Asked) -> bytes:
+        return page(LLAMACPP) if b"Bearer sesame" in asked.head else page("", b"401 Unauthorized")
+
+    try:
+        engine.answer = answer
+        assert ask(Backend("a", "m", engine="llamacpp", service=service), engine.address) == Load(1, 7)
+        assert ask(Backend("a", "m", engine="llamacpp"), engine.address) is None
+    finally:
+        engine.close()
+
+
+def test_a_llamacpp_without_metrics_says_by_its_slots_how_many_run() -> None:
+    engine = FakeEngine()
+
+    def answer(asked: Asked) -> bytes:
+        return page(SLOTS) if b"/slots" in asked.head else page("", b"501 Not Implemented")
+
+    try:
+        engine.answer = answer
+        assert ask(Backend("a", "m", engine="llamacpp"), engine.address) == Load(2)
+        assert ask(Backend("a", "m", engine="vllm"), engine.address) is None
+    finally:
+        engine.close()
+
+
+def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
+    """In the mode full; what the second replica says is that others keep it busy."""
+    backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)), Backend("c", "other"))
+    settings = {"routing": "num_requests", "routing_mode": "full"}
+    rig = Rig(backends=backends, gpus=(Gpu("0"), Gpu("1")), **settings)
+    try:
+        rig.mux.adopt({"a": rig.engine.url, "b": rig.other.url, "c": rig.other.url})
+        rig.engine.answer = lambda asked: page(SGLANG)
+        rig.other.answer = lambda asked: page(LLAMACPP.replace("7", "0"))
+        told: dict[str, Load | None] = {}
+        both = threading.Event()
+
+        def observed(backend: str, load: Load | None) -> None:
+            rig.mux.observed(backend, load)
+            told[backend] = load
+            if len(told) == 2:
+                both.set()
+
+        scraper = Scraper(rig.mux.resident_replicas, observed, rig.mux.silent, every=60.0)
+        thread = threading.Thread(target=scraper.run)
+        thread.start()
+        assert both.wait(GUARD)
+        scraper.close()
+        thread.join(GUARD)
+        assert not thread.is_alive()
+        assert set(told) == {"a", "b"}  # c has no replicas to choose among
+        with rig.mux.lease("m") as lease:
+            assert lease.backend.name == "b"
+            assert "num_requests 1;" in lease.why
+    finally:
+        rig.close()
+
+
+def test_an_engine_that_does_not_answer_is_silent_and_one_without_figures_is_not() -> None:
+    engine, gone = FakeEngine(), FakeEngine()
+    engine.answer = lambda asked: page("nothing_of_requests 1\n")
+    gone.close()
+    told: list[tuple[str, object]] = []
+
+    def silent(backend: str) -> None:
+        told.append((backend, "silent"))
+        scraper.close()
+
+    try:
+        replicas = [(Backend("a", "m"), engine.address), (Backend("b", "m"), gone.address)]
+        scraper = Scraper(lambda: replicas, lambda *heard: told.append(heard), silent)
+        scraper.run()
+        assert told == [("a", None), ("b", "silent")]
+    finally:
+        engine.close()

@@ -1,0 +1,174 @@
+"""Routing policies under recorded prompts, through the router of the program itself."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from anvil_mux.routing import pipeline
+from anvil_mux.sim import contest
+from anvil_mux.sim.contest import Field, draw, run
+from anvil_mux.sim.fleet import Answer, Engine
+from anvil_mux.sim.prompts import Prompt
+
+
+def fields(trace: str, sessions: int = 0, seeds: int = 1) -> list[Field]:
+    return list(draw([trace], (sessions,) if sessions else (), range(seeds), 8, Engine()))
+
+
+def mean_ttft(policy: str, every: list[Field]) -> float:
+    return fmean(run(field, policy).latencies.ttft_mean_ms for field in every)
+
+
+def test_on_short_sessions_knowing_the_work_beats_counting_requests_beats_taking_turns() -> None:
+    for field in fields("claude_code_le64k", seeds=2):
+        order = ("least_prefill_work", "lmetric", "num_requests", "round_robin")
+        means = [run(field, policy).latencies.ttft_mean_ms for policy in order]
+        assert means == sorted(means)
+
+
+def test_on_long_sessions_prefill_work_waits_an_eighth_of_taking_turns() -> None:
+    every = fields("claude_code_le131k", 70, seeds=4)
+    means = {policy: mean_ttft(policy, every) for policy in ("least_prefill_work", "round_robin")}
+    assert 0.09 < means["least_prefill_work"] / means["round_robin"] < 0.16
+
+
+@pytest.mark.parametrize(
+    ("trace", "sessions"),
+    [("claude_code_le131k", 40), ("claude_code_le131k", 70), ("mooncake_conversation_600s", 0)],
+)
+def test_the_default_has_the_shortest_wait(trace: str, sessions: int) -> None:
+    every = fields(trace, sessions, seeds=2)
+    rivals = ("least_prefill_work_kappa", "lmetric_plus_one", "sticky", "unified")
+    default = mean_ttft(pipeline.DEFAULT, every)
+    assert all(default <= mean_ttft(policy, every) for policy in rivals)
+
+
+def test_a_common_beginning_does_not_draw_all_light_load_to_one_replica() -> None:
+    every = fields("claude_code_le64k", 30, seeds=4)
+
+    def balance(policy: str) -> float:
+        return fmean(run(field, policy).latencies.request_balance for field in every)
+
+    assert balance("least_delay") < balance("least_prefill_work") / 3
+
+
+def test_every_policy_gets_the_same_requests_and_answers_all_of_them() -> None:
+    [field] = fields("claude_code_le64k", 20)
+    for policy in contest.choose_policies("all"):
+        answers = run(field, policy).answers
+        assert sorted(answer.prompt for answer in answers) == sorted(field.prompts)
+
+
+def test_the_same_run_gives_the_same_row() -> None:
+    [field] = fields("claude_code_le64k", 20)
+    assert run(field, "power_of_two").row() == run(field, "power_of_two").row()
+
+
+def test_a_trace_without_sessions_is_run_once_whatever_the_seeds() -> None:
+    assert [field.seed for field in fields("mooncake_conversation_600s", seeds=5)] == [0]
+
+
+# Figures
+
+
+def answer(ttft: float, tokens: int = 100, output: int = 11, replica: int = 0, cached: int = 0) -> Answer:
+    return Answer(Prompt(0.0, tokens, output), replica, 10.0, 10.0 + ttft, 11.0 + ttft, cached)
+
+
+def test_latencies_are_those_of_the_answers() -> None:
+    answers = [answer(n / 10, replica=n % 3) for n in range(1, 11)]
+    told = contest.latencies(answers, replicas=4)
+    assert told.requests == 10
+    assert told.ttft_mean_ms == pytest.approx(550)
+    assert (told.ttft_p50_ms, told.ttft_p90_ms, told.ttft_p99_ms) == pytest.approx((500, 900, 1000))
+    assert (told.e2e_mean_ms, told.e2e_p90_ms, told.e2e_p99_ms) == pytest.approx((1550, 1900, 2000))
+    assert told.tpot_p90_ms == pytest.approx(100)
+    assert told.request_balance == 4  # the fourth replica had none
+    assert contest.latencies([answer(1.0, cached=75), answer(1.0)], 1).cache_hit_ratio == 0.375
+
+
+def test_an_answer_of_one_token_has_no_pace() -> None:
+    assert contest.latencies([answer(1.0, output=1)], 1).tpot_p90_ms == 0.0
+
+
+def test_classes_are_by_the_length_of_the_input() -> None:
+    lengths = (4_999, 5_000, 20_000, 50_000, 60_000)
+    told = contest.classes([answer(n, tokens=tokens) for n, tokens in enumerate(lengths)])
+    assert [(name, each["requests"]) for name, each in told.items()] == [
+        ("warm", 1),
+        ("med", 1),
+        ("heavy", 1),
+        ("heavy_plus", 2),
+    ]
+    assert told["heavy_plus"]["ttft_mean_ms"] == pytest.approx(3500)
+    assert told["heavy_plus"]["ttft_p50_ms"] == pytest.approx(3000)
+
+
+def test_a_row_says_which_policy_is_the_default() -> None:
+    [field] = fields("claude_code_le64k", 10)
+    rows = [run(field, policy).row() for policy in ("round_robin", pipeline.DEFAULT)]
+    assert [row["default"] for row in rows] == [False, True]
+    assert rows[0]["trace"] == "claude_code_le64k"
+    assert rows[0]["sessions"] == 10
+    assert all(math.isfinite(value) for value in rows[0].values() if isinstance(value, float))
+
+
+def test_the_table_compares_with_the_default_run_by_run() -> None:
+    results = [
+        run(field, policy)
+        for field in fields("claude_code_le64k", 20, seeds=2)
+        for policy in (pipeline.DEFAULT, "round_robin")
+    ]
+    default, other = contest.table(results)
+    assert default[2:4] == (f"{pipeline.DEFAULT} (default)", "2")
+    assert len(default) == len(other) == len(contest.HEAD)
+    assert default[-1] == ""
+    assert other[-1].endswith("longer in 2 of 2")
+
+
+def test_csv_has_a_line_for_each_run_and_columns_for_the_classes() -> None:
+    [field] = fields("claude_code_le64k", 10)
+    file = io.StringIO()
+    contest.write_csv([run(field, policy) for policy in ("round_robin", "sticky")], file)
+    file.seek(0)
+    lines = list(csv.DictReader(file))
+    assert [line["policy"] for line in lines] == ["round_robin", "sticky"]
+    assert int(lines[0]["warm.requests"]) + int(lines[0]["med.requests"]) <= int(lines[0]["requests"])
+
+
+# What may be asked for
+
+
+def test_all_leaves_out_what_needs_a_measured_engine() -> None:
+    chosen = contest.choose_policies("all", {"mine": {"selector": "round_robin"}})
+    assert {"round_robin", "least_delay", "unified", "mine"} <= set(chosen)
+    assert "slo" not in chosen
+    with pytest.raises(ValueError, match="slo needs profile, which simulated replicas do not have"):
+        contest.choose_policies("slo")
+    with pytest.raises(ValueError, match="unknown routing policy nothing"):
+        contest.choose_policies("round_robin,nothing")
+
+
+def test_an_engine_is_the_default_but_for_what_is_said() -> None:
+    made = contest.read_engine("kv_tokens=100000,step_seconds=0.01")
+    assert (made.kv_tokens, made.step_seconds, made.step_tokens) == (100_000, 0.01, 8192)
+    for text, problem in [
+        ("kv=1", "unknown setting 'kv' of an engine; known: ingress_seconds"),
+        ("kv_tokens=much", "kv_tokens must be a number, not 'much'"),
+        ("kv_tokens=-5", "kv_tokens must be 0 or more"),
+    ]:
+        with pytest.raises(ValueError, match=problem):
+            contest.read_engine(text)
+
+
+def test_a_trace_that_has_nothing_in_time_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "late.jsonl"
+    file.write_text('{"trace": "late", "block_tokens": 64, "seconds": 10}\n{"at": 20, "in": 5, "out": 1}\n')
+    with pytest.raises(contest.BadContest, match="late has no request within 10 s"):
+        list(draw([str(file)], (), range(1), 2, Engine()))

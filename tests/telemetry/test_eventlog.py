@@ -1,0 +1,559 @@
+"""An event log gives back what was written, and the clients whose log it is."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from anvil_mux.config.config import Backend, Config, Gpu, Service
+from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.sim.figures import figures
+from anvil_mux.sim.simulate import Request, check, simulate
+from anvil_mux.sim.workload import PROFILES, Workload
+from anvil_mux.telemetry import eventlog
+from anvil_mux.telemetry.eventlog import (
+    BadLog,
+    EventLog,
+    Rotation,
+    Run,
+    Standing,
+    config_of,
+    header,
+    read,
+    replay,
+)
+from tests.cli.test_cli import PROJECT, compose, stream
+from tests.cli.test_cli import run as run_serve
+from tests.running import serving
+from tests.sim.test_simulate import LAYOUTS, world
+
+AB = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))), policy="eager")
+
+
+@contextmanager
+def appending(file: Path, config: Config = AB, began: float = 1000.0) -> Iterator[EventLog]:
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_APPEND)
+    log = EventLog(descriptor, header(config, began))
+    try:
+        yield log
+    finally:
+        log.close()
+        os.close(descriptor)
+
+
+def written(file: Path, events: list[Event], config: Config = AB, began: float = 1000.0) -> Path:
+    with appending(file, config, began) as log:
+        for event in events:
+            log.append(event)
+    return file
+
+
+def simulated(workload: Workload, config: Config) -> list[Event]:
+    follow = workload.follow and workload.follow()
+    engines = workload.engines(config)
+    return simulate(config, workload.requests, engines, resident=workload.resident, follow=follow)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+# Writing and reading
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_read_is_what_was_written(file: Path, layout: str) -> None:
+    config, trace, engines = world(layout, "debounce", 3)
+    events = simulate(config, trace, engines)
+    [run] = read(written(file, events, config))
+    assert run.events == events
+    assert config_of(run.header) == config
+    assert run.header["began"] == 1000.0
+
+
+def test_every_field_of_an_event_survives(file: Path) -> None:
+    odd = [
+        Event(0.1 + 0.2, "deferred", 'org/"b"\n', "", 7, 2, inf, "it's not \u2713 yet"),
+        Event(1e6 + 1e-6, "draining", "a", "a", 0, 2, 30.0, "1 waiting", "b"),
+        Event(1e7, "severed", "a", "a", 1, 1, 1e-9),
+        Event(1e7, "queued", "a", "", 3, 1, bound=0.1 + 0.2),
+        Event(1e7, "queued", "b", "", 4, 1, bound=0.0),
+    ]
+    assert read(written(file, odd))[0].events == odd
+    assert all(json.loads(line) for line in file.read_text().splitlines())
+
+
+def test_a_line_holds_only_what_is_not_empty(file: Path) -> None:
+    written(file, [Event(0.0, "queued", "a", ticket=1, size=1), Event(1.5, "deferred", "a", seconds=inf)])
+    assert file.read_text().splitlines()[1:] == [
+        '{"at":0.0,"kind":"queued","model":"a","ticket":1,"size":1}',
+        '{"at":1.5,"kind":"deferred","model":"a","seconds":null}',
+    ]
+
+
+def test_the_header_tells_everything_that_events_depend_on_and_no_secret() -> None:
+    secret = Service(environment=(("HF_TOKEN", "s3cret"),), command=("serve", "s3cret"))
+    backends = (
+        Backend("a", "m", ("0", "1"), vram=7, pin=True, rest=("sleep", "stop"), service=secret),
+        Backend("b", "m", ("0",), aliases=("mm",)),
+    )
+    told = Config(
+        backends,
+        (Gpu("0", vram=24, reserve=1),),
+        project="p",
+        policy="debounce",
+        policy_settings={"quiet": 2.0},
+        drain_timeout=1.0,
+        queue_timeout=2.0,
+        max_wait=3.0,
+        max_queue=4,
+    )
+    text = json.dumps(header(told, 5.0))
+    assert "s3cret" not in text
+    without = tuple(replace(backend, service=Service()) for backend in backends)
+    assert config_of(json.loads(text)) == replace(told, backends=without)
+
+
+def test_a_compressed_log_that_is_damaged_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    packed = tmp_path / "events.jsonl.gz"
+    whole = gzip.compress(b'{"anvil_mux": "1"}\n' * 100)
+    packed.write_bytes(whole[:10] + b"\xff" + whole[11:])  # no such block type
+    with pytest.raises(BadLog, match=r"events\.jsonl\.gz"):
+        read(packed)
+
+
+def test_each_start_of_the_program_is_a_run(file: Path) -> None:
+    written(file, [Event(1.0, "queued", "a", ticket=1)], began=10.0)
+    written(file, [Event(0.5, "queued", "b", ticket=1)], began=500.0)
+    first, second = read(file)
+    assert (first.header["began"], [event.model for event in first.events]) == (10.0, ["a"])
+    assert (second.header["began"], [event.model for event in second.events]) == (500.0, ["b"])
+
+
+def test_a_compressed_log_is_read_as_well(file: Path, tmp_path: Path) -> None:
+    written(file, [Event(1.0, "queued", "a", ticket=1)])
+    packed = tmp_path / "events.jsonl.gz"
+    packed.write_bytes(gzip.compress(file.read_bytes()))
+    assert read(packed) == read(file)
+
+
+def test_nothing_is_lost_between_many_threads(file: Path) -> None:
+    with appending(file) as log:
+
+        def append(thread: int) -> None:
+            for ticket in range(1000):
+                log.append(Event(1.0, "queued", f"m{thread}", ticket=ticket))
+
+        threads = [threading.Thread(target=append, args=(n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    events = read(file)[0].events
+    for n in range(4):
+        assert [event.ticket for event in events if event.model == f"m{n}"] == list(range(1000))
+
+
+# What is broken
+
+
+def test_half_a_line_at_the_end_is_passed_over_with_a_warning(file: Path) -> None:
+    written(file, [Event(1.0, "queued", "a", ticket=1), Event(2.0, "gone", "a", ticket=1)])
+    os.truncate(file, file.stat().st_size - 9)
+    warnings: list[str] = []
+    [run] = read(file, warnings.append)
+    assert [event.kind for event in run.events] == ["queued"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"{file}:3: ")
+
+
+def test_a_program_that_was_killed_spoils_only_its_own_last_line(file: Path) -> None:
+    written(file, [Event(1.0, "queued", "a", ticket=1), Event(2.0, "gone", "a", ticket=1)])
+    os.truncate(file, file.stat().st_size - 9)
+    written(file, [Event(0.5, "queued", "b", ticket=1)])
+    warnings: list[str] = []
+    first, second = read(file, warnings.append)
+    assert [event.kind for event in first.events] == ["queued"]
+    assert [event.model for event in second.events] == ["b"]
+    assert len(warnings) == 1
+    assert "killed" in warnings[0]
+
+
+HEAD = json.dumps(header(AB, 0.0))
+FINE = '{"at":1,"kind":"queued","model":"a"}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "where", "why"),
+    [
+        ([FINE], 1, "header"),
+        ([HEAD, '{"at":1,"ki', FINE], 2, "no line of an event log"),
+        ([HEAD, "17", FINE], 2, "no line of an event log"),
+        ([HEAD, '{"at":1,"kind":"flown","model":"a"}'], 2, "unknown kind of event 'flown'"),
+        ([HEAD, FINE, '{"at":1,"kind":"queued"}'], 3, "model"),
+        ([HEAD, '{"at":"1","kind":"queued","model":"a"}'], 2, "no event"),
+        ([HEAD, '{"at":1,"kind":"queued","model":"a","colour":1}'], 2, "colour"),
+        (['{"anvil_mux":"1"}'], 1, "began"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(file: Path, lines: list[str], where: int, why: str) -> None:
+    file.write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(BadLog) as caught:
+        read(file)
+    assert caught.value.message.startswith(f"{file}:{where}: ")
+    assert why in caught.value.message
+
+
+def test_a_file_that_is_not_there_or_no_archive_is_an_error_with_its_name(file: Path) -> None:
+    with pytest.raises(BadLog, match=r"events\.jsonl: No such file"):
+        read(file)
+    file.write_bytes(gzip.compress(HEAD.encode())[:-12])
+    with pytest.raises(BadLog, match=r"events\.jsonl: "):
+        read(file)
+
+
+class Disk:
+    """Stands in for ``os.write``: has room for so many bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.content = b""
+        self.refused = threading.Event()
+
+    def write(self, _: int, data: bytearray) -> int:
+        if not self.room:
+            self.refused.set()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = bytes(data[: self.room])
+        self.room -= len(taken)
+        self.content += taken
+        return len(taken)
+
+
+def disk_log(disk: Disk, monkeypatch: pytest.MonkeyPatch, complain: list[str]) -> EventLog:
+    monkeypatch.setattr(eventlog, "os", SimpleNamespace(**{**vars(os), "write": disk.write}))
+    return EventLog(-1, header(AB, 0.0), complain.append)
+
+
+def test_a_disk_that_was_full_for_a_while_costs_nothing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [Event(float(n), "queued", "a", ticket=n) for n in range(100)]
+    complaints: list[str] = []
+    disk = Disk(room=len(HEAD) + 20)  # full in the middle of a line
+    log = disk_log(disk, monkeypatch, complaints)
+    for event in events[:50]:
+        log.append(event)
+    assert disk.refused.wait(60)
+    disk.room = 1 << 20
+    for event in events[50:]:
+        log.append(event)
+    log.close()
+    file.write_bytes(disk.content)
+    assert read(file)[0].events == events
+    assert complaints == ["the event log cannot be written (No space left on device); serving goes on"]
+
+
+def test_the_end_is_written_too_if_the_disk_has_room_again(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(room=0)
+    log = disk_log(disk, monkeypatch, [])
+    for ticket in (1, 2):
+        assert disk.refused.wait(60)
+        disk.refused.clear()
+        log.append(Event(1.0, "queued", "a", ticket=ticket))
+    assert disk.refused.wait(60)
+    disk.room = 1 << 20
+    log.close()
+    file.write_bytes(disk.content)
+    assert [event.ticket for event in read(file)[0].events] == [1, 2]
+
+
+def test_what_a_full_disk_has_cost_is_told_where_it_is_missing(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eventlog, "KEEP_BYTES", 0)
+    complaints: list[str] = []
+    disk = Disk(room=10)
+    log = disk_log(disk, monkeypatch, complaints)
+    for ticket in (1, 2, 3):
+        assert disk.refused.wait(60)
+        disk.refused.clear()
+        log.append(Event(1.0, "queued", "a", ticket=ticket))
+    assert disk.refused.wait(60)
+    disk.room = 1 << 20
+    log.append(Event(2.0, "gone", "a", ticket=1))
+    log.close()
+    file.write_bytes(disk.content)
+    warnings: list[str] = []
+    [run] = read(file, warnings.append)
+    assert [event.kind for event in run.events] == ["gone"]
+    assert warnings == [f"{file}:2: 3 events are missing here, because the disk was full"]
+    assert len(complaints) == 1
+
+
+# Replaying
+
+
+@pytest.mark.parametrize("policy", ["eager", "debounce"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_a_log_replayed_under_the_same_policy_gives_the_same_figures(
+    file: Path, profile: str, policy: str
+) -> None:
+    workload = PROFILES[profile](1)
+    config = replace(workload.config(), policy=policy)
+    before = simulated(workload, config)
+    runs = read(written(file, before, config))
+    after = simulated(replay(runs), config_of(runs[0].header))
+    assert figures(after) == figures(before)
+
+
+def test_busy_logs_with_impatient_clients_are_made_again_event_by_event() -> None:
+    """All moments are multiples of a power of two, so that their sums are exact."""
+    seen: set[str] = set()
+    for seed in range(20):
+        config, trace, _ = world("two on one GPU", "eager", seed)
+        config = replace(config, max_queue=1000, queue_timeout=1e6)
+        requests = tuple(entry for entry in trace if isinstance(entry, Request))
+        workload = Workload("w", {"a": 2.5, "b": 4.25}, requests, stop_seconds=0.5)
+        before = simulated(workload, config)
+        learned = replay([Run(header(config, 0.0), before)])
+        after = simulated(learned, config)
+        assert [event._replace(at=event.at + before[0].at) for event in after] == before, seed
+        assert (learned.load_seconds, learned.stop_seconds) == ({"a": 2.5, "b": 4.25}, 0.5)
+        seen.update(event.kind for event in before)
+    assert seen >= {"gone", "severed", "queued", "stopping"}
+
+
+def leased(at: float, model: str, ticket: int, waited: float = 0.0, size: int = 1) -> Event:
+    return Event(at, "leased", model, model, ticket, size, waited)
+
+
+def replayed(*events: Event, began: float = 0.0) -> Workload:
+    return replay([Run(header(AB, began), list(events))])
+
+
+def test_loads_and_stops_take_their_median_and_adopted_models_are_loaded_at_the_start() -> None:
+    learned = replayed(
+        Event(1.0, "ready", "a", "a", reason="adopted"),
+        *[Event(2.0, "ready", "b", "b", seconds=seconds) for seconds in (3.0, 50.0, 4.0)],
+        Event(3.0, "ready", "b", "b", reason="reprieved"),
+        *[Event(at, kind, "b", "b") for at, kind in ((4.0, "stopping"), (6.0, "empty"))],
+        leased(7.0, "a", 1),
+        Event(9.0, "released", "a", "a", 1),
+    )
+    assert learned.resident == ("a",)
+    assert learned.load_seconds == {"a": 4.0, "b": 4.0}
+    assert learned.stop_seconds == 2.0
+    assert learned.requests == (Request(6.0, "a", 2.0),)
+
+
+def test_a_request_arrived_when_its_wait_began() -> None:
+    learned = replayed(
+        Event(10.0, "queued", "a", ticket=1, size=1),
+        leased(14.0, "a", 1, 4.0),
+        Event(15.0, "released", "a", "a", 1),
+    )
+    assert learned.requests == (Request(0.0, "a", 1.0),)
+
+
+def test_what_was_cut_off_takes_as_long_as_it_lasted() -> None:
+    learned = replayed(
+        leased(0.0, "a", 1),
+        leased(0.0, "a", 2, size=2),
+        leased(0.0, "b", 3),
+        Event(3.0, "severed", "a", "a", 1, 1, 3.0),
+        Event(4.0, "empty", "b", "b", size=1, reason="died: exited with code 1"),
+        Event(5.0, "queued", "b", ticket=4, size=1),
+    )
+    assert [request.seconds for request in learned.requests] == [3.0 + eventlog.BEYOND_SECONDS, 5.0, 4.0, 4.0]
+
+
+def test_what_was_never_served_takes_what_its_model_usually_takes() -> None:
+    learned = replayed(
+        *[leased(0.0, "a", n, size=n) for n in (1, 2, 3)],
+        *[Event(seconds, "released", "a", "a", n) for n, seconds in ((1, 1.0), (2, 2.0), (3, 9.0))],
+        Event(10.0, "queued", "a", ticket=4, size=1),
+        Event(12.0, "gone", "a", ticket=4, seconds=2.0),
+        Event(20.0, "queued", "a", ticket=5, size=1),
+        Event(22.0, "failed", "a", ticket=5, seconds=2.0, reason="load_failed"),
+        Event(23.0, "failed", "b", ticket=6, reason="load_failed"),
+    )
+    assert learned.requests[3:] == (
+        Request(10.0, "a", 2.0, patience=2.0),
+        Request(20.0, "a", 2.0),
+        Request(23.0, "b", 2.0),
+    )
+
+
+def test_who_only_asked_for_a_load_holds_no_lease() -> None:
+    learned = replayed(
+        Event(1.0, "queued", "a", ticket=1, size=1),
+        Event(1.0, "queued", "a", ticket=2, size=2),
+        leased(3.0, "a", 1, 2.0, size=1),
+        leased(3.0, "a", 2, 2.0, size=1),
+        Event(4.0, "released", "a", "a", 1, 0),
+    )
+    assert learned.requests == (Request(0.0, "a", 1.0), Request(0.0, "a", 0.0, leases=False))
+
+
+def test_runs_follow_each_other_as_on_the_clock_on_the_wall() -> None:
+    runs = [
+        Run(header(AB, 1000.0), [leased(50.0, "a", 1), Event(60.0, "released", "a", "a", 1)]),
+        Run(header(AB, 1095.0), [leased(5.0, "b", 1), Event(6.0, "released", "b", "b", 1)]),
+        Run(header(AB, 400.0), [leased(1.0, "a", 1), Event(2.0, "released", "a", "a", 1)]),
+    ]
+    assert [(request.at, request.model) for request in replay(runs).requests] == [
+        (0.0, "a"),
+        (50.0, "b"),
+        (51.0, "a"),
+    ]
+
+
+def test_a_log_without_a_request_cannot_be_replayed() -> None:
+    with pytest.raises(BadLog, match="no request"):
+        replayed(Event(1.0, "ready", "a", "a", reason="adopted"))
+
+
+# Files that are set aside
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_new_file_can_be_read_without_the_old_wherever_it_begins(layout: str, seed: int) -> None:
+    config, requests, engines = world(layout, "adaptive", seed)
+    log = simulate(config, requests, engines)
+    standing, begun = Standing(), 0
+    for number, event in enumerate(log):
+        standing.read(event)
+        if standing.is_still:
+            begun += 1
+            rest = [*standing.events(event.at), *log[number + 1 :]]
+            assert check(rest, config) == [], f"begun after event {number}: {event}"
+    assert begun > 5
+
+
+def test_what_is_so_is_told_as_events() -> None:
+    standing = Standing()
+    events = [
+        Event(0.0, "queued", "a", ticket=1, size=1),
+        Event(0.0, "starting", "a", "a", reason="r"),
+        Event(4.0, "ready", "a", "a", seconds=4.0),
+        Event(4.0, "leased", "a", "a", 1, 1, 4.0),
+        Event(5.0, "leased", "a", "a", 2, 2),
+        Event(5.0, "queued", "b", ticket=3, size=1),
+        Event(7.0, "released", "a", "a", 1, 1),
+        Event(7.0, "parked", "c", "c", reason="sleep"),
+        Event(7.0, "unpinned", "a"),
+        Event(7.0, "pinned", "a"),
+    ]
+    still = []
+    for event in events:
+        standing.read(event)
+        still.append(standing.is_still)
+    assert still == [True, False, *[True] * 8]
+    assert standing.events(8.0) == [
+        Event(8.0, "pinned", "a"),
+        Event(8.0, "ready", "a", "a", reason="adopted"),
+        Event(8.0, "ready", "c", "c", reason="adopted"),
+        Event(8.0, "draining", "c", "c"),
+        Event(8.0, "stopping", "c", "c"),
+        Event(8.0, "parked", "c", "c", reason="sleep"),
+        Event(8.0, "leased", "a", "a", 2, 1),
+        Event(8.0, "queued", "b", ticket=3, size=1),
+    ]
+
+
+def test_a_file_that_is_large_enough_is_set_aside(file: Path) -> None:
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_APPEND)
+    log = EventLog(descriptor, header(AB, 1000.0), pytest.fail, Rotation(str(file), 3000, kept=2))
+    for number in range(4 * eventlog.GROUP):
+        log.append(Event(float(number), "ready", "a", "a", seconds=1.0))
+    log.close()
+    os.close(descriptor)
+    files = [file, Path(f"{file}.1"), Path(f"{file}.2")]
+    assert sorted(file.parent.iterdir()) == files
+    found = [read(each)[0] for each in reversed(files)]
+    assert {run.header["began"] for run in found} == {1000.0}
+    assert {run.events[0].reason for run in found} == {"adopted"}
+    moments = [event.at for run in found for event in run.events if not event.reason]
+    assert moments == [float(n) for n in range(4 * eventlog.GROUP - len(moments), 4 * eventlog.GROUP)]
+    assert len(moments) > eventlog.GROUP
+
+
+def test_a_file_that_cannot_be_set_aside_grows_on(file: Path) -> None:
+    said: list[str] = []
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_APPEND)
+    log = EventLog(descriptor, header(AB, 1000.0), said.append, Rotation(str(file.parent / "gone"), 100))
+    for number in range(2 * eventlog.GROUP):
+        log.append(Event(float(number), "ready", "a", "a"))
+    log.close()
+    os.close(descriptor)
+    assert len(read(file)[0].events) == 2 * eventlog.GROUP
+    assert said == ["the event log cannot be set aside (No such file or directory), so it grows on"]
+
+
+# A running program
+
+
+def test_a_running_program_writes_all_that_happens(tmp_path: Path) -> None:
+    file, log = compose(tmp_path), tmp_path / "events.jsonl"
+    flags = ("--event-log", str(log), "--policy", "eager")
+    with serving(file, *flags, state=tmp_path, on_exit="keep") as running:
+        for model in ("a", "b", "b"):
+            assert running.chat(model)[0] == 200
+        for what in ("pin", "unpin"):
+            assert running.request("POST", f"/models/{what}", {"model": "b"})[0] == 200
+    with serving(file, *flags, state=tmp_path) as running:
+        assert running.chat("b")[0] == 200
+    runs = read(log)
+    assert [run.header["project"] for run in runs] == [PROJECT] * 2
+    for run in runs:
+        assert check(run.events, config_of(run.header), slack=5.0) == []
+    kinds = [event.kind for event in runs[0].events]
+    unseen = {"gone", "failed", "severed", "parked", "demoting", "stuck", "deferred", "cancelling"}
+    assert {*kinds} == KINDS.keys() - unseen - {"reloaded", "reload_failed"}
+    assert [kinds.count(kind) for kind in ("leased", "released", "starting")] == [3, 3, 2]
+    learned = replay(runs)
+    assert [request.model for request in learned.requests] == ["a", "b", "b", "b"]
+    assert set(learned.load_seconds) == {"a", "b"}
+    assert check(simulated(learned, learned.config()), learned.config()) == []
+
+
+def test_a_running_program_sets_its_log_aside(tmp_path: Path) -> None:
+    file, log = compose(tmp_path), tmp_path / "events.jsonl"
+    with serving(file, "--event-log", str(log), "--event-log-size", "3KiB", state=tmp_path) as running:
+        for _ in range(20):
+            assert running.chat("a")[0] == 200
+    for each in (log, Path(f"{log}.1")):
+        for run in read(each):
+            assert check(run.events, config_of(run.header), slack=5.0) == []
+
+
+def test_what_the_end_of_the_program_cuts_off_is_in_the_log(tmp_path: Path) -> None:
+    file, log = compose(tmp_path), tmp_path / "events.jsonl"
+    flags = ("--event-log", str(log), "--drain-timeout", "0")
+    with serving(file, *flags, state=tmp_path) as running, stream(running, "a", 100_000):
+        running.stop()
+    [run] = read(log)
+    assert [event.kind for event in run.events][-1] == "severed"
+    [request] = replay([run]).requests
+    assert request.seconds > 0
+
+
+def test_an_event_log_that_cannot_be_opened_prevents_serving(tmp_path: Path) -> None:
+    done = run_serve(compose(tmp_path), "--event-log", str(tmp_path / "no" / "log"), state=tmp_path)
+    assert done.returncode == 1
+    assert "cannot write the event log" in done.stderr
+    assert "No such file" in done.stderr

@@ -1,0 +1,207 @@
+"""Hooks are told what happened, as JSON, for so long and no longer; what goes wrong is said once."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.telemetry.feed import Feed
+from anvil_mux.telemetry.hooks import Hook, Telling, occasion, perform, read
+from anvil_mux.telemetry.journal import told
+
+GUARD = 20.0
+
+
+class Receiver(HTTPServer):
+    """A web address that answers ``status`` and keeps what it got."""
+
+    status = 204
+
+    def __init__(self) -> None:
+        self.got: queue.Queue[dict[str, Any]] = queue.Queue()
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/hook"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.got.put(json.loads(body))
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with Receiver() as made:
+        thread = threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join(GUARD)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "what"),
+    [
+        ("ready", "", "loaded"),
+        ("ready", "adopted", "loaded"),
+        ("ready", "reprieved", ""),
+        ("empty", "", "unloaded"),
+        ("parked", "sleep", "unloaded"),
+        ("empty", "load failed: exited with code 1", "failed"),
+        ("empty", "died: was killed by SIGKILL", "failed"),
+        ("stuck", "still runs", "failed"),
+        ("severed", "", "severed"),
+    ],
+)
+def test_what_an_event_is_to_a_hook(kind: str, reason: str, what: str) -> None:
+    assert occasion({"kind": kind, "reason": reason}) == what
+
+
+def test_all_other_events_are_nothing_to_a_hook() -> None:
+    others = set(KINDS) - {"ready", "empty", "parked", "stuck", "severed"}
+    assert {occasion({"kind": kind, "reason": "x"}) for kind in others} == {""}
+
+
+def test_a_web_address_gets_a_post(receiver: Receiver) -> None:
+    assert perform(Hook(url=receiver.url), b'{"event":"loaded"}') == ""
+    assert receiver.got.get(timeout=GUARD) == {"event": "loaded"}
+
+
+def test_a_web_address_that_refuses_is_told_of(receiver: Receiver) -> None:
+    receiver.status = 500
+    assert perform(Hook(url=receiver.url), b"{}") == "it answered 500"
+    receiver.status = 302
+    assert perform(Hook(url=receiver.url), b"{}") == "it answered 302"
+
+
+def test_a_web_address_that_is_not_there_is_told_of(receiver: Receiver) -> None:
+    receiver.socket.close()
+    assert "ConnectionError" in perform(Hook(url=receiver.url, timeout=1.0), b"{}")
+
+
+def test_a_command_gets_it_on_its_standard_input(tmp_path: Path) -> None:
+    file = tmp_path / "it's here"
+    assert perform(Hook(run=("sh", "-c", 'cat > "$0"', str(file))), b'{"event":"failed"}') == ""
+    assert file.read_text() == '{"event":"failed"}'
+
+
+def test_a_command_that_fails_is_told_of_in_its_words() -> None:
+    assert (
+        perform(Hook(run=("sh", "-c", "echo no bus >&2; exit 3")), b"{}") == "it exited with code 3: no bus"
+    )
+    assert perform(Hook(run=("/nowhere/to/be-found",)), b"{}").startswith("it cannot be run: No such file")
+
+
+def test_a_command_that_reads_nothing_does_no_harm() -> None:
+    assert perform(Hook(run=("true",)), b"x" * (1 << 20)) == ""
+
+
+def test_a_command_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    hook = Hook(run=("sh", "-c", 'sleep 1000 > "$0" & wait', str(fifo)), timeout=0.3)
+    assert perform(hook, b"{}") == "it was killed after 0.3 s"
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""  # nobody holds the other end any more
+    os.close(reader)
+
+
+def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver: Receiver) -> None:
+    said: list[str] = []
+    telling = Telling(Hook(on=("loaded",), url=receiver.url), said.append)
+    loaded = told(Event(1.0, "ready", "a", "a", seconds=2.0), 1001.0)
+    telling.tell([loaded, told(Event(2.0, "stuck", "a", "a", reason="x"), 1002.0)], 0)
+    got = receiver.got.get(timeout=GUARD)
+    assert (got["event"], got["model"], got["at"], got["text"]) == (
+        "loaded",
+        "a",
+        1001.0,
+        "ready after 2.0 s",
+    )
+    assert receiver.got.empty()
+    receiver.status = 500
+    telling.tell([loaded, loaded], 0)
+    receiver.status = 204
+    telling.tell([loaded], 3)
+    receiver.status = 500
+    telling.tell([loaded], 0)
+    name = f"hook {receiver.url}"
+    failed, slow = f"{name} failed: it answered 500", f"{name} is too slow: 3 events were not told"
+    assert said == [failed, slow, failed]
+
+
+def test_one_that_rests_more_deeply_is_not_unloaded_again(receiver: Receiver) -> None:
+    telling = Telling(Hook(url=receiver.url), pytest.fail)
+    kinds = ("ready", "parked", "parked", "empty", "ready", "empty")
+    telling.tell([told(Event(1.0, kind, "a", "a"), 1.0) for kind in kinds], 0)
+    got = [receiver.got.get(timeout=GUARD)["event"] for _ in range(4)]
+    assert got == ["loaded", "unloaded", "loaded", "unloaded"]
+    assert receiver.got.empty()
+
+
+@pytest.mark.parametrize(
+    ("value", "hooks"),
+    [
+        ([{"url": "http://x/y"}], (Hook(url="http://x/y"),)),
+        ({"run": ["a", "b c"], "on": "failed, severed"}, (Hook(("failed", "severed"), ("a", "b c")),)),
+        ([{"run": ["a"], "timeout": "1m"}], (Hook(run=("a",), timeout=60.0),)),
+    ],
+)
+def test_hooks_are_read_as_people_write_them(value: object, hooks: tuple[Hook, ...]) -> None:
+    assert read(value) == hooks
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("notify-send", "must be hooks such as"),
+        ([{"on": ["failed"]}], "must be hooks such as"),
+        ([{"run": ["a"], "url": "http://x"}], "must be hooks such as"),
+        ([{"run": "a b"}], r"run: must be a list of words, \[program, argument, ...\], not 'a b'"),
+        ([{"run": []}], "run: must be a list of words"),
+        ([{"url": "ftp://x"}], "url: must begin with http:// or https://, not 'ftp://x'"),
+        ([{"url": "http://x", "on": ["lodaed"]}], "unknown: lodaed; did you mean loaded?"),
+        ([{"url": "http://x", "timout": 1}], "timout: unknown key; did you mean timeout?"),
+        ([{"url": "http://x", "timeout": "soon"}], "must be seconds"),
+    ],
+)
+def test_a_hook_that_cannot_be_meant_is_refused(value: object, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read(value)
+
+
+def test_a_feed_may_be_followed_for_a_hook(receiver: Receiver) -> None:
+    feed = Feed()
+    telling = Telling(Hook(url=receiver.url), pytest.fail)
+    thread = threading.Thread(
+        target=feed.follow,
+        args=(lambda news: telling.tell([told(e, e.at) for e in news.events], news.missed),),
+    )
+    thread.start()
+    feed.tell(Event(1.0, "ready", "a", "a"))
+    feed.tell(Event(2.0, "empty", "a", "a"))
+    feed.ring()
+    assert [receiver.got.get(timeout=GUARD)["event"] for _ in range(2)] == ["loaded", "unloaded"]
+    feed.close()
+    thread.join(GUARD)
+    assert not thread.is_alive()

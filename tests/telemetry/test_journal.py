@@ -1,0 +1,268 @@
+"""What goes in at one end of the journal is counted and written at the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.telemetry import journal as journal_room
+from anvil_mux.telemetry.accesslog import human_line
+from anvil_mux.telemetry.feed import Feed, Place
+from anvil_mux.telemetry.journal import _OF_REQUESTS, NORMAL, QUIET, VERBOSE, Journal, _level, story
+from anvil_mux.telemetry.metrics import Metrics
+from tests.telemetry.test_metrics import nothing, record, value
+
+CONFIG = Config((Backend("a", "a"),))
+
+
+class Desk:
+    """A journal whose access log is a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "access.log"
+        self.metrics = Metrics(CONFIG, nothing)
+        self.descriptor = os.open(self.file, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        self.journals: list[Journal] = []
+
+    def open(self, **settings: object) -> Journal:
+        settings = {"access": self.descriptor, "wall": float, **settings}
+        journal = Journal(self.metrics, **settings)  # type: ignore[arg-type]
+        self.journals.append(journal)
+        return journal
+
+    def lines(self) -> list[str]:
+        return self.file.read_text().splitlines()
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    monkeypatch.setattr(journal_room, "FLUSH_SECONDS", 60.0)
+    made = Desk(tmp_path)
+    yield made
+    for journal in made.journals:
+        journal.close()
+    os.close(made.descriptor)
+
+
+def test_a_flush_returns_when_everything_before_it_is_counted_and_written(desk: Desk) -> None:
+    journal = desk.open()
+    for number in range(100):
+        journal.add(record(request_id=f"r{number}"))
+    journal.flush()
+    assert [line.split()[-1] for line in desk.lines()] == [f"r{number}" for number in range(100)]
+    assert value(desk.metrics, "anvil_queue_wait_seconds_count", model="a") == 100
+
+
+def test_closing_writes_what_is_left(desk: Desk) -> None:
+    journal = desk.open()
+    journal.add(record())
+    journal.close()
+    assert len(desk.lines()) == 1
+
+
+def test_nothing_is_lost_between_many_threads(desk: Desk) -> None:
+    journal = desk.open()
+
+    def add() -> None:
+        for number in range(250):
+            journal.add(record(request_id=f"{threading.get_ident()}-{number}"))
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    journal.close()
+    assert len(desk.lines()) == 1000
+
+
+def test_lines_in_json_are_json_whatever_a_client_sent(desk: Desk) -> None:
+    journal = desk.open(form="json")
+    journal.add(record(path='/x"\n{', model="\x1b[31m", status=404, code="not_found", backend=""))
+    journal.flush()
+    (line,) = map(json.loads, desk.lines())
+    assert (line["path"], line["status"], line["code"]) == ('/x"\n{', 404, "not_found")
+
+
+def test_a_client_cannot_forge_a_line_of_the_access_log(desk: Desk) -> None:
+    journal = desk.open()
+    journal.add(record(path="/x\n2026 200 GET /admin"))
+    journal.flush()
+    assert len(desk.lines()) == 1
+
+
+def test_a_probe_is_no_news_while_all_is_well(desk: Desk) -> None:
+    journal = desk.open()
+    journal.add(record(path="/healthz", model="", backend=""))
+    journal.add(record(path="/healthz", model="", backend="", status=503))
+    journal.flush()
+    (line,) = desk.lines()
+    assert " 503 POST /healthz " in line
+    assert value(desk.metrics, "anvil_requests_total", model="unknown", route="/healthz", code="200") == 1
+
+
+def test_phases_are_counted_and_not_told(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    journal = desk.open(verbosity=VERBOSE)
+    journal.told(CONFIG.backends[0], "verify", 1.5)
+    journal.flush()
+    counted = value(desk.metrics, "anvil_swap_phase_seconds_sum", model="a", phase="verify")
+    assert (counted, capfd.readouterr().err) == (1.5, "")
+
+
+def test_events_are_told_in_the_order_in_which_they_came(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    journal = desk.open(access=2)
+    journal.add(Event(1.0, "draining", "a", "a", 0, 2, 30.0, "1 waiting, oldest first", "b"))
+    journal.add(record(request_id="between"))
+    journal.add(Event(31.0, "stopping", "a", "a", 0, 1, 30.0, "1 waiting"))
+    journal.add(Event(32.0, "empty", "a", "a"))
+    journal.add(Event(33.0, "ready", "a", "a", seconds=12.34))
+    journal.flush()
+    told = [line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()]
+    assert told[0] == "a: leaves for b (1 waiting, oldest first); waits up to 30 s for 2 requests"
+    assert told[1].endswith("between")
+    assert told[2:] == ["a: stopping, 1 request severed after 30.0 s", "a: stopped", "a: ready after 12.3 s"]
+
+
+def test_an_event_names_the_service_where_that_is_not_the_model(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    journal = desk.open()
+    journal.add(Event(1.0, "empty", "coder", "coder-2", reason="killed"))
+    journal.flush()
+    assert capfd.readouterr().err.endswith(" coder (coder-2): killed\n")
+
+
+def test_a_failed_load_is_told_with_the_last_lines_of_its_engine(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tails = {"a": ["CUDA out of memory", "bye"]}
+    journal = desk.open(tail=tails.__getitem__)
+    journal.add(Event(1.0, "empty", "a", "a", reason="load failed: exited with code 1"))
+    journal.flush()
+    told = capfd.readouterr().err
+    assert "a: load failed: exited with code 1\n" in told
+    assert "  | CUDA out of memory\n  | bye\n" in told
+
+
+def test_an_event_in_json_names_its_kind_and_leaves_out_what_is_empty(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    journal = desk.open(form="json", tail=lambda _: ["bye"])
+    journal.add(Event(0.0, "stuck", "a", "a", reason="still runs"))
+    journal.flush()
+    assert json.loads(capfd.readouterr().err) == {
+        "ts": "1970-01-01T00:00:00.000Z",
+        "level": "error",
+        "event": "stuck",
+        "model": "a",
+        "service": "a",
+        "reason": "still runs",
+        "engine_log": ["bye"],
+    }
+
+
+def test_quiet_tells_only_what_is_wrong(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
+    journal = desk.open(verbosity=QUIET)
+    journal.add(Event(1.0, "ready", "a", "a", seconds=1.0))
+    journal.add(Event(1.0, "empty", "a", "a", reason="died: exited with code 139"))
+    journal.add(Event(1.0, "stuck", "a", "a", reason="still runs"))
+    journal.add(Event(1.0, "reloaded", "", reason="added b"))
+    journal.add(Event(1.0, "reload_failed", "", reason="no {such} key"))
+    journal.flush()
+    told = [line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()]
+    assert told[0] == "a: died: exited with code 139"
+    assert len(told) == 3
+    assert "still runs" in told[1]
+    assert told[2] == "anvil-mux: configuration refused, nothing has changed: no {such} key"
+
+
+def test_only_verbose_tells_what_single_requests_go_through(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for verbosity, told in ((NORMAL, False), (VERBOSE, True)):
+        journal = desk.open(verbosity=verbosity)
+        assert journal.tells_leases is told
+        for kind in ("queued", "leased", "released"):
+            journal.observe(Event(1.0, kind, "a", "a", 7))
+        journal.observe(Event(2.0, "ready", "a", "a", seconds=1.0))
+        journal.flush()
+        said = capfd.readouterr().err
+        assert ("leased #7" in said) is told
+        assert "ready after" in said
+
+
+def test_who_looks_on_is_not_told_of_every_request_even_if_the_log_is(desk: Desk) -> None:
+    feed = Feed()
+    journal = desk.open(verbosity=VERBOSE, feed=feed)
+    for kind in ("queued", "leased", "ready", "released", "severed"):
+        journal.observe(Event(1.0, kind, "a", "a", 7))
+    journal.flush()
+    assert [event.kind for event in feed.news(Place()).events] == ["ready", "severed"]
+
+
+def test_no_event_is_dropped_that_is_counted_or_told_without_asking() -> None:
+    needless = {
+        kind for kind in KINDS if kind not in Metrics._FOLDS and _level(Event(0, kind, "a")) == VERBOSE
+    }
+    assert needless == _OF_REQUESTS
+
+
+def test_a_full_disk_does_not_end_the_journal(desk: Desk) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        journal = desk.open(access=full.fileno())
+        journal.add(record())
+        journal.flush()
+        journal.add(record())
+        journal.flush()
+    assert value(desk.metrics, "anvil_queue_wait_seconds_count", model="a") == 2
+
+
+def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
+    desk: Desk, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_: str) -> list[str]:
+        raise OSError("no log")
+
+    journal = desk.open(tail=broken)
+    journal.add(Event(1.0, "empty", "a", "a", reason="died: x"))
+    journal.add(record())
+    journal.flush()
+    assert len(desk.lines()) == 1
+    assert "no log" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("demoting", {"reason": "r", "way": "stop"}, "is stopped where it rests: r"),
+        ("demoting", {"reason": "r", "way": "sleep:2"}, "goes to a deeper rest by sleep:2: r"),
+        ("demoting", {"reason": "r"}, "goes to a deeper rest: r"),  # of an older log
+        ("stopping", {"reason": "1 waiting"}, "stopping"),
+        ("stopping", {"reason": "no room to rest by sleep"}, "stopping: no room to rest by sleep"),
+        (
+            "severed",
+            {"ticket": 7, "reason": "evicted", "target": "b", "seconds": 5.0},
+            "severed #7: a was evicted for b before this request ended, after a drain of 5.0 s",
+        ),
+        ("failed", {"reason": "load_failed"}, "failed #0 load_failed"),
+        ("pinned", {}, "pinned: once it is resident no other model puts it out"),
+        ("unpinned", {}, "unpinned: it makes room for others again"),
+        ("ready", {"reason": "reprieved"}, "stays after all: it need not make room any more"),
+    ],
+)
+def test_an_event_is_told_in_words(kind: str, more: dict[str, str], said: str) -> None:
+    assert story(Event(1.0, kind, "a", **more)) == said
+
+
+@pytest.mark.parametrize(("backend", "shown"), [("a-1", " a@a-1 "), ("", " a ")])
+def test_the_access_log_names_the_model_also_where_no_engine_answered(backend: str, shown: str) -> None:
+    assert shown in human_line(record(model="a", backend=backend))

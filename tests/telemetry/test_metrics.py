@@ -1,0 +1,606 @@
+"""Histories of events in, samples out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.host.gpu import Stranger
+from anvil_mux.host.lookout import Seen
+from anvil_mux.protocol import api
+from anvil_mux.routing.ledger import Load, Said
+from anvil_mux.scheduler.costs import Cost
+from anvil_mux.scheduler.events import LEAVES, Event
+from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.policy import POLICIES
+from anvil_mux.scheduler.preemption import PREEMPTIONS
+from anvil_mux.scheduler.progress import Progress
+from anvil_mux.scheduler.residency import Residency
+from anvil_mux.scheduler.status import BackendState, GpuState, ModelState, Status
+from anvil_mux.scheduler.steps import Cancel, Start, Stop, Ticket
+from anvil_mux.sim.simulate import Engines, Request, simulate
+from anvil_mux.telemetry.accesslog import Served
+from anvil_mux.telemetry.gauges import STATES
+from anvil_mux.telemetry.metrics import BUCKETS, OTHER, TOKENS, Metrics, Phase, _deferral
+
+CONFIG = Config(
+    backends=(
+        Backend("a", "a", gpus=("0",)),
+        Backend("b", "b", gpus=("0",), aliases=("bee",)),
+        Backend("c", "c", gpus=("1",)),
+        Backend("both", "both", gpus=("0", "1")),
+    ),
+    gpus=(Gpu("0"), Gpu("1")),
+)
+
+
+def nothing() -> Status:
+    return Status(0.0, (), (), 0, 0)
+
+
+def metrics(config: Config = CONFIG) -> Metrics:
+    return Metrics(config, nothing)
+
+
+def told(events: Iterable[Event]) -> Metrics:
+    made = metrics()
+    for event in events:
+        made.observe(event)
+    return made
+
+
+def value(of: Metrics, name: str, **labels: str) -> float | None:
+    return of.registry.get_sample_value(name, labels)
+
+
+def phases(of: Metrics) -> dict[tuple[str, str], float]:
+    """(model, phase) -> seconds, of those that occurred."""
+    family = next(f for f in of.registry.collect() if f.name == "anvil_swap_phase_seconds")
+    sums = [sample for sample in family.samples if sample.name.endswith("_sum")]
+    return {(sample.labels["model"], sample.labels["phase"]): sample.value for sample in sums}
+
+
+def swaps(of: Metrics, source: str, target: str, way: str, result: str) -> float | None:
+    return value(of, "anvil_swaps_total", **{"from": source, "to": target, "way": way, "result": result})
+
+
+def record(**changed: object) -> Served:
+    given: dict[str, object] = {
+        "ended": 1.0,
+        "request_id": "r1",
+        "client": "127.0.0.1",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "model": "a",
+        "backend": "a",
+        "status": 200,
+        "code": "",
+        "stream": False,
+        "waited": 2.0,
+        "first_byte": 2.5,
+        "seconds": 3.0,
+        "sent": 100,
+        **changed,
+    }
+    return Served(**given)  # type: ignore[arg-type]
+
+
+class History:
+    """A real residency; what it emits goes to the metrics."""
+
+    def __init__(self) -> None:
+        self.metrics = metrics()
+        preemption, policy = PREEMPTIONS[CONFIG.preemption](), POLICIES["eager"]()
+        self.island = Residency("0+1", CONFIG, CONFIG.backends, policy, preemption, self.metrics.observe)
+        self.count = 0
+
+    def request(self, model: str, now: float) -> Ticket:
+        self.count += 1
+        ticket = Ticket(self.count, model, now)
+        self.island.request(ticket, now)
+        return ticket
+
+    def load(self, model: str, now: float, ready: float) -> Ticket:
+        ticket = self.request(model, now)
+        assert isinstance(self.island.next_step(now), Start)
+        self.island.started(model, ready)
+        return ticket
+
+
+def test_a_swap_is_counted_and_timed() -> None:
+    history = History()
+    island = history.island
+    leased = history.load("a", 0.0, 10.0)
+    history.request("b", 20.0)
+    island.next_step(20.0)
+    island.release(leased, 23.0)
+    assert isinstance(island.next_step(23.0), Stop)
+    island.stopped("a", 27.0)
+    assert isinstance(island.next_step(27.5), Start)
+    island.started("b", 40.0)
+    seen = history.metrics
+    assert phases(seen) == {("a", "drain"): 3.0}
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 10.0 + 20.0
+    assert swaps(seen, "none", "a", "stop", "ok") == 1
+    assert swaps(seen, "a", "b", "stop", "ok") == 1
+    assert value(seen, "anvil_evictions_total", model="a", reason="swap") == 1
+    assert value(seen, "anvil_model_load_duration_seconds_sum", model="b", result="ok") == 12.5
+    assert value(seen, "anvil_model_loads_total", model="b", result="ok") == 1
+
+
+def test_each_token_is_counted_once_by_its_kind() -> None:
+    made = metrics()
+    made.served(record(tokens=37, prompt_tokens=12, cached_tokens=8))
+    made.served(record(tokens=3))
+    made.served(record(model="b", prompt_tokens=5))
+    made.served(record(model="nobody", backend="", tokens=0))
+    counts = {kind: value(made, "anvil_tokens_total", model="a", kind=kind) for kind in TOKENS}
+    assert counts == {"prompt": 4, "cached": 8, "completion": 40}
+    assert value(made, "anvil_tokens_total", model="b", kind="prompt") == 5
+    assert value(made, "anvil_tokens_total", model="c", kind="completion") == 0
+
+
+def test_what_was_thought_cached_is_compared_with_what_engines_say() -> None:
+    two = [Backend(f"a-{number}", "a") for number in (1, 2)]
+    made = metrics(Config((*two, Backend("b", "b"))))
+    kinds = ("hit", "missing", "unforeseen")
+
+    def counts() -> list[float | None]:
+        return [value(made, "anvil_cache_forecast_tokens_total", model="a", kind=kind) for kind in kinds]
+
+    assert counts() == [0, 0, 0]
+    made.served(record(prompt_tokens=1000, cached_tokens=600, foreseen=0.5))
+    assert counts() == [500, 0, 100]
+    made.served(record(prompt_tokens=1000, cached_tokens=600, foreseen=0.75))
+    assert counts() == [1100, 150, 100]
+    made.served(record(prompt_tokens=1000, cached_tokens=0, foreseen=0.1))
+    made.served(record(prompt_tokens=1000, cached_tokens=0))  # an engine that says nothing of it
+    made.served(record(model="b", prompt_tokens=1000, cached_tokens=10, foreseen=0.1))
+    assert counts() == [1100, 250, 100]
+    assert value(made, "anvil_cache_forecast_tokens_total", model="b", kind="hit") is None
+
+
+def test_a_swap_of_several_victims_is_one_swap() -> None:
+    history = History()
+    island = history.island
+    island.release(history.load("a", 0.0, 1.0), 1.0)
+    island.release(history.load("c", 1.0, 2.0), 2.0)
+    history.request("both", 10.0)
+    assert isinstance(island.next_step(10.0), Stop)
+    assert isinstance(island.next_step(11.0), Stop)
+    island.stopped("a", 12.0)
+    island.stopped("c", 15.0)
+    assert isinstance(island.next_step(15.0), Start)
+    island.started("both", 20.0)
+    seen = history.metrics
+    assert swaps(seen, "several", "both", "stop", "ok") == 1
+    assert phases(seen) == {("a", "drain"): 0.0, ("c", "drain"): 1.0}
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0 + 1.0 + 10.0
+
+
+def test_a_load_that_fails_is_a_failed_swap_and_is_timed_apart() -> None:
+    seen = told(
+        [
+            Event(1.0, "draining", "a", "a", target="b"),
+            Event(2.0, "stopping", "a", "a"),
+            Event(3.0, "empty", "a", "a"),
+            Event(3.0, "starting", "b", "b", way="sleep"),
+            Event(9.0, "empty", "b", "b", reason="load failed: exited with code 1"),
+        ]
+    )
+    assert value(seen, "anvil_model_loads_total", model="b", result="failed") == 1
+    assert swaps(seen, "a", "b", "sleep", "failed") == 1
+    assert value(seen, "anvil_model_load_duration_seconds_sum", model="b", result="failed") == 6.0
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="failed") == 8.0
+    assert value(seen, "anvil_swap_duration_seconds_count", result="ok") == 0
+    assert value(seen, "anvil_evictions_total", model="b", reason="died") is None
+
+
+def test_an_unload_is_an_eviction_and_no_part_of_a_later_swap() -> None:
+    seen = told(
+        [
+            Event(1.0, "draining", "a", "a", reason="unload requested"),
+            Event(2.0, "stopping", "a", "a"),
+            Event(3.0, "empty", "a", "a"),
+            Event(100.0, "starting", "b", "b"),
+            Event(101.0, "ready", "b", "b", seconds=1.0, way="stop"),
+        ]
+    )
+    assert value(seen, "anvil_evictions_total", model="a", reason="unload") == 1
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
+    assert swaps(seen, "none", "b", "stop", "ok") == 1
+
+
+def test_who_leaves_because_nobody_uses_it_is_idle() -> None:
+    leaving = Event(1.0, "draining", "a", "a", reason="idle for 60 s")
+    seen = told([leaving, Event(1.0, "stopping", "a", "a"), Event(2.0, "empty", "a", "a")])
+    assert value(seen, "anvil_evictions_total", model="a", reason="idle") == 1
+
+
+def test_a_swap_is_counted_by_the_way_that_really_brought_the_model_back() -> None:
+    starting = Event(1.0, "starting", "b", "b", way="sleep")
+    assert (
+        swaps(told([starting, Event(2.0, "ready", "b", "b", way="sleep")]), "none", "b", "sleep", "ok") == 1
+    )
+    assert swaps(told([starting, Event(2.0, "ready", "b", "b", way="stop")]), "none", "b", "stop", "ok") == 1
+
+
+@pytest.mark.parametrize(
+    ("end", "way"),
+    [
+        (Event(9.0, "parked", "a", "a", reason="checkpoint"), "checkpoint"),
+        (Event(9.0, "parked", "a", "a", reason="it stays as it is: no"), "none"),
+        (Event(9.0, "empty", "a", "a"), "stop"),
+    ],
+)
+def test_a_demotion_is_counted_by_how_it_ended_and_is_no_eviction(end: Event, way: str) -> None:
+    left = [
+        Event(1.0, "draining", "a", "a", target="b", reason="1 waiting"),
+        Event(2.0, "stopping", "a", "a"),
+        Event(3.0, "parked", "a", "a", reason="sleep"),
+        Event(8.0, "demoting", "a", "a", target="b", reason="its memory is needed"),
+    ]
+    made = told([*left, end])
+    assert value(made, "anvil_demotions_total", model="a", way=way) == 1
+    assert value(made, "anvil_evictions_total", model="a", reason="swap") == 1
+    assert value(made, "anvil_evictions_total", model="a", reason="died") is None
+    made.observe(Event(10.0, "starting", "b", "b", way="stop"))
+    made.observe(Event(11.0, "ready", "b", "b", way="stop"))
+    assert swaps(made, "a", "b", "stop", "ok") == 1
+
+
+def test_what_the_mechanism_tells_of_its_phases_is_counted_by_model() -> None:
+    seen = metrics()
+    for phase in (Phase("a", "evict", 2.0), Phase("a", "evict", 3.0), Phase("b", "probe", 0.5)):
+        seen.took(phase)
+    assert phases(seen) == {("a", "evict"): 5.0, ("b", "probe"): 0.5}
+
+
+def deferred(at: float, model: str, ticket: int, reason: str = "more may come") -> Event:
+    return Event(at, "deferred", model, "", ticket, 1, 5.0, reason)
+
+
+def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down() -> None:
+    seen = told(
+        [
+            deferred(1.0, "b", 7),
+            Event(3.5, "draining", "a", "a", target="b"),
+            Event(4.0, "starting", "b", "b"),
+            deferred(5.0, "c", 8),
+            Event(9.0, "starting", "c", "c"),
+            Event(20.0, "starting", "a", "a"),
+        ]
+    )
+    assert phases(seen) == {("b", "cooldown"): 2.5, ("c", "cooldown"): 4.0}
+
+
+def test_a_deferral_that_is_announced_again_is_still_one() -> None:
+    again = [deferred(at, "b", 7, "no line has been quiet for 1 s yet") for at in (1.0, 6.0)]
+    seen = told([*again, Event(8.0, "starting", "b", "b")])
+    assert phases(seen) == {("b", "cooldown"): 7.0}
+    assert value(seen, "anvil_deferrals_total", model="b", reason="not_quiet") == 1
+
+
+@pytest.mark.parametrize("kind", ["gone", "failed"])
+def test_a_swap_is_not_held_back_for_those_that_have_left(kind: str) -> None:
+    left = [deferred(1.0, "b", 7), Event(2.0, kind, "b", ticket=7)]
+    assert phases(told([*left, Event(900.0, "starting", "b", "b")])) == {}
+    again = [*left, deferred(3.0, "b", 9), Event(3.5, kind, "b", ticket=8), Event(5.0, "starting", "b", "b")]
+    assert phases(told(again)) == {("b", "cooldown"): 2.0}
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "min_residency"])
+def test_every_deferral_has_a_class_of_its_own(policy: str) -> None:
+    backends = [
+        replace(backend, min_residency=5.0 * (policy == "min_residency")) for backend in CONFIG.backends
+    ]
+    config = replace(CONFIG, backends=tuple(backends), policy=policy if policy in POLICIES else "eager")
+    trace = [Request(at / 4, "ab"[at // 3 % 2], 2.0) for at in range(200)]
+    reasons = {
+        event.reason for event in simulate(config, trace, Engines({}, 3.0)) if event.kind == "deferred"
+    }
+    assert bool(reasons) is (policy != "eager")
+    assert not [reason for reason in reasons if _deferral(reason) == OTHER]
+
+
+def test_the_reasons_of_other_policies_share_one_label() -> None:
+    seen = told([deferred(1.0, "b", hour, f"it is {hour} o'clock") for hour in range(24)])
+    assert value(seen, "anvil_deferrals_total", model="b", reason="other") == 24
+
+
+def test_what_backends_hold_is_shown_as_it_was_last_measured() -> None:
+    known = [
+        Footprint("a", "sleep", {"0": 19}, {"0": 1}, 16, 2),
+        Footprint("a", "stop", {"0": 20}, {"0": 0}, 0, 1),
+        Footprint("b", "sleep-2", {}, {}, 3, 1),
+    ]
+    seen = Metrics(CONFIG, nothing, footprints=lambda: known)
+    assert value(seen, "anvil_backend_memory_bytes", backend="a", gpu="0") == 20
+    assert value(seen, "anvil_backend_residual_bytes", backend="a", way="sleep", gpu="0") == 1
+    assert value(seen, "anvil_backend_host_bytes", backend="a", way="sleep") == 16
+    assert value(seen, "anvil_backend_host_bytes", backend="b", way="sleep-2") == 3
+    assert value(seen, "anvil_backend_host_bytes", backend="a", way="stop") is None
+
+
+def test_what_was_learned_of_swaps_is_shown_and_several_victims_are_one_label() -> None:
+    costs = [
+        Cost("", "a", "stop", 0.0, 9.0, 1),
+        Cost("a", "b", "sleep", 0.5, 1.0, 3),
+        Cost("a+c", "both", "stop", 1.0, 4.0, 1),
+        Cost("b+c", "both", "stop", 1.0, 7.0, 1),
+    ]
+    seen = Metrics(CONFIG, nothing, lambda: costs)
+    family = next(f for f in seen.registry.collect() if f.name == "anvil_swap_cost_seconds")
+    assert {tuple(sample.labels.values()): sample.value for sample in family.samples} == {
+        ("none", "a", "stop"): 9.0,
+        ("a", "b", "sleep"): 1.5,
+        ("several", "both", "stop"): 8.0,
+    }
+
+
+def test_reloads_are_counted_by_result_and_those_who_leave_for_one_by_that_cause() -> None:
+    events = [
+        Event(1.0, "reloaded", "", reason="changed a"),
+        Event(1.0, "draining", "a", "a", reason=LEAVES["changed"]),
+        Event(2.0, "stopping", "a", "a"),
+        Event(3.0, "empty", "a", "a"),
+        Event(4.0, "reload_failed", "", reason="no"),
+    ]
+    seen = told(events)
+    assert value(seen, "anvil_reloads_total", result="ok") == 1
+    assert value(seen, "anvil_reloads_total", result="failed") == 1
+    assert value(seen, "anvil_evictions_total", model="a", reason="reload") == 1
+
+
+def test_models_that_are_served_from_now_on_begin_at_zero_and_those_of_before_go_on() -> None:
+    seen = metrics()
+    seen.served(record())
+    seen.know(Config(backends=(Backend("new", "new", ("0",), aliases=("n",)),)))
+    assert value(seen, "anvil_queue_wait_seconds_count", model="new") == 0
+    seen.served(record())
+    seen.served(record(model="n"))
+    assert value(seen, "anvil_queue_wait_seconds_count", model="a") == 2
+    assert value(seen, "anvil_queue_wait_seconds_count", model="new") == 1
+
+
+def test_an_adopted_backend_is_no_load() -> None:
+    seen = told([Event(1.0, "ready", "a", "a", reason="adopted")])
+    assert value(seen, "anvil_model_loads_total", model="a", result="ok") == 0
+
+
+def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
+    seen = told(
+        [
+            Event(1.0, "draining", "a", "a", target="both"),
+            Event(1.0, "draining", "c", "c", target="both"),
+            Event(2.0, "ready", "a", "a", reason="reprieved"),
+            Event(2.0, "ready", "c", "c", reason="reprieved"),
+            Event(3.0, "starting", "both", "both"),
+        ]
+    )
+    assert swaps(seen, "several", "both", "none", "reprieved") == 1
+    assert value(seen, "anvil_evictions_total", model="a", reason="swap") is None
+
+
+def test_a_load_that_was_cancelled_is_neither_a_failure_nor_a_death() -> None:
+    history = History()
+    history.request("a", 0.0)
+    assert isinstance(history.island.next_step(0.0), Start)
+    history.island.unload_requested("a", 2.0, "unload requested")
+    assert isinstance(history.island.next_step(2.0), Cancel)
+    history.island.load_cancelled("a", 3.0)
+    seen = history.metrics
+    assert value(seen, "anvil_model_loads_total", model="a", result="cancelled") == 1
+    assert value(seen, "anvil_model_load_duration_seconds_sum", model="a", result="cancelled") == 2.0
+    assert value(seen, "anvil_model_loads_total", model="a", result="failed") == 0
+    assert value(seen, "anvil_evictions_total", model="a", reason="cancelled") == 1
+    assert value(seen, "anvil_evictions_total", model="a", reason="died") is None
+    history.load("a", 10.0, 14.0)
+    assert value(seen, "anvil_model_loads_total", model="a", result="ok") == 1
+
+
+def test_a_victim_that_cannot_be_stopped_ends_its_swap() -> None:
+    seen = told(
+        [
+            Event(1.0, "draining", "a", "a", target="b"),
+            Event(2.0, "stopping", "a", "a"),
+            Event(3.0, "stuck", "a", "a", reason="still runs"),
+            Event(9.0, "empty", "a", "a"),
+            Event(10.0, "starting", "b", "b"),
+            Event(11.0, "ready", "b", "b", seconds=1.0),
+        ]
+    )
+    assert swaps(seen, "a", "b", "none", "stuck") == 1
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
+
+
+def test_a_death_is_an_eviction_of_its_own_kind() -> None:
+    seen = told(
+        [
+            Event(1.0, "draining", "a", "a", target="b"),
+            Event(2.0, "empty", "a", "a", reason="died: exited with code 139"),
+            Event(50.0, "starting", "b", "b"),
+            Event(51.0, "ready", "b", "b"),
+        ]
+    )
+    assert value(seen, "anvil_evictions_total", model="a", reason="died") == 1
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
+
+
+def test_the_target_of_a_swap_may_have_colons_in_its_name() -> None:
+    config = Config((Backend("a", "a"), Backend("q", "qwen"), Backend("q8", "qwen: 8b")))
+    seen = Metrics(config, nothing)
+    for event in (
+        Event(1.0, "draining", "a", "a", target="qwen: 8b"),
+        Event(1.0, "stopping", "a", "a"),
+        Event(2.0, "empty", "a", "a"),
+        Event(2.0, "starting", "qwen: 8b", "q8"),
+        Event(3.0, "ready", "qwen: 8b", "q8", way="stop"),
+    ):
+        seen.observe(event)
+    assert swaps(seen, "a", "qwen: 8b", "stop", "ok") == 1
+
+
+def test_severed_requests_and_deferrals_are_counted_by_model() -> None:
+    severed = Event(1.0, "severed", "a", "a", 7, 1, 30.0)
+    seen = told(
+        [severed, severed, Event(1.0, "deferred", "b", "", 1, 1, 5.0, "no line has been quiet for 1 s yet")]
+    )
+    assert value(seen, "anvil_severed_requests_total", model="a") == 2
+    assert value(seen, "anvil_deferrals_total", model="b", reason="not_quiet") == 1
+
+
+def test_a_served_request_is_counted_with_its_times() -> None:
+    seen = metrics()
+    seen.served(record())
+    seen.served(record(status=503, code="severed", first_byte=0.0))
+    route = "/v1/chat/completions"
+    assert value(seen, "anvil_requests_total", model="a", route=route, code="200") == 1
+    assert value(seen, "anvil_requests_total", model="a", route=route, code="503") == 1
+    assert value(seen, "anvil_request_duration_seconds_sum", model="a", route=route) == 6.0
+    assert value(seen, "anvil_queue_wait_seconds_sum", model="a") == 4.0
+    assert value(seen, "anvil_time_to_first_byte_seconds_count", model="a") == 1
+
+
+def test_labels_never_come_from_clients() -> None:
+    seen = metrics()
+    seen.served(record(model="bee", path="/chat/completions"))
+    seen.served(record(model="x" * 100, path="/etc/passwd", backend="", status=404))
+    assert value(seen, "anvil_requests_total", model="b", route="/v1/chat/completions", code="200") == 1
+    assert value(seen, "anvil_requests_total", model="unknown", route="other", code="404") == 1
+    routes = {method.path for methods in api.ROUTES.values() for method in methods.values()}
+    for path in api.ROUTES:
+        seen.served(record(path=path))
+    counted = next(f for f in seen.registry.collect() if f.name == "anvil_requests")
+    assert {sample.labels["route"] for sample in counted.samples} == routes | {"other"}
+
+
+def test_what_a_rate_is_asked_of_begins_at_zero() -> None:
+    seen = metrics()
+    for model in ("a", "b", "c", "both"):
+        assert value(seen, "anvil_queue_wait_seconds_count", model=model) == 0
+        assert value(seen, "anvil_time_to_first_byte_seconds_count", model=model) == 0
+        assert value(seen, "anvil_severed_requests_total", model=model) == 0
+        assert value(seen, "anvil_model_loads_total", model=model, result="failed") == 0
+    assert value(seen, "anvil_swap_duration_seconds_sum", result="stuck") == 0
+
+
+def test_a_bucket_counts_what_is_at_most_its_bound() -> None:
+    seen = metrics()
+    for seconds in (0.5, 0.6, 1200.0, 5000.0):
+        seen.served(record(seconds=seconds))
+    name, labels = "anvil_request_duration_seconds_bucket", {"model": "a", "route": "/v1/chat/completions"}
+    assert [value(seen, name, le=le, **labels) for le in ("0.25", "0.5", "1.0", "1200.0", "+Inf")] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert BUCKETS[-1] == 1200.0
+
+
+def test_gauges_show_the_moment_of_the_scrape() -> None:
+    states = iter(("starting", "ready"))
+
+    def status() -> Status:
+        model = ModelState("a", next(states), "a", ("0",), (), 3, 2, "", None)
+        return Status(0.0, (model,), (), 3, 2)
+
+    seen = Metrics(CONFIG, status)
+    first = {(s.name, s.labels.get("state")): s.value for f in seen.collect() for s in f.samples}
+    assert first["anvil_queued_requests", None] == 3
+    assert first["anvil_inflight_requests", None] == 2
+    shown = {state: first["anvil_model_state", state] for state in STATES}
+    assert shown == {**dict.fromkeys(STATES, 0.0), "starting": 1.0}
+    assert value(seen, "anvil_model_state", model="a", state="ready") == 1
+
+
+def test_each_backend_has_a_state_of_its_own() -> None:
+    def backend(name: str, state: str) -> BackendState:
+        return BackendState(name, state, None, ("0",), 0, "", None, None, None, None, 0.0, "", ())
+
+    both = backend("a-0", "ready"), backend("a-1", "stuck")
+    model = ModelState("a", "ready", "a-0", ("0",), (), 0, 0, "", None, backends=both)
+    seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
+    for name, state in (("a-0", "ready"), ("a-1", "stuck")):
+        shown = {each: value(seen, "anvil_backend_state", backend=name, state=each) for each in STATES}
+        assert shown == {**dict.fromkeys(STATES, 0.0), state: 1.0}
+
+
+def test_what_engines_say_of_themselves_is_shown_with_its_age() -> None:
+    def backend(name: str, said: Said | None) -> BackendState:
+        return BackendState(
+            name, "ready", None, ("0",), 0, "", None, None, None, None, 0.0, "", (), engine=said
+        )
+
+    engines = {"a": Said(Load(3, 2, 0.25), 0.5), "b": Said(Load(1, 0), 70.0), "c": Said(None, 9.0), "d": None}
+    backends = tuple(backend(name, said) for name, said in engines.items())
+    model = ModelState("a", "ready", "a", ("0",), (), 0, 0, "", None, backends=backends)
+    seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
+
+    def shown(name: str, **labels: str) -> list[float | None]:
+        return [value(seen, name, backend=each, **labels) for each in engines]
+
+    assert shown("anvil_engine_requests", state="running") == [3.0, 1.0, None, None]
+    assert shown("anvil_engine_requests", state="waiting") == [2.0, 0.0, None, None]
+    assert shown("anvil_engine_cache_usage_ratio") == [0.25, None, None, None]
+    assert shown("anvil_engine_figures_age_seconds") == [0.5, 70.0, 9.0, None]
+
+
+@pytest.mark.parametrize(
+    ("progress", "shown"),
+    [(Progress(0.42, 35.0, "reading weights"), 0.42), (Progress(None, None, ""), None), (None, None)],
+)
+def test_how_far_a_load_is_is_shown_where_it_is_known(progress: Progress | None, shown: float | None) -> None:
+    model = ModelState("a", "starting", "a", ("0",), (), 0, 0, "", None, progress=progress)
+    seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
+    assert value(seen, "anvil_model_load_progress_ratio", model="a") == shown
+
+
+def test_gpus_are_shown_with_who_uses_them() -> None:
+    gpus = (
+        GpuState("0", ("a",), "ready", "", 0, 0.0, 24, 2, (("b", 3), ("c", 1))),
+        GpuState("1", (), "empty", "", 0, 0.0, reserved_for=("both",)),
+    )
+    strangers = (Stranger("0", 41, 5), Stranger("0", 42, None))
+    sight = {"0": Seen(20, 25, {"a": 11}, strangers)}
+    seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0), sight=lambda: sight)
+    names = ("total", "used", "reserve", "stranger", "residual")
+    shown = [value(seen, f"anvil_gpu_memory_{name}_bytes", gpu="0") for name in names]
+    assert shown == [25, 20, 2, 5, 4]
+    unseen = [value(seen, f"anvil_gpu_memory_{name}_bytes", gpu="1") for name in names]
+    assert unseen == [None, None, 0, None, 0]
+    assert [value(seen, "anvil_gpu_residents", gpu=gpu) for gpu in "01"] == [1, 0]
+    family = next(f for f in seen.registry.collect() if f.name == "anvil_gpu_reserved")
+    assert [(sample.labels, sample.value) for sample in family.samples] == [
+        ({"gpu": "1", "model": "both"}, 1)
+    ]
+
+
+def test_what_is_declared_of_a_gpu_counts_where_it_cannot_be_read() -> None:
+    gpus = (GpuState("0", (), "empty", "", 0, 0.0, 24),)
+    seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0))
+    assert value(seen, "anvil_gpu_memory_total_bytes", gpu="0") == 24
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type", "end"),
+    [
+        ("", "text/plain", "\n"),
+        ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text", "# EOF\n"),
+    ],
+)
+def test_a_scraper_gets_the_format_that_it_asks_for(accept: str, content_type: str, end: str) -> None:
+    seen = metrics()
+    seen.served(record())
+    kind, text = seen.render(accept)
+    assert kind.startswith(content_type)
+    assert text.decode().endswith(end)
+    assert b"anvil_build_info{" in text
+    assert b"process_resident_memory_bytes" in text
+    assert b"python_info" in text
+    assert b"_created" not in text
