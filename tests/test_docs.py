@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.config import loading
+from anvil_mux import plugins
 from anvil_mux.scheduler import events
 from tests import reference
 
@@ -41,7 +41,7 @@ EXAMPLES = [text for page in PAGES for text in re.findall(r"^```yaml\n(.*?)^```$
 def test_compose_files_in_the_documents_load(snippet: str, tmp_path: Path) -> None:
     file = tmp_path / "compose.yaml"
     file.write_text(snippet)
-    assert loading.load([file], environ={}, compose=None).backends
+    assert plugins.load([file], environ={}, compose=None).backends
 
 
 EXTENDING = (ROOT / "docs" / "extending.md").read_text()

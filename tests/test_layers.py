@@ -1,4 +1,4 @@
-"""Imports go downwards only, and the core knows neither threads nor time."""
+"""Imports go downwards only, without circles, and what decides knows neither threads nor time."""
 
 import ast
 from pathlib import Path
@@ -7,63 +7,50 @@ import pytest
 
 import anvil_mux
 
-ROWS = (
-    "errors clock http1 coding interpolate settings service home state notify remote",
-    "screen completion",
-    "keys naming api rewrite completions stages ollama anthropic composefile",
-    "policy preemption profile routing prefix pipeline costs footprint demand hooks config loading change",
-    "turns events steps placement ladder ledger replicas residency layout progress outlook status engine",
-    "control gpu compose process freed lookout driver checkpoint",
-    "swap adopt multiplexer scraper store simulate workload figures clairvoyant eventlog plot study",
-    "prompts fleet contest",
-    "answers pump tunnel relay accesslog gauges metrics feed journal learned client tls",
-    "call heads delivery inference console healthz routerapi reloads gateway server signals",
-    "program tally byhand bench profiler output arguments asking studying main __main__",
-)
-ORDER = [module for row in ROWS for module in row.split()]
-"""Each module imports only modules that stand before it."""
-
-CORE = (
-    "events",
-    "steps",
-    "replicas",
-    "residency",
-    "outlook",
-    "ladder",
-    "placement",
-    "policy",
-    "preemption",
-    "profile",
+ORDER = (
+    "errors",
+    "clock",
+    "protocol",
+    "config",
     "routing",
-    "prefix",
-    "ledger",
-    "turns",
-    "costs",
-    "footprint",
-    "demand",
-    "layout",
-    "change",
+    "scheduler",
+    "plugins",
+    "host",
+    "multiplexer",
+    "telemetry",
+    "proxy",
+    "sim",
+    "serve",
+    "cli",
+    "__main__",
 )
+"""Each package imports only packages that stand before it."""
+
+SERVING = ("host", "multiplexer", "telemetry", "proxy", "serve")
+"""These never import the simulator."""
+
+PURE = ("protocol", "routing", "scheduler")
 FORBIDDEN = {
-    "threading",
-    "time",
-    "requests",
+    "asyncio",
     "logging",
     "random",
-    "datetime",
-    "asyncio",
+    "requests",
     "socket",
     "subprocess",
+    "threading",
+    "time",
 }
 
+ROOT = Path(anvil_mux.__file__).parent
 MODULES = {
-    path.stem: path for path in Path(anvil_mux.__file__).parent.rglob("*.py") if path.stem != "__init__"
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in ROOT.rglob("*.py")
+    if path != ROOT / "__init__.py"
 }
 
 
-PACKAGES = {"anvil_mux"} | {
-    path.parent.name for path in Path(anvil_mux.__file__).parent.glob("*/__init__.py")
-}
+def package(module):
+    return module.partition(".")[0]
 
 
 def imported(module):
@@ -73,26 +60,37 @@ def imported(module):
             yield from (alias.name.removeprefix("anvil_mux.") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            if not str(node.module).startswith("anvil_mux"):
-                yield str(node.module)
-                continue
-            inside = str(node.module).rpartition(".")[2]
-            names = [alias.name for alias in node.names if alias.name in MODULES]
-            yield from names if inside in PACKAGES and names else [inside]
+            names = [f"{node.module}.{alias.name}".removeprefix("anvil_mux.") for alias in node.names]
+            of_names = [name for name in names if name in MODULES]
+            yield from of_names or [str(node.module).removeprefix("anvil_mux.")]
 
 
-def test_every_module_has_a_rank():
-    assert set(MODULES) == set(ORDER)
+OURS = {module: {name for name in imported(module) if name in MODULES} for module in MODULES}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_downwards(module):
-    assert module in ORDER, "give it a rank"
-    below = set(ORDER[: ORDER.index(module)])
-    ours = {name for name in imported(module) if name in MODULES}
-    assert ours <= below
+def test_every_package_has_a_rank():
+    assert {package(module) for module in MODULES} == set(ORDER)
 
 
-@pytest.mark.parametrize("module", CORE)
-def test_the_core_knows_neither_threads_nor_time_nor_io(module):
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_imports_only_its_own_package_and_those_before_it(module):
+    rank = ORDER.index(package(module))
+    assert {package(name) for name in OURS[module]} <= set(ORDER[: rank + 1])
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    left = dict(OURS)
+    while free := [module for module, needs in left.items() if not needs & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if package(m) in SERVING))
+def test_serving_does_not_import_the_simulator(module):
+    assert "sim" not in {package(name) for name in OURS[module]}
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if package(m) in PURE))
+def test_what_decides_knows_neither_threads_nor_time_nor_io(module):
     assert {name.partition(".")[0] for name in imported(module)} & FORBIDDEN == set()

@@ -64,7 +64,8 @@ def configuration(
     files: Sequence[str], overrides: Mapping[str, object] | None = None, *, here: bool = False
 ) -> Config:
     """``here``: it has to work on this machine."""
-    from anvil_mux.config import composefile, config, loading
+    from anvil_mux import plugins
+    from anvil_mux.config import composefile, config
 
     present = {}
     if "NVIDIA_VISIBLE_DEVICES" in os.environ or os.path.exists("/dev/nvidiactl"):
@@ -73,7 +74,7 @@ def configuration(
         for reading in probe().readings:
             gpu = config.Gpu(reading.id, vram=reading.total)
             present[reading.id] = present[reading.uuid] = gpu
-    return loading.load(
+    return plugins.load(
         files or composefile.find_files(Path.cwd()),
         present=present,
         overrides=overrides,

@@ -404,12 +404,13 @@ def _print_routing(given: argparse.Namespace) -> int:
     import yaml
 
     from anvil_mux.config.composefile import FILE_NAMES
+    from anvil_mux.config.config import DEFAULT_ROUTING
     from anvil_mux.routing import pipeline
 
     found = given.files or any((place / name).is_file() for place in _here_and_above() for name in FILE_NAMES)
     config = configuration(given.files) if found else None
     own = config.routing_policies if config else {}
-    default = config.routing if config else pipeline.DEFAULT
+    default = config.routing if config else DEFAULT_ROUTING
     models = {b.model: b.routing or default for b in config.backends} if config else {}
     if given.json:
         print_json({"default": default, "models": models, "policies": {**pipeline.shipped(), **own}})

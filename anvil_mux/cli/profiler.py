@@ -27,8 +27,8 @@ from statistics import median
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from anvil_mux.config.profile import CHUNK
 from anvil_mux.errors import BackendError
-from anvil_mux.routing.profile import CHUNK
 
 PROMPTS = (128, 512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16)

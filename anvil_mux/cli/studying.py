@@ -172,7 +172,7 @@ def _policies(given: argparse.Namespace, choose: Callable[[str], tuple[str, ...]
 
 
 def _simulate_routing(given: argparse.Namespace) -> int:
-    from anvil_mux.routing import pipeline
+    from anvil_mux.config.config import DEFAULT_ROUTING
     from anvil_mux.sim import contest, fleet, plot
 
     if given.profile or given.log or given.ratios or given.check or not given.trace:
@@ -194,7 +194,7 @@ def _simulate_routing(given: argparse.Namespace) -> int:
         if file:
             contest.write_csv(results, file)
         if figure:
-            plot.draw_dots(contest.panels(results), pipeline.DEFAULT, TTFT_AXIS, figure)
+            plot.draw_dots(contest.panels(results), DEFAULT_ROUTING, TTFT_AXIS, figure)
     if given.json:
         print_json([result.row() for result in results])
     else:

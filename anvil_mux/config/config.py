@@ -14,13 +14,19 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from anvil_mux.config import service, settings
+from anvil_mux.config import hooks, service, settings
+from anvil_mux.config.profile import Profile
 from anvil_mux.config.rewrite import check_strip, read_set
 from anvil_mux.config.settings import Kind, Setting
-from anvil_mux.routing import pipeline
-from anvil_mux.routing.profile import Profile
-from anvil_mux.routing.routing import EITHER, INFER_TYPES
-from anvil_mux.telemetry import hooks
+
+DEFAULT_ROUTING = "least_delay"
+"""The routing policy of models that name none."""
+ROUTING_NAME = re.compile(r"[A-Za-z0-9._+-]+")
+"""Of a routing policy and of a metric: both appear in headers."""
+STAGES = ("prefill", "decode")
+INFER_TYPES = ("neutral", *STAGES)
+EITHER = "either"
+"""The infer type of a replica that takes whichever stage it is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +147,7 @@ class Config:
     policy_settings: dict[str, object] = field(default_factory=dict)
     preemption: str = "cost"
     preemption_settings: dict[str, object] = field(default_factory=dict)
-    routing: str = pipeline.DEFAULT
+    routing: str = DEFAULT_ROUTING
     routing_policies: dict[str, Any] = field(default_factory=dict)
     """Those of the compose file, as they are written."""
     routing_mode: str = "lite"
@@ -261,7 +267,7 @@ def _read_routing(value: Any) -> Routed:
         return settings.TEXT.read(value), {}, "lite", ""
     # What a variable leaves empty says nothing.
     parts = settings.Parts({key: each or None for key, each in value.items()}, ROUTING)
-    default = parts.read("default", settings.TEXT.read, pipeline.DEFAULT)
+    default = parts.read("default", settings.TEXT.read, DEFAULT_ROUTING)
     mode = parts.read("mode", MODE.read, "lite")
     policies = parts.read("policies", _read_policies, {})
     made: Routed = parts.make((default, policies, mode, parts.read("store", _read_store, "")))

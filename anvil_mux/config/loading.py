@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -26,8 +26,11 @@ import yaml
 from anvil_mux.config import interpolate, service, settings
 from anvil_mux.config.composefile import Compose, combine, run_compose
 from anvil_mux.config.config import (
+    DEFAULT_ROUTING,
+    EITHER,
     LABEL,
     MEASURED,
+    ROUTING_NAME,
     SERVICE_NAME,
     SERVICE_SETTINGS,
     SETTINGS,
@@ -40,18 +43,16 @@ from anvil_mux.config.config import (
     default_of,
 )
 from anvil_mux.config.interpolate import Document, Key
+from anvil_mux.config.plugins import Plugins
+from anvil_mux.config.profile import Profile, read
 from anvil_mux.config.settings import Setting, gib
 from anvil_mux.errors import ConfigError
-from anvil_mux.routing import pipeline
-from anvil_mux.routing.profile import Profile, read
-from anvil_mux.routing.routing import EITHER
-from anvil_mux.scheduler.policy import build_policy
-from anvil_mux.scheduler.preemption import build_preemption
 
 
 def load(
     paths: Sequence[Path | str],
     *,
+    plugins: Plugins,
     environ: Mapping[str, str] = os.environ,
     compose: Compose | None = run_compose,
     present: Mapping[str, Gpu] | None = None,
@@ -75,7 +76,7 @@ def load(
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return _Loading(documents, environ, present or {}, overrides or {}, judge).load(compose)
+    return _Loading(documents, plugins, environ, present or {}, overrides or {}, judge).load(compose)
 
 
 class _Loading:
@@ -84,12 +85,14 @@ class _Loading:
     def __init__(
         self,
         documents: Sequence[Document],
+        plugins: Plugins,
         environ: Mapping[str, str],
         present: Mapping[str, Gpu],
         overrides: Mapping[str, object],
         judge: Judge | None,
     ) -> None:
         self._documents = documents
+        self._plugins = plugins
         self._environ = environ
         self._present = present
         self._judge = judge
@@ -377,7 +380,7 @@ class _Loading:
     # What cannot work
 
     def _check_settings(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
-        for key, build in (("policy", build_policy), ("preemption", build_preemption)):
+        for key, build in (("policy", self._plugins.policy), ("preemption", self._plugins.preemption)):
             if key in values:
                 try:
                     build(values[key], values[f"{key}_settings"])
@@ -394,10 +397,10 @@ class _Loading:
 
     def _check_routing(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
         own = values.get("routing_policies", {})
-        needs = {name: pipeline.build(name).needs for name in pipeline.shipped()}
-        needs |= {name: self._needs(name, written) for name, written in own.items()}
-        known = (*pipeline.shipped(), *own)
-        default = values.get("routing", pipeline.DEFAULT)
+        shipped = self._plugins.shipped_routing()
+        needs = {**shipped, **{name: self._needs(name, written, shipped) for name, written in own.items()}}
+        known = (*shipped, *own)
+        default = values.get("routing", DEFAULT_ROUTING)
         if default not in known:
             self._problem_of_setting("routing", f"no policy {default}; {settings.nearest(default, known)}")
         models: dict[str, tuple[str, str]] = {}
@@ -425,17 +428,17 @@ class _Loading:
                         f"is {one}, but no service of {backend.model} is {other}: both stages are needed",
                     )
 
-    def _needs(self, name: str, written: object) -> frozenset[str]:
+    def _needs(self, name: str, written: object, shipped: Container[str]) -> Set[str]:
         """What a policy of the file's own needs of a service; its problems are told."""
         key = ("x-anvil", "routing", "policies", name)
-        if name in pipeline.shipped():
+        if name in shipped:
             self._problem(key, "is the name of a policy that is shipped; call it otherwise")
-        if not pipeline.NAME.fullmatch(str(name)):
+        if not ROUTING_NAME.fullmatch(str(name)):
             self._problem(key, "a name may hold letters, digits, . _ + and - only")
-        made, problems = pipeline.compile(name, written)
+        needs, problems = self._plugins.read_routing(name, written)
         for path, text in problems:
             self._problem((*key, *path), text)
-        return made.needs
+        return needs
 
     def _check_names(self, backends: Sequence[Backend]) -> None:
         for name, count in Counter(backend.name for backend in backends).items():

@@ -22,7 +22,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
-from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.config import EITHER, Backend, Config
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import (
     BadRequest,
@@ -43,7 +43,7 @@ from anvil_mux.proxy.client import Spool
 from anvil_mux.proxy.delivery import TRANSLATE, Body, Delivery
 from anvil_mux.proxy.relay import Failed, Relay, Unreachable
 from anvil_mux.routing import prefix
-from anvil_mux.routing.routing import EITHER, Work
+from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.residency import MOST_CRASHES
 
 SESSION = b"x-session-id"

@@ -29,8 +29,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from anvil_mux.config.profile import Profile
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN, Prefixes
-from anvil_mux.routing.profile import Profile
 from anvil_mux.routing.routing import KV_TOKENS, Choice, Memory, Replica, Routing, Work, choose, explain
 
 LEARN = 0.1

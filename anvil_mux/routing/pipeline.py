@@ -12,7 +12,6 @@ The policies that are shipped (routing.yaml) are read by the same functions.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -22,14 +21,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
+from anvil_mux.config.config import INFER_TYPES, ROUTING_NAME
 from anvil_mux.config.settings import nearest, show
 from anvil_mux.routing import routing
-from anvil_mux.routing.routing import INFER_TYPES, Filter, Metric, Pipeline, Routing, Selector, Sweep
-
-NAME = re.compile(r"[A-Za-z0-9._+-]+")
-"""Of a policy and of a metric: both appear in headers."""
-DEFAULT = "least_delay"
-"""The policy of models that name none."""
+from anvil_mux.routing.routing import Filter, Metric, Pipeline, Routing, Selector, Sweep
 
 Path = tuple[str, ...]
 Problem = tuple[Path, str]
@@ -120,7 +115,7 @@ class _Reading:
                     self._metric(each, (*path, str(index)))
             case dict():
                 for name, each in written.items():
-                    if not NAME.fullmatch(str(name)):
+                    if not ROUTING_NAME.fullmatch(str(name)):
                         self.problem((*path, str(name)), "a name may hold letters, digits, . _ + and - only")
                     elif name in routing.METRICS:
                         self.problem((*path, str(name)), "is the name of a metric already; call it otherwise")

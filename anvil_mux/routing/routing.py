@@ -22,12 +22,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from anvil_mux.routing.profile import Profile
+from anvil_mux.config.config import EITHER
+from anvil_mux.config.profile import Profile
 
-INFER_TYPES = ("neutral", "prefill", "decode")
-STAGES = ("prefill", "decode")
-EITHER = "either"
-"""The infer type of a replica that takes whichever stage it is given."""
 MAX_SESSIONS = 10_000
 """Sessions whose replica is remembered."""
 HORIZON = 16

@@ -2,21 +2,15 @@
 
 ``said`` reads the last lines of a log. The patterns are those of vLLM and SGLang (progress bars, of which a
 line may hold many), llama.cpp (a dot for each percent) and Ollama; what they say is of a stage of the load,
-so it makes the whole only longer, never shorter, than what was learned. Pure, but for ``LoadLogs``, which
-reads the logs of engines that are loading in a thread of its own: asking Docker for a log takes a while.
+so it makes the whole only longer, never shorter, than what was learned. serve/load_logs.py reads the logs.
 """
 
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from anvil_mux.scheduler.events import Event
-
-LOOK_SECONDS = 1.0
-LINES = 40
 NEARLY = 0.99
 """Of a load that takes longer than it ever did."""
 
@@ -113,43 +107,3 @@ def progress(elapsed: float, expected: float | None, told: Said | None) -> Progr
     if left <= 0.0:
         return Progress(NEARLY, None, stage)
     return Progress(min(elapsed / (elapsed + left), NEARLY), left, stage)
-
-
-class LoadLogs:
-    """Reads the logs of engines while they load, and of no others."""
-
-    def __init__(
-        self,
-        loading: Callable[[], Iterable[str]],
-        tail: Callable[[str, int], Sequence[str]],
-        report: Callable[[str, Said], object],
-    ) -> None:
-        self._loading = loading
-        """The backends that are being loaded, from nothing: others say nothing."""
-        self._tail = tail
-        self._report = report
-        self._some = threading.Event()
-        self._closed = threading.Event()
-
-    def observe(self, event: Event) -> None:
-        """Takes an event of the multiplexer, under its lock."""
-        if event.kind == "starting":
-            self._some.set()
-
-    def run(self) -> None:
-        """The life of its thread, until ``close``."""
-        while True:
-            self._some.wait()
-            self._some.clear()
-            while not self._closed.is_set() and (names := list(self._loading())):
-                for name in names:
-                    found = said(self._tail(name, LINES))
-                    if found:
-                        self._report(name, found)
-                self._closed.wait(LOOK_SECONDS)
-            if self._closed.is_set():
-                return
-
-    def close(self) -> None:
-        self._closed.set()
-        self._some.set()

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import EITHER, STAGES, Config
 from anvil_mux.errors import Overloaded
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.ledger import Ledger, Member
-from anvil_mux.routing.routing import EITHER, STAGES, Work
+from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.placement import Seat
 from anvil_mux.scheduler.steps import Ticket
 

@@ -56,8 +56,8 @@ from anvil_mux.proxy.reloads import LOOK_SECONDS, Reloads, Watch
 from anvil_mux.proxy.server import Server
 from anvil_mux.proxy.tls import build_context
 from anvil_mux.scheduler.events import LEAVES, Event
-from anvil_mux.scheduler.progress import LoadLogs
 from anvil_mux.serve.learned import Known, Learned
+from anvil_mux.serve.load_logs import LoadLogs
 from anvil_mux.serve.notify import Notifier
 from anvil_mux.serve.remote import Place, announced
 from anvil_mux.serve.scraper import Scraper

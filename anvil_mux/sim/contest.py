@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from statistics import fmean
 from typing import Any, TextIO
 
+from anvil_mux.config.config import DEFAULT_ROUTING
 from anvil_mux.errors import MuxError
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.ledger import Ledger, Member
@@ -78,7 +79,7 @@ class Result:
 
     def row(self) -> dict[str, Any]:
         field = self.field
-        named = {"policy": self.policy, "default": self.policy == pipeline.DEFAULT}
+        named = {"policy": self.policy, "default": self.policy == DEFAULT_ROUTING}
         run = {
             "trace": field.trace,
             "seed": field.seed,
@@ -237,9 +238,9 @@ def table(results: Iterable[Result]) -> Iterator[tuple[str, ...]]:
         group = groups.setdefault((one.field.trace, one.field.sessions), {})
         group.setdefault(one.policy, []).append(one.latencies)
     for (trace, sessions), policies in groups.items():
-        default = policies.get(pipeline.DEFAULT)
+        default = policies.get(DEFAULT_ROUTING)
         for policy, runs in policies.items():
-            mark = " (default)" if policy == pipeline.DEFAULT else ""
+            mark = " (default)" if policy == DEFAULT_ROUTING else ""
             yield (
                 trace,
                 str(sessions or ""),

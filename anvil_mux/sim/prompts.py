@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anvil_mux.sim.workload import UNREADABLE, BadWorkload, find_among, lines
+from anvil_mux.sim.workload import BadWorkload, find_among
+from anvil_mux.telemetry.eventlog import UNREADABLE, lines
 
 SHIPPED = Path(__file__).parent / "traces"
 """Traces that come with the program."""

@@ -19,7 +19,7 @@ from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policy import POLICIES, build_policy
-from anvil_mux.sim import clairvoyant, workload
+from anvil_mux.sim import clairvoyant, replay, workload
 from anvil_mux.sim.clairvoyant import Ratio
 from anvil_mux.sim.figures import Figures, figures
 from anvil_mux.sim.simulate import Request, check, simulate
@@ -192,7 +192,7 @@ class Recording:
 
     def case(self) -> Case:
         """Its clients, with the backends of its last run."""
-        made = eventlog.replay(self.runs, self.name)
+        made = replay.replay(self.runs, self.name)
         return Case(made, _serving(made, self.name, self._config_of(self.runs[-1])))
 
     def run(self, *, checked: bool) -> Run:

@@ -19,12 +19,9 @@ the answer to the one before.
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
-import os
 import random
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +32,7 @@ from typing import Any
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import MuxError
 from anvil_mux.sim.simulate import Engines, Follow, Request
+from anvil_mux.telemetry.eventlog import UNREADABLE, lines
 
 SHIPPED = Path(__file__).parent / "workloads"
 """Workload files that come with the program."""
@@ -240,19 +238,6 @@ def read(path: Path) -> Workload:
         raise BadWorkload(f"{path}:{max(reading.number, 1)}: {error}") from None
     except UNREADABLE as error:
         raise BadWorkload(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-
-
-UNREADABLE = (OSError, EOFError, zlib.error)
-"""What ``lines`` may raise."""
-
-
-def lines(path: str | os.PathLike[str]) -> Iterator[str]:
-    """The lines of a text file, which may be compressed with gzip."""
-    with open(path, "rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    opener: Callable[..., Any] = gzip.open if packed else open
-    with opener(path, "rt", encoding="utf-8", errors="replace") as text:
-        yield from text
 
 
 def _parsed(line: str) -> dict[str, Any]:

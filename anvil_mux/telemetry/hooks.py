@@ -14,70 +14,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from anvil_mux.config import settings
+from anvil_mux.config.hooks import Hook
 
-OCCASIONS = ("loaded", "unloaded", "failed", "severed")
-_KEYS = ("on", "run", "url", "timeout")
 SAID = 200
 """Characters of what a command says that are repeated."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hook:
-    """Whom to tell, and of what."""
-
-    on: tuple[str, ...] = OCCASIONS
-    run: tuple[str, ...] = ()
-    """A command and its arguments; no shell."""
-    url: str = ""
-    timeout: float = 10.0
-
-    @property
-    def name(self) -> str:
-        return self.url or " ".join(self.run)
-
-
-def read(value: Any) -> tuple[Hook, ...]:
-    """The hooks as the compose file says them; ValueError."""
-    if not isinstance(value, list):
-        return (_read_one(value),)
-    parts = settings.Parts({}, ())
-    made = [parts.take(str(number), each, _read_one) for number, each in enumerate(value)]
-    return tuple(parts.make(made))
-
-
-def _read_one(value: Any) -> Hook:
-    example = "{on: [failed], run: [notify-send, anvil]} or {url: http://...}"
-    if not isinstance(value, dict) or (value.get("run") is None) == (value.get("url") is None):
-        raise ValueError(f"must be hooks such as {example}, not {settings.show(value)}")
-    parts = settings.Parts(value, _KEYS)
-    made: Hook = parts.make(
-        Hook(
-            parts.read("on", settings.listed(OCCASIONS, {}).read, OCCASIONS),
-            parts.read("run", _read_command, ()),
-            parts.read("url", _read_url, ""),
-            parts.read("timeout", settings.read_seconds, 10.0),
-        )
-    )
-    return made
-
-
-def _read_command(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not value or not all(isinstance(word, str) and word for word in value):
-        raise ValueError(f"must be a list of words, [program, argument, ...], not {settings.show(value)}")
-    return tuple(value)
-
-
-def _read_url(value: Any) -> str:
-    if not str(value).startswith(("http://", "https://")):
-        raise ValueError(f"must begin with http:// or https://, not {settings.show(value)}")
-    return str(value)
-
-
-KIND = settings.Kind("list of {on, run or url, timeout}", read)
 
 
 def occasion(told: Mapping[str, Any]) -> str:

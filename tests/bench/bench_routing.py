@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from statistics import median
 
+from anvil_mux.config.profile import Profile
 from anvil_mux.routing import pipeline, prefix
 from anvil_mux.routing.ledger import Ledger, Member
-from anvil_mux.routing.profile import Profile
 from anvil_mux.routing.routing import Work
 
 TOKENS, BLOCK, REPLICAS, BUSY = 131_072, 512, 64, 8

@@ -14,9 +14,9 @@ from urllib.request import urlopen
 import pytest
 import yaml
 
+from anvil_mux import plugins
 from anvil_mux.cli import bench
 from anvil_mux.cli.main import main
-from anvil_mux.config import loading
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError
 from anvil_mux.host import gpu
@@ -65,7 +65,7 @@ def test_replicas_and_pinned_models_are_measured_too() -> None:
 )
 def test_real_engines_are_measured_in_these_ways(name: str, expected: list[tuple[str, list[str]]]) -> None:
     file = ROOT / "tests" / "real" / f"{name}.yaml"
-    found = loading.load([file], environ={"ANVIL_VLLM_PYTHON": "python3"}, compose=None)
+    found = plugins.load([file], environ={"ANVIL_VLLM_PYTHON": "python3"}, compose=None)
     assert ring_names(*found.backends, gpus=found.gpus) == expected
 
 
@@ -92,7 +92,7 @@ def compose(folder: Path, services: Mapping[str, Mapping[str, Any]] | None = Non
 
 
 def running(file: Path) -> dict[str, str]:
-    runtime = ProcessRuntime(loading.load([file], compose=None))
+    runtime = ProcessRuntime(plugins.load([file], compose=None))
     try:
         return runtime.running()
     finally:
@@ -267,7 +267,7 @@ def test_a_project_that_is_served_is_not_measured(tmp_path: Path, capsys: pytest
 
 def test_what_runs_already_makes_room(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = compose(tmp_path)
-    loaded = loading.load([file], compose=None)
+    loaded = plugins.load([file], compose=None)
     runtime = ProcessRuntime(loaded)
     runtime.start(loaded.backends[1])
     runtime.close()

@@ -16,8 +16,9 @@ import pytest
 
 from anvil_mux.cli import main as cli
 from anvil_mux.cli.profiler import OUTPUT, Profiler, Streamed, measure
+from anvil_mux.config import profile
 from anvil_mux.errors import BackendError
-from anvil_mux.routing import pipeline, profile, routing
+from anvil_mux.routing import pipeline, routing
 from anvil_mux.routing.routing import Memory, Replica, Work
 
 MADE = profile.Profile(

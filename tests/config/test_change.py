@@ -7,7 +7,7 @@ import pytest
 from anvil_mux.config import change
 from anvil_mux.config.change import OURS, Change, compare, within
 from anvil_mux.config.config import SETTINGS, Backend, Config, Gpu, Service
-from anvil_mux.config.loading import load
+from anvil_mux.plugins import load
 
 
 def backend(name, **fields):

@@ -19,9 +19,9 @@ from anvil_mux.config import config, service, settings
 from anvil_mux.config.composefile import Answer, compose_config, find_files, run_compose
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.config.interpolate import Scope
-from anvil_mux.config.loading import load
 from anvil_mux.errors import ConfigError
 from anvil_mux.host import engine, swap
+from anvil_mux.plugins import load
 
 SHIPPED = sorted((Path(__file__).resolve().parent.parent.parent / "compose").glob("*.yaml"))
 GIB = 1 << 30

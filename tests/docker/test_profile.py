@@ -14,7 +14,7 @@ import openai
 import pytest
 import yaml
 
-from anvil_mux.routing import profile
+from anvil_mux.config import profile
 from tests.docker.conftest import Stack
 from tests.docker.served import ENDLESS, FOREVER, PATIENCE, ask, client_of, eventually, served, stream
 from tests.running import Running

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from anvil_mux.config.config import Backend, Gpu
-from anvil_mux.config.loading import load
 from anvil_mux.errors import ConfigError
+from anvil_mux.plugins import load
 from anvil_mux.protocol import stages
 from anvil_mux.routing.ledger import Ledger, Member
 from anvil_mux.routing.pipeline import build

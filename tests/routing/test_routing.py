@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from anvil_mux.config.profile import Profile
 from anvil_mux.routing import pipeline, routing
-from anvil_mux.routing.profile import Profile
 from anvil_mux.routing.routing import Choice, Memory, Metric, Replica, Work, choose, explain
 
 WORK = Work(tokens=1000, session="s")

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
-from anvil_mux.scheduler import progress as module
-from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.progress import LoadLogs, Progress, Said, progress, said
-
-GUARD = 20.0
+from anvil_mux.scheduler.progress import Progress, Said, progress, said
 
 SHARDS = "Loading safetensors checkpoint shards:  56% Completed | 5/9 [00:13<00:11,  2.87s/it]"
 GRAPHS = (
@@ -73,29 +67,3 @@ def test_of_a_first_load_only_the_log_is_known() -> None:
 def test_a_load_that_takes_longer_than_ever_is_nearly_done_for_all_anybody_knows() -> None:
     assert progress(30.0, 20.0, Said("warming up")).words == "99%, warming up"
     assert progress(1e9, 20.0, Said("warming up", None, 1.0)).fraction == 0.99
-
-
-def test_logs_are_read_only_while_something_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
-    loading, told, told_again = ["a"], threading.Event(), threading.Event()
-    reports: list[tuple[str, Said]] = []
-
-    def report(backend: str, what: Said) -> None:
-        reports.append((backend, what))
-        (told_again if told.is_set() else told).set()
-        loading.clear()
-
-    logs = LoadLogs(lambda: tuple(loading), lambda name, lines: [SHARDS], report)
-    thread = threading.Thread(target=logs.run)
-    thread.start()
-    logs.observe(Event(0.0, "ready", "a", "a"))
-    assert reports == []
-    logs.observe(Event(1.0, "starting", "a", "a"))
-    assert told.wait(GUARD)
-    loading.append("b")
-    logs.observe(Event(2.0, "starting", "b", "b"))
-    assert told_again.wait(GUARD)
-    logs.close()
-    thread.join(GUARD)
-    assert not thread.is_alive()
-    assert [backend for backend, _ in reports] == ["a", "b"]

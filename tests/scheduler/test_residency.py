@@ -8,9 +8,9 @@ from math import inf
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.profile import Profile
 from anvil_mux.errors import DoesNotFit, LoadError, Overloaded, Stuck, WaitedTooLong
 from anvil_mux.routing.ledger import Load
-from anvil_mux.routing.profile import Profile
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.demand import Demand

@@ -322,7 +322,7 @@ def test_an_added_engine_that_runs_already_is_taken_over(house: House, state: Pa
     service = {"gpus": ["1"]}
     with serving(house.write({"a": {}}), state=state) as running:
         house.write({"a": {}, "b": service})
-        from anvil_mux.config.loading import load
+        from anvil_mux.plugins import load
 
         config = load([house.file])
         runtime = ProcessRuntime(config, environ={**os.environ, "XDG_STATE_HOME": str(state)})

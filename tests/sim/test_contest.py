@@ -10,7 +10,7 @@ from statistics import fmean
 
 import pytest
 
-from anvil_mux.routing import pipeline
+from anvil_mux.config.config import DEFAULT_ROUTING
 from anvil_mux.sim import contest
 from anvil_mux.sim.contest import Field, draw, run
 from anvil_mux.sim.fleet import Answer, Engine
@@ -45,7 +45,7 @@ def test_on_long_sessions_prefill_work_waits_an_eighth_of_taking_turns() -> None
 def test_the_default_has_the_shortest_wait(trace: str, sessions: int) -> None:
     every = fields(trace, sessions, seeds=2)
     rivals = ("least_prefill_work_kappa", "lmetric_plus_one", "sticky", "unified")
-    default = mean_ttft(pipeline.DEFAULT, every)
+    default = mean_ttft(DEFAULT_ROUTING, every)
     assert all(default <= mean_ttft(policy, every) for policy in rivals)
 
 
@@ -112,7 +112,7 @@ def test_classes_are_by_the_length_of_the_input() -> None:
 
 def test_a_row_says_which_policy_is_the_default() -> None:
     [field] = fields("claude_code_le64k", 10)
-    rows = [run(field, policy).row() for policy in ("round_robin", pipeline.DEFAULT)]
+    rows = [run(field, policy).row() for policy in ("round_robin", DEFAULT_ROUTING)]
     assert [row["default"] for row in rows] == [False, True]
     assert rows[0]["trace"] == "claude_code_le64k"
     assert rows[0]["sessions"] == 10
@@ -123,10 +123,10 @@ def test_the_table_compares_with_the_default_run_by_run() -> None:
     results = [
         run(field, policy)
         for field in fields("claude_code_le64k", 20, seeds=2)
-        for policy in (pipeline.DEFAULT, "round_robin")
+        for policy in (DEFAULT_ROUTING, "round_robin")
     ]
     default, other = contest.table(results)
-    assert default[2:4] == (f"{pipeline.DEFAULT} (default)", "2")
+    assert default[2:4] == (f"{DEFAULT_ROUTING} (default)", "2")
     assert len(default) == len(other) == len(contest.HEAD)
     assert default[-1] == ""
     assert other[-1].endswith("longer in 2 of 2")

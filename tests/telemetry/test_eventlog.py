@@ -19,6 +19,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Gpu, Service
 from anvil_mux.scheduler.events import KINDS, Event
 from anvil_mux.sim.figures import figures
+from anvil_mux.sim.replay import BEYOND_SECONDS, replay
 from anvil_mux.sim.simulate import Request, check, simulate
 from anvil_mux.sim.workload import PROFILES, Workload
 from anvil_mux.telemetry import eventlog
@@ -31,7 +32,6 @@ from anvil_mux.telemetry.eventlog import (
     config_of,
     header,
     read,
-    replay,
 )
 from tests.cli.test_cli import PROJECT, compose, stream
 from tests.cli.test_cli import run as run_serve
@@ -377,7 +377,7 @@ def test_what_was_cut_off_takes_as_long_as_it_lasted() -> None:
         Event(4.0, "empty", "b", "b", size=1, reason="died: exited with code 1"),
         Event(5.0, "queued", "b", ticket=4, size=1),
     )
-    assert [request.seconds for request in learned.requests] == [3.0 + eventlog.BEYOND_SECONDS, 5.0, 4.0, 4.0]
+    assert [request.seconds for request in learned.requests] == [3.0 + BEYOND_SECONDS, 5.0, 4.0, 4.0]
 
 
 def test_what_was_never_served_takes_what_its_model_usually_takes() -> None:

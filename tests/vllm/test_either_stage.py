@@ -19,7 +19,8 @@ import requests
 
 from anvil_mux.cli import main as cli
 from anvil_mux.cli.profiler import OUTPUT
-from anvil_mux.routing import pipeline, profile
+from anvil_mux.config import profile
+from anvil_mux.routing import pipeline
 from tests.running import seen
 from tests.vllms import CONTEXT, GUARD, NIXL_MARKS, Scene, loaded, service, write_compose, write_model
 

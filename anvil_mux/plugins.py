@@ -1,0 +1,26 @@
+"""The plug-ins that come with the program, and the loader that has been handed them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from functools import partial
+
+from anvil_mux.config import loading
+from anvil_mux.config.plugins import Plugins, Problem
+from anvil_mux.routing import pipeline
+from anvil_mux.scheduler.policy import build_policy
+from anvil_mux.scheduler.preemption import build_preemption
+
+
+def _shipped_routing() -> Mapping[str, Set[str]]:
+    return {name: pipeline.build(name).needs for name in pipeline.shipped()}
+
+
+def _read_routing(name: str, written: object) -> tuple[Set[str], Sequence[Problem]]:
+    made, problems = pipeline.compile(name, written)
+    return made.needs, problems
+
+
+PLUGINS = Plugins(build_policy, build_preemption, _shipped_routing, _read_routing)
+load = partial(loading.load, plugins=PLUGINS)
+"""The configuration in compose files: see config.loading.load."""

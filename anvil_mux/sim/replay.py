@@ -1,0 +1,158 @@
+"""Makes of an event log the workload that its clients were: what would another policy have done with it?"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
+from statistics import median
+
+from anvil_mux.scheduler.events import Event
+from anvil_mux.sim.simulate import Request
+from anvil_mux.sim.workload import Workload
+from anvil_mux.telemetry.eventlog import BadLog, Run
+
+OTHER_LOAD_SECONDS = 10.0
+"""Of a model that no event of the log loads, in a log without any load."""
+BEYOND_SECONDS = 2**-10
+"""What a severed request is held to have lacked."""
+
+
+def replay(runs: Iterable[Run], name: str = "log") -> Workload:
+    """The clients of a log and what loading cost them.
+
+    Every request arrives when it arrived and takes as long as it took, also if the answer of another policy
+    would have come at another time. One that was severed takes a moment longer than it lasted (the same
+    policy severs it again), one that was never served as long as its model's usually do. Clients that left
+    keep their patience. Deaths and unloading by hand are left out.
+    """
+    learned = _Learned()
+    began, now = None, 0.0
+    for run in runs:
+        if run.events:
+            first, last = run.events[0].at, run.events[-1].at
+            began = began or run.header["began"] + first
+            # Where somebody set the clock back a run follows the one before.
+            now = max(now, run.header["began"] + first - began)
+            learned.read(run, first - now)
+            now += last - first
+    if not learned.requests:
+        raise BadLog("the event log holds no request")
+    return learned.workload(name)
+
+
+_Order = tuple[float, int, int]
+"""When a request arrived, in which run, and its ticket: many may arrive at once."""
+
+
+class _Learned:
+    """A fold over the events of runs."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[_Order, Request]] = []
+        self._loads: defaultdict[str, list[float]] = defaultdict(list)
+        """By model."""
+        self._stops: list[float] = []
+        self._resident: tuple[str, ...] | None = None
+        # Of the run that is being read: the workload's moment 0, and what is under way.
+        self._runs = 0
+        self._origin = 0.0
+        self._waiting: dict[int, Event] = {}
+        self._leased: dict[int, Event] = {}
+        self._leases: Counter[str] = Counter()
+        self._stopping: dict[str, float] = {}
+
+    def read(self, run: Run, origin: float) -> None:
+        self._runs += 1
+        self._origin = origin
+        if self._resident is None:
+            adopted = [event for event in run.events if event.reason == "adopted"]
+            self._resident = tuple(dict.fromkeys(event.model for event in adopted))
+        for event in run.events:
+            if event.ticket:
+                self._read_ticket(event)
+            elif event.backend:
+                self._read_backend(event)
+        end = run.events[-1].at
+        for ticket in tuple(self._leased):
+            self._serve(ticket, end)
+        for event in tuple(self._waiting.values()):
+            self._refuse(event, math.inf)
+        self._stopping.clear()
+
+    def _read_backend(self, event: Event) -> None:
+        loads = self._loads[event.model]
+        if event.kind == "ready" and not event.reason:
+            loads.append(event.seconds)
+        elif event.kind == "stopping":
+            self._stopping[event.backend] = event.at
+        elif event.kind in ("empty", "parked"):
+            if event.backend in self._stopping:
+                self._stops.append(event.at - self._stopping.pop(event.backend))
+            for ticket in [t for t, lease in self._leased.items() if lease.backend == event.backend]:
+                self._serve(ticket, event.at)
+
+    def _read_ticket(self, event: Event) -> None:
+        if event.kind == "queued":
+            self._waiting[event.ticket] = event
+        elif event.kind == "leased":
+            self._lease(event)
+        elif event.kind in ("gone", "failed"):
+            self._refuse(event, event.seconds if event.kind == "gone" else math.inf)
+        elif event.kind in ("released", "severed"):
+            self._serve(event.ticket, event.at + (BEYOND_SECONDS if event.kind == "severed" else 0.0))
+
+    def _lease(self, event: Event) -> None:
+        self._waiting.pop(event.ticket, None)
+        if event.size > self._leases[event.backend]:
+            self._leases[event.backend] += 1
+            self._leased[event.ticket] = event
+        else:  # it only wanted the model loaded
+            self._add(event, 0.0, leases=False)
+
+    def _serve(self, ticket: int, now: float) -> None:
+        lease = self._leased.pop(ticket, None)
+        if lease:
+            self._leases[lease.backend] -= 1
+            self._add(lease, now - lease.at)
+
+    def _refuse(self, event: Event, patience: float) -> None:
+        self._waiting.pop(event.ticket, None)
+        self._add(event, math.nan, patience)
+
+    def _add(self, event: Event, seconds: float, patience: float = math.inf, leases: bool = True) -> None:
+        """``seconds`` of service, nan where they are not known."""
+        at = event.at - event.seconds - self._origin
+        request = Request(at, event.model, seconds, patience, leases)
+        self.requests.append(((at, self._runs, event.ticket), request))
+
+    def workload(self, name: str) -> Workload:
+        requests = [request for _, request in sorted(self.requests, key=itemgetter(0))]
+        services: defaultdict[str, list[float]] = defaultdict(list)
+        for request in requests:
+            if request.leases and not math.isnan(request.seconds):
+                services[request.model].append(request.seconds)
+        usual = _medians(services, 0.0)
+        models = dict.fromkeys([*self._loads, *[request.model for request in requests]])
+        loads = _medians(self._loads, OTHER_LOAD_SECONDS)
+        return Workload(
+            name,
+            {model: loads.get(model, loads[""]) for model in models},
+            tuple([_guessed(request, usual) for request in requests]),
+            resident=self._resident or (),
+            stop_seconds=median(self._stops or [0.0]),
+        )
+
+
+def _guessed(request: Request, usual: Mapping[str, float]) -> Request:
+    if not math.isnan(request.seconds):
+        return request
+    return request._replace(seconds=usual.get(request.model, usual[""]))
+
+
+def _medians(seconds: Mapping[str, Sequence[float]], default: float) -> dict[str, float]:
+    """The median of each model, and under "" that of all: for models of which nothing is known."""
+    every = [value for values in seconds.values() for value in values]
+    known = {model: median(values) for model, values in seconds.items() if values}
+    return {**known, "": median(every or [default])}

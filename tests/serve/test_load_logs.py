@@ -1,0 +1,41 @@
+"""The logs of engines are read while they load, and at no other time."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.progress import Said
+from anvil_mux.serve import load_logs
+from anvil_mux.serve.load_logs import LoadLogs
+
+GUARD = 20.0
+SHARDS = "Loading safetensors checkpoint shards:  56% Completed | 5/9 [00:13<00:11,  2.87s/it]"
+
+
+def test_logs_are_read_only_while_something_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_logs, "LOOK_SECONDS", 0.0)
+    loading, told, told_again = ["a"], threading.Event(), threading.Event()
+    reports: list[tuple[str, Said]] = []
+
+    def report(backend: str, what: Said) -> None:
+        reports.append((backend, what))
+        (told_again if told.is_set() else told).set()
+        loading.clear()
+
+    logs = LoadLogs(lambda: tuple(loading), lambda name, lines: [SHARDS], report)
+    thread = threading.Thread(target=logs.run)
+    thread.start()
+    logs.observe(Event(0.0, "ready", "a", "a"))
+    assert reports == []
+    logs.observe(Event(1.0, "starting", "a", "a"))
+    assert told.wait(GUARD)
+    loading.append("b")
+    logs.observe(Event(2.0, "starting", "b", "b"))
+    assert told_again.wait(GUARD)
+    logs.close()
+    thread.join(GUARD)
+    assert not thread.is_alive()
+    assert [backend for backend, _ in reports] == ["a", "b"]
