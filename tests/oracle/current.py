@@ -1,0 +1,109 @@
+"""The same as frozen.py in this checkout, and in the words of the frozen commit.
+
+What was renamed since is renamed back here: worlds on their way in, and events on their way out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import worlds
+
+from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.scheduler import policy
+from anvil_mux.sim import simulate, study, workload
+
+WHAT = {"Start": "load", "Cancel": "cancel", "Stop": "evict", "Demote": "demote"}
+
+
+def config_of(about: dict[str, Any]) -> Config:
+    backends = tuple([Backend(**{k: _value(v) for k, v in each.items()}) for each in about["backends"]])
+    gpus = tuple([Gpu(id, vram=vram) for id, vram in about.get("gpus", {}).items()])
+    rest = {key: value for key, value in about.items() if key not in ("backends", "gpus")}
+    return Config(backends=backends, gpus=gpus, **rest)
+
+
+def _value(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def entry_of(entry: list[Any]) -> Any:
+    at, what, *rest = entry
+    if what == "request":
+        return request_of(at, *rest)
+    if what == "reload":
+        return simulate.Reload(at, config_of(rest[0]))
+    return {"death": simulate.Death, "unload": simulate.Unloading}[what](at, *rest)
+
+
+def request_of(at: float, model: str, seconds: float, patience: float, leases: bool, sender: str) -> Any:
+    long = policy.FOREVER if patience >= worlds.FOREVER else patience
+    return simulate.Request(at, model, seconds, long, leases, sender or None)
+
+
+def perform_of(world: dict[str, Any], config: Config) -> Any:
+    gpus = {backend.name: backend.gpus for backend in config.backends if backend.vram}
+
+    def perform(step: Any, nth: int) -> simulate.Outcome:
+        what = WHAT[type(step).__name__]
+        how, to = getattr(step, "how", ""), getattr(step, "to", "")
+        ending = worlds.outcome(world["engines"], what, step.backend, nth, how, to)
+        error = {"": None, "load": LoadError("no"), "engine": BackendError("no")}[ending.error]
+        residual = dict.fromkeys(gpus.get(step.backend, ()), ending.residual) if ending.residual else {}
+        return simulate.Outcome(ending.seconds, error, ending.how or None, residual, ending.host_bytes)
+
+    return perform
+
+
+def follow_of(world: dict[str, Any]) -> Any:
+    sessions = world.get("sessions")
+    if not sessions:
+        return None
+    rest = {
+        sender: [simulate.Request(think, model, seconds, sender=sender) for think, model, seconds in requests]
+        for sender, requests in sessions.items()
+    }
+    return workload.Sessions(rest)
+
+
+def log_of(world: dict[str, Any]) -> Any:
+    if "workload" in world:
+        return _workload_log(world)
+    config = config_of(world["config"])
+    trace = [entry_of(entry) for entry in world["trace"]]
+    return simulate.simulate(
+        config, trace, perform_of(world, config), resident=world["resident"], follow=follow_of(world)
+    )
+
+
+def _workload_log(world: dict[str, Any]) -> Any:
+    name = world["workload"]
+    made = workload.PROFILES[name](world["seed"]) if name in workload.PROFILES else None
+    traffic = made or workload.read(workload.find(name))
+    config = study.replace(traffic.config(), policy=world["policy"])
+    engines = traffic.engines(config)
+    return simulate.simulate(
+        config,
+        traffic.requests,
+        engines,
+        resident=traffic.residents(config),
+        follow=traffic.follow() if traffic.follow else None,
+        costs=engines.costs(config),
+    )
+
+
+def main() -> None:
+    for line in sys.stdin:
+        world = json.loads(line)
+        try:
+            log = [list(event) for event in log_of(world)]
+        except Exception as error:  # a world that one version cannot run is a difference too
+            log = [[0.0, "error", f"{type(error).__name__}: {error}"]]
+        print(json.dumps([world["name"], log]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
