@@ -311,11 +311,11 @@ class OnePort(Mechanism):
         self._port = 0
         self.ended_engines: list[FakeEngine] = []
 
-    def load(self, backend: Backend, how: str) -> Loaded:
+    def load(self, backend: Backend, how: str, cancelled: Latch) -> Loaded:
         engine = self.engines[backend.name] = FakeEngine(self._port)
         engine.answer = self._answer
         self._port = engine.address[1]
-        return super().load(backend, how)
+        return super().load(backend, how, cancelled)
 
     def evict(self, backend: Backend, how: str) -> Rested:
         engine = self.engines.pop(backend.name)

@@ -253,14 +253,14 @@ def test_an_engine_that_dies_within_its_answer_is_an_error(at_a_death: Outcomes,
 def test_a_stream_that_is_cut_off_for_another_model_is_an_error(cut_off: Outcomes, client: str) -> None:
     outcome = cut_off[client].result(GUARD)
     assert "text" not in outcome, outcome
-    assert "put out" in outcome["message"], outcome
+    assert "was evicted for" in outcome["message"], outcome
 
 
 @pytest.mark.parametrize("client", WHOLE)
 def test_whoever_is_put_out_without_a_byte_succeeds_by_asking_again(put_out: Outcomes, client: str) -> None:
     outcome = put_out[client].result(GUARD)
     if client in NEVER_RETRY:
-        assert "put out" in outcome["message"], outcome
+        assert "was evicted for" in outcome["message"], outcome
     else:
         assert outcome.get("text", "").endswith(" 293"), outcome
 

@@ -61,7 +61,7 @@ def test_only_sglang_cannot_say_whether_it_sleeps(make: Make, kind: str) -> None
     assert control.is_asleep(backend(kind), engine.url) is (None if kind == "sglang" else True)
 
 
-@pytest.mark.parametrize("kind", ENGINES.keys() - control.CONTROLS.keys())
+@pytest.mark.parametrize("kind", sorted(ENGINES.keys() - control.CONTROLS.keys()))
 def test_other_engines_do_not_sleep(kind: str) -> None:
     assert control.is_asleep(backend(kind), "http://127.0.0.1:9") is None
     with pytest.raises(BackendError, match=f"engine {kind} cannot sleep"):

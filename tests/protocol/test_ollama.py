@@ -353,7 +353,7 @@ def test_a_severed_stream_says_so(make_rig: Callable[..., Rig]) -> None:
     client.read_until(b"\n\r\n")
     other = ask(rig, "/api/chat", model="org/b", messages=[USER])
     body, clean = client.read_chunks()
-    assert ("put out" in lines(body)[-1]["error"], clean) == (True, False)
+    assert ("was evicted for" in lines(body)[-1]["error"], clean) == (True, False)
     asked = rig.other.next()
     asked.send(speak(asked))
     assert other.read().clean

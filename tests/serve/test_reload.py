@@ -400,7 +400,7 @@ def test_a_terminal_that_is_closed_ends_the_program(house: House, state: Path) -
         os.environ["PYTHONPATH"] = str(ROOT)
         os.execv(sys.executable, [sys.executable, "-m", "anvil_mux", "serve", str(house.file), "--port", "0"])
     printed = b""
-    while b"serves http" not in printed:
+    while b"curl" not in printed:  # the last line that it prints
         printed += os.read(terminal, 65536)
     os.close(terminal)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
