@@ -153,6 +153,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
         "urgent": engine("urgent", "2"),
         "frail": engine("frail", "3", tokens=50, **frail),
         "frail-stream": engine("frail-stream", "4", tokens=50, **frail, FRAIL_ANSWERS=str(len(STREAMS))),
+        "frail-curl": engine("frail-curl", "9", tokens=50, **frail),
         "broken": failing("broken", "5", "echo no such file; exit 1"),
         "doomed": failing("doomed", "6", "sleep 2; echo out of memory; exit 1"),
         "plain": engine("plain", "7", FRAIL_LACKS="/v1/messages"),
@@ -266,7 +267,7 @@ def test_whoever_is_put_out_without_a_byte_succeeds_by_asking_again(put_out: Out
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl here")
-@pytest.mark.parametrize(("model", "code"), [("quick", 0), ("frail", 18), ("hapless", 18)])
+@pytest.mark.parametrize(("model", "code"), [("quick", 0), ("frail-curl", 18), ("hapless", 18)])
 def test_curl_tells_a_whole_stream_from_a_cut_one(house: House, model: str, code: int) -> None:
     body = {"model": model, "stream": True, "messages": [{"role": "user", "content": "Hi"}]}
     url = f"http://127.0.0.1:{house.mux.port}/v1/chat/completions"
