@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from anvil_mux.sim import study
-    from anvil_mux.sim.clairvoyant import Ratio
     from anvil_mux.sim.fleet import Engine
 from anvil_mux.cli.arguments import add_json, configuration, read_counts, read_positive, read_value
 from anvil_mux.cli.output import FAILED, PROGRESS_SECONDS, complain, opened, print_json, print_table, say
@@ -56,8 +54,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--policy",
         metavar="NAME[,NAME]",
         help="the policies to compare; by default all: every one that needs no settings. "
-        "clairvoyant knows the future, of 12 requests at most. With --routing: those of "
-        "`config --routing`, and of the compose files",
+        "With --routing: those of `config --routing`, and of the compose files",
     )
     add(
         "--seeds",
@@ -65,15 +62,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="draw what is random with the seeds 0 to N-1 (default 1); the table shows the means",
-    )
-    add(
-        "--ratios",
-        nargs="?",
-        type=read_positive,
-        const=1000,
-        metavar="N",
-        help="instead: the total wait of each policy over the best possible, on N small random workloads "
-        "(default 1000); MEAN-AHEAD: over the best that puts models out before anybody waits for another",
     )
     add("--check", action="store_true", help="check whether --log breaks an invariant")
     add(
@@ -125,8 +113,6 @@ def run(given: argparse.Namespace) -> int:
     if given.routing:
         return _simulate_routing(given)
     policies = _policies(given, study.choose_policies)
-    if given.ratios:
-        return _ratios(given, policies)
     _refuse_what_makes_no_sense(given)
     if given.plot:
         plot.check_file(given.plot)
@@ -155,7 +141,7 @@ def run(given: argparse.Namespace) -> int:
 
 def _refuse_what_makes_no_sense(given: argparse.Namespace) -> None:
     if not (given.profile or given.trace or given.log):
-        given.refuse("say what to run: --profile NAME, --trace FILE, --log EVENTS or --ratios")
+        given.refuse("say what to run: --profile NAME, --trace FILE or --log EVENTS")
     if given.check and not given.log:
         given.refuse("--check is for what --log names; simulations are always checked")
     for name in ("replicas", "sessions", "engine", "csv"):
@@ -175,8 +161,8 @@ def _simulate_routing(given: argparse.Namespace) -> int:
     from anvil_mux.config.config import DEFAULT_ROUTING
     from anvil_mux.sim import contest, fleet, plot
 
-    if given.profile or given.log or given.ratios or given.check or not given.trace:
-        given.refuse("--routing replays prompts: it takes --trace, and neither --profile, --log nor --ratios")
+    if given.profile or given.log or given.check or not given.trace:
+        given.refuse("--routing replays prompts: it takes --trace, and neither --profile nor --log")
     own = configuration(given.files).routing_policies if given.files else {}
     policies = _policies(given, lambda names: contest.choose_policies(names, own))
     engine, replicas = given.engine or fleet.Engine(), given.replicas or 8
@@ -200,26 +186,6 @@ def _simulate_routing(given: argparse.Namespace) -> int:
     else:
         print_table(contest.HEAD, contest.table(results))
     return 0
-
-
-def _ratios(given: argparse.Namespace, policies: Sequence[str]) -> int:
-    from anvil_mux.sim import study
-
-    if given.profile or given.trace or given.log or given.plot or given.files:
-        given.refuse("--ratios draws its own workloads; it takes --policy and --json only")
-    tell = _progress(f"of {given.ratios} workloads")
-    rows = study.ratios(policies, given.ratios, tell)
-    if given.json:
-        print_json([asdict(row) for row in rows])
-    else:
-        head = ("POLICY", "WORKLOADS", "MEAN", "WORST", "ITS-SEED", "MEAN-AHEAD")
-        print_table(head, [_ratio_row(row) for row in rows])
-    return 0
-
-
-def _ratio_row(row: Ratio) -> tuple[str, ...]:
-    figures = (f"{row.mean:.3f}", f"{row.worst:.2f}", f"{row.worst_seed}", f"{row.mean_ahead:.3f}")
-    return row.policy, f"{row.instances}", *figures
 
 
 def _progress(what: str) -> Callable[[int], None]:

@@ -19,8 +19,7 @@ from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policy import POLICIES, build_policy
-from anvil_mux.sim import clairvoyant, replay, workload
-from anvil_mux.sim.clairvoyant import Ratio
+from anvil_mux.sim import replay, workload
 from anvil_mux.sim.figures import Figures, figures
 from anvil_mux.sim.simulate import Request, check, simulate
 from anvil_mux.sim.workload import PROFILES, SEEDED, BadWorkload, Workload
@@ -89,7 +88,7 @@ def choose_policies(names: str) -> tuple[str, ...]:
 
 def _needs_nothing(policy: str) -> bool:
     try:
-        return policy == clairvoyant.NAME or bool(build_policy(policy))
+        return bool(build_policy(policy))
     except TypeError:
         return False
 
@@ -139,12 +138,7 @@ def run(case: Case, policy: str) -> Run:
 
 def _under(policy: str, case: Case) -> Config:
     """The settings that a configuration has for its own policy are not for another."""
-    made, config = case.workload, case.config
-    if policy == clairvoyant.NAME:
-        try:
-            return clairvoyant.following(config, clairvoyant.plan_for(made, config))
-        except ValueError as error:
-            raise BadWorkload(str(error)) from None
+    config = case.config
     if policy != config.policy:
         config = replace(config, policy=policy, policy_settings={})
     _check_settings(policy, config.policy_settings)
@@ -156,14 +150,6 @@ def _check_settings(policy: str, given: Mapping[str, object]) -> None:
         build_policy(policy, given)
     except TypeError as error:
         raise ConfigError([f"policy {policy}: {error}; a compose file can give it settings"]) from None
-
-
-def ratios(policies: Sequence[str], count: int, progress: Callable[[int], object]) -> list[Ratio]:
-    """How each policy compares with the best possible, on random workloads."""
-    for policy in policies:
-        if policy != clairvoyant.NAME:
-            _check_settings(policy, {})
-    return clairvoyant.ratios(policies, count, progress=progress)
 
 
 class _Ends:

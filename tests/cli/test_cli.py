@@ -554,14 +554,6 @@ def test_simulate_checks_a_log_and_fails_if_it_is_broken(
     assert "broken invariant: 8.000000 stopping a: it was ready" in seen.err
 
 
-def test_simulate_names_the_ratio_to_the_best_possible(capsys: pytest.CaptureFixture[str]) -> None:
-    best, eager = simulated(capsys, "--ratios", "5", "--policy", "clairvoyant,eager")
-    assert (best["policy"], best["instances"], best["mean"], best["worst"]) == ("clairvoyant", 5, 1.0, 1.0)
-    assert eager["worst"] >= eager["mean"] > 1.0
-    assert main(["simulate", "--ratios", "5", "--policy", "eager"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["eager", "5", f"{eager['mean']:.3f}"]
-
-
 def test_simulate_draws_one_picture_of_all_policies(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -613,12 +605,11 @@ def test_only_a_picture_needs_matplotlib(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([], "say what to run: --profile NAME, --trace FILE, --log EVENTS or --ratios"),
+        ([], "say what to run: --profile NAME, --trace FILE or --log EVENTS"),
         (["--profile", "nope"], "unknown profile 'nope'; known: single,"),
         (["--profile", "single", "--policy", "nope"], "unknown policy 'nope'; known: eager,"),
         (["--profile", "single", "--seeds", "0"], "must be a whole number of at least 1, not 0"),
         (["--profile", "single", "--check"], "--check is for what --log names"),
-        (["--profile", "single", "--ratios"], "--ratios draws its own workloads"),
     ],
 )
 def test_wrong_usage_of_simulate_is_told(

@@ -11,8 +11,8 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policy import POLICIES, Stay
 from anvil_mux.sim import study
 from anvil_mux.sim.simulate import Engines, Request, simulate
-from anvil_mux.sim.study import Case, Recording, Run
-from anvil_mux.sim.workload import PROFILES, SHIPPED, BadWorkload, Workload, two_clients
+from anvil_mux.sim.study import Recording, Run
+from anvil_mux.sim.workload import PROFILES, SHIPPED, BadWorkload, two_clients
 from anvil_mux.telemetry import eventlog
 
 
@@ -157,8 +157,6 @@ def test_a_policy_without_the_settings_that_it_needs_is_told():
     [case] = study.profiles(["single"], 1)
     with pytest.raises(ConfigError, match=r"policy .*Reluctant: .*'seconds'; a compose file can give it"):
         study.run(case, RELUCTANT)
-    with pytest.raises(ConfigError, match=r"policy .*Reluctant: "):
-        study.ratios([RELUCTANT], 1, print)
     given = replace(case.config, policy=RELUCTANT, policy_settings={"seconds": 1.0})
     assert study.run(replace(case, config=given), RELUCTANT).figures.requests == 40
 
@@ -247,21 +245,6 @@ def test_logs_are_kept_only_for_those_who_want_them():
 
 
 # With the future known
-
-
-def test_the_clairvoyant_beats_every_policy_where_it_can_be_asked():
-    requests = tuple(Request(n / 4, "ab"[n % 2], 0.5) for n in range(8))
-    made = Workload("few", {"a": 3.0, "b": 9.0}, requests, resident=("a",))
-    best, *others = study.study([Case(made, made.config())], ["clairvoyant", *POLICIES])
-    assert (best.policy, best.wrong, best.figures.failed) == ("clairvoyant", [], 0)
-    assert best.figures.wait_mean_seconds <= min(run.figures.wait_mean_seconds for run in others)
-
-
-def test_where_the_clairvoyant_cannot_be_asked_it_is_told():
-    for profile in ("dominant", "balanced"):
-        [case] = study.profiles([profile], 1)
-        with pytest.raises(BadWorkload, match=f"clairvoyant: {profile}: has "):
-            study.run(case, "clairvoyant")
 
 
 # Event logs of a running program

@@ -9,7 +9,9 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.scheduler.policy import POLICIES, Stay, SwapTo, Unload
-from anvil_mux.sim.clairvoyant import (
+from anvil_mux.sim.simulate import Request, check, simulate
+from anvil_mux.sim.workload import Rounds, Workload
+from tests.bench.clairvoyant import (
     MOST_REQUESTS,
     Move,
     best,
@@ -19,8 +21,6 @@ from anvil_mux.sim.clairvoyant import (
     ratios,
     total_wait,
 )
-from anvil_mux.sim.simulate import Request, check, simulate
-from anvil_mux.sim.workload import Rounds, Workload
 
 
 def run(made, config):
