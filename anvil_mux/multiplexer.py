@@ -726,7 +726,7 @@ class Multiplexer:
         refused = []
         for name in (*running, *parked):
             residency = self._layout.of_backend.get(name)
-            if residency is None or residency.seats[name].state != "empty":
+            if residency is None or residency.seats[name].state != "stopped":
                 continue
             if name in running:
                 self._runs[name] = Run(_address(running[name]))
@@ -734,7 +734,7 @@ class Multiplexer:
             else:
                 rested = parked[name]
                 about = rested.how, rested.residual, rested.host_bytes
-                stays = residency.adopt_parked(name, now, *about)
+                stays = residency.adopt_standby(name, now, *about)
             if not stays:
                 refused.append(name)
         return refused
@@ -862,10 +862,10 @@ class Multiplexer:
             self._tell(name, lambda residency, now: residency.load_cancelled(name, now))
         except LoadError as error:
             failed = error
-            self._tell(name, lambda residency, now: residency.start_failed(name, now, failed))
+            self._tell(name, lambda residency, now: residency.load_failed(name, now, failed))
         except Exception as error:
             why = _text(error)
-            self._tell(name, lambda residency, now: residency.stop_failed(name, now, why))
+            self._tell(name, lambda residency, now: residency.evict_failed(name, now, why))
         else:
             self._tell(name, lambda residency, now: self._started(residency, name, address, loaded.how, now))
 
@@ -873,7 +873,7 @@ class Multiplexer:
         self, residency: Residency, name: str, address: tuple[str, int], how: str, now: float
     ) -> None:
         self._runs[name] = Run(address)
-        residency.started(name, now, how)
+        residency.loaded(name, now, how)
 
     def _evict(self, backend: Backend, how: str, severed: tuple[Ticket, ...]) -> None:
         for ticket in severed:
@@ -886,10 +886,10 @@ class Multiplexer:
             rested = perform()
         except Exception as error:
             why = _text(error)
-            self._tell(name, lambda residency, now: residency.stop_failed(name, now, why))
+            self._tell(name, lambda residency, now: residency.evict_failed(name, now, why))
         else:
             left = rested.residual, rested.how, rested.host_bytes, rested.freed, rested.died, rested.log
-            self._tell(name, lambda residency, now: residency.stopped(name, now, *left))
+            self._tell(name, lambda residency, now: residency.evicted(name, now, *left))
 
     # The end
 
@@ -937,7 +937,7 @@ class Multiplexer:
             if far and far.seconds_left is not None:
                 return far.seconds_left
             left = [
-                seat.load_seconds - (now - seat.since if seat.state == "starting" else 0.0)
+                seat.load_seconds - (now - seat.since if seat.state == "loading" else 0.0)
                 for seat in seats
                 if seat.load_seconds is not None
             ]
@@ -967,7 +967,7 @@ class Multiplexer:
 
     def _progress(self, residency: Residency, model: str, now: float) -> Progress | None:
         """Under the lock: how far the load of ``model`` is, if there is one and it is not resident too."""
-        seats = [seat for seat in residency.seats_of(model) if seat.state == "starting"]
+        seats = [seat for seat in residency.seats_of(model) if seat.state == "loading"]
         if not seats or residency.is_ready(model):
             return None
         seat = seats[0]

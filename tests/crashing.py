@@ -119,10 +119,10 @@ class Rounds:
         runs, frozen = dict(self.up()), dict(self.frozen())
         states = {name: about["state"] for name, about in running.get("/healthz")["models"].items()}
         resident = {name for name, state in states.items() if state == "ready"}
-        parked = {name for name, state in states.items() if state == "parked"}
+        parked = {name for name, state in states.items() if state == "standby"}
         self.adopted += len(resident | parked)
         flaws = []
-        others = set(states.values()) - {"ready", "parked", "empty"}
+        others = set(states.values()) - {"ready", "standby", "stopped"}
         if (set(runs), set(frozen)) != (resident, parked) or len(resident) > 1 or others:
             flaws.append(f"it says {states}, and there run {runs}, and frozen {frozen}")
         for name in resident:

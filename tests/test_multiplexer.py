@@ -346,7 +346,7 @@ def test_what_a_backend_held_is_learned_when_it_leaves():
     assert seen == [Footprint("a", "sleep", {"0": 20}, {"0": 2}, 16, 1)]
 
 
-@pytest.mark.parametrize(("host_bytes", "state"), [(8, "parked"), (16, "empty")])
+@pytest.mark.parametrize(("host_bytes", "state"), [(8, "standby"), (16, "stopped")])
 def test_what_a_sleeper_kept_of_host_memory_is_known_after_a_restart(host_bytes, state):
     backends = (replace(A, rest=("sleep", "stop")), B)
     config = Config(policy="eager", backends=backends, host_memory=10)
@@ -409,7 +409,7 @@ def test_a_load_is_cancelled_by_hand_while_its_keeper_is_in_it_and_the_other_mod
         assert stage.states()["a"] == "cancelling"
         stage.clock.sleep(30.0)
         assert (waiting.over, waiting.error.code, waiting.leased) == (3.0, "cancelled", None)
-        assert (stage.states(), other.leased) == ({"a": "empty", "b": "ready"}, 4.5 + 6.0)
+        assert (stage.states(), other.leased) == ({"a": "stopped", "b": "ready"}, 4.5 + 6.0)
 
     stage = Stage(perform=Engines({"a": 600.0, "b": 6.0}, stop_seconds=1.0)).play(main)
     assert stage.engines.calls == [(1.0, "start a"), (3.0, "cancel a"), (4.5, "start b")]
@@ -428,9 +428,9 @@ def test_a_load_is_cancelled_for_another_line_once_its_client_has_left():
 
     stage = Stage(perform=Engines({"a": 600.0, "b": 6.0}, stop_seconds=1.0)).play(main)
     assert [(e.at, e.kind, e.target) for e in stage.log if e.backend == "a"] == [
-        (0.0, "starting", ""),
+        (0.0, "loading", ""),
         (5.0, "cancelling", "b"),
-        (6.0, "empty", ""),
+        (6.0, "stopped", ""),
     ]
 
 
@@ -441,7 +441,7 @@ def test_a_cancel_that_comes_when_the_load_has_succeeded_does_no_harm(late):
         stage.clock.sleep(4.0 - 0.25 + late)
         assert stage.mux.unload("a")
         stage.clock.sleep(10.0)
-        assert stage.states()["a"] == "empty"
+        assert stage.states()["a"] == "stopped"
         again = stage.request(0.0, "a")
         stage.clock.sleep(10.0)
         assert again.leased == 13.75 + late + 4.0  # the cancel of the first load is not that of the second
@@ -518,7 +518,7 @@ def test_an_unknown_model_is_known_to_be_unknown_at_once_while_another_loads(see
         stage.clock.sleep(2.0)
         with pytest.raises(UnknownModel, match="Known models: a, b"):
             stage.mux.resolve("c")
-        assert stage.states() == {"a": "starting", "b": "empty"}
+        assert stage.states() == {"a": "loading", "b": "stopped"}
         assert stage.clock.now() == 2.0
         stage.clock.sleep(5.0)
 
@@ -546,7 +546,7 @@ def test_an_old_severed_lease_does_not_hold_up_the_second_eviction_of_its_model(
         stage.clock.sleep(600.0)
 
     stage = Stage(Config(policy="eager", backends=(A, B), drain_timeout=30.0), seed=seed).play(main)
-    assert [event.seconds for event in stage.log if event.kind == "stopping"] == [30.0, 0.0, 0.0]
+    assert [event.seconds for event in stage.log if event.kind == "evicting"] == [30.0, 0.0, 0.0]
 
 
 @SEEDS
@@ -559,11 +559,11 @@ def test_a_swap_whose_only_waiter_left_is_not_made(seed):
         stage.clock.sleep(40.0)
         assert isinstance(left.error, ClientGone)
         assert left.over == 12.0
-        assert stage.states() == {"a": "ready", "b": "empty"}
+        assert stage.states() == {"a": "ready", "b": "stopped"}
         assert stage.mux.status().waiting == 0
 
     stage = Stage(config, seed=seed).play(main)
-    assert stage.kinds("starting", "gone") == ["starting a", "gone b"]
+    assert stage.kinds("loading", "gone") == ["loading a", "gone b"]
 
 
 def leave_at(moment):
@@ -597,7 +597,7 @@ def test_retries_of_a_client_join_the_one_load(seed):
         assert results[1].lease.waited == 3.0
 
     stage = Stage(seed=seed).play(main)
-    assert stage.kinds("starting") == ["starting a"]
+    assert stage.kinds("loading") == ["loading a"]
 
 
 @SEEDS
@@ -765,10 +765,10 @@ def test_a_backend_that_refuses_all_it_is_asked_is_stopped_and_loaded_anew(seed)
     stage = Stage(Config(policy="eager", backends=(replace(A, rest=("pause",)), B)), seed=seed).play(main)
     assert [call for _, call in stage.engines.calls] == ["start a", "stop a", "start a"]
     assert [e.reason for e in stage.log if e.kind == "draining"] == ["it does not answer"]
-    assert [e.at for e in stage.log if e.kind == "stopping"] == [
+    assert [e.at for e in stage.log if e.kind == "evicting"] == [
         pytest.approx(4.0 + REFUSED_SECONDS, abs=1.0)
     ]
-    assert [e.reason for e in stage.log if e.kind == "starting"][1] != ""
+    assert [e.reason for e in stage.log if e.kind == "loading"][1] != ""
 
 
 @SEEDS
@@ -813,7 +813,7 @@ def test_a_backend_that_is_silent_has_as_long_as_a_request_would_have(seed):
 
     stage = Stage(seed=seed)
     stage.play(main)
-    assert [e.at for e in stage.log if e.kind == "stopping"] == [604.0]
+    assert [e.at for e in stage.log if e.kind == "evicting"] == [604.0]
 
 
 @SEEDS
@@ -842,7 +842,7 @@ def test_how_a_backend_ended_is_waited_for_where_that_is_known_late(seed):
         assert model.backends[0].log == stage.mux.last_words("a") == ("segmentation fault",)
 
     stage = Stage(seed=seed).play(main)
-    assert [e.reason for e in stage.log if e.kind == "empty"] == ["died: exited with code 139"]
+    assert [e.reason for e in stage.log if e.kind == "stopped"] == ["died: exited with code 139"]
 
 
 @SEEDS
@@ -902,10 +902,10 @@ def test_a_drain_is_bounded_even_while_its_gpu_is_busy_with_another_step(seed):
         stage.clock.sleep(200.0)
 
     stage = Stage(config, Engines({}, 4.0, stop_seconds=30.0), seed=seed).play(main)
-    assert [(e.at, e.kind) for e in stage.log if e.kind in ("stopping", "severed")] == [
-        (20.0, "stopping"),
+    assert [(e.at, e.kind) for e in stage.log if e.kind in ("evicting", "severed")] == [
+        (20.0, "evicting"),
         (25.0, "severed"),
-        (25.0, "stopping"),
+        (25.0, "evicting"),
     ]
 
 
@@ -917,7 +917,7 @@ def test_load_and_unload_from_outside(seed):
         assert stage.mux.status().leases == 0
         assert stage.mux.unload("a")
         stage.clock.sleep(2.0)
-        assert stage.states()["a"] == "empty"
+        assert stage.states()["a"] == "stopped"
         assert not stage.mux.unload("a")
 
     Stage(seed=seed).play(main)
@@ -945,7 +945,7 @@ def test_at_the_end_waiting_and_new_requests_are_refused_and_leases_run_on(seed)
         stage.clock.sleep(0.5)
         assert isinstance(waiting.error, Draining)
         assert waiting.over == 11.0
-        assert stage.states() == {"a": "ready", "b": "empty"}  # reprieved: nobody waits for b
+        assert stage.states() == {"a": "ready", "b": "stopped"}  # reprieved: nobody waits for b
         stage.clock.sleep(1.0)
         assert isinstance(late.error, Draining)
         assert held.over is None
@@ -967,7 +967,7 @@ def test_the_status_shows_a_drain(seed):
         assert (gpu.draining_target, gpu.draining_leases, gpu.drain_seconds_left) == ("b", 1, 25.0)
         assert [(m.model, m.state, m.waiting, m.leases) for m in status.models] == [
             ("a", "draining", 0, 1),
-            ("b", "empty", 1, 0),
+            ("b", "stopped", 1, 0),
         ]
         assert "a: draining 1 leases" in repr(stage.mux)
         stage.clock.sleep(100.0)
@@ -1106,7 +1106,7 @@ def test_leases_are_logged_only_for_those_who_want_them():
             with mux.lease("a"):
                 assert mux.status().leases == 1
         mux.close()
-        kinds = ["queued", "starting", "ready", *["leased", "released"] * 2]
+        kinds = ["queued", "loading", "ready", *["leased", "released"] * 2]
         assert [event.kind for event in log] == (kinds if wanted else kinds[:3])
 
 
@@ -1156,7 +1156,7 @@ def test_nothing_but_the_load_itself_waits_for_a_load(real):
     assert real.engines.loading["a"].wait(30.0)
     with pytest.raises(UnknownModel):
         real.mux.resolve("c")
-    assert real.mux.status().models[0].state == "starting"
+    assert real.mux.status().models[0].state == "loading"
     assert not real.mux.unload("b")
     real.engines.may_load["a"].set()
     join(threads)

@@ -137,7 +137,7 @@ MUTANTS = {
     ),
     "what is prepared may put out who has had work": (
         "residency",
-        'if failed or any(v.state == "parked" or _has_had_work(v) for v in victims or ()):',
+        'if failed or any(v.state == "standby" or _has_had_work(v) for v in victims or ()):',
         "if failed:",
     ),
     "the moment of an overdue line is forgotten": (
@@ -147,8 +147,8 @@ MUTANTS = {
     ),
     "a backend that could not be stopped is taken for gone": (
         "placement",
-        '"stopping", "stuck"))',
-        '"stopping"))',
+        '"evicting", "stuck"))',
+        '"evicting"))',
     ),
     "a cool-down is not kept": (
         "residency",

@@ -54,9 +54,9 @@ def test_a_stream_of_a_changed_backend_ends_before_it_is_replaced_and_its_line_w
         "1 reloaded",
         "1 draining a",
         "2 queued a",
-        "20 stopping a",
-        "21 empty a",
-        "21 starting a",
+        "20 evicting a",
+        "21 stopped a",
+        "21 loading a",
         "31 ready a",
         "31 leased a",
     ]
@@ -71,9 +71,9 @@ def test_who_is_not_done_when_the_drain_ends_is_severed():
         "1 draining a",
         "5 queued b",
         "31 severed a",
-        "31 stopping a",
-        "32 empty a",
-        "32 starting b",
+        "31 evicting a",
+        "32 stopped a",
+        "32 loading b",
         "42 ready b",
         "42 leased b",
     ]
@@ -94,9 +94,9 @@ def test_who_waits_for_a_removed_model_is_told_so_and_one_that_was_added_is_serv
         "2 failed b",
         "3 queued c",
         "3 draining a",
-        "5 stopping a",
-        "6 empty a",
-        "6 starting c",
+        "5 evicting a",
+        "6 stopped a",
+        "6 loading c",
         "16 ready c",
         "16 leased c",
     ]
@@ -106,13 +106,13 @@ def test_a_reload_during_a_load_lets_it_end_and_begins_again_with_the_new_defini
     trace = [Request(0.0, "a", 1.0), Reload(4.0, with_backends(OTHER_A, B))]
     assert story(trace) == [
         "0 queued a",
-        "0 starting a",
+        "0 loading a",
         "4 reloaded",
         "10 ready a",
         "10 draining a",
-        "10 stopping a",
-        "11 empty a",
-        "11 starting a",
+        "10 evicting a",
+        "11 stopped a",
+        "11 loading a",
         "21 ready a",
         "21 leased a",
     ]
@@ -126,10 +126,10 @@ def test_a_load_that_fails_after_the_reload_fails_nobody_who_waits_for_the_new_d
     trace = [Request(0.0, "a", 1.0), Reload(4.0, with_backends(OTHER_A, B))]
     assert story(trace, perform=perform) == [
         "0 queued a",
-        "0 starting a",
+        "0 loading a",
         "4 reloaded",
-        "10 empty a",
-        "10 starting a",
+        "10 stopped a",
+        "10 loading a",
         "20 ready a",
         "20 leased a",
     ]
@@ -147,9 +147,9 @@ def test_a_reload_while_a_victim_drains_for_a_target_that_changes():
         "2 reloaded",
         "2 ready a",
         "2 draining a",
-        "20 stopping a",
-        "21 empty a",
-        "21 starting b",
+        "20 evicting a",
+        "21 stopped a",
+        "21 loading b",
         "31 ready b",
         "31 leased b",
     ]
@@ -161,8 +161,8 @@ def test_a_reload_while_a_changed_backend_drains_for_another():
         "1 draining a",
         "2 reloaded",
         "6 gone b",
-        "20 stopping a",
-        "21 empty a",
+        "20 evicting a",
+        "21 stopped a",
     ]
 
 
@@ -175,10 +175,10 @@ def test_a_reload_in_the_middle_of_a_swap_lets_the_stop_end():
         "0 ready a",
         "0 queued b",
         "0 draining a",
-        "0 stopping a",
+        "0 evicting a",
         "0.5 reloaded",
-        "1 empty a",
-        "1 starting b",
+        "1 stopped a",
+        "1 loading b",
         "11 ready b",
         "11 leased b",
     ]
@@ -193,15 +193,15 @@ def test_backends_that_exchange_their_names_are_both_replaced():
         "1 draining a",
         "2 queued b",
         "3 queued a",
-        "5 stopping a",
-        "6 empty a",
-        "6 starting b",
+        "5 evicting a",
+        "6 stopped a",
+        "6 loading b",
         "16 ready b",
         "16 leased b",
         "16 draining b",
-        "17 stopping b",
-        "18 empty b",
-        "18 starting a",
+        "17 evicting b",
+        "18 stopped b",
+        "18 loading a",
         "28 ready a",
         "28 leased a",
     ]
@@ -217,15 +217,15 @@ def test_a_backend_that_moves_to_another_gpu_leaves_its_old_one_first():
         Request(2.0, "a", 1.0),
         Request(2.5, "b", 1.25),
     ]
-    moves = ("draining", "empty", "starting")
+    moves = ("draining", "stopped", "loading")
     told = story(trace, config, resident=["a", "z"])
     assert [line for line in told if line.split()[1] in moves] == [
         "1 draining a",
-        "11.5 empty a",
+        "11.5 stopped a",
         "11.5 draining z",
-        "11.5 starting b",
-        "12.5 empty z",
-        "12.5 starting a",
+        "11.5 loading b",
+        "12.5 stopped z",
+        "12.5 loading a",
     ]
 
 
@@ -236,9 +236,9 @@ def test_a_model_that_is_renamed_is_waited_for_by_its_new_name_at_once():
         "1 reloaded",
         "1 draining a",
         "2 queued new",
-        "5 stopping a",
-        "6 empty a",
-        "6 starting a",
+        "5 evicting a",
+        "6 stopped a",
+        "6 loading a",
         "16 ready a",
         "16 leased a",
     ]
@@ -260,11 +260,11 @@ def test_a_backend_that_ties_two_islands_makes_them_one_while_both_swap():
         "11.25 leased z",
         "11.25 draining b",
         "11.25 draining z",
-        "16 stopping b",
-        "16.25 stopping z",
-        "17 empty b",
-        "17.25 empty z",
-        "17.25 starting wide",
+        "16 evicting b",
+        "16.25 evicting z",
+        "17 stopped b",
+        "17.25 stopped z",
+        "17.25 loading wide",
         "27.25 ready wide",
         "27.25 leased wide",
     ]
@@ -277,7 +277,7 @@ def test_a_line_follows_its_model_to_another_island():
     assert story(trace, config, resident=["b"])[4:] == [
         "2 reloaded",
         "2 ready b",
-        "2 starting m-2",
+        "2 loading m-2",
         "12 ready m-2",
         "12 leased m-2",
     ]
@@ -296,10 +296,10 @@ def test_an_island_of_which_nothing_is_left_goes():
     assert [line for line in told if line.endswith(" z")][2:] == [
         "1 draining z",
         "31 severed z",
-        "31 stopping z",
-        "32 empty z",
+        "31 evicting z",
+        "32 stopped z",
         "41 queued z",
-        "41 starting z",
+        "41 loading z",
         "51 ready z",
         "51 leased z",
     ]
@@ -339,7 +339,7 @@ def test_one_that_is_changed_twice_is_replaced_once_by_the_last_definition():
         Request(3.0, "a", 1.0),
     ]
     assert [line.split()[1] for line in story(trace, resident=["a"])[2:]] == [
-        *("reloaded", "draining", "reloaded", "queued", "stopping", "empty", "starting", "ready", "leased")
+        *("reloaded", "draining", "reloaded", "queued", "evicting", "stopped", "loading", "ready", "leased")
     ]
 
 
@@ -351,12 +351,12 @@ def test_one_that_cannot_be_stopped_is_replaced_when_it_was():
     assert story(trace, perform=perform, resident=["a"])[2:] == [
         "0.5 reloaded",
         "0.5 draining a",
-        "1 stopping a",
+        "1 evicting a",
         "2 stuck a",
-        "7 stopping a",
-        "8 empty a",
+        "7 evicting a",
+        "8 stopped a",
         "20 queued a",
-        "20 starting a",
+        "20 loading a",
         "21 ready a",
         "21 leased a",
     ]
@@ -371,16 +371,16 @@ def test_one_that_rests_is_stopped_although_somebody_waits_for_it():
         Reload(8.0, with_backends(replace(rests, engine="vllm"), B)),
     ]
     told = story(trace, with_backends(rests, B), lambda step, nth: Outcome(1.0))
-    assert "3 parked a" in told
+    assert "3 standby a" in told
     assert told[told.index("8 reloaded") :] == [
         "8 reloaded",
         "8 ready b",
         "8 demoting a",
-        "9 empty a",
+        "9 stopped a",
         "9 draining b",
-        "14 stopping b",
-        "15 empty b",
-        "15 starting a",
+        "14 evicting b",
+        "15 stopped b",
+        "15 loading a",
         "16 ready a",
         "16 leased a",
     ]
@@ -402,14 +402,14 @@ def test_one_that_rests_and_cannot_be_stopped_is_not_woken_meanwhile():
     assert told[told.index("8 reloaded") :] == [
         "8 reloaded",
         "8 demoting a",
-        "9 parked a",
+        "9 standby a",
         "9.5 queued a",
         "14 demoting a",
-        "15 empty a",
+        "15 stopped a",
         "15 draining b",
-        "15 stopping b",
-        "16 empty b",
-        "16 starting a",
+        "15 evicting b",
+        "16 stopped b",
+        "16 loading a",
         "17 ready a",
         "17 leased a",
     ]
@@ -418,7 +418,7 @@ def test_one_that_rests_and_cannot_be_stopped_is_not_woken_meanwhile():
 def test_a_resident_that_would_rest_is_stopped_if_it_goes_for_good():
     rests = with_backends(replace(A, rest=("sleep", "stop")), B)
     told = story([Request(0.0, "a", 1.0), Reload(2.0, TWO)], rests, resident=["a"])
-    assert told[2:] == ["2 reloaded", "2 draining a", "2 stopping a", "3 empty a"]
+    assert told[2:] == ["2 reloaded", "2 draining a", "2 evicting a", "3 stopped a"]
 
 
 def test_one_that_is_put_to_sleep_when_it_changes_is_stopped_after_that():
@@ -430,10 +430,10 @@ def test_one_that_is_put_to_sleep_when_it_changes_is_stopped_after_that():
     trace = [Request(0.0, "b", 1.0), Reload(2.0, with_backends(B))]
     told = story(trace, with_backends(rests, B), perform, resident=["a"])
     assert [line for line in told if line.endswith("a")][2:] == [
-        "0 stopping a",
-        "4 parked a",
+        "0 evicting a",
+        "4 standby a",
         "4 demoting a",
-        "5 empty a",
+        "5 stopped a",
     ]
 
 
@@ -445,7 +445,7 @@ def test_one_that_dies_on_its_way_out_is_replaced():
         Request(4.0, "a", 1.0),
     ]
     assert [line.split()[1] for line in story(trace, resident=["a"])[2:]] == [
-        *("reloaded", "draining", "empty", "queued", "starting", "ready", "leased")
+        *("reloaded", "draining", "stopped", "queued", "loading", "ready", "leased")
     ]
 
 
@@ -453,7 +453,7 @@ def test_a_pinned_one_that_goes_makes_room():
     pinned = with_backends(replace(A, pin=True), B)
     trace = [Request(0.0, "a", 10.0), Reload(1.0, with_backends(B)), Request(2.0, "b", 1.0)]
     assert [line.split()[1] for line in story(trace, pinned, resident=["a"])[2:]] == [
-        *("reloaded", "draining", "queued", "stopping", "empty", "starting", "ready", "leased")
+        *("reloaded", "draining", "queued", "evicting", "stopped", "loading", "ready", "leased")
     ]
 
 
@@ -469,9 +469,9 @@ def test_a_gpu_with_other_memory_is_not_shared_with_those_of_before():
     assert told[3:] == [
         "1 draining a",
         "2 queued b",
-        "10 stopping a",
-        "11 empty a",
-        "11 starting b",
+        "10 evicting a",
+        "11 stopped a",
+        "11 loading b",
         "21 ready b",
         "21 leased b",
     ]
@@ -508,9 +508,9 @@ def test_replicas_come_and_go_under_their_requests():
         "4 reloaded",
         "4 draining m-1",
         "4.5 queued m",
-        "4.5 starting m-2",
-        "13 stopping m-1",
-        "14 empty m-1",
+        "4.5 loading m-2",
+        "13 evicting m-1",
+        "14 stopped m-1",
         "14.5 ready m-2",
         "14.5 leased m-2",
         "20 leased m-2",
@@ -635,11 +635,11 @@ def test_whatever_changes_when_no_gpu_is_ever_held_twice(seed):
         name = event.backend
         if event.kind == "reloaded":
             wanted = {each.name: each.gpus for each in configs[event.at].backends}
-        elif event.kind == "starting":
+        elif event.kind == "loading":
             holding[name] = wanted[name]
             held = [gpu for gpus in holding.values() for gpu in gpus]
             assert len(held) == len(set(held)), event
-        elif event.kind == "empty":
+        elif event.kind == "stopped":
             del holding[name]
         elif event.kind == "leased":
             assert name in holding

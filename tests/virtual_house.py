@@ -317,7 +317,7 @@ class World:
             assert result.leased is not None or isinstance(result.error, MuxError), result
         seats = {seat.name: seat for i in self.mux._each_island() for seat in i.residency.seats.values()}
         for name, seat in seats.items():
-            assert self.runs(name) is (seat.state != "empty"), (name, seat)
+            assert self.runs(name) is (seat.state != "stopped"), (name, seat)
             assert not seat.holders, (name, seat)
 
     def runs(self, name: str) -> bool:

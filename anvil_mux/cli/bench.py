@@ -236,7 +236,7 @@ class _Ring:
         self._mux.close()
         busy = True
         while busy:
-            busy = any(model.state in ("starting", "stopping") for model in self._mux.status().models)
+            busy = any(model.state in ("loading", "evicting") for model in self._mux.status().models)
             with ExitStack() as stops:
                 for member in self._members:
                     stops.callback(self._runtime.stop, member)

@@ -15,10 +15,10 @@ LAST = 8
 """Events that a picture shows."""
 COLOURS = {
     "ready": "32",
-    "starting": "33",
+    "loading": "33",
     "cancelling": "33",
     "draining": "33",
-    "stopping": "33",
+    "evicting": "33",
     "demoting": "33",
     "stuck": "31",
 }
@@ -89,7 +89,7 @@ MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN"
 
 def _until(model: Told, seconds: float | None) -> str:
     """How long a model stays where it is."""
-    if model["state"] in ("draining", "stopping", "cancelling"):
+    if model["state"] in ("draining", "evicting", "cancelling"):
         return "leaving"
     if model["state"] != "ready":
         return ""

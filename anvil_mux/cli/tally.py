@@ -31,8 +31,8 @@ from anvil_mux.scheduler.events import Event
 PHASES = ("drain", "evict", "verify", "freeze", "load", "ready", "probe", "first_token")
 """In this order they are shown; others that a mechanism tells of follow."""
 ENDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("drain", ("stopping",)),
-    ("evict", ("empty", "parked")),
+    ("drain", ("evicting",)),
+    ("evict", ("stopped", "standby")),
     ("load", ("ready",)),
     ("first_token", ()),
 )
@@ -147,7 +147,7 @@ def phases(
     found: defaultdict[str, float] = defaultdict(float)
     for phase, kinds in ENDS:
         end = _next(events, *kinds) if kinds else None
-        if end and end.kind == "empty" and way != "stop":
+        if end and end.kind == "stopped" and way != "stop":
             raise BackendError(f"{end.backend} had to be stopped: it did not rest by {way}")
         until = end.at if end else answered
         found[phase] += until - since

@@ -175,7 +175,7 @@ class Config:
     """Bytes of a multipart request body, spooled to disk."""
     default_model: str | None = None
     host_memory: int | None = None
-    """Bytes of host memory for all engines, running and parked; None: as much as there is."""
+    """Bytes of host memory for all engines, running and in standby; None: as much as there is."""
     prepare: bool = False
     """Whether every backend is loaded once at the start, unless it says otherwise."""
     key_file: str | None = None
@@ -331,7 +331,7 @@ SETTINGS: dict[str, Setting] = {
     "max_upload": Setting(SIZE, "The largest multipart request (audio, images)."),
     "default_model": Setting(TEXT, "Who serves requests that name no model."),
     "host_memory": Setting(
-        settings.MEMORY, "Host memory for all engines, running and parked; by default 9/10 of the machine's."
+        settings.MEMORY, "Host memory for all engines, running and in standby; by default 9/10 of the machine's."
     ),
     "prepare": Setting(settings.FLAG, "Load every model once at the start, before anybody asks."),
     "key_file": Setting(TEXT, "A file of API keys, one to a line; see docs/security.md. ANVIL_API_KEYS too."),

@@ -359,8 +359,8 @@ def beat(kind: str, model: str, request_id: str, created: int) -> bytes:
 _STATUS_VALUES = {
     "ready": "loaded",
     "draining": "loaded",
-    "starting": "loading",
-    "parked": "sleeping",
+    "loading": "loading",
+    "standby": "sleeping",
     "demoting": "sleeping",
 }
 

@@ -63,7 +63,7 @@ def _descents(seat: Seat, *, may_wake: bool) -> Iterator[str]:
 def demoted_at(seat: Seat) -> float | None:
     """When a parked backend has rested long enough; None: it may rest as it does."""
     after = seat.backend.demote_after
-    return None if after is None or seat.state != "parked" else max(seat.since + after, seat.retry_at)
+    return None if after is None or seat.state != "standby" else max(seat.since + after, seat.retry_at)
 
 
 class Host:
@@ -109,7 +109,7 @@ class Host:
         for seat, worth in self._seats.values():
             if seat in own:
                 continue
-            if seat.state in ("draining", "stopping"):
+            if seat.state in ("draining", "evicting"):
                 short -= seat.ram
             elif seat.ram and _is_idle(seat, now):
                 idle.append((worth(seat, now), seat.name, seat.ram))
@@ -151,7 +151,7 @@ class Host:
         for other, worth_of in self._seats.values():
             if other.state == "demoting":
                 spare += max(other.host_bytes - self._parked(other, other.rung), 0)
-            elif other.state == "parked" and _leaves(other, now) and worth_of(other, now) < worth:
+            elif other.state == "standby" and _leaves(other, now) and worth_of(other, now) < worth:
                 spare += other.host_bytes
         return self.rung(seat, spare) != rung
 
@@ -160,7 +160,7 @@ class Host:
 
         Others that are to be loaded after it do not count: two that wait for each other would wait for ever.
         """
-        if self.budget is None or (target.state == "parked" and target.ram <= target.host_bytes):
+        if self.budget is None or (target.state == "standby" and target.ram <= target.host_bytes):
             return True  # it takes no more than it has already
         others = sum(self._kept(seat) for seat, _ in self._seats.values() if seat is not target)
         return others + max(target.ram, target.host_bytes) <= self.budget
@@ -177,7 +177,7 @@ class Host:
         ]
         for _, name in sorted(leaving):
             seat, _ = self._seats[name]
-            if seat.state == "parked":
+            if seat.state == "standby":
                 return seat
             excess -= self._promised(seat)  # it takes a lower rung by itself when its drain has ended
             if excess <= 0:
@@ -191,7 +191,7 @@ class Host:
 
     def _kept(self, seat: Seat) -> int:
         """Bytes that a backend keeps now, or when the step that it is in has ended."""
-        if seat.state == "stopping":
+        if seat.state == "evicting":
             return max(seat.ram, self._parked(seat, seat.rung))
         return max(seat.ram, seat.host_bytes) if seat.state in HOLDING else seat.host_bytes
 
@@ -232,4 +232,6 @@ def _is_idle(seat: Seat, now: float) -> bool:
 
 def _leaves(seat: Seat, now: float) -> bool:
     """Not one that could not be stopped a moment ago: nobody waits for it to go."""
-    return not seat.coming and (seat.state == "draining" or (seat.state == "parked" and seat.retry_at <= now))
+    return not seat.coming and (
+        seat.state == "draining" or (seat.state == "standby" and seat.retry_at <= now)
+    )

@@ -69,7 +69,7 @@ def outlook(
 def _coming(model: str, target: Seat, found: Prospect, now: float, far: Progress | None) -> Outlook:
     """A swap to it is under way."""
     cost = found.cost
-    if target.state == "starting":
+    if target.state == "loading":
         since, left = now - target.since, far.seconds_left if far else None
         told = (
             f"loads have taken {span(cost.load_seconds)}"

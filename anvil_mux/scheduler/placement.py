@@ -18,9 +18,9 @@ from anvil_mux.config.settings import gib
 from anvil_mux.scheduler import preemption as whom
 from anvil_mux.scheduler.events import Leaving
 
-HOLDING = frozenset(("starting", "cancelling", "ready", "draining", "stopping", "stuck"))
+HOLDING = frozenset(("loading", "cancelling", "ready", "draining", "evicting", "stuck"))
 """States in which a backend's GPUs are its own."""
-STAYING = frozenset(("starting", "ready"))
+STAYING = frozenset(("loading", "ready"))
 """States in which a pinned backend has its GPUs for good."""
 
 
@@ -31,7 +31,7 @@ class Seat:
     backend: Backend
     holds: dict[str, int]
     """GPU id -> bytes it holds while its state is one of HOLDING."""
-    state: str = "empty"
+    state: str = "stopped"
     since: float = -math.inf
     """When it entered its state."""
     loaded: float = -math.inf
@@ -202,7 +202,7 @@ class Placement:
         return (
             seat
             for seat in self.seats.values()
-            if seat.state in ("ready", "parked")
+            if seat.state in ("ready", "standby")
             and not (seat.pinned and seat.state == "ready")
             and seat.name not in staying
             and busy.isdisjoint(seat.holds)

@@ -42,8 +42,8 @@ class Replicas:
         """If they may be loaded, one of each stage that none loaded takes; a second, if one takes both."""
         if not self._staged:
             return []
-        loaded = [seat for seat in self._seats.values() if seat.state != "empty"]
-        able = [seat for seat in self._seats.values() if seat.state == "empty" and seat.retry_at <= now]
+        loaded = [seat for seat in self._seats.values() if seat.state != "stopped"]
+        able = [seat for seat in self._seats.values() if seat.state == "stopped" and seat.retry_at <= now]
         found: list[Seat] = []
         for stage in STAGES:
             if not any(_takes(seat, stage) for seat in loaded):

@@ -1,7 +1,7 @@
 """One island's state machine: facts in, next step out.
 
 An island is a set of GPUs tied together by some backend that needs several of them, or by the replicas of one
-model. A ``Residency`` is told facts (``request``, ``release``, ``started``, ``died``, ...) and asked one
+model. A ``Residency`` is told facts (``request``, ``release``, ``loaded``, ``died``, ...) and asked one
 question, ``next_step(now)``, until it answers ``Wait``. It performs nothing: whoever drives it (the
 multiplexer's keepers, the simulator) performs the steps and reports how they ended. It has no lock, no clock
 and no I/O; calls must not overlap.
@@ -131,7 +131,7 @@ MOST_CRASHES = 2
 """So often backends end under one request, before that is refused."""
 CUT_SHORT = "no whole answer"
 """Why a lease ended before its answer did."""
-LOADING = ("starting", "cancelling")
+LOADING = ("loading", "cancelling")
 """States of a backend whose load is under way."""
 
 
@@ -407,7 +407,7 @@ class Residency:
         for seat in self._replicas[model]:
             goals = [swap.target for swap in self._swaps if swap.target and swap.target is not seat]
             others = [goal for goal in goals if goal.holds.keys() & seat.holds.keys()]
-            way = seat.rests if seat.state in ("empty", "parked") else seat.backend.rest[0]
+            way = seat.rests if seat.state in ("stopped", "standby") else seat.backend.rest[0]
             cost = self._cost(source_of(other.model for other in others), seat, way)
             found.append(self._drain_seconds(others) + cost.seconds)
         return min(found)
@@ -565,7 +565,7 @@ class Residency:
 
     def _call_off(self, swap: _Swap, now: float) -> None:
         """Its target is not to be loaded. Victims that are being stopped are waited for."""
-        going = [victim for victim in swap.victims if victim.state == "stopping"]
+        going = [victim for victim in swap.victims if victim.state == "evicting"]
         self._dissolve(swap, now)
         if going:
             self._swaps.append(_Swap(None, going, now, swap.reason, swap.cause, begun=True))
@@ -619,7 +619,7 @@ class Residency:
         for seat in self.seats.values():
             if seat.leaving and seat.state == "ready":
                 self._begin_leaving(seat, now)
-            elif seat.leaving and seat.state == "parked":
+            elif seat.leaving and seat.state == "standby":
                 seat.rung = "stop"
         for model in [model for model in self.lines if model not in served]:
             self._fail_line(model, UnknownModel(model, served), now)
@@ -671,28 +671,28 @@ class Residency:
             self._fail_refused(now)
         return True
 
-    def adopt_parked(
+    def adopt_standby(
         self, name: str, now: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
     ) -> bool:
         """The backend rested by the way ``how`` before we came; False if what it keeps has no room."""
         seat = self.seats[name]
         if self._placement.crowds(residual):
             return False
-        self._enter(seat, "adopt_parked", now)
+        self._enter(seat, "adopt_standby", now)
         self._unseen.discard(name)
         seat.rests, seat.residual, seat.host_bytes = how, dict(residual), host_bytes
         if how in PINS:
             seat.ram = max(seat.ram, host_bytes)
-        self._emit(Event(now, "parked", seat.model, name, reason=how))
+        self._emit(Event(now, "standby", seat.model, name, reason=how))
         return True
 
-    def started(self, name: str, now: float, how: str = "stop") -> None:
+    def loaded(self, name: str, now: float, how: str = "stop") -> None:
         """The backend answers, brought back by the way ``how``; its whole line is leased."""
         seat = self.seats[name]
         begun = seat.since
         wanted = bool(self.lines[seat.model])
         unwanted = any(s.cancel and not s.heir for s in self._swaps if s.target is seat)
-        self._enter(seat, "started", now)
+        self._enter(seat, "loaded", now)
         seat.loaded, seat.load_seconds = now, now - begun
         seat.failed_starts, seat.failed_stops, seat.error, seat.log = 0, 0, "", ()
         seat.rests = "stop"
@@ -716,18 +716,18 @@ class Residency:
         if seat.pinned:
             self._fail_refused(now)  # what does not fit beside it
 
-    def start_failed(self, name: str, now: float, error: LoadError) -> None:
+    def load_failed(self, name: str, now: float, error: LoadError) -> None:
         """The backend did not become ready and was cleaned up."""
         seat = self.seats[name]
         if seat.state == "cancelling":  # who knows whether it would have failed
             self.load_cancelled(name, now)
             return
-        self._enter(seat, "start_failed", now)
+        self._enter(seat, "load_failed", now)
         seat.failed_starts += 1
         seat.retry_at = now + cool_down(seat.failed_starts)
         seat.error, seat.log, seat.rung = error.reason, error.log, ""
         self._end_swap_to(seat)
-        self._emit(Event(now, "empty", seat.model, name, reason=f"load failed: {error.reason}"))
+        self._emit(Event(now, "stopped", seat.model, name, reason=f"load failed: {error.reason}"))
         self._fail_refused(now)
 
     def load_cancelled(self, name: str, now: float) -> None:
@@ -736,9 +736,9 @@ class Residency:
         self._enter(seat, "cancelled", now)
         seat.rung = ""
         self._end_swap_to(seat)
-        self._emit(Event(now, "empty", seat.model, name))
+        self._emit(Event(now, "stopped", seat.model, name))
 
-    def stopped(
+    def evicted(
         self,
         name: str,
         now: float,
@@ -760,10 +760,10 @@ class Residency:
         if died:  # not of one that had been told to stop before, in vain
             died = "" if seat.failed_stops else self._judged(seat, now, died)
         if not seat.failed_stops:  # else an earlier attempt freed some of it
-            gave_up = (freed or {}) if seat.state == "stopping" else {}  # who is demoted held less than all
+            gave_up = (freed or {}) if seat.state == "evicting" else {}  # who is demoted held less than all
             self._footprints.learn(name, how, gave_up, residual or {}, host_bytes if parked else 0)
             self._placement.measure(seat, self._footprints.held(name))
-        self._enter(seat, "parked" if parked else "stopped", now)
+        self._enter(seat, "standby" if parked else "stopped", now)
         seat.rests, seat.rung = how, "stop" if seat.leaving else ""
         seat.residual = dict(residual or {}) if parked else {}
         seat.host_bytes = host_bytes if parked else 0
@@ -778,18 +778,18 @@ class Residency:
         if parked or seat.failed_starts:  # else nothing is refused that was not before
             self._fail_refused(now)
 
-    def stop_failed(self, name: str, now: float, why: str) -> None:
+    def evict_failed(self, name: str, now: float, why: str) -> None:
         """The backend may still hold its GPUs; nothing is started there until a later stop succeeds.
 
         One that was parked holds what it held, and stays so.
         """
         seat = self.seats[name]
-        seat.failed_starts += seat.state == "starting"
-        self._enter(seat, "stop_failed", now)
+        seat.failed_starts += seat.state == "loading"
+        self._enter(seat, "evict_failed", now)
         seat.failed_stops += 1
         seat.retry_at = now + _pause(STUCK_RETRY_SECONDS, seat.failed_stops, MAX_STUCK_RETRY_SECONDS)
         seat.error, seat.rung = why, ""
-        if seat.state == "parked":
+        if seat.state == "standby":
             seat.rung = "stop"
             why = f"it stays as it is: {why}"
         self._emit(Event(now, seat.state, seat.model, name, reason=why))
@@ -815,7 +815,7 @@ class Residency:
         for ticket in seat.holders:
             ticket.crash = crash
         seat.holders.clear()
-        self._emit(Event(now, "empty", seat.model, name, size=size, reason=f"{DIED}{why}"))
+        self._emit(Event(now, "stopped", seat.model, name, size=size, reason=f"{DIED}{why}"))
         if seat.failed_starts:
             self._fail_refused(now)
 
@@ -828,7 +828,7 @@ class Residency:
 
     def _judged(self, seat: Seat, now: float, why: str) -> str:
         """How a backend ended, which counts as a failed start if it was too soon."""
-        resident = seat.state in ("ready", "draining", "stopping")
+        resident = seat.state in ("ready", "draining", "evicting")
         if not resident or seat.answered >= seat.loaded or now - seat.loaded > SOON_SECONDS:
             return why
         seat.crashes += 1
@@ -846,7 +846,7 @@ class Residency:
 
         Not believed while a backend comes or goes: its processes may be taken for somebody else's.
         """
-        moving = any(seat.state in (*LOADING, "stopping", "demoting") for seat in self.seats.values())
+        moving = any(seat.state in (*LOADING, "evicting", "demoting") for seat in self.seats.values())
         if moving or held == self._placement.strangers:
             return False
         self._placement.strangers = held
@@ -924,7 +924,7 @@ class Residency:
     def _cancel(self, swap: _Swap, now: float) -> Cancel | None:
         """Ends a load that is to be cancelled, unless it was asked for again meanwhile."""
         seat = swap.target
-        if not (swap.cancel and seat and seat.state == "starting"):
+        if not (swap.cancel and seat and seat.state == "loading"):
             return None
         if self.lines[seat.model]:
             swap.cancel = ""
@@ -948,7 +948,7 @@ class Residency:
                 return self._stop(victim, now, swap.reason, swap)
         if draining or swap.target is None:
             return None
-        for victim in [victim for victim in swap.victims if victim.state == "parked"]:
+        for victim in [victim for victim in swap.victims if victim.state == "standby"]:
             if not self._fits(swap.target):
                 swap.begun = True
                 return self._demote(victim, now, "its memory is needed", swap.target.model)
@@ -989,7 +989,7 @@ class Residency:
     def _may_be_stopped(self, seat: Seat) -> bool:
         """Whether it is parked and nobody waits for it as it is."""
         wanted = self.lines[seat.model] and not seat.leaving
-        return seat.state == "parked" and not seat.coming and not wanted
+        return seat.state == "standby" and not seat.coming and not wanted
 
     def _demote_next(self, now: float) -> Step | None:
         """A parked backend that rests too high for too long, or for the host's memory."""
@@ -1015,8 +1015,8 @@ class Residency:
         while self._unprepared and not waiting and not self._swaps:
             seat = self._unprepared[0]
             victims = self._victims(seat, set(), frozenset(), now)
-            failed = seat.state != "empty" or seat.retry_at > now or victims is None
-            if failed or any(v.state == "parked" or _has_had_work(v) for v in victims or ()):
+            failed = seat.state != "stopped" or seat.retry_at > now or victims is None
+            if failed or any(v.state == "standby" or _has_had_work(v) for v in victims or ()):
                 self._unprepared.pop(0)
             elif any(_stays_until(victim) > now for victim in victims or ()):
                 return False
@@ -1063,7 +1063,7 @@ class Residency:
         how, seat.rests, seat.residual, seat.host_bytes = seat.rests, "stop", {}, 0
         if seat.rung == "stop":  # it was to be stopped, and is wanted after all
             seat.rung = ""
-        self._emit(Event(now, "starting", seat.model, seat.name, reason=reason, way=how))
+        self._emit(Event(now, "loading", seat.model, seat.name, reason=reason, way=how))
         return Start(seat.name, how)
 
     def _demote(self, seat: Seat, now: float, reason: str, target: str = "", to: str = "") -> Demote:
@@ -1080,10 +1080,10 @@ class Residency:
         how = "stop" if for_good else seat.rung or self._rung(seat, swap.target if swap else None)
         if not (for_good or seat.rung) and how != seat.backend.rest[0]:
             reason = NO_ROOM + seat.backend.rest[0]
-        self._enter(seat, "stop", now)
+        self._enter(seat, "evict", now)
         seat.rung = how
         severed = self._sever(seat, now, swap.cause._replace(seconds=drained)) if swap else ()
-        self._emit(Event(now, "stopping", seat.model, seat.name, 0, len(severed), drained, reason))
+        self._emit(Event(now, "evicting", seat.model, seat.name, 0, len(severed), drained, reason))
         return Stop(seat.name, how, severed)
 
     def _rung(self, seat: Seat, target: Seat | None) -> str:
@@ -1116,7 +1116,7 @@ class Residency:
             if any(victim.state == "draining" for victim in swap.victims):
                 moments.append(swap.until)
         for seat in self.seats.values():
-            if seat.retry_at > now and (seat.state in ("stuck", "parked") or self.lines[seat.model]):
+            if seat.retry_at > now and (seat.state in ("stuck", "standby") or self.lines[seat.model]):
                 moments.append(seat.retry_at)
         return min([moment for moment in moments if moment > now], default=FOREVER)
 
@@ -1178,7 +1178,7 @@ class Residency:
     def _is_unwanted(self, swap: _Swap) -> bool:
         """Whether it loads what nobody waits for any more."""
         seat = swap.target
-        if seat is None or seat.state != "starting" or swap.errand or swap.cancel:
+        if seat is None or seat.state != "loading" or swap.errand or swap.cancel:
             return False
         return not (seat.pinned or self.lines[seat.model])
 
@@ -1237,7 +1237,7 @@ class Residency:
 
     def _loadable(self, model: str, now: float) -> list[Seat]:
         seats = [seat for seat in self._replicas[model] if not seat.leaving]
-        return [s for s in seats if s.state == "parked" or (s.state == "empty" and s.retry_at <= now)]
+        return [s for s in seats if s.state == "standby" or (s.state == "stopped" and s.retry_at <= now)]
 
     def _ask_policy(self, plans: Mapping[str, _Plan], now: float) -> bool:
         self.deferred, self._ask_again = None, FOREVER
@@ -1357,7 +1357,7 @@ class Residency:
         model = swap.target.model if swap.target else ""
         for victim in victims:
             if victim.state == "ready":
-                self._enter(victim, "swap", now)
+                self._enter(victim, "drain", now)
                 size, reason = len(victim.holders), swap.reason
                 self._emit(Event(now, "draining", victim.model, victim.name, 0, size, drain, reason, model))
 
@@ -1507,14 +1507,14 @@ class Residency:
         return first
 
     def _obstacle(self, seat: Seat, now: float) -> MuxError | None:
-        if seat.state not in ("empty", "parked", "stuck") or (seat.leaving and seat.state != "stuck"):
+        if seat.state not in ("stopped", "standby", "stuck") or (seat.leaving and seat.state != "stuck"):
             return None
         for other in self.seats.values():
             if self._is_stuck_before(other, seat):
                 whose = "" if other is seat else f" and holds a GPU of {seat.model}"
                 text = f"{other.name} could not be stopped{whose}: {other.error}"
                 return Stuck(text, retry_after=other.retry_at - now)
-        if seat.state == "empty" and seat.retry_at > now:
+        if seat.state == "stopped" and seat.retry_at > now:
             pause = seat.retry_at - now
             what = "ended" if seat.failed_starts == seat.crashes else "failed to load"
             text = f"{seat.name} {what} and is not tried again for {pause:.0f} s: {seat.error}"
@@ -1524,7 +1524,7 @@ class Residency:
 
     def _is_stuck_before(self, other: Seat, seat: Seat) -> bool:
         """Whether ``seat`` cannot be loaded because ``other`` cannot be stopped."""
-        if other.state == "parked":
+        if other.state == "standby":
             return other is not seat and self._placement.clings(other, seat)
         return other.state == "stuck" and (other is seat or bool(other.holds.keys() & seat.holds.keys()))
 
@@ -1533,10 +1533,10 @@ class Residency:
 
         None too where those will make room.
         """
-        may_go = ("ready", "draining", "stopping")
+        may_go = ("ready", "draining", "evicting")
         others = [seat for seat in self.seats.values() if seat.state in may_go and not seat.pinned]
         for seat in self._replicas[model]:
-            if seat.state not in ("empty", "parked") or not busy.isdisjoint(seat.holds):
+            if seat.state not in ("stopped", "standby") or not busy.isdisjoint(seat.holds):
                 continue
             if strangers := self._placement.strangers_before(seat):
                 return GpuMemoryShort(f"{seat.name} cannot be loaded: {strangers}.")
@@ -1556,7 +1556,7 @@ class Residency:
         except KeyError:
             raise ValueError(f"{seat.name} is {before}: `{what}` cannot happen to it") from None
         seat.since = now
-        if seat.state == "empty":
+        if seat.state == "stopped":
             seat.ram = seat.backend.ram or 0  # what it had pinned is gone
         if before == "ready" and seat.model in self._turns:
             self._left[seat.model] = now
@@ -1623,7 +1623,7 @@ class Residency:
 
     def _loss(self, now: float, seat: Seat) -> float:
         """What putting it out costs: its arrivals per second, times the seconds of loading it again."""
-        way = "stop" if seat.state == "parked" else seat.backend.rest[0]
+        way = "stop" if seat.state == "standby" else seat.backend.rest[0]
         return self._demand[seat.model].rate(now) * self._cost("", seat, way).load_seconds
 
     def _worth(self, seat: Seat, now: float) -> tuple[bool, int, float, float]:
@@ -1719,7 +1719,7 @@ def _crashed(ticket: Ticket) -> Crashed:
 
 def _is_left(seat: Seat) -> bool:
     """It went for good, and holds nothing any more."""
-    return bool(seat.leaving) and seat.state == "empty"
+    return bool(seat.leaving) and seat.state == "stopped"
 
 
 def idle_until(seat: Seat) -> float:
@@ -1749,7 +1749,7 @@ def max_waits(seats: Iterable[Seat], config: Config) -> dict[str, float]:
 
 
 def _swapping(swap: _Swap, target: Seat) -> Swapping:
-    moving = ("draining", "stopping", *LOADING)
+    moving = ("draining", "evicting", *LOADING)
     seats = [seat for seat in (*swap.victims, target) if seat.state in moving]
-    state, since = (seats[0].state, seats[0].since) if seats else ("stopping", swap.emptied)
+    state, since = (seats[0].state, seats[0].since) if seats else ("evicting", swap.emptied)
     return Swapping(target.model, (*swap.gone, *(victim.model for victim in swap.victims)), state, since)

@@ -168,7 +168,7 @@ def _backend_state(seat: Seat, now: float, measured: Mapping[str, int], said: Sa
         state_seconds=now - seat.since if seat.since > -FOREVER else None,
         gpus=seat.backend.gpus,
         leases=len(seat.holders),
-        rests=seat.rests if seat.state == "parked" else "",
+        rests=seat.rests if seat.state == "standby" else "",
         size=sum(takes.values()) if takes else None,
         idle_seconds=now - seat.used if idle else None,
         unload_seconds=max(unload_at - now, 0.0) if unload_at < FOREVER else None,
@@ -180,13 +180,13 @@ def _backend_state(seat: Seat, now: float, measured: Mapping[str, int], said: Sa
     )
 
 
-_SHOWN = ("ready", "draining", "starting", "cancelling", "stopping", "stuck", "demoting", "parked", "empty")
+_SHOWN = ("ready", "draining", "loading", "cancelling", "evicting", "stuck", "demoting", "standby", "stopped")
 """Of several backends of one model, the state shown is the first of these."""
 
 
 def _gpu_now(residency: Residency, gpu: str, now: float) -> GpuState:
     here = [seat for seat in residency.seats.values() if gpu in seat.holds and seat.state in HOLDING]
-    state = min((seat.state for seat in here), key=_SHOWN.index, default="empty")
+    state = min((seat.state for seat in here), key=_SHOWN.index, default="free")
     drains = residency.drains()
     for seat in here:
         if seat.name in drains:

@@ -91,7 +91,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Load the backend, then report ``started``, ``start_failed``, ``load_cancelled`` or ``stop_failed``."""
+    """Load the backend, then report ``loaded``, ``load_failed``, ``load_cancelled`` or ``evict_failed``."""
 
     backend: str
     how: str
@@ -107,7 +107,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Put the backend out, then report ``stopped`` or ``stop_failed``. ``severed`` are cut first."""
+    """Put the backend out, then report ``stopped`` or ``evict_failed``. ``severed`` are cut first."""
 
     backend: str
     how: str
@@ -117,7 +117,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """Take a parked backend further down, then report ``stopped`` or ``stop_failed``."""
+    """Take a parked backend further down, then report ``stopped`` or ``evict_failed``."""
 
     backend: str
     how: str

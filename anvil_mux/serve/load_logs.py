@@ -30,7 +30,7 @@ class LoadLogs:
 
     def observe(self, event: Event) -> None:
         """Takes an event of the multiplexer, under its lock."""
-        if event.kind == "starting":
+        if event.kind == "loading":
             self._some.set()
 
     def run(self) -> None:

@@ -50,7 +50,7 @@ def figures(log: Sequence[Event], sent: int = 0) -> Figures:
     makespan = last - first
     return Figures(
         requests=max(tickets, sent),
-        swaps=sum([event.kind == "starting" for event in log]),
+        swaps=sum([event.kind == "loading" for event in log]),
         makespan_seconds=makespan,
         wait_mean_seconds=math.fsum(waits) / len(waits) if waits else 0.0,
         wait_p50_seconds=quantile(waits, 0.50),
@@ -69,7 +69,7 @@ def _answers(event: Event) -> bool:
 
 def _cut(event: Event) -> int:
     """How many requests it cut off in service."""
-    return event.size if event.kind in ("severed", "empty") else 0
+    return event.size if event.kind in ("severed", "stopped") else 0
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -81,9 +81,9 @@ def _swap_seconds(log: Sequence[Event]) -> float:
     begun: dict[str, float] = {}
     taken = []
     for event in log:
-        if event.kind in ("starting", "stopping"):
+        if event.kind in ("loading", "evicting"):
             begun[event.backend] = event.at
-        elif event.kind in ("ready", "empty", "parked", "stuck") and event.backend in begun:
+        elif event.kind in ("ready", "stopped", "standby", "stuck") and event.backend in begun:
             taken.append(event.at - begun.pop(event.backend))
     return math.fsum(taken)
 
@@ -114,4 +114,4 @@ def _leases_after(event: Event, before: int) -> int:
         return event.size
     if event.kind == "severed":
         return before - event.size
-    return 0 if event.kind == "empty" else before
+    return 0 if event.kind == "stopped" else before

@@ -78,8 +78,8 @@ class Wait(NamedTuple):
     """Or severed, after that; or unserved: it failed, or its client left."""
 
 
-_HOLDING = ("starting", "cancelling", "ready", "draining", "stopping", "stuck")
-_MOVES = frozenset((*_HOLDING, "empty", "parked", "demoting"))
+_HOLDING = ("loading", "cancelling", "ready", "draining", "evicting", "stuck")
+_MOVES = frozenset((*_HOLDING, "stopped", "standby", "demoting"))
 
 
 class History:
@@ -390,7 +390,7 @@ _SCALES: Sequence[tuple[float, str, Sequence[float]]] = (
     (86400.0, "days", (1, 2, 7, 14, 28, 91, 365, 36500)),
 )
 _MEAN: Any = {"color": INK, "linewidth": 1.0, "linestyle": (0, (4, 2))}
-_STATES = {"starting": "loading", "draining": "draining", "stopping": "stopping", "stuck": "stuck"}
+_STATES = {"loading": "loading", "draining": "draining", "evicting": "evicting", "stuck": "stuck"}
 _ENDS = {"severed": "cut off later", "unserved": "never served"}
 _MARKS = {"leased": "o", "severed": "x", "unserved": "+"}
 
@@ -398,11 +398,11 @@ _MARKS = {"leased": "o", "severed": "x", "unserved": "+"}
 def _looks(state: str, colour: str) -> tuple[str | tuple[float, float, float], str]:
     """The face and the hatch of a bar."""
     match state:
-        case "starting":
+        case "loading":
             return _pale(colour, 0.8), "/////"
         case "draining":
             return _pale(colour, 0.45), ""
-        case "stopping" | "cancelling":
+        case "evicting" | "cancelling":
             return GREY, ""
         case "stuck":
             return INK, ""

@@ -85,9 +85,9 @@ class _Learned:
         loads = self._loads[event.model]
         if event.kind == "ready" and not event.reason:
             loads.append(event.seconds)
-        elif event.kind == "stopping":
+        elif event.kind == "evicting":
             self._stopping[event.backend] = event.at
-        elif event.kind in ("empty", "parked"):
+        elif event.kind in ("stopped", "standby"):
             if event.backend in self._stopping:
                 self._stops.append(event.at - self._stopping.pop(event.backend))
             for ticket in [t for t, lease in self._leased.items() if lease.backend == event.backend]:

@@ -416,15 +416,15 @@ class _Simulation:
         self._open -= 1
         residency = island.residency
         if error is None and isinstance(step, Start):
-            residency.started(step.backend, now, how)
+            residency.loaded(step.backend, now, how)
         elif error is None:
-            residency.stopped(step.backend, now, residual, how, host_bytes)
+            residency.evicted(step.backend, now, residual, how, host_bytes)
         elif isinstance(error, Cancelled):
             residency.load_cancelled(step.backend, now)
         elif isinstance(step, Start) and isinstance(error, LoadError):
-            residency.start_failed(step.backend, now, error)
+            residency.load_failed(step.backend, now, error)
         else:
-            residency.stop_failed(step.backend, now, error.message)
+            residency.evict_failed(step.backend, now, error.message)
         self._ask(island, now)
 
 
@@ -456,7 +456,7 @@ class _Checker:
         self._capacity, self._seats = placement.capacity, placement.seats
         self._max_wait = max_waits(self._seats.values(), config)
         self._bounds = dict(self._max_wait)  # of queues
-        self._states = dict.fromkeys(self._seats, "empty")
+        self._states = dict.fromkeys(self._seats, "stopped")
         self._lines: dict[str, dict[int, float]] = {seat.model: {} for seat in self._seats.values()}
         self._bound: dict[int, str] = {}  # waiting ticket -> the only backend that it waits for
         self._ended: set[int] = set()
@@ -555,9 +555,9 @@ class _Checker:
             self._left[event.model] = event.at
         if before == "draining":
             self._end_drain(event)
-        self._failed_starts[name] += before == "starting" and event.kind != "cancelling"
+        self._failed_starts[name] += before == "loading" and event.kind != "cancelling"
         self._states[name] = event.kind
-        if event.kind == "starting":
+        if event.kind == "loading":
             self._start(event)
         elif event.kind == "ready":
             self._admitting = event.model
@@ -573,7 +573,7 @@ class _Checker:
         elif event.kind == "cancelling":
             self._claim(not self._lines[event.model], event, "somebody waits for it")
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
-        elif event.kind in ("empty", "parked"):
+        elif event.kind in ("stopped", "standby"):
             self._leave(event, before)
 
     def _end_drain(self, event: Event) -> None:
@@ -581,7 +581,7 @@ class _Checker:
         self._claim(
             event.at - since <= limit + self._slack, event, "the drain lasted longer than drain_timeout"
         )
-        if event.kind == "stopping" and target:
+        if event.kind == "evicting" and target:
             self._begin(target, event)
 
     def _begin(self, target: str, event: Event) -> None:
@@ -611,7 +611,7 @@ class _Checker:
 
     def _leave(self, event: Event, before: str) -> None:
         name = event.backend
-        if event.reason.startswith(DIED) and before in ("ready", "draining", "stopping"):
+        if event.reason.startswith(DIED) and before in ("ready", "draining", "evicting"):
             self._judge_crash(event)
         self._leases[name].clear()
         if before != "cancelling":
@@ -641,5 +641,5 @@ class _Checker:
             if event.at <= overdue or (model in self._limited and self._is_resident(model)):
                 continue
             group = next(g for g in self._groups if any(self._seats[name].model == model for name in g))
-            still = all(self._states[name] in ("ready", "empty", "parked") for name in group)
+            still = all(self._states[name] in ("ready", "stopped", "standby") for name in group)
             self._claim(not still, event, f"{model} is overdue, and its swap has not begun")

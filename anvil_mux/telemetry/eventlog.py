@@ -110,7 +110,7 @@ def _made(kind: Callable[..., Any], about: Mapping[str, Any]) -> Any:
 # Writing
 
 
-_STILL = ("ready", "parked", "stuck")
+_STILL = ("ready", "standby", "stuck")
 
 
 class Standing:
@@ -141,7 +141,7 @@ class Standing:
                 leases[event.ticket] = event
             else:
                 leases.pop(event.ticket, None)
-        elif event.kind == "empty":
+        elif event.kind == "stopped":
             self._backends.pop(event.backend, None)
             leases.clear()
         else:
@@ -151,7 +151,7 @@ class Standing:
     def _follow(self, event: Event) -> None:
         if event.kind == "draining" and event.target:
             self._goals[event.backend] = event.target
-        elif event.kind == "starting":
+        elif event.kind == "loading":
             self._goals = {name: goal for name, goal in self._goals.items() if goal != event.model}
         elif event.kind in ("ready", "stuck"):  # reprieved, or the swap is off
             self._goals.pop(event.backend, None)
@@ -167,7 +167,7 @@ class Standing:
         for name, last in self._backends.items():
             told.append(Event(now, "ready", last.model, name, reason="adopted"))
             if last.kind != "ready":  # the shortest way to its state
-                told += [Event(now, kind, last.model, name) for kind in ("draining", "stopping")]
+                told += [Event(now, kind, last.model, name) for kind in ("draining", "evicting")]
                 told.append(last._replace(at=now))
         for leases in self._leased.values():
             for size, lease in enumerate(leases.values(), 1):

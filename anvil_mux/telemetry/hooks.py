@@ -29,9 +29,9 @@ def occasion(told: Mapping[str, Any]) -> str:
         return "severed" if kind == "severed" else "failed"
     if kind == "ready":
         return "" if reason == "reprieved" else "loaded"
-    if kind == "parked" or (kind == "empty" and not reason):
+    if kind == "standby" or (kind == "stopped" and not reason):
         return "unloaded"
-    return "failed" if kind == "empty" else ""
+    return "failed" if kind == "stopped" else ""
 
 
 def perform(hook: Hook, message: bytes) -> str:

@@ -205,13 +205,15 @@ def _write(descriptor: int, text: str) -> None:
 
 
 _OF_REQUESTS = frozenset(("queued", "leased", "released"))
-_MOVES = frozenset(("starting", "cancelling", "ready", "draining", "stopping", "parked", "demoting", "empty"))
+_MOVES = frozenset(
+    ("loading", "cancelling", "ready", "draining", "evicting", "standby", "demoting", "stopped")
+)
 _NORMAL = _MOVES | {"deferred", "pinned", "unpinned", "reloaded"}
 
 
 def _is_failure(event: Event) -> bool:
     """A backend failed to load, died or could not be stopped."""
-    return event.kind == "stuck" or (event.kind == "empty" and bool(event.reason))
+    return event.kind == "stuck" or (event.kind == "stopped" and bool(event.reason))
 
 
 def _level(event: Event) -> int:
@@ -276,11 +278,11 @@ def story(event: Event) -> str:
             busy = f"; waits up to {seconds:g} s for {requests(size)}" if size else ""
             goal = f" for {event.target}" if event.target else ""
             return f"leaves{goal} ({reason}){busy}"
-        case "stopping":
+        case "evicting":
             cut = f", {requests(size)} severed after {seconds:.1f} s" if size else ""
-            return f"stopping{cut}" + (f": {reason}" if reason.startswith(NO_ROOM) else "")
-        case "empty" | "parked":
-            return (f"parked ({reason})" if event.kind == "parked" else reason) or "stopped"
+            return f"evicting{cut}" + (f": {reason}" if reason.startswith(NO_ROOM) else "")
+        case "stopped" | "standby":
+            return (f"standby ({reason})" if event.kind == "standby" else reason) or "stopped"
         case "demoting":
             return f"{_deeper(event.way)}: {reason}"
         case "deferred":
@@ -297,7 +299,7 @@ def story(event: Event) -> str:
 
 
 _PLAIN = {
-    "starting": "loading ({reason})",
+    "loading": "loading ({reason})",
     "cancelling": "its load is cancelled: {reason}",
     "stuck": "may still hold its GPUs, and is told to stop again later: {reason}",
     "pinned": "pinned: once it is resident no other model puts it out",

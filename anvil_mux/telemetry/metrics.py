@@ -287,7 +287,7 @@ class Metrics:
     def _on_gone(self, event: Event) -> None:
         if event.backend in self._demoting:  # it had left its GPUs before
             self._demoting.remove(event.backend)
-            way = event.reason if event.kind == "parked" else "stop"
+            way = event.reason if event.kind == "standby" else "stop"
             self._demotions[event.model, way if way in WAYS else NONE] += 1
             return
         loading = self._loading.pop(event.backend, None)
@@ -295,7 +295,7 @@ class Metrics:
         if loading:
             self._end_load(loading, "failed", event.at)
         elif leaving is None or leaving.stopping is None:
-            self._evictions[event.model, "died"] += event.kind == "empty"  # else it was found parked
+            self._evictions[event.model, "died"] += event.kind == "stopped"  # else it was found parked
             self._leaving.pop(event.backend, None)
         else:
             self._evictions[event.model, leaving.cause] += 1
@@ -328,14 +328,14 @@ class Metrics:
             del self._held[event.model]
 
     _FOLDS: dict[str, Callable[[Metrics, Event], None]] = {
-        "starting": _on_starting,
+        "loading": _on_starting,
         "cancelling": _on_cancelling,
         "ready": _on_ready,
         "draining": _on_draining,
-        "stopping": _on_stopping,
+        "evicting": _on_stopping,
         "demoting": _on_demoting,
-        "empty": _on_gone,
-        "parked": _on_gone,
+        "stopped": _on_gone,
+        "standby": _on_gone,
         "stuck": _on_stuck,
         "severed": _on_severed,
         "deferred": _on_deferred,

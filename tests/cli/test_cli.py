@@ -551,7 +551,7 @@ def test_simulate_checks_a_log_and_fails_if_it_is_broken(
     assert main(["simulate", "--log", broken, "--check"]) == 1
     seen = capsys.readouterr()
     assert seen.out.splitlines()[1].split()[-1] == "1"
-    assert "broken invariant: 8.000000 stopping a: it was ready" in seen.err
+    assert "broken invariant: 8.000000 evicting a: it was ready" in seen.err
 
 
 def test_simulate_draws_one_picture_of_all_policies(
@@ -566,7 +566,7 @@ def test_simulate_draws_one_picture_of_all_policies(
         "mixed.svg",
         ["mixed, eager, seed 0", "mixed, debounce, seed 0"],
     )
-    assert sum(event.kind == "starting" for event in runs[0][1]) == rows[0]["swaps"]
+    assert sum(event.kind == "loading" for event in runs[0][1]) == rows[0]["swaps"]
     assert runs[0][2].policy == "eager"
 
 
@@ -644,7 +644,7 @@ def test_load_waits_until_the_model_is_ready_and_ps_shows_it(
     assert head == columns.split()
     assert rows[0][:5] == ["a", "ready", "0", "0", "0"]
     assert rows[0][-2:] == ["another", "comes"]
-    assert rows[1] == ["b", "empty", "0", "0", "0"]
+    assert rows[1] == ["b", "stopped", "0", "0", "0"]
 
 
 def test_ps_in_json_is_what_healthz_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -806,7 +806,7 @@ def test_unload_puts_a_model_out(mux: Running, url: str, capsys: pytest.CaptureF
     assert main(["unload", "a", "--json", "--url", url]) == 0
     assert json.loads(capsys.readouterr().out) == {"model": "a", "success": True}
     assert main(["load", "b", "--url", url]) == 0
-    assert mux.get("/healthz")["models"]["a"]["state"] == "empty"
+    assert mux.get("/healthz")["models"]["a"]["state"] == "stopped"
     capsys.readouterr()
     assert main(["unload", "a", "--url", url]) == 0
     assert capsys.readouterr().err == "anvil-mux: a is not resident, or leaves already\n"
@@ -1005,7 +1005,7 @@ def test_engines_that_cannot_stay_side_by_side_are_not_both_taken_over(state: Pa
     first.stop(signal.SIGKILL)
     with serving(compose(state), state=state) as second:
         models = second.get("/healthz")["models"]
-        assert sorted(model["state"] for model in models.values()) == ["empty", "ready"]
+        assert sorted(model["state"] for model in models.values()) == ["ready", "stopped"]
         assert {name: is_alive(pid) for name, pid in pids.items()} == {
             name: models[name]["state"] == "ready" for name in ("a", "b")
         }

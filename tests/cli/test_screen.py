@@ -25,7 +25,7 @@ def state(**more: Any) -> dict[str, Any]:
         "a": {**MODEL, "state": "draining", "leases": 2, "load_seconds": 3.04},
         "b": {
             **MODEL,
-            "state": "empty",
+            "state": "stopped",
             "pinned": True,
             "waiting": 1,
             "last_error": "exited with code 1\nmore",
@@ -52,7 +52,7 @@ def test_a_picture_shows_gpus_models_and_lines() -> None:
     assert shown[0] == ["anvil-mux", "1.0:", "ok,", "2", "in", "flight,", "1", "waiting"]
     assert ["0", "draining", "a", *["makes", "room", "for", "b,", "12", "s", "left"]] in shown
     assert ["a", "draining", "0", "2", "0", "3.0", "s", "leaving"] in shown
-    assert ["b", "empty", "pinned", "0", "0", "1", "exited", "with", "code", "1"] in shown
+    assert ["b", "stopped", "pinned", "0", "0", "1", "exited", "with", "code", "1"] in shown
     assert ["#7", "b", "12", "s"] in shown
 
 
@@ -83,8 +83,8 @@ def test_a_picture_follows_the_state_and_keeps_the_last_events() -> None:
         ({"state": "ready", "pinned": True}, None, "unpinned"),
         ({"state": "ready", "pinned": True}, 90.0, "90 s from now"),
         ({"state": "ready", "leases": 1}, None, "in use"),
-        ({"state": "stopping"}, None, "leaving"),
-        ({"state": "empty"}, None, ""),
+        ({"state": "evicting"}, None, "leaving"),
+        ({"state": "stopped"}, None, ""),
     ],
 )
 def test_a_row_says_what_a_model_takes_and_how_long_it_stays(

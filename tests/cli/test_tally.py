@@ -19,9 +19,9 @@ LOG = [
     Event(8.0, "draining", "a", "a", target="b"),
     Event(8.5, "queued", "b", ticket=2, size=1),
     Event(10.0, "released", "a", "a", 1),
-    Event(10.5, "stopping", "a", "a"),
-    Event(12.0, "empty", "a", "a"),
-    Event(12.0, "starting", "b", "b"),
+    Event(10.5, "evicting", "a", "a"),
+    Event(12.0, "stopped", "a", "a"),
+    Event(12.0, "loading", "b", "b"),
     Event(20.0, "ready", "b", "b", seconds=8.0),
     Event(20.0, "leased", "b", "b", 2, 1),
     Event(23.0, "released", "b", "b", 2),
@@ -54,7 +54,7 @@ def test_what_the_mechanism_tells_is_taken_out_of_the_phase_in_which_it_happened
 
 
 def test_who_had_to_be_stopped_did_not_rest_in_the_way_that_is_measured() -> None:
-    parked = [event._replace(kind="parked") if event.kind == "empty" else event for event in LOG]
+    parked = [event._replace(kind="standby") if event.kind == "stopped" else event for event in LOG]
     assert tally.phases(parked, 21.0, way="sleep") == tally.phases(LOG, 21.0)
     with pytest.raises(BackendError, match="a had to be stopped: it did not rest by sleep"):
         tally.phases(LOG, 21.0, way="sleep")

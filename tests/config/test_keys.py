@@ -315,9 +315,9 @@ def test_keeping_alive_for_nothing_is_for_admins_too(locked: Rig) -> None:
         client.post(b'{"model":"a","keep_alive":0}', path=b"/api/generate", extra=bearer(key))
         assert client.read().status == 200
         if events:
-            locked.events.wait("empty")
+            locked.events.wait("stopped")
         else:
-            assert not locked.events.of("stopping")
+            assert not locked.events.of("evicting")
 
 
 # Who may call it what
@@ -380,7 +380,7 @@ def test_no_origin_is_ever_allowed_to_read(rig: Rig) -> None:
 def test_an_image_on_another_sites_page_loads_no_model(rig: Rig, fields: bytes, status: int) -> None:
     rig.engine.answer = lambda _: JSON_OK
     assert rig.client().get(b"/props?model=a", extra=fields).status == status
-    assert len(rig.events.of("starting")) == (status == 200)
+    assert len(rig.events.of("loading")) == (status == 200)
 
 
 def test_a_page_may_be_reached_by_a_link_on_another_sites(rig: Rig) -> None:

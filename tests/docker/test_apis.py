@@ -163,7 +163,7 @@ def test_ollamas_client_before_a_real_engine(stack: Stack) -> None:
         raw = asks.client.generate(OWN, "<think>\n\n</think>\n\n", raw=True)
         assert raw.response == HELLO
         asks.client.generate(OWN, keep_alive=0)
-        assert seen(lambda: state_of(mux, OWN), lambda state: state == "empty") == "empty"
+        assert seen(lambda: state_of(mux, OWN), lambda state: state == "stopped") == "stopped"
 
 
 def test_vectors_of_a_real_engine(llamacpp_compose: Callable[..., Stack], tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_load_returns_when_the_model_is_resident_and_ps_shows_it(stack: Stack) -
             assert stack.up() == {model}
         shown = anvil(stack, "ps", "--json", "--url", at(mux))
         states = {name: about["state"] for name, about in json.loads(shown.stdout)["models"].items()}
-        assert states == {"model-1": "empty", "model-2": "ready", "missing": "empty"}
+        assert states == {"model-1": "stopped", "model-2": "ready", "missing": "stopped"}
         table = anvil(stack, "ps", "--url", at(mux)).stdout
         assert [line.split()[1] for line in table.splitlines() if line.startswith("model-2")] == ["ready"]
 
@@ -97,10 +97,10 @@ def test_unload_of_a_model_that_is_loading_stops_its_engine_and_another_can_be_l
     with ThreadPoolExecutor(1) as pool, served(slow) as mux:
         for _ in range(2):  # without a cool-down between
             waiting = pool.submit(ask, mux, "model-1")
-            eventually(lambda: slow.up() == {"model-1"} and state_of(mux, "model-1") == "starting")
+            eventually(lambda: slow.up() == {"model-1"} and state_of(mux, "model-1") == "loading")
             assert anvil(slow, "unload", "model-1", "--url", at(mux)).returncode == 0
             assert "model-1 was unloaded by hand while this request waited for it" in waiting.result(PATIENCE)
-            eventually(lambda: slow.up() == set() and state_of(mux, "model-1") == "empty")
+            eventually(lambda: slow.up() == set() and state_of(mux, "model-1") == "stopped")
         assert mux.get("/healthz")["models"]["model-1"]["last_error"] is None
         assert ask(mux, "model-2") == ""
         assert count(mux, "anvil_model_loads", model="model-1", result="cancelled") == 2
@@ -112,7 +112,7 @@ def test_a_load_that_nobody_waits_for_any_more_makes_room_for_another_model(slow
         with client_of(mux) as client:
             stream(client, "model-1", 5).close()
         eventually(lambda: is_idle(mux) and slow.up() == {"model-1"})
-        assert state_of(mux, "model-1") == "starting"
+        assert state_of(mux, "model-1") == "loading"
         assert ask(mux, "model-2") == ""
         assert slow.up() == {"model-2"}
         assert count(mux, "anvil_model_loads", model="model-1", result="cancelled") == 1

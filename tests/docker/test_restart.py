@@ -69,7 +69,7 @@ def test_a_restart_takes_frozen_containers_over_as_they_are(
     assert {model: status_of(stack, model) for model in stack.models} == frozen
     with served(stack) as mux:
         states = {name: about["state"] for name, about in mux.get("/healthz")["models"].items()}
-        assert states == {"model-1": "parked", "model-2": "parked", "model-3": "ready"}
+        assert states == {"model-1": "standby", "model-2": "standby", "model-3": "ready"}
         assert {model: status_of(stack, model) for model in stack.models} == frozen
         for model in stack.models:
             assert ask(mux, model) == ""

@@ -164,7 +164,7 @@ def test_an_idle_engine_that_was_killed_is_empty_soon_and_loaded_at_the_next_req
     with served(stack) as mux:
         assert ask(mux, GOOD) == ""
         docker(stack, "kill", stack.container(GOOD))
-        eventually(lambda: mux.get("/healthz")["models"][GOOD]["state"] == "empty")
+        eventually(lambda: mux.get("/healthz")["models"][GOOD]["state"] == "stopped")
         assert "killed" in mux.get("/healthz")["models"][GOOD]["last_error"]
         assert ask(mux, GOOD) == ""
 
@@ -177,9 +177,9 @@ def test_an_engine_killed_while_it_is_parked_is_empty_soon_and_loaded_at_the_nex
         for model in stack.models:
             assert ask(mux, model) == ""
         first, second = (run_of(stack, model) for model in stack.models)
-        assert (state_of(mux, GOOD), status_of(stack, GOOD)) == ("parked", "paused")
+        assert (state_of(mux, GOOD), status_of(stack, GOOD)) == ("standby", "paused")
         docker(stack, "kill", stack.container(GOOD))
-        eventually(lambda: state_of(mux, GOOD) == "empty")
+        eventually(lambda: state_of(mux, GOOD) == "stopped")
         for model in stack.models:
             assert ask(mux, model) == ""
         assert run_of(stack, GOOD) != first
@@ -279,7 +279,7 @@ def test_while_dockerd_is_away_it_says_so_and_when_it_is_back_requests_work_agai
             assert stack.up() == {model}
 
 
-@pytest.mark.parametrize("moment", ["draining", "starting"])
+@pytest.mark.parametrize("moment", ["draining", "loading"])
 def test_docker_is_restarted_in_the_middle_of_a_swap_and_all_goes_on(
     llamacpp_compose: MakeStack, tmp_path: Path, own_engine: OwnEngine, moment: str
 ) -> None:
@@ -294,8 +294,8 @@ def test_docker_is_restarted_in_the_middle_of_a_swap_and_all_goes_on(
             eventually(lambda: state_of(mux, GOOD) == "draining")
             if moment == "draining":
                 own_engine.stop()
-        if moment == "starting":
-            eventually(lambda: state_of(mux, "model-2") == "starting")
+        if moment == "loading":
+            eventually(lambda: state_of(mux, "model-2") == "loading")
             own_engine.stop()
         own_engine.start()
         status, _, text = asked.result(PATIENCE)

@@ -409,7 +409,7 @@ def edit(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("changes", [{"started": 1}, {"boot": "another"}])
+@pytest.mark.parametrize("changes", [{"loaded": 1}, {"boot": "another"}])
 def test_a_stranger_with_our_process_id_is_left_alone(house: House, changes: dict[str, object]):
     backend = shell(FOREVER)
     first = house.runtime(backend)

@@ -74,11 +74,11 @@ def test_two_models_on_one_gpu_take_turns_by_sleeping(tmp_path: Path) -> None:
         engines = pid(tmp_path, "a"), pid(tmp_path, "b")
         for name, other in ["ab", "ba"] * 5:
             assert says(mux, name).startswith(f"This is {name}.")
-            assert states(mux) == {name: "ready", other: "parked"}
+            assert states(mux) == {name: "ready", other: "standby"}
         assert (pid(tmp_path, "a"), pid(tmp_path, "b")) == engines
     loads = [line for line in mux.output if ": loading (" in line]
     assert len(loads) == 12, mux.output
-    assert any("parked (sleep)" in line for line in mux.output), mux.output
+    assert any("standby (sleep)" in line for line in mux.output), mux.output
 
 
 def test_weights_that_were_dropped_are_read_again_before_anybody_is_served(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_an_engine_that_is_killed_while_parked_is_started_anew(tmp_path: Path) -
     with serving(compose(tmp_path), state=tmp_path) as mux:
         says(mux, "a")
         says(mux, "b")
-        assert states(mux)["a"] == "parked"
+        assert states(mux)["a"] == "standby"
         os.kill(pid(tmp_path, "a"), signal.SIGKILL)
-        assert seen(lambda: states(mux)["a"], lambda state: state != "parked") == "empty"
+        assert seen(lambda: states(mux)["a"], lambda state: state != "standby") == "stopped"
         assert says(mux, "a").startswith("This is a.")
 
 
@@ -107,7 +107,7 @@ def test_an_engine_without_its_sleep_routes_is_stopped_instead(tmp_path: Path) -
     with serving(compose(tmp_path, a={"command": command}), state=tmp_path) as mux:
         says(mux, "a")
         says(mux, "b")
-        assert states(mux) == {"a": "empty", "b": "ready"}
+        assert states(mux) == {"a": "stopped", "b": "ready"}
         assert says(mux, "a").startswith("This is a.")
     assert any("a did not rest by sleep and is stopped" in line for line in mux.output), mux.output
 
@@ -127,7 +127,7 @@ def test_a_restart_costs_neither_the_resident_nor_the_sleeper_a_cold_start(
         first.stop(end)
     engines = pid(tmp_path, "a"), pid(tmp_path, "b")
     with serving(file, state=tmp_path) as mux:
-        assert states(mux) == {"a": "parked", "b": "ready"}
+        assert states(mux) == {"a": "standby", "b": "ready"}
         for name in "abab":
             assert says(mux, name).startswith(f"This is {name}.")
         assert (pid(tmp_path, "a"), pid(tmp_path, "b")) == engines
@@ -146,7 +146,7 @@ def test_of_a_sleeper_of_whom_nothing_is_noted_the_weights_are_read_again(tmp_pa
     url = json.loads((folder / "a.json").read_text())["url"]
     requests.post(f"{url}/sleep?level=2", timeout=GUARD).raise_for_status()
     with serving(file, state=tmp_path) as mux:
-        assert states(mux) == {"a": "parked", "b": "empty"}
+        assert states(mux) == {"a": "standby", "b": "stopped"}
         assert says(mux, "a").startswith("This is a.")
     assert "/collective_rpc" in (folder / "a.log").read_text()
 
@@ -172,7 +172,7 @@ def test_a_restart_finds_the_frozen_as_they_were(tmp_path: Path, end: signal.Sig
         first.stop(end)
     engines = pid(tmp_path, "a"), pid(tmp_path, "b")
     with serving(file, state=tmp_path) as mux:
-        assert states(mux) == {"a": "parked", "b": "ready"}
+        assert states(mux) == {"a": "standby", "b": "ready"}
         assert Path(f"/proc/{engines[0]}/stat").read_text().split()[2] == "T"
         for name in "abab":
             assert says(mux, name).startswith(f"This is {name}.")
@@ -189,6 +189,6 @@ def test_a_frozen_engine_that_does_not_rest_so_is_let_go_on_and_kept(tmp_path: P
     kept = pid(tmp_path, "a")
     os.kill(kept, signal.SIGSTOP)
     with serving(file, state=tmp_path) as mux:
-        assert states(mux) == {"a": "ready", "b": "empty"}
+        assert states(mux) == {"a": "ready", "b": "stopped"}
         assert says(mux, "a").startswith("This is a.")
         assert pid(tmp_path, "a") == kept

@@ -752,7 +752,7 @@ def test_a_checkpointed_engine_that_is_found_at_the_start_rests_on(
     assert shop.swapper.evict(shop.backend, "checkpoint").how == "checkpoint"
     before = shop.cuda.calls()
     program = adopt(shop, monkeypatch)
-    assert [model.state for model in program._mux.status().models] == ["parked"]
+    assert [model.state for model in program._mux.status().models] == ["standby"]
     assert (shop.cuda.state(shop.pid), shop.cuda.calls()) == ("checkpointed", before)
     assert shop.runtime.is_frozen(shop.backend)
     assert shop.swapper.load(shop.backend, "checkpoint") == Loaded(url, "checkpoint")
@@ -881,7 +881,7 @@ def test_models_that_alternate_under_load_are_parked_and_restored() -> None:
     assert len(traffic.answers) == 24
     assert not {"stop a", "stop b"} & set(traffic.house.calls)
     assert traffic.house.ledger.most <= 24 * GIB
-    assert {event.reason for event in traffic.log if event.kind == "parked"} == {"checkpoint"}
+    assert {event.reason for event in traffic.log if event.kind == "standby"} == {"checkpoint"}
 
 
 def test_a_flood_during_a_slow_sleep_reaches_no_sleeper(
@@ -912,7 +912,7 @@ def test_models_that_alternate_under_load_sleep_and_wake_and_never_share_the_gpu
     assert len(traffic.answers) == 40
     assert traffic.house.calls == ["start a", "start b"]
     assert traffic.house.ledger.most <= 24 * GIB
-    assert {event.reason for event in traffic.log if event.kind == "parked"} == {"sleep"}
+    assert {event.reason for event in traffic.log if event.kind == "standby"} == {"sleep"}
     learned = {(cost.source, cost.target, cost.way) for cost in traffic.mux.costs()}
     assert learned >= {
         ("model-a", "model-b", "sleep"),

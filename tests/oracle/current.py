@@ -19,6 +19,10 @@ from anvil_mux.sim import simulate, study, workload
 WHAT = {"Start": "load", "Cancel": "cancel", "Stop": "evict", "Demote": "demote"}
 
 
+KINDS = {"stopped": "empty", "standby": "parked", "loading": "starting", "evicting": "stopping"}
+"""A kind of event -> what the frozen commit called it."""
+
+
 def config_of(about: dict[str, Any]) -> Config:
     backends = tuple([Backend(**{k: _value(v) for k, v in each.items()}) for each in about["backends"]])
     gpus = tuple([Gpu(id, vram=vram) for id, vram in about.get("gpus", {}).items()])
@@ -99,7 +103,7 @@ def main() -> None:
     for line in sys.stdin:
         world = json.loads(line)
         try:
-            log = [list(event) for event in log_of(world)]
+            log = [list(event._replace(kind=KINDS.get(event.kind, event.kind))) for event in log_of(world)]
         except Exception as error:  # a world that one version cannot run is a difference too
             log = [[0.0, "error", f"{type(error).__name__}: {error}"]]
         print(json.dumps([world["name"], log]), flush=True)

@@ -646,9 +646,9 @@ def test_one_list_of_models_for_all_clients():
     ("state", "value"),
     [
         ("ready", "loaded"),
-        ("starting", "loading"),
-        ("parked", "sleeping"),
-        ("empty", "unloaded"),
+        ("loading", "loading"),
+        ("standby", "sleeping"),
+        ("stopped", "unloaded"),
     ],
 )
 def test_the_state_of_a_model_in_the_words_of_llama_cpp(state, value):
@@ -657,8 +657,8 @@ def test_the_state_of_a_model_in_the_words_of_llama_cpp(state, value):
 
 def test_a_model_that_failed_is_unloaded_for_llama_cpps_clients():
     failed = {"value": "unloaded", "failed": True}
-    assert api.model_status("empty", failed=True) == api.model_status("stuck") == failed
-    assert api.model_status("starting", failed=True) == {"value": "loading"}
+    assert api.model_status("stopped", failed=True) == api.model_status("stuck") == failed
+    assert api.model_status("loading", failed=True) == {"value": "loading"}
 
 
 def test_a_harmless_request_id_is_kept_and_any_other_replaced():

@@ -390,7 +390,7 @@ def test_asking_nothing_loads_and_keeping_alive_for_nothing_unloads(rig: Rig) ->
     assert [each["name"] for each in json.loads(rig.client().get(b"/api/ps").body)["models"]] == ["a"]
     said = json.loads(ask(rig, "/api/chat", model="a", messages=[], keep_alive=0).read().body)
     assert said["done_reason"] == "unload"
-    rig.events.wait("empty")
+    rig.events.wait("stopped")
     assert json.loads(rig.client().get(b"/api/ps").body) == {"models": []}
     assert rig.engine.asked.empty()
 
@@ -405,7 +405,7 @@ def test_keep_alive_of_nothing_puts_out_what_others_use_once_they_are_done(rig: 
     assert not rig.events.of("draining")
     asked.send(framed(chunk({}, "stop")), b"0\r\n\r\n")
     assert streaming.read_chunks()[1]
-    rig.events.wait("empty")
+    rig.events.wait("stopped")
 
 
 def test_what_an_engine_has_no_part_for_is_not_asked_again(rig: Rig) -> None:
@@ -419,7 +419,7 @@ def test_what_an_engine_has_no_part_for_is_not_asked_again(rig: Rig) -> None:
 
 def test_unloading_loads_nothing(rig: Rig) -> None:
     assert ask(rig, "/api/generate", model="a", keep_alive="0s").read().status == 200
-    assert not rig.events.of("starting")
+    assert not rig.events.of("loading")
 
 
 def test_the_models_are_told_from_memory(rig: Rig) -> None:

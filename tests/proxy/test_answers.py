@@ -106,9 +106,9 @@ def test_an_answer_that_nobody_gave_or_whose_engine_is_gone_is_not_found_and_loa
     assert rig.client().get(b"/v1/responses/resp_9").status == 404
     first_answer(rig)
     rig.mux.unload("m")
-    rig.events.wait("empty", 2)
+    rig.events.wait("stopped", 2)
     assert rig.client().get(b"/v1/responses/resp_1").status == 404
-    assert rig.events.of("starting") == []
+    assert rig.events.of("loading") == []
 
 
 def test_an_answer_is_found_by_the_key_that_asked_for_it_alone(make_rig: Callable[..., Rig]) -> None:

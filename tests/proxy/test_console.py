@@ -73,7 +73,7 @@ def test_the_first_message_is_the_whole_state(rig: Rig) -> None:
     kind, seen = watcher.next()
     assert b"text/event-stream" in watcher.head
     assert kind == "snapshot"
-    assert seen["models"]["a"]["state"] == "empty"
+    assert seen["models"]["a"]["state"] == "stopped"
     assert [event["text"] for event in seen["events"]] == ["ready after 2.0 s"]
     assert [request["id"] for request in seen["requests"]] == ["r1"]
     assert seen["lines"] == []

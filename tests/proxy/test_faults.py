@@ -37,7 +37,7 @@ def parked(world: World, name: str = "a") -> None:
     """``name`` has served, and rests while b serves."""
     assert world.ask(name).served
     assert world.ask("b").served
-    assert world.state(name) == "parked"
+    assert world.state(name) == "standby"
 
 
 # A wake that fails
@@ -72,7 +72,7 @@ def test_a_wake_that_fails_is_a_cold_start_within_the_same_swap(
         assert world.house.calls == ["start a", "start b", "stop a", "start a"]
 
     world.play(main)
-    assert world.kinds("empty", "stuck") == []
+    assert world.kinds("stopped", "stuck") == []
 
 
 @SEEDS
@@ -90,7 +90,7 @@ def test_a_sleeper_that_neither_wakes_nor_stops_is_stuck_and_nothing_is_built_up
         assert world.state("a") == "stuck"
         engine.faults.clear()
         world.wait(70.0)
-        assert world.state("a") == "empty"
+        assert world.state("a") == "stopped"
         assert world.ask("b").served
 
     world.play(main)
@@ -113,7 +113,7 @@ def test_who_says_200_and_frees_nothing_is_stopped_before_anybody_is_loaded(
         world.engine("a").faults.add(fault)
         assert world.ask("b").served
         assert world.house.calls == ["start a", "stop a", "start b"]
-        assert world.state("a") == "empty"
+        assert world.state("a") == "stopped"
 
     world.play(main)
 
@@ -236,7 +236,7 @@ def test_a_stranger_that_takes_the_memory_of_a_sleeper_makes_nobody_stuck(make: 
             refused = world.ask(model).error
             assert isinstance(refused, LoadError)
             assert "CUDA out of memory" in refused.message
-            assert world.state(model) == "empty"
+            assert world.state(model) == "stopped"
         assert not [name for name in "ab" if world.runs(name)]
         leave()
         world.wait(400.0)
@@ -266,7 +266,7 @@ def test_half_a_checkpoint_is_put_back_and_its_engine_stopped(
         second = world.helper("a", GIB)
         world.house.driver.faults[action, second] = left
         assert world.ask("b").served
-        assert world.state("a") == "empty"
+        assert world.state("a") == "stopped"
         undone = {"lock": ["lock", "unlock"], "checkpoint": ["checkpoint", "restore", "unlock"]}[action]
         assert [what for what, pid in world.house.driver.log if pid == first.pid][-len(undone) :] == undone
         assert "pause a" not in world.house.calls
@@ -341,7 +341,7 @@ def test_a_pair_and_two_single_ones_under_constant_load_share_two_gpus_for_an_ho
     assert all(result.served for result in world.results)
     worst = max(result.waited for result in world.results)
     with capsys.disabled():
-        print(f"\n{way}: longest wait {worst:.1f} s, {len(world.kinds('starting'))} swaps")
+        print(f"\n{way}: longest wait {worst:.1f} s, {len(world.kinds('loading'))} swaps")
     # max_wait, what is under way, and a swap each for the lines that are older.
     assert worst <= 60.0 + 3 * (30.0 + 1.0 + 20.0)
 

@@ -103,7 +103,7 @@ def test_models_are_loaded_and_put_out_with_the_keyboard(page: Chromium) -> None
     page.wait(f"{state_of('a')} === 'ready'")
     page.wait("document.querySelector('#gpus .holds').textContent === 'a'")
     press(page, "a", "Unload")
-    page.wait(f"{state_of('a')} === 'empty'")
+    page.wait(f"{state_of('a')} === 'stopped'")
     page.wait("document.getElementById('swaps').textContent.includes('put out (unload requested)')")
 
 
@@ -248,20 +248,20 @@ def test_with_keys_the_password_is_the_key(tmp_path: Path, browser: Chromium, ma
             browser.wait(f"{state_of('a')} === 'ready'")
         else:
             browser.wait("document.getElementById('notices').textContent.includes('is for models, not for')")
-            assert browser.ask(state_of("a")) == "empty"
+            assert browser.ask(state_of("a")) == "stopped"
         press(browser, "b", "Why")
         browser.wait(f"{row('b')}.textContent.includes('A request for b')")
 
 
 def test_of_replicas_and_of_who_rests_each_state_is_shown(page: Chromium) -> None:
     page.ask(
-        "source.close(), state.models.a.backends.other = {...state.models.a.backends.a, state: 'parked', "
-        "rests: 'sleep', gpus: ['1']}, state.models.slow.state = 'parked', "
+        "source.close(), state.models.a.backends.other = {...state.models.a.backends.a, state: 'standby', "
+        "rests: 'sleep', gpus: ['1']}, state.models.slow.state = 'standby', "
         "state.models.slow.progress = null, state.models.slow.backends.slow.rests = 'sleep', show(), null"
     )
-    assert page.ask(f"{row('a')}.textContent.includes('other: parked (sleep)')")
+    assert page.ask(f"{row('a')}.textContent.includes('other: standby (sleep)')")
     assert page.ask(f"{row('a')}.children[2].textContent") == "0, 1"
-    assert page.ask(f"{row('slow')}.children[1].textContent") == "parkedby sleep"
+    assert page.ask(f"{row('slow')}.children[1].textContent") == "standbyby sleep"
 
 
 def test_memory_that_nobody_reads_is_not_shown_as_free(page: Chromium) -> None:

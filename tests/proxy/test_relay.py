@@ -525,7 +525,7 @@ def test_a_request_that_waits_is_served_when_its_model_is_ready(rig: Rig) -> Non
     rig.events.wait("queued", 10)
     rig.mechanism.gate.set()
     assert [client.read().status for client in clients] == [200] * 10
-    assert len(rig.events.of("starting")) == 1
+    assert len(rig.events.of("loading")) == 1
 
 
 # Clients that leave
@@ -645,7 +645,7 @@ def test_a_pooled_connection_that_was_closed_is_replaced(rig: Rig) -> None:
     client.post(ASK_A)
     rig.engine.next().send(JSON_OK)
     assert client.read().status == 200
-    assert len(rig.events.of("starting")) == 1
+    assert len(rig.events.of("loading")) == 1
 
 
 def test_a_pooled_connection_that_ends_under_the_request_is_replaced(rig: Rig) -> None:
@@ -658,7 +658,7 @@ def test_a_pooled_connection_that_ends_under_the_request_is_replaced(rig: Rig) -
     rig.engine.next().send(JSON_OK)
     assert client.read().status == 200
     assert len(rig.engine.connections) == 2
-    assert len(rig.events.of("starting")) == 1
+    assert len(rig.events.of("loading")) == 1
 
 
 def test_an_old_connection_is_looked_at_before_it_is_used(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -711,7 +711,7 @@ def test_a_dead_engine_is_loaded_anew_and_the_request_sent_again(rig: Rig) -> No
     rig.mechanism.end = "exited with code 137"
     rig.engine.next().reset()
     asked = rig.engine.next()
-    assert len(rig.events.of("starting")) == 2
+    assert len(rig.events.of("loading")) == 2
     asked.send(JSON_OK)
     assert client.read().status == 200
 
@@ -726,7 +726,7 @@ def test_an_engine_that_ends_under_its_first_request_is_not_loaded_again_for_eve
         answer = client.read()
         assert (answer.status, answer.header(b"x-should-retry")) == (503, b"false")
         assert b"exited with code 139" in answer.body
-    assert len(rig.events.of("starting")) == 1
+    assert len(rig.events.of("loading")) == 1
 
 
 def test_a_request_under_which_its_engine_ends_twice_is_refused_with_what_happened(rig: Rig) -> None:
@@ -746,7 +746,7 @@ def test_a_request_under_which_its_engine_ends_twice_is_refused_with_what_happen
     assert (answer.status, answer.header(b"x-should-retry")) == (502, b"false")
     assert json.loads(answer.body)["error"]["code"] == "engine_crashed"
     assert b"exited with code 139" in answer.body
-    assert len(rig.events.of("starting")) == 2
+    assert len(rig.events.of("loading")) == 2
     other.post(ASK_A)
     rig.engine.next().send(JSON_OK)
     assert other.read().status == 200
@@ -769,7 +769,7 @@ def test_a_connection_that_is_closed_without_an_answer_is_the_failure_of_its_req
     rig.engine.next().send(JSON_OK)
     assert client.read().status == 200
     assert rig.events.of("draining") == []
-    assert len(rig.events.of("starting")) == 1
+    assert len(rig.events.of("loading")) == 1
 
 
 @pytest.mark.parametrize("well", [None, False])
@@ -853,7 +853,7 @@ def test_a_frozen_engine_with_a_full_backlog_answers_all_when_it_goes_on(
         assert [client.read().status for client in clients] == [200] * 20
         frozen.shutdown(socket.SHUT_RDWR)
     assert rig.events.of("severed") == rig.events.of("draining") == []
-    assert len(rig.events.of("starting")) == 1
+    assert len(rig.events.of("loading")) == 1
 
 
 def test_who_waits_for_a_connection_leaves_with_its_client(rig: Rig) -> None:

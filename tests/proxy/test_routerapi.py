@@ -48,7 +48,7 @@ def test_load_answers_while_the_model_loads_and_goes_on_without_its_client(
     connection = rig.client()
     connection.post(b'{"model":"alias"}', path=b"/models/load")
     assert connection.read().body == b'{"success":true}'
-    rig.events.wait("starting")
+    rig.events.wait("loading")
     assert badge(rig, "a") == {"value": "loading"}
     connection.leave()
     rig.mechanism.gate.set()
@@ -81,7 +81,7 @@ def test_ejecting_puts_the_model_out(rig: Rig) -> None:
     connection.read()
     connection.post(ASK_A, path=b"/models/unload")
     assert connection.read().body == b'{"success":true}'
-    rig.events.wait("empty")
+    rig.events.wait("stopped")
     assert badge(rig, "a") == {"value": "unloaded"}
     connection.post(ASK_A, path=b"/models/unload")
     assert json.loads(connection.read().body) == {"success": True, "resident": False}
@@ -91,14 +91,14 @@ def test_ejecting_what_is_being_loaded_cancels_that_and_tells_who_waits(rig: Rig
     rig.mechanism.gate.clear()
     waiting, connection = rig.client(), rig.client()
     waiting.post(ASK_A)
-    rig.events.wait("starting")
+    rig.events.wait("loading")
     connection.post(ASK_A, path=b"/models/unload")
     assert connection.read().body == b'{"success":true}'
     answer = waiting.read()
     error = json.loads(answer.body)["error"]
     assert (answer.status, error["code"]) == (503, "cancelled")
     assert error["message"].startswith("a was unloaded by hand while this request waited for it.")
-    rig.events.wait("empty")
+    rig.events.wait("stopped")
     assert badge(rig, "a") == {"value": "unloaded"}
 
 
@@ -106,7 +106,7 @@ def test_nothing_kept_alive_ends_a_load_that_nobody_waits_for(rig: Rig) -> None:
     rig.mechanism.gate.clear()
     waiting, connection = rig.client(), rig.client()
     waiting.post(ASK_A)
-    rig.events.wait("starting")
+    rig.events.wait("loading")
     for left in (False, True):
         if left:
             waiting.leave()
@@ -115,7 +115,7 @@ def test_nothing_kept_alive_ends_a_load_that_nobody_waits_for(rig: Rig) -> None:
         connection.post(b'{"model":"a","keep_alive":0}', path=b"/api/generate")
         assert json.loads(connection.read().body)["done_reason"] == "unload"
     rig.events.wait("cancelling")
-    rig.events.wait("empty")
+    rig.events.wait("stopped")
 
 
 def test_who_only_looks_loads_nothing(rig: Rig) -> None:
@@ -125,7 +125,7 @@ def test_who_only_looks_loads_nothing(rig: Rig) -> None:
     assert connection.get(b"/props?model=a&autoload=false").status == 400
     connection.post(ASK_A, path=b"/v1/chat/completions?autoload=0")
     assert "a is not loaded, and autoload=false" in json.loads(connection.read().body)["error"]["message"]
-    assert rig.events.of("starting") == []
+    assert rig.events.of("loading") == []
     assert connection.get(b"/props?model=a&autoload=true").status == 200
     assert connection.get(b"/props?model=a&autoload=false").status == 200
 

@@ -117,7 +117,7 @@ def test_an_unknown_model_is_told_with_the_known_ones(rig: Rig) -> None:
     assert code(answer.body) == "model_not_found"
     assert answer.header(b"x-should-retry") == b"false"
     assert b"Known models: a, org/b" in answer.body
-    assert not rig.events.of("starting")
+    assert not rig.events.of("loading")
 
 
 def test_an_empty_line_between_two_requests_is_skipped(rig: Rig) -> None:
@@ -405,7 +405,7 @@ def test_models_are_listed_from_memory_while_one_loads(rig: Rig) -> None:
     rig.mechanism.gate.clear()
     waiting, connection = rig.client(), rig.client()
     waiting.post(ASK_A)
-    rig.events.wait("starting")
+    rig.events.wait("loading")
     answer = connection.get(b"/v1/models")
     states = {each["id"]: each["status"]["value"] for each in json.loads(answer.body)["data"]}
     assert states == {"a": "loading", "org/b": "unloaded"}
@@ -441,7 +441,7 @@ def test_healthz_tells_the_whole_state(rig: Rig) -> None:
     assert state["models"]["a"]["state"] == "ready"
     assert state["models"]["a"]["gpus"] == ["0"]
     assert (state["models"]["a"]["waiting"], state["models"]["a"]["leases"]) == (0, 0)
-    assert state["models"]["org/b"]["state"] == "empty"
+    assert state["models"]["org/b"]["state"] == "stopped"
     assert state["gpus"]["0"]["resident"] == "a"
     assert state["gpus"]["0"]["draining"] is None
     assert state["resident"] == "a"
@@ -555,7 +555,7 @@ def test_healthz_has_the_last_lines_of_an_engine_that_failed(rig: Rig) -> None:
     backend = model["backends"]["a"]
     assert model["last_error"] == backend["error"] == "exited with code 1"
     assert backend["log"] == ["no such file", "bye"]
-    assert (backend["state"], 0 < backend["retry_seconds"] <= 5) == ("empty", True)
+    assert (backend["state"], 0 < backend["retry_seconds"] <= 5) == ("stopped", True)
 
 
 def test_healthz_tells_how_a_parked_backend_rests(rig: Rig) -> None:
@@ -591,7 +591,7 @@ def test_readyz_fails_when_a_check_does(rig: Rig) -> None:
 def test_metrics_and_the_front_page_are_text(rig: Rig) -> None:
     connection = rig.client()
     assert connection.get(b"/metrics").body == b"anvil_up 1\n"
-    assert b"org/b  empty" in connection.get(b"/").body
+    assert b"org/b  stopped" in connection.get(b"/").body
 
 
 @pytest.mark.parametrize("path", [b"/", b"/healthz", b"/v1/models"])

@@ -21,7 +21,7 @@ def asleep(island, name, at, how="sleep", **holds):
     island.core.unload_requested(name, at, "unload requested")
     step = island.core.next_step(at)
     assert isinstance(step, Stop)
-    island.core.stopped(name, at, how=how, **holds)
+    island.core.evicted(name, at, how=how, **holds)
     return island
 
 
@@ -63,8 +63,8 @@ def test_a_sleeper_is_demoted_when_its_time_on_the_rung_is_over():
     assert island.until == 11.0
     assert island.core.next_step(11.0) == Demote("a", "sleep", "stop")
     assert island.state("a") == "demoting"
-    island.core.stopped("a", 12.0)
-    assert island.state("a") == "empty"
+    island.core.evicted("a", 12.0)
+    assert island.state("a") == "stopped"
     island.sound()
 
 
@@ -76,7 +76,7 @@ def test_a_sleeper_without_demote_after_sleeps_on():
 def test_each_rung_has_its_own_time():
     island = sleeper("sleep", "checkpoint")
     assert island.core.next_step(11.0) == Demote("a", "sleep", "checkpoint")
-    island.core.stopped("a", 12.0, how="checkpoint")
+    island.core.evicted("a", 12.0, how="checkpoint")
     assert island.steps(21.0) == []
     assert island.core.next_step(22.0) == Demote("a", "checkpoint", "stop")
 
@@ -84,9 +84,9 @@ def test_each_rung_has_its_own_time():
 def test_a_sleeper_is_woken_for_a_deeper_sleep_while_its_gpu_is_free():
     island = sleeper("sleep", "sleep-2")
     assert island.core.next_step(11.0) == Start("a", "sleep")
-    island.core.started("a", 12.0, "sleep")
+    island.core.loaded("a", 12.0, "sleep")
     assert island.core.next_step(12.0) == Stop("a", "sleep-2")
-    island.core.stopped("a", 13.0, how="sleep-2")
+    island.core.evicted("a", 13.0, how="sleep-2")
     assert island.core.seats["a"].rests == "sleep-2"
     island.sound()
 
@@ -95,7 +95,7 @@ def test_it_is_stopped_instead_while_another_has_its_gpu():
     island = sleeper("sleep", "sleep-2", others=(backend("b"),))
     island.request("b", 2.0)
     assert island.steps(2.0) == ["start b"]
-    island.core.started("b", 3.0)
+    island.core.loaded("b", 3.0)
     assert island.core.next_step(11.0) == Demote("a", "sleep", "stop")
 
 
@@ -103,7 +103,7 @@ def test_who_is_asked_for_on_the_way_down_stays_up():
     island = sleeper("sleep", "sleep-2")
     assert island.steps(11.0) == ["start a"]
     ticket = island.request("a", 11.5)
-    island.core.started("a", 12.0, "sleep")
+    island.core.loaded("a", 12.0, "sleep")
     assert ticket.backend == "a"
     island.core.release(ticket, 13.0)
     assert island.steps(13.0) == []
@@ -121,8 +121,8 @@ def test_who_is_waited_for_is_not_demoted():
 def test_who_cannot_be_demoted_stays_parked_and_is_stopped_later():
     island = sleeper("sleep", "checkpoint")
     island.steps(11.0)
-    island.core.stop_failed("a", 12.0, "no")
-    assert (island.state("a"), island.core.seats["a"].rests) == ("parked", "sleep")
+    island.core.evict_failed("a", 12.0, "no")
+    assert (island.state("a"), island.core.seats["a"].rests) == ("standby", "sleep")
     assert island.steps(16.0) == []
     assert island.core.next_step(22.0) == Demote("a", "sleep", "stop")
 
@@ -131,12 +131,12 @@ def test_who_cannot_be_stopped_is_tried_again_as_long_as_it_takes():
     island = sharing()
     island.request("c", 2.0)
     assert island.steps(2.0) == ["demote a"]
-    island.core.stop_failed("a", 3.0, "no answer")
+    island.core.evict_failed("a", 3.0, "no answer")
     assert isinstance(island.request("c", 4.0).error, Stuck)
     assert island.steps(4.0) == []
     assert island.until == 8.0
     assert island.steps(8.0) == ["demote a"]
-    island.core.stopped("a", 9.0)
+    island.core.evicted("a", 9.0)
     island.request("c", 9.0)
     assert island.steps(9.0) == ["start c"]
 
@@ -148,7 +148,7 @@ def test_a_model_that_is_put_out_twice_is_stopped():
     island = sleeper("sleep", "checkpoint", after=None)
     assert island.core.unload_requested("a", 2.0, "unload requested")
     assert island.core.next_step(2.0) == Demote("a", "sleep", "stop")
-    island.core.stopped("a", 3.0)
+    island.core.evicted("a", 3.0)
     assert not island.core.unload_requested("a", 4.0, "unload requested")
 
 
@@ -172,12 +172,12 @@ def test_a_sleeper_is_put_out_by_hand_only_when_none_of_its_replicas_serves():
         assert island.core.adopt(name, 0.0)
     island.core.unanswering("a", 1.0)
     island.steps(1.0)
-    island.core.stopped("a", 2.0, how="sleep")
+    island.core.evicted("a", 2.0, how="sleep")
     for expected in ("stop b", "demote a"):
         island.core.unload_requested("m", 3.0, "unload requested")
         assert island.steps(3.0) == [expected]
         if expected == "stop b":
-            island.core.stopped("b", 3.0)
+            island.core.evicted("b", 3.0)
 
 
 # Memory of a shared GPU
@@ -200,9 +200,9 @@ def test_a_sleeper_whose_residual_is_in_the_way_is_put_down_first():
     island = sharing()
     island.request("c", 2.0)
     assert island.steps(2.0) == ["demote a"]
-    island.core.stopped("a", 3.0)
+    island.core.evicted("a", 3.0)
     assert island.steps(3.0) == ["start c"]
-    island.core.started("c", 4.0)
+    island.core.loaded("c", 4.0)
     island.sound()
 
 
@@ -211,9 +211,9 @@ def test_a_victim_that_keeps_more_than_the_target_leaves_room_for_is_put_down_as
     island = Island(a, b, gpus=(Gpu("0", vram=10),)).with_resident("a")
     island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]
-    island.core.stopped("a", 2.0, {"0": 3}, "sleep")
+    island.core.evicted("a", 2.0, {"0": 3}, "sleep")
     assert island.steps(2.0) == ["demote a"]
-    island.core.stopped("a", 3.0)
+    island.core.evicted("a", 3.0)
     assert island.steps(3.0) == ["start b"]
 
 
@@ -251,8 +251,8 @@ def test_a_victim_that_is_not_needed_any_more_stays():
     island.steps(3.0)
     draining = [name for name, state in island.states().items() if state == "draining"]
     assert len(draining) == 1, "the idle one is stopped at once"
-    stopping = next(name for name, state in island.states().items() if state == "stopping")
-    island.core.stopped(stopping, 4.0)
+    stopping = next(name for name, state in island.states().items() if state == "evicting")
+    island.core.evicted(stopping, 4.0)
     other = next(name for name in "abd" if name not in (*draining, stopping))
     island.core.died(other, 5.0, "killed")
     assert island.steps(5.0) == ["start c"]
@@ -266,9 +266,9 @@ def test_who_is_to_be_measured_has_its_gpu_to_itself_until_it_has_left_it_once()
     island = Island(a, b, gpus=(Gpu("0", vram=10),)).with_resident("a")
     island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]
-    island.core.stopped("a", 2.0, freed={"0": 6})
+    island.core.evicted("a", 2.0, freed={"0": 6})
     assert island.steps(2.0) == ["start b"]
-    island.core.started("b", 3.0)
+    island.core.loaded("b", 3.0)
     island.request("a", 4.0)
     assert island.steps(4.0) == ["start a"], "6 and 4 fit on 10"
 
@@ -291,9 +291,9 @@ def test_the_least_valuable_sleeper_yields_when_host_memory_is_short():
     island.with_resident("b", 5.0)
     island.core.unload_requested("b", 6.0, "unload requested")
     assert island.core.next_step(6.0) == Stop("b", "sleep")
-    island.core.stopped("b", 7.0, how="sleep", host_bytes=6)
+    island.core.evicted("b", 7.0, how="sleep", host_bytes=6)
     assert island.core.next_step(7.0) == Demote("b", "sleep", "stop")
-    assert island.state("a") == "parked"
+    assert island.state("a") == "standby"
 
 
 def test_who_will_not_fit_asleep_takes_the_first_rung_on_which_there_is_room():
@@ -316,7 +316,7 @@ def test_a_resident_on_another_gpu_goes_when_the_host_has_no_room_for_both():
     island.with_resident("a")
     island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]
-    island.core.stopped("a", 2.0)
+    island.core.evicted("a", 2.0)
     assert island.steps(2.0) == ["start b"]
 
 
@@ -342,13 +342,13 @@ def two_islands(*trace, **fields):
     config = Config(backends=backends, policy="eager", host_memory=10, max_wait=20.0)
     log = simulate(config, trace)
     assert check(log, config) == []
-    return [(e.at, e.kind, e.backend or e.model) for e in log if e.kind in ("stopping", "ready", "failed")]
+    return [(e.at, e.kind, e.backend or e.model) for e in log if e.kind in ("evicting", "ready", "failed")]
 
 
 def test_an_idle_resident_of_another_island_goes_for_a_line_that_is_overdue():
     assert two_islands(Request(0.0, "a", 1.0), Request(50.0, "b", 1.0)) == [
         (10.0, "ready", "a"),
-        (70.0, "stopping", "a"),
+        (70.0, "evicting", "a"),
         (81.0, "ready", "b"),
     ]
 
@@ -389,7 +389,7 @@ def test_of_two_who_are_to_be_loaded_neither_waits_for_the_other():
     assert island.steps(4.0) == [], "both are to come, and together they do not fit"
     island.core.release(held, 5.0)
     assert island.steps(5.0) == ["stop c"]
-    island.core.stopped("c", 6.0)
+    island.core.evicted("c", 6.0)
     assert island.steps(6.0) == ["start b", "start a"]
 
 
@@ -398,11 +398,11 @@ def test_a_wake_waits_for_no_host_memory_that_it_does_not_take():
     rests = [backend(name, gpu, rest=("checkpoint", "stop")) for name, gpu in zip("ac", "01", strict=True)]
     island = short(10, *rests, backend("pair", "0", "1"))
     for name in "ac":
-        assert island.core.adopt_parked(name, 0.0, "checkpoint", {}, 6)
+        assert island.core.adopt_standby(name, 0.0, "checkpoint", {}, 6)
     assert island.steps(0.0) == ["demote a"]
-    island.core.stop_failed("a", 1.0, "no")
+    island.core.evict_failed("a", 1.0, "no")
     assert island.steps(1.0) == ["demote c"]
-    island.core.stop_failed("c", 2.0, "no")
+    island.core.evict_failed("c", 2.0, "no")
     island.request("a", 3.0)
     assert island.steps(3.0) == ["start a"]
 
@@ -422,9 +422,9 @@ def test_who_sleeps_in_more_memory_than_there_is_is_stopped_and_started_anew():
     asleep(island, "a", 1.0, host_bytes=40)
     ticket = island.request("a", 1.0)
     assert island.steps(1.0) == ["demote a"]
-    island.core.stopped("a", 2.0)
+    island.core.evicted("a", 2.0)
     assert island.steps(2.0) == ["start a"]
-    island.core.started("a", 3.0)
+    island.core.loaded("a", 3.0)
     assert ticket.backend == "a"
 
 
@@ -432,11 +432,11 @@ def test_what_a_sleeper_that_was_found_has_pinned_counts_when_it_is_awake_again(
     island = short(
         10, backend("a", "0", rest=("sleep",)), backend("b", "1", ram=6), backend("pair", "0", "1")
     )
-    assert island.core.adopt_parked("a", 0.0, "sleep", {}, 6)
+    assert island.core.adopt_standby("a", 0.0, "sleep", {}, 6)
     assert island.steps(0.0) == []
     island.request("a", 1.0)
     assert island.steps(1.0) == ["start a"]
-    island.core.started("a", 2.0, "sleep")
+    island.core.loaded("a", 2.0, "sleep")
     for ticket in list(island.core.seats["a"].holders):
         island.core.release(ticket, 2.0)
     island.request("b", 3.0)
@@ -447,23 +447,23 @@ def test_of_sleepers_that_are_found_those_go_that_the_host_has_no_room_for():
     sleepers = [backend(name, str(gpu), rest=("sleep",)) for gpu, name in enumerate("abc")]
     island = short(12, *sleepers, backend("all", "0", "1", "2"))
     for name in "abc":
-        assert island.core.adopt_parked(name, 0.0, "sleep", {}, 5)
+        assert island.core.adopt_standby(name, 0.0, "sleep", {}, 5)
     assert island.steps(0.0) == ["demote a"]
-    island.core.stopped("a", 1.0)
+    island.core.evicted("a", 1.0)
     assert island.steps(1.0) == []
-    assert island.states() == {"a": "empty", "b": "parked", "c": "parked", "all": "empty"}
+    assert island.states() == {"a": "stopped", "b": "standby", "c": "standby", "all": "stopped"}
 
 
 def test_a_sleeper_that_cannot_be_stopped_spares_no_other():
     sleepers = [backend(name, str(gpu), rest=("sleep",)) for gpu, name in enumerate("ab")]
     island = short(12, *sleepers, backend("c", "2", ram=6), backend("all", "0", "1", "2"))
     for name in "ab":
-        assert island.core.adopt_parked(name, 0.0, "sleep", {}, 5)
+        assert island.core.adopt_standby(name, 0.0, "sleep", {}, 5)
     island.request("c", 1.0)
     assert island.steps(1.0) == ["demote a"]
-    island.core.stop_failed("a", 2.0, "no")
+    island.core.evict_failed("a", 2.0, "no")
     assert island.steps(2.0) == ["demote b"]
-    island.core.stopped("b", 3.0)
+    island.core.evicted("b", 3.0)
     assert island.steps(3.0) == ["start c"]
 
 
@@ -482,7 +482,7 @@ def often_called():
     for name in "abc":
         island.footprints.learn(name, "sleep", {}, {}, host_bytes=6)
         island.costs.learn("", name, "stop", 0.0, 10.0)
-    assert island.core.adopt_parked("a", 0.0, "sleep", {}, 8)
+    assert island.core.adopt_standby("a", 0.0, "sleep", {}, 8)
     island.with_resident("b")
     for at in range(1, 51):
         island.core.release(island.request("b", at / 10), at / 10)
@@ -493,9 +493,9 @@ def often_called():
 def test_who_is_often_called_stays_high_and_who_is_not_makes_way_for_it():
     island = often_called()
     assert island.steps(9.0) == ["demote a"]
-    island.core.stopped("a", 10.0)
+    island.core.evicted("a", 10.0)
     assert island.core.next_step(10.0) == Stop("b", "sleep")
-    island.core.stopped("b", 11.0, how="sleep", host_bytes=6)
+    island.core.evicted("b", 11.0, how="sleep", host_bytes=6)
     assert island.steps(11.0) == ["start c"]
 
 
@@ -516,7 +516,7 @@ def test_nobody_makes_way_for_one_that_is_worth_less():
 def test_who_cannot_make_way_is_not_waited_for():
     island = often_called()
     assert island.steps(9.0) == ["demote a"]
-    island.core.stop_failed("a", 10.0, "no")
+    island.core.evict_failed("a", 10.0, "no")
     assert island.core.next_step(10.0) == Stop("b", "stop")
 
 
@@ -563,13 +563,13 @@ def test_every_backend_is_loaded_once_before_anybody_asks():
     a, b = backend("a", rest=("sleep",), prepare=True), backend("b", prepare=True)
     island = Island(a, b)
     assert island.steps(0.0) == ["start a"]
-    island.core.started("a", 3.0)
+    island.core.loaded("a", 3.0)
     assert island.steps(3.0) == ["stop a"]
-    island.core.stopped("a", 4.0, how="sleep")
+    island.core.evicted("a", 4.0, how="sleep")
     assert island.steps(4.0) == ["start b"]
-    island.core.started("b", 9.0)
+    island.core.loaded("b", 9.0)
     assert island.steps(9.0) == []
-    assert island.states() == {"a": "parked", "b": "ready"}
+    assert island.states() == {"a": "standby", "b": "ready"}
     island.sound()
 
 
@@ -577,18 +577,18 @@ def test_who_was_prepared_and_rests_is_not_stopped_to_prepare_another():
     a, b = backend("a", vram=6, rest=("sleep",), prepare=True), backend("b", vram=9, prepare=True)
     island = Island(a, b, backend("c", vram=5, prepare=True), gpus=TEN)
     assert island.steps(0.0) == ["start a"]
-    island.core.started("a", 1.0)
+    island.core.loaded("a", 1.0)
     assert island.steps(1.0) == ["stop a"]
-    island.core.stopped("a", 2.0, {"0": 2}, "sleep")
+    island.core.evicted("a", 2.0, {"0": 2}, "sleep")
     assert island.steps(2.0) == ["start c"]
 
 
 def test_nor_to_spare_the_host():
     a, b = backend("a", "0", rest=("sleep",), prepare=True), backend("b", "0", prepare=True, ram=6)
     island = short(10, a, b)
-    assert island.core.adopt_parked("a", 0.0, "sleep", {}, 6)
+    assert island.core.adopt_standby("a", 0.0, "sleep", {}, 6)
     assert island.steps(0.0) == []
-    assert island.state("a") == "parked"
+    assert island.state("a") == "standby"
 
 
 def test_a_pair_is_prepared_after_those_that_share_its_gpus():
@@ -598,10 +598,10 @@ def test_a_pair_is_prepared_after_those_that_share_its_gpus():
     island = Island(*singles, backend("pair", "0", "1", prepare=True))
     for name in "ab":
         assert island.steps(0.0) == [f"start {name}"]
-        island.core.started(name, 0.0)
+        island.core.loaded(name, 0.0)
     assert island.steps(0.0) == ["stop a", "stop b"]
     for name in "ab":
-        island.core.stopped(name, 1.0, how="sleep")
+        island.core.evicted(name, 1.0, how="sleep")
     assert island.steps(1.0) == ["start pair"]
     island.sound()
 
@@ -610,7 +610,7 @@ def test_requests_go_before_preparing():
     island = Island(backend("a", prepare=True), backend("b"))
     island.request("b", 0.0)
     assert island.steps(0.0) == ["start b"]
-    island.core.started("b", 1.0)
+    island.core.loaded("b", 1.0)
     island.core.release(next(iter(island.core.seats["b"].holders)), 2.0)
     assert island.steps(2.0) == [], "who has had work is not put out for it"
 
@@ -619,9 +619,9 @@ def test_every_replica_is_prepared_for_the_same_reason():
     a, b = (backend(name, gpu, model="m", prepare=True) for name, gpu in zip("ab", "01", strict=True))
     island = Island(a, b)
     assert island.steps(0.0) == ["start a"]
-    island.core.started("a", 3.0)
+    island.core.loaded("a", 3.0)
     assert island.steps(3.0) == ["start b"]
-    reasons = {event.reason for event in island.log if event.kind == "starting"}
+    reasons = {event.reason for event in island.log if event.kind == "loading"}
     assert reasons == {"errand: prepared before anybody asks"}
 
 
@@ -630,7 +630,7 @@ def test_what_fails_to_load_is_not_prepared_again():
 
     island = Island(backend("a", prepare=True))
     island.steps(0.0)
-    island.core.start_failed("a", 1.0, LoadError("broken"))
+    island.core.load_failed("a", 1.0, LoadError("broken"))
     assert island.steps(1e6) == []
 
 
@@ -638,7 +638,7 @@ def test_a_request_joins_the_load_that_prepares_its_model():
     island = Island(backend("a", prepare=True))
     assert island.steps(0.0) == ["start a"]
     ticket = island.request("a", 1.0)
-    island.core.started("a", 3.0)
+    island.core.loaded("a", 3.0)
     assert ticket.backend == "a"
 
 

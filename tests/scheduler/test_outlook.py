@@ -15,7 +15,7 @@ DRAIN = 30.0
 
 def ask(island: Island, model: str, at: float, said: Said | None = None) -> Outlook:
     before = repr(island.core), len(island.log), repr(island.core.lines)
-    loading = [seat for seat in island.core.seats_of(model) if seat.state == "starting"]
+    loading = [seat for seat in island.core.seats_of(model) if seat.state == "loading"]
     far = progress(at - loading[0].since, island.core.expected_load(loading[0]), said) if loading else None
     found = outlook(island.core, model, at, DRAIN, far)
     assert (repr(island.core), len(island.log), repr(island.core.lines)) == before, "asking changes nothing"
@@ -116,7 +116,7 @@ def test_a_load_from_elsewhere_is_better_than_a_guess() -> None:
     assert ask(island, "b", 1.0).because.endswith("; then its load takes 4.0 s.")
     island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]
-    island.core.stopped("a", 2.0)
+    island.core.evicted("a", 2.0)
     assert island.steps(2.0) == ["start b"]
     assert ask(island, "b", 3.0).because == (
         "it has been loading for 1.0 s (25%, 3 s left); loads have taken 4.0 s."
@@ -137,7 +137,7 @@ def test_the_gpu_may_be_in_another_swap() -> None:
     island = Island(A, B, C)
     island.request("a", 0.0)
     island.steps(0.0)
-    assert ask(island, "c", 1.0).because.startswith("its GPUs are not free: a is starting; ")
+    assert ask(island, "c", 1.0).because.startswith("its GPUs are not free: a is loading; ")
 
 
 def test_a_resident_may_stay_for_its_time() -> None:
@@ -151,7 +151,7 @@ def test_a_refusal_says_what_the_client_would_read() -> None:
     island = Island(A, B)
     island.request("a", 0.0)
     island.steps(0.0)
-    island.core.start_failed("a", 1.0, LoadError("exited with code 1"))
+    island.core.load_failed("a", 1.0, LoadError("exited with code 1"))
     found = ask(island, "a", 2.0)
     assert found.verdict == "refused"
     assert found.sentence == (

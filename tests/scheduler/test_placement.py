@@ -43,13 +43,13 @@ def test_the_reserve_is_given_to_nobody():
     assert missing(placement, "b") == {"0": 1}
 
 
-@pytest.mark.parametrize("state", ["starting", "ready", "draining", "stopping", "stuck"])
+@pytest.mark.parametrize("state", ["loading", "ready", "draining", "evicting", "stuck"])
 def test_from_its_start_until_it_is_gone_a_backend_holds_its_gpus(state):
     assert missing(placed(one("a"), one("b"), a=state), "b") == {"0": 1}
 
 
 def test_what_is_parked_holds_what_it_left_behind():
-    placement = placed(one("a", vram=10), one("b", vram=10), gpus=TWENTY, a="parked")
+    placement = placed(one("a", vram=10), one("b", vram=10), gpus=TWENTY, a="standby")
     assert missing(placement, "b") == {"0": -8}
     placement.seats["a"].residual = {"0": 9}
     assert missing(placement, "b") == {"0": 1}
@@ -62,7 +62,7 @@ def test_what_is_parked_holds_what_it_left_behind():
         ({}, set(), []),
         ({"a": "ready"}, set(), ["a"]),
         ({"a": "ready"}, {"0"}, None),
-        ({"a": "starting"}, set(), None),
+        ({"a": "loading"}, set(), None),
         ({"a": "draining"}, set(), None),
         ({"pair": "ready"}, set(), ["pair"]),
         ({"pair": "ready"}, {"1"}, None),
@@ -103,16 +103,16 @@ def test_the_victims_are_those_that_the_preemption_names_among_all_that_can_go()
         placement = Placement(backends, (Gpu("0", vram=12), Gpu("1", vram=12)), LeastRecentlyUsed())
         target, *others = placement.seats.values()
         for seat in others:
-            seat.state = draw.choice(("empty", "ready", "ready", "parked", "stopping"))
-            seat.residual = dict.fromkeys(seat.holds, 1) if seat.state == "parked" else {}
+            seat.state = draw.choice(("stopped", "ready", "ready", "standby", "evicting"))
+            seat.residual = dict.fromkeys(seat.holds, 1) if seat.state == "standby" else {}
             seat.last_used = draw.random()
-        busy = {gpu for seat in others if seat.state == "stopping" for gpu in seat.holds}
+        busy = {gpu for seat in others if seat.state == "evicting" for gpu in seat.holds}
         staying = {seat.name for seat in others if draw.random() < 0.2}
         shares = target.backend.vram is not None
         able = [
             Candidate(seat.name, seat.occupies, 0, seat.used, seat.backend.priority)
             for seat in others
-            if seat.state == "ready" or (seat.state == "parked" and shares)
+            if seat.state == "ready" or (seat.state == "standby" and shares)
             if not (seat.pinned and seat.state == "ready") and seat.name not in staying
             if seat.holds.keys() & target.holds.keys() and not seat.holds.keys() & busy
         ]
@@ -165,6 +165,6 @@ def test_gpus_are_tied_by_sets_and_by_replicas(backends, expected):
 
 
 def test_who_needs_a_gpu_whole_takes_what_the_parked_leave():
-    placement = placed(one("a", vram=10), one("b"), gpus=TWENTY, a="parked")
+    placement = placed(one("a", vram=10), one("b"), gpus=TWENTY, a="standby")
     placement.seats["a"].residual = {"0": 2}
     assert placement.missing(placement.seats["b"]) == {"0": 0}

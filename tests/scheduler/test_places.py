@@ -66,7 +66,7 @@ def test_of_a_line_that_waited_for_the_load_as_many_are_leased_as_there_are_plac
     waiting = [island.request("a", at) for at in (1.0, 2.0, 3.0)]
     only_load = island.request("a", 4.0, leases=False)
     assert island.steps(4.0) == ["start a"]
-    island.core.started("a", 9.0)
+    island.core.loaded("a", 9.0)
     assert [each.backend for each in waiting] == ["a", "a", None]
     assert only_load.backend == "a"
     island.core.release(waiting[0], 10.0)
@@ -110,9 +110,9 @@ def test_the_line_of_a_model_that_was_put_out_is_overdue_max_wait_after_that_not
     assert island.steps(100.0) == []
     island.core.release(first, 110.0)
     assert island.steps(110.0) == ["stop a"]
-    island.core.stopped("a", 111.0)
+    island.core.evicted("a", 111.0)
     assert island.steps(111.0) == ["start b"]
-    island.core.started("b", 120.0)
+    island.core.loaded("b", 120.0)
     assert island.steps(120.0) == []
     assert island.until == 160.0
     island.core.release(island.core.settled[-1], 130.0)
@@ -127,7 +127,7 @@ def test_the_line_of_a_model_that_died_loads_it_again():
     at = island.core.seats["a"].loaded + SOON_SECONDS + 0.5
     island.core.died("a", at, "killed")
     assert island.steps(at) == ["start a"]
-    island.core.started("a", 5.0)
+    island.core.loaded("a", 5.0)
     assert waiting.backend == "a"
 
 
@@ -149,7 +149,7 @@ def test_who_waits_for_a_place_may_wait_for_another_replica():
     island.request("m", 1.0)
     waiting = [island.request("m", 1.0) for _ in range(9)]
     assert island.steps(20.0) == ["start r1"]
-    island.core.started("r1", 21.0)
+    island.core.loaded("r1", 21.0)
     assert [each.backend for each in waiting[:2]] == ["r1", None]
     assert check(island.log, island.config) == []
 
@@ -218,12 +218,12 @@ def test_a_line_that_waited_for_a_load_is_taken_in_turns_too_and_a_failed_one_is
     for sender in "aab":
         island.request("a", 1.0, sender=sender)
     assert island.steps(1.0) == ["start a"]
-    island.core.start_failed("a", 2.0, LoadError("no"))
+    island.core.load_failed("a", 2.0, LoadError("no"))
     island.core.settled.clear()
     for sender in "ccd":
         island.request("a", 100.0, sender=sender)
     assert island.steps(100.0) == ["start a"]
-    island.core.started("a", 101.0)
+    island.core.loaded("a", 101.0)
     assert [ticket.sender for ticket in island.core.settled] == ["c", "d"]
 
 
@@ -237,7 +237,7 @@ def test_a_sender_whose_client_left_is_passed_over():
 
 LOG = [
     Event(0.0, "queued", "a", "", 1, 1),
-    Event(0.0, "starting", "a", "a"),
+    Event(0.0, "loading", "a", "a"),
     Event(1.0, "ready", "a", "a"),
     Event(1.0, "leased", "a", "a", 1, 1, 1.0),
 ]

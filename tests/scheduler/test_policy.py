@@ -43,7 +43,7 @@ def seen(*lines, now=10.0, residents=(), swapping=()):
 A_IS_UP = (Resident("a", "a", since=1.0, leases=0, last_used=8.0),)
 OLD = Line("b", waiting=2, oldest=3.0, newest=9.5, evicts=("a",), load_seconds=12.0)
 YOUNG = Line("c", waiting=1, oldest=9.0, newest=9.0, evicts=("a",))
-B_COMES = (Swapping("b", evicts=("z",), state="stopping", since=8.0),)
+B_COMES = (Swapping("b", evicts=("z",), state="evicting", since=8.0),)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_p1_a_request_that_arrives_in_mid_swap_is_decided_like_any_other():
 def test_p2_a_lone_request_goes_when_it_has_waited_long_enough_though_no_other_arrives():
     log = played("cost_aware", [Request(20.0, "b", 1.0)], window=1000.0)
     assert moments(log, "draining", "a") == [35.0]
-    assert [event.reason for event in log if event.kind == "starting"] == ["1 waiting, waited long enough"]
+    assert [event.reason for event in log if event.kind == "loading"] == ["1 waiting, waited long enough"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -502,7 +502,7 @@ def test_p5_a_deferral_whose_requests_have_left_loads_nothing(policy):
     trace = sorted([*endless("a", 40.0), Request(20.125, "b", 1.0, patience=0.5), Request(60.0, "a", 1.0)])
     log = played(policy, trace)
     assert [event.kind for event in log if event.model == "b"][-1] == "gone"
-    assert moments(log, "starting", "b") == []
+    assert moments(log, "loading", "b") == []
 
 
 def test_p6_who_has_left_counts_neither_as_number_nor_as_age():

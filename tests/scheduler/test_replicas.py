@@ -105,7 +105,7 @@ def test_a_replica_that_is_not_resident_is_ruled_out_by_its_state(rig: Rig) -> N
     rig.mux.died("a", "killed")
     b, a = explained(rig)["stages"]["neutral"]
     assert (b["backend"], b["chosen"]) == ("b", True)
-    assert a == {"backend": "a", "chosen": False, "removed_by": "empty", "metrics": {}}
+    assert a == {"backend": "a", "chosen": False, "removed_by": "stopped", "metrics": {}}
     rig.mux.died("b", "killed")
     assert [row["chosen"] for row in explained(rig)["stages"]["neutral"]] == [False, False]
 

@@ -75,7 +75,7 @@ class Island:
     def with_resident(self, name, at=0.0):
         self.request(self.core.seats[name].model, at, leases=False)
         assert self.steps(at) == [f"start {name}"]
-        self.core.started(name, at)
+        self.core.loaded(name, at)
         assert self.steps(at) == []
         return self
 
@@ -102,13 +102,13 @@ def test_the_first_request_loads_and_the_second_reuses():
     first = island.request("a", 1.0)
     assert island.steps(1.0) == ["start a"]
     assert first.backend is None
-    island.core.started("a", 4.0)
+    island.core.loaded("a", 4.0)
     assert first.backend == "a"
     assert island.core.settled == [first]
     second = island.request("a", 5.0)
     assert second.backend == "a"
     assert island.steps(5.0) == []
-    assert island.tell() == ["queued a", "starting a", "ready a", "leased a", "leased a"]
+    assert island.tell() == ["queued a", "loading a", "ready a", "leased a", "leased a"]
     assert [e.seconds for e in island.log if e.kind in ("ready", "leased")] == [3.0, 3.0, 0.0]
     island.sound()
 
@@ -117,10 +117,10 @@ def test_a_swap_stops_the_old_backend_before_it_starts_the_new():
     island = Island(A, B).with_resident("a")
     waiting = island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]
-    assert island.states() == {"a": "stopping", "b": "empty"}
-    island.core.stopped("a", 2.0)
+    assert island.states() == {"a": "evicting", "b": "stopped"}
+    island.core.evicted("a", 2.0)
     assert island.steps(2.0) == ["start b"]
-    island.core.started("b", 5.0)
+    island.core.loaded("b", 5.0)
     assert waiting.backend == "b"
     assert island.steps(5.0) == []
     island.sound()
@@ -134,7 +134,7 @@ def test_any_number_of_requests_for_the_resident_stop_nothing():
     for ticket in tickets:
         island.core.release(ticket, 2.0)
     assert island.steps(2.0) == []
-    assert island.tell("stopping", "starting") == ["starting a"]
+    assert island.tell("evicting", "loading") == ["loading a"]
     island.sound()
 
 
@@ -175,16 +175,16 @@ def test_a_load_is_cancelled_by_hand_and_who_waits_for_it_is_told_so():
     assert island.steps(2.0) == ["cancel a"]
     assert island.steps(2.5) == []
     island.core.load_cancelled("a", 3.0)
-    assert (island.state("a"), island.steps(3.0)) == ("empty", [])
+    assert (island.state("a"), island.steps(3.0)) == ("stopped", [])
     assert not island.core.unload_requested("a", 4.0, "unload requested")
     told = [(e.kind, e.reason, e.target) for e in island.log[2:] if not e.ticket]
-    assert told == [("cancelling", "unload requested", ""), ("empty", "", "")]
+    assert told == [("cancelling", "unload requested", ""), ("stopped", "", "")]
     island.sound()
 
 
 def test_what_was_cancelled_has_no_cool_down_and_counts_as_no_failure():
     island, _ = loading("a")
-    island.core.start_failed("a", 1.0, LoadError("no"))
+    island.core.load_failed("a", 1.0, LoadError("no"))
     island.request("a", 6.0)
     assert island.steps(6.0) == ["start a"]
     island.core.unload_requested("a", 7.0, "unload requested")
@@ -193,7 +193,7 @@ def test_what_was_cancelled_has_no_cool_down_and_counts_as_no_failure():
     again = island.request("a", 8.0)
     assert (again.error, island.steps(8.0)) == (None, ["start a"])
     assert island.core.seats["a"].failed_starts == 1
-    island.core.started("a", 9.0)
+    island.core.loaded("a", 9.0)
     island.sound()
 
 
@@ -205,7 +205,7 @@ def test_who_comes_while_a_load_is_being_cancelled_waits_for_the_next():
     assert (island.steps(2.0), late.settled) == ([], False)
     island.core.load_cancelled("a", 3.0)
     assert island.steps(3.0) == ["start a"]
-    island.core.started("a", 4.0)
+    island.core.loaded("a", 4.0)
     assert late.backend == "a"
     island.sound()
 
@@ -215,7 +215,7 @@ def test_who_comes_before_the_load_is_cancelled_has_it_go_on():
     island.core.unload_requested("a", 1.0, "unload requested")
     late = island.request("a", 1.0)
     assert island.steps(1.0) == []
-    island.core.started("a", 2.0)
+    island.core.loaded("a", 2.0)
     assert late.backend == "a"
     island.sound()
 
@@ -225,23 +225,23 @@ def test_a_load_that_has_just_succeeded_when_it_is_cancelled_is_unloaded():
     island.core.unload_requested("a", 1.0, "unload requested")
     assert island.steps(1.0) == ["cancel a"]
     late = island.request("a", 1.5)
-    island.core.started("a", 2.0)
+    island.core.loaded("a", 2.0)
     assert (late.backend, island.state("a"), island.steps(2.0)) == ("a", "draining", [])
     island.core.release(late, 3.0)
     assert island.steps(3.0) == ["stop a"]
-    island.core.stopped("a", 4.0)
+    island.core.evicted("a", 4.0)
     assert island.steps(4.0) == []
     island.sound()
 
 
-@pytest.mark.parametrize("failure", ["start_failed", "stop_failed"])
+@pytest.mark.parametrize("failure", ["load_failed", "evict_failed"])
 def test_a_load_that_fails_while_it_is_cancelled_has_no_cool_down_unless_it_cannot_be_stopped(failure):
     island, _ = loading("a")
     island.core.unload_requested("a", 1.0, "unload requested")
     island.steps(1.0)
     FACTS[failure](island.core, 2.0)
     assert island.core.seats["a"].failed_starts == 0
-    if failure == "start_failed":
+    if failure == "load_failed":
         assert island.request("a", 2.0).error is None
         assert island.steps(2.0) == ["start a"]
     else:
@@ -256,7 +256,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_cancelled_for_a_line_that_need
     assert island.steps(2.0) == ["cancel a"]
     island.core.load_cancelled("a", 3.0)
     assert island.steps(3.0) == ["start b"]
-    island.core.started("b", 4.0)
+    island.core.loaded("b", 4.0)
     assert waiting.backend == "b"
     assert [(e.at, e.target) for e in island.log if e.kind == "cancelling"] == [(2.0, "b")]
     island.sound()
@@ -277,7 +277,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_finished_if_nobody_needs_its_g
     island.core.give_up(first, 1.0)
     island.request("b", 2.0)
     assert island.steps(2.0) == ["start b"]
-    island.core.started("a", 3.0)
+    island.core.loaded("a", 3.0)
     assert island.state("a") == "ready"
 
 
@@ -322,7 +322,7 @@ def test_all_loads_are_cancelled_that_a_line_of_several_gpus_needs():
     assert island.steps(4.0) == []
     island.core.load_cancelled("b", 5.0)
     assert island.steps(5.0) == ["start t"]
-    island.core.started("t", 6.0)
+    island.core.loaded("t", 6.0)
     assert waiting.backend == "t"
     island.sound()
 
@@ -339,8 +339,8 @@ def test_who_waits_while_its_gpu_is_being_freed_is_told_that_the_model_was_unloa
     assert island.steps(5.0) == ["stop a"]
     assert island.core.unload_requested("b", 6.0, "unload requested")
     assert island.steps(6.0) == []
-    island.core.stopped("a", 7.0)
-    assert (island.steps(7.0), island.states()) == ([], {"a": "empty", "b": "empty"})
+    island.core.evicted("a", 7.0)
+    assert (island.steps(7.0), island.states()) == ([], {"a": "stopped", "b": "stopped"})
     island.sound()
 
 
@@ -357,12 +357,12 @@ def test_a_replica_that_is_being_loaded_is_unloaded_with_the_others():
     island = Island(backend("r0", "0", model="m"), backend("r1", "1", model="m"), backend("a", "1"))
     first = island.request("m", 0.0)
     assert island.steps(0.0) == ["start r0"]
-    island.core.started("r0", 1.0)
+    island.core.loaded("r0", 1.0)
     behind = [island.request("m", 1.0) for _ in range(30)]
     assert island.steps(20.0) == ["start r1"]
     assert island.core.unload_requested("m", 21.0, "unload requested")
     assert island.steps(21.0) == ["cancel r1"]
-    assert island.states() == {"r0": "draining", "r1": "cancelling", "a": "empty"}
+    assert island.states() == {"r0": "draining", "r1": "cancelling", "a": "stopped"}
     assert ends(island, first, *behind) == ["r0"] * 31
 
 
@@ -395,9 +395,9 @@ def test_a_drain_that_takes_too_long_severs_what_is_left():
     assert step == Stop("a", "stop", (laggard,))
     assert (ended.severed, laggard.severed) == (None, Cause("evicted", "b", 30.0))
     assert [(e.ticket, e.seconds) for e in island.log if e.kind == "severed"] == [(laggard.id, 30.0)]
-    island.core.stopped("a", 33.0)
+    island.core.evicted("a", 33.0)
     island.steps(33.0)
-    island.core.started("b", 34.0)
+    island.core.loaded("b", 34.0)
     island.sound()
 
 
@@ -464,14 +464,14 @@ def test_a_late_request_for_the_victim_neither_extends_the_drain_nor_is_lost():
     assert not late.settled
     assert island.steps(6.9) == []
     assert island.steps(7.0) == ["stop a"]
-    island.core.stopped("a", 8.0)
+    island.core.evicted("a", 8.0)
     assert island.steps(8.0) == ["start b"]
-    island.core.started("b", 9.0)
+    island.core.loaded("b", 9.0)
     assert island.steps(9.0) == []  # b's one request holds its lease; a waits for it
     assert island.steps(14.0) == ["stop b"]
-    island.core.stopped("b", 15.0)
+    island.core.evicted("b", 15.0)
     assert island.steps(15.0) == ["start a"]
-    island.core.started("a", 16.0)
+    island.core.loaded("a", 16.0)
     assert late.backend == "a"
     island.sound()
 
@@ -482,9 +482,9 @@ def test_a_release_after_the_severing_is_harmless_even_when_the_backend_is_back(
     for moment, target, victim in ((2.0, "b", "a"), (3.0, "a", "b")):
         island.request(target, moment, leases=False)
         assert island.steps(moment) == [f"stop {victim}"]
-        island.core.stopped(victim, moment)
+        island.core.evicted(victim, moment)
         assert island.steps(moment) == [f"start {target}"]
-        island.core.started(target, moment)
+        island.core.loaded(target, moment)
     new = island.request("a", 4.0)
     island.core.release(old, 5.0)
     assert list(island.core.seats["a"].holders) == [new]
@@ -502,10 +502,10 @@ def test_a_severed_lease_does_not_hold_up_the_next_eviction_of_its_model():
         moment += drain
         if drain:
             assert island.steps(moment) == [f"stop {victim}"]
-        assert island.state(victim) == "stopping"
-        island.core.stopped(victim, moment)
+        assert island.state(victim) == "evicting"
+        island.core.evicted(victim, moment)
         island.steps(moment)
-        island.core.started(target, moment)
+        island.core.loaded(target, moment)
     island.sound()
 
 
@@ -527,14 +527,14 @@ def test_of_two_swaps_wanted_during_one_drain_one_wins_and_the_other_follows():
     assert island.steps(3.0) == []
     island.core.release(lease, 4.0)
     assert island.steps(4.0) == ["stop a"]
-    island.core.stopped("a", 5.0)
+    island.core.evicted("a", 5.0)
     assert island.steps(5.0) == ["start b"]
-    island.core.started("b", 6.0)
+    island.core.loaded("b", 6.0)
     island.core.release(next(iter(island.core.seats["b"].holders)), 7.0)
     assert island.steps(7.0) == ["stop b"]
-    island.core.stopped("b", 8.0)
+    island.core.evicted("b", 8.0)
     assert island.steps(8.0) == ["start c"]
-    assert island.tell("starting") == ["starting a", "starting b", "starting c"]
+    assert island.tell("loading") == ["loading a", "loading b", "loading c"]
 
 
 def test_a_victim_of_several_is_stopped_as_soon_as_it_is_idle():
@@ -544,11 +544,11 @@ def test_a_victim_of_several_is_stopped_as_soon_as_it_is_idle():
     island.request("c", 2.0)
     assert island.steps(2.0) == ["stop a"]
     assert island.state("b") == "draining"
-    island.core.stopped("a", 3.0)
+    island.core.evicted("a", 3.0)
     assert island.steps(3.0) == []
     island.core.release(lease, 4.0)
     assert island.steps(4.0) == ["stop b"]
-    island.core.stopped("b", 5.0)
+    island.core.evicted("b", 5.0)
     assert island.steps(5.0) == ["start c"]
 
 
@@ -559,16 +559,16 @@ def test_forty_alternating_requests_cost_two_loads():
     island = Island(A, B)
     tickets = [island.request("ab"[n % 2], 0.0) for n in range(40)]
     assert island.steps(0.0) == ["start a"]
-    island.core.started("a", 3.0)
+    island.core.loaded("a", 3.0)
     for ticket in tickets[::2]:
         assert ticket.backend == "a"
         island.core.release(ticket, 4.0)
     assert island.steps(4.0) == ["stop a"]
-    island.core.stopped("a", 5.0)
+    island.core.evicted("a", 5.0)
     assert island.steps(5.0) == ["start b"]
-    island.core.started("b", 6.0)
+    island.core.loaded("b", 6.0)
     assert all(ticket.backend for ticket in tickets)
-    assert len(island.tell("starting")) == 2
+    assert len(island.tell("loading")) == 2
     island.sound()
 
 
@@ -577,9 +577,9 @@ def test_a_fresh_resident_serves_its_whole_line_before_it_may_be_put_out():
     line = [island.request("b", 1.0) for _ in range(5)]
     island.steps(1.0)
     island.request("a", 1.5)
-    island.core.stopped("a", 2.0)
+    island.core.evicted("a", 2.0)
     island.steps(2.0)
-    island.core.started("b", 3.0)
+    island.core.loaded("b", 3.0)
     assert [ticket.backend for ticket in line] == ["b"] * 5
     assert island.steps(3.0) == []
     assert island.state("b") == "draining"
@@ -720,7 +720,7 @@ def test_the_policy_is_asked_again_at_the_moment_it_named_even_if_nobody_waits()
     assert island.steps(11.0) == []
     assert island.until == 12.0
     assert island.steps(12.0) == ["stop a"]
-    island.core.stopped("a", 13.0)
+    island.core.evicted("a", 13.0)
     assert island.steps(13.0) == []
     assert island.until == inf
 
@@ -742,9 +742,9 @@ def test_a_pinned_model_is_kept_until_it_is_unpinned():
     island.core.pin_requested("a", 101.0, False)
     waits = island.request("b", 102.0)
     assert island.steps(102.0) == ["stop a"]
-    island.core.stopped("a", 103.0)
+    island.core.evicted("a", 103.0)
     assert island.steps(103.0) == ["start b"]
-    island.core.started("b", 104.0)
+    island.core.loaded("b", 104.0)
     assert waits.backend == "b"
     assert island.tell("pinned", "unpinned") == ["pinned a", "unpinned a"]
     island.sound()
@@ -769,10 +769,10 @@ def test_a_model_may_be_pinned_before_it_is_resident():
     island.core.pin_requested("a", 1.0, True)
     shut_out = island.request("a", 2.0)
     assert island.steps(2.0) == ["stop b"]
-    island.core.stopped("b", 3.0)
+    island.core.evicted("b", 3.0)
     assert island.steps(3.0) == ["start a"]
     assert isinstance(island.request("b", 3.5).error, DoesNotFit)
-    island.core.started("a", 4.0)
+    island.core.loaded("a", 4.0)
     assert shut_out.backend == "a"
     island.sound()
 
@@ -800,11 +800,11 @@ def test_where_the_pinned_victim_stays_another_goes():
     island.request("a", 2.0)
     waits = island.request("c", 3.0)
     assert island.steps(3.0) == []
-    assert island.states() == {"a": "ready", "b": "draining", "c": "empty"}
+    assert island.states() == {"a": "ready", "b": "draining", "c": "stopped"}
     island.core.pin_requested("b", 4.0, True)
     assert waits.error is None
     assert island.steps(4.0) == []
-    assert island.states() == {"a": "draining", "b": "ready", "c": "empty"}
+    assert island.states() == {"a": "draining", "b": "ready", "c": "stopped"}
     assert check(island.log, island.config) == []
 
 
@@ -813,12 +813,12 @@ def test_a_pinned_model_that_rests_makes_room_by_its_memory():
     island = Island(resting, backend("b", vram=8), gpus=TEN).with_resident("a")
     island.core.unload_requested("a", 1.0, "unload requested")
     assert island.steps(1.0) == ["stop a"]
-    island.core.stopped("a", 2.0, {"0": 3}, "sleep")
+    island.core.evicted("a", 2.0, {"0": 3}, "sleep")
     waits = island.request("b", 3.0)
     assert island.steps(3.0) == ["demote a"]
-    island.core.stopped("a", 4.0)
+    island.core.evicted("a", 4.0)
     assert island.steps(4.0) == ["start b"]
-    island.core.started("b", 5.0)
+    island.core.loaded("b", 5.0)
     assert waits.backend == "b"
     island.sound()
 
@@ -833,7 +833,7 @@ def test_a_pinned_model_that_was_told_to_go_is_waited_for():
     assert island.steps(3.5) == []
     island.core.release(lease, 4.0)
     assert island.steps(4.0) == ["stop a"]
-    island.core.stopped("a", 5.0)
+    island.core.evicted("a", 5.0)
     assert island.steps(5.0) == ["start b"]
     assert waits.error is None
 
@@ -902,7 +902,7 @@ def test_a_held_line_goes_at_once_when_the_resident_has_died():
     island, waiting = held_back()
     island.core.died("a", 1.5, "killed")
     assert island.steps(1.5) == ["start b"]
-    island.core.started("b", 2.0)
+    island.core.loaded("b", 2.0)
     assert waiting.backend == "b"
     island.sound()
 
@@ -912,7 +912,7 @@ def test_a_held_line_goes_at_once_when_the_resident_was_unloaded():
     island.core.unload_requested("a", 1.5, "unload requested")
     assert island.steps(1.5) == ["stop a"]
     assert island.steps(1.75) == []
-    island.core.stopped("a", 2.0)
+    island.core.evicted("a", 2.0)
     assert island.steps(2.0) == ["start b"]
 
 
@@ -925,7 +925,7 @@ def test_a_line_that_begins_while_another_is_held_back_is_decided_with_it():
     island.request("b", 2.0)
     assert (island.steps(2.0), island.until) == ([], 3.5)
     assert island.steps(3.5) == ["stop a"]
-    island.core.stopped("a", 4.0)
+    island.core.evicted("a", 4.0)
     assert island.steps(4.0) == ["start c"]
 
 
@@ -943,9 +943,9 @@ def test_a_request_for_the_old_model_in_mid_swap_does_not_skip_the_policy():
     island.steps(1.0)
     island.steps(3.0)
     island.request("a", 3.5)
-    island.core.stopped("a", 4.0)
+    island.core.evicted("a", 4.0)
     island.steps(4.0)
-    island.core.started("b", 5.0)
+    island.core.loaded("b", 5.0)
     assert island.steps(5.0) == []
     assert island.state("b") == "ready"
     assert island.until == 5.5
@@ -958,12 +958,12 @@ def test_the_timer_of_a_held_swap_survives_a_failed_one():
     island.request("b", 1.0)
     island.steps(1.0)
     assert island.steps(3.0) == ["stop a"]
-    island.core.stopped("a", 4.0)
+    island.core.evicted("a", 4.0)
     assert island.steps(4.0) == ["start b"]
     island.request("a", 4.5)
-    island.core.start_failed("b", 5.0, LoadError("no"))
+    island.core.load_failed("b", 5.0, LoadError("no"))
     assert island.steps(5.0) == ["start a"]  # there is room: nothing to hold back
-    island.core.started("a", 6.0)
+    island.core.loaded("a", 6.0)
     island.request("c", 6.5)
     assert island.steps(6.5) == []
     assert island.until == 8.5
@@ -1003,9 +1003,9 @@ def test_a_swap_that_has_begun_is_finished_even_for_nobody():
     waiting = island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]
     island.core.give_up(waiting, 2.0)
-    island.core.stopped("a", 3.0)
+    island.core.evicted("a", 3.0)
     assert island.steps(3.0) == ["start b"]
-    island.core.started("b", 4.0)
+    island.core.loaded("b", 4.0)
     assert island.steps(4.0) == []
     island.sound()
 
@@ -1028,14 +1028,14 @@ def test_after_a_failed_start_its_waiters_fail_and_the_others_are_served():
     broken = island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]
     other = island.request("a", 1.5)
-    island.core.stopped("a", 2.0)
+    island.core.evicted("a", 2.0)
     assert island.steps(2.0) == ["start b"]
-    island.core.start_failed("b", 4.0, LoadError("exited with code 1", log=("bad weights",)))
+    island.core.load_failed("b", 4.0, LoadError("exited with code 1", log=("bad weights",)))
     assert (broken.error.status, broken.error.code) == (503, "load_failed")
     assert "exited with code 1" in broken.error.message
     assert "bad weights" in broken.error.message
     assert island.steps(4.0) == ["start a"]
-    island.core.started("a", 5.0)
+    island.core.loaded("a", 5.0)
     assert other.backend == "a"
     island.sound()
 
@@ -1045,14 +1045,14 @@ def test_when_every_start_fails_the_island_is_empty_and_a_later_request_tries_ag
     for now, name in enumerate("ab"):
         ticket = island.request(name, now)
         assert island.steps(now) == [f"start {name}"]
-        island.core.start_failed(name, now + 1, LoadError("no"))
+        island.core.load_failed(name, now + 1, LoadError("no"))
         assert ticket.error
         assert island.steps(now + 1) == []
-    assert set(island.states().values()) == {"empty"}
+    assert set(island.states().values()) == {"stopped"}
     later = island.request("a", 6.0)
     assert not later.settled
     assert island.steps(6.0) == ["start a"]
-    island.core.started("a", 7.0)
+    island.core.loaded("a", 7.0)
     assert later.backend == "a"
     island.sound()
 
@@ -1063,15 +1063,15 @@ def test_ten_requests_for_a_broken_model_put_the_resident_out_once():
         ticket = island.request("b", n / 4)
         for step in island.steps(n / 4):
             assert step == "stop a"
-            island.core.stopped("a", n / 4)
+            island.core.evicted("a", n / 4)
             assert island.steps(n / 4) == ["start b"]
-            island.core.start_failed("b", n / 4, LoadError("no"))
+            island.core.load_failed("b", n / 4, LoadError("no"))
             island.request("a", n / 4, leases=False)
             assert island.steps(n / 4) == ["start a"]
-            island.core.started("a", n / 4)
+            island.core.loaded("a", n / 4)
         assert ticket.error.code == "load_failed"
         assert 1.0 <= ticket.error.retry_after <= 5.0
-    assert island.tell("starting") == ["starting a", "starting b", "starting a"]
+    assert island.tell("loading") == ["loading a", "loading b", "loading a"]
     island.sound()
 
 
@@ -1081,13 +1081,13 @@ def test_the_cool_down_doubles_up_to_five_minutes_and_a_success_ends_it():
     for _ in range(9):
         island.request("a", now)
         assert island.steps(now) == ["start a"]
-        island.core.start_failed("a", now, LoadError("no"))
+        island.core.load_failed("a", now, LoadError("no"))
         pauses.append(island.core.seats["a"].retry_at - now)
         now = island.core.seats["a"].retry_at
     assert pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, 300.0]
     island.request("a", now)
     island.steps(now)
-    island.core.started("a", now)
+    island.core.loaded("a", now)
     assert island.core.seats["a"].failed_starts == 0
     island.sound()
 
@@ -1096,7 +1096,7 @@ def test_nothing_is_started_on_top_of_a_backend_that_could_not_be_stopped():
     island = Island(A, B).with_resident("a")
     waiting = island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]
-    island.core.stop_failed("a", 2.0, "docker does not answer")
+    island.core.evict_failed("a", 2.0, "docker does not answer")
     assert island.steps(2.0) == []
     assert (waiting.error.status, waiting.error.code) == (503, "stuck")
     assert "docker does not answer" in waiting.error.message
@@ -1113,16 +1113,16 @@ def test_a_stuck_backend_is_stopped_again_until_it_works():
     island.steps(0.0)
     now = 0.0
     for pause in (5.0, 10.0, 20.0, 40.0, 60.0, 60.0):
-        island.core.stop_failed("a", now, "no")
+        island.core.evict_failed("a", now, "no")
         assert island.steps(now) == []
         now += pause
         assert island.until == now
         assert island.steps(now) == ["stop a"]
     late = island.request("b", now)
     assert not late.settled
-    island.core.stopped("a", now)
+    island.core.evicted("a", now)
     assert island.steps(now) == ["start b"]
-    island.core.started("b", now)
+    island.core.loaded("b", now)
     island.sound()
 
 
@@ -1130,22 +1130,22 @@ def test_the_retry_of_a_stop_is_not_taken_for_a_drain():
     island = Island(A, B).with_resident("a")
     island.request("b", 1.0)
     island.steps(1.0)
-    island.core.stop_failed("a", 2.0, "no")
+    island.core.evict_failed("a", 2.0, "no")
     island.steps(2.0)
     island.steps(7.0)
-    assert [event.seconds for event in island.log if event.kind == "stopping"] == [0.0, 0.0]
+    assert [event.seconds for event in island.log if event.kind == "evicting"] == [0.0, 0.0]
 
 
 def test_a_start_that_could_not_be_cleaned_up_is_stuck():
     island = Island(A, B)
     waiting = island.request("a", 0.0)
     island.steps(0.0)
-    island.core.stop_failed("a", 1.0, "half started")
+    island.core.evict_failed("a", 1.0, "half started")
     assert waiting.error.code == "stuck"
     assert island.request("b", 2.0).error.code == "stuck"
     assert island.steps(6.0) == ["stop a"]
     early = island.request("a", 6.5)
-    island.core.stopped("a", 7.0)
+    island.core.evicted("a", 7.0)
     assert island.request("b", 8.0).error is None
     assert early.error.code == "load_failed"
 
@@ -1156,12 +1156,12 @@ def test_broken_models_that_cannot_be_cleaned_up_at_once_cool_down_all_the_same(
     for _ in range(4):
         island.request("a", now)
         assert island.steps(now) == ["start a"]
-        island.core.stop_failed("a", now, "half started")
+        island.core.evict_failed("a", now, "half started")
         island.steps(now)
         assert island.until == now + 5.0
         now += 5.0
         assert island.steps(now) == ["stop a"]
-        island.core.stopped("a", now)
+        island.core.evicted("a", now)
         pauses.append(island.core.seats["a"].retry_at - now)
         now += pauses[-1]
     assert pauses == [5.0, 10.0, 20.0, 40.0]
@@ -1173,7 +1173,7 @@ def test_a_stuck_backend_that_dies_is_gone_and_may_be_loaded_at_once():
     island = Island(A).with_resident("a")
     island.core.unload_requested("a", 1.0, "unload requested")
     island.steps(1.0)
-    island.core.stop_failed("a", 2.0, "no")
+    island.core.evict_failed("a", 2.0, "no")
     island.steps(2.0)
     island.core.died("a", 3.0, "killed")
     island.request("a", 3.5)
@@ -1187,8 +1187,8 @@ def test_victims_that_only_drain_are_reprieved_when_another_is_stuck():
     island.request("c", 2.0)
     assert island.steps(2.0) == ["stop a"]
     late = island.request("b", 2.5)
-    island.core.stop_failed("a", 3.0, "no")
-    assert island.states() == {"a": "stuck", "b": "ready", "c": "empty"}
+    island.core.evict_failed("a", 3.0, "no")
+    assert island.states() == {"a": "stuck", "b": "ready", "c": "stopped"}
     assert late.backend == "b"
     island.sound()
 
@@ -1203,7 +1203,7 @@ def test_the_resident_that_died_is_loaded_again_for_the_next_request():
     island.core.release(lease, 2.5)
     later = island.request("a", 3.0)
     assert island.steps(3.0) == ["start a"]
-    island.core.started("a", 4.0)
+    island.core.loaded("a", 4.0)
     assert later.backend == "a"
     island.sound()
 
@@ -1217,7 +1217,7 @@ def test_the_last_words_of_who_died_are_kept_until_it_is_back():
     assert island.steps(3.0) == ["start a"]
     island.core.died("a", 3.5, "killed", ["of an earlier run"])
     assert island.core.seats["a"].log == ("no more memory",)
-    island.core.started("a", 4.0)
+    island.core.loaded("a", 4.0)
     assert island.core.seats["a"].log == ()
 
 
@@ -1228,7 +1228,7 @@ def loaded(island, at, name="a"):
     """A request, which has ``name`` loaded."""
     ticket = island.request(name, at)
     assert island.steps(at) == [f"start {name}"]
-    island.core.started(name, at)
+    island.core.loaded(name, at)
     return ticket
 
 
@@ -1306,9 +1306,9 @@ def test_an_end_soon_after_a_wake_counts_and_that_of_one_that_rests_does_not():
     island.core.release(island.request("a", 0.0), 0.0)
     island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]
-    island.core.stopped("a", 1.0, how="sleep")
+    island.core.evicted("a", 1.0, how="sleep")
     assert island.steps(1.0) == ["start b"]
-    island.core.started("b", 2.0)
+    island.core.loaded("b", 2.0)
     island.core.died("a", 3.0, "killed")
     assert island.core.seats["a"].retry_at <= 3.0
     island.sound()
@@ -1319,12 +1319,12 @@ def test_how_one_ended_that_was_about_to_be_stopped_is_kept_and_told():
     island.core.release(island.request("a", 0.0), 0.0)
     waiting = island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]
-    island.core.stopped("a", 2.0, died="exited with code 139", log=["segmentation fault"])
+    island.core.evicted("a", 2.0, died="exited with code 139", log=["segmentation fault"])
     seat = island.core.seats["a"]
     assert (seat.error, seat.log) == ("exited with code 139", ("segmentation fault",))
     assert island.log[-1].reason == "died: exited with code 139"
     assert island.steps(2.0) == ["start b"]
-    island.core.started("b", 3.0)
+    island.core.loaded("b", 3.0)
     assert waiting.backend == "b"
     island.sound()
 
@@ -1333,7 +1333,7 @@ def test_one_that_ended_too_soon_and_was_about_to_be_stopped_cools_down_all_the_
     island = Island(A, B).with_resident("a")
     island.request("b", 1.0)
     assert island.steps(1.0) == ["stop a"]
-    island.core.stopped("a", 2.0, died="exited with code 139")
+    island.core.evicted("a", 2.0, died="exited with code 139")
     assert "exited with code 139" in island.request("a", 3.0).error.message
     assert check(island.log, island.config) == []
 
@@ -1342,9 +1342,9 @@ def test_an_end_that_a_stop_brought_about_late_is_no_death():
     island = Island(A).with_resident("a")
     island.core.unload_requested("a", 1.0, "unload requested")
     assert island.steps(1.0) == ["stop a"]
-    island.core.stop_failed("a", 2.0, "no")
+    island.core.evict_failed("a", 2.0, "no")
     assert island.steps(7.0) == ["stop a"]
-    island.core.stopped("a", 8.0, died="was killed (code 137)")
+    island.core.evicted("a", 8.0, died="was killed (code 137)")
     assert (island.core.seats["a"].error, island.log[-1].reason) == ("", "")
     assert not island.request("a", 9.0).settled
 
@@ -1356,7 +1356,7 @@ def test_the_checker_sees_a_load_before_the_cool_down_of_who_ended_too_soon():
     island.core.seats["a"].retry_at = 0.0
     island.request("a", 2.0)
     assert island.steps(2.0) == ["start a"]
-    assert check(island.log, island.config) == ["2.000000 starting a: before its cool-down ended"]
+    assert check(island.log, island.config) == ["2.000000 loading a: before its cool-down ended"]
 
 
 def test_a_request_that_was_there_when_two_engines_ended_is_not_leased_a_third_time():
@@ -1365,7 +1365,7 @@ def test_a_request_that_was_there_when_two_engines_ended_is_not_leased_a_third_t
     for now in (0.0, 60.0):
         held = island.request("a", now, crashes=before)
         assert island.steps(now) == ["start a"]
-        island.core.started("a", now)
+        island.core.loaded("a", now)
         other = island.request("a", now)
         island.core.release(other, now + 1.0)
         island.core.died("a", now + 2.0, "exited with code 139", ["segmentation fault"])
@@ -1387,7 +1387,7 @@ def test_a_victim_that_dies_in_its_drain_makes_room_at_once():
     assert island.steps(2.0) == []
     island.core.died("a", 3.0, "killed")
     assert island.steps(3.0) == ["start b"]
-    island.core.started("b", 4.0)
+    island.core.loaded("b", 4.0)
     island.sound()
 
 
@@ -1429,11 +1429,11 @@ def test_a_line_that_a_pinned_load_shut_out_is_refused_and_blocks_nobody():
     shut_out = island.request("l", 0.0)
     island.request("p", 1.0)
     assert island.steps(1.0) == ["start p"]
-    island.core.started("p", 2.0)
+    island.core.loaded("p", 2.0)
     assert isinstance(shut_out.error, DoesNotFit)
     other = island.request("s", 100.0)
     assert island.steps(100.0) == ["start s"]
-    island.core.started("s", 101.0)
+    island.core.loaded("s", 101.0)
     assert other.backend == "s"
     island.sound()
 
@@ -1448,13 +1448,13 @@ def test_who_joins_a_line_while_a_pinned_load_is_under_way_shares_its_fate(loads
     line.append(island.request("l", 1.5))
     assert not any(ticket.settled for ticket in line)
     if loads:
-        island.core.started("p", 2.0)
+        island.core.loaded("p", 2.0)
         assert [type(ticket.error) for ticket in line] == [DoesNotFit, DoesNotFit]
         return
-    island.core.start_failed("p", 2.0, LoadError("no"))
+    island.core.load_failed("p", 2.0, LoadError("no"))
     assert not any(ticket.settled for ticket in line)
     assert island.steps(60.0) == ["start l"]  # overdue: this policy would not
-    island.core.started("l", 61.0)
+    island.core.loaded("l", 61.0)
     assert [ticket.backend for ticket in line] == ["l", "l"]
     island.sound()
 
@@ -1471,12 +1471,12 @@ class PinnedFirst:
 def test_models_with_declared_memory_are_resident_together_as_long_as_they_fit():
     island = Island(*(backend(name, vram=4) for name in "abc"), gpus=TEN)
     island.with_resident("a", 0.0).with_resident("b", 1.0)
-    assert island.states() == {"a": "ready", "b": "ready", "c": "empty"}
+    assert island.states() == {"a": "ready", "b": "ready", "c": "stopped"}
     island.request("c", 2.0)
     assert island.steps(2.0) == ["stop a"]  # used longest ago
-    island.core.stopped("a", 3.0)
+    island.core.evicted("a", 3.0)
     assert island.steps(3.0) == ["start c"]
-    island.core.started("c", 4.0)
+    island.core.loaded("c", 4.0)
     island.sound()
 
 
@@ -1527,7 +1527,7 @@ def test_another_replica_is_loaded_once_the_waiting_have_waited_together_for_a_l
     assert island.until == 5.0  # two wait behind the first
     assert island.steps(5.0) == ["start r1"]
     assert island.log[-1].reason == "2 wait at busy replicas"
-    island.core.started("r1", 15.0)
+    island.core.loaded("r1", 15.0)
     assert island.request("m", 15.0).backend == "r1"
     assert island.steps(15.0) == []
     island.sound()
@@ -1563,7 +1563,7 @@ def test_no_backend_with_requests_is_put_out_for_another_replica():
     assert island.steps(1000.0) == []
     island.core.release(other, 1000.0)
     assert island.steps(1000.0) == ["stop b"]
-    island.core.stopped("b", 1001.0)
+    island.core.evicted("b", 1001.0)
     for ticket in held:
         island.core.release(ticket, 1001.0)
     assert island.steps(1001.0) == ["start r1"]  # what is begun is finished
@@ -1592,7 +1592,7 @@ def test_requests_that_wait_behind_others_are_taken_back_when_another_replica_co
     island.core.adopt("r0", 0.0)
     first, second, third = streamed(island, 0.0, "r0", "r0", "r0")
     assert island.steps(5.0) == ["start r1"]
-    island.core.started("r1", 15.0)
+    island.core.loaded("r1", 15.0)
     assert island.core.taken_back == [third]
     assert third.severed == Cause("moved")
     assert third.taken_back
@@ -1637,7 +1637,7 @@ def test_a_line_goes_before_another_replica():
     island, _ = busy(backend("b", "1"))
     island.request("b", 1000.0)
     assert island.steps(1000.0) == ["start b"]
-    island.core.started("b", 1010.0)
+    island.core.loaded("b", 1010.0)
     assert island.steps(1010.0) == []
 
 
@@ -1656,7 +1656,7 @@ def test_the_replica_that_puts_nobody_out_is_loaded():
     island.core.adopt("a", 0.0)
     island.request("m", 1.0)
     assert island.steps(1.0) == ["start r1"]
-    island.core.start_failed("r1", 2.0, LoadError("no"))
+    island.core.load_failed("r1", 2.0, LoadError("no"))
     assert island.core.lines["m"]  # the other one can still serve it
     assert island.steps(2.0) == ["stop a"]
 
@@ -1671,13 +1671,13 @@ def test_an_overdue_line_is_overtaken_on_no_gpu_that_one_of_its_replicas_could_u
     assert island.steps(0.5) == ["stop a"]
     island.request("m", 1.0)
     assert island.steps(1.0) == ["start r0"]
-    island.core.start_failed("r0", 2.0, LoadError("no"))
+    island.core.load_failed("r0", 2.0, LoadError("no"))
     assert island.steps(2.0) == []  # GPU 1 is in a swap
     assert island.steps(8.0) == ["start r0"]
-    island.core.start_failed("r0", 9.0, LoadError("no"))
+    island.core.load_failed("r0", 9.0, LoadError("no"))
     island.request("d", 12.5)
     assert island.steps(12.5) == []  # GPU 2 is kept for r1
-    island.core.stopped("a", 13.0)
+    island.core.evicted("a", 13.0)
     assert island.steps(13.0) == ["start b"]
 
 
@@ -1690,11 +1690,11 @@ def test_two_gpus_of_an_island_swap_side_by_side():
     island.request("d", 1.0)
     assert island.steps(1.0) == ["stop a", "stop c"]
     assert island.request("d", 1.5).settled is False
-    island.core.stopped("c", 2.0)
+    island.core.evicted("c", 2.0)
     assert island.steps(2.0) == ["start d"]
-    island.core.started("d", 3.0)
+    island.core.loaded("d", 3.0)
     assert island.request("d", 3.5).backend == "d"
-    assert island.state("a") == "stopping"
+    assert island.state("a") == "evicting"
 
 
 def test_a_set_over_two_gpus_puts_both_residents_out_and_back():
@@ -1704,18 +1704,18 @@ def test_a_set_over_two_gpus_puts_both_residents_out_and_back():
     island.core.adopt("b", 0.0)
     island.request("t", 1.0)
     assert island.steps(1.0) == ["stop a", "stop b"]
-    island.core.stopped("a", 2.0)
+    island.core.evicted("a", 2.0)
     assert island.steps(2.0) == []
-    island.core.stopped("b", 3.0)
+    island.core.evicted("b", 3.0)
     assert island.steps(3.0) == ["start t"]
     island.request("b", 4.0)
     assert island.steps(4.0) == []
-    island.core.started("t", 5.0)
+    island.core.loaded("t", 5.0)
     island.core.release(next(iter(island.core.seats["t"].holders)), 6.0)
     assert island.steps(6.0) == ["stop t"]
-    island.core.stopped("t", 7.0)
+    island.core.evicted("t", 7.0)
     assert island.steps(7.0) == ["start b"]
-    island.core.started("b", 8.0)
+    island.core.loaded("b", 8.0)
     island.sound()
 
 
@@ -1729,9 +1729,9 @@ def test_an_overdue_set_over_two_gpus_is_not_overtaken_by_younger_singles():
     assert island.steps(2.0) == []  # GPU 0 is in a swap
     island.request("c", 13.0)
     assert island.steps(13.0) == []  # GPU 1 is kept for t
-    island.core.stopped("a", 14.0)
+    island.core.evicted("a", 14.0)
     assert island.steps(14.0) == ["start b"]
-    island.core.started("b", 15.0)
+    island.core.loaded("b", 15.0)
     assert island.steps(15.0) == []
     assert island.state("b") == "draining"
     assert island.core.drains()["b"] == ("t", 45.0)
@@ -1768,7 +1768,7 @@ def served(island, lone, engines):
         now = min(moments)
         for moment, done in [pair for pair in due if pair[0] == now]:
             due.remove((moment, done))
-            (island.core.started if isinstance(done, Start) else island.core.stopped)(done.backend, now)
+            (island.core.loaded if isinstance(done, Start) else island.core.evicted)(done.backend, now)
         if now % 0.5 == 0:
             island.request("a", now)
         assert now < 1000.0
@@ -1834,9 +1834,9 @@ def staged(*others):
     island = Island(P, D, *others)
     island.request("m", 0.0, leases=False)
     assert island.steps(0.0) == ["start prefill"]
-    island.core.started("prefill", 1.0)
+    island.core.loaded("prefill", 1.0)
     assert island.steps(1.0) == ["start decode"]
-    island.core.started("decode", 2.0)
+    island.core.loaded("decode", 2.0)
     assert island.steps(2.0) == []
     return island
 
@@ -1859,12 +1859,12 @@ def test_who_has_had_work_stays_when_a_stage_could_have_its_place():
     island = staged(B)
     island.request("b", 3.0)
     assert island.steps(3.0) == ["stop prefill"]
-    island.core.stopped("prefill", 3.0)
+    island.core.evicted("prefill", 3.0)
     assert island.steps(3.0) == ["start b"]
-    island.core.started("b", 4.0)
+    island.core.loaded("b", 4.0)
     island.request("m", 5.0)
     assert island.steps(5.0) == []
-    assert island.states() == {"prefill": "empty", "decode": "ready", "b": "ready"}
+    assert island.states() == {"prefill": "stopped", "decode": "ready", "b": "ready"}
     island.sound()
 
 
@@ -1875,7 +1875,7 @@ def test_a_stage_that_could_not_be_loaded_cools_down():
     assert island.steps(4.0) == []
     island.request("m", 8.0)
     assert island.steps(8.0) == ["start prefill"]
-    island.core.start_failed("prefill", 9.0, LoadError("no"))
+    island.core.load_failed("prefill", 9.0, LoadError("no"))
     for at, steps in ((10.0, []), (18.0, []), (19.0, ["start prefill"])):
         island.request("m", at)
         assert island.steps(at) == steps
@@ -1972,7 +1972,7 @@ def test_what_is_told_of_the_stages_is_what_a_request_would_get():
     }
     assert engines.ask()[1] == ("e1", "e0")
     engines.island.core.died("e1", 1.0, "killed")
-    assert told(engines) == {"neutral": {"e0": "", "e1": "empty"}}
+    assert told(engines) == {"neutral": {"e0": "", "e1": "stopped"}}
 
 
 def test_of_two_the_one_with_a_place_is_told_to_do_all_of_a_request():
@@ -2017,7 +2017,7 @@ def test_an_idle_model_is_put_out_when_its_ttl_ends_although_nobody_comes():
     assert island.steps(9.9) == []
     assert island.steps(10.0) == ["stop a"]
     assert island.log[-1].reason == "idle for 10 s"
-    island.core.stopped("a", 11.0)
+    island.core.evicted("a", 11.0)
     assert (island.steps(11.0), island.until) == ([], inf)
     island.sound()
 
@@ -2040,7 +2040,7 @@ def test_a_ttl_of_zero_puts_a_model_out_after_its_last_answer():
     island = Island(backend("a", ttl=0.0))
     first = island.request("a", 1.0)
     assert island.steps(1.0) == ["start a"]
-    island.core.started("a", 4.0)
+    island.core.loaded("a", 4.0)
     assert (island.steps(4.0), first.backend) == ([], "a")
     island.core.release(first, 5.0)
     assert island.steps(5.0) == ["stop a"]
@@ -2051,7 +2051,7 @@ def test_each_of_two_co_residents_has_its_own_ttl():
     island.with_resident("a").with_resident("b")
     assert island.until == 10.0
     assert (island.steps(10.0), island.until) == (["stop a"], 30.0)
-    island.core.stopped("a", 11.0)
+    island.core.evicted("a", 11.0)
     assert island.steps(30.0) == ["stop b"]
 
 
@@ -2062,10 +2062,10 @@ def test_when_the_ttl_of_the_resident_ends_the_line_that_the_policy_holds_back_h
     assert (island.steps(5.0), island.until) == ([], 10.0)
     assert island.steps(10.0) == ["stop a"]
     assert island.steps(10.0) == []  # the GPU is not free yet
-    island.core.stopped("a", 11.0)
+    island.core.evicted("a", 11.0)
     assert island.steps(11.0) == ["start b"]
     assert island.log[-1].reason == "1 waiting, room is free"
-    island.core.started("b", 12.0)
+    island.core.loaded("b", 12.0)
     assert waiting.backend == "b"
     island.sound()
 
@@ -2075,9 +2075,9 @@ def test_a_request_during_the_stop_of_an_idle_model_loads_it_again():
     island.steps(10.0)
     again = island.request("a", 10.5)
     assert island.steps(10.5) == []
-    island.core.stopped("a", 11.0)
+    island.core.evicted("a", 11.0)
     assert island.steps(11.0) == ["start a"]
-    island.core.started("a", 12.0)
+    island.core.loaded("a", 12.0)
     assert again.backend == "a"
     island.sound()
 
@@ -2096,7 +2096,7 @@ def test_a_model_stays_for_its_min_residency_and_the_line_that_waits_for_it_is_t
     island = Island(backend("a", min_residency=20.0), B)
     island.request("a", 0.0, leases=False)
     island.steps(0.0)
-    island.core.started("a", 3.0)  # counted from here
+    island.core.loaded("a", 3.0)  # counted from here
     island.request("b", 5.0)
     assert (island.steps(5.0), island.until) == ([], 23.0)
     (deferred,) = (event for event in island.log if event.kind == "deferred")
@@ -2147,7 +2147,7 @@ def test_the_stay_that_is_told_is_that_of_who_is_in_the_way():
         island.request(name, 0.0, leases=False)
     assert island.steps(0.0) == ["start a", "start c"]
     for name in "ac":
-        island.core.started(name, 0.0)
+        island.core.loaded(name, 0.0)
     island.request("b", 2.0)
     assert island.steps(2.0) == []
     (deferred,) = (event for event in island.log if event.kind == "deferred")
@@ -2197,10 +2197,10 @@ def test_the_policy_is_not_asked_where_there_is_nothing_to_load_and_nothing_to_p
     assert island.steps(1.0) == ["stop a"]
     asked = len(watched.seen)
     island.request("a", 2.0)
-    island.core.stopped("a", 3.0)
+    island.core.evicted("a", 3.0)
     assert island.steps(3.0) == ["start b"]
     assert len(watched.seen) == asked == 1
-    island.core.started("b", 4.0)
+    island.core.loaded("b", 4.0)
     assert island.steps(4.0) == []
     assert len(watched.seen) > asked
 
@@ -2249,7 +2249,7 @@ def two_lines(policy=None):
     assert island.steps(1.0) == ["start c"]
     island.request("low", 2.0)
     island.request("high", 3.0)
-    island.core.started("c", 5.0)
+    island.core.loaded("c", 5.0)
     return island, held
 
 
@@ -2258,7 +2258,7 @@ def test_of_two_lines_that_with_the_higher_priority_goes_first():
     island.steps(5.0)
     island.core.release(held, 6.0)
     assert island.steps(6.0) == ["stop c"]
-    island.core.stopped("c", 7.0)
+    island.core.evicted("c", 7.0)
     assert island.steps(7.0) == ["start high"]
 
 
@@ -2286,7 +2286,7 @@ def test_who_has_the_lowest_priority_is_put_out_even_if_it_was_used_last_and_is_
     island.request("b", 2.0)
     island.request("c", 3.0)
     island.steps(3.0)
-    assert island.states() == {"a": "ready", "b": "draining", "c": "empty"}
+    assert island.states() == {"a": "ready", "b": "draining", "c": "stopped"}
 
 
 def test_a_model_has_the_highest_priority_and_the_shortest_max_wait_of_its_replicas():
@@ -2320,7 +2320,7 @@ def test_a_younger_line_that_is_overdue_goes_before_an_older_one_that_is_not():
     island.request("c", 2.0)
     assert island.steps(2.0) == []
     assert island.steps(7.0) == ["stop a"]
-    island.core.stopped("a", 8.0)
+    island.core.evicted("a", 8.0)
     assert island.steps(8.0) == ["start c"]
 
 
@@ -2336,9 +2336,9 @@ def test_no_line_that_may_still_wait_takes_a_gpu_that_is_kept_for_an_overdue_one
     assert island.steps(6.0) == []
     assert island.steps(15.0) == ["stop a"]  # for b
     assert island.steps(16.0) == []  # GPU 1 is kept for t, though c is older and was held for long enough
-    island.core.stopped("a", 17.0)
+    island.core.evicted("a", 17.0)
     assert island.steps(17.0) == ["start b"]
-    island.core.started("b", 18.0)
+    island.core.loaded("b", 18.0)
     assert island.steps(18.0) == ["stop d"]
     assert island.core.drains()["b"] == ("t", 48.0)
 
@@ -2358,9 +2358,9 @@ def test_what_a_swap_cost_is_its_eviction_and_its_load_without_the_drain_and_wha
         assert island.steps(moment) == []
     island.core.release(lease, 9.0)
     assert island.steps(9.0) == ["stop a"]
-    island.core.stopped("a", 11.0)
+    island.core.evicted("a", 11.0)
     assert island.steps(11.0) == ["start b"]
-    island.core.started("b", 17.0)
+    island.core.loaded("b", 17.0)
     assert learned(island) == {("", "a"): (0.0, 0.0, 1), ("a", "b"): (2.0, 6.0, 1)}
 
 
@@ -2370,12 +2370,12 @@ def test_the_eviction_of_several_victims_lasts_from_the_end_of_the_last_drain_un
     lease = island.request("b", 1.0)
     island.request("c", 2.0)
     assert island.steps(2.0) == ["stop a"]
-    island.core.stopped("a", 3.0)
+    island.core.evicted("a", 3.0)
     island.core.release(lease, 5.0)
     assert island.steps(5.0) == ["stop b"]
-    island.core.stopped("b", 6.5)
+    island.core.evicted("b", 6.5)
     assert island.steps(6.5) == ["start c"]
-    island.core.started("c", 10.5)
+    island.core.loaded("c", 10.5)
     assert learned(island)["a+b", "c"] == (1.5, 4.0, 1)
 
 
@@ -2383,9 +2383,9 @@ def test_a_swap_that_failed_teaches_nothing():
     island = Island(A, B).with_resident("a")
     island.request("b", 1.0)
     island.steps(1.0)
-    island.core.stopped("a", 2.0)
+    island.core.evicted("a", 2.0)
     island.steps(2.0)
-    island.core.start_failed("b", 3.0, LoadError("no"))
+    island.core.load_failed("b", 3.0, LoadError("no"))
     assert set(learned(island)) == {("", "a")}
     island.core.adopt("a", 4.0)
     assert set(learned(island)) == {("", "a")}
@@ -2400,12 +2400,12 @@ def test_a_line_is_seen_with_what_its_own_swap_would_cost_first_as_an_estimate_a
         for step in island.steps(moment):
             if step.startswith("stop"):
                 moment += 2.0
-                island.core.stopped(step.removeprefix("stop "), moment)
+                island.core.evicted(step.removeprefix("stop "), moment)
                 assert island.steps(moment) == [f"start {name}"]
         (line,) = watched.lines()
         seen.append((line.evicts, line.evict_seconds, line.load_seconds, line.learned))
         moment += load
-        island.core.started(name, moment)
+        island.core.loaded(name, moment)
         island.core.release(lease, moment)
     assert seen == [
         ((), 0.0, 60.0, False),
@@ -2451,9 +2451,9 @@ def test_a_line_that_was_admitted_says_how_fast_the_next_one_will_grow():
     for moment in (1.0, 1.5, 2.0, 2.5):
         island.request("b", moment)
         island.steps(moment)
-    island.core.stopped("a", 3.0)
+    island.core.evicted("a", 3.0)
     island.steps(3.0)
-    island.core.started("b", 6.0)
+    island.core.loaded("b", 6.0)
     b = Demand()
     for moment in (1.0, 1.5, 2.0, 2.5):
         b.arrived(moment)
@@ -2472,16 +2472,16 @@ def test_the_policy_sees_swaps_on_other_gpus_and_how_far_they_are():
     for moment, fact in (
         (1.0, lambda: None),
         (2.0, lambda: island.core.release(next(iter(island.core.seats["a"].holders)), 2.0)),
-        (3.0, lambda: island.core.stopped("a", 3.0)),
-        (4.0, lambda: island.core.started("b", 4.0)),
+        (3.0, lambda: island.core.evicted("a", 3.0)),
+        (4.0, lambda: island.core.loaded("b", 4.0)),
     ):
         fact()
         island.steps(moment)
     seen = [(s.model, s.evicts, s.state, s.since) for each in watched.seen for s in each.swapping]
     assert sorted(set(seen), key=seen.index) == [
         ("b", ("a",), "draining", 1.0),
-        ("b", ("a",), "stopping", 2.0),
-        ("b", ("a",), "starting", 3.0),
+        ("b", ("a",), "evicting", 2.0),
+        ("b", ("a",), "loading", 3.0),
     ]
 
 
@@ -2495,10 +2495,10 @@ def test_an_unload_drains_and_leaves_the_gpu_empty():
     assert island.steps(2.0) == []
     island.core.release(lease, 3.0)
     assert island.steps(3.0) == ["stop a"]
-    island.core.stopped("a", 4.0)
+    island.core.evicted("a", 4.0)
     assert island.steps(4.0) == []
     assert not island.core.unload_requested("a", 5.0, "unload requested")
-    assert island.state("a") == "empty"
+    assert island.state("a") == "stopped"
     island.sound()
 
 
@@ -2508,9 +2508,9 @@ def test_a_request_during_an_unload_is_served_after_it():
     assert island.steps(1.0) == ["stop a"]
     ticket = island.request("a", 2.0)
     assert not ticket.settled
-    island.core.stopped("a", 3.0)
+    island.core.evicted("a", 3.0)
     assert island.steps(3.0) == ["start a"]
-    island.core.started("a", 4.0)
+    island.core.loaded("a", 4.0)
     assert ticket.backend == "a"
     island.sound()
 
@@ -2578,9 +2578,9 @@ def test_at_the_end_every_waiting_request_fails_with_the_reason_given():
 def reached(state):
     """An island whose backend a is in ``state``."""
     one = backend("a", rest=("sleep",), demote_after=1.5)
-    if state == "empty":
+    if state == "stopped":
         return Island(one, B)
-    if state in ("starting", "cancelling"):
+    if state in ("loading", "cancelling"):
         island = Island(one, B)
         island.request("a", 0.0)
         island.steps(0.0)
@@ -2598,26 +2598,26 @@ def reached(state):
         return island
     island.core.unload_requested("a", 0.0, "unload requested")
     island.steps(0.0)
-    if state in ("parked", "demoting"):
-        island.core.stopped("a", 0.0, {"0": 0}, "sleep")
-        assert state == "parked" or island.steps(1.5) == ["demote a"]
+    if state in ("standby", "demoting"):
+        island.core.evicted("a", 0.0, {"0": 0}, "sleep")
+        assert state == "standby" or island.steps(1.5) == ["demote a"]
     elif state == "stuck":
-        island.core.stop_failed("a", 0.0, "no")
+        island.core.evict_failed("a", 0.0, "no")
     return island
 
 
 FACTS = {
-    "started": lambda core, at: core.started("a", at),
-    "start_failed": lambda core, at: core.start_failed("a", at, LoadError("no")),
+    "loaded": lambda core, at: core.loaded("a", at),
+    "load_failed": lambda core, at: core.load_failed("a", at, LoadError("no")),
     "cancelled": lambda core, at: core.load_cancelled("a", at),
-    "stopped": lambda core, at: core.stopped("a", at),
-    "parked": lambda core, at: core.stopped("a", at, {"0": 0}, "sleep"),
-    "stop_failed": lambda core, at: core.stop_failed("a", at, "no"),
+    "stopped": lambda core, at: core.evicted("a", at),
+    "standby": lambda core, at: core.evicted("a", at, {"0": 0}, "sleep"),
+    "evict_failed": lambda core, at: core.evict_failed("a", at, "no"),
     "died": lambda core, at: core.died("a", at, "killed"),
     "adopt": lambda core, at: core.adopt("a", at),
-    "adopt_parked": lambda core, at: core.adopt_parked("a", at, "sleep", {"0": 0}),
+    "adopt_standby": lambda core, at: core.adopt_standby("a", at, "sleep", {"0": 0}),
 }
-STATES = ("empty", "starting", "cancelling", "ready", "draining", "stopping", "parked", "demoting", "stuck")
+STATES = ("stopped", "loading", "cancelling", "ready", "draining", "evicting", "standby", "demoting", "stuck")
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -2630,7 +2630,7 @@ def test_every_state_can_be_reached(state):
 def test_a_fact_moves_a_backend_as_the_table_says_or_changes_nothing(state, fact):
     island = reached(state)
     before, log = repr(island.core), list(island.log)
-    known = "cancelled" if (state, fact) == ("cancelling", "start_failed") else fact
+    known = "cancelled" if (state, fact) == ("cancelling", "load_failed") else fact
     after = TRANSITIONS.get((state, known))
     if after:
         FACTS[fact](island.core, 1.0)
@@ -2648,14 +2648,16 @@ def test_a_fact_moves_a_backend_as_the_table_says_or_changes_nothing(state, fact
 
 
 QUESTIONS = {
-    ("empty", "load"): lambda island: island.request("a", 1.0),
-    ("parked", "load"): lambda island: island.request("a", 1.0),
-    ("starting", "cancel"): lambda island: island.core.unload_requested("a", 1.0, "unload requested"),
-    ("ready", "swap"): lambda island: (island.request("a", 1.0), island.request("b", 1.0)),
+    ("stopped", "load"): lambda island: island.request("a", 1.0),
+    ("standby", "load"): lambda island: island.request("a", 1.0),
+    ("loading", "cancel"): lambda island: island.core.unload_requested("a", 1.0, "unload requested"),
+    ("ready", "drain"): lambda island: (island.request("a", 1.0), island.request("b", 1.0)),
     ("draining", "reprieve"): lambda island: island.core.give_up(next(iter(island.core.lines["b"])), 1.0),
-    ("draining", "stop"): lambda island: island.core.release(next(iter(island.core.seats["a"].holders)), 1.0),
-    ("stuck", "stop"): lambda island: None,
-    ("parked", "demote"): lambda island: None,
+    ("draining", "evict"): lambda island: island.core.release(
+        next(iter(island.core.seats["a"].holders)), 1.0
+    ),
+    ("stuck", "evict"): lambda island: None,
+    ("standby", "demote"): lambda island: None,
 }
 
 
@@ -2675,7 +2677,7 @@ def test_facts_and_questions_are_the_whole_table():
 
 def test_an_event_of_a_backend_is_named_after_the_state_it_enters():
     island = reached("draining")
-    assert {e.kind for e in island.log if e.backend} - {"leased"} == {"starting", "ready", "draining"}
+    assert {e.kind for e in island.log if e.backend} - {"leased"} == {"loading", "ready", "draining"}
 
 
 # Ways to rest
@@ -2686,30 +2688,30 @@ def rested(way):
     island = Island(backend("a", rest=("sleep",)), B).with_resident("a")
     island.request("b", 1.0)
     assert island.core.next_step(1.0) == Stop("a", "sleep")
-    island.core.stopped("a", 2.0, {"0": 0}, way)
+    island.core.evicted("a", 2.0, {"0": 0}, way)
     assert island.steps(2.0) == ["start b"]
-    island.core.started("b", 3.0)
+    island.core.loaded("b", 3.0)
     island.core.release(next(iter(island.core.seats["b"].holders)), 3.0)
     return island
 
 
-@pytest.mark.parametrize(("way", "state"), [("sleep", "parked"), ("stop", "empty")])
+@pytest.mark.parametrize(("way", "state"), [("sleep", "standby"), ("stop", "stopped")])
 def test_a_backend_is_brought_back_by_the_way_it_really_went(way, state):
     island = rested(way)
     assert island.state("a") == state
     island.request("a", 4.0)
     assert island.steps(4.0) == ["stop b"]
-    island.core.stopped("b", 5.0)
+    island.core.evicted("b", 5.0)
     assert island.core.next_step(5.0) == Start("a", way)
 
 
 def test_who_rested_before_we_came_is_brought_back_by_the_way_it_rests():
     island = Island(backend("a", rest=("sleep",)), B)
     assert island.core.adopt("b", 0.0)
-    assert island.core.adopt_parked("a", 0.0, "sleep-2", {"0": 5})
+    assert island.core.adopt_standby("a", 0.0, "sleep-2", {"0": 5})
     island.request("a", 1.0)
     assert island.steps(1.0) == ["stop b"]
-    island.core.stopped("b", 2.0)
+    island.core.evicted("b", 2.0)
     assert island.core.next_step(2.0) == Start("a", "sleep-2")
 
 
@@ -2717,9 +2719,9 @@ def test_a_sleeper_whose_remains_do_not_fit_beside_those_who_run_is_not_taken_ov
     small = backend("a", vram=6), backend("b", vram=6), backend("c", vram=3)
     island = Island(*small, gpus=TEN)
     assert island.core.adopt("a", 0.0)
-    assert not island.core.adopt_parked("b", 0.0, "sleep", {"0": 5})
-    assert island.core.adopt_parked("b", 0.0, "sleep", {"0": 3})
-    assert not island.core.adopt_parked("c", 0.0, "sleep", {"0": 2})
+    assert not island.core.adopt_standby("b", 0.0, "sleep", {"0": 5})
+    assert island.core.adopt_standby("b", 0.0, "sleep", {"0": 3})
+    assert not island.core.adopt_standby("c", 0.0, "sleep", {"0": 2})
 
 
 def test_who_died_while_parked_is_started_from_nothing():
@@ -2727,7 +2729,7 @@ def test_who_died_while_parked_is_started_from_nothing():
     island.core.died("a", 3.5, "killed")
     island.request("a", 4.0)
     island.steps(4.0)
-    island.core.stopped("b", 5.0)
+    island.core.evicted("b", 5.0)
     assert island.core.next_step(5.0) == Start("a", "stop")
 
 
@@ -2735,7 +2737,7 @@ def test_who_could_not_be_put_out_is_stopped_and_not_asked_to_sleep_again():
     island = Island(backend("a", rest=("sleep",)), B).with_resident("a")
     island.request("b", 1.0)
     island.steps(1.0)
-    island.core.stop_failed("a", 2.0, "does not stop")
+    island.core.evict_failed("a", 2.0, "does not stop")
     assert island.core.next_step(10.0) == Stop("a", "stop")
 
 
@@ -2746,7 +2748,7 @@ def test_a_swap_is_learned_under_the_way_that_really_brought_the_model_back(how)
     island.core._costs = costs
     island.request("a", 0.0)
     island.steps(0.0)
-    island.core.started("a", 7.0, how)
+    island.core.loaded("a", 7.0, how)
     assert [(cost.target, cost.way, cost.load_seconds) for cost in costs] == [("a", how, 7.0)]
 
 

@@ -30,10 +30,10 @@ def test_logs_are_read_only_while_something_loads(monkeypatch: pytest.MonkeyPatc
     thread.start()
     logs.observe(Event(0.0, "ready", "a", "a"))
     assert reports == []
-    logs.observe(Event(1.0, "starting", "a", "a"))
+    logs.observe(Event(1.0, "loading", "a", "a"))
     assert told.wait(GUARD)
     loading.append("b")
-    logs.observe(Event(2.0, "starting", "b", "b"))
+    logs.observe(Event(2.0, "loading", "b", "b"))
     assert told_again.wait(GUARD)
     logs.close()
     thread.join(GUARD)

@@ -168,14 +168,14 @@ def test_a_stream_spans_a_reload_and_everything_else_changes(
         told = "changed changes; removed goes; added comes; set stays.aliases, stays.priority"
         assert told in capsys.readouterr().out
         leave = {"changes": "draining", "goes": "draining"}
-        assert states(running) == {"stays": "ready", "comes": "empty", **leave}
+        assert states(running) == {"stays": "ready", "comes": "stopped", **leave}
         assert set(models(running)) == {"stays", "changes", "comes"}
         assert running.chat("goes")[0] == 404
         assert first_word(running, "comes") == "comes"
         house.open()
         assert [stream.word() for stream in streams.values()] == ["end"] * 3
         assert [stream.word() for stream in streams.values()] == [""] * 3
-        after = {"stays": "ready", "changes": "empty", "comes": "ready"}
+        after = {"stays": "ready", "changes": "stopped", "comes": "ready"}
         assert seen(lambda: states(running), lambda found: found == after) == after
         assert first_word(running, "changes") == "changed"
         assert first_word(running, "alias") == "stays"
@@ -330,7 +330,7 @@ def test_an_added_engine_that_runs_already_is_taken_over(house: House, state: Pa
             runtime.start(config.backends[1])
             assert reload(running) == 0
             running.tells("b: runs already, taken over")
-            assert states(running) == {"a": "empty", "b": "ready"}
+            assert states(running) == {"a": "stopped", "b": "ready"}
         finally:
             runtime.close()
 
@@ -368,7 +368,7 @@ def test_who_was_to_be_replaced_when_the_program_was_killed_is_not_taken_over(
     house.open()
     with serving(file, state=state) as running:
         running.tells("stopping a: its configuration changed; the next request for a loads it anew")
-        assert states(running) == {"a": "empty", "b": "ready"}
+        assert states(running) == {"a": "stopped", "b": "ready"}
         assert first_word(running, "a") == "other"
     with serving(file, state=state, on_exit="keep") as running:
         assert first_word(running, "a") == "other"

@@ -48,9 +48,9 @@ def test_a_bar_is_what_holds_a_gpu_for_a_while() -> None:
         [
             Event(10.0, "ready", "a", "a", reason="adopted"),
             Event(12.0, "draining", "a", "a", target="b"),
-            Event(14.0, "stopping", "a", "a"),
-            Event(15.0, "empty", "a", "a"),
-            Event(15.0, "starting", "b", "b"),
+            Event(14.0, "evicting", "a", "a"),
+            Event(15.0, "stopped", "a", "a"),
+            Event(15.0, "loading", "b", "b"),
             Event(20.0, "ready", "b", "b", seconds=5.0),
             Event(22.0, "gone", "b", ticket=1, seconds=1.0),
         ]
@@ -59,8 +59,8 @@ def test_a_bar_is_what_holds_a_gpu_for_a_while() -> None:
     assert told.bars == [
         Bar("a", "ready", 0.0, 2.0),
         Bar("a", "draining", 2.0, 4.0),
-        Bar("a", "stopping", 4.0, 5.0),
-        Bar("b", "starting", 5.0, 10.0),
+        Bar("a", "evicting", 4.0, 5.0),
+        Bar("b", "loading", 5.0, 10.0),
         Bar("b", "ready", 10.0, 12.0),
     ]
 
@@ -188,7 +188,7 @@ def test_more_models_than_colours_share_a_grey_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "log", [[], [Event(1.0, "ready", "a", "a", reason="adopted")]], ids=["empty", "idle"]
+    "log", [[], [Event(1.0, "ready", "a", "a", reason="adopted")]], ids=["stopped", "idle"]
 )
 def test_a_log_in_which_nothing_happens_is_drawn_too(tmp_path: Path, log: list[Event]) -> None:
     assert "0 swaps; mean wait 0 s, longest 0 s" in words(tmp_path / "idle.svg", [("idle", log, AB)])

@@ -58,7 +58,7 @@ def test_an_unknown_model_is_a_404_while_another_loads(rig: Rig) -> None:
     rig.mechanism.gate.clear()
     waiting, connection = rig.client(), rig.client()
     waiting.post(ASK_A)
-    rig.events.wait("starting")
+    rig.events.wait("loading")
     connection.post(b'{"model":"nobody"}')
     assert connection.read().status == 404
     assert not rig.events.of("ready")
@@ -72,14 +72,14 @@ def test_the_state_shows_who_waits_and_how_the_last_load_failed(rig: Rig) -> Non
     for client in waiting:
         client.post(ASK_A)
     rig.events.wait("queued", 3)
-    rig.events.wait("starting")
+    rig.events.wait("loading")
     state = healthz(rig)["models"]["a"]
-    assert (state["state"], state["waiting"], state["leases"]) == ("starting", 3, 0)
+    assert (state["state"], state["waiting"], state["leases"]) == ("loading", 3, 0)
     rig.mechanism.failure = LoadError("out of memory")
     rig.mechanism.gate.set()
     assert [client.read().status for client in waiting] == [503] * 3
     state = healthz(rig)["models"]["a"]
-    assert (state["state"], state["waiting"]) == ("empty", 0)
+    assert (state["state"], state["waiting"]) == ("stopped", 0)
     assert "out of memory" in str(state["last_error"])
 
 
@@ -100,7 +100,7 @@ def test_what_cannot_be_stopped_is_shown_and_nothing_is_started_on_top(
     connection.post(ASK_B)
     answer = connection.read()
     assert (answer.status, error_code(answer)) == (503, "stuck")
-    assert [event.backend for event in rig.events.of("starting")] == ["a"]
+    assert [event.backend for event in rig.events.of("loading")] == ["a"]
     state = healthz(rig)
     assert state["models"]["a"]["state"] == state["gpus"]["0"]["state"] == "stuck"
     assert "does not stop" in str(state["models"]["a"]["last_error"])
@@ -119,7 +119,7 @@ def test_a_model_that_fails_to_load_does_not_take_the_other_with_it(rig: Rig) ->
     assert connection.read().status == 200
     connection.post(ASK_B)  # within its cool-down
     assert error_code(connection.read()) == "load_failed"
-    assert [event.backend for event in rig.events.of("starting")] == ["a", "b", "a"]
+    assert [event.backend for event in rig.events.of("loading")] == ["a", "b", "a"]
 
 
 def test_one_call_of_a_client_that_retries_puts_the_resident_out_once(rig: Rig) -> None:
@@ -133,7 +133,7 @@ def test_one_call_of_a_client_that_retries_puts_the_resident_out_once(rig: Rig) 
     with client, pytest.raises(openai.InternalServerError) as caught:
         client.chat.completions.create(model="org/b", messages=[])
     assert caught.value.code == "load_failed"
-    assert [event.backend for event in rig.events.of("starting")] == ["a", "b"]
+    assert [event.backend for event in rig.events.of("loading")] == ["a", "b"]
 
 
 # Waiting
@@ -180,7 +180,7 @@ def play_rounds(rig: Rig) -> None:
     state = rig.mux.status()
     assert (state.leases, state.waiting) == (0, 0)
     assert sum(model.state == "ready" for model in state.models) == 1
-    assert len(rig.events.of("ready")) == len(rig.events.of("empty")) + 1
+    assert len(rig.events.of("ready")) == len(rig.events.of("stopped")) + 1
     assert rig.events.of("severed") == rig.events.of("failed") == rig.events.of("gone") == []
 
 

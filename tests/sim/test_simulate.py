@@ -276,7 +276,7 @@ def test_the_worlds_contain_everything_that_can_happen():
     kinds = {event.kind for log in logs for event in log}
     assert kinds == {
         *("queued", "leased", "released", "gone", "failed", "deferred"),
-        *("starting", "ready", "draining", "severed", "stopping", "empty", "parked", "stuck"),
+        *("loading", "ready", "draining", "severed", "evicting", "stopped", "standby", "stuck"),
         *("demoting", "cancelling"),
     }
     reasons = {event.reason.partition(":")[0] for log in logs for event in log}
@@ -289,7 +289,7 @@ def test_the_worlds_contain_everything_that_can_happen():
     cancelled = {bool(event.target) for log in logs for event in log if event.kind == "cancelling"}
     assert cancelled == {False, True}  # by hand, and for another line
     after = {b.kind for log in logs for a, b in moves(log) if a.kind == "cancelling"}
-    assert after == {"empty", "ready", "stuck"}
+    assert after == {"stopped", "ready", "stuck"}
 
 
 def test_the_same_trace_gives_the_same_log():
@@ -311,7 +311,7 @@ def test_a_short_trace_reads_as_it_should():
     log = simulate(TWO, trace, Engines({"a": 3.0, "b": 6.0}, stop_seconds=0.5))
     assert [(e.at, e.kind, e.backend or e.model, e.ticket) for e in log] == [
         (1.0, "queued", "a", 1),
-        (1.0, "starting", "a", 0),
+        (1.0, "loading", "a", 0),
         (2.0, "queued", "b", 2),
         (3.0, "queued", "b", 3),
         (4.0, "ready", "a", 0),
@@ -319,9 +319,9 @@ def test_a_short_trace_reads_as_it_should():
         (4.0, "draining", "a", 0),
         (5.0, "gone", "b", 3),
         (8.0, "released", "a", 1),
-        (8.0, "stopping", "a", 0),
-        (8.5, "empty", "a", 0),
-        (8.5, "starting", "b", 0),
+        (8.0, "evicting", "a", 0),
+        (8.5, "stopped", "a", 0),
+        (8.5, "loading", "b", 0),
         (14.5, "ready", "b", 0),
         (14.5, "leased", "b", 2),
         (15.5, "released", "b", 2),
@@ -339,11 +339,11 @@ def test_who_dies_soon_after_its_load_without_a_whole_answer_is_not_loaded_for_t
         Request(28.0, "a", 1.0),
     ]
     log = simulate(config, trace, Engines({}, 10.0))
-    assert [(e.at, e.kind) for e in log if e.kind in ("starting", "failed")] == [
-        (0.0, "starting"),
+    assert [(e.at, e.kind) for e in log if e.kind in ("loading", "failed")] == [
+        (0.0, "loading"),
         (12.0, "failed"),
-        (16.0, "starting"),
-        (28.0, "starting"),
+        (16.0, "loading"),
+        (28.0, "loading"),
     ]
     assert check(log, config) == []
 
@@ -365,14 +365,14 @@ def test_an_idle_model_goes_though_no_request_comes_and_a_line_may_be_overdue_be
     ]
     log = simulate(config, trace, Engines({"a": 3.0, "b": 6.0, "c": 2.0}, stop_seconds=0.5))
     assert check(log, config) == []
-    assert [(e.at, e.kind, e.backend, e.reason) for e in log if e.kind in ("stopping", "starting")] == [
-        (0.0, "starting", "a", "1 waiting, oldest first"),
-        (10.0, "stopping", "a", "idle for 6 s"),
-        (20.0, "starting", "b", "1 waiting, oldest first"),
-        (35.0, "stopping", "b", "overdue"),
-        (35.5, "starting", "c", "overdue"),
-        (38.5, "stopping", "c", "1 waiting, oldest first"),
-        (39.0, "starting", "a", "1 waiting, oldest first"),
+    assert [(e.at, e.kind, e.backend, e.reason) for e in log if e.kind in ("evicting", "loading")] == [
+        (0.0, "loading", "a", "1 waiting, oldest first"),
+        (10.0, "evicting", "a", "idle for 6 s"),
+        (20.0, "loading", "b", "1 waiting, oldest first"),
+        (35.0, "evicting", "b", "overdue"),
+        (35.5, "loading", "c", "overdue"),
+        (38.5, "evicting", "c", "1 waiting, oldest first"),
+        (39.0, "loading", "a", "1 waiting, oldest first"),
     ]
     assert [(e.at, e.model, e.seconds, e.reason) for e in log if e.kind == "deferred"] == [
         (30.0, "a", 26.0, "b may stay for min_residency"),
@@ -434,7 +434,7 @@ ROUNDS = {
 def test_known_workloads_stay_within_bounds(workload, policy, swaps, seconds, longest_wait):
     # The longest wait of all: the drain, both loads and one service between them, 0.5 + 9 + 0.5 + 3 s.
     log = replay(policy, ROUNDS[workload])
-    made = sum(event.kind == "starting" for event in log) - 1
+    made = sum(event.kind == "loading" for event in log) - 1
     waited = max(event.seconds for event in log if event.kind == "leased" and event.at > 20.0)
     assert (made <= swaps, log[-1].at - 20.0 <= seconds, waited <= longest_wait) == (True, True, True)
 
@@ -446,7 +446,7 @@ def test_a_load_on_one_gpu_does_not_delay_requests_on_another():
     trace = sorted([Request(0.0, "c", 0.1), *busy, *swaps])
     log = simulate(Config(policy="eager", backends=backends), trace, Engines({"a": 8.0, "b": 8.0, "c": 4.0}))
     assert {event.seconds for event in log if event.kind == "leased" and event.model == "c"} == {0.0, 4.0}
-    assert sum(event.kind == "starting" and event.model in "ab" for event in log) == 11
+    assert sum(event.kind == "loading" and event.model in "ab" for event in log) == 11
 
 
 def test_sets_that_name_their_gpus_in_opposite_order_do_not_lock_each_other_out():
@@ -474,18 +474,18 @@ def said(*events, config=TWO):
     return check(log, config)
 
 
-UP = [(0.0, "queued", "a", 1), (0.0, "starting", "a", 0), (3.0, "ready", "a", 0), (3.0, "leased", "a", 1)]
+UP = [(0.0, "queued", "a", 1), (0.0, "loading", "a", 0), (3.0, "ready", "a", 0), (3.0, "leased", "a", 1)]
 FOR_B = {"seconds": 5.0, "target": "b"}
 DRAINING = [*UP, (4.0, "queued", "b", 2), (4.0, "draining", "a", 0, FOR_B)]
 
 
 def test_a_sound_log_has_no_fault():
     assert said(*UP) == []
-    assert said(*DRAINING, (9.0, "severed", "a", 1), (9.0, "stopping", "a", 0)) == []
+    assert said(*DRAINING, (9.0, "severed", "a", 1), (9.0, "evicting", "a", 0)) == []
     assert said(*UP, (5.0, "released", "a", 1)) == []
     assert said((0.0, "pinned", "a", 0), (0.0, "unpinned", "a", 0), *DRAINING) == []
-    cancelled = [*UP[:2], (1.0, "gone", "a", 1), (1.0, "cancelling", "a", 0), (2.0, "empty", "a", 0)]
-    assert said(*cancelled, (2.0, "queued", "a", 2), (2.0, "starting", "a", 0)) == []  # without cool-down
+    cancelled = [*UP[:2], (1.0, "gone", "a", 1), (1.0, "cancelling", "a", 0), (2.0, "stopped", "a", 0)]
+    assert said(*cancelled, (2.0, "queued", "a", 2), (2.0, "loading", "a", 0)) == []  # without cool-down
 
 
 @pytest.mark.parametrize(
@@ -497,13 +497,13 @@ def test_a_sound_log_has_no_fault():
         ([*UP, (4.0, "failed", "a", 1)], "ends twice"),
         ([*UP, (4.0, "queued", "a", 1)], "has ended"),
         ([(0.0, "queued", "a", 1), (51.0, "failed", "a", 1)], "queue_timeout"),
-        ([*UP, (4.0, "queued", "b", 2), (4.0, "starting", "b", 0)], "overfull"),
-        ([*UP, (4.0, "stopping", "a", 0)], "it was ready"),
-        ([*DRAINING, (9.5, "stopping", "a", 0)], "longer than drain_timeout"),
+        ([*UP, (4.0, "queued", "b", 2), (4.0, "loading", "b", 0)], "overfull"),
+        ([*UP, (4.0, "evicting", "a", 0)], "it was ready"),
+        ([*DRAINING, (9.5, "evicting", "a", 0)], "longer than drain_timeout"),
         ([*UP, (4.0, "draining", "a", 0, FOR_B)], "for nobody"),
         ([(0.0, "pinned", "a", 0), *DRAINING], "it is pinned"),
-        ([*DRAINING, (5.0, "gone", "b", 2), (5.0, "stopping", "a", 0)], "nobody waits for b"),
-        ([(0.0, "starting", "a", 0)], "nobody waits for it"),
+        ([*DRAINING, (5.0, "gone", "b", 2), (5.0, "evicting", "a", 0)], "nobody waits for b"),
+        ([(0.0, "loading", "a", 0)], "nobody waits for it"),
         ([*UP[:2], (1.0, "cancelling", "a", 0)], "somebody waits for it"),
         ([*UP[:2], (1.0, "gone", "a", 1), (1.0, "cancelling", "a", 0, {"target": "b"})], "for nobody"),
         ([*UP, (4.0, "released", "a", 1), (5.0, "released", "a", 1)], "held no lease"),
@@ -512,10 +512,10 @@ def test_a_sound_log_has_no_fault():
         (
             [
                 *UP[:2],
-                (1.0, "empty", "a", 0, {"reason": "load failed: no"}),
+                (1.0, "stopped", "a", 0, {"reason": "load failed: no"}),
                 (1.0, "failed", "a", 1),
                 (5.0, "queued", "a", 2),
-                (5.0, "starting", "a", 0),
+                (5.0, "loading", "a", 0),
             ],
             "cool-down",
         ),
@@ -544,7 +544,7 @@ def test_the_checker_knows_the_max_wait_of_each_model(own, moment, overdue):
 
 def test_slack_forgives_what_threads_are_late():
     config = Config(policy="eager", backends=TWO.backends, queue_timeout=50.0)
-    log = [Event(0.0, "queued", "a", ticket=1), Event(0.0, "starting", "a", "a")]
+    log = [Event(0.0, "queued", "a", ticket=1), Event(0.0, "loading", "a", "a")]
     log.append(Event(50.01, "failed", "a", ticket=1))
     assert len(check(log, config)) == 1
     assert check(log, config, slack=0.1) == []

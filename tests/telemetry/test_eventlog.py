@@ -333,7 +333,7 @@ def test_busy_logs_with_impatient_clients_are_made_again_event_by_event() -> Non
         assert [event._replace(at=event.at + before[0].at) for event in after] == before, seed
         assert (learned.load_seconds, learned.stop_seconds) == ({"a": 2.5, "b": 4.25}, 0.5)
         seen.update(event.kind for event in before)
-    assert seen >= {"gone", "severed", "queued", "stopping"}
+    assert seen >= {"gone", "severed", "queued", "evicting"}
 
 
 def leased(at: float, model: str, ticket: int, waited: float = 0.0, size: int = 1) -> Event:
@@ -349,7 +349,7 @@ def test_loads_and_stops_take_their_median_and_adopted_models_are_loaded_at_the_
         Event(1.0, "ready", "a", "a", reason="adopted"),
         *[Event(2.0, "ready", "b", "b", seconds=seconds) for seconds in (3.0, 50.0, 4.0)],
         Event(3.0, "ready", "b", "b", reason="reprieved"),
-        *[Event(at, kind, "b", "b") for at, kind in ((4.0, "stopping"), (6.0, "empty"))],
+        *[Event(at, kind, "b", "b") for at, kind in ((4.0, "evicting"), (6.0, "stopped"))],
         leased(7.0, "a", 1),
         Event(9.0, "released", "a", "a", 1),
     )
@@ -374,7 +374,7 @@ def test_what_was_cut_off_takes_as_long_as_it_lasted() -> None:
         leased(0.0, "a", 2, size=2),
         leased(0.0, "b", 3),
         Event(3.0, "severed", "a", "a", 1, 1, 3.0),
-        Event(4.0, "empty", "b", "b", size=1, reason="died: exited with code 1"),
+        Event(4.0, "stopped", "b", "b", size=1, reason="died: exited with code 1"),
         Event(5.0, "queued", "b", ticket=4, size=1),
     )
     assert [request.seconds for request in learned.requests] == [3.0 + BEYOND_SECONDS, 5.0, 4.0, 4.0]
@@ -448,13 +448,13 @@ def test_what_is_so_is_told_as_events() -> None:
     standing = Standing()
     events = [
         Event(0.0, "queued", "a", ticket=1, size=1),
-        Event(0.0, "starting", "a", "a", reason="r"),
+        Event(0.0, "loading", "a", "a", reason="r"),
         Event(4.0, "ready", "a", "a", seconds=4.0),
         Event(4.0, "leased", "a", "a", 1, 1, 4.0),
         Event(5.0, "leased", "a", "a", 2, 2),
         Event(5.0, "queued", "b", ticket=3, size=1),
         Event(7.0, "released", "a", "a", 1, 1),
-        Event(7.0, "parked", "c", "c", reason="sleep"),
+        Event(7.0, "standby", "c", "c", reason="sleep"),
         Event(7.0, "unpinned", "a"),
         Event(7.0, "pinned", "a"),
     ]
@@ -468,8 +468,8 @@ def test_what_is_so_is_told_as_events() -> None:
         Event(8.0, "ready", "a", "a", reason="adopted"),
         Event(8.0, "ready", "c", "c", reason="adopted"),
         Event(8.0, "draining", "c", "c"),
-        Event(8.0, "stopping", "c", "c"),
-        Event(8.0, "parked", "c", "c", reason="sleep"),
+        Event(8.0, "evicting", "c", "c"),
+        Event(8.0, "standby", "c", "c", reason="sleep"),
         Event(8.0, "leased", "a", "a", 2, 1),
         Event(8.0, "queued", "b", ticket=3, size=1),
     ]
@@ -522,9 +522,9 @@ def test_a_running_program_writes_all_that_happens(tmp_path: Path) -> None:
     for run in runs:
         assert check(run.events, config_of(run.header), slack=5.0) == []
     kinds = [event.kind for event in runs[0].events]
-    unseen = {"gone", "failed", "severed", "parked", "demoting", "stuck", "deferred", "cancelling"}
+    unseen = {"gone", "failed", "severed", "standby", "demoting", "stuck", "deferred", "cancelling"}
     assert {*kinds} == KINDS.keys() - unseen - {"reloaded", "reload_failed"}
-    assert [kinds.count(kind) for kind in ("leased", "released", "starting")] == [3, 3, 2]
+    assert [kinds.count(kind) for kind in ("leased", "released", "loading")] == [3, 3, 2]
     learned = replay(runs)
     assert [request.model for request in learned.requests] == ["a", "b", "b", "b"]
     assert set(learned.load_seconds) == {"a", "b"}

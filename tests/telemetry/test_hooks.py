@@ -65,10 +65,10 @@ def receiver() -> Iterator[Receiver]:
         ("ready", "", "loaded"),
         ("ready", "adopted", "loaded"),
         ("ready", "reprieved", ""),
-        ("empty", "", "unloaded"),
-        ("parked", "sleep", "unloaded"),
-        ("empty", "load failed: exited with code 1", "failed"),
-        ("empty", "died: was killed by SIGKILL", "failed"),
+        ("stopped", "", "unloaded"),
+        ("standby", "sleep", "unloaded"),
+        ("stopped", "load failed: exited with code 1", "failed"),
+        ("stopped", "died: was killed by SIGKILL", "failed"),
         ("stuck", "still runs", "failed"),
         ("severed", "", "severed"),
     ],
@@ -78,7 +78,7 @@ def test_what_an_event_is_to_a_hook(kind: str, reason: str, what: str) -> None:
 
 
 def test_all_other_events_are_nothing_to_a_hook() -> None:
-    others = set(KINDS) - {"ready", "empty", "parked", "stuck", "severed"}
+    others = set(KINDS) - {"ready", "stopped", "standby", "stuck", "severed"}
     assert {occasion({"kind": kind, "reason": "x"}) for kind in others} == {""}
 
 
@@ -153,7 +153,7 @@ def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver: Re
 
 def test_one_that_rests_more_deeply_is_not_unloaded_again(receiver: Receiver) -> None:
     telling = Telling(Hook(url=receiver.url), pytest.fail)
-    kinds = ("ready", "parked", "parked", "empty", "ready", "empty")
+    kinds = ("ready", "standby", "standby", "stopped", "ready", "stopped")
     telling.tell([told(Event(1.0, kind, "a", "a"), 1.0) for kind in kinds], 0)
     got = [receiver.got.get(timeout=GUARD)["event"] for _ in range(4)]
     assert got == ["loaded", "unloaded", "loaded", "unloaded"]
@@ -200,7 +200,7 @@ def test_a_feed_may_be_followed_for_a_hook(receiver: Receiver) -> None:
     )
     thread.start()
     feed.tell(Event(1.0, "ready", "a", "a"))
-    feed.tell(Event(2.0, "empty", "a", "a"))
+    feed.tell(Event(2.0, "stopped", "a", "a"))
     feed.ring()
     assert [receiver.got.get(timeout=GUARD)["event"] for _ in range(2)] == ["loaded", "unloaded"]
     feed.close()

@@ -122,21 +122,21 @@ def test_events_are_told_in_the_order_in_which_they_came(
     journal = desk.open(access=2)
     journal.add(Event(1.0, "draining", "a", "a", 0, 2, 30.0, "1 waiting, oldest first", "b"))
     journal.add(record(request_id="between"))
-    journal.add(Event(31.0, "stopping", "a", "a", 0, 1, 30.0, "1 waiting"))
-    journal.add(Event(32.0, "empty", "a", "a"))
+    journal.add(Event(31.0, "evicting", "a", "a", 0, 1, 30.0, "1 waiting"))
+    journal.add(Event(32.0, "stopped", "a", "a"))
     journal.add(Event(33.0, "ready", "a", "a", seconds=12.34))
     journal.flush()
     told = [line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()]
     assert told[0] == "a: leaves for b (1 waiting, oldest first); waits up to 30 s for 2 requests"
     assert told[1].endswith("between")
-    assert told[2:] == ["a: stopping, 1 request severed after 30.0 s", "a: stopped", "a: ready after 12.3 s"]
+    assert told[2:] == ["a: evicting, 1 request severed after 30.0 s", "a: stopped", "a: ready after 12.3 s"]
 
 
 def test_an_event_names_the_service_where_that_is_not_the_model(
     desk: Desk, capfd: pytest.CaptureFixture[str]
 ) -> None:
     journal = desk.open()
-    journal.add(Event(1.0, "empty", "coder", "coder-2", reason="killed"))
+    journal.add(Event(1.0, "stopped", "coder", "coder-2", reason="killed"))
     journal.flush()
     assert capfd.readouterr().err.endswith(" coder (coder-2): killed\n")
 
@@ -146,7 +146,7 @@ def test_a_failed_load_is_told_with_the_last_lines_of_its_engine(
 ) -> None:
     tails = {"a": ["CUDA out of memory", "bye"]}
     journal = desk.open(tail=tails.__getitem__)
-    journal.add(Event(1.0, "empty", "a", "a", reason="load failed: exited with code 1"))
+    journal.add(Event(1.0, "stopped", "a", "a", reason="load failed: exited with code 1"))
     journal.flush()
     told = capfd.readouterr().err
     assert "a: load failed: exited with code 1\n" in told
@@ -173,7 +173,7 @@ def test_an_event_in_json_names_its_kind_and_leaves_out_what_is_empty(
 def test_quiet_tells_only_what_is_wrong(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
     journal = desk.open(verbosity=QUIET)
     journal.add(Event(1.0, "ready", "a", "a", seconds=1.0))
-    journal.add(Event(1.0, "empty", "a", "a", reason="died: exited with code 139"))
+    journal.add(Event(1.0, "stopped", "a", "a", reason="died: exited with code 139"))
     journal.add(Event(1.0, "stuck", "a", "a", reason="still runs"))
     journal.add(Event(1.0, "reloaded", "", reason="added b"))
     journal.add(Event(1.0, "reload_failed", "", reason="no {such} key"))
@@ -233,7 +233,7 @@ def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
         raise OSError("no log")
 
     journal = desk.open(tail=broken)
-    journal.add(Event(1.0, "empty", "a", "a", reason="died: x"))
+    journal.add(Event(1.0, "stopped", "a", "a", reason="died: x"))
     journal.add(record())
     journal.flush()
     assert len(desk.lines()) == 1
@@ -246,8 +246,8 @@ def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
         ("demoting", {"reason": "r", "way": "stop"}, "is stopped where it rests: r"),
         ("demoting", {"reason": "r", "way": "sleep:2"}, "goes to a deeper rest by sleep:2: r"),
         ("demoting", {"reason": "r"}, "goes to a deeper rest: r"),  # of an older log
-        ("stopping", {"reason": "1 waiting"}, "stopping"),
-        ("stopping", {"reason": "no room to rest by sleep"}, "stopping: no room to rest by sleep"),
+        ("evicting", {"reason": "1 waiting"}, "evicting"),
+        ("evicting", {"reason": "no room to rest by sleep"}, "evicting: no room to rest by sleep"),
         (
             "severed",
             {"ticket": 7, "reason": "evicted", "target": "b", "seconds": 5.0},

@@ -106,7 +106,7 @@ class History:
     def load(self, model: str, now: float, ready: float) -> Ticket:
         ticket = self.request(model, now)
         assert isinstance(self.island.next_step(now), Start)
-        self.island.started(model, ready)
+        self.island.loaded(model, ready)
         return ticket
 
 
@@ -118,9 +118,9 @@ def test_a_swap_is_counted_and_timed() -> None:
     island.next_step(20.0)
     island.release(leased, 23.0)
     assert isinstance(island.next_step(23.0), Stop)
-    island.stopped("a", 27.0)
+    island.evicted("a", 27.0)
     assert isinstance(island.next_step(27.5), Start)
-    island.started("b", 40.0)
+    island.loaded("b", 40.0)
     seen = history.metrics
     assert phases(seen) == {("a", "drain"): 3.0}
     assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 10.0 + 20.0
@@ -171,10 +171,10 @@ def test_a_swap_of_several_victims_is_one_swap() -> None:
     history.request("both", 10.0)
     assert isinstance(island.next_step(10.0), Stop)
     assert isinstance(island.next_step(11.0), Stop)
-    island.stopped("a", 12.0)
-    island.stopped("c", 15.0)
+    island.evicted("a", 12.0)
+    island.evicted("c", 15.0)
     assert isinstance(island.next_step(15.0), Start)
-    island.started("both", 20.0)
+    island.loaded("both", 20.0)
     seen = history.metrics
     assert swaps(seen, "several", "both", "stop", "ok") == 1
     assert phases(seen) == {("a", "drain"): 0.0, ("c", "drain"): 1.0}
@@ -185,10 +185,10 @@ def test_a_load_that_fails_is_a_failed_swap_and_is_timed_apart() -> None:
     seen = told(
         [
             Event(1.0, "draining", "a", "a", target="b"),
-            Event(2.0, "stopping", "a", "a"),
-            Event(3.0, "empty", "a", "a"),
-            Event(3.0, "starting", "b", "b", way="sleep"),
-            Event(9.0, "empty", "b", "b", reason="load failed: exited with code 1"),
+            Event(2.0, "evicting", "a", "a"),
+            Event(3.0, "stopped", "a", "a"),
+            Event(3.0, "loading", "b", "b", way="sleep"),
+            Event(9.0, "stopped", "b", "b", reason="load failed: exited with code 1"),
         ]
     )
     assert value(seen, "anvil_model_loads_total", model="b", result="failed") == 1
@@ -203,9 +203,9 @@ def test_an_unload_is_an_eviction_and_no_part_of_a_later_swap() -> None:
     seen = told(
         [
             Event(1.0, "draining", "a", "a", reason="unload requested"),
-            Event(2.0, "stopping", "a", "a"),
-            Event(3.0, "empty", "a", "a"),
-            Event(100.0, "starting", "b", "b"),
+            Event(2.0, "evicting", "a", "a"),
+            Event(3.0, "stopped", "a", "a"),
+            Event(100.0, "loading", "b", "b"),
             Event(101.0, "ready", "b", "b", seconds=1.0, way="stop"),
         ]
     )
@@ -216,12 +216,12 @@ def test_an_unload_is_an_eviction_and_no_part_of_a_later_swap() -> None:
 
 def test_who_leaves_because_nobody_uses_it_is_idle() -> None:
     leaving = Event(1.0, "draining", "a", "a", reason="idle for 60 s")
-    seen = told([leaving, Event(1.0, "stopping", "a", "a"), Event(2.0, "empty", "a", "a")])
+    seen = told([leaving, Event(1.0, "evicting", "a", "a"), Event(2.0, "stopped", "a", "a")])
     assert value(seen, "anvil_evictions_total", model="a", reason="idle") == 1
 
 
 def test_a_swap_is_counted_by_the_way_that_really_brought_the_model_back() -> None:
-    starting = Event(1.0, "starting", "b", "b", way="sleep")
+    starting = Event(1.0, "loading", "b", "b", way="sleep")
     assert (
         swaps(told([starting, Event(2.0, "ready", "b", "b", way="sleep")]), "none", "b", "sleep", "ok") == 1
     )
@@ -231,23 +231,23 @@ def test_a_swap_is_counted_by_the_way_that_really_brought_the_model_back() -> No
 @pytest.mark.parametrize(
     ("end", "way"),
     [
-        (Event(9.0, "parked", "a", "a", reason="checkpoint"), "checkpoint"),
-        (Event(9.0, "parked", "a", "a", reason="it stays as it is: no"), "none"),
-        (Event(9.0, "empty", "a", "a"), "stop"),
+        (Event(9.0, "standby", "a", "a", reason="checkpoint"), "checkpoint"),
+        (Event(9.0, "standby", "a", "a", reason="it stays as it is: no"), "none"),
+        (Event(9.0, "stopped", "a", "a"), "stop"),
     ],
 )
 def test_a_demotion_is_counted_by_how_it_ended_and_is_no_eviction(end: Event, way: str) -> None:
     left = [
         Event(1.0, "draining", "a", "a", target="b", reason="1 waiting"),
-        Event(2.0, "stopping", "a", "a"),
-        Event(3.0, "parked", "a", "a", reason="sleep"),
+        Event(2.0, "evicting", "a", "a"),
+        Event(3.0, "standby", "a", "a", reason="sleep"),
         Event(8.0, "demoting", "a", "a", target="b", reason="its memory is needed"),
     ]
     made = told([*left, end])
     assert value(made, "anvil_demotions_total", model="a", way=way) == 1
     assert value(made, "anvil_evictions_total", model="a", reason="swap") == 1
     assert value(made, "anvil_evictions_total", model="a", reason="died") is None
-    made.observe(Event(10.0, "starting", "b", "b", way="stop"))
+    made.observe(Event(10.0, "loading", "b", "b", way="stop"))
     made.observe(Event(11.0, "ready", "b", "b", way="stop"))
     assert swaps(made, "a", "b", "stop", "ok") == 1
 
@@ -268,10 +268,10 @@ def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down() -> None:
         [
             deferred(1.0, "b", 7),
             Event(3.5, "draining", "a", "a", target="b"),
-            Event(4.0, "starting", "b", "b"),
+            Event(4.0, "loading", "b", "b"),
             deferred(5.0, "c", 8),
-            Event(9.0, "starting", "c", "c"),
-            Event(20.0, "starting", "a", "a"),
+            Event(9.0, "loading", "c", "c"),
+            Event(20.0, "loading", "a", "a"),
         ]
     )
     assert phases(seen) == {("b", "cooldown"): 2.5, ("c", "cooldown"): 4.0}
@@ -279,7 +279,7 @@ def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down() -> None:
 
 def test_a_deferral_that_is_announced_again_is_still_one() -> None:
     again = [deferred(at, "b", 7, "no line has been quiet for 1 s yet") for at in (1.0, 6.0)]
-    seen = told([*again, Event(8.0, "starting", "b", "b")])
+    seen = told([*again, Event(8.0, "loading", "b", "b")])
     assert phases(seen) == {("b", "cooldown"): 7.0}
     assert value(seen, "anvil_deferrals_total", model="b", reason="not_quiet") == 1
 
@@ -287,8 +287,8 @@ def test_a_deferral_that_is_announced_again_is_still_one() -> None:
 @pytest.mark.parametrize("kind", ["gone", "failed"])
 def test_a_swap_is_not_held_back_for_those_that_have_left(kind: str) -> None:
     left = [deferred(1.0, "b", 7), Event(2.0, kind, "b", ticket=7)]
-    assert phases(told([*left, Event(900.0, "starting", "b", "b")])) == {}
-    again = [*left, deferred(3.0, "b", 9), Event(3.5, kind, "b", ticket=8), Event(5.0, "starting", "b", "b")]
+    assert phases(told([*left, Event(900.0, "loading", "b", "b")])) == {}
+    again = [*left, deferred(3.0, "b", 9), Event(3.5, kind, "b", ticket=8), Event(5.0, "loading", "b", "b")]
     assert phases(told(again)) == {("b", "cooldown"): 2.0}
 
 
@@ -345,8 +345,8 @@ def test_reloads_are_counted_by_result_and_those_who_leave_for_one_by_that_cause
     events = [
         Event(1.0, "reloaded", "", reason="changed a"),
         Event(1.0, "draining", "a", "a", reason=LEAVES["changed"]),
-        Event(2.0, "stopping", "a", "a"),
-        Event(3.0, "empty", "a", "a"),
+        Event(2.0, "evicting", "a", "a"),
+        Event(3.0, "stopped", "a", "a"),
         Event(4.0, "reload_failed", "", reason="no"),
     ]
     seen = told(events)
@@ -378,7 +378,7 @@ def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
             Event(1.0, "draining", "c", "c", target="both"),
             Event(2.0, "ready", "a", "a", reason="reprieved"),
             Event(2.0, "ready", "c", "c", reason="reprieved"),
-            Event(3.0, "starting", "both", "both"),
+            Event(3.0, "loading", "both", "both"),
         ]
     )
     assert swaps(seen, "several", "both", "none", "reprieved") == 1
@@ -406,10 +406,10 @@ def test_a_victim_that_cannot_be_stopped_ends_its_swap() -> None:
     seen = told(
         [
             Event(1.0, "draining", "a", "a", target="b"),
-            Event(2.0, "stopping", "a", "a"),
+            Event(2.0, "evicting", "a", "a"),
             Event(3.0, "stuck", "a", "a", reason="still runs"),
-            Event(9.0, "empty", "a", "a"),
-            Event(10.0, "starting", "b", "b"),
+            Event(9.0, "stopped", "a", "a"),
+            Event(10.0, "loading", "b", "b"),
             Event(11.0, "ready", "b", "b", seconds=1.0),
         ]
     )
@@ -421,8 +421,8 @@ def test_a_death_is_an_eviction_of_its_own_kind() -> None:
     seen = told(
         [
             Event(1.0, "draining", "a", "a", target="b"),
-            Event(2.0, "empty", "a", "a", reason="died: exited with code 139"),
-            Event(50.0, "starting", "b", "b"),
+            Event(2.0, "stopped", "a", "a", reason="died: exited with code 139"),
+            Event(50.0, "loading", "b", "b"),
             Event(51.0, "ready", "b", "b"),
         ]
     )
@@ -435,9 +435,9 @@ def test_the_target_of_a_swap_may_have_colons_in_its_name() -> None:
     seen = Metrics(config, nothing)
     for event in (
         Event(1.0, "draining", "a", "a", target="qwen: 8b"),
-        Event(1.0, "stopping", "a", "a"),
-        Event(2.0, "empty", "a", "a"),
-        Event(2.0, "starting", "qwen: 8b", "q8"),
+        Event(1.0, "evicting", "a", "a"),
+        Event(2.0, "stopped", "a", "a"),
+        Event(2.0, "loading", "qwen: 8b", "q8"),
         Event(3.0, "ready", "qwen: 8b", "q8", way="stop"),
     ):
         seen.observe(event)
@@ -504,7 +504,7 @@ def test_a_bucket_counts_what_is_at_most_its_bound() -> None:
 
 
 def test_gauges_show_the_moment_of_the_scrape() -> None:
-    states = iter(("starting", "ready"))
+    states = iter(("loading", "ready"))
 
     def status() -> Status:
         model = ModelState("a", next(states), "a", ("0",), (), 3, 2, "", None)
@@ -515,7 +515,7 @@ def test_gauges_show_the_moment_of_the_scrape() -> None:
     assert first["anvil_queued_requests", None] == 3
     assert first["anvil_inflight_requests", None] == 2
     shown = {state: first["anvil_model_state", state] for state in STATES}
-    assert shown == {**dict.fromkeys(STATES, 0.0), "starting": 1.0}
+    assert shown == {**dict.fromkeys(STATES, 0.0), "loading": 1.0}
     assert value(seen, "anvil_model_state", model="a", state="ready") == 1
 
 
@@ -556,7 +556,7 @@ def test_what_engines_say_of_themselves_is_shown_with_its_age() -> None:
     [(Progress(0.42, 35.0, "reading weights"), 0.42), (Progress(None, None, ""), None), (None, None)],
 )
 def test_how_far_a_load_is_is_shown_where_it_is_known(progress: Progress | None, shown: float | None) -> None:
-    model = ModelState("a", "starting", "a", ("0",), (), 0, 0, "", None, progress=progress)
+    model = ModelState("a", "loading", "a", ("0",), (), 0, 0, "", None, progress=progress)
     seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
     assert value(seen, "anvil_model_load_progress_ratio", model="a") == shown
 
@@ -564,7 +564,7 @@ def test_how_far_a_load_is_is_shown_where_it_is_known(progress: Progress | None,
 def test_gpus_are_shown_with_who_uses_them() -> None:
     gpus = (
         GpuState("0", ("a",), "ready", "", 0, 0.0, 24, 2, (("b", 3), ("c", 1))),
-        GpuState("1", (), "empty", "", 0, 0.0, reserved_for=("both",)),
+        GpuState("1", (), "stopped", "", 0, 0.0, reserved_for=("both",)),
     )
     strangers = (Stranger("0", 41, 5), Stranger("0", 42, None))
     sight = {"0": Seen(20, 25, {"a": 11}, strangers)}
@@ -582,7 +582,7 @@ def test_gpus_are_shown_with_who_uses_them() -> None:
 
 
 def test_what_is_declared_of_a_gpu_counts_where_it_cannot_be_read() -> None:
-    gpus = (GpuState("0", (), "empty", "", 0, 0.0, 24),)
+    gpus = (GpuState("0", (), "stopped", "", 0, 0.0, 24),)
     seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0))
     assert value(seen, "anvil_gpu_memory_total_bytes", gpu="0") == 24
 
