@@ -331,7 +331,8 @@ SETTINGS: dict[str, Setting] = {
     "max_upload": Setting(SIZE, "The largest multipart request (audio, images)."),
     "default_model": Setting(TEXT, "Who serves requests that name no model."),
     "host_memory": Setting(
-        settings.MEMORY, "Host memory for all engines, running and in standby; by default 9/10 of the machine's."
+        settings.MEMORY,
+        "Host memory for all engines, also in standby; by default 9/10 of the machine's.",
     ),
     "prepare": Setting(settings.FLAG, "Load every model once at the start, before anybody asks."),
     "key_file": Setting(TEXT, "A file of API keys, one to a line; see docs/security.md. ANVIL_API_KEYS too."),

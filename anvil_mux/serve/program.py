@@ -14,6 +14,7 @@ loading is stopped in any case: no later start could tell how far it is. A crash
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import fcntl
 import json
@@ -121,7 +122,18 @@ def say(text: str, form: str = "human") -> None:
     line = f"anvil-mux: {text}"
     if form == "json":
         line = json.dumps({"ts": stamp(time.time()), "level": "info", "event": "notice", "text": text})
-    print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: several threads say
+    with _while_the_terminal_is_open():
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: several threads say
+
+
+@contextmanager
+def _while_the_terminal_is_open() -> Iterator[None]:
+    """What is printed on a terminal that was just closed is lost; SIGHUP follows, and ends the program."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
 
 
 def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
@@ -143,7 +155,8 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
         program.start()
         place = Place(program.url, tuple(os.path.abspath(file) for file in config.files))
         with announced(state_folder(config.project, os.environ), place):
-            _print_banner(config, program.url, options, with_key=bool(keys))
+            with _while_the_terminal_is_open():
+                _print_banner(config, program.url, options, with_key=bool(keys))
             program.adopt()
             notifier.tell(READY="1")
             if notifier.is_heard:

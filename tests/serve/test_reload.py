@@ -392,6 +392,17 @@ def test_the_event_log_begins_anew_under_the_new_configuration(house: House, sta
         assert check(run.events, config_of(run.header), slack=5.0) == []
 
 
+def test_what_is_said_to_a_terminal_that_was_just_closed_is_lost_and_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near, far = os.openpty()
+    os.close(near)
+    with open(far, "w") as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        serve_room.say("one engine less")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), far)  # as Signals does
+
+
 def test_a_terminal_that_is_closed_ends_the_program(house: House, state: Path) -> None:
     house.write({"a": {}})
     pid, terminal = pty.fork()
