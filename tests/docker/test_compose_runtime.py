@@ -184,7 +184,7 @@ def test_an_engine_that_never_answers_is_given_up_and_stopped(sleeper: Callable[
         Swapper(runtime).load(service, "stop")
     assert "s was not ready within its load_timeout of 2 s" in caught.value.reason
     assert "connections are closed without an answer" in caught.value.reason
-    assert caught.value.log == ("loaded",)
+    assert caught.value.log == ("started",)
     assert stack.up() == set()
 
 
