@@ -409,6 +409,7 @@ def test_a_terminal_that_is_closed_ends_the_program(house: House, state: Path) -
     if pid == 0:
         os.environ["XDG_STATE_HOME"] = str(state)
         os.environ["PYTHONPATH"] = str(ROOT)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else tests under nohup start programs that ignore it
         os.execv(sys.executable, [sys.executable, "-m", "anvil_mux", "serve", str(house.file), "--port", "0"])
     printed = b""
     while b"curl" not in printed:  # the last line that it prints
