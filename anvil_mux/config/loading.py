@@ -502,7 +502,7 @@ class _Loading:
         for longest in dict.fromkeys([most if b.max_wait is None else b.max_wait for b in backends]):
             if limit < longest:
                 self._warnings.append(
-                    f"queue_timeout ({limit:g} s) is less than max_wait ({longest:g} s): a line is overdue "
+                    f"queue_timeout ({limit:g} s) is less than max_wait ({longest:g} s): a queue is overdue "
                     "before that, early enough for a load that takes as long as loads usually do"
                 )
         slow = [backend.name for backend in backends if backend.load_timeout > limit]

@@ -30,7 +30,7 @@ Invariants:
     policy is asked again; so is the next in line whenever a place becomes free.
  6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished,
     unless its load is cancelled: when it is unloaded by hand (who waits for it is told so), or when nobody
-    waits for it any more and another line needs its GPUs. Errands are cancelled by hand only.
+    waits for it any more and another queue needs its GPUs. Errands are cancelled by hand only.
     Who waits behind others at a busy replica waits for another one, if nobody on the island waits for a load.
     (So does the line of a model that is resident, which it has if its backends take only so many at once.)
  7. A line older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are

@@ -659,8 +659,8 @@ SHORT = "queue_timeout (20 s) is less than "
 @pytest.mark.parametrize(
     ("top", "own", "expected"),
     [
-        ("max_wait: 60", "load_timeout: 20", [SHORT + "max_wait (60 s): a line is overdue before that"]),
-        ("max_wait: 5", "load_timeout: 20, max_wait: 21", [SHORT + "max_wait (21 s): a line is overdue"]),
+        ("max_wait: 60", "load_timeout: 20", [SHORT + "max_wait (60 s): a queue is overdue before that"]),
+        ("max_wait: 5", "load_timeout: 20, max_wait: 21", [SHORT + "max_wait (21 s): a queue is overdue"]),
         (
             "max_wait: 5",
             "load_timeout: 21",
