@@ -1,13 +1,13 @@
-"""One lock, a lease per request, a keeper thread per GPU (per backend where backends share one) and one more.
+"""One lock, a lease per request, a worker thread per GPU (per backend where backends share one) and one more.
 
 ``with mux.lease(model) as lease:`` is the whole interface of the serve path. Under the lock a request is told
-to its island's ``Residency``; if its model is resident it has its lease at once, else its thread waits for a
-latch of its own. The island's keepers wait for the residency's next step, perform it without the lock
+to its GPU group's ``GpuGroup``; if its model is resident it has its lease at once, else its thread waits for
+a latch of its own. The GPU group's workers wait for the GPU group's next step, perform it without the lock
 (stop a container, start one, wait until it answers: minutes, if need be) and report how it ended. There is
 one more than there can be such steps at once, so that one is always there to cancel a load.
 
-Threads wait in two functions: ``_wait_for_lease`` (requests, without the lock: a line of hundreds that is
-admitted at once must not queue up for it) and ``_next_step`` (keepers, on the lock). Nothing slow happens
+Threads wait in two functions: ``_wait_for_lease`` (requests, without the lock: a queue of hundreds that is
+admitted at once must not queue up for it) and ``_next_step`` (workers, on the lock). Nothing slow happens
 while the lock is held. Any thread may call any public method.
 
 A backend whose request failed is doubted, and a thread begins that looks into it (``_look_into``) and ends
@@ -42,20 +42,20 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
-from anvil_mux.host.swap import Loaded, Rested
+from anvil_mux.host.swap import Evicted, Loaded
 from anvil_mux.protocol import api
-from anvil_mux.routing.ledger import Load, Report
+from anvil_mux.routing.in_flight import Load, Report
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import Cause, Event
 from anvil_mux.scheduler.footprint import Footprint, Footprints
-from anvil_mux.scheduler.layout import Layout
-from anvil_mux.scheduler.outlook import Outlook, outlook
-from anvil_mux.scheduler.policy import FOREVER
+from anvil_mux.scheduler.group import LOADING, GpuGroup
+from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.progress import Progress, Said, progress
-from anvil_mux.scheduler.residency import LOADING, Residency
+from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.status import Status, Waiter, gpu_state, model_state
 from anvil_mux.scheduler.steps import NO_WORK, Cancel, Crash, Demote, Start, Step, Stop, Ticket, Wait
+from anvil_mux.scheduler.wait_estimate import WaitEstimate, wait_estimate
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +79,11 @@ Tend = Callable[[float], None]
 
 
 class Mechanism(Protocol):
-    """What the keepers call, without the lock. See swap.Swapper."""
+    """What the workers call, without the lock. See swap.Swapper."""
 
     def load(self, backend: Backend, how: str, cancelled: Latch) -> Loaded: ...
-    def evict(self, backend: Backend, how: str) -> Rested: ...
-    def demote(self, backend: Backend, how: str, to: str) -> Rested: ...
+    def evict(self, backend: Backend, how: str) -> Evicted: ...
+    def demote(self, backend: Backend, how: str, to: str) -> Evicted: ...
     def ended(self, backend: Backend) -> str | None: ...
     def answers(self, backend: Backend, limit: float) -> bool | None: ...
     def last_words(self, backend: Backend) -> list[str]: ...
@@ -126,7 +126,7 @@ class Lease:
         self.why = ticket.choice.why if ticket.choice else ""
         """Why this backend, where the model has several."""
         self.waited = 0.0
-        """Seconds in the line."""
+        """Seconds in the queue."""
         self.prefill: Lease | None = None
         """Of the first stage, where the request is to be served in two; it may be left before this one."""
         self._tail = b""
@@ -194,22 +194,22 @@ class Lease:
         return Severed(f"{cause.sentence(self._ticket.model)}. Send it again.")
 
 
-class _Island:
-    """A residency, the condition its keepers wait on, and how many of them were started here.
+class _Driver:
+    """A GPU group, the condition its workers wait on, and how many of them were started here.
 
-    Islands that a reload ties together share residency and condition from then on.
+    GPU groups that a reload ties together share GPU group and condition from then on.
     """
 
-    __slots__ = ("changed", "keepers", "residency")
+    __slots__ = ("changed", "group", "keepers")
 
-    def __init__(self, residency: Residency, changed: Condition) -> None:
-        self.residency = residency
+    def __init__(self, group: GpuGroup, changed: Condition) -> None:
+        self.group = group
         self.changed = changed
         self.keepers = 0
 
 
 class Multiplexer:
-    """Leases backends to requests; its keepers swap them.
+    """Leases backends to requests; its workers swap them.
 
     ``log`` takes every event, under the lock; without ``log_leases`` none of leases that begin and end.
     ``has_heard(address, since)``: whether an engine has sent anybody a part of an answer since that moment.
@@ -236,14 +236,14 @@ class Multiplexer:
         self._take(config)
         # The lock guards everything below it. It is held for microseconds: no I/O, no engine, no Docker.
         self._lock = self._clock.lock()
-        self._layout = Layout(config, log, Costs(costs), Footprints(footprints), emit_leases=log_leases)
-        self._every: list[_Island] = []  # each has keepers of its own
-        self._islands: dict[str, _Island] = {}  # model -> island
-        self._homes: dict[Residency, _Island] = {}
+        self._scheduler = Scheduler(config, log, Costs(costs), Footprints(footprints), emit_leases=log_leases)
+        self._every: list[_Driver] = []  # each has workers of its own
+        self._drivers: dict[str, _Driver] = {}  # model -> GPU group
+        self._homes: dict[GpuGroup, _Driver] = {}
         self._runs: dict[str, Run] = {}  # backend -> the last that was seen of it
-        self._until: dict[Residency, float] = {}  # when each is asked again without a new fact
-        self._costs, self._footprints = self._layout.costs, self._layout.footprints
-        self._host = self._layout.host
+        self._until: dict[GpuGroup, float] = {}  # when each is asked again without a new fact
+        self._costs, self._footprints = self._scheduler.costs, self._scheduler.footprints
+        self._host = self._scheduler.host
         self._doubts: dict[str, _Doubt] = {}  # by backend
         self._said: dict[str, Said] = {}  # backend -> what its log says of the load that is under way
         self._cancelled: dict[str, Latch] = {}  # backend -> set when its load, the last one, is cancelled
@@ -260,33 +260,33 @@ class Multiplexer:
         self._replicas = Counter(backend.model for backend in config.backends)
         self._names = config.names
 
-    def _settle_down(self, places: Mapping[Residency, Residency]) -> None:
-        """Under the lock: residencies took the place of others."""
-        homes: dict[Residency, _Island] = {}
-        for island in self._every:
-            island.changed.notify_all()
-            island.residency = places.get(island.residency, island.residency)
-            island.changed = homes.setdefault(island.residency, island).changed
-        for residency in self._layout.residencies:
-            if residency not in homes:
-                homes[residency] = _Island(residency, self._clock.condition(self._lock))
-                self._every.append(homes[residency])
+    def _settle_down(self, places: Mapping[GpuGroup, GpuGroup]) -> None:
+        """Under the lock: GPU groups took the place of others."""
+        homes: dict[GpuGroup, _Driver] = {}
+        for driver in self._every:
+            driver.changed.notify_all()
+            driver.group = places.get(driver.group, driver.group)
+            driver.changed = homes.setdefault(driver.group, driver).changed
+        for group in self._scheduler.groups:
+            if group not in homes:
+                homes[group] = _Driver(group, self._clock.condition(self._lock))
+                self._every.append(homes[group])
         self._homes, self._until = homes, {}
-        self._islands = {model: homes[place] for model, place in self._layout.of_model.items()}
-        seats = [seat for residency in homes for seat in residency.seats.values()]
-        self._backends = {**self._backends, **{seat.name: seat.backend for seat in seats}}
+        self._drivers = {model: homes[place] for model, place in self._scheduler.of_model.items()}
+        slots = [slot for group in homes for slot in group.slots.values()]
+        self._backends = {**self._backends, **{slot.name: slot.backend for slot in slots}}
 
     def __repr__(self) -> str:
         with self._lock:
-            return f"<Multiplexer {[island.residency for island in self._each_island()]}>"
+            return f"<Multiplexer {[driver.group for driver in self._each_driver()]}>"
 
-    def _each_island(self) -> list[_Island]:
+    def _each_driver(self) -> list[_Driver]:
         return list(self._homes.values())
 
-    def _island(self, model: str) -> _Island:
+    def _driver(self, model: str) -> _Driver:
         """UnknownModel if it was served until a moment ago."""
         try:
-            return self._islands[model]
+            return self._drivers[model]
         except KeyError:
             raise UnknownModel(model, self._replicas) from None
 
@@ -302,7 +302,7 @@ class Multiplexer:
     def is_ready(self, model: str) -> bool:
         """Whether it is resident; its requests may have to wait for a place all the same."""
         with self._lock:
-            return self._island(model).residency.is_ready(model)
+            return self._driver(model).group.is_ready(model)
 
     def backend(self, name: str) -> Backend | None:
         """As it was last started or is to be, also if the configuration has it no longer."""
@@ -311,11 +311,11 @@ class Multiplexer:
     def leaving(self) -> list[Backend]:
         """Those that go because the configuration has changed, and have not gone yet."""
         with self._lock:
-            return [seat.backend for island in self._each_island() for seat in island.residency.leaving]
+            return [slot.backend for driver in self._each_driver() for slot in driver.group.leaving]
 
     def bytes_per_token(self, model: str) -> float:
         """Of a model with several backends."""
-        return self._island(model).residency.bytes_per_token(model)
+        return self._driver(model).group.bytes_per_token(model)
 
     def explain(
         self, model: str, work: Work = NO_WORK, *, staged: bool = False
@@ -324,14 +324,14 @@ class Multiplexer:
         if self._replicas[model] == 1:
             return {}
         with self._lock:
-            return self._island(model).residency.explain(model, work, self._clock.now(), staged=staged)
+            return self._driver(model).group.explain(model, work, self._clock.now(), staged=staged)
 
     def has_another(self, lease: Lease) -> bool:
         """Whether a request may be sent to another backend of its model without waiting for a load."""
         with self._lock:
             model = lease.backend.model
-            seats = self._islands[model].residency.seats_of(model) if model in self._islands else ()
-            return any(seat.state == "ready" and seat.name != lease.backend.name for seat in seats)
+            slots = self._drivers[model].group.slots_of(model) if model in self._drivers else ()
+            return any(slot.state == "ready" and slot.name != lease.backend.name for slot in slots)
 
     @contextmanager
     def counted(self, key: Key) -> Iterator[None]:
@@ -395,23 +395,23 @@ class Multiplexer:
                 raise self._closing.with_traceback(None)
             if model not in self._replicas:
                 raise UnknownModel(model, self._replicas)
-            island = self._islands[model]
-            if self._waiting >= self._config.max_queue and not island.residency.takes(model, work.owner):
+            driver = self._drivers[model]
+            if self._waiting >= self._config.max_queue and not driver.group.takes(model, work.owner):
                 raise Overloaded(f"overloaded: {self._waiting} requests wait for models already. Try again.")
-            if key and key.waiting is not None and not island.residency.takes(model, work.owner):
+            if key and key.waiting is not None and not driver.group.takes(model, work.owner):
                 self._check_waiters(key, key.waiting)
             self._tickets += 1
             first = self._first_stage(model, now, work) if staged else None
             ticket = Ticket(self._tickets, model, now, leases, work, first, key, crashes)
-            if island.residency.request(ticket, now):
-                island.changed.notify()
+            if driver.group.request(ticket, now):
+                driver.changed.notify()
             if ticket.backend is None and ticket.error is None:
                 ticket.wake = self._clock.latch()
                 self._count_waiting(ticket, 1)
         if ticket.wake:
-            self._wait(island, ticket, tend)
+            self._wait(driver, ticket, tend)
         if ticket.error:
-            # One error may end a whole line: each thread raises it without the others' frames.
+            # One error may end a whole queue: each thread raises it without the others' frames.
             raise ticket.error.with_traceback(None)
         return ticket
 
@@ -431,18 +431,18 @@ class Multiplexer:
         if isinstance(ticket.sender, Key) and ticket.sender.waiting is not None:
             self._waiters[ticket.sender] += change
 
-    def _wait(self, island: _Island, ticket: Ticket, tend: Tend | None) -> None:
+    def _wait(self, driver: _Driver, ticket: Ticket, tend: Tend | None) -> None:
         pause = TEND_SECONDS if tend else FOREVER
         try:
-            while not self._wait_for_lease(island, ticket, pause):
+            while not self._wait_for_lease(driver, ticket, pause):
                 assert tend is not None
                 tend(self._clock.now())
         except BaseException as error:
             with self._lock:
-                self._abandon(island, ticket, error)
+                self._abandon(driver, ticket, error)
             raise
 
-    def _wait_for_lease(self, island: _Island, ticket: Ticket, pause: float) -> bool:
+    def _wait_for_lease(self, driver: _Driver, ticket: Ticket, pause: float) -> bool:
         """Waits until the ticket ends, at most ``pause`` seconds, and never past ``queue_timeout``."""
         limit = self._config.queue_timeout
         deadline = ticket.since + limit
@@ -454,74 +454,74 @@ class Multiplexer:
             return False
         with self._lock:
             if not ticket.settled:
-                busy = island.residency.is_ready(ticket.model)
+                busy = driver.group.is_ready(ticket.model)
                 what = "had no place for this request" if busy else "did not become resident"
                 error = WaitedTooLong(f"{ticket.model} {what} within {limit:g} s.")
-                self._leave_line(island, ticket, now, error)
+                self._leave_line(driver, ticket, now, error)
         return True
 
-    def _abandon(self, island: _Island, ticket: Ticket, error: BaseException) -> None:
+    def _abandon(self, driver: _Driver, ticket: Ticket, error: BaseException) -> None:
         """Under the lock: the request's thread stops waiting because ``tend`` raised."""
         now = self._clock.now()
         if ticket.backend:
             if ticket.prefill:
-                island.residency.release(ticket.prefill, now, whole=False)
-            island.residency.release(ticket, now, whole=False)
-            self._wake_settled(island)
-            island.changed.notify_all()
+                driver.group.release(ticket.prefill, now, whole=False)
+            driver.group.release(ticket, now, whole=False)
+            self._wake_settled(driver)
+            driver.changed.notify_all()
         elif not ticket.error:
             known = isinstance(error, MuxError) and not isinstance(error, ClientGone)
-            self._leave_line(island, ticket, now, error if known else None)  # type: ignore[arg-type]
+            self._leave_line(driver, ticket, now, error if known else None)  # type: ignore[arg-type]
 
-    def _leave_line(self, island: _Island, ticket: Ticket, now: float, error: MuxError | None) -> None:
-        island.residency.give_up(ticket, now, error)
+    def _leave_line(self, driver: _Driver, ticket: Ticket, now: float, error: MuxError | None) -> None:
+        driver.group.give_up(ticket, now, error)
         self._count_waiting(ticket, -1)
-        island.changed.notify_all()
+        driver.changed.notify_all()
 
     def cancel(self, number: int) -> bool:
         """Ends the wait of one request, which is told so; False if no ticket of that number waits."""
         with self._lock:
-            lines = ((island, t) for m, island in self._islands.items() for t in island.residency.lines[m])
-            island, waiting = next(((island, t) for island, t in lines if t.id == number), (None, None))
-            if island is None or waiting is None:
+            queues = ((driver, t) for m, driver in self._drivers.items() for t in driver.group.queues[m])
+            driver, waiting = next(((driver, t) for driver, t in queues if t.id == number), (None, None))
+            if driver is None or waiting is None:
                 return False
-            error = Cancelled(f"This request for {waiting.model} was taken out of its line.")
-            self._leave_line(island, waiting, self._clock.now(), error)
+            error = Cancelled(f"This request for {waiting.model} was taken out of its queue.")
+            self._leave_line(driver, waiting, self._clock.now(), error)
             waiting.wake.set()
         return True
 
     def _release(self, ticket: Ticket, tail: bytes, whole: bool) -> None:
         usage = api.tokens_said(tail)[1:] if tail else (None, None)
         with self._lock:
-            island = self._islands.get(ticket.model)
-            if island is None:
+            driver = self._drivers.get(ticket.model)
+            if driver is None:
                 return
-            residency = island.residency
-            if residency.release(ticket, self._clock.now(), usage, whole=whole):
-                island.changed.notify()
-            if residency.settled:
-                self._wake_settled(island)
-            taken_back = residency.taken_back and self._taken_back(island)
+            group = driver.group
+            if group.release(ticket, self._clock.now(), usage, whole=whole):
+                driver.changed.notify()
+            if group.settled:
+                self._wake_settled(driver)
+            taken_back = group.taken_back and self._taken_back(driver)
         for each in taken_back:
             _cut(each)
 
-    def _taken_back(self, island: _Island) -> list[Ticket]:
+    def _taken_back(self, driver: _Driver) -> list[Ticket]:
         """Under the lock: those that are to be cut outside of it."""
-        found, island.residency.taken_back = island.residency.taken_back, []
+        found, driver.group.taken_back = driver.group.taken_back, []
         return found
 
     def _first_byte(self, ticket: Ticket) -> bool:
         with self._lock:
-            island = self._islands.get(ticket.model)
-            return not ticket.severed if island is None else island.residency.first_byte(ticket)
+            driver = self._drivers.get(ticket.model)
+            return not ticket.severed if driver is None else driver.group.first_byte(ticket)
 
     # Facts from outside
 
     def loaded_at(self, backend: str) -> float | None:
         """When the backend was last loaded, which tells its runs apart."""
         with self._lock:
-            residency = self._layout.of_backend.get(backend)
-            return residency.seats[backend].loaded if residency and backend in residency.seats else None
+            group = self._scheduler.of_backend.get(backend)
+            return group.slots[backend].loaded if group and backend in group.slots else None
 
     def died(self, backend: str, why: str, log: Iterable[str] = (), *, loaded: float | None = None) -> None:
         """The backend's service ended, and nobody here told it to.
@@ -529,9 +529,9 @@ class Multiplexer:
         ``log``: what it had printed last. ``loaded``: nothing has happened if it was loaded anew since then.
         """
 
-        def fact(residency: Residency, now: float) -> None:
-            if loaded is None or residency.seats[backend].loaded == loaded:
-                residency.died(backend, now, why, log)
+        def fact(group: GpuGroup, now: float) -> None:
+            if loaded is None or group.slots[backend].loaded == loaded:
+                group.died(backend, now, why, log)
 
         self._tell(backend, fact)
         self._settle_doubt(backend)
@@ -539,15 +539,15 @@ class Multiplexer:
     def last_words(self, backend: str) -> tuple[str, ...]:
         """What the engine of a backend printed before it failed; () once it is loaded again."""
         with self._lock:
-            residency = self._layout.of_backend.get(backend)
-            return residency.seats[backend].log if residency else ()
+            group = self._scheduler.of_backend.get(backend)
+            return group.slots[backend].log if group else ()
 
-    def strangers_hold(self, held: Mapping[str, int]) -> None:
+    def memory_seen(self, held: Mapping[str, int]) -> None:
         """Programs that are none of ours hold so many bytes of these GPUs."""
         with self._lock:
-            for island in self._each_island():
-                if island.residency.strangers_hold(held):
-                    island.changed.notify_all()
+            for driver in self._each_driver():
+                if driver.group.memory_seen(held):
+                    driver.changed.notify_all()
 
     def unreachable(self, lease: Lease) -> Crash | None:
         """A request got no whole answer: how its backend ended under it, if it has.
@@ -557,14 +557,14 @@ class Multiplexer:
         """
         backend, ticket = lease.backend, lease._ticket
         with self._lock:
-            residency = self._layout.of_backend.get(backend.name)
-            seat = residency.seats.get(backend.name) if residency else None
-            if seat is None or ticket not in seat.holders:
+            group = self._scheduler.of_backend.get(backend.name)
+            slot = group.slots.get(backend.name) if group else None
+            if slot is None or ticket not in slot.holders:
                 return ticket.crash
             doubt = self._doubts.get(backend.name)
-            is_new = doubt is None or doubt.loaded != seat.loaded
+            is_new = doubt is None or doubt.loaded != slot.loaded
             if doubt is None or is_new:
-                doubt = self._doubts[backend.name] = _Doubt(seat.loaded, self._clock.now())
+                doubt = self._doubts[backend.name] = _Doubt(slot.loaded, self._clock.now())
             found = self._clock.latch()
             doubt.waiting.append(found)
         if is_new:
@@ -600,21 +600,21 @@ class Multiplexer:
     def _is_open(self, name: str, doubt: _Doubt) -> bool:
         """Whether the doubt still is of the backend that is resident."""
         with self._lock:
-            residency = self._layout.of_backend.get(name)
-            seat = residency.seats[name] if residency else None
-            here = seat is not None and seat.loaded == doubt.loaded and seat.state in ("ready", "draining")
+            group = self._scheduler.of_backend.get(name)
+            slot = group.slots[name] if group else None
+            here = slot is not None and slot.loaded == doubt.loaded and slot.state in ("ready", "draining")
             return here and self._doubts.get(name) is doubt and not self._closed
 
     def _is_heard(self, name: str, doubt: _Doubt) -> bool:
         """Whether any request got a part of an answer from the backend since it is doubted."""
         with self._lock:
-            residency = self._layout.of_backend.get(name)
-            answered = residency.seats[name].answered if residency else -FOREVER
+            group = self._scheduler.of_backend.get(name)
+            answered = group.slots[name].answered if group else -FOREVER
         return answered > doubt.since or self._has_heard(self._runs[name].address, doubt.since)
 
-    def _give_up_on(self, name: str, doubt: _Doubt, residency: Residency, now: float) -> None:
-        if residency.seats[name].loaded == doubt.loaded:
-            residency.unanswering(name, now)
+    def _give_up_on(self, name: str, doubt: _Doubt, group: GpuGroup, now: float) -> None:
+        if group.slots[name].loaded == doubt.loaded:
+            group.unanswering(name, now)
 
     def _settle_doubt(self, name: str, doubt: _Doubt | None = None) -> None:
         """Whatever was found, requests that wait for it go on."""
@@ -631,36 +631,36 @@ class Multiplexer:
         """Those that may be leased, of models with several backends, and where they listen."""
         with self._lock:
             found = [
-                seat.backend
+                slot.backend
                 for model, count in self._replicas.items()
                 if count > 1
-                for seat in self._islands[model].residency.seats_of(model)
-                if seat.state == "ready"
+                for slot in self._drivers[model].group.slots_of(model)
+                if slot.state == "ready"
             ]
             return [(backend, self._runs[backend.name].address) for backend in found]
 
     def observed(self, backend: str, load: Load | None) -> None:
         """The engine of a replica said this of itself; None: it answered, and has no figures."""
         with self._lock:
-            if residency := self._layout.of_backend.get(backend):
-                residency.observed(backend, load, self._clock.now())
+            if group := self._scheduler.of_backend.get(backend):
+                group.observed(backend, load, self._clock.now())
 
     def silent(self, backend: str) -> None:
         """The engine of a replica does not answer."""
-        self._tell(backend, lambda residency, now: residency.silent(backend, now))
+        self._tell(backend, lambda group, now: group.silent(backend, now))
 
     def reports(self) -> dict[str, Report]:
         """What other anvil-mux are told of the replicas that are shared with them."""
         with self._lock:
             now = self._clock.now()
-            islands = self._each_island()
-            return {name: each for i in islands for name, each in i.residency.reports(now).items()}
+            drivers = self._each_driver()
+            return {name: each for i in drivers for name, each in i.group.reports(now).items()}
 
     def hear(self, told: Mapping[str, Sequence[Report]]) -> None:
         """What all other anvil-mux tell of the replicas that are shared with them."""
         with self._lock:
-            for island in self._each_island():
-                island.residency.hear(told, self._clock.now())
+            for driver in self._each_driver():
+                driver.group.hear(told, self._clock.now())
 
     def unload_idle(self, model: str) -> bool:
         """Puts ``model`` out once nobody uses it, unless somebody asks for it before; True: that is now.
@@ -668,10 +668,10 @@ class Multiplexer:
         Whoever has just read the last byte of an answer holds its lease for a moment longer.
         """
         with self._lock:
-            island = self._island(model)
-            told = island.residency.unload_when_idle(model, self._clock.now())
+            driver = self._driver(model)
+            told = driver.group.unload_when_idle(model, self._clock.now())
             if told:
-                island.changed.notify_all()
+                driver.changed.notify_all()
         return told
 
     def unload(self, model: str) -> bool:
@@ -680,77 +680,77 @@ class Multiplexer:
         One that is being loaded is so no longer, and who waits for it is told that.
         """
         with self._lock:
-            island = self._island(model)
-            told = island.residency.unload_requested(model, self._clock.now(), "unload requested")
-            self._wake_settled(island)
-            island.changed.notify_all()
+            driver = self._driver(model)
+            told = driver.group.unload_requested(model, self._clock.now(), "unload requested")
+            self._wake_settled(driver)
+            driver.changed.notify_all()
         return told
 
     def pin(self, model: str, pinned: bool) -> None:
-        """Whether ``model``, once it is resident, is kept from being put out for others."""
+        """Whether ``model``, once it is resident, is kept from being evicted for others."""
         with self._lock:
-            island = self._island(model)
+            driver = self._driver(model)
             changes = self._host.changes
-            island.residency.pin_requested(model, self._clock.now(), pinned)
-            self._wake_settled(island)
-            island.changed.notify_all()
+            driver.group.pin_requested(model, self._clock.now(), pinned)
+            self._wake_settled(driver)
+            driver.changed.notify_all()
             self._ask_others(changes)
 
     def expect(self, backends: Iterable[str]) -> None:
         """They may run already: nothing is begun beside them until each was adopted or ``looked_at``."""
         with self._lock:
             for name in backends:
-                self._layout.of_backend[name].expected(name)
+                self._scheduler.of_backend[name].expected(name)
 
     def looked_at(self, backends: Iterable[str]) -> None:
         """It is known of them whether they ran; what was not adopted holds nothing (any more)."""
         for name in backends:
-            self._tell(name, lambda residency, now, name=name: residency.looked_at(name))  # type: ignore[misc]
+            self._tell(name, lambda group, now, name=name: group.looked_at(name))  # type: ignore[misc]
 
     @property
     def unseen(self) -> list[str]:
         """The backends of which it is not known yet whether they run."""
         with self._lock:
-            return sorted(name for island in self._each_island() for name in island.residency.unseen)
+            return sorted(name for driver in self._each_driver() for name in driver.group.unseen)
 
-    def adopt(self, running: Mapping[str, str], parked: Mapping[str, Rested] | None = None) -> list[str]:
+    def adopt(self, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None) -> list[str]:
         """Takes over backends that run already (name -> URL), or rest; returns those that cannot stay."""
         with self._lock:
-            refused = self._adopt(running, parked or {}, self._clock.now())
-            for island in self._each_island():
-                self._wake_settled(island)
-                island.changed.notify_all()
+            refused = self._adopt(running, standby or {}, self._clock.now())
+            for driver in self._each_driver():
+                self._wake_settled(driver)
+                driver.changed.notify_all()
         return refused
 
-    def _adopt(self, running: Mapping[str, str], parked: Mapping[str, Rested], now: float) -> list[str]:
+    def _adopt(self, running: Mapping[str, str], standby: Mapping[str, Evicted], now: float) -> list[str]:
         refused = []
-        for name in (*running, *parked):
-            residency = self._layout.of_backend.get(name)
-            if residency is None or residency.seats[name].state != "stopped":
+        for name in (*running, *standby):
+            group = self._scheduler.of_backend.get(name)
+            if group is None or group.slots[name].state != "stopped":
                 continue
             if name in running:
                 self._runs[name] = Run(_address(running[name]))
-                stays = residency.adopt(name, now)
+                stays = group.adopt(name, now)
             else:
-                rested = parked[name]
-                about = rested.how, rested.residual, rested.host_bytes
-                stays = residency.adopt_standby(name, now, *about)
+                evicted = standby[name]
+                about = evicted.how, evicted.residual, evicted.host_bytes
+                stays = group.adopt_standby(name, now, *about)
             if not stays:
                 refused.append(name)
         return refused
 
     def reconfigure(
-        self, config: Config, running: Mapping[str, str], parked: Mapping[str, Rested] | None = None
+        self, config: Config, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None
     ) -> list[str]:
         """From now on ``config`` holds, and requests that run go on; the rest is as with ``adopt``."""
         with self._lock:
             now = self._clock.now()
             self._take(config)
-            self._settle_down(self._layout.reconfigure(config, now))
-            refused = self._adopt(running, parked or {}, now)
-            for island in self._each_island():
-                self._wake_settled(island)
-                island.changed.notify_all()
+            self._settle_down(self._scheduler.reconfigure(config, now))
+            refused = self._adopt(running, standby or {}, now)
+            for driver in self._each_driver():
+                self._wake_settled(driver)
+                driver.changed.notify_all()
             lacking = self._lacking_keepers()
         self._start_keepers(lacking)
         return refused
@@ -760,26 +760,26 @@ class Multiplexer:
         with self._lock:
             self._log(Event(self._clock.now(), kind, "", reason=reason))
 
-    def _tell(self, backend: str, fact: Callable[[Residency, float], object]) -> None:
+    def _tell(self, backend: str, fact: Callable[[GpuGroup, float], object]) -> None:
         with self._lock:
-            home = self._layout.of_backend.get(backend)
+            home = self._scheduler.of_backend.get(backend)
             if home is None:
                 return
-            island, now = self._homes[home], self._clock.now()
+            driver, now = self._homes[home], self._clock.now()
             changes = self._host.changes
             fact(home, now)
-            place = self._layout.settle(home, now)
+            place = self._scheduler.settle(home, now)
             if place is not home:
                 self._settle_down({home: place})
-            self._wake_settled(island)
-            taken_back = self._taken_back(island)
-            island.changed.notify_all()
+            self._wake_settled(driver)
+            taken_back = self._taken_back(driver)
+            driver.changed.notify_all()
             self._ask_others(changes)
         for ticket in taken_back:
             _cut(ticket)
 
-    def _wake_settled(self, island: _Island) -> None:
-        settled, island.residency.settled = island.residency.settled, []
+    def _wake_settled(self, driver: _Driver) -> None:
+        settled, driver.group.settled = driver.group.settled, []
         for ticket in settled:
             self._count_waiting(ticket, -1)
             ticket.wake.set()
@@ -787,32 +787,32 @@ class Multiplexer:
     # Keepers
 
     def start(self) -> None:
-        """Starts the keepers."""
+        """Starts the workers."""
         with self._lock:
             lacking = self._lacking_keepers()
         self._start_keepers(lacking)
 
-    def _lacking_keepers(self) -> list[tuple[_Island, int]]:
+    def _lacking_keepers(self) -> list[tuple[_Driver, int]]:
         """Under the lock: those that are to be started now."""
-        have = Counter[Residency]()
-        for island in self._every:
-            have[island.residency] += island.keepers
+        have = Counter[GpuGroup]()
+        for driver in self._every:
+            have[driver.group] += driver.keepers
         lacking = []
-        for residency, island in self._homes.items():
-            here = [seat.backend for seat in residency.seats.values()]
-            here += [b for b in self._config.backends if b.name in residency.seats]
-            for number in range(have[residency], _steps_at_once(here)):
-                island.keepers += 1
-                lacking.append((island, number))
+        for group, driver in self._homes.items():
+            here = [slot.backend for slot in group.slots.values()]
+            here += [b for b in self._config.backends if b.name in group.slots]
+            for number in range(have[group], _steps_at_once(here)):
+                driver.keepers += 1
+                lacking.append((driver, number))
         return lacking
 
-    def _start_keepers(self, lacking: Iterable[tuple[_Island, int]]) -> None:
-        for island, number in lacking:
-            self._clock.spawn(partial(self._keep, island), f"keeper-{island.residency.name}-{number}")
+    def _start_keepers(self, lacking: Iterable[tuple[_Driver, int]]) -> None:
+        for driver, number in lacking:
+            self._clock.spawn(partial(self._keep, driver), f"keeper-{driver.group.name}-{number}")
 
-    def _keep(self, island: _Island) -> None:
-        """A keeper's life: take a step, perform it, report how it ended."""
-        while todo := self._next_step(island):
+    def _keep(self, driver: _Driver) -> None:
+        """A worker's life: take a step, perform it, report how it ended."""
+        while todo := self._next_step(driver):
             step, backend = todo
             match step:
                 case Start(_, how):
@@ -822,14 +822,14 @@ class Multiplexer:
                 case Demote(_, how, to):
                     self._rest(backend, partial(self._mechanism.demote, backend, how, to))
 
-    def _next_step(self, island: _Island) -> tuple[Step, Backend] | None:
-        """Waits until the island has a step to perform, and on whom; None when the program ends."""
+    def _next_step(self, driver: _Driver) -> tuple[Step, Backend] | None:
+        """Waits until the GPU group has a step to perform, and on whom; None when the program ends."""
         with self._lock:
             while not self._closed:
                 now = self._clock.now()
                 changes = self._host.changes
-                step = island.residency.next_step(now)
-                self._wake_settled(island)
+                step = driver.group.next_step(now)
+                self._wake_settled(driver)
                 self._ask_others(changes)
                 if isinstance(step, Cancel):
                     self._cancelled[step.backend].set()
@@ -838,20 +838,20 @@ class Multiplexer:
                     self._said.pop(step.backend, None)
                     if isinstance(step, Start):
                         self._cancelled[step.backend] = self._clock.latch()
-                    island.changed.notify_all()
-                    return step, island.residency.seats[step.backend].backend
-                self._until[island.residency] = until = step.until
-                while not island.changed.wait(None if until == FOREVER else until - now):
-                    now, until = self._clock.now(), self._until.get(island.residency, 0.0)
-                    if until <= now:  # else another keeper has asked since
+                    driver.changed.notify_all()
+                    return step, driver.group.slots[step.backend].backend
+                self._until[driver.group] = until = step.until
+                while not driver.changed.wait(None if until == FOREVER else until - now):
+                    now, until = self._clock.now(), self._until.get(driver.group, 0.0)
+                    if until <= now:  # else another worker has asked since
                         break
             return None
 
     def _ask_others(self, changes: int) -> None:
-        """What one island does with the host's memory, which had so many changes before, concerns all."""
+        """What one GPU group does with the host's memory, which had so many changes before, concerns all."""
         if self._host.budget is not None and self._host.changes != changes:
-            for island in self._each_island():
-                island.changed.notify_all()
+            for driver in self._each_driver():
+                driver.changed.notify_all()
 
     def _load(self, backend: Backend, how: str, cancelled: Latch) -> None:
         name = backend.name
@@ -859,37 +859,35 @@ class Multiplexer:
             loaded = self._mechanism.load(backend, how, cancelled)
             address = _address(loaded.url)
         except Cancelled:
-            self._tell(name, lambda residency, now: residency.load_cancelled(name, now))
+            self._tell(name, lambda group, now: group.load_cancelled(name, now))
         except LoadError as error:
             failed = error
-            self._tell(name, lambda residency, now: residency.load_failed(name, now, failed))
+            self._tell(name, lambda group, now: group.load_failed(name, now, failed))
         except Exception as error:
             why = _text(error)
-            self._tell(name, lambda residency, now: residency.evict_failed(name, now, why))
+            self._tell(name, lambda group, now: group.evict_failed(name, now, why))
         else:
-            self._tell(name, lambda residency, now: self._started(residency, name, address, loaded.how, now))
+            self._tell(name, lambda group, now: self._started(group, name, address, loaded.how, now))
 
-    def _started(
-        self, residency: Residency, name: str, address: tuple[str, int], how: str, now: float
-    ) -> None:
+    def _started(self, group: GpuGroup, name: str, address: tuple[str, int], how: str, now: float) -> None:
         self._runs[name] = Run(address)
-        residency.loaded(name, now, how)
+        group.loaded(name, now, how)
 
     def _evict(self, backend: Backend, how: str, severed: tuple[Ticket, ...]) -> None:
         for ticket in severed:
             _cut(ticket)
         self._rest(backend, partial(self._mechanism.evict, backend, how))
 
-    def _rest(self, backend: Backend, perform: Callable[[], Rested]) -> None:
+    def _rest(self, backend: Backend, perform: Callable[[], Evicted]) -> None:
         name = backend.name
         try:
-            rested = perform()
+            evicted = perform()
         except Exception as error:
             why = _text(error)
-            self._tell(name, lambda residency, now: residency.evict_failed(name, now, why))
+            self._tell(name, lambda group, now: group.evict_failed(name, now, why))
         else:
-            left = rested.residual, rested.how, rested.host_bytes, rested.freed, rested.died, rested.log
-            self._tell(name, lambda residency, now: residency.evicted(name, now, *left))
+            left = evicted.residual, evicted.how, evicted.host_bytes, evicted.freed, evicted.died, evicted.log
+            self._tell(name, lambda group, now: group.evicted(name, now, *left))
 
     # The end
 
@@ -897,26 +895,26 @@ class Multiplexer:
         """From now on every request, waiting or new, is refused: the program is shutting down."""
         with self._lock:
             self._closing = Draining("anvil-mux is shutting down. Try again when it is back.")
-            for island in self._each_island():
-                island.residency.fail_all(self._closing, self._clock.now())
-                self._wake_settled(island)
-                island.changed.notify_all()
+            for driver in self._each_driver():
+                driver.group.fail_all(self._closing, self._clock.now())
+                self._wake_settled(driver)
+                driver.changed.notify_all()
 
     def sever(self) -> int:
         """Cuts every request that still runs, and says how many."""
         with self._lock:
             now = self._clock.now()
-            severed = [ticket for i in self._each_island() for ticket in i.residency.sever_all(now)]
+            severed = [ticket for i in self._each_driver() for ticket in i.group.sever_all(now)]
         for ticket in severed:
             _cut(ticket)
         return len(severed)
 
     def close(self) -> None:
-        """Ends the keepers after the step that each is in. What is resident stays resident."""
+        """Ends the workers after the step that each is in. What is resident stays resident."""
         with self._lock:
             self._closed = True
-            for island in self._each_island():
-                island.changed.notify_all()
+            for driver in self._each_driver():
+                driver.changed.notify_all()
 
     # State
 
@@ -931,47 +929,47 @@ class Multiplexer:
         """
         with self._lock:
             now = self._clock.now()
-            residency = self._island(model).residency
-            seats = residency.seats_of(model)
-            far = self._progress(residency, model, now)
+            group = self._driver(model).group
+            slots = group.slots_of(model)
+            far = self._progress(group, model, now)
             if far and far.seconds_left is not None:
                 return far.seconds_left
             left = [
-                seat.load_seconds - (now - seat.since if seat.state == "loading" else 0.0)
-                for seat in seats
-                if seat.load_seconds is not None
+                slot.load_seconds - (now - slot.since if slot.state == "loading" else 0.0)
+                for slot in slots
+                if slot.load_seconds is not None
             ]
         return min(left, default=None)
 
     def how_far(self, model: str) -> str:
         """How far the load of ``model`` is, or how long it waits for one, in a few words for its clients."""
         with self._lock:
-            residency, now = self._island(model).residency, self._clock.now()
-            far = self._progress(residency, model, now)
+            group, now = self._driver(model).group, self._clock.now()
+            far = self._progress(group, model, now)
             if far:
                 return far.words
-            left = outlook(residency, model, now, self._config.drain_timeout).seconds
+            left = wait_estimate(group, model, now, self._config.drain_timeout).seconds
         return "" if left is None else f"about {left:.0f} s left"
 
-    def outlook(self, model: str) -> Outlook:
+    def wait_estimate(self, model: str) -> WaitEstimate:
         """What a request for ``model`` would wait for now."""
         with self._lock:
-            residency, now = self._island(model).residency, self._clock.now()
-            far = self._progress(residency, model, now)
-            return outlook(residency, model, now, self._config.drain_timeout, far)
+            group, now = self._driver(model).group, self._clock.now()
+            far = self._progress(group, model, now)
+            return wait_estimate(group, model, now, self._config.drain_timeout, far)
 
     def report(self, backend: str, said: Said) -> None:
         """What the log of a backend says of its load."""
         with self._lock:
             self._said[backend] = said
 
-    def _progress(self, residency: Residency, model: str, now: float) -> Progress | None:
+    def _progress(self, group: GpuGroup, model: str, now: float) -> Progress | None:
         """Under the lock: how far the load of ``model`` is, if there is one and it is not resident too."""
-        seats = [seat for seat in residency.seats_of(model) if seat.state == "loading"]
-        if not seats or residency.is_ready(model):
+        slots = [slot for slot in group.slots_of(model) if slot.state == "loading"]
+        if not slots or group.is_ready(model):
             return None
-        seat = seats[0]
-        return progress(now - seat.since, residency.expected_load(seat), self._said.get(seat.name))
+        slot = slots[0]
+        return progress(now - slot.since, group.expected_load(slot), self._said.get(slot.name))
 
     def costs(self) -> list[Cost]:
         """What swaps cost, as far as was learned."""
@@ -979,35 +977,35 @@ class Multiplexer:
             return list(self._costs)
 
     def footprints(self) -> list[Footprint]:
-        """What backends held, and kept while they rested, as it was measured."""
+        """What backends held, and kept while they evicted, as it was measured."""
         with self._lock:
             return list(self._footprints)
 
     def waiters(self, most: int) -> list[Waiter]:
-        """The first ``most`` requests of each line."""
+        """The first ``most`` requests of each queue."""
         with self._lock:
-            lines = [island.residency.lines[model] for model, island in self._islands.items()]
-            return [Waiter(t.id, t.model, t.since) for line in lines for t in islice(line, most)]
+            queues = [driver.group.queues[model] for model, driver in self._drivers.items()]
+            return [Waiter(t.id, t.model, t.since) for queue in queues for t in islice(queue, most)]
 
     def loading(self, *, anew: bool = False) -> list[str]:
         """The backends that are being loaded; ``anew``: only those that were stopped before."""
         with self._lock:
-            found = [(i.residency, seat) for i in self._each_island() for seat in i.residency.seats.values()]
-            starting = [(residency, seat) for residency, seat in found if seat.state in LOADING]
-            return [s.name for residency, s in starting if not anew or residency.way_back(s) == "stop"]
+            found = [(i.group, slot) for i in self._each_driver() for slot in i.group.slots.values()]
+            starting = [(group, slot) for group, slot in found if slot.state in LOADING]
+            return [s.name for group, s in starting if not anew or group.way_back(s) == "stop"]
 
     def status(self) -> Status:
         """A consistent picture, from memory."""
         with self._lock:
             now = self._clock.now()
-            residencies = [island.residency for island in self._each_island()]
+            groups = [driver.group for driver in self._each_driver()]
             models = tuple(
                 model_state(r, m, now, self._progress(r, m, now), self._footprints)
-                for r in residencies
-                for m in r.lines
+                for r in groups
+                for m in r.queues
             )
             known = {gpu.id: gpu for gpu in self._config.gpus}
-            gpus = tuple(gpu_state(r, known.get(id) or Gpu(id), now) for r in residencies for id in r.gpus)
+            gpus = tuple(gpu_state(r, known.get(id) or Gpu(id), now) for r in groups for id in r.gpus)
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
         return Status(now, models, gpus, waiting, leases)
 
@@ -1017,14 +1015,14 @@ def _cut(ticket: Ticket) -> None:
     try:
         if cut:
             cut()
-    except Exception:  # a keeper must not end
+    except Exception:  # a worker must not end
         log.exception("cutting a severed request for %s", ticket.model)
 
 
 def _steps_at_once(backends: list[Backend]) -> int:
-    """How many keepers an island needs, so that no drain, no retry and no cancel waits for a free one."""
-    if any(b.vram or b.vram_measured or not b.gpus or b.rest != ("stop",) for b in backends):
-        # Several share a GPU, or are taken down their ladders while others swap.
+    """How many workers a GPU group needs, so that no drain, no retry and no cancel waits for a free one."""
+    if any(b.vram or b.vram_measured or not b.gpus or b.evict_to != ("stop",) for b in backends):
+        # Several share a GPU, or are taken down their standby levels while others swap.
         return len({backend.name for backend in backends}) + 1
     return len({gpu for backend in backends for gpu in backend.gpus}) + 1
 

@@ -8,8 +8,8 @@ from functools import partial
 from anvil_mux.config import loading
 from anvil_mux.config.plugins import Plugins, Problem
 from anvil_mux.routing import pipeline
-from anvil_mux.scheduler.policy import build_policy
-from anvil_mux.scheduler.preemption import build_preemption
+from anvil_mux.scheduler.eviction import build_eviction
+from anvil_mux.scheduler.policies import build_policy
 
 
 def _shipped_routing() -> Mapping[str, Set[str]]:
@@ -21,6 +21,6 @@ def _read_routing(name: str, written: object) -> tuple[Set[str], Sequence[Proble
     return made.needs, problems
 
 
-PLUGINS = Plugins(build_policy, build_preemption, _shipped_routing, _read_routing)
+PLUGINS = Plugins(build_policy, build_eviction, _shipped_routing, _read_routing)
 load = partial(loading.load, plugins=PLUGINS)
 """The configuration in compose files: see config.loading.load."""

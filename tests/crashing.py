@@ -119,11 +119,11 @@ class Rounds:
         runs, frozen = dict(self.up()), dict(self.frozen())
         states = {name: about["state"] for name, about in running.get("/healthz")["models"].items()}
         resident = {name for name, state in states.items() if state == "ready"}
-        parked = {name for name, state in states.items() if state == "standby"}
-        self.adopted += len(resident | parked)
+        standby = {name for name, state in states.items() if state == "standby"}
+        self.adopted += len(resident | standby)
         flaws = []
         others = set(states.values()) - {"ready", "standby", "stopped"}
-        if (set(runs), set(frozen)) != (resident, parked) or len(resident) > 1 or others:
+        if (set(runs), set(frozen)) != (resident, standby) or len(resident) > 1 or others:
             flaws.append(f"it says {states}, and there run {runs}, and frozen {frozen}")
         for name in resident:
             flaws += _flaws_of_answer(running, name)

@@ -19,7 +19,7 @@ from anvil_mux.clock import Latch
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.keys import Keyring
 from anvil_mux.errors import Cancelled
-from anvil_mux.host.swap import Loaded, Rested
+from anvil_mux.host.swap import Evicted, Loaded
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.proxy.call import Patience
 from anvil_mux.proxy.gateway import Gateway
@@ -288,8 +288,8 @@ class Mechanism:
             raise self.failure
         return Loaded(self.engines[backend.name].url, how)
 
-    def evict(self, backend: Backend, how: str) -> Rested:
-        return Rested(how)
+    def evict(self, backend: Backend, how: str) -> Evicted:
+        return Evicted(how)
 
     def ended(self, backend: Backend) -> str | None:
         return self.end
@@ -317,7 +317,7 @@ class OnePort(Mechanism):
         self._port = engine.address[1]
         return super().load(backend, how, cancelled)
 
-    def evict(self, backend: Backend, how: str) -> Rested:
+    def evict(self, backend: Backend, how: str) -> Evicted:
         engine = self.engines.pop(backend.name)
         engine.stop_listening()
         self.ended_engines.append(engine)

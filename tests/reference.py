@@ -16,7 +16,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.host import control, engine, swap
 from anvil_mux.protocol import api
 from anvil_mux.routing import pipeline, routing
-from anvil_mux.scheduler import events, policy, preemption
+from anvil_mux.scheduler import events, eviction, policies
 from anvil_mux.scheduler.status import Status
 from anvil_mux.telemetry import metrics
 
@@ -69,10 +69,10 @@ def _settings(table: dict[str, config.Setting]) -> list[str]:
 
 
 def choices() -> Iterable[str]:
-    yield from ("## Policies", "", *_registry(policy.POLICIES), "")
-    yield from ("## Preemptions", "", *_registry(preemption.PREEMPTIONS), "")
+    yield from ("## Policies", "", *_registry(policies.POLICIES), "")
+    yield from ("## Evictions", "", *_registry(eviction.EVICTIONS), "")
     rows = [(f"`{name}`", _first_sentence(way)) for name, way in swap.WAYS.items()]
-    yield from ("## Ways to rest", "", *_table(("name", "what it does"), rows), "")
+    yield from ("## Standby levels", "", *_table(("name", "what it does"), rows), "")
     engines = [
         (f"`{name}`", str(made.port), f"`{made.health}`", _sleeps(name))
         for name, made in engine.ENGINES.items()

@@ -20,11 +20,11 @@ PLAIN = {
     "anthropic": Ask("load-7", "messages", "a", 3),
     "ollama": Ask("load-7", "ollama chat", "a", 3),
 }
-ERROR = {"message": "It was put out.", "type": "server_error", "param": None, "code": "severed"}
+ERROR = {"message": "It was evicted.", "type": "server_error", "param": None, "code": "severed"}
 ERRORS = {
     "openai": {"error": ERROR},
     "anthropic": {"type": "error", "error": {**ERROR, "type": "overloaded_error"}, "request_id": "load-7"},
-    "ollama": {"error": "It was put out."},
+    "ollama": {"error": "It was evicted."},
 }
 
 FOREIGN = {"openai": ("ollama",), "anthropic": ("openai", "ollama"), "ollama": ("openai", "anthropic")}

@@ -1,4 +1,6 @@
-"""Islands of all kinds, short of memory, on engines that fail for a while: afterwards everybody is served."""
+"""GPU groups of all kinds, short of memory, on engines that fail for a while: afterwards everybody is
+served.
+"""
 
 import random
 from math import inf
@@ -12,9 +14,9 @@ from anvil_mux.scheduler.placement import HOLDING
 from anvil_mux.scheduler.steps import Cancel, Demote, Start
 from anvil_mux.sim.simulate import Death, Outcome, Request, Unloading, _Simulation, check
 
-LADDERS = (
+LEVELS = (
     ("stop",),
-    ("pause", "stop"),
+    ("freeze", "stop"),
     ("sleep", "stop"),
     ("checkpoint", "stop"),
     ("sleep", "sleep-2", "stop"),
@@ -29,19 +31,19 @@ CALM = 1500.0
 class World(_Simulation):
     """Adds up what is held of each GPU after everything that happens."""
 
-    def _ask_alone(self, island, now):
-        super()._ask_alone(island, now)
-        for residency in self.residencies:
-            for gpu, capacity in residency._placement.capacity.items():
-                here = [seat for seat in residency.seats.values() if gpu in seat.occupies]
+    def _ask_alone(self, driver, now):
+        super()._ask_alone(driver, now)
+        for group in self.groups:
+            for gpu, capacity in group._placement.capacity.items():
+                here = [slot for slot in group.slots.values() if gpu in slot.occupies]
                 whole = any(
-                    seat.whole and seat.state in HOLDING for seat in here
+                    slot.whole and slot.state in HOLDING for slot in here
                 )  # it takes what others leave
-                assert whole or sum(seat.occupies[gpu] for seat in here) <= capacity, (now, gpu)
+                assert whole or sum(slot.occupies[gpu] for slot in here) <= capacity, (now, gpu)
 
     @property
-    def residencies(self):
-        return [island.residency for island in dict.fromkeys(self._islands.values())]
+    def groups(self):
+        return [driver.group for driver in dict.fromkeys(self._drivers.values())]
 
 
 def some_backends(draw, shared):
@@ -50,9 +52,9 @@ def some_backends(draw, shared):
             name,
             name,
             tuple(gpus),
-            rest=draw.choice(LADDERS),
+            evict_to=draw.choice(LEVELS),
             demote_after=draw.choice((None, None, 7.03, 30.03)),
-            prepare=draw.random() < 0.3,
+            preload=draw.random() < 0.3,
             vram=draw.choice((None, 6, 9, 14, 18)) if shared else None,
             ram=draw.choice((None, 2, 5)),
             ttl=draw.choice((None, None, 20.05)),
@@ -84,7 +86,7 @@ class Troubled:
         self._draw = draw
         self._vram = {backend.name: (backend.gpus, backend.vram or 1) for backend in backends if shared}
         self._residual = {backend.name: draw.choice((0, 1, 3)) for backend in backends}
-        ways = ("sleep", "sleep-2", "checkpoint", "pause")
+        ways = ("sleep", "sleep-2", "checkpoint", "freeze")
         self._host = {(b.name, way): draw.choice((0, 2, 4, 7)) for b in backends for way in ways}
 
     def __call__(self, step, nth):
@@ -128,5 +130,5 @@ def test_when_the_trouble_is_over_everybody_is_served_and_nothing_is_left_undone
         ends = [(event.kind, event.model) for event in world.log if event.at >= CALM and event.ticket]
         assert [model for kind, model in ends if kind == "leased"] == [each.model for each in backends], seed
         assert not [event for event in world.log if event.reason == "waited_too_long"], seed
-        for residency in world.residencies:
-            assert not residency._swaps, seed
+        for group in world.groups:
+            assert not group._swaps, seed

@@ -30,9 +30,9 @@ DEMO = runpy.run_path(str(ROOT / "bin" / "demo-engine"))
 
 MODELS = {
     "a": ("a", "0", {}),
-    "b": ("b", "0", {"rest": ["pause", "stop"]}),
+    "b": ("b", "0", {"evict_to": ["freeze", "stop"]}),
     "c": ("c", "1", {}),
-    "d": ("d", "1", {"rest": ["pause", "stop"]}),
+    "d": ("d", "1", {"evict_to": ["freeze", "stop"]}),
     "twin-1": ("twin", "0", {}),
     "twin-2": ("twin", "1", {}),
 }
@@ -120,7 +120,7 @@ def test_every_answer_is_accounted_for(folder: Path) -> None:
 
     models = sorted({model for model, _, _ in MODELS.values()})
     asks = some_asks(REQUESTS, models, TOKENS, [*KINDS], draw)
-    freezable = frozenset(model for model, _, special in MODELS.values() if "rest" not in special)
+    freezable = frozenset(model for model, _, special in MODELS.values() if "evict_to" not in special)
     load = Load(
         start, file, folder, Processes(folder), asks, whole, part, draw, freezable, record=folder / "record"
     )

@@ -22,9 +22,9 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
-from anvil_mux.host.swap import Loaded, Rested
+from anvil_mux.host.swap import Evicted, Loaded
 from anvil_mux.multiplexer import KNOWN_SECONDS, REFUSED_SECONDS, Multiplexer
-from anvil_mux.scheduler import residency
+from anvil_mux.scheduler import group
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint
@@ -34,14 +34,14 @@ from anvil_mux.sim.simulate import Death, Engines, Outcome, Reload, Request, Unl
 from tests.baton import BatonClock, Deadlock
 from tests.sim.test_simulate import LAYOUTS, POLICIES, one, world
 
-PACKAGE = SimpleNamespace(errors=errors, multiplexer=multiplexer, residency=residency)
+PACKAGE = SimpleNamespace(errors=errors, multiplexer=multiplexer, group=group)
 A, B = one("a", "0"), one("b", "0")
 TWO = Config(policy="eager", backends=(A, B))
 TEN = (Gpu("0", vram=10),)
 
 
 class VirtualEngines:
-    """What the keepers call: the simulator's outcomes, slept in virtual time."""
+    """What the workers call: the simulator's outcomes, slept in virtual time."""
 
     def __init__(self, clock, perform, package=PACKAGE):
         self._clock = clock
@@ -59,11 +59,11 @@ class VirtualEngines:
 
     def evict(self, backend, how):
         outcome = self._do(Stop(backend.name, how))
-        return Rested(outcome.how or how, outcome.residual, outcome.host_bytes)
+        return Evicted(outcome.how or how, outcome.residual, outcome.host_bytes)
 
     def demote(self, backend, how, to):
         outcome = self._do(Demote(backend.name, how, to))
-        return Rested(outcome.how or to, outcome.residual, outcome.host_bytes)
+        return Evicted(outcome.how or to, outcome.residual, outcome.host_bytes)
 
     def ended(self, backend):
         return "killed"
@@ -175,14 +175,14 @@ def differences(config, trace, perform, *, seed=0, package=PACKAGE, **before):
 # Equality with the simulator
 
 
-ALONE = [layout for layout in LAYOUTS if not layout.startswith("islands")]
-"""Islands that share the host's memory answer each other at one moment, in whatever order."""
+ALONE = [layout for layout in LAYOUTS if not layout.startswith("GPU groups")]
+"""GPU groups that share the host's memory answer each other at one moment, in whatever order."""
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_islands_that_share_the_memory_of_the_host_break_no_invariant(policy):
+def test_drivers_that_share_the_memory_of_the_host_break_no_invariant(policy):
     for seed in range(8):
-        config, trace, perform = world("islands short of host memory", policy, seed, requests=50)
+        config, trace, perform = world("GPU groups short of host memory", policy, seed, requests=50)
         log = Player(config, perform, seed).play(trace, trace[-1].at + 700.0)
         assert check([Event(*event) for event in log], config) == [], seed
 
@@ -243,7 +243,7 @@ def test_requests_of_one_moment_may_come_in_any_order_and_all_is_kept():
 
 
 class Stage:
-    """A multiplexer on a baton clock: ``main(stage)`` runs as a thread among its keepers and requests."""
+    """A multiplexer on a baton clock: ``main(stage)`` runs as a thread among its workers and requests."""
 
     def __init__(self, config=TWO, perform=None, seed=0, footprints=()):
         self.clock = BatonClock(seed)
@@ -333,7 +333,7 @@ def test_a_gpu_is_reserved_from_the_beginning_of_its_swap_until_it_is_the_target
 
 def test_what_a_backend_held_is_learned_when_it_leaves():
     stage = Stage()
-    stage.engines.evict = lambda backend, how: Rested("sleep", {"0": 2}, 16, {"0": 18})
+    stage.engines.evict = lambda backend, how: Evicted("sleep", {"0": 2}, 16, {"0": 18})
     stage.request(0.0, "a")
     stage.request(10.0, "b")
     seen = []
@@ -348,7 +348,7 @@ def test_what_a_backend_held_is_learned_when_it_leaves():
 
 @pytest.mark.parametrize(("host_bytes", "state"), [(8, "standby"), (16, "stopped")])
 def test_what_a_sleeper_kept_of_host_memory_is_known_after_a_restart(host_bytes, state):
-    backends = (replace(A, rest=("sleep", "stop")), B)
+    backends = (replace(A, evict_to=("sleep", "stop")), B)
     config = Config(policy="eager", backends=backends, host_memory=10)
     stage, seen = Stage(config, footprints=[Footprint("a", "sleep", host_bytes=host_bytes)]), []
 
@@ -363,7 +363,7 @@ def test_what_a_sleeper_kept_of_host_memory_is_known_after_a_restart(host_bytes,
 
 
 def test_however_many_are_demoted_at_once_a_swap_waits_for_none_of_them():
-    sleepers = [one(name, "0", rest=("sleep",), demote_after=10.0) for name in "abc"]
+    sleepers = [one(name, "0", evict_to=("sleep",), demote_after=10.0) for name in "abc"]
 
     def perform(step, nth):
         return Outcome(100.0 if isinstance(step, Demote) else 1.0)
@@ -392,7 +392,7 @@ def test_a_sleeper_is_stopped_by_hand_and_loaded_anew():
         stage.clock.sleep(3.0)
         assert not stage.mux.unload_idle("a")
 
-    stage = Stage(Config(policy="eager", backends=(one("a", "0", rest=("sleep",)),))).play(main)
+    stage = Stage(Config(policy="eager", backends=(one("a", "0", evict_to=("sleep",)),))).play(main)
     assert [call for _, call in stage.engines.calls] == ["start a", "stop a", "demote a", "start a", "stop a"]
 
 
@@ -470,10 +470,10 @@ def test_what_is_not_kept_goes_with_its_last_lease_unless_somebody_asks_for_it_a
 
 
 def test_what_a_demotion_frees_is_not_all_that_a_backend_held():
-    backends = (replace(A, rest=("sleep", "checkpoint"), demote_after=5.0), B)
+    backends = (replace(A, evict_to=("sleep", "checkpoint"), demote_after=5.0), B)
     stage = Stage(Config(policy="eager", backends=backends))
-    stage.engines.evict = lambda backend, how: Rested("sleep", {"0": 2}, 16, {"0": 18})
-    stage.engines.demote = lambda backend, how, to: Rested(to, {"0": 0}, 18 * (to != "stop"), {"0": 2})
+    stage.engines.evict = lambda backend, how: Evicted("sleep", {"0": 2}, 16, {"0": 18})
+    stage.engines.demote = lambda backend, how, to: Evicted(to, {"0": 0}, 18 * (to != "stop"), {"0": 2})
     stage.request(0.0, "a")
     stage.request(10.0, "b")
     seen = []
@@ -490,7 +490,7 @@ def test_what_a_demotion_frees_is_not_all_that_a_backend_held():
 
 
 def test_nothing_is_learned_from_what_one_held_that_could_not_be_stopped_at_first():
-    stage, answers = Stage(), [BackendError("still runs"), Rested("stop", freed={"0": 3})]
+    stage, answers = Stage(), [BackendError("still runs"), Evicted("stop", freed={"0": 3})]
 
     def evict(backend, how):
         answer = answers.pop(0)
@@ -762,7 +762,9 @@ def test_a_backend_that_refuses_all_it_is_asked_is_stopped_and_loaded_anew(seed)
         stage.clock.sleep(20.0)
         assert again.leased
 
-    stage = Stage(Config(policy="eager", backends=(replace(A, rest=("pause",)), B)), seed=seed).play(main)
+    stage = Stage(Config(policy="eager", backends=(replace(A, evict_to=("freeze",)), B)), seed=seed).play(
+        main
+    )
     assert [call for _, call in stage.engines.calls] == ["start a", "stop a", "start a"]
     assert [e.reason for e in stage.log if e.kind == "draining"] == ["it does not answer"]
     assert [e.at for e in stage.log if e.kind == "evicting"] == [
@@ -985,7 +987,7 @@ def test_how_long_a_load_will_take_is_known_from_the_last_one(seed):
         stage.request(9.0, "b")
         stage.clock.sleep(15.0)
         assert stage.mux.eta("a") == 4.0
-        stage.request(0.0, "a")  # b is ready at 17.0 and put out until 18.0
+        stage.request(0.0, "a")  # b is ready at 17.0 and evict until 18.0
         stage.clock.sleep(4.0)
         assert stage.mux.eta("a") == 2.0
         stage.clock.sleep(10.0)
@@ -1007,7 +1009,7 @@ def test_how_far_a_load_is_is_known_from_the_last_one_and_from_what_its_log_says
         stage.request(4.0, "b")
         stage.clock.sleep(14.0)
         assert far()["a"] is None
-        stage.request(0.0, "a")  # b is put out until 16.0
+        stage.request(0.0, "a")  # b is evicted until 16.0
         stage.clock.sleep(2.0)
         assert far()["a"] == Progress(0.25, 3.0, "")
         assert stage.mux.how_far("a") == "25%, 3 s left"
@@ -1072,7 +1074,7 @@ class GatedEngines:
 
     def evict(self, backend, how):
         self.calls.append(f"stop {backend.name}")
-        return Rested(how)
+        return Evicted(how)
 
     def ended(self, backend):
         return None

@@ -18,8 +18,8 @@ SOURCE = Path(anvil_mux.__file__).parent
 MUTANTS = {
     "a release wakes no keeper": (
         "multiplexer",
-        "            if residency.release(ticket, self._clock.now(), usage, whole=whole):\n",
-        "            if residency.release(ticket, self._clock.now(), usage, whole=whole) and False:\n",
+        "            if group.release(ticket, self._clock.now(), usage, whole=whole):\n",
+        "            if group.release(ticket, self._clock.now(), usage, whole=whole) and False:\n",
     ),
     "an admitted request is not woken": (
         "multiplexer",
@@ -27,36 +27,36 @@ MUTANTS = {
         "            pass\n",
     ),
     "leases are granted while their backend drains": (
-        "residency",
+        "group",
         "ready = self._ready_of[ticket.model]\n",
         'ready = [s for s in self._replicas[ticket.model] if s.state in ("ready", "draining")]\n',
     ),
     "leases are counted, not identified": (
-        "residency",
-        "since = seat.holders.pop(ticket, None) if seat else None\n",
-        "since = seat.holders.pop(ticket, None) if seat else None\n"
-        "        if seat and seat.holders and since is None:\n"
-        "            since = seat.holders.popitem()[1]\n",
+        "group",
+        "since = slot.holders.pop(ticket, None) if slot else None\n",
+        "since = slot.holders.pop(ticket, None) if slot else None\n"
+        "        if slot and slot.holders and since is None:\n"
+        "            since = slot.holders.popitem()[1]\n",
     ),
-    "only the first of a line is admitted": (
-        "residency",
-        "(model), now)\n        self.settled += line\n        line.clear()\n\n    def _fill_places(",
-        "(model), now)\n            break\n        self.settled += list(line)[:1]\n"
-        "        line.pop(next(iter(line), None), None)\n\n    def _fill_places(",
+    "only the first of a queue is admitted": (
+        "group",
+        "(model), now)\n        self.settled += queue\n        queue.clear()\n\n    def _fill_places(",
+        "(model), now)\n            break\n        self.settled += list(queue)[:1]\n"
+        "        queue.pop(next(iter(queue), None), None)\n\n    def _fill_places(",
     ),
     "a place that becomes free is left free": (
-        "residency",
+        "group",
         "            self._fill_places(ticket.model, now)\n        if routed",
         "            pass\n        if routed",
     ),
     "those who wait for a place are taken as they came": (
-        "residency",
+        "group",
         "self._admit_one(ticket, places, now)",
-        "self._admit_one(next(iter(line)), places, now)",
+        "self._admit_one(next(iter(queue)), places, now)",
     ),
     "who gets a place is not woken": (
         "multiplexer",
-        "            if residency.settled:\n",
+        "            if group.settled:\n",
         "            if False:\n",
     ),
     "a cancel is lost": (
@@ -70,78 +70,78 @@ MUTANTS = {
         "for gpu in backend.gpus})\n",
     ),
     "a load that nobody waits for any more is finished all the same": (
-        "residency",
+        "group",
         "or self._cancel_unwanted(waiting, now)",
         "",
     ),
     "a load that was cancelled counts as failed": (
-        "residency",
-        '        self._enter(seat, "cancelled", now)\n',
-        '        self._enter(seat, "cancelled", now)\n'
-        "        seat.failed_starts += 1\n        seat.retry_at = now + cool_down(seat.failed_starts)\n",
+        "group",
+        '        self._enter(slot, "cancelled", now)\n',
+        '        self._enter(slot, "cancelled", now)\n'
+        "        slot.failed_starts += 1\n        slot.retry_at = now + cool_down(slot.failed_starts)\n",
     ),
     "who waits for a place waits for a load": (
-        "residency",
-        "        if self._turns:\n            firsts =",
+        "group",
+        "        if self._fair:\n            firsts =",
         "        if False:\n            firsts =",
     ),
     "a swap for nobody is not reprieved": (
-        "residency",
-        "            if swap.target and not (swap.begun or swap.errand or self.lines[swap.target.model]):\n",
-        "            if False:\n",
+        "group",
+        "if swap.target and not (swap.begun or swap.preload or self.queues[swap.target.model]):\n",
+        "if False:\n",
     ),
     "the moment at which another replica is worth its load is forgotten": (
-        "policy",
+        "policies",
         "return _sooner(decision, other.until) if",
         "return decision if",
     ),
-    "a replica that was put out keeps its requests in the ledger": (
-        "residency",
-        "            self._routed[seat.model].ledger.forget(seat.name)\n",
+    "a replica that was evicted keeps its requests in the in-flight tracker": (
+        "group",
+        "            self._routed[slot.model].in_flight.forget(slot.name)\n",
         "            pass\n",
     ),
     "a drain has no end": (
-        "residency",
+        "group",
         "if now >= swap.until or not (victim.holders or",
         "if not (victim.holders or",
     ),
     "a load does not wait for sleepers that yield": (
-        "residency",
+        "group",
         "elif self._host.has_room(swap.target):",
         "else:",
     ),
     "a sleeper that cannot be stopped counts as gone": (
-        "ladder",
-        "return seat.host_bytes if seat.failed_stops else 0",
+        "standby",
+        "return slot.host_bytes if slot.failed_stops else 0",
         "return 0",
     ),
     "a victim does not wait for those that make way": (
-        "residency",
+        "group",
         " or self._host.makes_way(victim, now))",
         ")",
     ),
     "a sleeper that could not be stopped is left alone": (
-        "residency",
-        'if seat.rung == "stop" and self._may_be_stopped(seat):',
+        "group",
+        'if slot.next_level == "stop" and self._may_be_stopped(slot):',
         "if False:",
     ),
     "the most valuable sleeper yields": (
-        "ladder",
+        "standby",
         "for _, name in sorted(leaving):",
         "for _, name in sorted(leaving, reverse=True):",
     ),
     "nobody is demoted while its time goes by": (
-        "residency",
-        "moments += [until for seat in self._parkers if (until := demoted_at(seat)) is not None]",
+        "group",
+        "moments += [until for slot in self._sleepers if (until := demoted_at(slot)) is not None]",
         "",
     ),
-    "what is prepared may put out who has had work": (
-        "residency",
+    "a preload may evict who has had work": (
+        "group",
         'if failed or any(v.state == "standby" or _has_had_work(v) for v in victims or ()):',
         "if failed:",
     ),
-    "the moment of an overdue line is forgotten": (
-        "residency",
+    "the moment of an overdue queue is forgotten": (
+        "group",
         "moments = [self._overdue_at(first) for first in waiting]",
         "moments = []",
     ),
@@ -151,42 +151,42 @@ MUTANTS = {
         '"evicting"))',
     ),
     "a cool-down is not kept": (
-        "residency",
-        "        seat.failed_starts += 1\n        seat.retry_at = now + cool_down(seat.failed_starts)\n",
+        "group",
+        "        slot.failed_starts += 1\n        slot.retry_at = now + cool_down(slot.failed_starts)\n",
         "",
     ),
-    "a line that is overdue is loaded too late for its queue_timeout": (
-        "residency",
+    "a queue that is overdue is loaded too late for its queue_timeout": (
+        "group",
         "return max(min(self._max_wait[model], left), 0.0)",
         "return self._max_wait[model]",
     ),
-    "the GPUs of an overdue line are not kept for it": (
-        "residency",
-        "                busy.update(seat.holds)\n",
+    "the GPUs of an overdue queue are not kept for it": (
+        "group",
+        "                busy.update(slot.holds)\n",
         "                pass\n",
     ),
     "a model's own max_wait is ignored": (
-        "residency",
-        "own = config.max_wait if seat.backend.max_wait is None else seat.backend.max_wait",
+        "group",
+        "own = config.max_wait if slot.backend.max_wait is None else slot.backend.max_wait",
         "own = config.max_wait",
     ),
-    "an idle model is put out while it is leased": (
-        "residency",
-        'seat.state != "ready" or seat.holders or seat.backend.ttl is None',
-        'seat.state != "ready" or seat.backend.ttl is None',
+    "an idle model is evicted while it is leased": (
+        "group",
+        'slot.state != "ready" or slot.holders or slot.backend.ttl is None',
+        'slot.state != "ready" or slot.backend.ttl is None',
     ),
     "the moment at which an idle model goes is forgotten": (
-        "residency",
-        "moments.append(idle_until(seat))",
+        "group",
+        "moments.append(idle_until(slot))",
         "pass",
     ),
     "a release does not set the timer of a ttl": (
-        "residency",
-        ' or seat.state == "draining" or seat.backend.ttl is not None',
-        ' or seat.state == "draining"',
+        "group",
+        ' or slot.state == "draining" or slot.backend.ttl is not None',
+        ' or slot.state == "draining"',
     ),
-    "a min_residency holds overdue lines as well": (
-        "residency",
+    "a min_residency holds overdue queues as well": (
+        "group",
         "            if plan := self._plan(first.model, busy, now):\n"
         "                self._begin(plan.target, plan.victims, now,",
         "            stay = {s.name for s in self._stayers if _stays_until(s) > now}\n"
@@ -194,38 +194,38 @@ MUTANTS = {
         "                self._begin(plan.target, plan.victims, now,",
     ),
     "a min_residency is counted from the last use": (
-        "residency",
-        "return seat.loaded + seat.backend.min_residency",
-        "return seat.used + seat.backend.min_residency",
+        "group",
+        "return slot.loaded + slot.backend.min_residency",
+        "return slot.used + slot.backend.min_residency",
     ),
     "the moment at which a min_residency ends is forgotten": (
-        "residency",
-        "moments.append(_stays_until(seat))",
+        "group",
+        "moments.append(_stays_until(slot))",
         "pass",
     ),
-    "the line with the lowest priority goes first": (
-        "residency",
-        "key=lambda line: -line.priority",
-        "key=lambda line: line.priority",
+    "the queue with the lowest priority goes first": (
+        "group",
+        "key=lambda queue: -queue.priority",
+        "key=lambda queue: queue.priority",
     ),
-    "whoever has the highest priority is put out": (
-        "preemption",
+    "whoever has the highest priority is evicted": (
+        "eviction",
         "return (one.priority, one.leases > 0,",
         "return (-one.priority, one.leases > 0,",
     ),
-    "plans are kept though another line has begun": (
-        "residency",
+    "plans are kept though another queue has begun": (
+        "group",
         "            self._plans_hold_until = -FOREVER\n            self._note_pause(",
         "            self._note_pause(",
     ),
     "a cost includes the drain": (
-        "residency",
+        "group",
         "swap.evict_seconds = max(now - swap.emptied, 0.0)",
         "swap.evict_seconds = max(now - (swap.until - self._config.drain_timeout), 0.0)",
     ),
     "nothing is learned from a swap": (
-        "residency",
-        "        self._learn(seat, how)\n",
+        "group",
+        "        self._learn(slot, how)\n",
         "",
     ),
     "costs are learned without their direction": (
@@ -233,7 +233,7 @@ MUTANTS = {
         "        self._known[cost.source, cost.target, cost.way] = cost\n",
         '        self._known["", cost.target, cost.way] = cost\n',
     ),
-    "all arrivals are taken for those of a line": (
+    "all arrivals are taken for those of a queue": (
         "demand",
         "count - 1\n",
         "count + 9\n",
@@ -254,7 +254,7 @@ def copied(folder, name, mutant=None):
             text = text.replace(mutant[1], mutant[2])
         place.write_text(text.replace("anvil_mux", name))
     shutil.copy(SOURCE / "routing" / "routing.yaml", target / "routing")
-    modules = ("errors", "scheduler.residency", "multiplexer")
+    modules = ("errors", "scheduler.group", "multiplexer")
     return SimpleNamespace(
         **{module.split(".")[-1]: importlib.import_module(f"{name}.{module}") for module in modules}
     )

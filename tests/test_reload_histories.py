@@ -244,7 +244,7 @@ def test_a_model_that_is_renamed_is_waited_for_by_its_new_name_at_once():
     ]
 
 
-def test_a_backend_that_ties_two_islands_makes_them_one_while_both_swap():
+def test_a_backend_that_ties_two_drivers_makes_them_one_while_both_swap():
     config = with_backends(A, B, one("y", "1"), one("z", "1"))
     trace = [
         Request(0.0, "b", 5.0),
@@ -270,7 +270,7 @@ def test_a_backend_that_ties_two_islands_makes_them_one_while_both_swap():
     ]
 
 
-def test_a_line_follows_its_model_to_another_island():
+def test_a_line_follows_its_model_to_another_driver():
     config = with_backends(one("m-1", "0", model="m"), B, one("z", "1"))
     moved = with_backends(B, one("z", "1"), one("m-2", "1", model="m"))
     trace = [Request(0.0, "b", 50.0), Request(1.0, "m", 1.0), Reload(2.0, moved)]
@@ -283,7 +283,7 @@ def test_a_line_follows_its_model_to_another_island():
     ]
 
 
-def test_an_island_of_which_nothing_is_left_goes():
+def test_an_driver_of_which_nothing_is_left_goes():
     trace = [
         Request(0.0, "z", 50.0),
         Request(0.5, "a", 5.0),
@@ -305,8 +305,8 @@ def test_an_island_of_which_nothing_is_left_goes():
     ]
 
 
-def test_who_waits_on_an_island_that_goes_at_once_is_told_so():
-    """It waits for the host's memory, which one on another island has."""
+def test_who_waits_on_an_driver_that_goes_at_once_is_told_so():
+    """It waits for the host's memory, which one on another GPU group has."""
     config = with_backends(replace(A, ram=8), one("z", "1", ram=8), host_memory=10)
     trace = [Request(0.0, "a", 50.0), Request(1.0, "z", 1.0), Reload(2.0, replace(config, backends=(A,)))]
     assert story(trace, config, resident=["a"])[2:] == ["1 queued z", "2 reloaded", "2 failed z"]
@@ -363,7 +363,7 @@ def test_one_that_cannot_be_stopped_is_replaced_when_it_was():
 
 
 def test_one_that_rests_is_stopped_although_somebody_waits_for_it():
-    rests = replace(A, rest=("sleep", "stop"))
+    rests = replace(A, evict_to=("sleep", "stop"))
     trace = [
         Request(0.0, "a", 1.0),
         Request(1.5, "b", 10.0),
@@ -387,7 +387,7 @@ def test_one_that_rests_is_stopped_although_somebody_waits_for_it():
 
 
 def test_one_that_rests_and_cannot_be_stopped_is_not_woken_meanwhile():
-    rests = replace(A, rest=("sleep", "stop"))
+    rests = replace(A, evict_to=("sleep", "stop"))
 
     def perform(step, nth):
         return Outcome(1.0, BackendError("it stays") if isinstance(step, Demote) and nth == 2 else None)
@@ -416,13 +416,13 @@ def test_one_that_rests_and_cannot_be_stopped_is_not_woken_meanwhile():
 
 
 def test_a_resident_that_would_rest_is_stopped_if_it_goes_for_good():
-    rests = with_backends(replace(A, rest=("sleep", "stop")), B)
+    rests = with_backends(replace(A, evict_to=("sleep", "stop")), B)
     told = story([Request(0.0, "a", 1.0), Reload(2.0, TWO)], rests, resident=["a"])
     assert told[2:] == ["2 reloaded", "2 draining a", "2 evicting a", "3 stopped a"]
 
 
 def test_one_that_is_put_to_sleep_when_it_changes_is_stopped_after_that():
-    rests = replace(A, rest=("sleep", "stop"))
+    rests = replace(A, evict_to=("sleep", "stop"))
 
     def perform(step, nth):
         return Outcome({Start: 1.5, Stop: 4.0, Demote: 1.0}[type(step)])
@@ -551,14 +551,14 @@ def any_history(seed):
 
 SERVICES = {"a": "0", "b": "0", "c": "1", "d": "1", "m-1": "0", "m-2": "1", "m-3": "1", "none": ""}
 SETTINGS = {
-    "rest": ("sleep", "stop"),
+    "evict_to": ("sleep", "stop"),
     "vram": 4,
     "pin": True,
     "concurrency": 1,
     "ttl": 5.0,
     "min_residency": 10.0,
     "demote_after": 20.0,
-    "prepare": True,
+    "preload": True,
     "engine": "vllm",
 }
 
@@ -619,7 +619,7 @@ def test_whatever_changes_when_both_programs_tell_the_same_and_nobody_waits_for_
     log = simulate(start, trace, perform)
     until = max(trace[-1].at, log[-1].at)
     real = Player(start, perform, seed).play(trace, until)
-    # Islands do not wait for each other: what happens at one moment has no order.
+    # GPU groups do not wait for each other: what happens at one moment has no order.
     assert sorted(real, key=repr) == sorted(map(tuple, log), key=repr)
     ended = {event.ticket for event in log if event.kind in ("leased", "failed", "gone")}
     assert {event.ticket for event in log if event.kind == "queued"} <= ended

@@ -53,7 +53,7 @@ class VirtualEngine(SleepyEngine):
 
     def __init__(self, house: VirtualHouse, backend: Backend, pid: int, faults: set[str]) -> None:
         self._house, self._backend = house, backend
-        self._context = 0 if "pause" in backend.rest else CONTEXT
+        self._context = 0 if "freeze" in backend.evict_to else CONTEXT
         """Who is only frozen computes on the CPU."""
         self._part = ((backend.vram or 18 * GIB + CONTEXT) - CONTEXT) // 2 if self._context else 0
         self.ready_at = house.clock.now() + house.load_seconds.get(backend.name, 6.0)
@@ -87,9 +87,9 @@ class VirtualEngine(SleepyEngine):
     def works(self) -> bool:
         """Whether a request that comes now is answered, and by the right weights."""
         name = self._backend.name
-        parked = self._house.driver.states.get(self.pid) in ("locked", "checkpointed")
+        standby = self._house.driver.states.get(self.pid) in ("locked", "checkpointed")
         asleep = self.asleep and self.kind not in ("ollama", "llamacpp")  # those load by themselves
-        return not (asleep or self.garbage or parked or name in self._house.frozen)
+        return not (asleep or self.garbage or standby or name in self._house.frozen)
 
     def _work(self, seconds: float) -> None:
         self._house.clock.sleep(seconds)
@@ -134,12 +134,12 @@ class VirtualHouse(House):
         self.stop_seconds = 1.0
         self.runs: list[VirtualEngine] = []
         self.wrongs: list[str] = []
-        self.strangers: set[int] = set()
+        self.others: set[int] = set()
         self.docker_away = False
 
     def out_of_memory(self, name: str, gpu: str) -> None:
         stuck = any("refuses to be killed" in run.faults or "worker" in str(run.faults) for run in self.runs)
-        if not self.strangers and not stuck:
+        if not self.others and not stuck:
             self.wrongs.append(f"{self.clock.now():.3f} {name} found no memory on GPU {gpu}")
 
     def start(self, backend: Backend) -> str:
@@ -315,10 +315,10 @@ class World:
         for result in self.results:
             assert result.over is not None, f"nobody answered {result}"
             assert result.leased is not None or isinstance(result.error, MuxError), result
-        seats = {seat.name: seat for i in self.mux._each_island() for seat in i.residency.seats.values()}
-        for name, seat in seats.items():
-            assert self.runs(name) is (seat.state != "stopped"), (name, seat)
-            assert not seat.holders, (name, seat)
+        slots = {slot.name: slot for i in self.mux._each_driver() for slot in i.group.slots.values()}
+        for name, slot in slots.items():
+            assert self.runs(name) is (slot.state != "stopped"), (name, slot)
+            assert not slot.holders, (name, slot)
 
     def runs(self, name: str) -> bool:
         """Whether it runs, or holds GPU memory though it does not."""
@@ -383,15 +383,15 @@ class World:
 
         self.later(self.clock.now() + told_after, tell)
 
-    def stranger(self, amount: int, gpu: str = "0") -> Callable[[], None]:
+    def other_process(self, amount: int, gpu: str = "0") -> Callable[[], None]:
         """Somebody else takes so much of what is free; call what is returned to have it given back."""
         pid = next(self.house._pids)
         self.house.ledger.hold(pid, (gpu,), min(amount, TOTAL - self.house.ledger.used(gpu)))
-        self.house.strangers.add(pid)
+        self.house.others.add(pid)
 
         def leave() -> None:
             self.house.ledger.hold(pid, (gpu,), 0)
-            self.house.strangers.discard(pid)
+            self.house.others.discard(pid)
 
         return leave
 
@@ -447,5 +447,5 @@ class World:
 
 def sleeper(name: str, *gpus: str, **fields: Any) -> Backend:
     """A backend that sleeps, as vLLM does."""
-    settings = {"engine": "vllm", "rest": ("sleep", "stop"), "load_timeout": 60.0, **fields}
+    settings = {"engine": "vllm", "evict_to": ("sleep", "stop"), "load_timeout": 60.0, **fields}
     return replace(Backend(name, name, gpus or ("0",)), **settings)

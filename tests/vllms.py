@@ -63,7 +63,7 @@ def service(
     if role:
         words += ["--kv-transfer-config", json.dumps({**TRANSFER, "kv_role": role})]
         environment = {**ENVIRONMENT, **NIXL, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-    about = {"model": served, "engine": "vllm", "gpus": [gpu], "load_timeout": GUARD, "prepare": True, **own}
+    about = {"model": served, "engine": "vllm", "gpus": [gpu], "load_timeout": GUARD, "preload": True, **own}
     return {"command": words, "environment": environment, "x-anvil": about}
 
 

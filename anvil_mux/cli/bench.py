@@ -1,9 +1,9 @@
 """What a swap takes, phase by phase, and how much of that is ours: ``anvil-mux bench swap``.
 
-Backends that put each other out form a ring, and a round swaps to each of them in turn: through a real
+Backends that evict each other form a ring, and a round swaps to each of them in turn: through a real
 ``Multiplexer`` on the real runtime, and by hand. Either begins and ends with the same backend in place, so
 they follow each other many times, each first in every other round, and what the machine does meanwhile
-troubles both alike. A backend that puts nobody out is a ring of its own: it is put out and loaded again. The
+troubles both alike. A backend that evicts nobody is a ring of its own: it is evicted and loaded again. The
 first round is not counted, since it makes containers and fills caches.
 
 What a swap's phases are stands in tally.py, which makes figures of them.
@@ -42,9 +42,9 @@ from anvil_mux.host.swap import Runtime, Swapper
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.proxy.relay import Exchange, Relay
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.policy import Eager
-from anvil_mux.scheduler.preemption import LeastRecentlyUsed
-from anvil_mux.scheduler.residency import Residency
+from anvil_mux.scheduler.eviction import LeastRecentlyUsed
+from anvil_mux.scheduler.group import GpuGroup
+from anvil_mux.scheduler.policies import Eager
 from anvil_mux.serve.program import build_runtime, locked
 
 SLACK_SECONDS = 60.0
@@ -98,7 +98,7 @@ def rings(config: Config) -> list[tuple[str, list[Backend]]]:
     """Ways, each with backends that allow it and of which none can stay beside another."""
     found: list[tuple[str, list[Backend]]] = []
     for backend in config.backends:
-        for way in dict.fromkeys((*backend.rest, "stop")):
+        for way in dict.fromkeys((*backend.evict_to, "stop")):
             for other, members in found:
                 if way == other and not any(_stay_together(config, backend, member) for member in members):
                     members.append(backend)
@@ -110,8 +110,8 @@ def rings(config: Config) -> list[tuple[str, list[Backend]]]:
 
 def _stay_together(config: Config, a: Backend, b: Backend) -> bool:
     pair = [_plain(backend, "stop") for backend in (a, b)]
-    residency = Residency("pair", config, pair, Eager(), LeastRecentlyUsed(), lambda event: None)
-    return residency.adopt(a.name, 0.0) and residency.adopt(b.name, 0.0)
+    group = GpuGroup("pair", config, pair, Eager(), LeastRecentlyUsed(), lambda event: None)
+    return group.adopt(a.name, 0.0) and group.adopt(b.name, 0.0)
 
 
 def _plain(backend: Backend, way: str) -> Backend:
@@ -126,9 +126,9 @@ def _plain(backend: Backend, way: str) -> Backend:
         ttl=None,
         min_residency=0.0,
         max_wait=None,
-        rest=(way,),
+        evict_to=(way,),
         demote_after=None,
-        prepare=False,
+        preload=False,
     )
 
 
@@ -231,7 +231,7 @@ class _Ring:
         self._say(f"{self._way}, {what}: {took}")
 
     def _end(self) -> None:
-        """Stops everything, also what a keeper is about to start."""
+        """Stops everything, also what a worker is about to start."""
         self._mux.refuse()
         self._mux.close()
         busy = True
@@ -271,7 +271,7 @@ class _Ring:
             self._under_way.set()
 
     def _tell(self, backend: Backend, phase: str, seconds: float) -> None:
-        """Called by a keeper."""
+        """Called by a worker."""
         self._told.append(Told(time.monotonic(), phase, seconds))
 
     def _ask_multiplexer(self, backend: Backend) -> float:
@@ -336,8 +336,8 @@ class _Ring:
             self._hand.stop(before)
             url = self._hand.start(after)
         else:
-            rested = self._swapper.evict(before, self._way)
-            self._residual[before.name] = sum(rested.residual.values())
+            evicted = self._swapper.evict(before, self._way)
+            self._residual[before.name] = sum(evicted.residual.values())
             loaded = self._swapper.load(after, self._way)
             if loaded.how == "stop":
                 raise BackendError(f"{after.name} had to be started anew: it did not wake by {self._way}")

@@ -333,7 +333,7 @@ def _missing_images(config: Config) -> list[str]:
 
 def _missing_rights(config: Config) -> list[str]:
     """A warning for each right that a checkpoint needs, and whoever runs this has not."""
-    backends = [backend for backend in config.backends if "checkpoint" in backend.rest]
+    backends = [backend for backend in config.backends if "checkpoint" in backend.evict_to]
     if not backends:
         return []
     from anvil_mux.host.checkpoint import Rights, owners
@@ -388,7 +388,7 @@ def _value(config: Config, key: str) -> Any:
             return {id: {name: size for name, size in about.items() if size} for id, about in sizes}
         case "hooks":
             return [{name: said for name, said in asdict(hook).items() if said} for hook in config.hooks]
-        case "policy" | "preemption":
+        case "policy" | "eviction":
             settings = getattr(config, f"{key}_settings")
             name = getattr(config, key)
             return {"name": name, **settings} if settings else name
@@ -565,7 +565,7 @@ COMMANDS: dict[str, tuple[str, Run, Add]] = {
         asking.unload,
         asking.add_model,
     ),
-    "pin": ("Keep a model, once it is resident, from being put out for others", asking.pin, asking.add_model),
+    "pin": ("Keep a model, once it is resident, from being evicted for others", asking.pin, asking.add_model),
     "unpin": ("Let a pinned model make room for others again", asking.unpin, asking.add_model),
     "reload": ("Put the compose files into effect as they are now", asking.reload, asking.add_address),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),

@@ -148,7 +148,7 @@ def phases(
     for phase, kinds in ENDS:
         end = _next(events, *kinds) if kinds else None
         if end and end.kind == "stopped" and way != "stop":
-            raise BackendError(f"{end.backend} had to be stopped: it did not rest by {way}")
+            raise BackendError(f"{end.backend} had to be stopped: it did not go into standby by {way}")
         until = end.at if end else answered
         found[phase] += until - since
         for part in told:

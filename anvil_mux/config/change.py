@@ -24,13 +24,13 @@ OURS = (
     "routing",
     "kv_tokens",
     "node",
-    "unit",
+    "failure_domain",
     "profile",
     "load_timeout",
     "stop_timeout",
     "demote_after",
     "ram",
-    "prepare",
+    "preload",
     "strip",
     "set",
     "upstream",
@@ -42,7 +42,7 @@ OURS = (
 FIELDS = {
     "listen": ("host", "port"),
     "policy": ("policy", "policy_settings"),
-    "preemption": ("preemption", "preemption_settings"),
+    "eviction": ("eviction", "eviction_settings"),
     "routing": ("routing", "routing_policies", "routing_mode", "routing_store"),
 }
 """Key of a setting -> fields of ``Config``, where they differ."""

@@ -71,7 +71,7 @@ class Backend:
     """The service's name, with the container's number if it is scaled; unique."""
     model: str
     gpus: tuple[str, ...] = ()
-    """Ids of the GPUs that it needs, all of them; empty: it needs none and is never put out for another."""
+    """Ids of the GPUs that it needs, all of them; empty: it needs none and is never evicted for another."""
     vram: int | None = None
     """Bytes that it holds on each of its GPUs; None: it needs them whole."""
     vram_measured: bool = False
@@ -83,13 +83,13 @@ class Backend:
     """The model id that the engine itself reports and expects, if it differs from ``model``."""
     aliases: tuple[str, ...] = ()
     pin: bool = False
-    """Never put out for another model."""
+    """Never evict for another model."""
     priority: int = 0
-    """The higher, the earlier its line is served and the later it is put out."""
+    """The higher, the earlier its line is served and the later it is evicted."""
     ttl: float | None = None
-    """Idle seconds after which it is put out although nobody needs its GPUs; None: never."""
+    """Idle seconds after which it is evicted although nobody needs its GPUs; None: never."""
     min_residency: float = 0.0
-    """Seconds after its load in which it is not put out for a line that is not overdue."""
+    """Seconds after its load in which it is not evict for a line that is not overdue."""
     max_wait: float | None = None
     """Its line's own ``Config.max_wait``."""
     routing: str | None = None
@@ -99,20 +99,20 @@ class Backend:
     infer_type: str = "neutral"
     """prefill, decode: which of two stages in which its model's requests are served; either: any of them."""
     node: str = ""
-    unit: str = ""
+    failure_domain: str = ""
     """What it fails with: a machine, and a group of services; empty: nothing but itself."""
     profile: Profile | None = None
     """How fast it was measured to be."""
     load_timeout: float = 600.0
     stop_timeout: float = 10.0
     """Grace before SIGKILL."""
-    rest: tuple[str, ...] = ("stop",)
-    """Ways to leave the GPU, from the lightest to the deepest: see swap.py and ladder.py."""
+    evict_to: tuple[str, ...] = ("stop",)
+    """Ways to leave the GPU, from the lightest to the deepest: see swap.py and standby.py."""
     demote_after: float | None = None
-    """Seconds on one rung of ``rest`` after which it is taken to the next; None: it may stay."""
+    """Seconds on one standby level of ``evict_to`` after which it is taken to the next; None: it may stay."""
     ram: int | None = None
     """Bytes of host memory that it needs while it runs; None: as was measured, if it was."""
-    prepare: bool = False
+    preload: bool = False
     """Loaded once at the start, before anybody asks for it."""
     strip: tuple[str, ...] = ()
     """Fields that are left out of the JSON that it is asked."""
@@ -145,8 +145,8 @@ class Config:
     """compose | process"""
     policy: str = "adaptive"
     policy_settings: dict[str, object] = field(default_factory=dict)
-    preemption: str = "cost"
-    preemption_settings: dict[str, object] = field(default_factory=dict)
+    eviction: str = "cost"
+    eviction_settings: dict[str, object] = field(default_factory=dict)
     routing: str = DEFAULT_ROUTING
     routing_policies: dict[str, Any] = field(default_factory=dict)
     """Those of the compose file, as they are written."""
@@ -176,7 +176,7 @@ class Config:
     default_model: str | None = None
     host_memory: int | None = None
     """Bytes of host memory for all engines, running and in standby; None: as much as there is."""
-    prepare: bool = False
+    preload: bool = False
     """Whether every backend is loaded once at the start, unless it says otherwise."""
     key_file: str | None = None
     """Absolute."""
@@ -287,7 +287,7 @@ def _read_store(value: Any) -> str:
 
 
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
-WAYS = ("sleep", "sleep-2", "checkpoint", "pause", "stop")
+WAYS = ("sleep", "sleep-2", "checkpoint", "freeze", "stop")
 """Ways to leave a GPU; swap.py has them."""
 WAY_ALIASES = {"sleep-1": "sleep"}
 
@@ -309,7 +309,7 @@ SETTINGS: dict[str, Setting] = {
         "The GPUs that may be used, with their memory and what of it no model gets.",
     ),
     "policy": Setting(settings.CHOSEN, "When a swap is worth its cost."),
-    "preemption": Setting(settings.CHOSEN, "Whom to put out."),
+    "eviction": Setting(settings.CHOSEN, "Whom to evict."),
     "routing": Setting(
         Kind(
             "name, or {default, mode: lite or full, policies: {name: policy}, store}",
@@ -334,7 +334,7 @@ SETTINGS: dict[str, Setting] = {
         settings.MEMORY,
         "Host memory for all engines, also in standby; by default 9/10 of the machine's.",
     ),
-    "prepare": Setting(settings.FLAG, "Load every model once at the start, before anybody asks."),
+    "preload": Setting(settings.FLAG, "Load every model once at the start, before anybody asks."),
     "key_file": Setting(TEXT, "A file of API keys, one to a line; see docs/security.md. ANVIL_API_KEYS too."),
     "tls_cert": Setting(TEXT, "A file with the certificate (and its chain) for https; needs tls_key."),
     "tls_key": Setting(TEXT, "A file with the certificate's private key."),
@@ -363,9 +363,9 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         settings.PORT, "Where the engine listens; by default the service's port, or the engine's."
     ),
     "served_model": Setting(TEXT, "The id that the engine itself uses; by default what its command says."),
-    "pin": Setting(settings.FLAG, "Never put out for another model."),
-    "priority": Setting(PRIORITY, "The higher, the earlier its line is served and the later it is put out."),
-    "ttl": Setting(SECONDS, "Idle time after which it is put out though nobody waits; by default never."),
+    "pin": Setting(settings.FLAG, "Never evict for another model."),
+    "priority": Setting(PRIORITY, "The higher, the earlier its line is served and the later it is evicted."),
+    "ttl": Setting(SECONDS, "Idle time after which it is evicted though nobody waits; by default never."),
     "min_residency": Setting(SECONDS, "How long it stays after a load, unless a queue is overdue."),
     "max_wait": Setting(SECONDS, "The same as at the top level, for this model."),
     "routing": Setting(TEXT, "The routing policy of its model; replicas have the same."),
@@ -375,18 +375,20 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         "prefill, decode or either: which of two stages it serves (see docs/routing.md).",
     ),
     "node": Setting(TEXT, "The machine it is on. The filter failover can take out all of a machine."),
-    "unit": Setting(TEXT, "The group of replicas it is in, for the filter failover too."),
+    "failure_domain": Setting(TEXT, "The group of replicas it is in, for the filter failover too."),
     "profile": Setting(Kind("file", TEXT.read), "How fast it is, as `anvil-mux profile` measured it."),
     "load_timeout": Setting(SECONDS, "How long a load may take."),
     "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),
-    "rest": Setting(
+    "evict_to": Setting(
         settings.listed(WAYS, WAY_ALIASES),
         "How it leaves its GPUs, from the lightest way down (sleep-1 is sleep); by default what its command "
         "allows: sleep, stop or just stop.",
     ),
-    "demote_after": Setting(SECONDS, "Rest on one rung of `rest` before it is taken to the next; or never."),
+    "demote_after": Setting(
+        SECONDS, "Rest on one standby level of `evict_to` before it is taken to the next; or never."
+    ),
     "ram": Setting(settings.MEMORY, "Host memory that it needs while it runs; by default as measured."),
-    "prepare": Setting(settings.FLAG, "The same as at the top level, for this model."),
+    "preload": Setting(settings.FLAG, "The same as at the top level, for this model."),
     "strip": Setting(
         Kind("list of names", lambda value: check_strip(settings.NAMES.read(value))),
         "Fields of JSON requests that its engine does not get.",
@@ -417,7 +419,7 @@ def describe(table: Mapping[str, Setting]) -> Iterator[tuple[str, str, str, str]
         "project": None,
     }
     if owner is Backend:
-        special["rest"] = None
+        special["evict_to"] = None
     for key, setting in table.items():
         default = special[key] if key in special else default_of(owner, key)
         text = f"{default >> 20}MiB" if setting.kind is SIZE else settings.plain(default)

@@ -108,7 +108,7 @@ class _Loading:
         content = combine(self._documents, self._environ, None if self._wants_process() else compose)
         self._warnings += content.warnings
         values = self._top_level(content.settings)
-        self._prepare = values.get("prepare", default_of(Config, "prepare"))
+        self._preload = values.get("preload", default_of(Config, "preload"))
         values.setdefault("project", content.project or default_of(Config, "project"))
         self._plain = content.plain
         self._process = values.get("runtime", default_of(Config, "runtime")) == "process"
@@ -166,7 +166,7 @@ class _Loading:
             values[key] = os.path.abspath(self._documents[0].file.parent / values[key])
         if "listen" in values:
             values["host"], values["port"] = values.pop("listen")
-        for key in ("policy", "preemption"):
+        for key in ("policy", "eviction"):
             if key in values:
                 values[key], values[f"{key}_settings"] = values[key]
         if "routing" in values:
@@ -258,8 +258,8 @@ class _Loading:
         engine = self._fill_in(name, described, given)
         variables = service.environment(described, self._variables)
         given["gpus"] = self._gpus_of(name, given.get("gpus", service.gpus(described, variables)))
-        given.setdefault("prepare", self._prepare)
-        given.setdefault("rest", service.lightest_rest(described, variables, engine))
+        given.setdefault("preload", self._preload)
+        given.setdefault("evict_to", service.lightest_levels(described, variables, engine))
         self._check_rest(name, described, variables, given)
         if given.get("vram") == MEASURED:
             given |= {"vram": None, "vram_measured": True}
@@ -298,16 +298,19 @@ class _Loading:
     def _check_rest(
         self, name: str, described: dict[str, Any], variables: dict[str, str], given: Mapping[str, Any]
     ) -> None:
-        ladder = given["rest"]
-        if list(ladder) != sorted(ladder, key=WAYS.index):
-            down = ", ".join(sorted(ladder, key=WAYS.index))
-            self._problem(("services", name, "x-anvil", "rest"), f"goes down a ladder: write [{down}]")
-        for way in ladder:
-            why = service.cannot_rest(described, variables, given["engine"], way)
+        levels = given["evict_to"]
+        if list(levels) != sorted(levels, key=WAYS.index):
+            down = ", ".join(sorted(levels, key=WAYS.index))
+            self._problem(
+                ("services", name, "x-anvil", "evict_to"),
+                f"goes from the lightest standby level down: write [{down}]",
+            )
+        for way in levels:
+            why = service.cannot_evict_to(described, variables, given["engine"], way)
             if way == "checkpoint" and self._judge:
                 why = why or self._judge(given["gpus"], given.get("checkpoint_anyway", False)) or ""
             if why:
-                self._problem(("services", name, "x-anvil", "rest"), f"{way} cannot work: {why}")
+                self._problem(("services", name, "x-anvil", "evict_to"), f"{way} cannot work: {why}")
 
     def _profile(self, name: str, file: str) -> Profile | None:
         """The profile in a file, whose path begins at the folder of the first compose file."""
@@ -380,7 +383,7 @@ class _Loading:
     # What cannot work
 
     def _check_settings(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
-        for key, build in (("policy", self._plugins.policy), ("preemption", self._plugins.preemption)):
+        for key, build in (("policy", self._plugins.policy), ("eviction", self._plugins.eviction)):
             if key in values:
                 try:
                     build(values[key], values[f"{key}_settings"])
@@ -534,7 +537,7 @@ class _Loading:
 
     def _take_turns(self, one: Backend, other: Backend) -> bool:
         """Whether they never run at once; whoever rests without being stopped keeps its port."""
-        if {*one.rest, *other.rest} != {"stop"} or one.vram_measured or other.vram_measured:
+        if {*one.evict_to, *other.evict_to} != {"stop"} or one.vram_measured or other.vram_measured:
             return False
         common = set(one.gpus) & set(other.gpus)
         return any(not _fit((one, other), _room(self._gpus[gpu])) for gpu in common)

@@ -19,7 +19,7 @@ class Plugins:
     """Builds what is named, by its name and settings; ValueError or TypeError says why it cannot be."""
 
     policy: Callable[[str, Settings], object]
-    preemption: Callable[[str, Settings], object]
+    eviction: Callable[[str, Settings], object]
     shipped_routing: Callable[[], Mapping[str, Set[str]]]
     """Name of a routing policy that is shipped -> the settings that it needs every service to have."""
     read_routing: Callable[[str, object], tuple[Set[str], Sequence[Problem]]]

@@ -291,9 +291,9 @@ UNIFIED_MEMORY = "GGML_CUDA_ENABLE_UNIFIED_MEMORY"
 """Makes llama.cpp allocate memory that the CUDA driver moves to and fro."""
 
 
-def cannot_rest(service: Service, variables: Mapping[str, str], engine: str, way: str) -> str:
+def cannot_evict_to(service: Service, variables: Mapping[str, str], engine: str, way: str) -> str:
     """Why the service cannot leave its GPUs by this way, as far as it says; "" if it can."""
-    if way == "pause" and reserves_gpu(service):
+    if way == "freeze" and reserves_gpu(service):
         return "what is frozen keeps its GPU memory"
     if way == "checkpoint" and UNIFIED_MEMORY in variables:
         return f"the driver cannot checkpoint unified memory; take {UNIFIED_MEMORY} out of its environment"
@@ -315,11 +315,15 @@ def cannot_rest(service: Service, variables: Mapping[str, str], engine: str, way
     return ""
 
 
-def lightest_rest(service: Service, variables: Mapping[str, str], engine: str) -> tuple[str, ...]:
+def lightest_levels(service: Service, variables: Mapping[str, str], engine: str) -> tuple[str, ...]:
     """How a service leaves its GPUs if nobody says how: asleep if its owner gave it what that takes."""
     told = set(SLEEP_FLAGS.get(engine, ())) <= set(argv(service))
     sleeps = engine in ("vllm", "sglang", "ollama") and told
-    return ("sleep", "stop") if sleeps and not cannot_rest(service, variables, engine, "sleep") else ("stop",)
+    return (
+        ("sleep", "stop")
+        if sleeps and not cannot_evict_to(service, variables, engine, "sleep")
+        else ("stop",)
+    )
 
 
 def _loads_a_model(words: Sequence[str], variables: Mapping[str, str]) -> bool:
@@ -339,7 +343,7 @@ def bites(service: Service, engine: str, port: int | None, gpus: Sequence[str]) 
     """What Docker would do with this service that its owner hardly wants, and what to do about it."""
     restart = str(service.get("restart", "no"))
     if restart in ("always", "unless-stopped"):
-        yield f"`restart: {restart}` brings the engine back onto the GPU after it was put out; take it away"
+        yield f"`restart: {restart}` brings the engine back onto the GPU after it was evicted; take it away"
     open_ports = [each for each in published(service) if each.address in ("", "0.0.0.0", "::")]
     for each in open_ports:
         yield (
@@ -359,7 +363,7 @@ def bites(service: Service, engine: str, port: int | None, gpus: Sequence[str]) 
             "add `gpus: all` or deploy.resources.reservations.devices, unless it computes on the CPU"
         )
     elif not gpus:
-        yield "has no GPU, so it is never put out; if it uses one, reserve it or say x-anvil: {gpus: [...]}"
+        yield "has no GPU, so it is never evicted; if it uses one, reserve it or say x-anvil: {gpus: [...]}"
     yield from _unheard(service, engine, port)
     yield from _unpublished(service, port)
 

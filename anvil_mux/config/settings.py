@@ -34,7 +34,7 @@ Problem = tuple[tuple[str, ...], str]
 
 
 class Wrong(ValueError):
-    """Parts of a value are wrong; ``rest`` is what it comes to without them."""
+    """Parts of a value are wrong; ``evict_to`` is what it comes to without them."""
 
     def __init__(self, problems: Sequence[Problem], rest: Any) -> None:
         super().__init__("; ".join([": ".join((".".join(path), text)) for path, text in problems]))

@@ -1,7 +1,8 @@
 """What to make of an engine that runs already: take it over as it is, or stop it.
 
     awake       it answers for its model
-    parked      it sleeps, or the CUDA driver has its memory, or it is frozen: then it rests on as it is, and
+    on standby      it sleeps, or the CUDA driver has its memory, or it is frozen: then it rests on as it is,
+    and
                 the next request for its model wakes it
     unfit       anything else; it is stopped, and the next request for its model loads it anew
 
@@ -32,7 +33,7 @@ from anvil_mux.host.engine import await_ready
 from anvil_mux.host.freed import CONTEXT, Memory, host_bytes
 from anvil_mux.host.gpu import Gpus
 from anvil_mux.host.state import write_whole
-from anvil_mux.host.swap import Rested, Runtime, may_sleep
+from anvil_mux.host.swap import Evicted, Runtime, may_sleep
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Unfit:
     """For people; ends a sentence."""
 
 
-Found = Awake | Rested | Unfit
+Found = Awake | Evicted | Unfit
 
 
 class Notes:
@@ -64,7 +65,7 @@ class Notes:
         self._folder = folder
 
     def note(self, backend: str, way: str) -> None:
-        """``way`` "": it rests no longer. Called before it is told, by the keeper that will."""
+        """``way`` "": it rests no longer. Called before it is told, by the worker that will."""
         file = self._file(backend)
         try:
             if way:
@@ -95,7 +96,7 @@ class Notes:
             return ""
 
     def _file(self, backend: str) -> Path:
-        return self._folder / f"{backend}.rests"
+        return self._folder / f"{backend}.level"
 
 
 class Adopter:
@@ -128,19 +129,19 @@ class Adopter:
     def _frozen(self, backend: Backend) -> Found | None:
         """None: it is not, or not any more."""
         frozen = self._runtime.is_frozen(backend)
-        if frozen and "pause" in backend.rest and "checkpoint" not in backend.rest:
-            return self._rested(backend, "pause")
+        if frozen and "freeze" in backend.evict_to and "checkpoint" not in backend.evict_to:
+            return self._rested(backend, "freeze")
         if frozen:
             self._runtime.resume(backend)
-        if "checkpoint" not in backend.rest:
+        if "checkpoint" not in backend.evict_to:
             return None
         try:
-            parked = self._checkpointer.find_parked(self._runtime.pids(backend))
+            standby = self._checkpointer.find_standby(self._runtime.pids(backend))
         except MuxError as error:
             return Unfit(f"nobody knows whether it is checkpointed: {error.message}")
-        if parked is None:
+        if standby is None:
             return None
-        if not parked.whole:
+        if not standby.whole:
             return Unfit("only a part of it is checkpointed")
         self._runtime.pause(backend)
         return self._rested(backend, "checkpoint")
@@ -155,7 +156,7 @@ class Adopter:
         if not asleep:
             return None
         # On its way to a checkpoint it may have slept at any level that it may rest at.
-        light = noted == "sleep" or (noted == "checkpoint" and "sleep-2" not in backend.rest)
+        light = noted == "sleep" or (noted == "checkpoint" and "sleep-2" not in backend.evict_to)
         deepens = control.UNKNOWN in control.CONTROLS[backend.engine].levels
         return self._rested(backend, "sleep-2" if deepens and not light else "sleep")
 
@@ -167,7 +168,7 @@ class Adopter:
         if full and how != "pause":
             amounts = ", ".join(f"{gib(held.bytes[gpu])} of GPU {gpu}" for gpu in full)
             return Unfit(f"it rests, and holds {amounts} all the same")
-        return Rested(how, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))
+        return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))
 
     def _awake(self, backend: Backend, url: str) -> Found:
         try:

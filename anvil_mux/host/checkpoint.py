@@ -11,8 +11,8 @@ Invariants:
    be made about what an earlier anvil-mux left behind.
 3. A call that fails counts by the state that it leaves: an unlock may report an error of a running process.
 4. If ``park`` fails, those checkpointed are restored and those locked are unlocked. If ``restore`` fails,
-   those restored are unlocked, so that they can end by themselves; nothing is parked again. Either way what
-   does not run then is lost, and can only be killed.
+   those restored are unlocked, so that they can end by themselves; nothing is on standby again. Either way
+   what does not run then is lost, and can only be killed.
 5. A frozen process is left alone: its own threads do the driver's work, so that even questions would hang.
 
 The memory goes to the process's own host memory, and counts there against a container's limit. Memory shared
@@ -90,7 +90,7 @@ class Checkpointer:
         self._wait = wait
 
     def why_not(self, gpus: Sequence[str], *, insist: bool = False) -> str | None:
-        """The reason, for people, why a service on these GPUs cannot be parked; None if nothing is known.
+        """The reason, for people, why a service on these GPUs cannot be on standby; None if nothing is known.
 
         ``insist`` allows several GPUs.
         """
@@ -113,8 +113,8 @@ class Checkpointer:
         with self._connect() as driver:
             return tuple(pid for pid in wanted if driver.uses_cuda(pid))
 
-    def find_parked(self, pids: Iterable[int]) -> Parked | None:
-        """What was parked, wholly or half, by an anvil-mux before this one; the processes are thawed."""
+    def find_standby(self, pids: Iterable[int]) -> Parked | None:
+        """What was on standby, wholly or half, by an anvil-mux before this one; the processes are thawed."""
         with self._connect() as driver:
             users = [pid for pid in sorted(set(pids)) if driver.uses_cuda(pid)]
             states = {pid: self._state_if_known(driver, pid) for pid in users}
@@ -129,9 +129,9 @@ class Checkpointer:
         self._perform(group, ("lock", "checkpoint"), ("restore", "unlock"))
         return Parked(group, sum(each or 0 for each in held))
 
-    def restore(self, parked: Parked) -> None:
+    def restore(self, standby: Parked) -> None:
         """Returns when the processes run with their memory back on the GPUs; else CheckpointFailed."""
-        self._perform(parked.pids, ("restore", "unlock"), ("unlock",))
+        self._perform(standby.pids, ("restore", "unlock"), ("unlock",))
 
     def _perform(self, pids: Sequence[int], actions: Sequence[str], back: Sequence[str]) -> None:
         if frozen := [pid for pid in pids if is_frozen(pid)]:

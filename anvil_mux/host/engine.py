@@ -1,10 +1,10 @@
 """What differs between engines: where they listen, when they are ready, what must never be forwarded.
 
 Ready means that the engine's own health route answers and that it serves the model we mean, since a health
-route alone also answers for a stranger that happens to have the port. The model is read from the engine's
-list of models. Where that list cannot tell (llama.cpp reports its file or alias and answers to any name), the
-service's own command says what to expect; where nothing does, a request for one token is the proof. For
-Ollama that request is also what loads the weights.
+route alone also answers for another process that happens to have the port. The model is read from the
+engine's list of models. Where that list cannot tell (llama.cpp reports its file or alias and answers to any
+name), the service's own command says what to expect; where nothing does, a request for one token is the
+proof. For Ollama that request is also what loads the weights.
 
 Whoever calls ``await_ready`` has a deadline, a way to learn that the service ended and one to end the wait,
 so it fails at once when the engine has died, and never waits for longer than it was told.
@@ -37,7 +37,7 @@ PAUSE_SHARE = 0.01
 POLL_TIMEOUT = 5.0
 LEAST_TIMEOUT = 0.2
 """What an answer may take even just before the deadline."""
-STRANGER_PATIENCE = 20.0
+OTHERS_PATIENCE = 20.0
 """Seconds that the list of models may name another model before that is final."""
 MOST_BYTES = 64 << 10
 
@@ -136,10 +136,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """Worth another look. ``stranger``: a healthy server answers there, for another model."""
+    """Worth another look. ``other process``: a healthy server answers there, for another model."""
 
     why: str
-    stranger: bool = False
+    other_process: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def await_ready(
     runs, whoever gave it. ``tend`` is called a few times a second, and what it raises ends the wait.
     """
     begun = now()
-    stranger_since: float | None = None
+    other_since: float | None = None
     pause = FIRST_PAUSE
     with Visit(backend, url, now, deadline, tend) as visit:
         while True:
@@ -180,11 +180,11 @@ def await_ready(
                     return
                 case Never(why):
                     raise LoadError(f"{backend.name} cannot become ready: {why}")
-                case NotYet(why, stranger):
-                    stranger_since = (stranger_since or now()) if stranger else None
+                case NotYet(why, other_process):
+                    other_since = (other_since or now()) if other_process else None
             if tend:
                 tend()
-            if stranger_since is not None and now() - stranger_since >= STRANGER_PATIENCE:
+            if other_since is not None and now() - other_since >= OTHERS_PATIENCE:
                 raise LoadError(f"{backend.name} cannot become ready: {why}")
             if now() + pause >= deadline:
                 raise LoadError(
@@ -288,7 +288,9 @@ class Visit:
         hint = (
             "" if self.engine.names_file else f" (if that is the engine you mean, set served_model: {ids[0]})"
         )
-        return NotYet(f"{self.place} answers for model {reported}, not {self.model}{hint}", stranger=True)
+        return NotYet(
+            f"{self.place} answers for model {reported}, not {self.model}{hint}", other_process=True
+        )
 
     def _means(self, reported: str) -> bool:
         if reported in (self.model, f"{self.model}:latest"):

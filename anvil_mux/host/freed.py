@@ -5,7 +5,7 @@ Where neither is known, or no GPU can be asked, the eviction is believed.
 
 An engine that runs on keeps a CUDA context, and is believed to sleep when it has given up most of the rest.
 Of an engine that was stopped nothing may be left; that the GPU's free memory rises is waited for, because it
-lags behind the end of a process, but not insisted on, because a stranger may take it at once.
+lags behind the end of a process, but not insisted on, because another process may take it at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from anvil_mux.config.config import Backend
 from anvil_mux.config.settings import gib
 from anvil_mux.errors import BackendError
-from anvil_mux.host.gpu import Gpus, Reading, strangers
+from anvil_mux.host.gpu import Gpus, Reading, others
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ class Memory:
 
     def others(self, gpus: Iterable[str]) -> str:
         """The end of a sentence: which processes that are none of ours hold memory there, if any do."""
-        found = strangers(self._read(gpus).values(), lambda pid: self._owner(pid) is not None)
-        return "".join(f"; {stranger}" for stranger in found)
+        found = others(self._read(gpus).values(), lambda pid: self._owner(pid) is not None)
+        return "".join(f"; {other_process}" for other_process in found)
 
     def _read(self, gpus: Iterable[str]) -> dict[str, Reading]:
         found = self._probe() if self._probe and gpus else Gpus()

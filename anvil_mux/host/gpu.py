@@ -89,7 +89,7 @@ class Gpus:
 
 
 @dataclass(frozen=True, slots=True)
-class Stranger:
+class OtherProcess:
     """A process that holds memory of a GPU and is none of ours."""
 
     gpu: str
@@ -105,13 +105,13 @@ class Stranger:
         return f"{who}{where} holds {held} of GPU {self.gpu}"
 
 
-def strangers(readings: Iterable[Reading], is_ours: Callable[[int], bool]) -> list[Stranger]:
+def others(readings: Iterable[Reading], is_ours: Callable[[int], bool]) -> list[OtherProcess]:
     """Whoever else holds memory of these GPUs, the greatest first.
 
     Processes that cannot be seen from here are left out: they may be ours, under another id.
     """
     found = [
-        Stranger(reading.id, pid, used, name, container(pid) or "")
+        OtherProcess(reading.id, pid, used, name, container(pid) or "")
         for reading in readings
         for pid, used in reading.processes
         if not is_ours(pid) and (name := command(pid))

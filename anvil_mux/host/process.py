@@ -3,8 +3,9 @@
 A service runs in a session of its own, with its output in ``NAME.log``, so it outlives an anvil-mux that is
 killed. ``NAME.json`` beside the log says which process it is: its id, the moment it started (field 22 of
 /proc/PID/stat) and the boot it started in. A restarted anvil-mux adopts it by that record; a process that
-only has the same id is a stranger and is left alone. A first record is written before there is a process,
-with a mark that the process will carry in its environment, so whenever anvil-mux is killed, none is lost.
+only has the same id is another process and is left alone. A first record is written before there is a
+process, with a mark that the process will carry in its environment, so whenever anvil-mux is killed, none is
+lost.
 
 What is stopped is the session, not just the process that was started: an engine's workers hold the GPU as
 well as its front does, and may outlive it. Nothing is polled: ends are seen through pidfds.
@@ -391,7 +392,7 @@ def _is_replaced(record: Record) -> bool:
 
 
 def _members(record: Record) -> set[int]:
-    """The processes of the record's session that run; none if a stranger has its id by now."""
+    """The processes of the record's session that run; none if another process has its id by now."""
     if _is_replaced(record):
         return set()
     members = set()

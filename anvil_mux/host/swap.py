@@ -1,7 +1,7 @@
 """HOW a backend takes and leaves its GPUs.
 
-A way to rest is an object with ``load`` and ``evict``, made with the ``Tools`` that all share; ``WAYS`` names
-them. ``Stop`` is the one that every engine and runtime can do. ``Swapper`` puts the same guarantee
+a standby level is an object with ``load`` and ``evict``, made with the ``Tools`` that all share; ``WAYS``
+names them. ``Stop`` is the one that every engine and runtime can do. ``Swapper`` puts the same guarantee
 around all of them:
 
 A load ends in a backend that answers for its model, or the backend is gone again, or the caller is told that
@@ -127,7 +127,7 @@ class Runtime(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rested:
+class Evicted:
     """How a backend really left its GPUs."""
 
     how: str
@@ -150,7 +150,7 @@ class Loaded:
 
     url: str
     how: str
-    """The way that worked: the one by which it rested, or ``stop`` for a cold start."""
+    """The way that worked: the one by which it evicted, or ``stop`` for a cold start."""
 
 
 Told = Callable[[Backend, str, float], object]
@@ -173,7 +173,7 @@ class Tools:
         self.sleep = sleep
         self.checkpointer = checkpointer or Checkpointer(now=now, wait=sleep)
         self._told = told
-        self._urls: dict[str, str] = {}  # one keeper at a time writes a backend's entry
+        self._urls: dict[str, str] = {}  # one worker at a time writes a backend's entry
         self._cancelled: dict[str, Latch] = {}  # of loads under way; the same
 
     @contextmanager
@@ -221,7 +221,7 @@ class Tools:
 
 
 class Way(Protocol):
-    """One way to rest."""
+    """One standby level."""
 
     frees: ClassVar[bool]
     """Whether it gives GPU memory back. False: for engines that hold none."""
@@ -318,11 +318,11 @@ class Checkpoint:
         tools, url = self._tools, self._tools.url(backend)
         with tools.phase(backend, "load"):
             tools.runtime.resume(backend)
-            if parked := tools.checkpointer.find_parked(tools.runtime.pids(backend)):
-                tools.checkpointer.restore(parked)
+            if standby := tools.checkpointer.find_standby(tools.runtime.pids(backend)):
+                tools.checkpointer.restore(standby)
             if sleeps_first(backend):
                 # It may have come here by way of a deeper sleep.
-                level = control.UNKNOWN if "sleep-2" in backend.rest else Sleep.level
+                level = control.UNKNOWN if "sleep-2" in backend.evict_to else Sleep.level
                 control.wake(backend, url, level, tools.tend(backend))
         with tools.phase(backend, "probe"):
             control.probe(backend, url)
@@ -340,7 +340,7 @@ class Checkpoint:
         return tools.checkpointer.park(pids).bytes if pids else 0
 
 
-class Pause:
+class Freeze:
     """The service is frozen as it is; for engines that hold no GPU memory."""
 
     frees: ClassVar[bool] = False
@@ -365,13 +365,14 @@ SLEEPS: dict[str, type[Sleep]] = {"sleep": Sleep, "sleep-2": DeepSleep}
 WAYS: dict[str, Callable[[Tools], Way]] = {
     **SLEEPS,
     "checkpoint": Checkpoint,
-    "pause": Pause,
+    "freeze": Freeze,
     "stop": Stop,
 }
 
 
 def sleeps_first(backend: Backend) -> bool:
-    """Whether it goes to sleep before its memory is moved: its ladder has that, or its command allows it.
+    """Whether it goes to sleep before its memory is moved: its standby levels has that, or its command allows
+    it.
 
     Only engines that keep their weights then; the others would have to read them again.
     """
@@ -380,17 +381,17 @@ def sleeps_first(backend: Backend) -> bool:
     command = backend.service.command
     told = set(service.SLEEP_FLAGS[backend.engine]) <= set(command)
     variables = dict(backend.service.environment)
-    can = told and not service.cannot_rest({"command": [*command]}, variables, backend.engine, "sleep")
-    return can or "sleep" in backend.rest
+    can = told and not service.cannot_evict_to({"command": [*command]}, variables, backend.engine, "sleep")
+    return can or "sleep" in backend.evict_to
 
 
 def may_sleep(backend: Backend) -> bool:
     """Whether one that runs may be found asleep."""
-    return any(way in SLEEPS or (way == "checkpoint" and sleeps_first(backend)) for way in backend.rest)
+    return any(way in SLEEPS or (way == "checkpoint" and sleeps_first(backend)) for way in backend.evict_to)
 
 
 class Swapper:
-    """What the multiplexer's keepers call to perform a step, outside the lock.
+    """What the multiplexer's workers call to perform a step, outside the lock.
 
     load(backend, how) returns once the backend answers for its model; LoadError (with the engine's last
     lines) after it was cleaned up; BackendError if even that failed: it may still hold its GPUs. Cancelled,
@@ -419,7 +420,7 @@ class Swapper:
         self._tools = Tools(runtime, now, sleep, told, checkpointer)
         self._ways = {name: make(self._tools) for name, make in ways.items()}
         self._memory = Memory(probe, now, sleep, lambda pid: runtime.owner(pid))
-        self._seconds: dict[tuple[str, str], float] = {}  # one keeper at a time writes a backend's entries
+        self._seconds: dict[tuple[str, str], float] = {}  # one worker at a time writes a backend's entries
 
     def load(self, backend: Backend, how: str = "stop", cancelled: Latch | None = None) -> Loaded:
         """``how``: the way by which it rests. ``cancelled`` may be set at any time, by any thread."""
@@ -456,7 +457,7 @@ class Swapper:
             self._clean_up(backend, error)
             raise LoadError(why, log=lines) from error
 
-    def evict(self, backend: Backend, how: str = "stop") -> Rested:
+    def evict(self, backend: Backend, how: str = "stop") -> Evicted:
         """``how``: the way that is wanted."""
         how = WAY_ALIASES.get(how, how)
         way = self._way(how)
@@ -470,11 +471,11 @@ class Swapper:
                 died = self.ended(backend)
                 if not died:
                     why = _reason(error)
-                    log.warning("%s did not rest by %s and is stopped: %s", backend.name, how, why)
+                    log.warning("%s did not go into standby by %s and is stopped: %s", backend.name, how, why)
         said = tuple(self._log_tail(backend)) if died else ()
         return replace(self._put_down(backend, held), died=died or "", log=said)
 
-    def demote(self, backend: Backend, how: str, to: str) -> Rested:
+    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
         """From resting by ``how`` to resting by ``to`` without waking; where that fails it is stopped.
 
         Who sleeps can be checkpointed as it is; to go to a deeper sleep it would have to be woken.
@@ -522,7 +523,7 @@ class Swapper:
 
     def _rest(
         self, backend: Backend, how: str, way: Way, leave: Callable[[Backend], int], held: Held
-    ) -> Rested:
+    ) -> Evicted:
         with self._tools.phase(backend, "evict"):
             moved = leave(backend)
         left = Left(held.bytes, dict.fromkeys(held.bytes, 0)) if held.pids else Left()
@@ -534,7 +535,7 @@ class Swapper:
         if way.freezes:
             with self._tools.phase(backend, "freeze"):
                 self._runtime.pause(backend)
-        return Rested(how, {**dict.fromkeys(backend.gpus, 0), **left.bytes}, kept, left.freed)
+        return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **left.bytes}, kept, left.freed)
 
     def _pids(self, backend: Backend) -> list[int]:
         """Its processes; none where they cannot be asked for."""
@@ -543,7 +544,7 @@ class Swapper:
         except MuxError:
             return []
 
-    def _put_down(self, backend: Backend, held: Held) -> Rested:
+    def _put_down(self, backend: Backend, held: Held) -> Evicted:
         """Stops it, or kills it; BackendError if not even that frees its GPUs."""
         try:
             return self._end(backend, self._way("stop").evict, held)
@@ -556,12 +557,12 @@ class Swapper:
             text = f"{backend.name} may still hold its GPUs: {why}; then killed: {_reason(error)}"
             raise BackendError(text) from error
 
-    def _end(self, backend: Backend, end: Callable[[Backend], object], held: Held) -> Rested:
+    def _end(self, backend: Backend, end: Callable[[Backend], object], held: Held) -> Evicted:
         with self._tools.phase(backend, "evict"):
             end(backend)
         with self._tools.phase(backend, "verify"):
             left = self._memory.left(held, runs=False)
-        return Rested("stop", freed=left.freed)
+        return Evicted("stop", freed=left.freed)
 
     def _held(self, backend: Backend, *, resident: bool) -> Held:
         """What it holds on its GPUs; nothing is known where that cannot be asked."""
@@ -572,7 +573,7 @@ class Swapper:
 
     def _way(self, how: str) -> Way:
         if how not in self._ways:
-            raise BackendError(f"unknown way to rest {how!r}; known: {', '.join(self._ways)}")
+            raise BackendError(f"unknown standby level {how!r}; known: {', '.join(self._ways)}")
         return self._ways[how]
 
     def _clean_up(self, backend: Backend, error: Exception) -> None:

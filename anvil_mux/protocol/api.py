@@ -366,7 +366,7 @@ _STATUS_VALUES = {
 
 
 def model_status(state: str, *, failed: bool = False) -> dict[str, object]:
-    """A residency's word as llama.cpp says it; ``failed``: so did its last load."""
+    """A GPU group's word as llama.cpp says it; ``failed``: so did its last load."""
     value = _STATUS_VALUES.get(state, "unloaded")
     has_failed = value == "unloaded" and (failed or state == "stuck")
     return {"value": value, "failed": True} if has_failed else {"value": value}
@@ -387,7 +387,7 @@ def model_entry(
     owned_by: str = "anvil-mux",
     failed: bool = False,
 ) -> dict[str, object]:
-    """One model as OpenAI's, Anthropic's and llama.cpp's clients want it; ``state``: the residency's word."""
+    """One model as OpenAI's, Anthropic's and llama.cpp's clients want it; ``state``: the GPU group's word."""
     return {
         "id": model,
         "object": "model",

@@ -97,7 +97,7 @@ class Translation:
     answer: Answer
     stream: bool = False
     unloads: bool = False
-    """The model is put out afterwards, if nobody else uses it."""
+    """The model is evicted afterwards, if nobody else uses it."""
 
     def body(self, model: str) -> bytes:
         return written({"model": model, **self.question})

@@ -2,7 +2,7 @@
 
 Engines keep these answers, each for itself, so that a client can go on from one (``previous_response_id``),
 fetch it again or delete it. So a request that refers to an answer goes to the backend that gave it. Only the
-answer's id and whose it is are kept here. An engine that was put out since has lost the answer, and says so.
+answer's id and whose it is are kept here. An engine that was evicted since has lost the answer, and says so.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Console:
         tokens = query.get("tokens", ["0"])[-1]
         if not tokens.isdecimal():
             raise BadRequest("tokens must be a whole number", param="tokens")
-        found = self._mux.outlook(model)
+        found = self._mux.wait_estimate(model)
         stages = self._mux.explain(model, Work(tokens=int(tokens)), staged=True)
         if found.verdict == "served" and not all(
             any(row["chosen"] for row in stage) for stage in stages.values()

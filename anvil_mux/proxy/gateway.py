@@ -23,7 +23,7 @@ from anvil_mux import __version__
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Key, Keyring
 from anvil_mux.errors import BadRequest, ClientGone, Forbidden, MuxError, NotFound, Unauthorized, UnknownModel
-from anvil_mux.host.lookout import Seen, Sight
+from anvil_mux.host.gpu_monitor import Seen, Sight
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.completions import parse

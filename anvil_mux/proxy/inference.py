@@ -8,10 +8,10 @@ its engine (delivery.py). Four things may come between:
   failure is an event in the stream. Any other request is silent until shortly before its client gives up.
 * The engine ends before a byte, or nothing could be sent to it. The request tries once more on a new lease.
   Where the model has other replicas, a request of which the client has seen nothing moves to one of them
-  also if its engine was put out, or ended within what only we had read. Any other failure is its own.
+  also if its engine was evicted, or ended within what only we had read. Any other failure is its own.
 * Its model has backends for prefill and for decode. Both are leased together: the one computes the prompt,
   then the other is asked what the client asked. What goes wrong before, the client has not seen.
-* The answer breaks off: the engine died, was silent for too long, or was put out when the drain ended. The
+* The answer breaks off: the engine died, was silent for too long, or was evicted when the drain ended. The
   client gets an error event of its API and then the connection is cut, never a clean end.
 """
 
@@ -44,7 +44,7 @@ from anvil_mux.proxy.delivery import TRANSLATE, Body, Delivery
 from anvil_mux.proxy.relay import Failed, Relay, Unreachable
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.residency import MOST_CRASHES
+from anvil_mux.scheduler.group import MOST_CRASHES
 
 SESSION = b"x-session-id"
 """The header by which a client says which conversation a request belongs to."""
@@ -156,7 +156,7 @@ class Inference:
         return any(seen.model == model and seen.state == "ready" for seen in self._mux.status().models)
 
     def _ask_of_answer(self, call: Call) -> None:
-        """A request about an earlier answer: for the engine that has it, if that was not put out since."""
+        """A request about an earlier answer: for the engine that has it, if that was not evict since."""
         id = api.answer_in_path(call.request.path)
         kept = self._answers.find(id, call.request.key)
         ready = [
@@ -166,7 +166,7 @@ class Inference:
             if backend.state == "ready"
         ]
         if kept is None or (kept.model, kept.backend) not in ready:
-            raise NotFound(f"There is no answer {id}: it was never given, or its engine was put out since.")
+            raise NotFound(f"There is no answer {id}: it was never given, or its engine was evicted since.")
         call.work = Work(owner=kept.backend)
         self._send(call, self._passage(call, kept.model), None, self._read(call))
 

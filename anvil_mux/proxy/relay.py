@@ -7,7 +7,7 @@ it: a client that leaves ends the engine's work at once.
 
 While the handler's thread waits for the engine, SO_RCVTIMEO wakes it a few times a second to look at the
 client, the lease and the clock; the path of a quick answer pays no system call for that. When the drain ends
-first, ``sever`` (a keeper's thread) shuts the engine's connection down, and the blocked thread sees its end.
+first, ``sever`` (a worker's thread) shuts the engine's connection down, and the blocked thread sees its end.
 
 A pooled connection may have been closed while it was idle: a request that finds it so is sent once more on a
 fresh one. A connection that cannot be made is ``Unreachable``, and nothing was sent; one that takes long is

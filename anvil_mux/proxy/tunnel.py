@@ -6,7 +6,7 @@ held for each. The tunnel ends when a side closes, when neither has said anythin
 told to.
 
 What passes is not changed, but the frames that the engine sends are followed: where it goes away without a
-word, or is put out, the client is told so in a frame of its own, which fits only between two others.
+word, or is evicted, the client is told so in a frame of its own, which fits only between two others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """WHERE among the replicas of one model a request goes; pure.
 
-``routing`` has the steps (metrics, filters, selectors), ``pipeline`` makes policies of YAML, ``ledger`` knows
-what each replica has to do, ``prefix`` what its cache holds. Called by the scheduler and by the simulated
-replicas.
+``routing`` has the steps (metrics, filters, selectors), ``pipeline`` makes policies of YAML, ``in-flight
+tracker`` knows what each replica has to do, ``prefix`` what its cache holds. Called by the scheduler and by
+the simulated replicas.
 """

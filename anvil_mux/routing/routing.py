@@ -6,9 +6,9 @@ at all replicas at once (``failover``). If nobody is left the filters run again 
 skipped (a threshold on load, say): the fallback pass. If nobody is left then, there is no choice.
 
 Everything here is pure: literal ``Replica``s and a ``Memory`` in, a ``Choice`` out, and the same again for
-the same arguments. Who asks (ledger.py) notes the choice in the memory and charges the replica before the
-next request looks. Ties go to the replica that was picked longest ago, then to the first. The pick of
-``top_k`` and ``power_of_two`` looks random, and is a hash of the number of the choice.
+the same arguments. Who asks (in-flight tracker.py) notes the choice in the memory and charges the replica
+before the next request looks. Ties go to the replica that was picked longest ago, then to the first. The pick
+of ``top_k`` and ``power_of_two`` looks random, and is a hash of the number of the choice.
 
 To add a step: a function and a line in ``METRICS``, ``FILTERS``, ``SWEEPS`` or ``SELECTORS``. Its arguments
 after the ``*`` are its settings, and their annotations say what may stand there; its docstring documents it.
@@ -61,7 +61,7 @@ class Replica(NamedTuple):
     age_seconds: float = 0.0
     """Of what its engine said of itself; 0 where all numbers are our own."""
     node: str = ""
-    unit: str = ""
+    failure_domain: str = ""
     num_requests: int = 0
     num_waiting_requests: int = 0
     """Those of which no byte of an answer has come."""
@@ -356,7 +356,7 @@ SKIPPED = frozenset(["metric"])
 
 # Filters of all replicas: whom they remove, given those that have failed.
 
-Domain = Literal["instance", "node", "instance-unit", "node-unit"]
+Domain = Literal["instance", "node", "failure-domain", "node-failure-domain"]
 
 
 def failover(replicas: Sequence[Replica], failed: Set[str], *, domain: Domain = "instance") -> Set[str]:
@@ -364,8 +364,8 @@ def failover(replicas: Sequence[Replica], failed: Set[str], *, domain: Domain = 
     gone = {replica.backend for replica in replicas if replica.backend in failed}
     if gone and domain.startswith("node"):
         gone |= _sharing(replicas, gone, "node")
-    if gone and domain.endswith("unit"):
-        gone |= _sharing(replicas, gone, "unit")
+    if gone and domain.endswith("failure-domain"):
+        gone |= _sharing(replicas, gone, "failure_domain")
     return gone
 
 
@@ -376,8 +376,10 @@ def failover_migration_source(
     return {replica.backend for replica in replicas} - failover(replicas, failed, domain=domain)
 
 
-def _sharing(replicas: Sequence[Replica], gone: Set[str], what: Literal["node", "unit"]) -> Set[str]:
-    """Who has the same node (or unit) as one of ``gone``; to have none is not to have the same."""
+def _sharing(
+    replicas: Sequence[Replica], gone: Set[str], what: Literal["node", "failure_domain"]
+) -> Set[str]:
+    """Who has the same node (or failure domain) as one of ``gone``; to have none is not to have the same."""
     names = {getattr(replica, what) for replica in replicas if replica.backend in gone} - {""}
     return {replica.backend for replica in replicas if getattr(replica, what) in names}
 

@@ -1,13 +1,13 @@
 """What swaps cost, learned from those that were made.
 
-A cost belongs to a direction and a way: putting out these models, loading that one by that way to rest. It is
+A cost belongs to a direction and a way: evicting these models, loading that one by that standby level. It is
 evict + load, without the drain and without whatever the policy waited for, because those depend on the
 requests of the moment and would make a busy model look expensive. Each is an exponential moving average
 (``ALPHA``, as llmux has it); the first swap counts in full.
 
 Before the first swap in a direction the same model's loads from elsewhere serve, and the same victims'
 evictions; before those, what the engine and the way of loading suggest. Not thread-safe: whoever shares it
-between islands guards it.
+between GPU groups guards it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Cold starts of vLLM take 25 to 130 s (llmux, reports 1 and 2). SGLang's weights 
 about 5 GB/s: 3 s for 16 GB; 4.9 s were seen in a training job on 8 H100 (torch_memory_saver). Those of
 Ollama and llama.cpp are read again: 2 to 6 s out of the page cache, 13 to 42 s from disk for 7 to 14B.
 """
-FIRST_RETURN_SECONDS = {"sleep": 2.0, "sleep-2": 10.0, "checkpoint": 5.0, "pause": 0.5}
+FIRST_RETURN_SECONDS = {"sleep": 2.0, "sleep-2": 10.0, "checkpoint": 5.0, "freeze": 0.5}
 """Way -> what a first load takes with any other engine.
 
 sleep: vLLM wakes in 0.1 to 0.8 s with up to 4B parameters, with 64 GiB in 3 s, on several GPUs in 3 to 6 s.
@@ -47,7 +47,7 @@ FIRST_EVICT_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One direction. ``source`` names the models that are put out, sorted and joined by "+"; "" is none."""
+    """One direction. ``source`` names the models that are evicted, sorted and joined by "+"; "" is none."""
 
     source: str
     target: str

@@ -1,11 +1,11 @@
 """How often a model is asked for, and for how long: what a policy knows of the future.
 
 Two rates matter. ``rate`` is that of all arrivals. ``growth`` is that of arrivals while others wait already:
-it says how fast a line grows, and is far lower where clients wait for one answer before they ask again.
-Before there were lines, arrivals while others are answered tell the same: a lone client never comes then.
+it says how fast a queue grows, and is far lower where clients wait for one answer before they ask again.
+Before there were queues, arrivals while others are answered tell the same: a lone client never comes then.
 A model that falls silent is believed to go on at most as often as its silence allows.
 
-What was seen is forgotten: arrivals with time, lines with each line, answers and pauses with each of them.
+What was seen is forgotten: arrivals with time, queues with each queue, answers and pauses with each of them.
 All of it depends on the facts alone, not on when it is asked: the simulator and the program see the same.
 """
 
@@ -18,9 +18,9 @@ MEMORY_SECONDS = 60.0
 FIRST_SECONDS = 6.0
 """The first arrival counts as one in so many seconds."""
 LINE_KEPT = 0.8
-"""What the lines before count when another has ended."""
+"""What the queues before count when another has ended."""
 TRUST_SECONDS = 5.0
-"""Seconds of lines after which they count as much as the rate of all arrivals."""
+"""Seconds of queues after which they count as much as the rate of all arrivals."""
 TRUST_ARRIVALS = 4.0
 """So many arrivals count as much as what was seen while others were answered."""
 PAUSE_ALPHA = 0.2
@@ -30,7 +30,7 @@ SHORTEST_SILENCE = 1e-3
 
 
 class Demand:
-    """One model's arrivals, lines, answers and pauses."""
+    """One model's arrivals, queues, answers and pauses."""
 
     __slots__ = (
         "_busy_seconds",
@@ -74,7 +74,7 @@ class Demand:
         self._busy_since, self.overlapping = now, 0
 
     def admitted(self, count: int, seconds: float) -> None:
-        """A line of ``count`` was admitted, so many seconds after the first of it came."""
+        """A queue of ``count`` was admitted, so many seconds after the first of it came."""
         self._joined = LINE_KEPT * self._joined + count - 1
         self._line_seconds = LINE_KEPT * self._line_seconds + seconds
 
@@ -115,7 +115,7 @@ class Demand:
         if rate > most:
             rate = most
         believed = (self._overlaps + TRUST_ARRIVALS) / (self._busy_seconds * rate + TRUST_ARRIVALS)
-        guess = rate * believed if believed < 1.0 else rate  # before there were lines
+        guess = rate * believed if believed < 1.0 else rate  # before there were queues
         joined = self._joined + (count - 1 if count else 0) + guess * TRUST_SECONDS
         growth = joined / (self._line_seconds + seconds + TRUST_SECONDS)
         return rate, growth if growth < most else most

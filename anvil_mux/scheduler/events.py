@@ -1,6 +1,6 @@
 """What can happen to backends and requests, and in which words it is told.
 
-TRANSITIONS is the whole table of a backend's states; the residency is its only user. Everything that can be
+TRANSITIONS is the whole table of a backend's states; the GPU group is its only user. Everything that can be
 observed (log, metrics, status page, simulated runs, assertions of tests) is a fold over ``Event``s.
 """
 
@@ -58,7 +58,7 @@ KINDS = {
     "loading": "a backend is being loaded",
     "cancelling": "a load is ended before its time, for a `reason`; the queue of `target` needs its GPUs",
     "ready": "a backend may be leased; `seconds` is what the load took",
-    "pinned": "a model is put out for no other one from now on, once it is resident",
+    "pinned": "a model is evicted for no other one from now on, once it is resident",
     "unpinned": "a model makes room for others again",
     "reloaded": "another configuration holds from now on; `reason` is what is different",
     "reload_failed": "another configuration was refused for a `reason`, and nothing has changed",
@@ -69,7 +69,7 @@ NO_ANSWER = "it does not answer"
 """The reason of a stop of an engine that runs."""
 DIED = "died: "
 """How the reason of a backend begins that ended without being told to."""
-ERRAND = "errand: "
+PRELOAD = "preload: "
 """How the reason of a load begins that nobody waits for."""
 NO_ROOM = "no room to rest by "
 """How the reason of a stop begins that was to be something lighter."""
@@ -131,6 +131,6 @@ class Event(NamedTuple):
     target: str = ""
     """The model that a draining, demoting or cancelled backend makes room for."""
     way: str = ""
-    """How a backend is loaded, or was: the way by which it rested; of one that is demoting, how it is to."""
+    """How a backend is loaded, or was: the way by which it evicted; of one that is demoting, how it is to."""
     bound: float = math.inf
     """Of the first of a queue: after how many seconds it is overdue."""

@@ -1,8 +1,8 @@
 """What backends hold, and what they keep while they rest, as it was measured when they left.
 
-A footprint belongs to a backend and a way to rest. It is that of the last time, no average: what an engine
+A footprint belongs to a backend and a standby level. It is that of the last time, no average: what an engine
 takes is settled by its settings, and a mean of before and after a change of them was never true. What could
-not be read is not in it. Not thread-safe: whoever shares it between islands guards it.
+not be read is not in it. Not thread-safe: whoever shares it between GPU groups guards it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Footprint:
     held: Mapping[str, int] = field(default_factory=dict)
     """GPU id -> what it held while it was resident."""
     residual: Mapping[str, int] = field(default_factory=dict)
-    """GPU id -> what it held still while it rested; for the same GPUs."""
+    """GPU id -> what it held still while it evicted; for the same GPUs."""
     host_bytes: int = 0
-    """What it kept in host memory while it rested; 0 where that is not known."""
+    """What it kept in host memory while it evicted; 0 where that is not known."""
     times: int = 0
     """How often it was measured."""
 

@@ -1,8 +1,8 @@
 """Which GPUs a backend holds, what it misses to be loaded, and whose going would make room.
 
-The arithmetic of an island. Memory is counted in bytes per GPU; a GPU of unknown size counts as one unit that
-every backend needs whole, and so does a backend without declared ``vram`` on any GPU. Nothing here changes
-state: ``Seat.state`` is written by the residency alone.
+The arithmetic of a GPU group. Memory is counted in bytes per GPU; a GPU of unknown size counts as one unit
+that every backend needs whole, and so does a backend without declared ``vram`` on any GPU. Nothing here
+changes state: ``Slot.state`` is written by the GPU group alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.config.settings import gib
-from anvil_mux.scheduler import preemption as whom
+from anvil_mux.scheduler import eviction as whom
 from anvil_mux.scheduler.events import Leaving
 
 HOLDING = frozenset(("loading", "cancelling", "ready", "draining", "evicting", "stuck"))
@@ -25,8 +25,8 @@ STAYING = frozenset(("loading", "ready"))
 
 
 @dataclass(eq=False, slots=True)
-class Seat:
-    """One backend's place in its island."""
+class Slot:
+    """One backend's place in its GPU group."""
 
     backend: Backend
     holds: dict[str, int]
@@ -40,15 +40,15 @@ class Seat:
     holders: dict[Any, float] = field(default_factory=dict)
     """The tickets that lease it, in order of admission, and since when."""
     residual: dict[str, int] = field(default_factory=dict)
-    """GPU id -> bytes it holds while parked."""
-    rests: str = "stop"
+    """GPU id -> bytes it holds while on standby."""
+    level: str = "stop"
     """The way by which it rests while it is not resident, and has to be brought back."""
-    rung: str = ""
-    """The way by which it is to leave next; "": as high on its ladder as host memory allows."""
+    next_level: str = ""
+    """The way by which it is to leave next; "": as high on its standby levels as host memory allows."""
     coming: bool = False
     """It is the target of a swap."""
     pinned: bool = False
-    """While it is resident it is not put out for another model."""
+    """While it is resident it is not evict for another model."""
     leaving: Leaving = ""
     """Why it goes for good: the configuration has it no longer, or not as it is."""
     whole: bool = True
@@ -56,7 +56,7 @@ class Seat:
     ram: int = 0
     """Bytes of host memory that it needs while it runs, as far as is known."""
     host_bytes: int = 0
-    """Bytes of host memory that it keeps while parked."""
+    """Bytes of host memory that it keeps while on standby."""
     failed_starts: int = 0
     """In a row."""
     crashes: int = 0
@@ -97,64 +97,62 @@ class Seat:
 
 
 class Placement:
-    """The seats of one island and the memory of its GPUs."""
+    """The slots of one GPU group and the memory of its GPUs."""
 
     def __init__(
         self,
         backends: Iterable[Backend],
         gpus: Iterable[Gpu],
-        preemption: whom.Preemption,
-        before: Mapping[str, Seat] = MappingProxyType({}),
+        eviction: whom.Eviction,
+        before: Mapping[str, Slot] = MappingProxyType({}),
     ) -> None:
-        """``before``: the seats that backends have already, and keep."""
+        """``before``: the slots that backends have already, and keep."""
         self.capacity = {gpu.id: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
-        self.strangers: Mapping[str, int] = {}
+        self.others: Mapping[str, int] = {}
         """GPU id -> bytes that programs hold there which are none of ours."""
-        self.seats = {each.name: self._seat(each, before.get(each.name)) for each in backends}
-        self._preemption = preemption
+        self.slots = {each.name: self._slot(each, before.get(each.name)) for each in backends}
+        self._eviction = eviction
 
-    def _seat(self, backend: Backend, seat: Seat | None) -> Seat:
+    def _slot(self, backend: Backend, slot: Slot | None) -> Slot:
         holds = {}
         for gpu in backend.gpus:
             whole = self.capacity.setdefault(gpu, 1)
             holds[gpu] = backend.vram if backend.vram and whole > 1 else whole
-        if seat is None:
-            return Seat(backend, holds)
-        if seat.backend.ram != backend.ram:
-            seat.ram = backend.ram or 0
-        if seat.backend.pin != backend.pin:
-            seat.pinned = backend.pin
-        seat.backend, seat.holds, seat.whole = backend, holds, backend.vram is None
-        return seat
+        if slot is None:
+            return Slot(backend, holds)
+        if slot.backend.ram != backend.ram:
+            slot.ram = backend.ram or 0
+        if slot.backend.pin != backend.pin:
+            slot.pinned = backend.pin
+        slot.backend, slot.holds, slot.whole = backend, holds, backend.vram is None
+        return slot
 
-    def measure(self, seat: Seat, held: Mapping[str, int]) -> None:
+    def measure(self, slot: Slot, held: Mapping[str, int]) -> None:
         """What the backend held when it last left, by GPU: it counts for one that is to be measured."""
-        if seat.backend.vram_measured and held.keys() >= seat.holds.keys():
-            seat.holds = {gpu: min(max(held[gpu], 1), self.capacity[gpu]) for gpu in seat.holds}
-            seat.whole = False
+        if slot.backend.vram_measured and held.keys() >= slot.holds.keys():
+            slot.holds = {gpu: min(max(held[gpu], 1), self.capacity[gpu]) for gpu in slot.holds}
+            slot.whole = False
 
-    def missing(self, target: Seat, without: Collection[Seat] = ()) -> dict[str, int]:
+    def missing(self, target: Slot, without: Collection[Slot] = ()) -> dict[str, int]:
         """GPU id -> bytes that must be freed before ``target`` fits; negative: room to spare.
 
-        Whoever needs a GPU whole takes what strangers and those that are parked there leave of it. Those
-        that it is to be ``without`` count as gone.
+        Whoever needs a GPU whole takes what other processes and those that are on standby there leave of it.
+        Those that it is to be ``without`` count as gone.
         """
-        used = {
-            gpu: 0 if self._needs_whole(target, gpu) else self.strangers.get(gpu, 0) for gpu in target.holds
-        }
-        for seat in self.seats.values():
-            holding = seat.state in HOLDING
-            if seat is target or seat in without or not (holding or seat.residual):
+        used = {gpu: 0 if self._needs_whole(target, gpu) else self.others.get(gpu, 0) for gpu in target.holds}
+        for slot in self.slots.values():
+            holding = slot.state in HOLDING
+            if slot is target or slot in without or not (holding or slot.residual):
                 continue
-            for gpu, amount in (seat.holds if holding else seat.residual).items():
+            for gpu, amount in (slot.holds if holding else slot.residual).items():
                 if gpu in used and (holding or not self._needs_whole(target, gpu)):
                     used[gpu] += amount
         return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
 
     def crowds(self, residual: Mapping[str, int]) -> bool:
-        """Whether what another one keeps while it is parked would not fit beside those that are here."""
+        """Whether what another one keeps while it is on standby would not fit beside those that are here."""
         for gpu, amount in residual.items():
-            others = [seat for seat in self.seats.values() if gpu in seat.occupies]
+            others = [slot for slot in self.slots.values() if gpu in slot.occupies]
             shared = sum(s.occupies[gpu] for s in others if s.state not in HOLDING or s.backend.vram)
             if amount and shared + amount > self.capacity[gpu] > 1:
                 return True
@@ -162,84 +160,84 @@ class Placement:
 
     def victims(
         self,
-        target: Seat,
+        target: Slot,
         busy: set[str],
         staying: Set[str] = frozenset(),
-        loss: Callable[[Seat], float] = lambda _: 0.0,
-        without: Collection[Seat] = (),
-    ) -> list[Seat] | None:
+        loss: Callable[[Slot], float] = lambda _: 0.0,
+        without: Collection[Slot] = (),
+    ) -> list[Slot] | None:
         """Who must go so that ``target`` fits, touching no ``busy`` GPU; None if that cannot be now.
 
-        Residents go, and those parked ones whose residual is in the way. Backends that are ``staying`` may
-        not go, nor pinned residents. Those that it is to be ``without`` are as good as gone. ``loss``: see
-        preemption.Candidate.
+        Residents go, and those on standby ones whose residual is in the way. Backends that are ``staying``
+        may not go, nor pinned residents. Those that it is to be ``without`` are as good as gone. ``loss``:
+        see eviction.Candidate.
         """
         if not busy.isdisjoint(target.holds):
             return None
-        seats = [
-            seat
-            for seat in self._evictable(busy, staying)
-            if not target.holds.keys().isdisjoint(seat.holds)
-            and (seat.state == "ready" or self._in_the_way(seat, target))
+        slots = [
+            slot
+            for slot in self._evictable(busy, staying)
+            if not target.holds.keys().isdisjoint(slot.holds)
+            and (slot.state == "ready" or self._in_the_way(slot, target))
         ]
-        if len(seats) < 2:
-            return self._at_most(seats, target, without)
-        return self._choose([(seat, seat.occupies) for seat in seats], self.missing(target, without), loss)
+        if len(slots) < 2:
+            return self._at_most(slots, target, without)
+        return self._choose([(slot, slot.occupies) for slot in slots], self.missing(target, without), loss)
 
     def sparing_host(
         self,
         short: int,
-        but: Collection[Seat],
+        but: Collection[Slot],
         busy: set[str],
         staying: Set[str] = frozenset(),
-        loss: Callable[[Seat], float] = lambda _: 0.0,
-    ) -> list[Seat] | None:
+        loss: Callable[[Slot], float] = lambda _: 0.0,
+    ) -> list[Slot] | None:
         """Which residents, ``but`` some, must go so that ``short`` bytes of host memory become free."""
-        seats = [s for s in self._evictable(busy, staying) if s.state == "ready" and s not in but and s.ram]
-        return self._choose([(seat, {"host": seat.ram}) for seat in seats], {"host": short}, loss)
+        slots = [s for s in self._evictable(busy, staying) if s.state == "ready" and s not in but and s.ram]
+        return self._choose([(slot, {"host": slot.ram}) for slot in slots], {"host": short}, loss)
 
-    def _evictable(self, busy: set[str], staying: Set[str]) -> Iterator[Seat]:
+    def _evictable(self, busy: set[str], staying: Set[str]) -> Iterator[Slot]:
         return (
-            seat
-            for seat in self.seats.values()
-            if seat.state in ("ready", "standby")
-            and not (seat.pinned and seat.state == "ready")
-            and seat.name not in staying
-            and busy.isdisjoint(seat.holds)
+            slot
+            for slot in self.slots.values()
+            if slot.state in ("ready", "standby")
+            and not (slot.pinned and slot.state == "ready")
+            and slot.name not in staying
+            and busy.isdisjoint(slot.holds)
         )
 
     def _choose(
         self,
-        seats: Iterable[tuple[Seat, Mapping[str, int]]],
+        slots: Iterable[tuple[Slot, Mapping[str, int]]],
         missing: Mapping[str, int],
-        loss: Callable[[Seat], float],
-    ) -> list[Seat] | None:
+        loss: Callable[[Slot], float],
+    ) -> list[Slot] | None:
         candidates = [
             whom.Candidate(s.name, frees, len(s.holders), s.used, s.backend.priority, loss(s))
-            for s, frees in seats
+            for s, frees in slots
         ]
-        chosen = whom.victims(self._preemption, candidates, missing)
-        return None if chosen is None else [self.seats[name] for name in chosen]
+        chosen = whom.victims(self._eviction, candidates, missing)
+        return None if chosen is None else [self.slots[name] for name in chosen]
 
-    def _at_most(self, seats: list[Seat], target: Seat, without: Collection[Seat]) -> list[Seat] | None:
+    def _at_most(self, slots: list[Slot], target: Slot, without: Collection[Slot]) -> list[Slot] | None:
         """The victims where there is no choice among them."""
         needed = False
         for gpu, amount in self.missing(target, without).items():
             if amount > 0:
                 needed = True
-                if not seats or seats[0].occupies.get(gpu, 0) < amount:
+                if not slots or slots[0].occupies.get(gpu, 0) < amount:
                     return None
-        return seats if needed else []
+        return slots if needed else []
 
-    def fits(self, target: Seat) -> bool:
+    def fits(self, target: Slot) -> bool:
         """Whether nobody needs to go."""
         return all(amount <= 0 for amount in self.missing(target).values())
 
-    def clings(self, parked: Seat, target: Seat) -> bool:
+    def clings(self, standby: Slot, target: Slot) -> bool:
         """Whether one that could not be stopped leaves no room for ``target``."""
-        return bool(parked.failed_stops) and self.excludes(parked.residual, target)
+        return bool(standby.failed_stops) and self.excludes(standby.residual, target)
 
-    def excludes(self, residual: Mapping[str, int], target: Seat) -> bool:
+    def excludes(self, residual: Mapping[str, int], target: Slot) -> bool:
         """Whether ``target`` does not fit beside what a sleeper keeps, whoever else goes."""
         return any(
             target.holds[gpu] + amount > self.capacity[gpu]
@@ -247,29 +245,29 @@ class Placement:
             if gpu in target.holds and not self._needs_whole(target, gpu)
         )
 
-    def _in_the_way(self, parked: Seat, target: Seat) -> bool:
+    def _in_the_way(self, standby: Slot, target: Slot) -> bool:
         """Not of whoever takes what others leave of the whole GPU, and not if it cannot be stopped."""
-        if parked is target or parked.failed_stops:
+        if standby is target or standby.failed_stops:
             return False
         return any(
             amount and gpu in target.holds and not self._needs_whole(target, gpu)
-            for gpu, amount in parked.residual.items()
+            for gpu, amount in standby.residual.items()
         )
 
-    def _needs_whole(self, target: Seat, gpu: str) -> bool:
+    def _needs_whole(self, target: Slot, gpu: str) -> bool:
         return target.whole or self.capacity[gpu] == 1
 
-    def strangers_before(self, target: Seat) -> str:
+    def others_before(self, target: Slot) -> str:
         """Who leaves no room for ``target`` although everybody who can go went; "" if nobody."""
         pinned = self._pinned(target)
         for gpu, need in target.holds.items():
-            taken = 0 if self._needs_whole(target, gpu) else self.strangers.get(gpu, 0)
-            if taken and need + taken + sum(seat.holds.get(gpu, 0) for seat in pinned) > self.capacity[gpu]:
+            taken = 0 if self._needs_whole(target, gpu) else self.others.get(gpu, 0)
+            if taken and need + taken + sum(slot.holds.get(gpu, 0) for slot in pinned) > self.capacity[gpu]:
                 text = f"it needs {gib(need)} of GPU {gpu}"
                 return f"{text}, where other programs hold {gib(taken)} (see /healthz)"
         return ""
 
-    def never_fits(self, target: Seat) -> str:
+    def never_fits(self, target: Slot) -> str:
         """Why ``target`` could not be loaded even if all that is not pinned went; "" if it could."""
         pinned = self._pinned(target)
         for gpu, need in target.holds.items():
@@ -279,33 +277,33 @@ class Placement:
                 return f"it does not fit on GPU {gpu}{beside}"
         return ""
 
-    def _pinned(self, target: Seat) -> list[Seat]:
+    def _pinned(self, target: Slot) -> list[Slot]:
         """Who stays whatever ``target`` needs. One that was told to leave all the same is waited for."""
-        seats = self.seats.values()
-        return [seat for seat in seats if seat.pinned and seat is not target and seat.state in STAYING]
+        slots = self.slots.values()
+        return [slot for slot in slots if slot.pinned and slot is not target and slot.state in STAYING]
 
 
-def islands(
+def gpu_groups(
     backends: Iterable[Backend], before: Callable[[Backend], Iterable[str]] = lambda _: ()
 ) -> list[tuple[str, list[Backend]]]:
-    """The backends grouped into islands, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
+    """The backends grouped into GPU groups, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
 
     GPUs are tied by a backend that needs several of them, and by the replicas of one model. ``before``: the
-    islands of before that a backend goes on from; what goes on from the same one stays together.
+    GPU groups of before that a backend goes on from; what goes on from the same one stays together.
     """
     groups: list[tuple[set[str], list[Backend]]] = []
     for backend in backends:
         ties = {f"gpu {gpu}" for gpu in backend.gpus} | {f"model {backend.model}"}
-        ties |= {f"island {island}" for island in before(backend)}
+        ties |= {f"driver {driver}" for driver in before(backend)}
         members: list[Backend] = []
         for group in [g for g in groups if g[0] & ties]:
             groups.remove(group)
             ties |= group[0]
             members += group[1]
         groups.append((ties, [*members, backend]))
-    return [(_island_name(members), members) for _, members in groups]
+    return [(_group_name(members), members) for _, members in groups]
 
 
-def _island_name(members: list[Backend]) -> str:
+def _group_name(members: list[Backend]) -> str:
     gpus = sorted({gpu for backend in members for gpu in backend.gpus})
     return "+".join(gpus) or f"no-gpu:{members[0].name}"

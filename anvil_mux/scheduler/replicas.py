@@ -1,9 +1,9 @@
 """The replicas of one model, and what it is to choose among them.
 
 Of the backends that are ready and have a place, the routing policy (pipeline.py) takes one, by what the
-ledger knows of each. A model with backends for prefill and for decode is asked in two stages: both are chosen
-in one go, or neither. One that takes either stage does all of a request if no other is left for its prompt.
-Like the residency, whose part this is, it has no lock, no clock and no I/O.
+in-flight tracker knows of each. A model with backends for prefill and for decode is asked in two stages: both
+are chosen in one go, or neither. One that takes either stage does all of a request if no other is left for
+its prompt. Like the GPU group, whose part this is, it has no lock, no clock and no I/O.
 """
 
 from __future__ import annotations
@@ -14,45 +14,45 @@ from typing import Any
 from anvil_mux.config.config import EITHER, STAGES, Config
 from anvil_mux.errors import Overloaded
 from anvil_mux.routing import pipeline
-from anvil_mux.routing.ledger import Ledger, Member
+from anvil_mux.routing.in_flight import InFlightTracker, Member
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.placement import Seat
+from anvil_mux.scheduler.placement import Slot
 from anvil_mux.scheduler.steps import Ticket
 
 
 class Replicas:
     """The backends of one model, of which there are several."""
 
-    def __init__(self, seats: list[Seat], config: Config) -> None:
-        self._seats = {seat.name: seat for seat in seats}
-        self._staged = any(seat.backend.infer_type in ("prefill", EITHER) for seat in seats)
-        self.ledger = _ledger(seats, config)
+    def __init__(self, slots: list[Slot], config: Config) -> None:
+        self._slots = {slot.name: slot for slot in slots}
+        self._staged = any(slot.backend.infer_type in ("prefill", EITHER) for slot in slots)
+        self.in_flight = _tracker(slots, config)
 
     def take_one_more(self) -> bool:
         """Whether a request would be leased at once."""
         ready = self._ready()
         if not self._staged:
-            return any(not seat.full for seat in ready)
-        free = [seat for seat in ready if not seat.full]
-        if all(any(_takes(seat, stage) for seat in ready) for stage in STAGES):
-            return all(any(_takes(seat, stage) for seat in free) for stage in STAGES)
+            return any(not slot.full for slot in ready)
+        free = [slot for slot in ready if not slot.full]
+        if all(any(_takes(slot, stage) for slot in ready) for stage in STAGES):
+            return all(any(_takes(slot, stage) for slot in free) for stage in STAGES)
         return bool(free)
 
-    def lacking(self, now: float) -> list[Seat]:
+    def lacking(self, now: float) -> list[Slot]:
         """If they may be loaded, one of each stage that none loaded takes; a second, if one takes both."""
         if not self._staged:
             return []
-        loaded = [seat for seat in self._seats.values() if seat.state != "stopped"]
-        able = [seat for seat in self._seats.values() if seat.state == "stopped" and seat.retry_at <= now]
-        found: list[Seat] = []
+        loaded = [slot for slot in self._slots.values() if slot.state != "stopped"]
+        able = [slot for slot in self._slots.values() if slot.state == "stopped" and slot.retry_at <= now]
+        found: list[Slot] = []
         for stage in STAGES:
-            if not any(_takes(seat, stage) for seat in loaded):
-                found += [seat for seat in able if _takes(seat, stage) and seat not in found][-1:]
-        if sum([_is_staged(seat) for seat in (*loaded, *found)]) == 1:
-            found += [seat for seat in able if _is_staged(seat) and seat not in found][-1:]
+            if not any(_takes(slot, stage) for slot in loaded):
+                found += [slot for slot in able if _takes(slot, stage) and slot not in found][-1:]
+        if sum([_is_staged(slot) for slot in (*loaded, *found)]) == 1:
+            found += [slot for slot in able if _is_staged(slot) and slot not in found][-1:]
         return found
 
-    def route(self, ready: list[Seat], ticket: Ticket, now: float) -> tuple[Seat | None, Seat | None]:
+    def route(self, ready: list[Slot], ticket: Ticket, now: float) -> tuple[Slot | None, Slot | None]:
         """Who is charged with the request, and with its prefill if it is asked in two stages.
 
         None: the policy lets none of ``ready`` take it.
@@ -69,108 +69,110 @@ class Replicas:
         if "decode" not in of:
             return {"neutral": self._explain(work, "neutral", of["neutral"], now)}
         decode = self._explain(work._replace(session="", stream=False), "decode", of["decode"], now)
-        writes = [self._seats[row["backend"]] for row in decode if row["chosen"]]
-        others = [seat for seat in of["prefill"] if seat not in writes]
-        if writes and writes[0] in of["prefill"] and all(seat.full for seat in others):
+        writes = [self._slots[row["backend"]] for row in decode if row["chosen"]]
+        others = [slot for slot in of["prefill"] if slot not in writes]
+        if writes and writes[0] in of["prefill"] and all(slot.full for slot in others):
             return {"neutral": self._explain(work, "neutral", writes, now)}
         return {"prefill": self._explain(work, "prefill", others, now), "decode": decode}
 
-    def take_back(self, idle: Seat) -> Iterator[tuple[Ticket, Seat]]:
+    def take_back(self, idle: Slot) -> Iterator[tuple[Ticket, Slot]]:
         """Requests that wait behind others, would be better off at ``idle``, and are no longer charged."""
-        return self._uncharged(self.ledger.better_off(idle.name, self._like(idle)))
+        return self._uncharged(self.in_flight.better_off(idle.name, self._like(idle)))
 
-    def take_from(self, silent: Seat, now: float) -> Iterator[tuple[Ticket, Seat]]:
+    def take_from(self, silent: Slot, now: float) -> Iterator[tuple[Ticket, Slot]]:
         """Requests that wait at a stale replica, may go to another, and are no longer charged."""
-        return self._uncharged(self.ledger.left_waiting(silent.name, self._like(silent), now))
+        return self._uncharged(self.in_flight.left_waiting(silent.name, self._like(silent), now))
 
-    def _like(self, one: Seat) -> list[str]:
+    def _like(self, one: Slot) -> list[str]:
         """Who is ready for the same stage."""
         kind = one.backend.infer_type
-        return [seat.name for seat in self._ready() if seat.backend.infer_type == kind]
+        return [slot.name for slot in self._ready() if slot.backend.infer_type == kind]
 
-    def _uncharged(self, tickets: Iterable[Hashable]) -> Iterator[tuple[Ticket, Seat]]:
+    def _uncharged(self, tickets: Iterable[Hashable]) -> Iterator[tuple[Ticket, Slot]]:
         for ticket in tickets:
             assert isinstance(ticket, Ticket)
             assert ticket.backend is not None
-            self.ledger.ended(ticket)
-            yield ticket, self._seats[ticket.backend]
+            self.in_flight.ended(ticket)
+            yield ticket, self._slots[ticket.backend]
 
-    def _ready(self) -> list[Seat]:
-        return [seat for seat in self._seats.values() if seat.state == "ready"]
+    def _ready(self) -> list[Slot]:
+        return [slot for slot in self._slots.values() if slot.state == "ready"]
 
-    def _stages(self, ready: list[Seat], *, staged: bool) -> dict[str, list[Seat]]:
+    def _stages(self, ready: list[Slot], *, staged: bool) -> dict[str, list[Slot]]:
         """Among whom each stage of a request is to be placed; neutral: all of it at one backend."""
         if not self._staged:
             return {"neutral": ready}
-        of = {stage: [seat for seat in ready if _takes(seat, stage)] for stage in STAGES}
+        of = {stage: [slot for slot in ready if _takes(slot, stage)] for stage in STAGES}
         if staged and of["prefill"] and of["decode"] and len(ready) > 1:
             return of
-        whole = [seat for seat in ready if seat.backend.infer_type == "neutral"]
+        whole = [slot for slot in ready if slot.backend.infer_type == "neutral"]
         return {"neutral": [*whole, *of["decode"]] or ready}
 
     def _route_stages(
-        self, prefills: list[Seat], decodes: list[Seat], ticket: Ticket, first: Ticket, now: float
-    ) -> tuple[Seat | None, Seat | None]:
+        self, prefills: list[Slot], decodes: list[Slot], ticket: Ticket, first: Ticket, now: float
+    ) -> tuple[Slot | None, Slot | None]:
         whole = ticket.work
         ticket.work = whole._replace(infer_type="decode", session="", stream=False)
-        seat = self._choose(decodes, ticket, now)
-        others = [each for each in prefills if each is not seat and not each.full]
-        if seat and seat in prefills and not others:
-            self.ledger.ended(ticket)
+        slot = self._choose(decodes, ticket, now)
+        others = [each for each in prefills if each is not slot and not each.full]
+        if slot and slot in prefills and not others:
+            self.in_flight.ended(ticket)
             ticket.work = whole
-            return self._choose([seat], ticket, now), None
-        leads = self._choose(others, first, now) if seat else None
+            return self._choose([slot], ticket, now), None
+        leads = self._choose(others, first, now) if slot else None
         if leads is None:
-            self.ledger.ended(ticket)
+            self.in_flight.ended(ticket)
             ticket.choice = None
             return None, None
-        return seat, leads
+        return slot, leads
 
-    def _choose(self, among: list[Seat], ticket: Ticket, now: float) -> Seat | None:
-        names = [seat.name for seat in among if not seat.full]
+    def _choose(self, among: list[Slot], ticket: Ticket, now: float) -> Slot | None:
+        names = [slot.name for slot in among if not slot.full]
         if ticket.work.owner in names:
             names = [ticket.work.owner]
-        choice = self.ledger.choose(ticket, ticket.work, names, self._failed(now), now)
+        choice = self.in_flight.choose(ticket, ticket.work, names, self._failed(now), now)
         ticket.choice = choice
-        return self._seats[choice.backend] if choice else None
+        return self._slots[choice.backend] if choice else None
 
-    def _explain(self, work: Work, kind: str, among: list[Seat], now: float) -> list[dict[str, Any]]:
-        names = [seat.name for seat in among if not seat.full]
+    def _explain(self, work: Work, kind: str, among: list[Slot], now: float) -> list[dict[str, Any]]:
+        names = [slot.name for slot in among if not slot.full]
         work = work._replace(infer_type=kind)
-        rows = self.ledger.explain(work, names, self._failed(now), now) if names else []
+        rows = self.in_flight.explain(work, names, self._failed(now), now) if names else []
         told = {row["backend"] for row in rows}
-        for seat in self._seats.values():
-            if seat.name not in told:
-                why = seat.state if seat.state != "ready" else self._left_out(seat, kind)
-                rows.append({"backend": seat.name, "chosen": False, "removed_by": why, "metrics": {}})
+        for slot in self._slots.values():
+            if slot.name not in told:
+                why = slot.state if slot.state != "ready" else self._left_out(slot, kind)
+                rows.append({"backend": slot.name, "chosen": False, "removed_by": why, "metrics": {}})
         return rows
 
-    def _left_out(self, seat: Seat, kind: str) -> str:
+    def _left_out(self, slot: Slot, kind: str) -> str:
         """Why one that is ready is none of those among whom a stage is placed."""
-        able = seat.backend.infer_type != "prefill" if kind == "neutral" else _takes(seat, kind)
+        able = slot.backend.infer_type != "prefill" if kind == "neutral" else _takes(slot, kind)
         if not able:
             return "infer_type"
-        return "full" if seat.full else "decode"
+        return "full" if slot.full else "decode"
 
     def _failed(self, now: float) -> list[str]:
         """Those that could not be stopped, or loaded lately."""
-        return [s.name for s in self._seats.values() if s.state == "stuck" or s.retry_at > now]
+        return [s.name for s in self._slots.values() if s.state == "stuck" or s.retry_at > now]
 
 
-def _takes(seat: Seat, stage: str) -> bool:
-    return seat.backend.infer_type in (stage, EITHER)
+def _takes(slot: Slot, stage: str) -> bool:
+    return slot.backend.infer_type in (stage, EITHER)
 
 
-def _is_staged(seat: Seat) -> bool:
-    return seat.backend.infer_type in (*STAGES, EITHER)
+def _is_staged(slot: Slot) -> bool:
+    return slot.backend.infer_type in (*STAGES, EITHER)
 
 
-def _ledger(seats: list[Seat], config: Config) -> Ledger:
-    policy = seats[0].backend.routing or config.routing
-    backends = [seat.backend for seat in seats]
-    members = [Member(b.name, b.infer_type, b.kv_tokens, b.node, b.unit, b.profile) for b in backends]
+def _tracker(slots: list[Slot], config: Config) -> InFlightTracker:
+    policy = slots[0].backend.routing or config.routing
+    backends = [slot.backend for slot in slots]
+    members = [
+        Member(b.name, b.infer_type, b.kv_tokens, b.node, b.failure_domain, b.profile) for b in backends
+    ]
     made = pipeline.build(policy, config.routing_policies)
-    return Ledger(made, members, full=config.routing_mode == "full")
+    return InFlightTracker(made, members, full=config.routing_mode == "full")
 
 
 def nobody_takes(model: str) -> Overloaded:

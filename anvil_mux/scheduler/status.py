@@ -1,6 +1,6 @@
 """What the multiplexer looks like at one moment: /healthz, the page, the metrics and the commands read this.
 
-Made under the multiplexer's lock from what the residencies hold, and never changed after that.
+Made under the multiplexer's lock from what the GPU groups hold, and never changed after that.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from anvil_mux.config.config import Gpu
-from anvil_mux.routing.ledger import Said
+from anvil_mux.routing.in_flight import Said
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.placement import HOLDING, Seat
-from anvil_mux.scheduler.policy import FOREVER
+from anvil_mux.scheduler.group import GpuGroup, idle_until
+from anvil_mux.scheduler.placement import HOLDING, Slot
+from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.progress import Progress
-from anvil_mux.scheduler.residency import Residency, idle_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,27 +27,27 @@ class BackendState:
     """How long it has been in its state; None: since the start."""
     gpus: tuple[str, ...]
     leases: int
-    rests: str
-    """The way by which it rests while it is parked, else ""."""
+    standby_level: str
+    """The way by which it rests while it is on standby, else ""."""
     size: int | None
     """Bytes of GPU memory that it takes, declared or as it was measured; None: not known."""
     idle_seconds: float | None
     """Since its last request ended, if none runs."""
     unload_seconds: float | None
-    """Until it is put out because nobody uses it; None: it is not, or not now."""
+    """Until it is evicted because nobody uses it; None: it is not, or not now."""
     load_seconds: float | None
     retry_seconds: float
     """Until it may be loaded, or is stopped, again after a failure."""
     error: str
     log: tuple[str, ...]
-    """The engine's last lines, if its load failed or it died."""
+    """The engine's last queues, if its load failed or it died."""
     engine: Said | None = None
     """What its engine said of itself last, where engines are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deferral:
-    """Why a line waits although its swap could begin."""
+    """Why a queue waits although its swap could begin."""
 
     seconds_left: float
     """May be infinite: until something changes."""
@@ -69,11 +69,11 @@ class ModelState:
     last_error: str
     load_seconds: float | None
     pinned: bool = False
-    """Once it is resident it is not put out for other models."""
+    """Once it is resident it is not evict for other models."""
     progress: Progress | None = None
     """Of its load, if it is being loaded."""
     oldest_wait: float | None = None
-    """Seconds that the first in line has waited."""
+    """Seconds that the first in queue has waited."""
     draining_target: str | None = None
     """What it makes room for while it drains; "" for nobody."""
     drain_seconds_left: float = 0.0
@@ -114,7 +114,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Waiter:
-    """One request in a line."""
+    """One request in a queue."""
 
     ticket: int
     model: str
@@ -122,61 +122,61 @@ class Waiter:
 
 
 def model_state(
-    residency: Residency, model: str, now: float, progress: Progress | None, footprints: Footprints
+    group: GpuGroup, model: str, now: float, progress: Progress | None, footprints: Footprints
 ) -> ModelState:
-    seats = residency.seats_of(model)
-    seat = min(seats, key=lambda seat: _SHOWN.index(seat.state))
-    first = next(iter(residency.lines[model]), None)
-    target, until = residency.drains().get(seat.name, (None, now))
+    slots = group.slots_of(model)
+    slot = min(slots, key=lambda slot: _SHOWN.index(slot.state))
+    first = next(iter(group.queues[model]), None)
+    target, until = group.drains().get(slot.name, (None, now))
     return ModelState(
         model=model,
-        state=seat.state,
-        backend=seat.name,
-        gpus=seat.backend.gpus,
-        aliases=seat.backend.aliases,
-        waiting=len(residency.lines[model]),
-        leases=sum(len(seat.holders) for seat in seats),
-        last_error=seat.error,
-        load_seconds=seat.load_seconds,
-        pinned=any(each.pinned for each in seats),
+        state=slot.state,
+        backend=slot.name,
+        gpus=slot.backend.gpus,
+        aliases=slot.backend.aliases,
+        waiting=len(group.queues[model]),
+        leases=sum(len(slot.holders) for slot in slots),
+        last_error=slot.error,
+        load_seconds=slot.load_seconds,
+        pinned=any(each.pinned for each in slots),
         progress=progress,
         oldest_wait=now - first.since if first else None,
         draining_target=target,
         drain_seconds_left=max(until - now, 0.0),
-        deferred=_deferral(residency, model, now),
+        deferred=_deferral(group, model, now),
         backends=tuple(
-            _backend_state(each, now, footprints.held(each.name), residency.said(each.name, now))
-            for each in seats
+            _backend_state(each, now, footprints.held(each.name), group.said(each.name, now))
+            for each in slots
         ),
     )
 
 
-def _deferral(residency: Residency, model: str, now: float) -> Deferral | None:
-    if residency.deferred is None or residency.deferred[0] != model or not residency.lines[model]:
+def _deferral(group: GpuGroup, model: str, now: float) -> Deferral | None:
+    if group.deferred is None or group.deferred[0] != model or not group.queues[model]:
         return None
-    stay = residency.deferred[1]
+    stay = group.deferred[1]
     return Deferral(max(stay.until - now, 0.0), stay.reason)
 
 
-def _backend_state(seat: Seat, now: float, measured: Mapping[str, int], said: Said | None) -> BackendState:
-    idle = seat.state == "ready" and not seat.holders
-    unload_at = idle_until(seat)
-    takes = measured or ({} if seat.whole else seat.holds)
+def _backend_state(slot: Slot, now: float, measured: Mapping[str, int], said: Said | None) -> BackendState:
+    idle = slot.state == "ready" and not slot.holders
+    unload_at = idle_until(slot)
+    takes = measured or ({} if slot.whole else slot.holds)
     return BackendState(
-        backend=seat.name,
-        state=seat.state,
-        state_seconds=now - seat.since if seat.since > -FOREVER else None,
-        gpus=seat.backend.gpus,
-        leases=len(seat.holders),
-        rests=seat.rests if seat.state == "standby" else "",
+        backend=slot.name,
+        state=slot.state,
+        state_seconds=now - slot.since if slot.since > -FOREVER else None,
+        gpus=slot.backend.gpus,
+        leases=len(slot.holders),
+        standby_level=slot.level if slot.state == "standby" else "",
         size=sum(takes.values()) if takes else None,
-        idle_seconds=now - seat.used if idle else None,
+        idle_seconds=now - slot.used if idle else None,
         unload_seconds=max(unload_at - now, 0.0) if unload_at < FOREVER else None,
-        load_seconds=seat.load_seconds,
-        retry_seconds=max(seat.retry_at - now, 0.0),
-        error=seat.error,
-        log=seat.log,
-        engine=said if seat.state == "ready" else None,
+        load_seconds=slot.load_seconds,
+        retry_seconds=max(slot.retry_at - now, 0.0),
+        error=slot.error,
+        log=slot.log,
+        engine=said if slot.state == "ready" else None,
     )
 
 
@@ -184,25 +184,25 @@ _SHOWN = ("ready", "draining", "loading", "cancelling", "evicting", "stuck", "de
 """Of several backends of one model, the state shown is the first of these."""
 
 
-def _gpu_now(residency: Residency, gpu: str, now: float) -> GpuState:
-    here = [seat for seat in residency.seats.values() if gpu in seat.holds and seat.state in HOLDING]
-    state = min((seat.state for seat in here), key=_SHOWN.index, default="free")
-    drains = residency.drains()
-    for seat in here:
-        if seat.name in drains:
-            target, until = drains[seat.name]
+def _gpu_now(group: GpuGroup, gpu: str, now: float) -> GpuState:
+    here = [slot for slot in group.slots.values() if gpu in slot.holds and slot.state in HOLDING]
+    state = min((slot.state for slot in here), key=_SHOWN.index, default="free")
+    drains = group.drains()
+    for slot in here:
+        if slot.name in drains:
+            target, until = drains[slot.name]
             left = max(until - now, 0.0)
-            return GpuState(gpu, tuple(s.model for s in here), "draining", target, len(seat.holders), left)
-    return GpuState(gpu, tuple(seat.model for seat in here), state, "", 0, 0.0)
+            return GpuState(gpu, tuple(s.model for s in here), "draining", target, len(slot.holders), left)
+    return GpuState(gpu, tuple(slot.model for slot in here), state, "", 0, 0.0)
 
 
-def gpu_state(residency: Residency, gpu: Gpu, now: float) -> GpuState:
-    """One GPU of an island."""
-    seats = residency.seats.values()
+def gpu_state(group: GpuGroup, gpu: Gpu, now: float) -> GpuState:
+    """One GPU of a GPU group."""
+    slots = group.slots.values()
     return replace(
-        _gpu_now(residency, gpu.id, now),
+        _gpu_now(group, gpu.id, now),
         total=gpu.vram,
         reserve=gpu.reserve,
-        residuals=tuple((seat.name, seat.residual[gpu.id]) for seat in seats if seat.residual.get(gpu.id)),
-        reserved_for=residency.promises().get(gpu.id, ()),
+        residuals=tuple((slot.name, slot.residual[gpu.id]) for slot in slots if slot.residual.get(gpu.id)),
+        reserved_for=group.promises().get(gpu.id, ()),
     )

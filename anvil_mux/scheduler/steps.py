@@ -1,4 +1,4 @@
-"""What a residency is told about, tickets, and what it asks for, steps."""
+"""What a GPU group is told about, tickets, and what it asks for, steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Crash(NamedTuple):
 
 
 class Ticket:
-    """One request's identity, from its arrival to its end. Guarded like the residency that it is told to."""
+    """One request's identity, from its arrival to its end. Guarded like the GPU group that it is told to."""
 
     __slots__ = (
         "backend",
@@ -60,7 +60,7 @@ class Ticket:
         self.since = since
         self.work = work
         self.sender = sender
-        """Whose it is: where a line is admitted in parts, senders take turns."""
+        """Whose it is: where a queue is admitted in parts, senders take turns."""
         self.leases = leases
         """False: it only wants the model loaded."""
         self.prefill = prefill
@@ -111,13 +111,13 @@ class Stop:
 
     backend: str
     how: str
-    """The way to rest that is asked for; a harder one may be taken."""
+    """The standby level that is asked for; a harder one may be taken."""
     severed: tuple[Ticket, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """Take a parked backend further down, then report ``stopped`` or ``evict_failed``."""
+    """Take a backend on standby further down, then report ``stopped`` or ``evict_failed``."""
 
     backend: str
     how: str

@@ -1,6 +1,6 @@
 """The running program: puts the rooms together, takes over what runs, and ends in order.
 
-At the start the state folder is locked (two of us on one project would put out each other's engines) and the
+At the start the state folder is locked (two of us on one project would evict each other's engines) and the
 address bound, so that whatever prevents serving is said before anything is touched. Engines that run already
 are adopted if they answer for their model, or rest; those that do neither, that cannot stay beside the others
 or that the configuration no longer has are stopped. Requests are accepted meanwhile: each engine serves as
@@ -45,10 +45,10 @@ from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host import gpu
 from anvil_mux.host.adopt import Adopter, Awake, Found, Notes, Unfit
 from anvil_mux.host.checkpoint import Checkpointer
-from anvil_mux.host.lookout import Lookout
+from anvil_mux.host.gpu_monitor import GpuMonitor
 from anvil_mux.host.process import ProcessRuntime, state_folder
 from anvil_mux.host.state import write_whole
-from anvil_mux.host.swap import Rested, Runtime, Swapper
+from anvil_mux.host.swap import Evicted, Runtime, Swapper
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.proxy.gateway import Gateway
 from anvil_mux.proxy.home import CPUs, Home
@@ -82,7 +82,7 @@ ENGINE_SECONDS = 60.0
 """What runtimes may take around an engine's own time to stop."""
 
 T = TypeVar("T")
-Adopt = Callable[[Mapping[str, str], Mapping[str, Rested]], list[str]]
+Adopt = Callable[[Mapping[str, str], Mapping[str, Evicted]], list[str]]
 """Takes over what runs (name -> URL) and what rests; the names of those that cannot stay."""
 
 
@@ -210,7 +210,7 @@ class Program:
             lambda: self._mux.status(),
             costs=lambda: self._mux.costs(),
             footprints=lambda: self._mux.footprints(),
-            sight=lambda: self._lookout.sight(),
+            sight=lambda: self._gpu_monitor.sight(),
         )
         state = state_folder(config.project, os.environ)
         self._learned, self._notes = Learned(state, self._say), Notes(state)
@@ -263,7 +263,7 @@ class Program:
             self._all_seen = threading.Event()
             """It is known what ran before we did."""
             used = {id for backend in config.backends for id in backend.gpus}
-            self._lookout = Lookout(used, self._runtime.owner, tell=self._mux.strangers_hold)
+            self._gpu_monitor = GpuMonitor(used, self._runtime.owner, tell=self._mux.memory_seen)
             self._scraper = Scraper(self._mux.resident_replicas, self._mux.observed, self._mux.silent)
             self._sharing = self._open_sharing()
             self._reloads = Reloads(
@@ -282,7 +282,7 @@ class Program:
                 checks={config.runtime: self._runtime.problem},
                 feed=self._feed,
                 tail=self._log_tail,
-                sight=self._lookout.sight,
+                sight=self._gpu_monitor.sight,
                 keys=keys,
                 reloads=self._reloads,
             )
@@ -398,15 +398,15 @@ class Program:
         self._each(partial(self._adopt_one, self._adopter()), [(backends[n], running[n]) for n in running])
         self._all_seen.set()
         if self._has_gpus:  # whose processes are whose is known now
-            self._clock.spawn(self._lookout.run, "lookout")
+            self._clock.spawn(self._gpu_monitor.run, "gpu_monitor")
 
     def _adopt_one(self, adopter: Adopter, backend: Backend, url: str) -> None:
         """Its GPUs are not given to others before it serves, rests, or was stopped."""
         match adopter.look(backend, url):
             case Awake(url):
                 refused = self._mux.adopt({backend.name: url})
-            case Rested() as rested:
-                refused = self._mux.adopt({}, {backend.name: rested})
+            case Evicted() as evicted:
+                refused = self._mux.adopt({}, {backend.name: evicted})
             case Unfit(why):
                 refused = []
                 self._stop_engine(backend, f"{why}; the next request for {backend.model} loads it anew")
@@ -420,8 +420,8 @@ class Program:
         unfit = [(backend, each.why) for backend, each in found if isinstance(each, Unfit)]
         self._stop_engines([(b, f"{why}; the next request for {b.model} loads it anew") for b, why in unfit])
         awake = {backend.name: each.url for backend, each in found if isinstance(each, Awake)}
-        parked = {backend.name: each for backend, each in found if isinstance(each, Rested)}
-        refused = adopt(awake, parked)
+        standby = {backend.name: each for backend, each in found if isinstance(each, Evicted)}
+        refused = adopt(awake, standby)
         late = [backend for backend, _ in found if backend.name in refused]
         self._stop_engines([(backend, "it cannot stay beside the others") for backend in late])
 
@@ -518,7 +518,7 @@ class Program:
         self._server.max_connections = config.max_connections
         self._server.tls = tls
         self._metrics.know(config)
-        self._lookout.look_at({id for backend in config.backends for id in backend.gpus})
+        self._gpu_monitor.look_at({id for backend in config.backends for id in backend.gpus})
         if self._event_log:
             self._event_log.head(eventlog.header(config, self._clock.wall(0.0)))
         added = [backend for backend in config.backends if backend.name in change.added]
@@ -616,7 +616,7 @@ def _said(config: Config) -> dict[str, str]:
 
 
 def _secrets(config: Config, options: Options) -> tuple[Keyring, ssl.SSLContext | None]:
-    """ConfigError if they cannot be used, or if too little is asked of strangers."""
+    """ConfigError if they cannot be used, or if too little is asked of other processes."""
     keys, tls = secrets(config)
     if (why := open_address(config, keys)) and not options.insecure:
         raise ConfigError([why])
@@ -718,7 +718,7 @@ def locked(config: Config) -> Iterator[int]:
             if Path("/proc", holder or "?").exists():
                 raise CannotServe(
                     f"another anvil-mux (process {holder}) serves the project {config.project} already, and "
-                    "two would put out each other's engines. Stop it, or give this one another `project`."
+                    "two would evict each other's engines. Stop it, or give this one another `project`."
                 )
             if time.monotonic() >= deadline:
                 raise CannotServe(

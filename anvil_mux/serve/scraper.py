@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 
 from anvil_mux.config.config import Backend
 from anvil_mux.host.engine import api_key
-from anvil_mux.routing.ledger import Load
+from anvil_mux.routing.in_flight import Load
 
 EVERY_SECONDS = 1.0
 TIMEOUT = 2.0

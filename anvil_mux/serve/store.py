@@ -20,7 +20,7 @@ from time import monotonic
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from anvil_mux.routing.ledger import Load, Report
+from anvil_mux.routing.in_flight import Load, Report
 
 EVERY_SECONDS = 0.25
 EXPIRES_SECONDS = 5.0

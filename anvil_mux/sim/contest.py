@@ -1,8 +1,8 @@
 """Routing policies under recorded prompts, side by side: what `anvil-mux simulate --routing` runs and tells.
 
 A ``Field`` is a set of requests and the replicas that they meet; it is fixed before any policy runs, so the
-policies compare request by request. The router is the program's own: its ledger, prefixes and pipelines, in
-virtual time; only the engines are a model (fleet.py), and so are all latencies that come out.
+policies compare request by request. The router is the program's own: its in-flight tracker, prefixes and
+pipelines, in virtual time; only the engines are a model (fleet.py), and so are all latencies that come out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from anvil_mux.config.config import DEFAULT_ROUTING
 from anvil_mux.errors import MuxError
 from anvil_mux.routing import pipeline
-from anvil_mux.routing.ledger import Ledger, Member
+from anvil_mux.routing.in_flight import InFlightTracker, Member
 from anvil_mux.routing.routing import Work
 from anvil_mux.sim import prompts
 from anvil_mux.sim.figures import quantile
@@ -89,13 +89,13 @@ class Result:
         return {**named, **run, **asdict(self.latencies), "classes": classes(self.answers)}
 
 
-class LedgerRouter:
+class InFlightRouter:
     """The router of the program, as fleet.py asks it."""
 
     def __init__(self, policy: str, field: Field, own: Mapping[str, object] | None = None) -> None:
         names = [f"replica-{number}" for number in range(field.replicas)]
         members = [Member(name, kv_tokens=field.engine.kv_tokens) for name in names]
-        self._ledger = Ledger(pipeline.build(policy, own), members)
+        self._in_flight = InFlightTracker(pipeline.build(policy, own), members)
         self._names = names
         self._numbers = {name: number for number, name in enumerate(names)}
         self._every = max(ROUTER_BLOCK_TOKENS // field.block_tokens, 1)
@@ -104,15 +104,15 @@ class LedgerRouter:
     def choose(self, key: int, prompt: Prompt, now: float) -> int:
         blocks = prompt.blocks[self._every - 1 :: self._every]
         work = Work(prompt.tokens, blocks, self._block_tokens, prompt.session)
-        choice = self._ledger.choose(key, work, self._names)
+        choice = self._in_flight.choose(key, work, self._names)
         assert choice, "all replicas are up"
         return self._numbers[choice.backend]
 
     def first_byte(self, key: int, now: float) -> None:
-        self._ledger.first_byte(key)
+        self._in_flight.first_byte(key)
 
     def ended(self, key: int, now: float, cached_tokens: int) -> None:
-        self._ledger.ended(key)
+        self._in_flight.ended(key)
 
 
 # What to run
@@ -174,7 +174,7 @@ def _drawn(trace: Trace, seed: int, sessions: int) -> list[Prompt]:
 
 
 def run(field: Field, policy: str, own: Mapping[str, object] | None = None) -> Result:
-    router = LedgerRouter(policy, field, own)
+    router = InFlightRouter(policy, field, own)
     answers = simulate(field.prompts, router, field.replicas, field.block_tokens, field.engine)
     return Result(field, policy, answers, latencies(answers, field.replicas))
 

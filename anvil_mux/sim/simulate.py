@@ -1,11 +1,11 @@
-"""The same residencies, policies and preemption in virtual time.
+"""The same GPU groups, policies and eviction in virtual time.
 
 ``simulate`` does what the multiplexer does, with a heap of happenings in place of threads: it tells each
-island's ``Residency`` the facts of a trace, asks for the next step, and reports how that ended after the
+GPU group's ``GpuGroup`` the facts of a trace, asks for the next step, and reports how that ended after the
 seconds that ``Engines`` name. Only the engines and the passage of time are made up, so the log is the one
 that the threaded program writes for the same trace.
 
-``check`` reads a log, simulated or of a running program, and names every broken invariant of residency.py.
+``check`` reads a log, simulated or of a running program, and names every broken invariant of group.py.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 from anvil_mux.config.config import Config
 from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
 from anvil_mux.scheduler.costs import Cost, Costs
-from anvil_mux.scheduler.events import DIED, ERRAND, TRANSITIONS, Event
+from anvil_mux.scheduler.events import DIED, PRELOAD, TRANSITIONS, Event
+from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.layout import Layout
-from anvil_mux.scheduler.placement import HOLDING, Placement, islands
-from anvil_mux.scheduler.policy import FOREVER
-from anvil_mux.scheduler.preemption import build_preemption
-from anvil_mux.scheduler.residency import LOADING, SOON_SECONDS, Residency, cool_down, max_waits
+from anvil_mux.scheduler.group import LOADING, SOON_SECONDS, GpuGroup, cool_down, max_waits
+from anvil_mux.scheduler.placement import HOLDING, Placement, gpu_groups
+from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Cancel, Demote, Start, Stop, Ticket, Wait
 
 
@@ -43,11 +43,11 @@ class Request(NamedTuple):
     leases: bool = True
     """False: it only wants the model loaded."""
     sender: Hashable = None
-    """Whoever sends it, for ``follow``, and for lines in which senders take turns."""
+    """Whoever sends it, for ``follow``, and for queues in which senders take turns."""
 
 
 class Unloading(NamedTuple):
-    """Somebody asks for ``model`` to be put out."""
+    """Somebody asks for ``model`` to be evicted."""
 
     at: float
     model: str
@@ -75,9 +75,9 @@ class Outcome(NamedTuple):
     how: str | None = None
     """The way that was really taken; None: the one asked for."""
     residual: Mapping[str, int] = MappingProxyType({})
-    """GPU id -> bytes that it still holds, if it was parked."""
+    """GPU id -> bytes that it still holds, if it was on standby."""
     host_bytes: int = 0
-    """Host memory that it keeps, if it was parked."""
+    """Host memory that it keeps, if it was on standby."""
 
 
 Perform = Callable[[Start | Cancel | Stop | Demote, int], Outcome]
@@ -114,7 +114,7 @@ class Engines:
             sources = {"": 0.0} | {other.model: self.stop_seconds for other in config.backends}
             del sources[target.model]
             load_seconds = self._load_seconds(target.name)
-            for way in dict.fromkeys((target.rest[0], "stop")):
+            for way in dict.fromkeys((target.evict_to[0], "stop")):
                 known += [Cost(s, target.model, way, evict, load_seconds, 1) for s, evict in sources.items()]
         return known
 
@@ -160,8 +160,8 @@ _Performed = tuple[Start | Stop | Demote, Outcome]
 
 
 @dataclass(eq=False, slots=True)
-class _Island:
-    residency: Residency
+class _Driver:
+    group: GpuGroup
     alarm: float = FOREVER
     """When it is asked again without a new fact."""
     rings: float = FOREVER
@@ -183,21 +183,21 @@ class _Simulation:
         self._ids = count(1)
         self._open = 0  # requests that have not ended, and steps under way
         self._waiting = 0
-        self._layout = Layout(config, self.log.append, costs, Footprints())
-        self._host = self._layout.host
+        self._scheduler = Scheduler(config, self.log.append, costs, Footprints())
+        self._host = self._scheduler.host
         self._host_seen = 0
-        self._islands = {residency: _Island(residency) for residency in self._layout.residencies}
+        self._drivers = {group: _Driver(group) for group in self._scheduler.groups}
 
     def adopt(self, running: Iterable[str]) -> None:
         for name in running:
-            self._layout.of_backend[name].adopt(name, 0.0)
+            self._scheduler.of_backend[name].adopt(name, 0.0)
 
-    def _island(self, model: str) -> _Island:
-        return self._islands[self._layout.of_model[model]]
+    def _driver(self, model: str) -> _Driver:
+        return self._drivers[self._scheduler.of_model[model]]
 
     def run(self, trace: Iterable[Request | Unloading | Death | Reload]) -> None:
-        for island in tuple(self._islands.values()):
-            self._ask(island, 0.0)
+        for driver in tuple(self._drivers.values()):
+            self._ask(driver, 0.0)
         heap = self._heap
         for entry in trace:
             while heap and heap[0][0] <= entry.at:
@@ -234,64 +234,64 @@ class _Simulation:
 
     def _arrive(self, request: Request) -> None:
         now, model = request.at, request.model
-        if model not in self._layout.served:
+        if model not in self._scheduler.served:
             self._follow_up(now, request)
             return
-        island = self._island(model)
-        if self._waiting >= self._layout.config.max_queue and not island.residency.takes(model):
+        driver = self._driver(model)
+        if self._waiting >= self._scheduler.config.max_queue and not driver.group.takes(model):
             self._follow_up(now, request)  # overloaded
             return
         ticket = Ticket(next(self._ids), model, now, leases=request.leases, sender=request.sender)
         ticket.wake = request
         self._open += 1
-        ask = island.residency.request(ticket, now)
+        ask = driver.group.request(ticket, now)
         if ticket.settled:
             self._go_on(ticket, now)
             if ask:
-                self._ask(island, now)
+                self._ask(driver, now)
             return
         self._waiting += 1
         self._limit_wait(ticket, now)
         if request.patience < FOREVER:
             self._at(now + request.patience, self._leave, ticket)
         if ask:
-            self._ask(island, now)
+            self._ask(driver, now)
 
     def _unload(self, model: str, now: float) -> None:
-        if model not in self._layout.served:
+        if model not in self._scheduler.served:
             return
-        island = self._island(model)
-        island.residency.unload_requested(model, now, "unload requested")
-        self._ask(island, now)
+        driver = self._driver(model)
+        driver.group.unload_requested(model, now, "unload requested")
+        self._ask(driver, now)
 
     def _die(self, backend: str, now: float) -> None:
-        if backend in self._layout.of_backend:
-            island = self._islands[self._layout.of_backend[backend]]
-            island.residency.died(backend, now, "killed")
-            self._ask(island, now)
+        if backend in self._scheduler.of_backend:
+            driver = self._drivers[self._scheduler.of_backend[backend]]
+            driver.group.died(backend, now, "killed")
+            self._ask(driver, now)
 
     def _reload(self, config: Config, now: float) -> None:
-        places = self._layout.reconfigure(config, now)
-        before, self._islands = self._islands, {}
-        for residency, island in before.items():
-            self._move(island, places[residency])
-        for residency in self._layout.residencies:
-            self._islands.setdefault(residency, _Island(residency))
-        for island in self._islands.values():
-            self._take_settled(island, now)
-        for island in tuple(self._islands.values()):
-            self._ask(island, now)
+        places = self._scheduler.reconfigure(config, now)
+        before, self._drivers = self._drivers, {}
+        for group, driver in before.items():
+            self._move(driver, places[group])
+        for group in self._scheduler.groups:
+            self._drivers.setdefault(group, _Driver(group))
+        for driver in self._drivers.values():
+            self._take_settled(driver, now)
+        for driver in tuple(self._drivers.values()):
+            self._ask(driver, now)
 
-    def _move(self, island: _Island, place: Residency) -> None:
-        """What rang for a residency rings for the one that took its place, if nothing does yet."""
-        if place in self._islands:
-            island.rings = FOREVER
+    def _move(self, driver: _Driver, place: GpuGroup) -> None:
+        """What rang for a GPU group rings for the one that took its place, if nothing does yet."""
+        if place in self._drivers:
+            driver.rings = FOREVER
         else:
-            self._islands[place], island.residency = island, place
+            self._drivers[place], driver.group = driver, place
 
     def _limit_wait(self, ticket: Ticket, now: float) -> None:
         self._time_outs.append(
-            (now + self._layout.config.queue_timeout, next(self._order), self._time_out, ticket)
+            (now + self._scheduler.config.queue_timeout, next(self._order), self._time_out, ticket)
         )
         if len(self._time_outs) == 1:
             heappush(self._heap, self._time_outs[0])
@@ -305,13 +305,13 @@ class _Simulation:
             heappush(self._heap, self._time_outs[0])
 
     def _leave(self, now: float, ticket: Ticket, error: MuxError | None = None) -> None:
-        residency = self._layout.of_model.get(ticket.model)
-        if residency and ticket in residency.lines[ticket.model]:
-            island = self._islands[residency]
-            island.residency.give_up(ticket, now, error)
+        group = self._scheduler.of_model.get(ticket.model)
+        if group and ticket in group.queues[ticket.model]:
+            driver = self._drivers[group]
+            driver.group.give_up(ticket, now, error)
             self._waiting -= 1
             self._end(ticket, now)
-            self._ask(island, now)
+            self._ask(driver, now)
 
     def _end(self, ticket: Ticket, now: float) -> None:
         self._open -= 1
@@ -327,38 +327,38 @@ class _Simulation:
     def _release(self, now: float, ticket: Ticket) -> None:
         if ticket.severed:
             return
-        if ticket.model not in self._layout.of_model:
+        if ticket.model not in self._scheduler.of_model:
             self._end(ticket, now)
             return
-        island = self._island(ticket.model)
-        ask = island.residency.release(ticket, now)
+        driver = self._driver(ticket.model)
+        ask = driver.group.release(ticket, now)
         self._end(ticket, now)
-        self._take_settled(island, now)
+        self._take_settled(driver, now)
         if ask:
-            self._ask(island, now)
+            self._ask(driver, now)
 
     # Steps
 
-    def _ask(self, island: _Island, now: float) -> None:
-        self._ask_alone(island, now)
+    def _ask(self, driver: _Driver, now: float) -> None:
+        self._ask_alone(driver, now)
         if self._host.budget is not None:
             self._ask_others(now)
 
     def _ask_others(self, now: float) -> None:
-        """What one island does with the host's memory concerns all."""
+        """What one GPU group does with the host's memory concerns all."""
         while self._host.changes != self._host_seen:
             self._host_seen = self._host.changes
-            for each in tuple(self._islands.values()):
+            for each in tuple(self._drivers.values()):
                 self._ask_alone(each, now)
 
-    def _ask_alone(self, island: _Island, now: float) -> None:
-        place = self._layout.settle(island.residency, now)
-        if place is not island.residency:
-            del self._islands[island.residency]
-            self._move(island, place)
+    def _ask_alone(self, driver: _Driver, now: float) -> None:
+        place = self._scheduler.settle(driver.group, now)
+        if place is not driver.group:
+            del self._drivers[driver.group]
+            self._move(driver, place)
         while True:
             step = place.next_step(now)
-            self._take_settled(island, now)
+            self._take_settled(driver, now)
             if isinstance(step, Wait):
                 break
             if isinstance(step, Stop):
@@ -374,7 +374,7 @@ class _Simulation:
             if isinstance(step, Start):
                 self._loads[step.backend] = ends, what
             self._at(ends, self._performed, what)
-        self._set_alarm(island, step.until)
+        self._set_alarm(driver, step.until)
 
     def _cut_short(self, backend: str, outcome: Outcome, now: float) -> None:
         ends, (start, _) = self._loads[backend]
@@ -384,48 +384,48 @@ class _Simulation:
             self._loads[backend] = sooner, what
             self._at(sooner, self._performed, what)
 
-    def _take_settled(self, island: _Island, now: float) -> None:
-        settled = island.residency.settled
+    def _take_settled(self, driver: _Driver, now: float) -> None:
+        settled = driver.group.settled
         if settled:
             for ticket in settled:
                 self._waiting -= 1
                 self._go_on(ticket, now)
             settled.clear()
 
-    def _set_alarm(self, island: _Island, moment: float) -> None:
-        island.alarm = moment
-        if moment < island.rings:
-            island.rings = moment
-            self._at(moment, self._ring, island)
+    def _set_alarm(self, driver: _Driver, moment: float) -> None:
+        driver.alarm = moment
+        if moment < driver.rings:
+            driver.rings = moment
+            self._at(moment, self._ring, driver)
 
-    def _ring(self, now: float, island: _Island) -> None:
-        if now != island.rings:
+    def _ring(self, now: float, driver: _Driver) -> None:
+        if now != driver.rings:
             return  # it rang at an earlier moment instead
-        island.rings = FOREVER
-        if now < island.alarm:
-            self._set_alarm(island, island.alarm)
+        driver.rings = FOREVER
+        if now < driver.alarm:
+            self._set_alarm(driver, driver.alarm)
         else:
-            self._ask(island, now)
+            self._ask(driver, now)
 
     def _performed(self, now: float, what: _Performed) -> None:
         if isinstance(what[0], Start) and self._loads[what[0].backend][1] is not what:
             return  # it was cancelled
         step, (_, error, how, residual, host_bytes) = what
-        island = self._islands[self._layout.of_backend[step.backend]]
+        driver = self._drivers[self._scheduler.of_backend[step.backend]]
         how = how or (step.to if isinstance(step, Demote) else step.how)
         self._open -= 1
-        residency = island.residency
+        group = driver.group
         if error is None and isinstance(step, Start):
-            residency.loaded(step.backend, now, how)
+            group.loaded(step.backend, now, how)
         elif error is None:
-            residency.evicted(step.backend, now, residual, how, host_bytes)
+            group.evicted(step.backend, now, residual, how, host_bytes)
         elif isinstance(error, Cancelled):
-            residency.load_cancelled(step.backend, now)
+            group.load_cancelled(step.backend, now)
         elif isinstance(step, Start) and isinstance(error, LoadError):
-            residency.load_failed(step.backend, now, error)
+            group.load_failed(step.backend, now, error)
         else:
-            residency.evict_failed(step.backend, now, error.message)
-        self._ask(island, now)
+            group.evict_failed(step.backend, now, error.message)
+        self._ask(driver, now)
 
 
 def check(log: Iterable[Event], config: Config, slack: float = 0.0) -> list[str]:
@@ -447,20 +447,20 @@ _TICKET_ENDS = ("leased", "failed", "gone")
 
 
 class _Checker:
-    """A fold over events. ``_lines``: model -> waiting ticket -> since; ``_leases``: backend -> tickets."""
+    """A fold over events. ``_queues``: model -> waiting ticket -> since; ``_leases``: backend -> tickets."""
 
     def __init__(self, config: Config, slack: float) -> None:
         self.wrong: list[str] = []
         self._config, self._slack, self._now = config, slack + ROUNDING, 0.0
-        placement = Placement(config.backends, config.gpus, build_preemption("lru"))
-        self._capacity, self._seats = placement.capacity, placement.seats
-        self._max_wait = max_waits(self._seats.values(), config)
+        placement = Placement(config.backends, config.gpus, build_eviction("lru"))
+        self._capacity, self._slots = placement.capacity, placement.slots
+        self._max_wait = max_waits(self._slots.values(), config)
         self._bounds = dict(self._max_wait)  # of queues
-        self._states = dict.fromkeys(self._seats, "stopped")
-        self._lines: dict[str, dict[int, float]] = {seat.model: {} for seat in self._seats.values()}
+        self._states = dict.fromkeys(self._slots, "stopped")
+        self._queues: dict[str, dict[int, float]] = {slot.model: {} for slot in self._slots.values()}
         self._bound: dict[int, str] = {}  # waiting ticket -> the only backend that it waits for
         self._ended: set[int] = set()
-        self._leases: dict[str, set[int]] = {name: set() for name in self._seats}
+        self._leases: dict[str, set[int]] = {name: set() for name in self._slots}
         self._drains: dict[str, tuple[float, float, str]] = {}  # backend -> since, time-out, for whom
         self._begun: set[str] = set()  # models for which a victim was stopped
         self._failed_starts: Counter[str] = Counter()
@@ -469,12 +469,12 @@ class _Checker:
         self._answered: dict[str, float] = {}  # backend -> when it last gave a whole answer
         self._retry_at: dict[str, float] = {}
         self._admitting = ""
-        self._limited = {s.model for s in self._seats.values() if s.backend.concurrency}
+        self._limited = {s.model for s in self._slots.values() if s.backend.concurrency}
         self._left: dict[str, float] = {}  # limited model -> when a backend of it ceased to be ready
-        self._calm_until = 0.0  # before it no line is overdue
-        self._groups = [{b.name for b in group} for _, group in islands(config.backends)]
-        if config.host_memory is not None:  # one island may wait for another
-            self._groups = [set(self._seats)]
+        self._calm_until = 0.0  # before it no queue is overdue
+        self._groups = [{b.name for b in group} for _, group in gpu_groups(config.backends)]
+        if config.host_memory is not None:  # one GPU group may wait for another
+            self._groups = [set(self._slots)]
 
     def read(self, event: Event) -> None:
         self._claim(event.at >= self._now, event, "time goes backwards")
@@ -488,12 +488,12 @@ class _Checker:
         if event.kind in _TICKET_ENDS:
             self._end(event)
         elif event.kind == "queued":
-            self._queue(event)
+            self._enqueue(event)
         elif event.kind in ("released", "severed"):
             self._end_lease(event)
         elif event.kind in ("pinned", "unpinned"):
-            for seat in [seat for seat in self._seats.values() if seat.model == event.model]:
-                seat.pinned = event.kind == "pinned"
+            for slot in [slot for slot in self._slots.values() if slot.model == event.model]:
+                slot.pinned = event.kind == "pinned"
         elif event.kind != "deferred":
             self._move(event)
 
@@ -501,11 +501,11 @@ class _Checker:
         if not fine:
             self.wrong.append(f"{event.at:.6f} {event.kind} {event.backend or event.model}: {problem}")
 
-    def _queue(self, event: Event) -> None:
+    def _enqueue(self, event: Event) -> None:
         self._claim(event.ticket not in self._ended, event, "the ticket has ended")
-        if not self._lines[event.model]:  # logs of old have no bounds
+        if not self._queues[event.model]:  # logs of old have no bounds
             self._bounds[event.model] = min(event.bound, self._max_wait[event.model])
-        self._lines[event.model][event.ticket] = event.at
+        self._queues[event.model][event.ticket] = event.at
         if event.backend:
             self._bound[event.ticket] = event.backend
         self._calm_until = min(self._calm_until, self._overdue(event.model, event.at))
@@ -513,7 +513,7 @@ class _Checker:
     def _end(self, event: Event) -> None:
         self._claim(event.ticket not in self._ended, event, f"ticket {event.ticket} ends twice")
         self._ended.add(event.ticket)
-        since = self._lines[event.model].pop(event.ticket, event.at)
+        since = self._queues[event.model].pop(event.ticket, event.at)
         self._bound.pop(event.ticket, None)
         late = event.at - since > self._config.queue_timeout + self._slack
         self._claim(not late, event, f"ticket {event.ticket} waited longer than queue_timeout")
@@ -535,15 +535,17 @@ class _Checker:
 
     def _could_be_served(self, model: str) -> bool:
         """Whether anybody waits for ``model`` although there is a place."""
-        line = self._lines.get(model, {})
-        needed = {self._bound.get(ticket, "") for ticket in line} if self._bound else {""} if line else set()
+        queue = self._queues.get(model, {})
+        needed = (
+            {self._bound.get(ticket, "") for ticket in queue} if self._bound else {""} if queue else set()
+        )
         return any(self._has_place(model, each) for each in needed)
 
     def _has_place(self, model: str, backend: str = "") -> bool:
         """At any backend that is ready, or at this one."""
-        for name, seat in self._seats.items():
-            if seat.model == model and backend in ("", name) and self._states[name] == "ready":
-                limit = seat.backend.concurrency
+        for name, slot in self._slots.items():
+            if slot.model == model and backend in ("", name) and self._states[name] == "ready":
+                limit = slot.backend.concurrency
                 if limit is None or len(self._leases[name]) < limit:
                     return True
         return False
@@ -566,12 +568,12 @@ class _Checker:
                 self._loaded[name] = event.at
         elif event.kind == "draining":
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
-            self._claim(not (event.target and self._seats[name].pinned), event, "it is pinned")
+            self._claim(not (event.target and self._slots[name].pinned), event, "it is pinned")
             self._drains[name] = event.at, event.seconds, event.target
         elif event.kind == "demoting" and event.target:
             self._begin(event.target, event)
         elif event.kind == "cancelling":
-            self._claim(not self._lines[event.model], event, "somebody waits for it")
+            self._claim(not self._queues[event.model], event, "somebody waits for it")
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
         elif event.kind in ("stopped", "standby"):
             self._leave(event, before)
@@ -590,24 +592,24 @@ class _Checker:
         self._begun.add(target)
 
     def _start(self, event: Event) -> None:
-        errand = event.reason.startswith(ERRAND)
-        wanted = errand or self._is_wanted(event.model) or event.model in self._begun
+        preload = event.reason.startswith(PRELOAD)
+        wanted = preload or self._is_wanted(event.model) or event.model in self._begun
         self._begun.discard(event.model)
         self._claim(wanted, event, "nobody waits for it")
         self._claim(event.at >= self._retry_at.get(event.backend, 0.0), event, "before its cool-down ended")
         used: Counter[str] = Counter()
-        for name, seat in self._seats.items():
-            used.update(seat.holds if self._states[name] in HOLDING else {})
+        for name, slot in self._slots.items():
+            used.update(slot.holds if self._states[name] in HOLDING else {})
         for gpu, amount in used.items():
             self._claim(amount <= self._capacity[gpu], event, f"GPU {gpu} is overfull")
 
     def _is_wanted(self, model: str) -> bool:
-        """It has a line, or a replica at which requests wait behind each other."""
-        ready = [n for n, s in self._seats.items() if s.model == model and self._states[n] == "ready"]
-        return bool(self._lines[model]) or any(len(self._leases[name]) > 1 for name in ready)
+        """It has a queue, or a replica at which requests wait behind each other."""
+        ready = [n for n, s in self._slots.items() if s.model == model and self._states[n] == "ready"]
+        return bool(self._queues[model]) or any(len(self._leases[name]) > 1 for name in ready)
 
     def _is_resident(self, model: str) -> bool:
-        return any(s.model == model and self._states[n] == "ready" for n, s in self._seats.items())
+        return any(s.model == model and self._states[n] == "ready" for n, s in self._slots.items())
 
     def _leave(self, event: Event, before: str) -> None:
         name = event.backend
@@ -630,16 +632,16 @@ class _Checker:
         return since + self._bounds[model] + self._slack
 
     def _look_for_overdue(self, event: Event) -> None:
-        """Before time goes on: where nothing moves, no line may be overdue."""
+        """Before time goes on: where nothing moves, no queue may be overdue."""
         if event.at <= self._calm_until:
             return
         self._calm_until = FOREVER
-        for model, line in self._lines.items():
-            since = next(iter(line.values()), FOREVER)
+        for model, queue in self._queues.items():
+            since = next(iter(queue.values()), FOREVER)
             overdue = self._overdue(model, max(since, self._left.get(model, since)))
             self._calm_until = min(self._calm_until, overdue)
             if event.at <= overdue or (model in self._limited and self._is_resident(model)):
                 continue
-            group = next(g for g in self._groups if any(self._seats[name].model == model for name in g))
+            group = next(g for g in self._groups if any(self._slots[name].model == model for name in g))
             still = all(self._states[name] in ("ready", "stopped", "standby") for name in group)
             self._claim(not still, event, f"{model} is overdue, and its swap has not begun")

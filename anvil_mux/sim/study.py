@@ -1,7 +1,7 @@
 """Workloads under policies, side by side: what `anvil-mux simulate` runs and tells.
 
 A ``Case`` is a workload and the configuration that it meets, a ``Run`` that case under one policy. The log of
-every run is checked against the invariants of residency.py; what it breaks stands in ``Run.wrong``.
+every run is checked against the invariants of group.py; what it breaks stands in ``Run.wrong``.
 
 A compose file says which backends a trace or an event log meets and how its own policy is set. A profile
 brings its own models, so that its figures can be compared; of a compose file it takes the settings only.
@@ -18,7 +18,7 @@ from typing import Any
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.policy import POLICIES, build_policy
+from anvil_mux.scheduler.policies import POLICIES, build_policy
 from anvil_mux.sim import replay, workload
 from anvil_mux.sim.figures import Figures, figures
 from anvil_mux.sim.simulate import Request, check, simulate

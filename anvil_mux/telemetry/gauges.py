@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from anvil_mux.host.lookout import Seen, Sight
+from anvil_mux.host.gpu_monitor import Seen, Sight
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import TRANSITIONS
 from anvil_mux.scheduler.footprint import Footprint
@@ -67,8 +67,8 @@ def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
     yield _bytes("anvil_gpu_memory_used_bytes", "What is used of it, by anybody.", used)
     reserve = {gpu.gpu: gpu.reserve for gpu in gpus}
     yield _bytes("anvil_gpu_memory_reserve_bytes", "What no backend is given of it.", reserve)
-    foreign = {gpu: sum(s.used or 0 for s in each.strangers) for gpu, each in seen.items() if gpu in sight}
-    yield _bytes("anvil_gpu_memory_stranger_bytes", "What processes hold that are none of ours.", foreign)
+    foreign = {gpu: sum(s.used or 0 for s in each.others) for gpu, each in seen.items() if gpu in sight}
+    yield _bytes("anvil_gpu_memory_other_bytes", "What processes hold that are none of ours.", foreign)
     kept = {gpu.gpu: sum(amount for _, amount in gpu.residuals) for gpu in gpus}
     yield _bytes("anvil_gpu_memory_residual_bytes", "What backends that rest hold still.", kept)
 
@@ -97,9 +97,9 @@ def of_footprints(footprints: Iterable[Footprint]) -> Iterator[Metric]:
             host[key] = float(each.host_bytes)
     text = "What a backend held of a GPU when it last left it."
     yield _gauge("anvil_backend_memory_bytes", text, "backend gpu", held)
-    text = "What a backend held of a GPU still when it last rested this way."
+    text = "What a backend held of a GPU still when it last evicted this way."
     yield _gauge("anvil_backend_residual_bytes", text, "backend way gpu", kept)
-    text = "What a backend kept in host memory when it last rested this way."
+    text = "What a backend kept in host memory when it last evicted this way."
     yield _gauge("anvil_backend_host_bytes", text, "backend way", host)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from anvil_mux.host.gpu import Stranger
-from anvil_mux.host.lookout import Seen
-from anvil_mux.routing import ledger
+from anvil_mux.host.gpu import OtherProcess
+from anvil_mux.host.gpu_monitor import Seen
+from anvil_mux.routing import in_flight
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.status import BackendState, Deferral, GpuState, ModelState
 
@@ -58,7 +58,7 @@ def _backend_state(backend: BackendState) -> dict[str, object]:
         "state_seconds": _rounded(backend.state_seconds),
         "gpus": list(backend.gpus),
         "leases": backend.leases,
-        "rests": backend.rests or None,
+        "standby_level": backend.standby_level or None,
         "size": backend.size,
         "idle_seconds": _rounded(backend.idle_seconds),
         "unload_seconds": _rounded(backend.unload_seconds),
@@ -66,7 +66,7 @@ def _backend_state(backend: BackendState) -> dict[str, object]:
         "retry_seconds": _rounded(backend.retry_seconds),
         "error": backend.error or None,
         "log": list(backend.log),
-        "engine": ledger.told(backend.engine),
+        "engine": in_flight.told(backend.engine),
     }
 
 
@@ -90,16 +90,16 @@ def gpu_state(gpu: GpuState, seen: Seen) -> dict[str, object]:
         "total": gpu.total if seen.total is None else seen.total,
         "reserve": gpu.reserve,
         "users": dict(seen.users),
-        "strangers": [_stranger(each) for each in seen.strangers],
+        "others": [_other_process(each) for each in seen.others],
         "residuals": dict(gpu.residuals),
         "reserved_for": list(gpu.reserved_for),
     }
 
 
-def _stranger(stranger: Stranger) -> dict[str, object]:
+def _other_process(other_process: OtherProcess) -> dict[str, object]:
     return {
-        "pid": stranger.pid,
-        "name": stranger.command,
-        "bytes": stranger.used,
-        "container": stranger.container or None,
+        "pid": other_process.pid,
+        "name": other_process.command,
+        "bytes": other_process.used,
+        "container": other_process.container or None,
     }

@@ -96,7 +96,7 @@ class Journal:
             self._some.set()
 
     def told(self, backend: Backend, phase: str, seconds: float) -> None:
-        """Takes a phase of a swap, in the thread of the keeper that performs it. See swap.Told."""
+        """Takes a phase of a swap, in the thread of the worker that performs it. See swap.Told."""
         self._entries.append(Phase(backend.model, phase, seconds))
         self._some.set()
 
@@ -302,7 +302,7 @@ _PLAIN = {
     "loading": "loading ({reason})",
     "cancelling": "its load is cancelled: {reason}",
     "stuck": "may still hold its GPUs, and is told to stop again later: {reason}",
-    "pinned": "pinned: once it is resident no other model puts it out",
+    "pinned": "pinned: once it is resident no other model evicts it",
     "unpinned": "unpinned: it makes room for others again",
     "reloaded": "configuration reloaded: {reason}",
     "reload_failed": "configuration refused, nothing has changed: {reason}",

@@ -1,6 +1,6 @@
 """Events and access records -> Prometheus.
 
-``observe`` is a fold over the residency's events, ``took`` notes what a phase of a swap took and ``served``
+``observe`` is a fold over the GPU group's events, ``took`` notes what a phase of a swap took and ``served``
 counts one finished request. They only add to plain numbers, because they are called for every request; the
 numbers become metric families when somebody asks for them. What is true at this moment (states, lines,
 leases, memory) is not counted along but read at the scrape (gauges.py). One thread at a time calls
@@ -40,7 +40,7 @@ from prometheus_client.utils import floatToGoString
 from anvil_mux import __version__
 from anvil_mux.config.config import WAYS, Config
 from anvil_mux.errors import ClientStalled
-from anvil_mux.host.lookout import Sight
+from anvil_mux.host.gpu_monitor import Sight
 from anvil_mux.protocol import api
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import LEAVES, NO_ANSWER, Event
@@ -295,7 +295,7 @@ class Metrics:
         if loading:
             self._end_load(loading, "failed", event.at)
         elif leaving is None or leaving.stopping is None:
-            self._evictions[event.model, "died"] += event.kind == "stopped"  # else it was found parked
+            self._evictions[event.model, "died"] += event.kind == "stopped"  # else it was found on standby
             self._leaving.pop(event.backend, None)
         else:
             self._evictions[event.model, leaving.cause] += 1

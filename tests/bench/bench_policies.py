@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from anvil_mux.scheduler.policy import POLICIES, Line, Policy, Resident, Snapshot, build_policy
+from anvil_mux.scheduler.policies import POLICIES, Policy, Queue, Resident, Snapshot, build_policy
 from tests.bench import clairvoyant
 
 COUNT = 1000
@@ -72,9 +72,9 @@ def _line(
     evicts: tuple[str, ...] = ("a",),
     learned: bool = True,
     growth: float = 0.001,
-) -> Line:
+) -> Queue:
     since = NOW - age
-    return Line(
+    return Queue(
         f"m{n}",
         waiting,
         since,

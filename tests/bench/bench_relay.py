@@ -399,7 +399,7 @@ class GatedLoad:
         return Loaded("http://127.0.0.1:9", how)
 
     def evict(self, backend: object, how: str) -> NoReturn:
-        raise AssertionError("there is nothing to put out")
+        raise AssertionError("there is nothing to evict")
 
     def ended(self, backend: object) -> str | None:
         return None

@@ -18,7 +18,7 @@ from statistics import median
 
 from anvil_mux.config.profile import Profile
 from anvil_mux.routing import pipeline, prefix
-from anvil_mux.routing.ledger import Ledger, Member
+from anvil_mux.routing.in_flight import InFlightTracker, Member
 from anvil_mux.routing.routing import Work
 
 TOKENS, BLOCK, REPLICAS, BUSY = 131_072, 512, 64, 8
@@ -26,28 +26,28 @@ FAST = Profile(((0, 0.0), (8192, 100.0)), ((1, ((0, 5.0), (1e6, 6.0))), (64, ((0
 WORK = Work(TOKENS, tuple(range(1, TOKENS // BLOCK + 1)), BLOCK, "session")
 
 
-def loaded(policy: str) -> tuple[Ledger, list[str]]:
+def loaded(policy: str) -> tuple[InFlightTracker, list[str]]:
     names = [f"replica-{number}" for number in range(REPLICAS)]
-    ledger = Ledger(
+    in_flight = InFlightTracker(
         pipeline.build(policy), [Member(name, kv_tokens=2 * TOKENS, profile=FAST) for name in names]
     )
     for number, name in enumerate(names):
         known = WORK.blocks[: (number + 1) * len(WORK.blocks) // REPLICAS]
         for nth in range(BUSY):
-            ledger.choose((name, nth), WORK._replace(blocks=known), [name])
+            in_flight.choose((name, nth), WORK._replace(blocks=known), [name])
             if nth % 2:
-                ledger.first_byte((name, nth))
-    return ledger, names
+                in_flight.first_byte((name, nth))
+    return in_flight, names
 
 
 def choice_seconds(policy: str) -> float:
-    ledger, names = loaded(policy)
+    in_flight, names = loaded(policy)
 
     def choose() -> None:
-        choice = ledger.choose("new", WORK, names)
+        choice = in_flight.choose("new", WORK, names)
         assert choice is not None
         assert choice.why
-        ledger.ended("new")
+        in_flight.ended("new")
 
     return _seconds(choose)
 

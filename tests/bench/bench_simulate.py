@@ -30,7 +30,7 @@ from dataclasses import replace
 from statistics import median
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.scheduler.policy import POLICIES
+from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.sim import study
 from anvil_mux.sim.figures import figures
 from anvil_mux.sim.simulate import Request, check, simulate

@@ -2,12 +2,12 @@
 
 ``best`` searches all schedules of a small instance (one GPU that holds one model at a time, unlimited
 concurrency, loads and services of known length) for one with the least total wait, and ``Clairvoyant``
-follows its plan through the real residency, in ``simulate``, to exactly that total. ``ratios`` compares
+follows its plan through the real GPU group, in ``simulate``, to exactly that total. ``ratios`` compares
 policies with it over many random instances.
 
-What a schedule can be follows from the residency. A *stay* of a model begins when it becomes ready, with
+What a schedule can be follows from the GPU group. A *stay* of a model begins when it becomes ready, with
 the admission of its whole line; it serves later arrivals at once until its gate closes; when its last lease
-has ended it is put out, and the next model is loaded. A stay is therefore said by which arrivals it still
+has ended it is evicted, and the next model is loaded. A stay is therefore said by which arrivals it still
 serves and which model comes next. Everything else is best done as early as it can be:
 
 * A model ready earlier, with the same requests served before, can do all that it could have done later:
@@ -15,17 +15,17 @@ serves and which model comes next. Everything else is best done as early as it c
 * So a gate that closes earlier without turning away another request is never worse, and the moments that
   matter are the beginning of the stay and just after each arrival that it serves. There are as many
   schedules as ways to cut the arrivals of each model into stays.
-* A swap begins as soon as it is worth while and somebody waits for the model (invariant 6 of residency.py).
+* A swap begins as soon as it is worth while and somebody waits for the model (invariant 6 of group.py).
   With ``ahead`` a gate may also close before anybody waits: that is ``Unload``, which a policy may decide at
   any time, but which only those can dare who know that the next request is for another model.
-* Loading the model that was just put out cannot help: its gate might as well have stayed open.
+* Loading the model that was just evict cannot help: its gate might as well have stayed open.
 
 The search is exhaustive, best first: it goes on from the stay that has made everybody wait least so far, and
 the first after which no other model is wanted ends a best schedule. Requests of one model that arrive at one
 moment are admitted together, unless a request for another model stands between them in the trace: only then
 is the policy asked between them.
 
-Some bounds of the residency are no choice of a policy, and are kept out: ``following`` lifts ``max_wait``
+Some bounds of the GPU group are no choice of a policy, and are kept out: ``following`` lifts ``max_wait``
 and its like, and no service may be longer than ``drain_timeout``. Moments of random instances are multiples
 of 2**-10 s, so that sums of them are exact.
 """
@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 from anvil_mux.config.config import Config
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.policy import FOREVER, Decision, Snapshot, Stay, SwapTo, Unload
+from anvil_mux.scheduler.policies import FOREVER, Decision, Snapshot, Stay, SwapTo, Unload
 from anvil_mux.sim.simulate import Request, simulate
 from anvil_mux.sim.workload import Workload
 
@@ -53,7 +53,7 @@ MOST_MODELS = 3
 
 
 class Move(NamedTuple):
-    """From this moment on: load ``model``, or with ``unload`` put it out."""
+    """From this moment on: load ``model``, or with ``unload`` evict it."""
 
     at: float
     model: str
@@ -79,10 +79,10 @@ class Clairvoyant:
     def decide(self, seen: Snapshot) -> Decision:
         due = sum(move.at <= seen.now for move in self.plan)
         move = self.plan[due - 1] if due else None
-        if move and sum(line.waiting for line in seen.lines) >= move.waiting:
+        if move and sum(line.waiting for line in seen.queues) >= move.waiting:
             if move.unload and any(resident.model == move.model for resident in seen.residents):
                 return Unload(move.model, "planned")
-            if not move.unload and any(line.model == move.model for line in seen.lines):
+            if not move.unload and any(line.model == move.model for line in seen.queues):
                 return SwapTo(move.model, "planned")
         return Stay(self.plan[due].at if due < len(self.plan) else FOREVER, "planned")
 
@@ -338,7 +338,7 @@ class _Line:
 
 
 class _Stay(NamedTuple):
-    """A model from the moment at which it is ready until it is put out."""
+    """A model from the moment at which it is ready until it is evicted."""
 
     total: float
     """The wait of all who have been admitted when it begins."""

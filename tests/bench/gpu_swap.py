@@ -5,10 +5,10 @@ of them and comes with their checksum, so that a byte that was lost on the way i
 repetition new engines
 
   cold                start: interpreter, PyTorch, CUDA, weights from ordinary host memory (no disk is read)
-  checkpoint          are parked by the driver and frozen, thawed and restored, as anvil-mux does it
+  checkpoint          are on standby by the driver and frozen, thawed and restored, as anvil-mux does it
   offload             copy the weights to pinned host memory, free them and take them back, as engines do in
                       a light sleep; the first time, which has to get that memory, is first_offload
-  offload+checkpoint  do both: what an offload leaves on the GPU is parked too
+  offload+checkpoint  do both: what an offload leaves on the GPU is on standby too
 
 Seconds are medians over the repetitions. "out" is until the GPU's memory is given up, "back" until the first
 answer after that. "used" and "left" are the bytes of the whole GPU that are used before and after the way
@@ -310,7 +310,7 @@ class Bench:
         if not pids:
             raise BackendError("the driver does not know the engine for a process that uses CUDA")
         with measured.phase("park"):
-            parked = self._checkpointer.park(pids)
+            standby = self._checkpointer.park(pids)
         measured.left = used_bytes(engine)
         with measured.phase("freeze"):
             os.kill(engine.pid, signal.SIGSTOP)
@@ -319,7 +319,7 @@ class Bench:
             os.kill(engine.pid, signal.SIGCONT)
             os.waitpid(engine.pid, os.WCONTINUED)
         with measured.phase("restore"):
-            self._checkpointer.restore(parked)
+            self._checkpointer.restore(standby)
 
 
 def used_bytes(engine: Engine) -> int | None:

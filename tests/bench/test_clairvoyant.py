@@ -1,4 +1,4 @@
-"""The yardstick is exact: its plans come true in the real residency, and nothing does better."""
+"""The yardstick is exact: its plans come true in the real GPU group, and nothing does better."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ from math import inf
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.scheduler.policy import POLICIES, Stay, SwapTo, Unload
+from anvil_mux.scheduler.policies import POLICIES, Stay, SwapTo, Unload
 from anvil_mux.sim.simulate import Request, check, simulate
 from anvil_mux.sim.workload import Rounds, Workload
 from tests.bench.clairvoyant import (
@@ -110,7 +110,7 @@ class Whim:
 
     def decide(self, seen):
         draw = random.Random(f"{self.seed} {seen.now}")
-        waiting = [SwapTo(line.model) for line in seen.lines]
+        waiting = [SwapTo(line.model) for line in seen.queues]
         resident = [Unload(resident.model) for resident in seen.residents]
         later = Stay(seen.now + draw.choice((0.25, 1.0, 4.0, 16.0)))
         return draw.choice([later, *waiting, *waiting, *resident[: draw.random() < 0.2]])
@@ -177,7 +177,7 @@ class Script:
 
     def decide(self, seen):
         options = [Stay(min((moment for moment in self.moments if moment > seen.now), default=inf))]
-        options += [SwapTo(line.model) for line in seen.lines]
+        options += [SwapTo(line.model) for line in seen.queues]
         options += [Unload(resident.model) for resident in seen.residents if self.unloads]
         nth = len(self.asked)
         self.asked.append(len(options))

@@ -46,8 +46,8 @@ def test_backends_that_fit_side_by_side_do_not_meet() -> None:
 
 
 def test_every_way_that_a_backend_allows_is_measured_and_a_cold_start_always() -> None:
-    a = Backend("a", "a", ("0",), rest=("sleep", "stop"))
-    b = Backend("b", "b", ("0",), rest=("sleep-2", "sleep"))
+    a = Backend("a", "a", ("0",), evict_to=("sleep", "stop"))
+    b = Backend("b", "b", ("0",), evict_to=("sleep-2", "sleep"))
     assert ring_names(a, b) == [("sleep", ["a", "b"]), ("stop", ["a", "b"]), ("sleep-2", ["b"])]
 
 
@@ -59,7 +59,7 @@ def test_replicas_and_pinned_models_are_measured_too() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("llamacpp", [("pause", ["one", "two"]), ("stop", ["one", "two"])]),
+        ("llamacpp", [("freeze", ["one", "two"]), ("stop", ["one", "two"])]),
         ("vllm", [("sleep", ["vllm"]), ("stop", ["vllm"])]),
     ],
 )
@@ -168,12 +168,12 @@ def test_a_frozen_model_is_measured_beside_its_cold_start(
     file = compose(tmp_path)
     content = yaml.safe_load(file.read_text())
     for about in content["services"].values():
-        about["x-anvil"]["rest"] = ["pause"]
+        about["x-anvil"]["evict_to"] = ["freeze"]
     file.write_text(yaml.safe_dump(content, sort_keys=False))
     rows = measured(capsys, file, "--repeat", 1)
-    assert [row["way"] for row in rows] == ["pause", "pause", "stop", "stop"]
+    assert [row["way"] for row in rows] == ["freeze", "freeze", "stop", "stop"]
     for row in rows:
-        parts = ["freeze", "load", "probe"] if row["way"] == "pause" else ["verify", "load", "ready"]
+        parts = ["freeze", "load", "probe"] if row["way"] == "freeze" else ["verify", "load", "ready"]
         assert list(row["phases"]) == ["drain", "evict", *parts, "first_token"]
         assert sum(row["phases"].values()) == pytest.approx(row["total_seconds"])
         assert row["own_share_seconds"] == pytest.approx(row["total_seconds"] - row["by_hand_seconds"])
@@ -202,7 +202,7 @@ def test_memory_that_comes_back_is_weighed_against_the_bus(
     for about in content["services"].values():
         about["command"] += ["--enable-sleep-mode", "--wake-seconds", "0.01"]
         about["environment"] = {"VLLM_SERVER_DEV_MODE": "1"}
-        about["x-anvil"] |= {"engine": "vllm", "rest": ["sleep"]}
+        about["x-anvil"] |= {"engine": "vllm", "evict_to": ["sleep"]}
     file.write_text(yaml.safe_dump(content, sort_keys=False))
     for row in measured(capsys, file, "--repeat", 1):
         seconds = row["phases"]["load"] + row["phases"].get("ready", 0.0)
@@ -217,10 +217,10 @@ def test_who_is_to_be_prepared_or_demoted_is_measured_like_the_others(
     file = compose(tmp_path)
     content = yaml.safe_load(file.read_text())
     for about in content["services"].values():
-        about["x-anvil"] |= {"rest": ["pause", "stop"], "prepare": True, "demote_after": 0.01}
+        about["x-anvil"] |= {"evict_to": ["freeze", "stop"], "preload": True, "demote_after": 0.01}
     file.write_text(yaml.safe_dump(content, sort_keys=False))
     rows = measured(capsys, file, "--repeat", 1)
-    assert [row["way"] for row in rows] == ["pause", "pause", "stop", "stop"]
+    assert [row["way"] for row in rows] == ["freeze", "freeze", "stop", "stop"]
     assert running(file) == {}
 
 
@@ -248,12 +248,12 @@ def test_who_does_not_wake_is_told(
     monkeypatch.setattr(ProcessRuntime, "resume", resume)
     file = compose(tmp_path)
     file.write_text(
-        file.read_text().replace("x-anvil:\n      gpus", "x-anvil:\n      rest: [pause]\n      gpus")
+        file.read_text().replace("x-anvil:\n      gpus", "x-anvil:\n      evict_to: [freeze]\n      gpus")
     )
     assert main(["bench", "swap", "--json", str(file), "--repeat", "1"]) == 1
     out, err = capsys.readouterr()
     assert {row["way"] for row in json.loads(out)} == {"stop"}
-    assert "not measured: small, large by pause: " in err
+    assert "not measured: small, large by freeze: " in err
     assert running(file) == {}
 
 

@@ -32,7 +32,7 @@ from anvil_mux.config.keys import load as load_keys
 from anvil_mux.host import checkpoint, process
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.policy import POLICIES
+from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.serve.learned import Known, Learned
 from anvil_mux.serve.program import CannotServe, _short, locked, open_address
 from anvil_mux.sim import plot, study
@@ -233,10 +233,10 @@ def test_a_checkpoint_that_this_machine_cannot_do_is_refused(
 ) -> None:
     monkeypatch.setattr(checkpoint.Checkpointer, "why_not", lambda *_, **__: "needs NVIDIA driver 570")
     file = tmp_path / "compose.yaml"
-    service = {"command": "x", "x-anvil": {"gpus": ["0"], "rest": ["checkpoint", "stop"]}}
+    service = {"command": "x", "x-anvil": {"gpus": ["0"], "evict_to": ["checkpoint", "stop"]}}
     file.write_text(yaml.safe_dump({"x-anvil": {"runtime": "process"}, "services": {"a": service}}))
     assert main([command, str(file)]) == 78
-    assert "a.x-anvil.rest: checkpoint cannot work: needs NVIDIA driver 570" in capsys.readouterr().err
+    assert "a.x-anvil.evict_to: checkpoint cannot work: needs NVIDIA driver 570" in capsys.readouterr().err
     assert main(["config", str(file)]) == 0
 
 
@@ -262,7 +262,7 @@ def public() -> Iterator[Path]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebody else")
 def test_check_names_the_rights_that_a_checkpoint_lacks(public: Path) -> None:
-    rest = {"gpus": ["0"], "rest": ["checkpoint", "stop"]}
+    rest = {"gpus": ["0"], "evict_to": ["checkpoint", "stop"]}
     service = {"image": "x", "ports": ["127.0.0.1::80"], "x-anvil": rest}
     services = {"theirs": service, "ours": {**service, "user": "65534"}}
     file = public / "compose.yaml"
@@ -989,7 +989,7 @@ def test_a_crash_loses_no_engine(state: Path) -> None:
         assert second.get("/healthz")["models"]["a"]["state"] == "ready"
         assert second.chat("a")[0] == 200
         assert engine_pid(state, "a") == pid
-        # Not started by this one, but put out by it all the same.
+        # Not started by this one, but evict by it all the same.
         assert second.chat("b")[0] == 200
         assert not is_alive(pid)
 
@@ -1199,7 +1199,7 @@ def scaled(folder: Path, scale: int) -> Path:
     """A compose file of one demo engine on no GPU, so many times."""
     file = compose(folder, "a")
     written = yaml.safe_load(file.read_text())
-    written["services"]["a"] |= {"scale": scale, "x-anvil": {"gpus": [], "prepare": True}}
+    written["services"]["a"] |= {"scale": scale, "x-anvil": {"gpus": [], "preload": True}}
     file.write_text(yaml.safe_dump(written))
     return file
 

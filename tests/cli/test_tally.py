@@ -54,9 +54,9 @@ def test_what_the_mechanism_tells_is_taken_out_of_the_phase_in_which_it_happened
 
 
 def test_who_had_to_be_stopped_did_not_rest_in_the_way_that_is_measured() -> None:
-    parked = [event._replace(kind="standby") if event.kind == "stopped" else event for event in LOG]
-    assert tally.phases(parked, 21.0, way="sleep") == tally.phases(LOG, 21.0)
-    with pytest.raises(BackendError, match="a had to be stopped: it did not rest by sleep"):
+    standby = [event._replace(kind="standby") if event.kind == "stopped" else event for event in LOG]
+    assert tally.phases(standby, 21.0, way="sleep") == tally.phases(LOG, 21.0)
+    with pytest.raises(BackendError, match="a had to be stopped: it did not go into standby by sleep"):
         tally.phases(LOG, 21.0, way="sleep")
 
 

@@ -1,4 +1,4 @@
-"""Real SDKs against a mux whose models load slowly, fail to load, are put out and die within an answer.
+"""Real SDKs against a mux whose models load slowly, fail to load, are evicted and die within an answer.
 
 Their user sees text, or an error that says what happened: never silence, an empty success, or half an
 answer that looks like a whole one. `bin/test clients` makes the environments that they live in.
@@ -198,7 +198,7 @@ def at_a_death(house: House) -> Outcomes:
 
 @pytest.fixture(scope="module")
 def cut_off(house: House) -> Outcomes:
-    """Their streams are under way, with minutes to go, when their model is put out."""
+    """Their streams are under way, with minutes to go, when their model is evicted."""
     house.load("steady")
     outcomes = house.ask(STREAMS, "steady", 1000)
     assert house.leases("steady", len(STREAMS)) == len(STREAMS)
@@ -208,7 +208,7 @@ def cut_off(house: House) -> Outcomes:
 
 @pytest.fixture(scope="module")
 def put_out(house: House) -> Outcomes:
-    """Their model is put out before the first byte of their answers, and can be had again."""
+    """Their model is evicted before the first byte of their answers, and can be had again."""
     house.load("long")
     outcomes = house.ask(WHOLE, "long", 300)
     assert house.leases("long", len(WHOLE)) == len(WHOLE)

@@ -36,7 +36,7 @@ def test_backends_come_go_and_stay():
         ("model", "other"),
         ("engine", "vllm"),
         ("vram", 7),
-        ("rest", ("sleep",)),
+        ("evict_to", ("sleep",)),
         ("port", 1),
     ],
 )
@@ -46,7 +46,7 @@ def test_what_concerns_its_engine_or_its_place_makes_it_another_one(field, value
 
 @pytest.mark.parametrize("field", OURS)
 def test_what_steers_us_alone_leaves_it_running(field):
-    other = {"profile": object(), "pin": True, "prepare": True, "checkpoint_anyway": True}.get(field, "other")
+    other = {"profile": object(), "pin": True, "preload": True, "checkpoint_anyway": True}.get(field, "other")
     found = compare(OLD, replace(OLD, backends=(replace(A, **{field: other}), B)))
     assert found == Change(kept=("a", "b"), settings=(f"a.{field}",))
 

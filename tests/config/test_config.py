@@ -70,13 +70,13 @@ def test_settings_of_a_service(tmp_path: Path) -> None:
             image: x
             x-anvil:
               {model: org/m-7b, aliases: [m, n], gpus: ["0"], vram: 20GB, engine: vllm, port: 9000, pin: true,
-               served_model: other, load_timeout: 2m30s, stop_timeout: 5, rest: [stop]}
+               served_model: other, load_timeout: 2m30s, stop_timeout: 5, evict_to: [stop]}
     """
     found = plain(tmp_path, text)
     (a,) = found.backends
     assert (a.model, a.aliases, a.gpus, a.vram) == ("org/m-7b", ("m", "n"), ("0",), 20_000_000_000)
     assert (a.engine, a.port, a.pin, a.served_model) == ("vllm", 9000, True, "other")
-    assert (a.load_timeout, a.stop_timeout, a.rest) == (150.0, 5.0, ("stop",))
+    assert (a.load_timeout, a.stop_timeout, a.evict_to) == (150.0, 5.0, ("stop",))
     assert found.gpus == (Gpu("0", 24 * GIB, GIB), Gpu("1"))
 
 
@@ -128,23 +128,23 @@ def test_settings_of_a_policy(tmp_path: Path, said: str, settings: dict[str, obj
 def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     text = """
         x-anvil:
-          {listen: "0.0.0.0:80", runtime: process, project: p, gpus: ["0"], preemption: lru,
+          {listen: "0.0.0.0:80", runtime: process, project: p, gpus: ["0"], eviction: lru,
            policy: {name: debounce, quiet: "2"}, drain_timeout: 0, queue_timeout: 1m, max_wait: 2,
            max_queue: 3, max_connections: 4, upstream_timeout: 5, loading_grace: 6, max_body: 1MiB,
            client_timeout: 7, max_upload: 2MB, default_model: a, on_exit: stop, routing: lmetric,
-           host_memory: 64GiB, prepare: yes, hooks: {url: "http://x"},
+           host_memory: 64GiB, preload: yes, hooks: {url: "http://x"},
            hosts: [mux], cors: ["HTTPS://app.example"], key_file: /keys, tls_cert: /cert, tls_key: /key}
         services: {a: {command: [a], x-anvil: {}}}
     """
     found = plain(tmp_path, text)
     assert (found.host, found.port, found.runtime, found.project) == ("0.0.0.0", 80, "process", "p")
-    assert (found.policy, found.policy_settings, found.preemption) == ("debounce", {"quiet": 2.0}, "lru")
+    assert (found.policy, found.policy_settings, found.eviction) == ("debounce", {"quiet": 2.0}, "lru")
     assert (found.drain_timeout, found.queue_timeout, found.max_wait, found.max_queue) == (0, 60, 2, 3)
     assert (found.max_connections, found.upstream_timeout, found.loading_grace) == (4, 5, 6)
     assert found.client_timeout == 7
     assert (found.max_body, found.max_upload) == (1 << 20, 2_000_000)
     assert (found.default_model, found.on_exit, found.routing) == ("a", "stop", "lmetric")
-    assert (found.host_memory, found.prepare, found.backends[0].prepare) == (64 << 30, True, True)
+    assert (found.host_memory, found.preload, found.backends[0].preload) == (64 << 30, True, True)
     assert [hook.url for hook in found.hooks] == ["http://x"]
     assert (found.hosts, found.cors, found.key_file) == (("mux",), ("https://app.example",), "/keys")
     assert (found.tls_cert, found.tls_key) == ("/cert", "/key")
@@ -156,7 +156,7 @@ def test_the_tables_cover_the_dataclasses() -> None:
         "host": "listen",
         "port": "listen",
         "policy_settings": "policy",
-        "preemption_settings": "preemption",
+        "eviction_settings": "eviction",
         "routing_policies": "routing",
         "routing_mode": "routing",
         "routing_store": "routing",
@@ -174,7 +174,7 @@ def test_the_documentation_names_key_type_default_and_meaning() -> None:
     assert rows["drain_timeout"][:2] == ["seconds", "30"]
     assert rows["max_body"][:2] == ["size", "64MiB"]
     rows = {key: rest for key, *rest in config.describe(config.SERVICE_SETTINGS)}
-    assert rows["rest"][1] == ""
+    assert rows["evict_to"][1] == ""
     assert rows["priority"][:2] == ["whole number", "0"]
     assert [rows[key][:2] for key in ("ttl", "max_wait")] == [["seconds", ""]] * 2
     assert rows["min_residency"][:2] == ["seconds", "0"]
@@ -214,11 +214,11 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
 
 def test_a_bad_setting_is_blamed_on_what_gave_it(tmp_path: Path) -> None:
     environ = {"ANVIL_POLICY": "egaer", "ANVIL_MAX_WAIT": "x", "ANVIL_DEFAULT_MODEL": "b"}
-    overrides = {"drain_timeout": "y", "preemption": "fifo"}
+    overrides = {"drain_timeout": "y", "eviction": "fifo"}
     with pytest.raises(ConfigError) as caught:
         plain(tmp_path, "services: {a: {x-anvil: {}}}", environ=environ, overrides=overrides)
     blamed = sorted(problem.partition(":")[0] for problem in caught.value.problems)
-    given = ["--drain-timeout", "--preemption", "ANVIL_DEFAULT_MODEL", "ANVIL_MAX_WAIT", "ANVIL_POLICY"]
+    given = ["--drain-timeout", "--eviction", "ANVIL_DEFAULT_MODEL", "ANVIL_MAX_WAIT", "ANVIL_POLICY"]
     assert blamed == given
 
 
@@ -408,8 +408,8 @@ BAD: list[tuple[str, str]] = [
     (SERVICE % "vram: 0", "services.a.x-anvil.vram: must be more than 0"),
     (SERVICE % "port: 70000", "services.a.x-anvil.port: must be a whole number from 1 to 65535, not 70000"),
     (SERVICE % "engine: vlm", "services.a.x-anvil.engine: must be one of openai, llamacpp, sglang, vllm"),
-    (SERVICE % "rest: [sotp]", "services.a.x-anvil.rest: unknown: sotp; did you mean stop?"),
-    (SERVICE % "rest: []", "services.a.x-anvil.rest: must name at least one"),
+    (SERVICE % "evict_to: [sotp]", "services.a.x-anvil.evict_to: unknown: sotp; did you mean stop?"),
+    (SERVICE % "evict_to: []", "services.a.x-anvil.evict_to: must name at least one"),
     (SERVICE % "pin: maybe", "services.a.x-anvil.pin: must be true or false, not 'maybe'"),
     (SERVICE % "load_timeout: -1", "services.a.x-anvil.load_timeout: must be seconds, or a time such as 30s"),
     (
@@ -447,7 +447,7 @@ BAD: list[tuple[str, str]] = [
     (TOP % "policy: {name: cost_aware, cap: off}", "policy cost_aware: cap must be a number of at least 0"),
     (TOP % "policy: {name: time_slice, slice: 3}", "unknown setting 'slice'; known: period, least"),
     (TOP % "policy: {name: adaptive, pause: -1}", "policy adaptive: pause must be a number of at least 0"),
-    (TOP % "preemption: fifo", "x-anvil.preemption: unknown preemption 'fifo'"),
+    (TOP % "eviction: fifo", "x-anvil.eviction: unknown eviction 'fifo'"),
     (TOP % "default_model: b", "x-anvil.default_model: no service serves b; known: a"),
     (TOP % "gpus: [{}]", "x-anvil.gpus: must be text"),
     (TOP % 'gpus: {"0": 24GiB}', "x-anvil.gpus.0: must hold its memory"),
@@ -535,59 +535,60 @@ def test_swap_partners_may_share_a_port(tmp_path: Path) -> None:
 
 
 def test_swap_partners_that_sleep_may_not_share_a_port(tmp_path: Path) -> None:
-    shared = "command: x --port 5, x-anvil: {gpus: ['0'], rest: pause}"
+    shared = "command: x --port 5, x-anvil: {gpus: ['0'], evict_to: freeze}"
     text = f"x-anvil: {{runtime: process}}\nservices: {{a: {{{shared}}}, b: {{{shared}}}}}"
     (problem,) = problems(tmp_path, text)
     assert "port 5 is also that of a, and both may run at once" in problem
 
 
-# Ways to rest
+# Standby levels
 
 VLLM = "image: vllm, environment: {VLLM_SERVER_DEV_MODE: '1'}"
 CANNOT_REST = [
-    ("image: x, x-anvil: {rest: [sleep]}", "sleep cannot work: engine openai cannot be told to sleep"),
-    ("image: tabbyapi, x-anvil: {rest: sleep}", "engine tabbyapi cannot be told to sleep"),
-    ("image: ollama, x-anvil: {rest: [sleep-2]}", "sleep-2 cannot work: ollama cannot drop its weights"),
-    (f"{VLLM}, command: --model m, x-anvil: {{rest: sleep}}", "add --enable-sleep-mode to its command"),
-    ("image: vllm, command: --enable-sleep-mode, x-anvil: {rest: sleep}", "VLLM_SERVER_DEV_MODE"),
+    ("image: x, x-anvil: {evict_to: [sleep]}", "sleep cannot work: engine openai cannot be told to sleep"),
+    ("image: tabbyapi, x-anvil: {evict_to: sleep}", "engine tabbyapi cannot be told to sleep"),
+    ("image: ollama, x-anvil: {evict_to: [sleep-2]}", "sleep-2 cannot work: ollama cannot drop its weights"),
+    (f"{VLLM}, command: --model m, x-anvil: {{evict_to: sleep}}", "add --enable-sleep-mode to its command"),
+    ("image: vllm, command: --enable-sleep-mode, x-anvil: {evict_to: sleep}", "VLLM_SERVER_DEV_MODE"),
     (
-        "image: sglang, command: --enable-memory-saver, x-anvil: {rest: sleep}",
+        "image: sglang, command: --enable-memory-saver, x-anvil: {evict_to: sleep}",
         "add --enable-weights-cpu-backup to its command",
     ),
-    ("image: llama.cpp, command: -m x.gguf, x-anvil: {rest: sleep}", "unloads in router mode only"),
+    ("image: llama.cpp, command: -m x.gguf, x-anvil: {evict_to: sleep}", "unloads in router mode only"),
     (
-        "image: llama.cpp, environment: {LLAMA_ARG_HF_REPO: x/y}, x-anvil: {rest: sleep}",
+        "image: llama.cpp, environment: {LLAMA_ARG_HF_REPO: x/y}, x-anvil: {evict_to: sleep}",
         "unloads in router mode only",
     ),
-    ("image: x, gpus: [{count: 1}], x-anvil: {rest: pause}", "what is frozen keeps its GPU memory"),
+    ("image: x, gpus: [{count: 1}], x-anvil: {evict_to: freeze}", "what is frozen keeps its GPU memory"),
     (
-        "image: llama.cpp, environment: {GGML_CUDA_ENABLE_UNIFIED_MEMORY: 1}, x-anvil: {rest: checkpoint}",
+        "image: llama.cpp, environment: {GGML_CUDA_ENABLE_UNIFIED_MEMORY: 1}, "
+        "x-anvil: {evict_to: checkpoint}",
         "checkpoint cannot work: the driver cannot checkpoint unified memory",
     ),
 ]
 CAN_REST = [
-    f"{VLLM}, command: --model m --enable-sleep-mode, x-anvil: {{rest: [sleep, sleep-2, stop]}}",
-    f"{VLLM}, x-anvil: {{rest: [sleep, stop]}}",
-    f"{VLLM}, command: --config f.yaml, x-anvil: {{rest: [sleep, stop]}}",
-    "image: sglang, command: --enable-memory-saver --enable-weights-cpu-backup, x-anvil: {rest: sleep}",
-    "image: llama.cpp, command: --models-dir /models, x-anvil: {rest: sleep}",
-    "image: ollama, x-anvil: {rest: sleep}",
-    "image: x, x-anvil: {gpus: ['0'], rest: pause}",
-    "image: x, x-anvil: {gpus: ['0', '1'], rest: [checkpoint, stop]}",
+    f"{VLLM}, command: --model m --enable-sleep-mode, x-anvil: {{evict_to: [sleep, sleep-2, stop]}}",
+    f"{VLLM}, x-anvil: {{evict_to: [sleep, stop]}}",
+    f"{VLLM}, command: --config f.yaml, x-anvil: {{evict_to: [sleep, stop]}}",
+    "image: sglang, command: --enable-memory-saver --enable-weights-cpu-backup, x-anvil: {evict_to: sleep}",
+    "image: llama.cpp, command: --models-dir /models, x-anvil: {evict_to: sleep}",
+    "image: ollama, x-anvil: {evict_to: sleep}",
+    "image: x, x-anvil: {gpus: ['0'], evict_to: freeze}",
+    "image: x, x-anvil: {gpus: ['0', '1'], evict_to: [checkpoint, stop]}",
 ]
 
 
 @pytest.mark.parametrize(("service", "says"), CANNOT_REST)
 def test_a_way_that_cannot_work_is_refused_with_the_reason(tmp_path: Path, service: str, says: str) -> None:
     (problem,) = problems(tmp_path, f"services: {{a: {{{service}}}}}")
-    assert "services.a.x-anvil.rest: " in problem
+    assert "services.a.x-anvil.evict_to: " in problem
     assert says in problem
 
 
 @pytest.mark.parametrize("service", CAN_REST)
 def test_a_way_that_can_work_is_taken(tmp_path: Path, service: str) -> None:
     (backend,) = plain(tmp_path, f"services: {{a: {{{service}}}}}").backends
-    assert backend.rest != ("stop",)
+    assert backend.evict_to != ("stop",)
 
 
 def test_a_checkpoint_that_cannot_work_on_this_machine_is_refused_where_it_is_asked_for(
@@ -595,10 +596,10 @@ def test_a_checkpoint_that_cannot_work_on_this_machine_is_refused_where_it_is_as
 ) -> None:
     text = """
         services:
-          a: {x-anvil: {gpus: ['0'], rest: [checkpoint, stop]}}
-          b: {x-anvil: {gpus: ['0', '1'], rest: [checkpoint, stop]}}
-          c: {x-anvil: {gpus: ['0', '1'], rest: [checkpoint, stop], checkpoint_anyway: true}}
-          d: {x-anvil: {gpus: ['0', '1'], rest: [sleep, stop], engine: ollama}}
+          a: {x-anvil: {gpus: ['0'], evict_to: [checkpoint, stop]}}
+          b: {x-anvil: {gpus: ['0', '1'], evict_to: [checkpoint, stop]}}
+          c: {x-anvil: {gpus: ['0', '1'], evict_to: [checkpoint, stop], checkpoint_anyway: true}}
+          d: {x-anvil: {gpus: ['0', '1'], evict_to: [sleep, stop], engine: ollama}}
     """
     asked = []
 
@@ -607,13 +608,15 @@ def test_a_checkpoint_that_cannot_work_on_this_machine_is_refused_where_it_is_as
         return "holds several GPUs" if len(gpus) > 1 and not insist else None
 
     (problem,) = problems(tmp_path, text, judge=judge)
-    assert problem.endswith(":4: services.b.x-anvil.rest: checkpoint cannot work: holds several GPUs")
+    assert problem.endswith(":4: services.b.x-anvil.evict_to: checkpoint cannot work: holds several GPUs")
     assert asked == [(("0",), False), (("0", "1"), False), (("0", "1"), True)]
 
 
 def test_sleep_1_is_another_name_of_sleep(tmp_path: Path) -> None:
-    (backend,) = plain(tmp_path, "services: {a: {image: ollama, x-anvil: {rest: [sleep-1, sleep]}}}").backends
-    assert backend.rest == ("sleep",)
+    (backend,) = plain(
+        tmp_path, "services: {a: {image: ollama, x-anvil: {evict_to: [sleep-1, sleep]}}}"
+    ).backends
+    assert backend.evict_to == ("sleep",)
 
 
 # What bites
@@ -631,7 +634,7 @@ BITES = [
     ("command: x --port 81, x-anvil: {port: 81}, " + QUIET, "its port 81 is not among those published (80)"),
     ("command: x --port 81, " + QUIET, "its command listens on 81, but published is 80"),
     ("image: llama.cpp, command: -m x.gguf, " + QUIET, 'on 9931; add --port "80" to its command'),
-    ("profiles: [llm], ports: ['127.0.0.1::80']", "has no GPU, so it is never put out"),
+    ("profiles: [llm], ports: ['127.0.0.1::80']", "has no GPU, so it is never evicted"),
     (
         "profiles: [llm], ports: ['127.0.0.1::80'], x-anvil: {gpus: ['0']}",
         "stands on GPU 0 for us but reserves none",
@@ -1109,12 +1112,12 @@ def test_who_is_allowed_to_sleep_sleeps_unless_told_otherwise(
     tmp_path: Path, described: str, expected: str
 ) -> None:
     (backend,) = plain(tmp_path, f"services: {{a: {{{described}, x-anvil: {{}}}}}}").backends
-    assert backend.rest[0] == expected
+    assert backend.evict_to[0] == expected
 
 
-def test_a_ladder_goes_down(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"goes down a ladder: write \[checkpoint, stop\]"):
-        plain(tmp_path, "services: {a: {image: x, x-anvil: {rest: [stop, checkpoint]}}}")
+def test_a_standby_goes_down(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lightest standby level down: write \[checkpoint, stop\]"):
+        plain(tmp_path, "services: {a: {image: x, x-anvil: {evict_to: [stop, checkpoint]}}}")
 
 
 ROUTED = """

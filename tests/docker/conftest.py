@@ -254,7 +254,7 @@ def llamacpp_compose(engine: Engine, tiny_model: Callable[[int], Path]) -> Itera
         if one:
             described = {name: _service(one, tiny_model(1), slots) for name in names}
             for each in described.values():
-                each["x-anvil"] = {"model": one, "gpus": [], "prepare": True}
+                each["x-anvil"] = {"model": one, "gpus": [], "preload": True}
         else:
             described = {name: _service(name, tiny_model(seed), slots) for seed, name in enumerate(names, 1)}
         for name, special in (services or {}).items():

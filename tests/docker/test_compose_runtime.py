@@ -122,7 +122,7 @@ def test_a_real_engine_is_loaded_evicted_and_loaded_again(stack: Stack):
         assert stack.up() == {"model-1"}
 
 
-def test_another_engine_on_the_port_is_a_stranger(stack: Stack):
+def test_another_engine_on_the_port_is_a_other_process(stack: Stack):
     with runtime_of(stack) as runtime:
         url = runtime.start(backend("model-1"))
         ticks = iter(range(0, 10_000, 30))

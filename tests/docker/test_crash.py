@@ -22,7 +22,7 @@ SEED = int(os.environ.get("ANVIL_CRASH_SEED", "1"))
 def test_no_crash_leaves_an_orphan_two_residents_or_half_a_file(
     llamacpp_compose: Callable[..., Stack], tmp_path: Path
 ) -> None:
-    freezing = {"x-anvil": {"gpus": ["0"], "rest": ["pause", "stop"]}}
+    freezing = {"x-anvil": {"gpus": ["0"], "evict_to": ["freeze", "stop"]}}
     services = {"model-2": freezing, "model-3": freezing}
     stack = llamacpp_compose(tmp_path, models=3, top={"x-anvil": {"policy": "eager"}}, services=services)
 

@@ -22,9 +22,9 @@ SEED = int(os.environ.get("ANVIL_LOAD_SEED", "1"))
 TWIN = "twin"
 MODELS = {
     "model-1": ("model-1", "0", {}),
-    "model-2": ("model-2", "0", {"rest": ["pause", "stop"]}),
+    "model-2": ("model-2", "0", {"evict_to": ["freeze", "stop"]}),
     "model-3": ("model-3", "1", {}),
-    "model-4": ("model-4", "1", {"rest": ["pause", "stop"]}),
+    "model-4": ("model-4", "1", {"evict_to": ["freeze", "stop"]}),
     "model-5": (TWIN, "0", {}),
     "model-6": (TWIN, "1", {}),
 }
@@ -87,7 +87,7 @@ def test_every_answer_is_accounted_for(stack: Stack, tmp_path: Path) -> None:
 
     models = sorted({model for model, _, _ in MODELS.values()})
     asks = some_asks(REQUESTS, models, TOKENS, [kind for kind in KINDS if kind not in EMBEDDING], draw)
-    freezable = frozenset(model for model, _, special in MODELS.values() if "rest" not in special)
+    freezable = frozenset(model for model, _, special in MODELS.values() if "evict_to" not in special)
     load = Load(start, stack.file, tmp_path, Containers(stack), asks, whole, part, draw, freezable)
     load.run()
     print(f"\nANVIL_LOAD_SEED={SEED}\n{load.table()}")

@@ -43,7 +43,7 @@ def two_by_profile(stack: Stack) -> None:
     """Two replicas, and a policy that goes by the profile."""
     written = yaml.safe_load(stack.file.read_text())
     written["x-anvil"] = {"routing": "slo"}
-    written["services"][MODEL] |= {"scale": 2, "x-anvil": {"gpus": [], "prepare": True, "profile": FILE}}
+    written["services"][MODEL] |= {"scale": 2, "x-anvil": {"gpus": [], "preload": True, "profile": FILE}}
     stack.file.write_text(yaml.safe_dump(written))
 
 

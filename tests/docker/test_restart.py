@@ -30,7 +30,7 @@ from tests.docker.served import (
 )
 
 MakeStack = Callable[..., Stack]
-FROZEN = {"x-anvil": {"gpus": ["0"], "rest": ["pause"]}}
+FROZEN = {"x-anvil": {"gpus": ["0"], "evict_to": ["freeze"]}}
 SLEEPER = {**BUSYBOX, "command": ["sleep", "1000"]}
 
 

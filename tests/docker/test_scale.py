@@ -35,7 +35,7 @@ def scaled(llamacpp_compose: MakeStack, tmp_path: Path) -> Callable[..., Stack]:
     """A stack of one llama-server, three times, on no GPU."""
 
     def make(**special: Any) -> Stack:
-        described = {"scale": 3, "x-anvil": {"gpus": [], "prepare": True}, **special}
+        described = {"scale": 3, "x-anvil": {"gpus": [], "preload": True}, **special}
         return llamacpp_compose(tmp_path, models=1, slots=1, services={MODEL: described})
 
     return make

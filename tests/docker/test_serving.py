@@ -45,7 +45,7 @@ QUICK = 5.0
 
 MakeStack = Callable[..., Stack]
 GOOD, BAD = "model-1", "bad"
-FROZEN = {"x-anvil": {"gpus": ["0"], "rest": ["pause"]}}
+FROZEN = {"x-anvil": {"gpus": ["0"], "evict_to": ["freeze"]}}
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_an_idle_engine_that_was_killed_is_empty_soon_and_loaded_at_the_next_req
         assert ask(mux, GOOD) == ""
 
 
-def test_an_engine_killed_while_it_is_parked_is_empty_soon_and_loaded_at_the_next_request(
+def test_an_engine_killed_while_it_is_standby_is_empty_soon_and_loaded_at_the_next_request(
     llamacpp_compose: MakeStack, tmp_path: Path
 ) -> None:
     stack = llamacpp_compose(tmp_path, models=2, services={GOOD: FROZEN, "model-2": FROZEN})

@@ -1,4 +1,4 @@
-"""Ways to rest with real llama-servers in real containers."""
+"""Standby levels with real llama-servers in real containers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from anvil_mux.config.config import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import control
-from anvil_mux.host.swap import Loaded, Rested, Swapper
+from anvil_mux.host.swap import Evicted, Loaded, Swapper
 from tests.docker.conftest import Stack
 from tests.docker.test_compose_runtime import (
     PATIENCE,
@@ -21,11 +21,13 @@ from tests.docker.test_compose_runtime import (
     watching,
 )
 
-FIRST, SECOND = backend("model-1", rest=("pause",)), backend("model-2", rest=("pause",))
+FIRST, SECOND = backend("model-1", evict_to=("freeze",)), backend("model-2", evict_to=("freeze",))
 ROUTER = {
     "command": ["llama-server", "--models-dir", "/m", "--host", "0.0.0.0", "--port", "8080", "-c", "1024"]
 }
-ROUTED = backend("model-1", rest=("sleep",), served_model="tiny", service=Service(command=("llama-server",)))
+ROUTED = backend(
+    "model-1", evict_to=("sleep",), served_model="tiny", service=Service(command=("llama-server",))
+)
 
 
 @pytest.fixture
@@ -46,13 +48,13 @@ def test_two_containers_take_turns_frozen(stack: Stack) -> None:
     with runtime_of(stack) as runtime:
         swapper = Swapper(runtime)
         swapper.load(FIRST, "stop")
-        swapper.evict(FIRST, "pause")
+        swapper.evict(FIRST, "freeze")
         swapper.load(SECOND, "stop")
         started = [inspect(stack, model)["State"]["StartedAt"] for model in stack.models]
         for out, back in [(SECOND, FIRST), (FIRST, SECOND)] * 2:
-            rested = swapper.evict(out, "pause")
-            assert (rested.how, rested.host_bytes > 0) == ("pause", True)
-            assert swapper.load(back, "pause").how == "pause"
+            evicted = swapper.evict(out, "freeze")
+            assert (evicted.how, evicted.host_bytes > 0) == ("freeze", True)
+            assert swapper.load(back, "freeze").how == "freeze"
             assert (status(stack, out.name), status(stack, back.name)) == ("paused", "running")
         assert [inspect(stack, model)["State"]["StartedAt"] for model in stack.models] == started
 
@@ -61,18 +63,18 @@ def test_a_container_that_is_killed_while_frozen_is_reported_and_started_anew(st
     with runtime_of(stack) as runtime, watching(runtime) as deaths:
         swapper = Swapper(runtime)
         swapper.load(FIRST, "stop")
-        swapper.evict(FIRST, "pause")
+        swapper.evict(FIRST, "freeze")
         docker(stack, "kill", stack.container("model-1"))
         assert deaths.get(timeout=PATIENCE) == "model-1"
-        assert swapper.load(FIRST, "pause").how == "stop"
+        assert swapper.load(FIRST, "freeze").how == "stop"
 
 
 def test_a_frozen_container_is_stopped_when_it_is_demoted(stack: Stack) -> None:
     with runtime_of(stack) as runtime:
         swapper = Swapper(runtime)
         swapper.load(FIRST, "stop")
-        swapper.evict(FIRST, "pause")
-        assert swapper.demote(FIRST, "pause", "stop") == Rested("stop")
+        swapper.evict(FIRST, "freeze")
+        assert swapper.demote(FIRST, "freeze", "stop") == Evicted("stop")
         assert stack.up() == set()
 
 
@@ -80,9 +82,9 @@ def test_a_container_that_is_gone_while_it_rests_is_started_anew(stack: Stack) -
     with runtime_of(stack) as runtime:
         swapper = Swapper(runtime)
         swapper.load(FIRST, "stop")
-        swapper.evict(FIRST, "pause")
+        swapper.evict(FIRST, "freeze")
         docker(stack, "rm", "--force", stack.container("model-1"))
-        assert swapper.load(FIRST, "pause").how == "stop"
+        assert swapper.load(FIRST, "freeze").how == "stop"
 
 
 def test_a_real_router_unloads_its_model_and_loads_it_again(routed: Stack) -> None:
@@ -104,5 +106,5 @@ def test_a_real_server_with_a_model_of_its_own_cannot_sleep_and_is_stopped(stack
         url = swapper.load(FIRST, "stop").url
         with pytest.raises(BackendError, match="POST /models/unload answers 404"):
             control.sleep(FIRST, url, 1)
-        assert swapper.evict(FIRST, "sleep") == Rested("stop")
+        assert swapper.evict(FIRST, "sleep") == Evicted("stop")
         assert stack.up() == set()

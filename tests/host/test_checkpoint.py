@@ -110,9 +110,9 @@ def test_all_are_locked_before_any_is_checkpointed(checkpointer: Checkpointer, d
 
 
 def test_all_are_restored_before_any_is_unlocked(checkpointer: Checkpointer, driver: Driven) -> None:
-    parked = checkpointer.park([A, B])
+    standby = checkpointer.park([A, B])
     driver.log.clear()
-    checkpointer.restore(parked)
+    checkpointer.restore(standby)
     assert driver.log == [("restore", A), ("restore", B), ("unlock", A), ("unlock", B)]
     assert driver.states == {A: "running", B: "running"}
 
@@ -128,10 +128,10 @@ def test_a_conversation_ends_with_each_call(checkpointer: Checkpointer, driver: 
 # Again and again
 
 
-def test_what_is_parked_may_be_parked_again(checkpointer: Checkpointer, driver: Driven) -> None:
-    parked = checkpointer.park([A, B])
+def test_what_is_standby_may_be_standby_again(checkpointer: Checkpointer, driver: Driven) -> None:
+    standby = checkpointer.park([A, B])
     driver.log.clear()
-    assert checkpointer.park([A, B]) == parked
+    assert checkpointer.park([A, B]) == standby
     assert driver.log == []
 
 
@@ -154,23 +154,23 @@ def test_half_a_restore_is_finished(checkpointer: Checkpointer, driver: Driven) 
 
 def test_what_an_earlier_anvil_mux_left_is_found(checkpointer: Checkpointer, driver: Driven) -> None:
     driver.states = {A: "checkpointed", B: "locked", C: "running"}
-    parked = checkpointer.find_parked([C, B, A, C + 1])
-    assert parked == Parked((A, B), whole=False)
-    checkpointer.restore(parked)
+    standby = checkpointer.find_standby([C, B, A, C + 1])
+    assert standby == Parked((A, B), whole=False)
+    checkpointer.restore(standby)
     assert set(driver.states.values()) == {"running"}
-    assert checkpointer.find_parked([A, B, C, C + 1]) is None
+    assert checkpointer.find_standby([A, B, C, C + 1]) is None
 
 
 @pytest.mark.parametrize(
     ("second", "whole"), [("checkpointed", True), ("locked", False), ("running", False), ("failed", False)]
 )
-def test_only_what_is_checkpointed_in_all_its_processes_is_parked_wholly(
+def test_only_what_is_checkpointed_in_all_its_processes_is_standby_wholly(
     checkpointer: Checkpointer, driver: Driven, second: str, whole: bool
 ) -> None:
     driver.states = {A: "checkpointed", B: second}
-    parked = checkpointer.find_parked([A, B, C])
-    assert parked is not None
-    assert parked.whole is whole
+    standby = checkpointer.find_standby([A, B, C])
+    assert standby is not None
+    assert standby.whole is whole
 
 
 # When parking fails
@@ -253,12 +253,12 @@ def test_a_process_in_a_state_of_later_drivers_is_not_touched(
 # When restoring fails
 
 
-def test_a_restore_that_fails_loses_what_stays_parked(checkpointer: Checkpointer, driver: Driven) -> None:
-    parked = checkpointer.park([A, B])
+def test_a_restore_that_fails_loses_what_stays_standby(checkpointer: Checkpointer, driver: Driven) -> None:
+    standby = checkpointer.park([A, B])
     driver.log.clear()
     driver.faults["restore", B] = None
     with pytest.raises(CheckpointFailed) as caught:
-        checkpointer.restore(parked)
+        checkpointer.restore(standby)
     assert caught.value.lost == (B,)
     # A is unlocked so that it can end; B is not tried again.
     assert driver.log == [("restore", A), ("restore", B), ("unlock", A)]
@@ -267,17 +267,17 @@ def test_a_restore_that_fails_loses_what_stays_parked(checkpointer: Checkpointer
 def test_an_unlock_that_reports_an_error_of_a_running_process_has_worked(
     checkpointer: Checkpointer, driver: Driven
 ) -> None:
-    parked = checkpointer.park([A, B])
+    standby = checkpointer.park([A, B])
     driver.faults["unlock", A] = "running"
-    checkpointer.restore(parked)
+    checkpointer.restore(standby)
     assert driver.states == {A: "running", B: "running"}
 
 
-def test_a_process_that_ended_while_parked_is_lost(checkpointer: Checkpointer, driver: Driven) -> None:
-    parked = checkpointer.park([A, B])
+def test_a_process_that_ended_while_standby_is_lost(checkpointer: Checkpointer, driver: Driven) -> None:
+    standby = checkpointer.park([A, B])
     del driver.states[A]
     with pytest.raises(CheckpointFailed) as caught:
-        checkpointer.restore(parked)
+        checkpointer.restore(standby)
     assert A in caught.value.lost
 
 
@@ -382,19 +382,19 @@ def test_a_process_may_hold_memory_of_one_of_its_gpus_only(
 
 
 def test_the_processes_are_looked_for_again(driver: Driven, gpus: FakeGpus) -> None:
-    gpus.hold(C, 0, GIB)  # a stranger, so that NVML lists something
+    gpus.hold(C, 0, GIB)  # another process, so that NVML lists something
     late = Checkpointer(cast(Any, lambda: driver), gpus, wait=lambda _: gpus.hold(A, 0, GIB))
     assert late.find([A]) == (A,)
     assert gpus.asked == 2
 
 
-@pytest.mark.parametrize("known", ["nothing", "an untold amount", "only strangers"])
+@pytest.mark.parametrize("known", ["nothing", "an untold amount", "only other processes"])
 def test_where_nvml_does_not_tell_the_driver_is_asked(
     checkpointer: Checkpointer, gpus: FakeGpus, driver: Driven, known: str
 ) -> None:
     if known == "an untold amount":
         gpus.hold(A, 0, None)
-    elif known == "only strangers":
+    elif known == "only other processes":
         gpus.hold(C, 0, GIB)
     else:
         gpus.why_none = "NVML: not found"
@@ -429,7 +429,7 @@ def set_up(gpus: FakeGpus, **facts: Any) -> None:
         ({}, ["2"], "NVML finds no GPU 2"),
     ],
 )
-def test_why_a_service_cannot_be_parked(
+def test_why_a_service_cannot_be_standby(
     checkpointer: Checkpointer, gpus: FakeGpus, facts: dict[str, Any], wanted: Sequence[str], reason: str
 ) -> None:
     set_up(gpus, **facts)
@@ -540,9 +540,9 @@ def test_two_processes_go_and_come_back(connect: Callable[..., Checkpointer], cu
     checkpointer = connect()
     assert checkpointer.why_not(["0"]) is None
     pids = checkpointer.find([A, B, C])
-    parked = checkpointer.park(pids)
+    standby = checkpointer.park(pids)
     assert [cuda.state(A), cuda.state(B)] == ["checkpointed", "checkpointed"]
-    checkpointer.restore(parked)
+    checkpointer.restore(standby)
     assert [cuda.state(A), cuda.state(B)] == ["running", "running"]
     assert cuda.calls() == [
         f"lock {A} 10000",
@@ -570,10 +570,10 @@ def test_a_restore_that_hangs_is_given_up_and_that_process_is_lost(
     connect: Callable[..., Checkpointer], cuda: FakeCuda
 ) -> None:
     checkpointer = connect(move=1.0)
-    parked = checkpointer.park([A, B])
+    standby = checkpointer.park([A, B])
     cuda.fault(B, "restore", "hang")
     with pytest.raises(CheckpointFailed, match=r"did not answer within 1 s") as caught:
-        checkpointer.restore(parked)
+        checkpointer.restore(standby)
     assert caught.value.lost == (B,)
     assert [cuda.state(A), cuda.state(B)] == ["running", "checkpointed"]
 
@@ -582,9 +582,9 @@ def test_an_unlock_error_of_a_running_process_is_none(
     connect: Callable[..., Checkpointer], cuda: FakeCuda
 ) -> None:
     checkpointer = connect()
-    parked = checkpointer.park([A])
+    standby = checkpointer.park([A])
     cuda.fault(A, "unlock", "1 0")
-    checkpointer.restore(parked)
+    checkpointer.restore(standby)
     assert cuda.state(A) == "running"
 
 

@@ -169,7 +169,7 @@ def test_an_answer_does_not_count_when_our_own_service_has_ended():
         ready(VLLM, stub.url, Waiting(), ended=lambda: "exited with code 98")
 
 
-def test_a_stranger_on_the_port_is_not_taken_for_ready():
+def test_a_other_process_on_the_port_is_not_taken_for_ready():
     waiting = Waiting()
     with (
         engine(**{"GET_/health": 200, "GET_/v1/models": serving("llama3")}) as stub,
@@ -184,7 +184,7 @@ def test_a_stranger_on_the_port_is_not_taken_for_ready():
     assert sum(waiting.pauses) < 30
 
 
-def test_a_stranger_that_leaves_in_time_does_no_harm():
+def test_a_other_process_that_leaves_in_time_does_no_harm():
     with engine(**{"GET_/health": 200, "GET_/v1/models": serving("llama3")}) as stub:
 
         def gone() -> None:
@@ -306,7 +306,7 @@ def test_llama_cpp_is_known_by_its_alias(backend: Backend):
         ready(backend, stub.url, Waiting())
 
 
-def test_a_llama_cpp_with_another_file_is_a_stranger():
+def test_a_llama_cpp_with_another_file_is_a_other_process():
     with (
         engine(**{"GET_/health": 200, "GET_/v1/models": serving("/m/other.gguf")}) as stub,
         pytest.raises(LoadError, match=r"answers for model /m/other.gguf, not tiny"),

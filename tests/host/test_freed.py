@@ -94,7 +94,7 @@ def test_where_processes_cannot_be_read_what_was_given_back_is_what_became_free(
     assert desk.memory.left(held, runs=False) == Left({}, {"0": 6 * GIB})
 
 
-def test_strangers_are_named_where_memory_is_not_freed(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_processes_are_named_where_memory_is_not_freed(caplog: pytest.LogCaptureFixture) -> None:
     desk, me = Desk(), os.getpid()
     desk.holds(10)
     held = desk.held()
@@ -108,7 +108,7 @@ def test_strangers_are_named_where_memory_is_not_freed(caplog: pytest.LogCapture
     assert f"is not free; process {me}" in caplog.text
 
 
-def test_our_own_are_no_strangers() -> None:
+def test_our_own_are_no_other_processes() -> None:
     desk, me = Desk(), os.getpid()
     desk.ledger.hold(me, ("0",), 3 * GIB)
     memory = Memory(desk.ledger.probe, owner={me: "b"}.get)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from anvil_mux.host.gpu import Gpus, Reading, Stranger, buses, command, container, probe, strangers
+from anvil_mux.host.gpu import Gpus, OtherProcess, Reading, buses, command, container, others, probe
 from tests.fake_gpu import FakeGpus
 
 FIRST, SECOND = "GPU-aaaa-1111", "GPU-abbb-2222"
@@ -176,7 +176,7 @@ def test_memory_is_free_again_once_its_holder_lets_go() -> None:
     assert gpus().readings[0].free == 24 << 30
 
 
-# Containers and strangers
+# Containers and other processes
 
 ID, INNER = "0123456789abcdef" * 4, "fedcba9876543210" * 4
 
@@ -209,22 +209,22 @@ def test_a_process_that_is_gone_has_neither_container_nor_name(tmp_path: Path) -
     assert command(41, tmp_path) == ""
 
 
-def test_strangers_that_can_be_seen_are_named_the_greatest_first() -> None:
+def test_other_processes_that_can_be_seen_are_named_the_greatest_first() -> None:
     gone, parent, me = (1 << 22) + 1, os.getppid(), os.getpid()
     gpus = FakeGpus(24 << 30)
     gpus.hold(gone, 0, 1 << 30)
     gpus.hold(parent, 0, 2 << 30)
     gpus.hold(me, 0, 3 << 30)
     gpus.hold(77, 0, 5 << 30)
-    found = strangers(gpus().readings, lambda pid: pid == 77)
+    found = others(gpus().readings, lambda pid: pid == 77)
     assert [(each.pid, each.used) for each in found] == [(me, 3 << 30), (parent, 2 << 30)]
     assert found[0].command == Path("/proc/self/comm").read_text().strip()
 
 
-def test_a_stranger_is_described_for_people() -> None:
-    known = Stranger("0", 4711, 3 << 30, "python3", ID)
+def test_a_other_process_is_described_for_people() -> None:
+    known = OtherProcess("0", 4711, 3 << 30, "python3", ID)
     assert str(known) == "process 4711 (python3) in container 0123456789ab holds 3.0 GiB of GPU 0"
-    assert str(Stranger("1", 4711, None)) == "process 4711 holds memory of GPU 1"
+    assert str(OtherProcess("1", 4711, None)) == "process 4711 holds memory of GPU 1"
 
 
 def test_a_bus_is_as_fast_as_its_generation_and_its_lanes():

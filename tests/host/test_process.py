@@ -131,7 +131,9 @@ def test_the_chosen_port_can_stand_in_the_command(house: House):
 
 def test_a_declared_port_is_used(house: House):
     with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # engines may have it, strangers may not
+        held.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # engines may have it, other processes may not
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
         backend = shell(FOREVER, port=port)
@@ -410,7 +412,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"loaded": 1}, {"boot": "another"}])
-def test_a_stranger_with_our_process_id_is_left_alone(house: House, changes: dict[str, object]):
+def test_a_other_process_with_our_process_id_is_left_alone(house: House, changes: dict[str, object]):
     backend = shell(FOREVER)
     first = house.runtime(backend)
     first.start(backend)

@@ -79,7 +79,7 @@ def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(t
         eventually(lambda: gpu()["used"] == 8 * GIB)
         seen = gpu()
         assert (seen["total"], seen["users"]) == (24 * GIB, {"a": 5 * GIB})
-        assert [(each["pid"], each["bytes"]) for each in seen["strangers"]] == [(me, 3 * GIB)]
+        assert [(each["pid"], each["bytes"]) for each in seen["others"]] == [(me, 3 * GIB)]
         assert mux.chat("b")[0] == 200
         measured = 'anvil_backend_memory_bytes{backend="a",gpu="0"} 5.36870912e+09'
         eventually(lambda: measured in mux.request("GET", "/metrics")[2])

@@ -39,7 +39,7 @@ def compose(folder: Path, **services: dict[str, Any]) -> Path:
             "working_dir": str(ROOT),
             "command": ["bin/demo-engine", "--enable-sleep-mode", *flags],
             "environment": {"VLLM_SERVER_DEV_MODE": "1"},
-            "x-anvil": {"engine": "vllm", "gpus": ["0"], "rest": ["sleep", "stop"]},
+            "x-anvil": {"engine": "vllm", "gpus": ["0"], "evict_to": ["sleep", "stop"]},
             **services.get(name, {}),
         }
     top = {"runtime": "process", "project": "sleepers", "policy": "eager"}
@@ -82,7 +82,7 @@ def test_two_models_on_one_gpu_take_turns_by_sleeping(tmp_path: Path) -> None:
 
 
 def test_weights_that_were_dropped_are_read_again_before_anybody_is_served(tmp_path: Path) -> None:
-    deep = {"x-anvil": {"engine": "vllm", "gpus": ["0"], "rest": ["sleep-2"]}}
+    deep = {"x-anvil": {"engine": "vllm", "gpus": ["0"], "evict_to": ["sleep-2"]}}
     with serving(compose(tmp_path, a=deep), state=tmp_path) as mux:
         for name in "abab":
             assert says(mux, name).startswith(f"This is {name}.")
@@ -91,7 +91,7 @@ def test_weights_that_were_dropped_are_read_again_before_anybody_is_served(tmp_p
     assert log.index("tags=weights") < log.index("/collective_rpc") < log.index("tags=kv_cache")
 
 
-def test_an_engine_that_is_killed_while_parked_is_started_anew(tmp_path: Path) -> None:
+def test_an_engine_that_is_killed_while_standby_is_started_anew(tmp_path: Path) -> None:
     with serving(compose(tmp_path), state=tmp_path) as mux:
         says(mux, "a")
         says(mux, "b")
@@ -109,7 +109,7 @@ def test_an_engine_without_its_sleep_routes_is_stopped_instead(tmp_path: Path) -
         says(mux, "b")
         assert states(mux) == {"a": "stopped", "b": "ready"}
         assert says(mux, "a").startswith("This is a.")
-    assert any("a did not rest by sleep and is stopped" in line for line in mux.output), mux.output
+    assert any("a did not go into standby by sleep and is stopped" in line for line in mux.output), mux.output
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
@@ -117,7 +117,7 @@ def test_an_engine_without_its_sleep_routes_is_stopped_instead(tmp_path: Path) -
 def test_a_restart_costs_neither_the_resident_nor_the_sleeper_a_cold_start(
     tmp_path: Path, way: str, end: signal.Signals
 ) -> None:
-    about = {"x-anvil": {"engine": "vllm", "gpus": ["0"], "rest": [way]}}
+    about = {"x-anvil": {"engine": "vllm", "gpus": ["0"], "evict_to": [way]}}
     file = compose(tmp_path, a=about, b=about)
     first = serve(file, "--on-exit", "keep", state=tmp_path)
     try:
@@ -152,7 +152,7 @@ def test_of_a_sleeper_of_whom_nothing_is_noted_the_weights_are_read_again(tmp_pa
 
 
 def test_two_models_without_gpu_memory_take_turns_frozen(tmp_path: Path) -> None:
-    frozen = {"x-anvil": {"gpus": ["0"], "rest": ["pause"]}}
+    frozen = {"x-anvil": {"gpus": ["0"], "evict_to": ["freeze"]}}
     with serving(compose(tmp_path, a=frozen, b=frozen), state=tmp_path) as mux:
         for name in "ababab":
             assert says(mux, name).startswith(f"This is {name}.")
@@ -162,7 +162,7 @@ def test_two_models_without_gpu_memory_take_turns_frozen(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_a_restart_finds_the_frozen_as_they_were(tmp_path: Path, end: signal.Signals) -> None:
-    frozen = {"x-anvil": {"gpus": ["0"], "rest": ["pause"]}}
+    frozen = {"x-anvil": {"gpus": ["0"], "evict_to": ["freeze"]}}
     file = compose(tmp_path, a=frozen, b=frozen)
     first = serve(file, "--on-exit", "keep", state=tmp_path)
     try:

@@ -10,7 +10,7 @@ from anvil_mux.clock import Clock
 from anvil_mux.config import config
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError
-from anvil_mux.host.swap import WAYS, Loaded, Rested, Stop, Swapper
+from anvil_mux.host.swap import WAYS, Evicted, Loaded, Stop, Swapper
 from tests.host.test_engine import Stub, engine, serving
 
 BACKEND = Backend(name="a", model="m", engine="vllm", load_timeout=30.0)
@@ -180,7 +180,7 @@ def test_what_does_not_wake_is_not_started_anew_if_its_load_was_cancelled():
     latch.set()
     runtime = Notes()  # it is gone
     with pytest.raises(Cancelled):
-        Swapper(runtime).load(BACKEND, "pause", latch)
+        Swapper(runtime).load(BACKEND, "freeze", latch)
     assert runtime.calls == ["stop", "stop"]
 
 
@@ -194,18 +194,18 @@ def test_a_clean_up_that_fails_after_a_cancel_says_that_the_gpus_may_be_held():
 
 def test_an_eviction_stops_the_service():
     runtime = Notes()
-    assert Swapper(runtime).evict(BACKEND, "stop") == Rested("stop")
+    assert Swapper(runtime).evict(BACKEND, "stop") == Evicted("stop")
     assert runtime.calls == ["stop"]
 
 
-@pytest.mark.parametrize("how", ["stop", "pause"])
+@pytest.mark.parametrize("how", ["stop", "freeze"])
 def test_of_an_engine_that_had_ended_before_its_eviction_it_is_said_how(
     how: str, caplog: pytest.LogCaptureFixture
 ):
     runtime = Notes()
     runtime.how = "exited with code 139"
-    rested = Swapper(runtime).evict(BACKEND, how)
-    assert rested == Rested("stop", died="exited with code 139", log=("first", "last"))
+    evicted = Swapper(runtime).evict(BACKEND, how)
+    assert evicted == Evicted("stop", died="exited with code 139", log=("first", "last"))
     assert caplog.text == ""
 
 
@@ -219,7 +219,7 @@ def test_an_engine_that_ends_while_it_is_told_to_rest_is_not_blamed_for_that(
             self.how = "exited with code 139"
             raise BackendError("service m exited with code 139")
 
-    assert Swapper(Frozen()).evict(BACKEND, "pause").died == "exited with code 139"
+    assert Swapper(Frozen()).evict(BACKEND, "freeze").died == "exited with code 139"
     assert caplog.text == ""
 
 
@@ -265,7 +265,7 @@ def test_a_failed_load_leaves_the_estimate_alone(healthy: Stub):
 def test_an_unknown_way_lists_the_known_ones():
     assert tuple(WAYS) == config.WAYS
     with pytest.raises(
-        BackendError, match="unknown way to rest 'nap'; known: sleep, sleep-2, checkpoint, pause, stop"
+        BackendError, match="unknown standby level 'nap'; known: sleep, sleep-2, checkpoint, freeze, stop"
     ):
         Swapper(Notes()).evict(BACKEND, "nap")
 

@@ -1,4 +1,4 @@
-"""Ways to rest, as specifications: through the Swapper, with engines that sleep and fail as the real ones."""
+"""Standby levels, through the Swapper, with engines that sleep and fail as the real ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from anvil_mux.host.driver import Driver
 from anvil_mux.host.freed import PATIENCE
 from anvil_mux.host.gpu import Gpus
 from anvil_mux.host.process import ProcessRuntime
-from anvil_mux.host.swap import Loaded, Rested, Swapper, sleeps_first
+from anvil_mux.host.swap import Evicted, Loaded, Swapper, sleeps_first
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve import program as serve
@@ -34,9 +34,9 @@ from tests.host.test_engine import Waiting
 from tests.running import seen
 from tests.sleepy_engine import CONTEXT, GIB, GUARD, House, Ledger, SleepyEngine
 
-A = Backend("a", "model-a", ("0",), engine="vllm", rest=("sleep", "stop"), load_timeout=20.0)
+A = Backend("a", "model-a", ("0",), engine="vllm", evict_to=("sleep", "stop"), load_timeout=20.0)
 B = replace(A, name="b", model="model-b")
-PARKED = replace(A, rest=("checkpoint", "stop"))
+STANDBY = replace(A, evict_to=("checkpoint", "stop"))
 KINDS = tuple(control.CONTROLS)
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -131,7 +131,7 @@ def test_two_models_take_turns_by_sleeping_and_neither_is_started_again(scene: S
     scene.swapper.evict(first, "sleep")
     scene.resident(second)
     for out, back in [(second, first), (first, second)] * 2:
-        assert scene.swapper.evict(out, "sleep") == Rested("sleep", {"0": CONTEXT})
+        assert scene.swapper.evict(out, "sleep") == Evicted("sleep", {"0": CONTEXT})
         loaded = scene.swapper.load(back, "sleep")
         assert loaded == Loaded(scene.house.engines[back.name].url, "sleep")
     assert scene.house.calls == []
@@ -181,9 +181,9 @@ def test_sleep_1_is_another_name_of_sleep(scene: Scene) -> None:
 
 def test_a_paused_service_is_frozen_and_let_go_on_and_keeps_what_it_holds(scene: Scene) -> None:
     scene.resident(A)
-    assert scene.swapper.evict(A, "pause") == Rested("pause", {"0": 18 * GIB + CONTEXT})
+    assert scene.swapper.evict(A, "freeze") == Evicted("freeze", {"0": 18 * GIB + CONTEXT})
     assert scene.house.frozen == {"a"}
-    assert scene.swapper.load(A, "pause").how == "pause"
+    assert scene.swapper.load(A, "freeze").how == "freeze"
     assert scene.house.calls == ["pause a", "resume a"]
 
 
@@ -191,13 +191,13 @@ def test_a_slow_first_sleep_is_waited_for(scene: Scene, monkeypatch: pytest.Monk
     monkeypatch.setattr(control, "SLEEP_TIMEOUT", GUARD)
     engine = scene.resident(A)
     engine.may_sleep = threading.Event()
-    rested: list[Rested] = []
-    thread = threading.Thread(target=lambda: rested.append(scene.swapper.evict(A, "sleep")))
+    evicted: list[Evicted] = []
+    thread = threading.Thread(target=lambda: evicted.append(scene.swapper.evict(A, "sleep")))
     thread.start()
-    assert not rested
+    assert not evicted
     engine.may_sleep.set()
     thread.join(GUARD)
-    assert [each.how for each in rested] == ["sleep"]
+    assert [each.how for each in evicted] == ["sleep"]
 
 
 def test_what_each_way_of_loading_took_is_known(scene: Scene) -> None:
@@ -213,7 +213,7 @@ def test_what_each_way_of_loading_took_is_known(scene: Scene) -> None:
 def test_a_sleeper_is_stopped_when_it_is_demoted(scene: Scene) -> None:
     scene.resident(A)
     scene.swapper.evict(A, "sleep")
-    assert scene.swapper.demote(A, "sleep", "stop") == Rested("stop")
+    assert scene.swapper.demote(A, "sleep", "stop") == Evicted("stop")
     assert (scene.house.calls, scene.used) == (["stop a"], 0)
 
 
@@ -249,12 +249,12 @@ def test_a_sleeper_has_given_up_what_is_declared_for_it_and_is_not_waited_for_ag
 
 @pytest.mark.parametrize(
     ("how", "freed"),
-    [("sleep", 18 * GIB), ("checkpoint", 18 * GIB + CONTEXT), ("pause", 0), ("stop", 18 * GIB + CONTEXT)],
+    [("sleep", 18 * GIB), ("checkpoint", 18 * GIB + CONTEXT), ("freeze", 0), ("stop", 18 * GIB + CONTEXT)],
 )
 def test_what_was_given_back_is_measured(scene: Scene, how: str, freed: int) -> None:
     scene.resident(A)
-    rested = scene.swapper.evict(A, how)
-    assert (rested.how, rested.freed) == (how, {"0": freed})
+    evicted = scene.swapper.evict(A, how)
+    assert (evicted.how, evicted.freed) == (how, {"0": freed})
 
 
 def test_who_is_stopped_because_it_did_not_sleep_gave_back_all_that_it_held(scene: Scene) -> None:
@@ -293,7 +293,7 @@ def test_who_does_not_fall_asleep_is_stopped(scene: Scene, kind: str, fault: str
     engine = scene.resident(backend)
     engine.faults.add(fault)
     died = "exited with code 1" if fault == "sleep dies" else ""
-    assert scene.swapper.evict(backend, "sleep") == Rested("stop", died=died)
+    assert scene.swapper.evict(backend, "sleep") == Evicted("stop", died=died)
     assert (scene.house.calls, scene.used) == (["stop a"], 0)
 
 
@@ -305,7 +305,7 @@ def test_a_sleep_that_frees_nothing_is_no_sleep(
     engine = scene.resident(backend)
     engine.faults.add("sleep frees nothing")
     before = scene.time.now()
-    assert scene.swapper.evict(backend, "sleep") == Rested("stop")
+    assert scene.swapper.evict(backend, "sleep") == Evicted("stop")
     assert scene.time.now() - before == PATIENCE
     assert set(scene.time.pauses[-20:]) == {0.25}
     assert (scene.house.calls, scene.used) == (["stop a"], 0)
@@ -316,7 +316,7 @@ def test_memory_that_comes_back_late_is_waited_for(scene: Scene) -> None:
     engine = scene.resident(A)
     engine.faults.add("sleep frees nothing")
     scene.time._then = [lambda: None, lambda: None, engine._account]
-    assert scene.swapper.evict(A, "sleep") == Rested("sleep", {"0": CONTEXT})
+    assert scene.swapper.evict(A, "sleep") == Evicted("sleep", {"0": CONTEXT})
     assert scene.time.pauses[-3:] == [0.25] * 3
 
 
@@ -324,24 +324,24 @@ def test_where_no_gpu_can_be_read_the_engine_is_believed(scene: Scene) -> None:
     engine = scene.resident(A)
     engine.faults.add("sleep frees nothing")
     swapper = Swapper(scene.house)
-    assert swapper.evict(A, "sleep") == Rested("sleep", {"0": 0})
+    assert swapper.evict(A, "sleep") == Evicted("sleep", {"0": 0})
 
 
 def test_where_processes_cannot_be_read_what_is_declared_must_become_free() -> None:
     scene = Scene(Ledger(processes=False))
     backend = replace(A, vram=18 * GIB)
     scene.resident(backend)
-    assert scene.swapper.evict(backend, "sleep") == Rested("sleep", {"0": 0})
+    assert scene.swapper.evict(backend, "sleep") == Evicted("sleep", {"0": 0})
     scene.swapper.load(backend, "sleep")
     scene.house.engines["a"].faults.add("sleep frees nothing")
-    assert scene.swapper.evict(backend, "sleep") == Rested("stop")
+    assert scene.swapper.evict(backend, "sleep") == Evicted("stop")
     scene.house.close()
 
 
 @pytest.mark.parametrize("fault", ["refuses to stop", "worker survives stop"])
 def test_who_cannot_be_stopped_is_killed(scene: Scene, fault: str) -> None:
     scene.resident(A, fault, "sleep hangs")
-    assert scene.swapper.evict(A, "sleep") == Rested("stop")
+    assert scene.swapper.evict(A, "sleep") == Evicted("stop")
     assert (scene.house.calls, scene.used) == (["stop a", "kill a"], 0)
 
 
@@ -355,7 +355,7 @@ def test_who_survives_even_that_may_still_hold_its_gpus(scene: Scene, faults: tu
         scene.swapper.evict(A, "stop")
 
 
-def test_a_stranger_that_takes_the_memory_at_once_makes_nobody_stuck(
+def test_a_other_process_that_takes_the_memory_at_once_makes_nobody_stuck(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     scene.resident(A)
@@ -366,7 +366,7 @@ def test_a_stranger_that_takes_the_memory_at_once_makes_nobody_stuck(
         scene.house.ledger.hold(100_000_999, ("0",), 20 * GIB)
 
     monkeypatch.setattr(scene.house, "stop", stop_and_take)
-    assert scene.swapper.evict(A, "stop") == Rested("stop")
+    assert scene.swapper.evict(A, "stop") == Evicted("stop")
     assert "memory of an engine that has ended is not free" in caplog.text
 
 
@@ -407,7 +407,9 @@ def failing(why: str) -> str:
     raise LoadError(why)
 
 
-def test_who_sleeps_on_the_same_gpu_is_no_stranger(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sleeps_on_the_same_gpu_is_no_other_process(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = scene.resident(B)
     monkeypatch.setattr(engine, "pid", os.getpid())
     scene.house.ledger.hold(os.getpid(), ("0",), GIB)
@@ -420,7 +422,7 @@ def test_who_sleeps_on_the_same_gpu_is_no_stranger(scene: Scene, monkeypatch: py
 def test_an_engine_that_crashed_before_it_was_put_out_is_cleaned_up(scene: Scene) -> None:
     engine = scene.resident(A)
     engine.end("was killed (code 137)")
-    assert scene.swapper.evict(A, "sleep") == Rested("stop", died="was killed (code 137)")
+    assert scene.swapper.evict(A, "sleep") == Evicted("stop", died="was killed (code 137)")
 
 
 # Wakes that fail
@@ -469,7 +471,7 @@ def test_who_was_woken_by_somebody_else_is_not_trusted(scene: Scene) -> None:
     assert scene.swapper.load(A, "sleep").how == "stop"
 
 
-def test_who_died_while_parked_is_started_anew(scene: Scene) -> None:
+def test_who_died_while_standby_is_started_anew(scene: Scene) -> None:
     engine = scene.resident(A)
     scene.swapper.evict(A, "sleep")
     engine.end("was killed (code 137)")
@@ -502,9 +504,9 @@ def test_a_cold_start_after_a_failed_wake_may_fail_as_any_other(
 
 def test_a_paused_service_that_does_not_answer_again_is_started_anew(scene: Scene) -> None:
     engine = scene.resident(A)
-    scene.swapper.evict(A, "pause")
+    scene.swapper.evict(A, "freeze")
     engine.faults.add("answers nothing")
-    assert scene.swapper.load(A, "pause").how == "stop"
+    assert scene.swapper.load(A, "freeze").how == "stop"
 
 
 # Checkpoints
@@ -514,14 +516,14 @@ def posts(calls: list[str]) -> list[str]:
     return [call for call in calls if not call.startswith("GET")]
 
 
-def test_what_sleeps_is_parked_and_frozen_once_its_memory_is_free_and_comes_back_in_reverse(
+def test_what_sleeps_is_standby_and_frozen_once_its_memory_is_free_and_comes_back_in_reverse(
     scene: Scene,
 ) -> None:
-    backend = replace(PARKED, rest=("checkpoint", "sleep", "stop"))
+    backend = replace(STANDBY, evict_to=("checkpoint", "sleep", "stop"))
     engine = scene.resident(backend)
     calls = engine.asked = scene.house.calls
     scene.tells_reads = True
-    assert scene.swapper.evict(backend, "checkpoint") == Rested("checkpoint", {"0": 0}, CONTEXT)
+    assert scene.swapper.evict(backend, "checkpoint") == Evicted("checkpoint", {"0": 0}, CONTEXT)
     assert posts(calls) == ["read", "POST /sleep?level=1&mode=abort", "lock", "checkpoint", "read", "pause a"]
     assert scene.used == 0
     calls.clear()
@@ -539,11 +541,11 @@ def test_what_sleeps_is_parked_and_frozen_once_its_memory_is_free_and_comes_back
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "ollama", "openai"])
 def test_who_cannot_sleep_goes_with_all_that_it_holds(scene: Scene, kind: str) -> None:
-    backend = replace(PARKED, engine=kind)
+    backend = replace(STANDBY, engine=kind)
     scene.resident(backend)
     held = scene.used
     for _ in range(3):
-        assert scene.swapper.evict(backend, "checkpoint") == Rested("checkpoint", {"0": 0}, held)
+        assert scene.swapper.evict(backend, "checkpoint") == Evicted("checkpoint", {"0": 0}, held)
         assert (scene.used, scene.house.frozen) == (0, {"a"})
         assert scene.swapper.load(backend, "checkpoint").how == "checkpoint"
         assert scene.house.frozen == set()
@@ -551,9 +553,9 @@ def test_who_cannot_sleep_goes_with_all_that_it_holds(scene: Scene, kind: str) -
 
 
 def test_the_phases_of_a_checkpoint_are_told(scene: Scene) -> None:
-    scene.resident(PARKED)
-    scene.swapper.evict(PARKED, "checkpoint")
-    scene.swapper.load(PARKED, "checkpoint")
+    scene.resident(STANDBY)
+    scene.swapper.evict(STANDBY, "checkpoint")
+    scene.swapper.load(STANDBY, "checkpoint")
     assert scene.phases == ["evict a", "verify a", "freeze a", "load a", "probe a"]
 
 
@@ -562,7 +564,7 @@ SAVER = ("launch", "--enable-memory-saver", "--enable-weights-cpu-backup")
 
 
 @pytest.mark.parametrize(
-    ("engine", "rest", "service", "expected"),
+    ("engine", "evict_to", "service", "expected"),
     [
         ("vllm", ("checkpoint", "stop"), Service(), False),
         ("vllm", ("checkpoint", "sleep", "stop"), Service(), True),
@@ -574,37 +576,37 @@ SAVER = ("launch", "--enable-memory-saver", "--enable-weights-cpu-backup")
         ("openai", ("checkpoint", "stop"), Service(), False),
     ],
 )
-def test_who_sleeps_before_it_is_parked(
-    engine: str, rest: tuple[str, ...], service: Service, expected: bool
+def test_who_sleeps_before_it_is_standby(
+    engine: str, evict_to: tuple[str, ...], service: Service, expected: bool
 ) -> None:
-    assert sleeps_first(replace(A, engine=engine, rest=rest, service=service)) is expected
+    assert sleeps_first(replace(A, engine=engine, evict_to=evict_to, service=service)) is expected
 
 
 def test_who_uses_no_cuda_is_only_frozen(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = scene.resident(PARKED)
+    engine = scene.resident(STANDBY)
     scene.house.ledger.hold(engine.pid, ("0",), 0)
     monkeypatch.setattr(scene.driver, "uses_cuda", lambda pid: False)
-    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("checkpoint", {"0": 0})
-    assert scene.swapper.load(PARKED, "checkpoint").how == "checkpoint"
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("checkpoint", {"0": 0})
+    assert scene.swapper.load(STANDBY, "checkpoint").how == "checkpoint"
     assert scene.house.calls == ["pause a", "resume a"]
 
 
 def test_the_processes_are_found_anew_each_time(scene: Scene) -> None:
-    engine = scene.resident(PARKED)
-    scene.swapper.evict(PARKED, "checkpoint")
-    scene.swapper.load(PARKED, "checkpoint")
+    engine = scene.resident(STANDBY)
+    scene.swapper.evict(STANDBY, "checkpoint")
+    scene.swapper.load(STANDBY, "checkpoint")
     scene.house.ledger.hold(engine.pid, ("0",), 0)
     engine.pid += 1000
     scene.house.ledger.hold(engine.pid, ("0",), GIB)
-    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("checkpoint", {"0": 0}, GIB)
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("checkpoint", {"0": 0}, GIB)
     assert scene.driver.states[engine.pid] == "checkpointed"
 
 
 def test_a_checkpoint_that_frees_nothing_is_none_and_is_not_frozen(scene: Scene) -> None:
-    scene.resident(PARKED)
+    scene.resident(STANDBY)
     scene.driver.frees = False
     before = scene.time.now()
-    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("stop")
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("stop")
     assert scene.time.now() - before == PATIENCE
     assert (scene.house.calls, scene.used) == (["lock", "checkpoint", "stop a"], 0)
 
@@ -612,7 +614,7 @@ def test_a_checkpoint_that_frees_nothing_is_none_and_is_not_frozen(scene: Scene)
 def test_a_lock_that_times_out_leaves_a_whole_engine_that_is_stopped_in_order(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = scene.resident(PARKED)
+    engine = scene.resident(STANDBY)
     worker = engine.pid + 1000
     scene.house.ledger.hold(worker, ("0",), GIB)
     scene.driver.states[worker] = "running"
@@ -626,7 +628,7 @@ def test_a_lock_that_times_out_leaves_a_whole_engine_that_is_stopped_in_order(
         House.stop(scene.house, backend)
 
     monkeypatch.setattr(scene.house, "stop", stop)
-    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("stop")
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("stop")
     assert states == [{"running"}]
     assert scene.house.calls == ["lock", "unlock", "stop a"]
     assert f"lock of process {worker}: refused" in caplog.text
@@ -634,28 +636,28 @@ def test_a_lock_that_times_out_leaves_a_whole_engine_that_is_stopped_in_order(
 
 @pytest.mark.parametrize("left", [None, "failed"])
 def test_who_cannot_be_checkpointed_is_stopped(scene: Scene, left: str | None) -> None:
-    engine = scene.resident(PARKED)
+    engine = scene.resident(STANDBY)
     scene.driver.faults["checkpoint", engine.pid] = left
-    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("stop")
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("stop")
     assert scene.house.calls[-1] == "stop a"
     assert "pause a" not in scene.house.calls
 
 
-def test_who_does_not_fall_asleep_first_is_stopped_unparked(scene: Scene) -> None:
-    backend = replace(PARKED, rest=("checkpoint", "sleep", "stop"))
+def test_who_does_not_fall_asleep_first_is_stopped_unstandby(scene: Scene) -> None:
+    backend = replace(STANDBY, evict_to=("checkpoint", "sleep", "stop"))
     scene.resident(backend).faults.add("sleep hangs")
-    assert scene.swapper.evict(backend, "checkpoint") == Rested("stop")
+    assert scene.swapper.evict(backend, "checkpoint") == Evicted("stop")
     assert scene.house.calls == ["stop a"]
 
 
 def test_who_cannot_be_frozen_is_stopped(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.resident(PARKED)
+    scene.resident(STANDBY)
 
     def pause(backend: Backend) -> None:
         raise BackendError("Docker does not answer")
 
     monkeypatch.setattr(scene.house, "pause", pause)
-    assert scene.swapper.evict(PARKED, "checkpoint") == Rested("stop")
+    assert scene.swapper.evict(STANDBY, "checkpoint") == Evicted("stop")
     assert scene.house.calls == ["lock", "checkpoint", "stop a"]
 
 
@@ -663,11 +665,11 @@ def test_who_cannot_be_frozen_is_stopped(scene: Scene, monkeypatch: pytest.Monke
 def test_who_cannot_be_restored_is_started_anew_within_the_load(
     scene: Scene, left: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = scene.resident(PARKED)
-    scene.swapper.evict(PARKED, "checkpoint")
+    first = scene.resident(STANDBY)
+    scene.swapper.evict(STANDBY, "checkpoint")
     scene.house.calls.clear()
     scene.driver.faults["restore", first.pid] = left
-    loaded = scene.swapper.load(PARKED, "checkpoint")
+    loaded = scene.swapper.load(STANDBY, "checkpoint")
     assert loaded == Loaded(scene.house.engines["a"].url, "stop")
     assert scene.house.calls == ["resume a", "stop a", "start a"]
     assert "a did not come back by checkpoint and is started anew" in caplog.text
@@ -676,7 +678,7 @@ def test_who_cannot_be_restored_is_started_anew_within_the_load(
 
 @pytest.mark.parametrize("fault", ["wake answers 500", "answers nothing"])
 def test_who_is_restored_and_gives_no_token_is_started_anew(scene: Scene, fault: str) -> None:
-    backend = replace(PARKED, rest=("checkpoint", "sleep", "stop"))
+    backend = replace(STANDBY, evict_to=("checkpoint", "sleep", "stop"))
     engine = scene.resident(backend)
     scene.swapper.evict(backend, "checkpoint")
     engine.faults.add(fault)
@@ -684,11 +686,11 @@ def test_who_is_restored_and_gives_no_token_is_started_anew(scene: Scene, fault:
 
 
 def test_a_checkpointed_engine_that_died_is_started_anew(scene: Scene) -> None:
-    engine = scene.resident(PARKED)
-    scene.swapper.evict(PARKED, "checkpoint")
+    engine = scene.resident(STANDBY)
+    scene.swapper.evict(STANDBY, "checkpoint")
     engine.end("was killed (code 137)")
     del scene.driver.states[engine.pid]
-    assert scene.swapper.load(PARKED, "checkpoint").how == "stop"
+    assert scene.swapper.load(STANDBY, "checkpoint").how == "stop"
 
 
 # Checkpoints of real processes, with the stand-in for libcuda
@@ -699,7 +701,7 @@ class Shop:
 
     def __init__(self, folder: Path, libcuda: Path, cuda: FakeCuda) -> None:
         command = (str(ROOT / "bin" / "demo-engine"), "--model", "model-a", "--load-seconds", "0.1")
-        self.backend = replace(PARKED, service=Service(command=command))
+        self.backend = replace(STANDBY, service=Service(command=command))
         self.config = Config(
             (self.backend,), (Gpu("0"),), "shop", (str(folder / "compose.yaml"),), "process", port=0
         )
@@ -731,11 +733,11 @@ def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libcuda: Path, cuda: F
     made.runtime.close()
 
 
-def test_a_real_engine_is_parked_frozen_and_comes_back(shop: Shop) -> None:
+def test_a_real_engine_is_standby_frozen_and_comes_back(shop: Shop) -> None:
     url = shop.open()
     for _ in range(2):
-        rested = shop.swapper.evict(shop.backend, "checkpoint")
-        assert (rested.how, rested.residual, rested.host_bytes) == ("checkpoint", {"0": 0}, GIB)
+        evicted = shop.swapper.evict(shop.backend, "checkpoint")
+        assert (evicted.how, evicted.residual, evicted.host_bytes) == ("checkpoint", {"0": 0}, GIB)
         assert shop.cuda.state(shop.pid) == "checkpointed"
         while not is_frozen(shop.pid):  # a signal is not obeyed at once
             assert shop.runtime.ended(shop.backend) is None
@@ -838,7 +840,7 @@ class Traffic:
     def __init__(self, house: House, way: str = "sleep") -> None:
         self.house = house
         self.log: list[Event] = []
-        backends = tuple(replace(each, rest=(way, "stop")) for each in (A, B))
+        backends = tuple(replace(each, evict_to=(way, "stop")) for each in (A, B))
         config = Config(backends=backends, gpus=(Gpu("0", vram=24 * GIB),), policy="eager")
         swapper = Swapper(house, probe=house.ledger.probe, checkpointer=checkpointer(Parker(house)))
         self.mux = Multiplexer(config, swapper, log=self.log.append)
@@ -869,7 +871,7 @@ def traffic() -> Iterator[Traffic]:
     house.close()
 
 
-def test_models_that_alternate_under_load_are_parked_and_restored() -> None:
+def test_models_that_alternate_under_load_are_standby_and_restored() -> None:
     traffic = Traffic(House(), "checkpoint")
     for _ in range(3):
         for thread in traffic.flood(*["model-a", "model-b"] * 4):

@@ -6,6 +6,7 @@ What was renamed since is renamed back here: worlds on their way in, and events 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -13,7 +14,7 @@ import worlds
 
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.scheduler import policy
+from anvil_mux.scheduler import policies
 from anvil_mux.sim import simulate, study, workload
 
 WHAT = {"Start": "load", "Cancel": "cancel", "Stop": "evict", "Demote": "demote"}
@@ -23,15 +24,50 @@ KINDS = {"stopped": "empty", "standby": "parked", "loading": "starting", "evicti
 """A kind of event -> what the frozen commit called it."""
 
 
+KEYS = {
+    "rest": "evict_to",
+    "prepare": "preload",
+    "unit": "failure_domain",
+    "preemption": "eviction",
+    "preemption_settings": "eviction_settings",
+}
+"""What the frozen commit called a setting -> what it is called today."""
+
+
+WORDS = {"preload: ": "errand: ", "queue quiet": "line quiet", "no queue has": "no line has"}
+"""What a reason says -> what the frozen commit said."""
+_OLD = {new: old for old, new in KEYS.items()}
+LEVELS = {"freeze": "pause"}
+TODAY = {old: new for new, old in LEVELS.items()}
+"""A standby level -> what the frozen commit called it, and back."""
+
+
+def in_old_words(event: Any) -> list[Any]:
+    reason = LEVELS.get(event.reason, event.reason)
+    for new, old in WORDS.items():
+        reason = reason.replace(new, old)
+    for new, old in LEVELS.items():
+        reason = reason.replace(f" {new}", f" {old}")
+    if event.kind == "reloaded":
+        reason = re.sub(
+            r"\b(preload|evict_to|failure_domain|eviction)\b", lambda found: _OLD[found[0]], reason
+        )
+    kind, way = KINDS.get(event.kind, event.kind), LEVELS.get(event.way, event.way)
+    return list(event._replace(kind=kind, reason=reason, way=way))
+
+
 def config_of(about: dict[str, Any]) -> Config:
-    backends = tuple([Backend(**{k: _value(v) for k, v in each.items()}) for each in about["backends"]])
+    about = {KEYS.get(key, key): value for key, value in about.items()}
+    backends = tuple(
+        [Backend(**{KEYS.get(k, k): _value(v) for k, v in each.items()}) for each in about["backends"]]
+    )
     gpus = tuple([Gpu(id, vram=vram) for id, vram in about.get("gpus", {}).items()])
     rest = {key: value for key, value in about.items() if key not in ("backends", "gpus")}
     return Config(backends=backends, gpus=gpus, **rest)
 
 
 def _value(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple([TODAY.get(each, each) for each in value]) if isinstance(value, list) else value
 
 
 def entry_of(entry: list[Any]) -> Any:
@@ -44,7 +80,7 @@ def entry_of(entry: list[Any]) -> Any:
 
 
 def request_of(at: float, model: str, seconds: float, patience: float, leases: bool, sender: str) -> Any:
-    long = policy.FOREVER if patience >= worlds.FOREVER else patience
+    long = policies.FOREVER if patience >= worlds.FOREVER else patience
     return simulate.Request(at, model, seconds, long, leases, sender or None)
 
 
@@ -53,11 +89,13 @@ def perform_of(world: dict[str, Any], config: Config) -> Any:
 
     def perform(step: Any, nth: int) -> simulate.Outcome:
         what = WHAT[type(step).__name__]
-        how, to = getattr(step, "how", ""), getattr(step, "to", "")
+        asked = getattr(step, "how", ""), getattr(step, "to", "")
+        how, to = (LEVELS.get(level, level) for level in asked)
         ending = worlds.outcome(world["engines"], what, step.backend, nth, how, to)
         error = {"": None, "load": LoadError("no"), "engine": BackendError("no")}[ending.error]
         residual = dict.fromkeys(gpus.get(step.backend, ()), ending.residual) if ending.residual else {}
-        return simulate.Outcome(ending.seconds, error, ending.how or None, residual, ending.host_bytes)
+        taken = TODAY.get(ending.how, ending.how) or None
+        return simulate.Outcome(ending.seconds, error, taken, residual, ending.host_bytes)
 
     return perform
 
@@ -103,7 +141,7 @@ def main() -> None:
     for line in sys.stdin:
         world = json.loads(line)
         try:
-            log = [list(event._replace(kind=KINDS.get(event.kind, event.kind))) for event in log_of(world)]
+            log = [in_old_words(event) for event in log_of(world)]
         except Exception as error:  # a world that one version cannot run is a difference too
             log = [[0.0, "error", f"{type(error).__name__}: {error}"]]
         print(json.dumps([world["name"], log]), flush=True)

@@ -14,7 +14,7 @@ from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.errors import ConfigError
 from anvil_mux.plugins import load
 from anvil_mux.protocol import stages
-from anvil_mux.routing.ledger import Ledger, Member
+from anvil_mux.routing.in_flight import InFlightTracker, Member
 from anvil_mux.routing.pipeline import build
 from anvil_mux.routing.routing import Work
 from tests.fake_engine import SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
@@ -292,29 +292,29 @@ def test_what_speaks_for_each_replica_is_told_of_both_stages(rig: Rig) -> None:
 
 
 def test_who_is_to_write_an_answer_has_it_counted_before_its_prompt_is_computed() -> None:
-    ledger = Ledger(build("load_balance"), [Member("d", "decode"), Member("e", "decode")])
+    in_flight = InFlightTracker(build("load_balance"), [Member("d", "decode"), Member("e", "decode")])
     work = Work(tokens=4000, infer_type="decode")
-    chosen = [ledger.choose(key, work, ["d", "e"]) for key in range(4)]
+    chosen = [in_flight.choose(key, work, ["d", "e"]) for key in range(4)]
     assert [choice and choice.backend for choice in chosen] == ["d", "e", "d", "e"]
-    assert [each.decode_batch for each in ledger.view(Work(), ["d", "e"])] == [2, 2]
-    assert ledger.waiting("d") == []
-    ledger.first_byte(0)
-    ledger.ended(0)
-    assert [each.decode_tokens for each in ledger.view(Work(), ["d", "e"])] == [4000, 8000]
+    assert [each.decode_batch for each in in_flight.view(Work(), ["d", "e"])] == [2, 2]
+    assert in_flight.waiting("d") == []
+    in_flight.first_byte(0)
+    in_flight.ended(0)
+    assert [each.decode_tokens for each in in_flight.view(Work(), ["d", "e"])] == [4000, 8000]
 
 
 def test_the_input_is_work_for_the_one_that_computes_it_only() -> None:
-    ledger = Ledger(build("least_prefill_work"), [Member("p", "prefill"), Member("d", "decode")])
+    in_flight = InFlightTracker(build("least_prefill_work"), [Member("p", "prefill"), Member("d", "decode")])
     work = Work(tokens=4000)
-    ledger.choose("first", work._replace(infer_type="prefill"), ["p"])
-    ledger.choose("second", work._replace(infer_type="decode"), ["d"])
-    prefill, decode = ledger.view(Work(), ["p", "d"])
+    in_flight.choose("first", work._replace(infer_type="prefill"), ["p"])
+    in_flight.choose("second", work._replace(infer_type="decode"), ["d"])
+    prefill, decode = in_flight.view(Work(), ["p", "d"])
     assert (prefill.prefill_tokens, decode.prefill_tokens) == (4000, 0)
     assert decode.num_tokens == 4000
-    assert ledger.waiting("d") == []
-    ledger.ended("first", cached_tokens=0)
-    ledger.first_byte("second")
-    prefill, decode = ledger.view(Work(), ["p", "d"])
+    assert in_flight.waiting("d") == []
+    in_flight.ended("first", cached_tokens=0)
+    in_flight.first_byte("second")
+    prefill, decode = in_flight.view(Work(), ["p", "d"])
     assert (prefill.num_requests, prefill.prefill_tokens) == (0, 0)
     assert (decode.decode_tokens, decode.decode_batch) == (4000, 1)
 

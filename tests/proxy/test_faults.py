@@ -1,6 +1,6 @@
 """What must hold whatever fails: the real threaded program in virtual time, on engines that do anything.
 
-Every test ends with ``World.assert_sound``: no invariant of the residency is broken in the event log, every
+Every test ends with ``World.assert_sound``: no invariant of the GPU group is broken in the event log, every
 request was answered or refused with a reason, no engine ran into another's memory, none was asked while it
 slept, and whatever runs is known.
 """
@@ -33,7 +33,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Make:
     return made
 
 
-def parked(world: World, name: str = "a") -> None:
+def standby(world: World, name: str = "a") -> None:
     """``name`` has served, and rests while b serves."""
     assert world.ask(name).served
     assert world.ask("b").served
@@ -64,7 +64,7 @@ def test_a_wake_that_fails_is_a_cold_start_within_the_same_swap(
     world = make(replace(A, engine=kind), B, seed=seed)
 
     def main() -> None:
-        parked(world)
+        standby(world)
         faulty_wake(fault)(world)
         line = [world.request(world.clock.now(), "a", 1.0) for _ in range(5)]
         world.wait(300.0)
@@ -82,7 +82,7 @@ def test_a_sleeper_that_neither_wakes_nor_stops_is_stuck_and_nothing_is_built_up
     world = make(seed=seed)
 
     def main() -> None:
-        parked(world)
+        standby(world)
         engine = world.engine("a")
         engine.faults |= {"wake answers 500", "refuses to stop", "refuses to be killed"}
         assert isinstance(world.ask("a").error, (BackendError, Stuck))
@@ -148,11 +148,11 @@ def test_memory_that_outlives_its_engine_is_seen_and_waited_for(
 
 @SEEDS
 @pytest.mark.parametrize("told_after", [0.0, 0.75, 1000.0])
-def test_who_is_killed_while_parked_is_started_anew(make: Make, told_after: float, seed: int) -> None:
+def test_who_is_killed_while_standby_is_started_anew(make: Make, told_after: float, seed: int) -> None:
     world = make(seed=seed)
 
     def main() -> None:
-        parked(world)
+        standby(world)
         world.kill("a", told_after=told_after)
         assert world.ask("a").served
         assert world.house.calls.count("start a") == 2
@@ -203,11 +203,11 @@ def test_who_is_killed_in_any_moment_of_a_swap_costs_a_start_and_no_more(
 def test_while_docker_is_away_requests_are_refused_with_the_reason_and_afterwards_all_is_as_before(
     make: Make, seed: int
 ) -> None:
-    pauses = [replace(each, rest=("pause", "stop")) for each in (A, B)]
+    pauses = [replace(each, evict_to=("freeze", "stop")) for each in (A, B)]
     world = make(*pauses, seed=seed)
 
     def main() -> None:
-        parked(world)
+        standby(world)
         world.house.docker_away = True
         refused = world.ask("a").error
         assert refused is not None
@@ -220,18 +220,18 @@ def test_while_docker_is_away_requests_are_refused_with_the_reason_and_afterward
     world.play(main)
 
 
-# Strangers
+# Other processes
 
 
 @SEEDS
-def test_a_stranger_that_takes_the_memory_of_a_sleeper_makes_nobody_stuck(make: Make, seed: int) -> None:
+def test_a_other_process_that_takes_the_memory_of_a_sleeper_makes_nobody_stuck(make: Make, seed: int) -> None:
     world = make(seed=seed)
 
     def main() -> None:
-        parked(world)
+        standby(world)
         assert world.mux.unload("b")
         world.wait(3.0)
-        leave = world.stranger(TOTAL)
+        leave = world.other_process(TOTAL)
         for model in "ab":
             refused = world.ask(model).error
             assert isinstance(refused, LoadError)
@@ -249,7 +249,7 @@ def test_a_stranger_that_takes_the_memory_of_a_sleeper_makes_nobody_stuck(make: 
 # Checkpoints
 
 
-PARKED = tuple(replace(each, rest=("checkpoint", "stop")) for each in (A, B))
+STANDBY = tuple(replace(each, evict_to=("checkpoint", "stop")) for each in (A, B))
 
 
 @SEEDS
@@ -258,7 +258,7 @@ PARKED = tuple(replace(each, rest=("checkpoint", "stop")) for each in (A, B))
 def test_half_a_checkpoint_is_put_back_and_its_engine_stopped(
     make: Make, action: str, left: str | None, seed: int
 ) -> None:
-    world = make(*PARKED, seed=seed, drain_timeout=5.0)
+    world = make(*STANDBY, seed=seed, drain_timeout=5.0)
 
     def main() -> None:
         assert world.ask("a").served
@@ -278,10 +278,10 @@ def test_half_a_checkpoint_is_put_back_and_its_engine_stopped(
 @SEEDS
 @pytest.mark.parametrize("action", ["restore", "unlock"])
 def test_who_is_not_restored_is_started_anew_within_the_swap(make: Make, action: str, seed: int) -> None:
-    world = make(*PARKED, seed=seed)
+    world = make(*STANDBY, seed=seed)
 
     def main() -> None:
-        parked(world)
+        standby(world)
         world.house.driver.faults[action, world.engine("a").pid] = None
         assert world.ask("a").served
         assert world.house.calls[-2:] == ["stop a", "start a"]
@@ -289,11 +289,11 @@ def test_who_is_not_restored_is_started_anew_within_the_swap(make: Make, action:
     world.play(main)
 
 
-# Two islands
+# Two GPU groups
 
 
 @SEEDS
-def test_two_islands_swap_at_once_and_what_is_stuck_on_one_delays_nobody_on_the_other(
+def test_two_drivers_swap_at_once_and_what_is_stuck_on_one_delays_nobody_on_the_other(
     make: Make, seed: int
 ) -> None:
     c, d = sleeper("c", "1"), sleeper("d", "1")
@@ -324,9 +324,9 @@ def test_two_islands_swap_at_once_and_what_is_stuck_on_one_delays_nobody_on_the_
 def test_a_pair_and_two_single_ones_under_constant_load_share_two_gpus_for_an_hour(
     make: Make, way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rest = (way, "stop") if way != "stop" else ("stop",)
-    singles = sleeper("a", "0", rest=rest), sleeper("b", "1", rest=rest)
-    pair = sleeper("t", "0", "1", rest=rest, checkpoint_anyway=True)
+    evict_to = (way, "stop") if way != "stop" else ("stop",)
+    singles = sleeper("a", "0", evict_to=evict_to), sleeper("b", "1", evict_to=evict_to)
+    pair = sleeper("t", "0", "1", evict_to=evict_to, checkpoint_anyway=True)
     world = make(*singles, pair, max_wait=60.0, drain_timeout=30.0)
     world.house.load_seconds = {"a": 8.0, "b": 5.0, "t": 20.0}
 
@@ -348,12 +348,12 @@ def test_a_pair_and_two_single_ones_under_constant_load_share_two_gpus_for_an_ho
 
 # Anything at any moment
 
-LADDERS = {
+LEVELS = {
     "vllm": (("sleep", "stop"), ("sleep-2", "stop"), ("checkpoint", "sleep", "stop"), ("checkpoint", "stop")),
     "sglang": (("sleep", "stop"), ("checkpoint", "stop")),
     "ollama": (("sleep", "stop"),),
     "llamacpp": (("sleep", "stop"),),
-    "openai": (("stop",), ("pause", "stop"), ("checkpoint", "stop")),
+    "openai": (("stop",), ("freeze", "stop"), ("checkpoint", "stop")),
 }
 MISHAPS = sorted(FAULTS)
 HORIZON = 120.0
@@ -365,10 +365,10 @@ def some_backends(draw: random.Random) -> tuple[Backend, ...]:
     layout = draw.choice((["0", "0"], ["0", "0", "0"], ["0", "1", "01"], ["0", "0", "1", "1"]))
     backends = []
     for name, gpus in zip("abcd", layout, strict=False):
-        engine = draw.choice(tuple(LADDERS))
-        rest = draw.choice(LADDERS[engine])
+        engine = draw.choice(tuple(LEVELS))
+        rest = draw.choice(LEVELS[engine])
         demote = draw.choice((None, None, 15.0))
-        about = {"engine": engine, "rest": rest, "demote_after": demote, "checkpoint_anyway": True}
+        about = {"engine": engine, "evict_to": rest, "demote_after": demote, "checkpoint_anyway": True}
         backends.append(sleeper(name, *gpus, **about, load_timeout=30.0))
     return tuple(backends)
 
@@ -389,7 +389,7 @@ def some_trouble(world: World, name: str) -> None:
         case 3:
             house.faults[name] = {draw.choice(MISHAPS)}
         case 4:
-            world.later(until, world.stranger(TOTAL, draw.choice(world.backends[name].gpus)))
+            world.later(until, world.other_process(TOTAL, draw.choice(world.backends[name].gpus)))
         case 5:
             world.house.docker_away = True
             world.later(min(until, world.clock.now() + 5.0), lambda: setattr(house, "docker_away", False))
@@ -440,5 +440,5 @@ def survive(make: Make, seed: int) -> None:
     try:
         world.play(main)
     except BaseException:
-        print(f"seed {seed}: {[(b.name, b.engine, b.gpus, b.rest) for b in world.config.backends]}")
+        print(f"seed {seed}: {[(b.name, b.engine, b.gpus, b.evict_to) for b in world.config.backends]}")
         raise

@@ -104,7 +104,7 @@ def test_models_are_loaded_and_put_out_with_the_keyboard(page: Chromium) -> None
     page.wait("document.querySelector('#gpus .holds').textContent === 'a'")
     press(page, "a", "Unload")
     page.wait(f"{state_of('a')} === 'stopped'")
-    page.wait("document.getElementById('swaps').textContent.includes('put out (unload requested)')")
+    page.wait("document.getElementById('swaps').textContent.includes('evicted (unload requested)')")
 
 
 def test_a_swap_is_told_with_its_reason_and_drawn(mux: Running, page: Chromium) -> None:
@@ -256,8 +256,9 @@ def test_with_keys_the_password_is_the_key(tmp_path: Path, browser: Chromium, ma
 def test_of_replicas_and_of_who_rests_each_state_is_shown(page: Chromium) -> None:
     page.ask(
         "source.close(), state.models.a.backends.other = {...state.models.a.backends.a, state: 'standby', "
-        "rests: 'sleep', gpus: ['1']}, state.models.slow.state = 'standby', "
-        "state.models.slow.progress = null, state.models.slow.backends.slow.rests = 'sleep', show(), null"
+        "standby_level: 'sleep', gpus: ['1']}, state.models.slow.state = 'standby', "
+        "state.models.slow.progress = null, "
+        "state.models.slow.backends.slow.standby_level = 'sleep', show(), null"
     )
     assert page.ask(f"{row('a')}.textContent.includes('other: standby (sleep)')")
     assert page.ask(f"{row('a')}.children[2].textContent") == "0, 1"

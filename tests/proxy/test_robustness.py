@@ -31,7 +31,7 @@ def mux(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     engine = {
         "working_dir": str(ROOT),
         "environment": {"VLLM_SERVER_DEV_MODE": "1"},
-        "x-anvil": {"gpus": ["0"], "engine": "vllm", "rest": [request.param]},
+        "x-anvil": {"gpus": ["0"], "engine": "vllm", "evict_to": [request.param]},
     }
     flags = ["--enable-sleep-mode", "--load-seconds", "0.1", "--wake-seconds", "0"]
     flags += ["--tokens-per-second", "2000"]

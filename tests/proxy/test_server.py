@@ -15,12 +15,12 @@ import pytest
 from anvil_mux import __version__
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.errors import LoadError
-from anvil_mux.host.gpu import Stranger
-from anvil_mux.host.lookout import Seen
-from anvil_mux.host.swap import Rested
+from anvil_mux.host.gpu import OtherProcess
+from anvil_mux.host.gpu_monitor import Seen
+from anvil_mux.host.swap import Evicted
 from anvil_mux.proxy import client, server
 from anvil_mux.proxy.home import CPUs
-from anvil_mux.scheduler.policy import Decision, Snapshot, Stay, SwapTo
+from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import seen
 
@@ -451,21 +451,21 @@ def test_healthz_tells_the_whole_state(rig: Rig) -> None:
 def test_healthz_shows_who_uses_a_gpu(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(gpus=(Gpu("0", vram=24, reserve=2),))
     gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
-    assert (gpu["used"], gpu["total"], gpu["reserve"], gpu["strangers"]) == (None, 24, 2, [])
-    stranger = Stranger("0", 41, 5, "python3", "f00")
-    rig.gateway._sight = lambda: {"0": Seen(20, 25, {"a": 11}, (stranger,))}
+    assert (gpu["used"], gpu["total"], gpu["reserve"], gpu["others"]) == (None, 24, 2, [])
+    other_process = OtherProcess("0", 41, 5, "python3", "f00")
+    rig.gateway._sight = lambda: {"0": Seen(20, 25, {"a": 11}, (other_process,))}
     gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
     assert (gpu["used"], gpu["total"], gpu["users"]) == (20, 25, {"a": 11})
-    assert gpu["strangers"] == [{"pid": 41, "name": "python3", "bytes": 5, "container": "f00"}]
+    assert gpu["others"] == [{"pid": 41, "name": "python3", "bytes": 5, "container": "f00"}]
 
 
 def test_healthz_shows_what_sleepers_hold_still(make_rig: Callable[..., Rig]) -> None:
     backends = (
-        Backend("a", "a", ("0",), rest=("sleep", "stop")),
+        Backend("a", "a", ("0",), evict_to=("sleep", "stop")),
         Backend("b", "org/b", ("0",), served_model="b-inside"),
     )
     rig = make_rig(backends=backends)
-    rig.mechanism.evict = lambda backend, how: Rested(how, {"0": 7})
+    rig.mechanism.evict = lambda backend, how: Evicted(how, {"0": 7})
     rig.engine.answer = rig.other.answer = lambda _: JSON_OK
     connection = rig.client()
     for body in (ASK_A, b'{"model":"org/b"}'):
@@ -519,7 +519,7 @@ def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig: Callable
     rig.events.wait("deferred")
     models = json.loads(rig.client().get(b"/healthz").body)["models"]
     assert models["a"]["deferred"] is None
-    assert models["org/b"]["deferred"]["reason"] == "no line has been quiet for 600 s yet"
+    assert models["org/b"]["deferred"]["reason"] == "no queue has been quiet for 600 s yet"
     assert 0 < models["org/b"]["deferred"]["seconds_left"] <= 600
     second.leave()
     asked.send(JSON_OK)
@@ -528,9 +528,9 @@ def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig: Callable
 @dataclass(frozen=True)
 class Broken:
     def decide(self, seen: Snapshot) -> Decision:
-        if any(line.evicts for line in seen.lines):
+        if any(line.evicts for line in seen.queues):
             raise ZeroDivisionError
-        return SwapTo(seen.lines[0].model) if seen.lines else Stay()
+        return SwapTo(seen.queues[0].model) if seen.queues else Stay()
 
 
 def test_healthz_has_no_number_for_what_is_put_off_without_end(make_rig: Callable[..., Rig]) -> None:
@@ -558,8 +558,8 @@ def test_healthz_has_the_last_lines_of_an_engine_that_failed(rig: Rig) -> None:
     assert (backend["state"], 0 < backend["retry_seconds"] <= 5) == ("stopped", True)
 
 
-def test_healthz_tells_how_a_parked_backend_rests(rig: Rig) -> None:
-    rig.mechanism.evict = lambda backend, how: Rested("sleep")
+def test_healthz_tells_how_a_standby_backend_rests(rig: Rig) -> None:
+    rig.mechanism.evict = lambda backend, how: Evicted("sleep")
     rig.engine.answer = rig.other.answer = lambda _: JSON_OK
     connection = rig.client()
     for body in (ASK_A, b'{"model":"org/b"}'):
@@ -567,7 +567,10 @@ def test_healthz_tells_how_a_parked_backend_rests(rig: Rig) -> None:
         connection.read()
     rig.events.wait("released", 2)
     models = json.loads(connection.get(b"/healthz").body)["models"]
-    assert [models[m]["backends"][b]["rests"] for m, b in (("a", "a"), ("org/b", "b"))] == ["sleep", None]
+    assert [models[m]["backends"][b]["standby_level"] for m, b in (("a", "a"), ("org/b", "b"))] == [
+        "sleep",
+        None,
+    ]
     assert models["org/b"]["backends"]["b"]["idle_seconds"] >= 0
     assert models["a"]["backends"]["a"]["idle_seconds"] is None
 

@@ -331,18 +331,18 @@ def test_all_filters_see_all_replicas_even_those_that_are_out() -> None:
 
 
 UNITS = (
-    Replica("a", node="n1", unit="u1", schedulable=False),
-    Replica("b", node="n1", unit="u2"),
-    Replica("c", node="n2", unit="u1"),
-    Replica("d", node="n2", unit="u2"),
-    Replica("e", node="n3", unit="u3"),
+    Replica("a", node="n1", failure_domain="u1", schedulable=False),
+    Replica("b", node="n1", failure_domain="u2"),
+    Replica("c", node="n2", failure_domain="u1"),
+    Replica("d", node="n2", failure_domain="u2"),
+    Replica("e", node="n3", failure_domain="u3"),
     Replica("f"),
 )
 
 
 @pytest.mark.parametrize(
     ("domain", "gone"),
-    [("instance", "a"), ("node", "ab"), ("instance-unit", "ac"), ("node-unit", "abcd")],
+    [("instance", "a"), ("node", "ab"), ("failure-domain", "ac"), ("node-failure-domain", "abcd")],
 )
 def test_a_failure_takes_its_domain_with_it(domain: routing.Domain, gone: str) -> None:
     assert routing.failover(UNITS, {"a"}, domain=domain) == set(gone)
@@ -351,7 +351,7 @@ def test_a_failure_takes_its_domain_with_it(domain: routing.Domain, gone: str) -
 
 def test_those_without_a_node_do_not_share_one() -> None:
     replicas = (Replica("a"), Replica("b"), Replica("c"))
-    assert routing.failover(replicas, {"a"}, domain="node-unit") == {"a"}
+    assert routing.failover(replicas, {"a"}, domain="node-failure-domain") == {"a"}
 
 
 def test_a_stage_goes_to_replicas_of_its_type() -> None:

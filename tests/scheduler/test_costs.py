@@ -39,7 +39,7 @@ def estimated(costs, source, target, way="stop", engine="openai"):
         ("sglang", "sleep-2", 10.0),
         ("vllm", "checkpoint", 5.0),
         ("llamacpp", "checkpoint", 5.0),
-        ("openai", "pause", 0.5),
+        ("openai", "freeze", 0.5),
         ("vllm", "no such way", OTHER_FIRST_LOAD_SECONDS),
     ],
 )

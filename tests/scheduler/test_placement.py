@@ -1,12 +1,12 @@
-"""The arithmetic of an island: who holds what, what is missing, who could go."""
+"""The arithmetic of a GPU group: who holds what, what is missing, who could go."""
 
 import random
 
 import pytest
 
 from anvil_mux.config.config import Backend, Gpu
-from anvil_mux.scheduler.placement import HOLDING, Placement, islands
-from anvil_mux.scheduler.preemption import Candidate, LeastRecentlyUsed, victims
+from anvil_mux.scheduler.eviction import Candidate, LeastRecentlyUsed, victims
+from anvil_mux.scheduler.placement import HOLDING, Placement, gpu_groups
 
 
 def one(name, *gpus, model=None, **fields):
@@ -16,12 +16,12 @@ def one(name, *gpus, model=None, **fields):
 def placed(*backends, gpus=(), **states):
     placement = Placement(backends, gpus, LeastRecentlyUsed())
     for name, state in states.items():
-        placement.seats[name].state = state
+        placement.slots[name].state = state
     return placement
 
 
 def missing(placement, name):
-    return placement.missing(placement.seats[name])
+    return placement.missing(placement.slots[name])
 
 
 TWENTY = (Gpu("0", vram=20, reserve=2),)
@@ -34,7 +34,7 @@ def test_a_gpu_of_unknown_size_is_needed_whole():
 
 def test_a_backend_without_declared_memory_needs_the_whole_of_a_gpu():
     placement = placed(one("a"), one("b", vram=5), gpus=TWENTY)
-    assert placement.seats["a"].holds == {"0": 18}
+    assert placement.slots["a"].holds == {"0": 18}
     assert missing(placement, "b") == {"0": -13}
 
 
@@ -48,10 +48,10 @@ def test_from_its_start_until_it_is_gone_a_backend_holds_its_gpus(state):
     assert missing(placed(one("a"), one("b"), a=state), "b") == {"0": 1}
 
 
-def test_what_is_parked_holds_what_it_left_behind():
+def test_what_is_standby_holds_what_it_left_behind():
     placement = placed(one("a", vram=10), one("b", vram=10), gpus=TWENTY, a="standby")
     assert missing(placement, "b") == {"0": -8}
-    placement.seats["a"].residual = {"0": 9}
+    placement.slots["a"].residual = {"0": 9}
     assert missing(placement, "b") == {"0": 1}
     assert missing(placement, "a") == {"0": -8}  # it gets its own back
 
@@ -73,8 +73,8 @@ def test_what_is_parked_holds_what_it_left_behind():
 def test_only_what_is_ready_and_in_no_swap_can_go(states, busy, expected):
     backends = one("a"), one("b"), one("pair", "0", "1"), one("pinned", pin=True), one("far", "1")
     placement = placed(*backends, **states)
-    found = placement.victims(placement.seats["b"], busy)
-    assert (found and [seat.name for seat in found]) == expected or found == expected
+    found = placement.victims(placement.slots["b"], busy)
+    assert (found and [slot.name for slot in found]) == expected or found == expected
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_only_what_is_ready_and_in_no_swap_can_go(states, busy, expected):
 )
 def test_who_is_staying_cannot_go(staying, expected):
     placement = placed(*(one(name, vram=9) for name in "abc"), gpus=TWENTY, a="ready", c="ready")
-    found = placement.victims(placement.seats["b"], set(), set(staying))
-    assert (found and [seat.name for seat in found]) == expected
+    found = placement.victims(placement.slots["b"], set(), set(staying))
+    assert (found and [slot.name for slot in found]) == expected
 
 
-def test_the_victims_are_those_that_the_preemption_names_among_all_that_can_go():
+def test_the_victims_are_those_that_the_eviction_names_among_all_that_can_go():
     for seed in range(500):
         draw = random.Random(seed)
         backends = [
@@ -101,31 +101,31 @@ def test_the_victims_are_those_that_the_preemption_names_among_all_that_can_go()
             for n in range(5)
         ]
         placement = Placement(backends, (Gpu("0", vram=12), Gpu("1", vram=12)), LeastRecentlyUsed())
-        target, *others = placement.seats.values()
-        for seat in others:
-            seat.state = draw.choice(("stopped", "ready", "ready", "standby", "evicting"))
-            seat.residual = dict.fromkeys(seat.holds, 1) if seat.state == "standby" else {}
-            seat.last_used = draw.random()
-        busy = {gpu for seat in others if seat.state == "evicting" for gpu in seat.holds}
-        staying = {seat.name for seat in others if draw.random() < 0.2}
+        target, *others = placement.slots.values()
+        for slot in others:
+            slot.state = draw.choice(("stopped", "ready", "ready", "standby", "evicting"))
+            slot.residual = dict.fromkeys(slot.holds, 1) if slot.state == "standby" else {}
+            slot.last_used = draw.random()
+        busy = {gpu for slot in others if slot.state == "evicting" for gpu in slot.holds}
+        staying = {slot.name for slot in others if draw.random() < 0.2}
         shares = target.backend.vram is not None
         able = [
-            Candidate(seat.name, seat.occupies, 0, seat.used, seat.backend.priority)
-            for seat in others
-            if seat.state == "ready" or (seat.state == "standby" and shares)
-            if not (seat.pinned and seat.state == "ready") and seat.name not in staying
-            if seat.holds.keys() & target.holds.keys() and not seat.holds.keys() & busy
+            Candidate(slot.name, slot.occupies, 0, slot.used, slot.backend.priority)
+            for slot in others
+            if slot.state == "ready" or (slot.state == "standby" and shares)
+            if not (slot.pinned and slot.state == "ready") and slot.name not in staying
+            if slot.holds.keys() & target.holds.keys() and not slot.holds.keys() & busy
         ]
         named = victims(LeastRecentlyUsed(), able, placement.missing(target))
         found = placement.victims(target, busy, staying)
         expected = None if busy & target.holds.keys() else named
-        assert (None if found is None else tuple(seat.name for seat in found)) == expected, seed
+        assert (None if found is None else tuple(slot.name for slot in found)) == expected, seed
         if found is not None:
-            gone = {seat.name for seat in found}
+            gone = {slot.name for slot in found}
             for gpu, amount in placement.capacity.items():
                 stay = [s for s in others if s.name not in gone and gpu in s.holds]
                 held = sum(s.holds[gpu] for s in stay if s.state in HOLDING)
-                if target.holds.get(gpu, amount) < amount:  # else it takes what those parked there leave
+                if target.holds.get(gpu, amount) < amount:  # else it takes what those on standby there leave
                     held += sum(s.residual.get(gpu, 0) for s in stay if s.state not in HOLDING)
                 assert gpu not in target.holds or held + target.holds[gpu] <= amount, seed
 
@@ -133,15 +133,15 @@ def test_the_victims_are_those_that_the_preemption_names_among_all_that_can_go()
 def test_what_can_never_fit_is_known_before_anything_is_drained():
     backends = one("large", vram=19), one("b", vram=9), one("p", vram=10, pin=True), one("s", vram=8)
     placement = placed(*backends, gpus=TWENTY)
-    why = {name: placement.never_fits(seat) for name, seat in placement.seats.items()}
+    why = {name: placement.never_fits(slot) for name, slot in placement.slots.items()}
     assert why == {"large": "it does not fit on GPU 0", "b": "", "p": "", "s": ""}
-    placement.seats["p"].state = "ready"
+    placement.slots["p"].state = "ready"
     beside = "it does not fit on GPU 0 beside the pinned p (see `anvil-mux unpin`)"
-    assert placement.never_fits(placement.seats["b"]) == beside
-    assert placement.never_fits(placement.seats["s"]) == ""
-    assert placement.never_fits(placement.seats["p"]) == ""
-    placement.seats["p"].state = "draining"  # it was told to go all the same
-    assert placement.never_fits(placement.seats["b"]) == ""
+    assert placement.never_fits(placement.slots["b"]) == beside
+    assert placement.never_fits(placement.slots["s"]) == ""
+    assert placement.never_fits(placement.slots["p"]) == ""
+    placement.slots["p"].state = "draining"  # it was told to go all the same
+    assert placement.never_fits(placement.slots["b"]) == ""
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,10 @@ def test_what_can_never_fit_is_known_before_anything_is_drained():
     ],
 )
 def test_gpus_are_tied_by_sets_and_by_replicas(backends, expected):
-    assert [(name, "".join(b.name for b in members)) for name, members in islands(backends)] == expected
+    assert [(name, "".join(b.name for b in members)) for name, members in gpu_groups(backends)] == expected
 
 
-def test_who_needs_a_gpu_whole_takes_what_the_parked_leave():
+def test_who_needs_a_gpu_whole_takes_what_the_standby_leave():
     placement = placed(one("a", vram=10), one("b"), gpus=TWENTY, a="standby")
-    placement.seats["a"].residual = {"0": 2}
-    assert placement.missing(placement.seats["b"]) == {"0": 0}
+    placement.slots["a"].residual = {"0": 2}
+    assert placement.missing(placement.slots["b"]) == {"0": 0}

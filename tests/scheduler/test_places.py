@@ -8,12 +8,12 @@ from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError, Overloaded, WaitedTooLong
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.outlook import outlook
-from anvil_mux.scheduler.policy import Stay, SwapTo
-from anvil_mux.scheduler.residency import SOON_SECONDS
-from anvil_mux.scheduler.turns import Turns
+from anvil_mux.scheduler.fair_queue import FairQueue
+from anvil_mux.scheduler.group import SOON_SECONDS
+from anvil_mux.scheduler.policies import Stay, SwapTo
+from anvil_mux.scheduler.wait_estimate import wait_estimate
 from anvil_mux.sim.simulate import Engines, Request, check, simulate
-from tests.scheduler.test_residency import Island, backend
+from tests.scheduler.test_group import Driver, backend
 from tests.test_multiplexer import Stage
 
 ONE = backend("a", concurrency=1)
@@ -25,169 +25,169 @@ class OnlyForB:
     """Puts nobody out but for b."""
 
     def decide(self, seen):
-        served = [line.model for line in seen.lines if line.model == "b" or not line.evicts]
+        served = [line.model for line in seen.queues if line.model == "b" or not line.evicts]
         return SwapTo(served[0]) if served else Stay()
 
 
 def full(*backends, places=2, at=1.0, **settings):
-    """An island where model a is resident with all its places taken, and those who took them."""
-    island = Island(*backends, **settings).with_resident("a")
-    return island, [island.request("a", at) for _ in range(places)]
+    """A GPU group where model a is resident with all its places taken, and those who took them."""
+    driver = Driver(*backends, **settings).with_resident("a")
+    return driver, [driver.request("a", at) for _ in range(places)]
 
 
 def test_no_more_requests_than_its_concurrency_are_leased_and_each_end_brings_the_next():
-    island, (first, second) = full(TWO)
-    third, fourth = island.request("a", 2.0), island.request("a", 3.0)
+    driver, (first, second) = full(TWO)
+    third, fourth = driver.request("a", 2.0), driver.request("a", 3.0)
     assert (first.backend, second.backend, third.backend, fourth.backend) == ("a", "a", None, None)
-    assert not island.core.takes("a")
-    island.core.release(first, 4.0)
+    assert not driver.core.takes("a")
+    driver.core.release(first, 4.0)
     assert third.backend == "a"
-    assert island.core.settled[1:] == [third]
+    assert driver.core.settled[1:] == [third]
     assert fourth.backend is None
-    island.core.release(third, 5.0)
-    assert island.core.settled[1:] == [third, fourth]
-    island.core.release(second, 6.0)
-    assert island.core.takes("a")
-    assert [(e.kind, e.ticket, e.reason) for e in island.log if e.kind == "queued"][1:] == [
+    driver.core.release(third, 5.0)
+    assert driver.core.settled[1:] == [third, fourth]
+    driver.core.release(second, 6.0)
+    assert driver.core.takes("a")
+    assert [(e.kind, e.ticket, e.reason) for e in driver.log if e.kind == "queued"][1:] == [
         ("queued", 4, "busy"),
         ("queued", 5, "busy"),
     ]
-    assert [e.seconds for e in island.log if e.kind == "leased"][-2:] == [2.0, 2.0]
-    island.sound()
+    assert [e.seconds for e in driver.log if e.kind == "leased"][-2:] == [2.0, 2.0]
+    driver.sound()
 
 
 def test_a_model_without_a_limit_has_no_line_while_it_is_resident():
-    island = Island(ONE, B).with_resident("b")
-    assert all(island.request("b", 1.0).backend == "b" for _ in range(50))
+    driver = Driver(ONE, B).with_resident("b")
+    assert all(driver.request("b", 1.0).backend == "b" for _ in range(50))
 
 
 def test_of_a_line_that_waited_for_the_load_as_many_are_leased_as_there_are_places():
-    island = Island(TWO)
-    waiting = [island.request("a", at) for at in (1.0, 2.0, 3.0)]
-    only_load = island.request("a", 4.0, leases=False)
-    assert island.steps(4.0) == ["start a"]
-    island.core.loaded("a", 9.0)
+    driver = Driver(TWO)
+    waiting = [driver.request("a", at) for at in (1.0, 2.0, 3.0)]
+    only_load = driver.request("a", 4.0, leases=False)
+    assert driver.steps(4.0) == ["start a"]
+    driver.core.loaded("a", 9.0)
     assert [each.backend for each in waiting] == ["a", "a", None]
     assert only_load.backend == "a"
-    island.core.release(waiting[0], 10.0)
+    driver.core.release(waiting[0], 10.0)
     assert waiting[2].backend == "a"
-    island.sound()
+    driver.sound()
 
 
 def test_who_only_wants_it_loaded_takes_no_place_and_waits_for_none():
-    island, _ = full(ONE, places=1)
-    assert island.request("a", 2.0, leases=False).backend == "a"
+    driver, _ = full(ONE, places=1)
+    assert driver.request("a", 2.0, leases=False).backend == "a"
 
 
 def test_who_waits_for_a_place_loads_nothing_and_is_never_overdue():
-    island, _ = full(ONE, B, places=1, max_wait=5.0)
-    island.request("a", 2.0)
-    assert island.steps(2.0) == []
-    assert island.until == inf
-    assert island.steps(1000.0) == []
+    driver, _ = full(ONE, B, places=1, max_wait=5.0)
+    driver.request("a", 2.0)
+    assert driver.steps(2.0) == []
+    assert driver.until == inf
+    assert driver.steps(1000.0) == []
 
 
 def test_a_drain_gives_free_places_to_nobody_and_a_reprieve_does():
-    island, (first, second) = full(TWO, B)
-    third = island.request("a", 2.0)
-    other = island.request("b", 3.0)
-    assert island.steps(3.0) == []
-    assert island.state("a") == "draining"
-    island.core.release(first, 4.0)
+    driver, (first, second) = full(TWO, B)
+    third = driver.request("a", 2.0)
+    other = driver.request("b", 3.0)
+    assert driver.steps(3.0) == []
+    assert driver.state("a") == "draining"
+    driver.core.release(first, 4.0)
     assert third.backend is None
-    island.core.give_up(other, 5.0)
-    assert island.steps(5.0) == []
-    assert island.state("a") == "ready"
+    driver.core.give_up(other, 5.0)
+    assert driver.steps(5.0) == []
+    assert driver.state("a") == "ready"
     assert third.backend == "a"
     assert second.backend == "a"
-    island.sound()
+    driver.sound()
 
 
 def test_the_line_of_a_model_that_was_put_out_is_overdue_max_wait_after_that_not_before():
-    island, (first,) = full(ONE, B, places=1, max_wait=60.0, policy=OnlyForB())
-    waiting = island.request("a", 2.0)
-    island.request("b", 100.0)
-    assert island.steps(100.0) == []
-    island.core.release(first, 110.0)
-    assert island.steps(110.0) == ["stop a"]
-    island.core.evicted("a", 111.0)
-    assert island.steps(111.0) == ["start b"]
-    island.core.loaded("b", 120.0)
-    assert island.steps(120.0) == []
-    assert island.until == 160.0
-    island.core.release(island.core.settled[-1], 130.0)
-    assert island.steps(160.0) == ["stop b"]
+    driver, (first,) = full(ONE, B, places=1, max_wait=60.0, policy=OnlyForB())
+    waiting = driver.request("a", 2.0)
+    driver.request("b", 100.0)
+    assert driver.steps(100.0) == []
+    driver.core.release(first, 110.0)
+    assert driver.steps(110.0) == ["stop a"]
+    driver.core.evicted("a", 111.0)
+    assert driver.steps(111.0) == ["start b"]
+    driver.core.loaded("b", 120.0)
+    assert driver.steps(120.0) == []
+    assert driver.until == 160.0
+    driver.core.release(driver.core.settled[-1], 130.0)
+    assert driver.steps(160.0) == ["stop b"]
     assert waiting.backend is None
-    assert check(island.log, island.config) == []
+    assert check(driver.log, driver.config) == []
 
 
 def test_the_line_of_a_model_that_died_loads_it_again():
-    island, _ = full(ONE, places=1)
-    waiting = island.request("a", 2.0)
-    at = island.core.seats["a"].loaded + SOON_SECONDS + 0.5
-    island.core.died("a", at, "killed")
-    assert island.steps(at) == ["start a"]
-    island.core.loaded("a", 5.0)
+    driver, _ = full(ONE, places=1)
+    waiting = driver.request("a", 2.0)
+    at = driver.core.slots["a"].loaded + SOON_SECONDS + 0.5
+    driver.core.died("a", at, "killed")
+    assert driver.steps(at) == ["start a"]
+    driver.core.loaded("a", 5.0)
     assert waiting.backend == "a"
 
 
 def test_a_request_goes_to_the_replica_that_has_a_place_and_to_the_first_that_gets_one():
     replicas = [backend(f"r{n}", str(n), model="m", concurrency=1) for n in (0, 1)]
-    island = Island(*replicas, routing="sticky").with_resident("r0")
-    island.core.adopt("r1", 0.0)
-    leased = [island.request("m", 1.0), island.request("m", 1.0)]
+    driver = Driver(*replicas, routing="sticky").with_resident("r0")
+    driver.core.adopt("r1", 0.0)
+    leased = [driver.request("m", 1.0), driver.request("m", 1.0)]
     assert {each.backend for each in leased} == {"r0", "r1"}
-    waiting = island.request("m", 2.0)
-    island.core.release(leased[1], 3.0)
+    waiting = driver.request("m", 2.0)
+    driver.core.release(leased[1], 3.0)
     assert waiting.backend == leased[1].backend
-    island.sound()
+    driver.sound()
 
 
 def test_who_waits_for_a_place_may_wait_for_another_replica():
     replicas = [backend(f"r{n}", str(n), model="m", concurrency=1) for n in (0, 1)]
-    island = Island(*replicas).with_resident("r0")
-    island.request("m", 1.0)
-    waiting = [island.request("m", 1.0) for _ in range(9)]
-    assert island.steps(20.0) == ["start r1"]
-    island.core.loaded("r1", 21.0)
+    driver = Driver(*replicas).with_resident("r0")
+    driver.request("m", 1.0)
+    waiting = [driver.request("m", 1.0) for _ in range(9)]
+    assert driver.steps(20.0) == ["start r1"]
+    driver.core.loaded("r1", 21.0)
     assert [each.backend for each in waiting[:2]] == ["r1", None]
-    assert check(island.log, island.config) == []
+    assert check(driver.log, driver.config) == []
 
 
 def test_what_a_request_would_wait_for_is_told():
-    island, _ = full(TWO)
-    island.request("a", 2.0)
-    told = outlook(island.core, "a", 3.0, 30.0).sentence
+    driver, _ = full(TWO)
+    driver.request("a", 2.0)
+    told = wait_estimate(driver.core, "a", 3.0, 30.0).sentence
     assert told == (
         "A request for a waits: it is resident on GPU 0, but takes no more than the 2 that run; "
         "1 wait before it."
     )
 
 
-def order(island, first):
+def order(driver, first):
     """The senders in the order in which they get the one place that ``first`` has."""
     served, now = [], 10.0
-    island.core.settled.clear()
-    island.core.release(first, now)
-    while island.core.settled:
-        (ticket,) = island.core.settled
-        island.core.settled.clear()
+    driver.core.settled.clear()
+    driver.core.release(first, now)
+    while driver.core.settled:
+        (ticket,) = driver.core.settled
+        driver.core.settled.clear()
         served.append(ticket.sender)
         now += 1.0
-        island.core.release(ticket, now)
+        driver.core.release(ticket, now)
     return "".join(served)
 
 
 def test_places_go_round_the_senders_and_each_senders_requests_keep_their_order():
-    island, (first,) = full(ONE, places=1)
+    driver, (first,) = full(ONE, places=1)
     for sender in "aaaaabbc":
-        island.request("a", 2.0, sender=sender)
-    assert order(island, first) == "abcabaaa"
-    island.sound()
+        driver.request("a", 2.0, sender=sender)
+    assert order(driver, first) == "abcabaaa"
+    driver.sound()
 
 
 def test_who_comes_back_comes_last_and_who_leaves_takes_nobodys_turn():
-    turns = Turns()
+    turns = FairQueue()
 
     def anybody(ticket):
         return True
@@ -206,33 +206,33 @@ def test_who_comes_back_comes_last_and_who_leaves_takes_nobodys_turn():
 
 
 def test_a_hundred_requests_of_one_sender_hold_up_the_first_of_another_by_one():
-    island, (first,) = full(ONE, places=1)
+    driver, (first,) = full(ONE, places=1)
     for _ in range(100):
-        island.request("a", 2.0, sender="greedy")
-    island.request("a", 3.0, sender="modest")
-    assert order(island, first).index("modest"[0]) == len("greedy")
+        driver.request("a", 2.0, sender="greedy")
+    driver.request("a", 3.0, sender="modest")
+    assert order(driver, first).index("modest"[0]) == len("greedy")
 
 
 def test_a_line_that_waited_for_a_load_is_taken_in_turns_too_and_a_failed_one_is_forgotten():
-    island = Island(TWO)
+    driver = Driver(TWO)
     for sender in "aab":
-        island.request("a", 1.0, sender=sender)
-    assert island.steps(1.0) == ["start a"]
-    island.core.load_failed("a", 2.0, LoadError("no"))
-    island.core.settled.clear()
+        driver.request("a", 1.0, sender=sender)
+    assert driver.steps(1.0) == ["start a"]
+    driver.core.load_failed("a", 2.0, LoadError("no"))
+    driver.core.settled.clear()
     for sender in "ccd":
-        island.request("a", 100.0, sender=sender)
-    assert island.steps(100.0) == ["start a"]
-    island.core.loaded("a", 101.0)
-    assert [ticket.sender for ticket in island.core.settled] == ["c", "d"]
+        driver.request("a", 100.0, sender=sender)
+    assert driver.steps(100.0) == ["start a"]
+    driver.core.loaded("a", 101.0)
+    assert [ticket.sender for ticket in driver.core.settled] == ["c", "d"]
 
 
 def test_a_sender_whose_client_left_is_passed_over():
-    island, (first,) = full(ONE, places=1)
-    gone = island.request("a", 2.0, sender="x")
-    island.request("a", 2.0, sender="y")
-    island.core.give_up(gone, 3.0)
-    assert order(island, first) == "y"
+    driver, (first,) = full(ONE, places=1)
+    gone = driver.request("a", 2.0, sender="x")
+    driver.request("a", 2.0, sender="y")
+    driver.core.give_up(gone, 3.0)
+    assert order(driver, first) == "y"
 
 
 LOG = [
@@ -306,7 +306,7 @@ def test_waiting_for_a_place_has_an_end_and_a_full_queue_is_full_for_a_resident_
 
 
 def test_a_turn_goes_to_the_first_that_can_use_it():
-    turns = Turns()
+    turns = FairQueue()
     for sender, ticket in ("a1", "b2", "a3"):
         turns.join(sender, ticket)
     assert turns.take(lambda ticket: ticket == "9") is None
@@ -319,59 +319,59 @@ def test_a_turn_goes_to_the_first_that_can_use_it():
 
 def two_replicas(**settings):
     """Replicas x and y of model a, resident, each with one place."""
-    island = Island(*[backend(name, gpu, model="a", concurrency=1) for name, gpu in ("x0", "y1")], **settings)
+    driver = Driver(*[backend(name, gpu, model="a", concurrency=1) for name, gpu in ("x0", "y1")], **settings)
     for name in ("x", "y"):
-        island.core.adopt(name, 0.0)
-    return island
+        driver.core.adopt(name, 0.0)
+    return driver
 
 
-def bound(island, owner, at):
+def bound(driver, owner, at):
     """A request that goes on from an answer that only ``owner`` has."""
-    return island.request("a", at, work=Work(owner=owner))
+    return driver.request("a", at, work=Work(owner=owner))
 
 
 def test_who_needs_a_replica_that_is_full_waits_for_it_though_another_has_a_place():
-    island = two_replicas()
-    first, waiting = bound(island, "x", 1.0), bound(island, "x", 2.0)
+    driver = two_replicas()
+    first, waiting = bound(driver, "x", 1.0), bound(driver, "x", 2.0)
     assert (first.backend, waiting.backend) == ("x", None)
-    other = island.request("a", 3.0)
+    other = driver.request("a", 3.0)
     assert other.backend == "y"  # nobody waits for one that is bound elsewhere
-    island.core.release(other, 4.0)
+    driver.core.release(other, 4.0)
     assert waiting.backend is None
-    island.core.release(first, 5.0)
+    driver.core.release(first, 5.0)
     assert waiting.backend == "x"
-    island.sound()
+    driver.sound()
 
 
 def test_who_waits_for_any_replica_is_not_held_up_by_one_who_waits_for_another():
-    island = two_replicas()
-    x, y = bound(island, "x", 1.0), bound(island, "y", 1.0)
-    patient, anybody = bound(island, "x", 2.0), island.request("a", 3.0)
-    island.core.release(y, 4.0)
+    driver = two_replicas()
+    x, y = bound(driver, "x", 1.0), bound(driver, "y", 1.0)
+    patient, anybody = bound(driver, "x", 2.0), driver.request("a", 3.0)
+    driver.core.release(y, 4.0)
     assert (patient.backend, anybody.backend) == (None, "y")
-    island.core.release(x, 5.0)
+    driver.core.release(x, 5.0)
     assert patient.backend == "x"
-    island.sound()
+    driver.sound()
 
 
 def test_who_waits_for_a_replica_that_goes_is_served_by_another():
-    island = two_replicas()
-    bound(island, "x", 1.0)
-    waiting = bound(island, "x", 2.0)
-    island.core.died("x", 3.0, "killed")
+    driver = two_replicas()
+    bound(driver, "x", 1.0)
+    waiting = bound(driver, "x", 2.0)
+    driver.core.died("x", 3.0, "killed")
     assert waiting.backend == "y"  # whose engine will say that it has no such answer
-    assert waiting in island.core.settled
+    assert waiting in driver.core.settled
 
 
 def test_who_needs_a_replica_that_is_gone_takes_any():
-    island = two_replicas()
-    island.core.died("x", 1.0, "killed")
-    assert bound(island, "x", 2.0).backend == "y"
+    driver = two_replicas()
+    driver.core.died("x", 1.0, "killed")
+    assert bound(driver, "x", 2.0).backend == "y"
 
 
 def test_nothing_is_loaded_for_one_who_waits_for_a_replica_that_is_there():
-    island = Island(*[backend(name, gpu, model="a", concurrency=1) for name, gpu in ("x0", "y1")])
-    island.core.adopt("x", 0.0)
-    bound(island, "x", 1.0)
-    bound(island, "x", 2.0)
-    assert island.steps(500.0) == []
+    driver = Driver(*[backend(name, gpu, model="a", concurrency=1) for name, gpu in ("x0", "y1")])
+    driver.core.adopt("x", 0.0)
+    bound(driver, "x", 1.0)
+    bound(driver, "x", 2.0)
+    assert driver.steps(500.0) == []

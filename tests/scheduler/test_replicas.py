@@ -17,7 +17,7 @@ import yaml
 
 from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend, Gpu
-from anvil_mux.routing.ledger import Load, Report
+from anvil_mux.routing.in_flight import Load, Report
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 from tests.running import serving
 
@@ -320,9 +320,9 @@ def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig: Rig) ->
     elsewhere = ask(rig, LONG)
     held = rig.other.next()
     with rig.mux._lock:
-        island = rig.mux._islands["m"]
-        island.residency.unanswering("a", rig.mux._clock.now())
-        island.changed.notify_all()
+        driver = rig.mux._drivers["m"]
+        driver.group.unanswering("a", rig.mux._clock.now())
+        driver.changed.notify_all()
     for asked in (held, rig.other.next()):
         asked.send(JSON_OK)
     assert [client.read().status for client in (first, elsewhere)] == [200] * 2
@@ -392,9 +392,9 @@ def test_a_request_under_which_two_replicas_end_is_refused_and_the_next_one_is_s
 def test_a_replica_that_fails_takes_those_on_its_node_out_with_it() -> None:
     policy = {"filters": ["schedulability", {"failover": {"domain": "node"}}], "selector": "round_robin"}
     backends = (
-        Backend("a", "m", ("0",), node="one", unit="left"),
-        Backend("b", "m", ("1",), node="two", unit="left"),
-        Backend("c", "m", ("2",), node="one", prepare=True),
+        Backend("a", "m", ("0",), node="one", failure_domain="left"),
+        Backend("b", "m", ("1",), node="two", failure_domain="left"),
+        Backend("c", "m", ("2",), node="one", preload=True),
     )
     rig = Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})
     try:
@@ -434,7 +434,7 @@ def test_a_policy_that_lets_nobody_take_more_is_an_overload() -> None:
 def three(folder: Path) -> Path:
     command = [str(DEMO), "--model", "m", "--load-seconds", "0", "--tokens-per-second", "20"]
     services = {
-        name: {"command": command, "image": "none", "x-anvil": {"model": "m", "gpus": [], "prepare": True}}
+        name: {"command": command, "image": "none", "x-anvil": {"model": "m", "gpus": [], "preload": True}}
         for name in ("r0", "r1", "r2")
     }
     file = folder / "compose.yaml"

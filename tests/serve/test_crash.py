@@ -22,7 +22,7 @@ SEED = int(os.environ.get("ANVIL_CRASH_SEED", "1"))
 ROOT = Path(__file__).resolve().parent.parent.parent
 MODELS = ("a", "b", "c")
 FROZEN = ("b", "c")
-"""Those that are not stopped when they are put out."""
+"""Those that are not stopped when they are evicted."""
 
 
 def compose(folder: Path) -> Path:
@@ -31,7 +31,7 @@ def compose(folder: Path) -> Path:
         name: {
             "command": ["bin/demo-engine", "--model", name, *flags],
             "working_dir": str(ROOT),
-            "x-anvil": {"gpus": ["0"], "rest": ["pause", "stop"] if name in FROZEN else ["stop"]},
+            "x-anvil": {"gpus": ["0"], "evict_to": ["freeze", "stop"] if name in FROZEN else ["stop"]},
         }
         for name in MODELS
     }
@@ -82,7 +82,7 @@ def test_no_crash_leaves_an_orphan_two_residents_or_half_a_file(folder: Path) ->
     over = threading.Event()
 
     def witness() -> None:
-        """Looks twice: one may be put out, and another wake, while /proc is read."""
+        """Looks twice: one may be evicted, and another wake, while /proc is read."""
         while not over.wait(0.01):
             seen = up()
             if len(seen) > 1 and len(still := dict(seen.items() & up().items())) > 1:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from anvil_mux.config.config import Backend, Gpu, Service
-from anvil_mux.routing.ledger import Load
+from anvil_mux.routing.in_flight import Load
 from anvil_mux.serve.scraper import NoAnswer, Scraper, ask, load_of, load_of_slots
 from tests.fake_engine import GUARD, Asked, FakeEngine, Rig
 

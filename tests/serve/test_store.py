@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from anvil_mux.config.config import Backend, Gpu
-from anvil_mux.routing.ledger import Ledger, Load, Member, Report
+from anvil_mux.routing.in_flight import InFlightTracker, Load, Member, Report
 from anvil_mux.routing.pipeline import build
 from anvil_mux.routing.routing import Work
 from anvil_mux.serve import store
@@ -180,13 +180,13 @@ def test_without_its_package_a_redis_cannot_be_used(monkeypatch: pytest.MonkeyPa
 # What is made of it
 
 
-def ledger(*, full: bool = False) -> Ledger:
-    return Ledger(build("least_prefill_work"), [Member("a"), Member("b")], full=full)
+def in_flight(*, full: bool = False) -> InFlightTracker:
+    return InFlightTracker(build("least_prefill_work"), [Member("a"), Member("b")], full=full)
 
 
 def test_what_others_have_counts_like_our_own_until_they_are_gone() -> None:
-    ours = ledger()
-    theirs = ledger()
+    ours = in_flight()
+    theirs = in_flight()
     theirs.choose("x", Work(tokens=4000), ["a"])
     ours.hear({"a": [theirs.reports(0.0)["a"], Report(1, 0, 0, 500, 500)]}, 0.0)
     seen = ours.view(WORK, ["a"])[0]
@@ -200,14 +200,14 @@ def test_what_others_have_counts_like_our_own_until_they_are_gone() -> None:
 
 
 def test_what_others_have_is_not_told_as_our_own() -> None:
-    ours = ledger()
+    ours = in_flight()
     ours.hear({"a": [BUSY]}, 0.0)
     told = ours.reports(0.0)["a"]
     assert told[:5] == (0, 0, 0, 0, 0)
 
 
 def test_the_latest_word_of_an_engine_counts_whoever_heard_it() -> None:
-    ours = ledger(full=True)
+    ours = in_flight(full=True)
     ours.observe("a", Load(1, 0), 10.0)
     ours.hear({"a": [Report(load=Load(9, 9), age_seconds=3.0)]}, 12.0)
     assert ours.view(WORK, ["a"], now=12.0)[0].num_requests == 1

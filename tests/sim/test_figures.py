@@ -17,7 +17,7 @@ def of(*trace, config=TWO, resident=(), sent=0):
 
 
 def test_a_short_log_comes_to_this():
-    # a loads from 1 to 4 and serves to 8, is put out to 8.5; b loads to 14.5 and serves to 15.5.
+    # a loads from 1 to 4 and serves to 8, is evicted to 8.5; b loads to 14.5 and serves to 15.5.
     assert asdict(of(Request(1.0, "a", 4.0), Request(2.0, "b", 1.0), Request(3.0, "b", 1.0))) == {
         "requests": 3,
         "swaps": 2,
@@ -109,7 +109,7 @@ def test_requests_that_were_turned_away_are_in_no_log_but_count():
 
 def test_a_log_that_ends_in_the_middle_counts_as_far_as_it_goes():
     log = simulate(TWO, [Request(0.0, "a", 4.0), Request(1.0, "b", 9.0), Request(12.5, "b", 9.0)], ENGINES)
-    # a is loaded from 0 to 3 and serves to 7, is put out to 7.5; b is loaded to 13.5.
+    # a is loaded from 0 to 3 and serves to 7, is evicted to 7.5; b is loaded to 13.5.
     told = figures([event for event in log if event.at < 8.0])
     assert (told.makespan_seconds, told.swap_seconds) == (7.0, 3.5)
     log = simulate(TWO, [Request(0.0, "a", 4.0), Request(2.5, "a", 4.0)], ENGINES, resident=["a"])

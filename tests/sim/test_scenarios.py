@@ -12,7 +12,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.host.swap import Rested
+from anvil_mux.host.swap import Evicted
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.steps import Start, Step
 from anvil_mux.sim.simulate import Outcome, Request, simulate
@@ -89,7 +89,7 @@ def test_the_state_shows_who_waits_and_how_the_last_load_failed(rig: Rig) -> Non
 def test_what_cannot_be_stopped_is_shown_and_nothing_is_started_on_top(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def evict(backend: Backend, how: str) -> Rested:
+    def evict(backend: Backend, how: str) -> Evicted:
         raise BackendError("the container does not stop")
 
     monkeypatch.setattr(rig.mechanism, "evict", evict)

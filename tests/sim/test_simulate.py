@@ -10,20 +10,20 @@ from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.policy import POLICIES as REGISTRY
-from anvil_mux.scheduler.policy import Stay, SwapTo, Unload
-from anvil_mux.scheduler.residency import Residency
+from anvil_mux.scheduler.group import GpuGroup
+from anvil_mux.scheduler.policies import POLICIES as REGISTRY
+from anvil_mux.scheduler.policies import Stay, SwapTo, Unload
 from anvil_mux.scheduler.steps import Cancel, Start
 from anvil_mux.sim.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
 
 
 @dataclass(frozen=True)
 class IdleOut:
-    """A policy that swaps at once and puts out what was not used for ten seconds."""
+    """A policy that swaps at once and evicts what was not used for ten seconds."""
 
     def decide(self, seen):
-        if seen.lines:
-            return SwapTo(seen.lines[0].model)
+        if seen.queues:
+            return SwapTo(seen.queues[0].model)
         ends = [(seen.now if r.leases else r.last_used) + 10.125 for r in seen.residents]
         if ends and min(ends) <= seen.now:
             return Unload(seen.residents[ends.index(min(ends))].model, "idle")
@@ -56,45 +56,50 @@ LAYOUTS = {
         (Gpu("0", vram=12, reserve=1),),
     ),
     "sleepers": (
-        (one("a", "0", rest=("sleep",)), one("b", "0", rest=("sleep",)), one("c", "0", "1"), one("d", "1")),
+        (
+            one("a", "0", evict_to=("sleep",)),
+            one("b", "0", evict_to=("sleep",)),
+            one("c", "0", "1"),
+            one("d", "1"),
+        ),
         (),
     ),
-    "a ladder": (
+    "standby levels": (
         (
-            one("a", "0", rest=("sleep", "sleep-2", "stop"), demote_after=4.0029296875),
-            one("b", "0", rest=("sleep", "checkpoint"), demote_after=9.0029296875, prepare=True),
-            one("c", "0", "1", rest=("sleep",), prepare=True),
-            one("d", "1", prepare=True),
+            one("a", "0", evict_to=("sleep", "sleep-2", "stop"), demote_after=4.0029296875),
+            one("b", "0", evict_to=("sleep", "checkpoint"), demote_after=9.0029296875, preload=True),
+            one("c", "0", "1", evict_to=("sleep",), preload=True),
+            one("d", "1", preload=True),
         ),
         (),
     ),
     "sleepers that share": (
         (
-            one("a", "0", vram=5, rest=("sleep",), prepare=True),
-            one("b", "0", vram=5, rest=("sleep", "sleep-2"), demote_after=6.0029296875, ram=2),
-            one("c", "0", vram=8, rest=("checkpoint",)),
+            one("a", "0", vram=5, evict_to=("sleep",), preload=True),
+            one("b", "0", vram=5, evict_to=("sleep", "sleep-2"), demote_after=6.0029296875, ram=2),
+            one("c", "0", vram=8, evict_to=("checkpoint",)),
             one("d", "0", vram=11, ram=3),
         ),
         (Gpu("0", vram=12, reserve=1),),
     ),
     "short of host memory": (
         (
-            one("a", "0", ram=3, rest=("sleep",)),
-            one("b", "0", ram=5, rest=("sleep", "checkpoint")),
-            one("c", "1", ram=4, rest=("sleep", "stop")),
+            one("a", "0", ram=3, evict_to=("sleep",)),
+            one("b", "0", ram=5, evict_to=("sleep", "checkpoint")),
+            one("c", "1", ram=4, evict_to=("sleep", "stop")),
             one("d", "1", ram=12),
             one("t", "0", "1", ram=2),
         ),
         (),
     ),
-    "islands short of host memory": (
+    "GPU groups short of host memory": (
         (
-            one("a", "0", ram=3, rest=("sleep",)),
-            one("b", "0", ram=5, rest=("sleep", "checkpoint")),
-            one("c", "1", ram=4, rest=("sleep", "stop")),
+            one("a", "0", ram=3, evict_to=("sleep",)),
+            one("b", "0", ram=5, evict_to=("sleep", "checkpoint")),
+            one("c", "1", ram=4, evict_to=("sleep", "stop")),
             one("d", "1", ram=12),
             one("t", "2", "3", ram=2),
-            one("u", "2", ram=6, rest=("sleep",)),
+            one("u", "2", ram=6, evict_to=("sleep",)),
             one("v", "3", ram=6),
         ),
         (),
@@ -113,8 +118,8 @@ LAYOUTS = {
 }
 
 
-HOST_MEMORY = {"short of host memory": 13, "islands short of host memory": 15, "sleepers that share": 12}
-"""Layout -> bytes; every sleeper keeps 4."""
+HOST_MEMORY = {"short of host memory": 13, "GPU groups short of host memory": 15, "sleepers that share": 12}
+"""Scheduler -> bytes; every sleeper keeps 4."""
 
 HOLDS = ({"quiet": 1.125, "max_hold": 10.125}, {"quiet": 40.125, "max_hold": 90.125})
 """The second holds a swap for longer than most lines may wait."""
@@ -223,7 +228,7 @@ def world(layout, policy, seed, requests=60):
 def test_plans_that_were_kept_are_those_that_would_be_made_anew(policy, monkeypatch):
     worlds = [world(layout, policy, seed) for layout in LAYOUTS for seed in range(4)]
     kept = [simulate(*each) for each in worlds]
-    monkeypatch.setattr(Residency, "_plans_can_hold", lambda self: False)
+    monkeypatch.setattr(GpuGroup, "_plans_can_hold", lambda self: False)
     assert [simulate(*each) for each in worlds] == kept
 
 
@@ -285,7 +290,7 @@ def test_the_worlds_contain_everything_that_can_happen():
     assert {"idle for 3.00781 s", "idle for 20.0078 s"} <= reasons
     assert {"a may stay for min_residency", "a and b may stay for min_residency"} <= reasons
     assert {"waited_too_long", "load_failed", "stuck", "does_not_fit", "host_memory_short"} <= reasons
-    assert {"errand", "host memory is short", "its memory is needed"} <= reasons
+    assert {"preload", "host memory is short", "its memory is needed"} <= reasons
     cancelled = {bool(event.target) for log in logs for event in log if event.kind == "cancelling"}
     assert cancelled == {False, True}  # by hand, and for another line
     after = {b.kind for log in logs for a, b in moves(log) if a.kind == "cancelling"}

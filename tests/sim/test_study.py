@@ -8,7 +8,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import ConfigError
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.policy import POLICIES, Stay
+from anvil_mux.scheduler.policies import POLICIES, Stay
 from anvil_mux.sim import study
 from anvil_mux.sim.simulate import Engines, Request, simulate
 from anvil_mux.sim.study import Recording, Run

@@ -106,7 +106,7 @@ def test_a_line_holds_only_what_is_not_empty(file: Path) -> None:
 def test_the_header_tells_everything_that_events_depend_on_and_no_secret() -> None:
     secret = Service(environment=(("HF_TOKEN", "s3cret"),), command=("serve", "s3cret"))
     backends = (
-        Backend("a", "m", ("0", "1"), vram=7, pin=True, rest=("sleep", "stop"), service=secret),
+        Backend("a", "m", ("0", "1"), vram=7, pin=True, evict_to=("sleep", "stop"), service=secret),
         Backend("b", "m", ("0",), aliases=("mm",)),
     )
     told = Config(

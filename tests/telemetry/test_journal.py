@@ -254,7 +254,7 @@ def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
             "severed #7: a was evicted for b before this request ended, after a drain of 5.0 s",
         ),
         ("failed", {"reason": "load_failed"}, "failed #0 load_failed"),
-        ("pinned", {}, "pinned: once it is resident no other model puts it out"),
+        ("pinned", {}, "pinned: once it is resident no other model evicts it"),
         ("unpinned", {}, "unpinned: it makes room for others again"),
         ("ready", {"reason": "reprieved"}, "stays after all: it need not make room any more"),
     ],

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.host.gpu import Stranger
-from anvil_mux.host.lookout import Seen
+from anvil_mux.host.gpu import OtherProcess
+from anvil_mux.host.gpu_monitor import Seen
 from anvil_mux.protocol import api
-from anvil_mux.routing.ledger import Load, Said
+from anvil_mux.routing.in_flight import Load, Said
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import LEAVES, Event
+from anvil_mux.scheduler.eviction import EVICTIONS
 from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.scheduler.policy import POLICIES
-from anvil_mux.scheduler.preemption import PREEMPTIONS
+from anvil_mux.scheduler.group import GpuGroup
+from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.scheduler.progress import Progress
-from anvil_mux.scheduler.residency import Residency
 from anvil_mux.scheduler.status import BackendState, GpuState, ModelState, Status
 from anvil_mux.scheduler.steps import Cancel, Start, Stop, Ticket
 from anvil_mux.sim.simulate import Engines, Request, simulate
@@ -89,38 +89,38 @@ def record(**changed: object) -> Served:
 
 
 class History:
-    """A real residency; what it emits goes to the metrics."""
+    """A real GPU group; what it emits goes to the metrics."""
 
     def __init__(self) -> None:
         self.metrics = metrics()
-        preemption, policy = PREEMPTIONS[CONFIG.preemption](), POLICIES["eager"]()
-        self.island = Residency("0+1", CONFIG, CONFIG.backends, policy, preemption, self.metrics.observe)
+        eviction, policy = EVICTIONS[CONFIG.eviction](), POLICIES["eager"]()
+        self.driver = GpuGroup("0+1", CONFIG, CONFIG.backends, policy, eviction, self.metrics.observe)
         self.count = 0
 
     def request(self, model: str, now: float) -> Ticket:
         self.count += 1
         ticket = Ticket(self.count, model, now)
-        self.island.request(ticket, now)
+        self.driver.request(ticket, now)
         return ticket
 
     def load(self, model: str, now: float, ready: float) -> Ticket:
         ticket = self.request(model, now)
-        assert isinstance(self.island.next_step(now), Start)
-        self.island.loaded(model, ready)
+        assert isinstance(self.driver.next_step(now), Start)
+        self.driver.loaded(model, ready)
         return ticket
 
 
 def test_a_swap_is_counted_and_timed() -> None:
     history = History()
-    island = history.island
+    driver = history.driver
     leased = history.load("a", 0.0, 10.0)
     history.request("b", 20.0)
-    island.next_step(20.0)
-    island.release(leased, 23.0)
-    assert isinstance(island.next_step(23.0), Stop)
-    island.evicted("a", 27.0)
-    assert isinstance(island.next_step(27.5), Start)
-    island.loaded("b", 40.0)
+    driver.next_step(20.0)
+    driver.release(leased, 23.0)
+    assert isinstance(driver.next_step(23.0), Stop)
+    driver.evicted("a", 27.0)
+    assert isinstance(driver.next_step(27.5), Start)
+    driver.loaded("b", 40.0)
     seen = history.metrics
     assert phases(seen) == {("a", "drain"): 3.0}
     assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 10.0 + 20.0
@@ -165,16 +165,16 @@ def test_what_was_thought_cached_is_compared_with_what_engines_say() -> None:
 
 def test_a_swap_of_several_victims_is_one_swap() -> None:
     history = History()
-    island = history.island
-    island.release(history.load("a", 0.0, 1.0), 1.0)
-    island.release(history.load("c", 1.0, 2.0), 2.0)
+    driver = history.driver
+    driver.release(history.load("a", 0.0, 1.0), 1.0)
+    driver.release(history.load("c", 1.0, 2.0), 2.0)
     history.request("both", 10.0)
-    assert isinstance(island.next_step(10.0), Stop)
-    assert isinstance(island.next_step(11.0), Stop)
-    island.evicted("a", 12.0)
-    island.evicted("c", 15.0)
-    assert isinstance(island.next_step(15.0), Start)
-    island.loaded("both", 20.0)
+    assert isinstance(driver.next_step(10.0), Stop)
+    assert isinstance(driver.next_step(11.0), Stop)
+    driver.evicted("a", 12.0)
+    driver.evicted("c", 15.0)
+    assert isinstance(driver.next_step(15.0), Start)
+    driver.loaded("both", 20.0)
     seen = history.metrics
     assert swaps(seen, "several", "both", "stop", "ok") == 1
     assert phases(seen) == {("a", "drain"): 0.0, ("c", "drain"): 1.0}
@@ -278,7 +278,7 @@ def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down() -> None:
 
 
 def test_a_deferral_that_is_announced_again_is_still_one() -> None:
-    again = [deferred(at, "b", 7, "no line has been quiet for 1 s yet") for at in (1.0, 6.0)]
+    again = [deferred(at, "b", 7, "no queue has been quiet for 1 s yet") for at in (1.0, 6.0)]
     seen = told([*again, Event(8.0, "loading", "b", "b")])
     assert phases(seen) == {("b", "cooldown"): 7.0}
     assert value(seen, "anvil_deferrals_total", model="b", reason="not_quiet") == 1
@@ -388,10 +388,10 @@ def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
 def test_a_load_that_was_cancelled_is_neither_a_failure_nor_a_death() -> None:
     history = History()
     history.request("a", 0.0)
-    assert isinstance(history.island.next_step(0.0), Start)
-    history.island.unload_requested("a", 2.0, "unload requested")
-    assert isinstance(history.island.next_step(2.0), Cancel)
-    history.island.load_cancelled("a", 3.0)
+    assert isinstance(history.driver.next_step(0.0), Start)
+    history.driver.unload_requested("a", 2.0, "unload requested")
+    assert isinstance(history.driver.next_step(2.0), Cancel)
+    history.driver.load_cancelled("a", 3.0)
     seen = history.metrics
     assert value(seen, "anvil_model_loads_total", model="a", result="cancelled") == 1
     assert value(seen, "anvil_model_load_duration_seconds_sum", model="a", result="cancelled") == 2.0
@@ -447,7 +447,7 @@ def test_the_target_of_a_swap_may_have_colons_in_its_name() -> None:
 def test_severed_requests_and_deferrals_are_counted_by_model() -> None:
     severed = Event(1.0, "severed", "a", "a", 7, 1, 30.0)
     seen = told(
-        [severed, severed, Event(1.0, "deferred", "b", "", 1, 1, 5.0, "no line has been quiet for 1 s yet")]
+        [severed, severed, Event(1.0, "deferred", "b", "", 1, 1, 5.0, "no queue has been quiet for 1 s yet")]
     )
     assert value(seen, "anvil_severed_requests_total", model="a") == 2
     assert value(seen, "anvil_deferrals_total", model="b", reason="not_quiet") == 1
@@ -566,10 +566,10 @@ def test_gpus_are_shown_with_who_uses_them() -> None:
         GpuState("0", ("a",), "ready", "", 0, 0.0, 24, 2, (("b", 3), ("c", 1))),
         GpuState("1", (), "stopped", "", 0, 0.0, reserved_for=("both",)),
     )
-    strangers = (Stranger("0", 41, 5), Stranger("0", 42, None))
-    sight = {"0": Seen(20, 25, {"a": 11}, strangers)}
+    others = (OtherProcess("0", 41, 5), OtherProcess("0", 42, None))
+    sight = {"0": Seen(20, 25, {"a": 11}, others)}
     seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0), sight=lambda: sight)
-    names = ("total", "used", "reserve", "stranger", "residual")
+    names = ("total", "used", "reserve", "other", "residual")
     shown = [value(seen, f"anvil_gpu_memory_{name}_bytes", gpu="0") for name in names]
     assert shown == [25, 20, 2, 5, 4]
     unseen = [value(seen, f"anvil_gpu_memory_{name}_bytes", gpu="1") for name in names]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import requests
 
-from anvil_mux.routing.ledger import Load
+from anvil_mux.routing.in_flight import Load
 from anvil_mux.serve import scraper
 from tests.running import seen
 from tests.vllms import GUARD, MARKS, Scene, loaded, service, write_compose, write_model

@@ -46,7 +46,7 @@ class Scene:
         command = (*serve, "--served-model-name", "m", "--port", "$PORT", *FLAGS.split())
         service = Service(command=command, environment=tuple(ENVIRONMENT.items()), working_dir=str(folder))
         self.backend = Backend(
-            "a", "m", ("0",), engine="vllm", load_timeout=GUARD, rest=("sleep",), service=service
+            "a", "m", ("0",), engine="vllm", load_timeout=GUARD, evict_to=("sleep",), service=service
         )
         config = Config(backends=(self.backend,), project="vllm")
         self.runtime = ProcessRuntime(config, state=folder / "state")
@@ -64,8 +64,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 def test_it_sleeps_and_wakes_and_is_never_started_again(scene: Scene) -> None:
     for _ in range(3):
-        rested = scene.swapper.evict(scene.backend, "sleep")
-        assert (rested.how, rested.residual, rested.host_bytes > 0) == ("sleep", {"0": 0}, True)
+        evicted = scene.swapper.evict(scene.backend, "sleep")
+        assert (evicted.how, evicted.residual, evicted.host_bytes > 0) == ("sleep", {"0": 0}, True)
         assert control.is_asleep(scene.backend, scene.url) is True
         assert scene.swapper.load(scene.backend, "sleep") == Loaded(scene.url, "sleep")
         assert control.is_asleep(scene.backend, scene.url) is False

@@ -1,7 +1,7 @@
 """What a request for a model would wait for if it came now, how long, and why: one sentence.
 
-Pure, like the residency that it reads: a question to it, ``prospect``, and words. Nothing is guessed that the
-residency would not do: the policy is asked as if the request had come.
+Pure, like the GPU group that it reads: a question to it, ``awaited``, and words. Nothing is guessed that the
+GPU group would not do: the policy is asked as if the request had come.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from anvil_mux.scheduler.placement import HOLDING, Seat
-from anvil_mux.scheduler.policy import FOREVER, Stay, SwapTo
+from anvil_mux.scheduler.group import Awaited, GpuGroup
+from anvil_mux.scheduler.placement import HOLDING, Slot
+from anvil_mux.scheduler.policies import FOREVER, Stay, SwapTo
 from anvil_mux.scheduler.progress import Progress
-from anvil_mux.scheduler.residency import Prospect, Residency
 
 
-class Outlook(NamedTuple):
+class WaitEstimate(NamedTuple):
     """The answer for one model."""
 
     model: str
@@ -31,8 +31,8 @@ class Outlook(NamedTuple):
     def sentence(self) -> str:
         return f"A request for {self.model} {self._fate()}: {self.because}"
 
-    def refused(self, because: str) -> Outlook:
-        return Outlook(self.model, "refused", None, None, because)
+    def refused(self, because: str) -> WaitEstimate:
+        return WaitEstimate(self.model, "refused", None, None, because)
 
     def _fate(self) -> str:
         if self.verdict != "waits":
@@ -43,30 +43,30 @@ class Outlook(NamedTuple):
         return f"waits{about}{',' if about and most else ''}{most}"
 
 
-def outlook(
-    residency: Residency, model: str, now: float, drain_timeout: float, far: Progress | None = None
-) -> Outlook:
+def wait_estimate(
+    group: GpuGroup, model: str, now: float, drain_timeout: float, far: Progress | None = None
+) -> WaitEstimate:
     """What a request for ``model`` would meet; ``far``: how far its load is, if there is one."""
-    seats = residency.seats_of(model)
-    ready = [seat for seat in seats if seat.state == "ready"]
+    slots = group.slots_of(model)
+    ready = [slot for slot in slots if slot.state == "ready"]
     if ready:
-        busy = sum(len(seat.holders) for seat in ready)
-        if not residency.takes(model):
-            before = len(residency.lines[model])
+        busy = sum(len(slot.holders) for slot in ready)
+        if not group.takes(model):
+            before = len(group.queues[model])
             text = f"it is resident{_on(ready)}, but takes no more than the {busy} that run"
-            return Outlook(model, "waits", None, None, f"{text}; {before} wait before it.")
-        return Outlook(model, "served", 0.0, 0.0, f"it is resident{_on(ready)}, {_serving(busy)}.")
-    found = residency.prospect(model, now)
+            return WaitEstimate(model, "waits", None, None, f"{text}; {before} wait before it.")
+        return WaitEstimate(model, "served", 0.0, 0.0, f"it is resident{_on(ready)}, {_serving(busy)}.")
+    found = group.awaited(model, now)
     if found.refusal:
-        return Outlook(model, "refused", None, None, found.refusal.message)
+        return WaitEstimate(model, "refused", None, None, found.refusal.message)
     if found.target and found.decision:
         return _planned(model, found, now, drain_timeout)
     if found.target:
         return _coming(model, found.target, found, now, far)
-    return _blocked(residency, model, found, now)
+    return _blocked(group, model, found, now)
 
 
-def _coming(model: str, target: Seat, found: Prospect, now: float, far: Progress | None) -> Outlook:
+def _coming(model: str, target: Slot, found: Awaited, now: float, far: Progress | None) -> WaitEstimate:
     """A swap to it is under way."""
     cost = found.cost
     if target.state == "loading":
@@ -78,18 +78,20 @@ def _coming(model: str, target: Seat, found: Prospect, now: float, far: Progress
         )
         so_far = f" ({far.words})" if far and far.words else ""
         limit = max(target.backend.load_timeout - since, left or 0.0)
-        return Outlook(model, "waits", left, limit, f"it has been loading for {span(since)}{so_far}; {told}.")
+        return WaitEstimate(
+            model, "waits", left, limit, f"it has been loading for {span(since)}{so_far}; {told}."
+        )
     names = _names(victim.model for victim in found.victims)
     busy = sum(len(victim.holders) for victim in found.victims)
     if busy:
         limit = max(found.until - now, 0.0)
         text = f"{names} must make room for it, where {_running(busy)}, for {span(limit)} at the longest"
-        return Outlook(model, "waits", cost.seconds, cost.seconds + limit, f"{text}.")
+        return WaitEstimate(model, "waits", cost.seconds, cost.seconds + limit, f"{text}.")
     text = f"{names} must leave, then it is loaded" if names else "its load begins"
-    return Outlook(model, "waits", cost.seconds, None, f"{text}.")
+    return WaitEstimate(model, "waits", cost.seconds, None, f"{text}.")
 
 
-def _planned(model: str, found: Prospect, now: float, drain_timeout: float) -> Outlook:
+def _planned(model: str, found: Awaited, now: float, drain_timeout: float) -> WaitEstimate:
     """A swap to it could begin; the policy says when."""
     victims, cost = found.victims, found.cost
     busy = sum(len(victim.holders) for victim in victims)
@@ -102,7 +104,7 @@ def _planned(model: str, found: Prospect, now: float, drain_timeout: float) -> O
         text = f"{names} must make room at once" if victims else "there is room"
         text += f" ({found.decision.reason})" if found.decision.reason else ""
         text += f"; {_running(busy)} there, for {span(drain_timeout)} at the longest" if busy else ""
-        return Outlook(model, "waits", about, most, f"{text}; {takes}.")
+        return WaitEstimate(model, "waits", about, most, f"{text}; {takes}.")
     if isinstance(found.decision, Stay):
         until = min(found.decision.until, found.overdue_at)
         about = until - now + cost.seconds if found.decision.until < FOREVER else None
@@ -112,29 +114,27 @@ def _planned(model: str, found: Prospect, now: float, drain_timeout: float) -> O
         other = found.decision.model if found.decision else ""
         reason = found.decision.reason if found.decision else ""
         text = f"{other} comes first ({reason}), for {span(late)} at the longest"
-    return Outlook(model, "waits", about, late + most, f"{text}; {takes}.")
+    return WaitEstimate(model, "waits", about, late + most, f"{text}; {takes}.")
 
 
-def _blocked(residency: Residency, model: str, found: Prospect, now: float) -> Outlook:
+def _blocked(group: GpuGroup, model: str, found: Awaited, now: float) -> WaitEstimate:
     """No swap to it could begin now."""
-    seats = residency.seats_of(model)
-    wanted = {gpu for seat in seats for gpu in seat.holds}
-    others = [
-        seat for seat in residency.seats.values() if seat.state in HOLDING and wanted & seat.holds.keys()
-    ]
-    leaving = [seat for seat in seats if seat.state in HOLDING]
-    moving = [seat for seat in others if seat.state != "ready"]
+    slots = group.slots_of(model)
+    wanted = {gpu for slot in slots for gpu in slot.holds}
+    others = [slot for slot in group.slots.values() if slot.state in HOLDING and wanted & slot.holds.keys()]
+    leaving = [slot for slot in slots if slot.state in HOLDING]
+    moving = [slot for slot in others if slot.state != "ready"]
     if leaving:
-        goal = next((to for name, (to, _) in residency.drains().items() if name == leaving[0].name), "")
+        goal = next((to for name, (to, _) in group.drains().items() if name == leaving[0].name), "")
         text = f"it is leaving its GPUs{f' for {goal}' if goal else ''}, and can come back after that"
     elif moving:
-        text = f"its GPUs are not free: {_names(f'{seat.model} is {seat.state}' for seat in moving)}"
+        text = f"its GPUs are not free: {_names(f'{slot.model} is {slot.state}' for slot in moving)}"
     else:
-        stays = max([seat.loaded + seat.backend.min_residency - now for seat in others], default=0.0)
-        names = _names(seat.model for seat in others) or "what is resident"
+        stays = max([slot.loaded + slot.backend.min_residency - now for slot in others], default=0.0)
+        names = _names(slot.model for slot in others) or "what is resident"
         text = f"{names} may stay for min_residency, {span(max(stays, 0.0))} more"
     late = max(found.overdue_at - now, 0.0)
-    return Outlook(model, "waits", None, None, f"{text}; its turn comes in {span(late)} at the latest.")
+    return WaitEstimate(model, "waits", None, None, f"{text}; its turn comes in {span(late)} at the latest.")
 
 
 def span(seconds: float) -> str:
@@ -148,8 +148,8 @@ def _names(names: Iterable[str]) -> str:
     return " and ".join(dict.fromkeys(names))
 
 
-def _on(seats: Sequence[Seat]) -> str:
-    gpus = sorted({gpu for seat in seats for gpu in seat.holds})
+def _on(slots: Sequence[Slot]) -> str:
+    gpus = sorted({gpu for slot in slots for gpu in slot.holds})
     return f" on GPU {', '.join(gpus)}" if gpus else ""
 
 

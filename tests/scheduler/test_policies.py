@@ -9,7 +9,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import LoadError
-from anvil_mux.scheduler.policy import (
+from anvil_mux.scheduler.policies import (
     FOREVER,
     PAUSES,
     POLICIES,
@@ -18,7 +18,7 @@ from anvil_mux.scheduler.policy import (
     CostAware,
     Debounce,
     Eager,
-    Line,
+    Queue,
     Resident,
     Snapshot,
     Stay,
@@ -41,8 +41,8 @@ def seen(*lines, now=10.0, residents=(), swapping=()):
 
 
 A_IS_UP = (Resident("a", "a", since=1.0, leases=0, last_used=8.0),)
-OLD = Line("b", waiting=2, oldest=3.0, newest=9.5, evicts=("a",), load_seconds=12.0)
-YOUNG = Line("c", waiting=1, oldest=9.0, newest=9.0, evicts=("a",))
+OLD = Queue("b", waiting=2, oldest=3.0, newest=9.5, evicts=("a",), load_seconds=12.0)
+YOUNG = Queue("c", waiting=1, oldest=9.0, newest=9.0, evicts=("a",))
 B_COMES = (Swapping("b", evicts=("z",), state="evicting", since=8.0),)
 
 
@@ -59,7 +59,7 @@ def test_eager_swaps_at_once_to_the_line_that_waits_longest(snapshot, decision):
     assert Eager().decide(snapshot) == decision
 
 
-NOT_QUIET = "no line has been quiet for 2 s yet"
+NOT_QUIET = "no queue has been quiet for 2 s yet"
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ NOT_QUIET = "no line has been quiet for 2 s yet"
     [
         (seen(), Stay()),
         (seen(OLD), Stay(11.5, NOT_QUIET)),
-        (seen(OLD, now=11.5), SwapTo("b", "2 waiting, line quiet")),
+        (seen(OLD, now=11.5), SwapTo("b", "2 waiting, queue quiet")),
         (seen(OLD, YOUNG), Stay(11.0, NOT_QUIET)),
-        (seen(OLD, YOUNG, now=11.0), SwapTo("c", "1 waiting, line quiet")),
-        (seen(OLD, YOUNG, now=12.0), SwapTo("b", "2 waiting, line quiet")),
+        (seen(OLD, YOUNG, now=11.0), SwapTo("c", "1 waiting, queue quiet")),
+        (seen(OLD, YOUNG, now=12.0), SwapTo("b", "2 waiting, queue quiet")),
         (
             seen(replace(OLD, newest=22.5), now=23.0),
             SwapTo("b", "2 waiting, held for the longest time allowed"),
@@ -91,7 +91,7 @@ LATE = "2 waiting, waited long enough"
 SERVES = "who would go may serve for as long as a swap costs"
 MORE = "more may come"
 ENOUGH_WAITED = "2 waiting, no more are awaited"
-PAIR = Line(
+PAIR = Queue(
     "b", 2, oldest=99.0, newest=99.5, evicts=("a",), evict_seconds=1.0, load_seconds=7.0, learned=True
 )
 """Its swap costs 8 s, so that 4 requests are worth it."""
@@ -194,7 +194,7 @@ def test_cost_aware_decides_anew_when_the_window_is_over():
     policy, begun = CostAware(), at_100(PAIR)
     over = policy.decide(begun).until
     assert policy.decide(replace(begun, now=over)) == SwapTo("b", ENOUGH_WAITED)
-    assert policy.decide(replace(begun, now=over, lines=())) == Stay()
+    assert policy.decide(replace(begun, now=over, queues=())) == Stay()
     reloaded = replace(begun, now=over, residents=(up(100.5),))
     assert policy.decide(reloaded) == Stay(108.5, SERVES)
 
@@ -208,7 +208,7 @@ def test_debounce_and_cost_aware_need_not_be_asked_when_a_lease_ends(policy):
 
 
 SLICED = Resident("a", "a", since=90.0, leases=3, last_used=99.0, reload_seconds=2.0)
-ONE = Line("b", 1, oldest=99.0, newest=99.0, evicts=("a",))
+ONE = Queue("b", 1, oldest=99.0, newest=99.0, evicts=("a",))
 NOT_OVER = "the slice of a is not over"
 
 
@@ -273,7 +273,7 @@ def test_time_slice_need_not_be_asked_when_a_lease_ends_before_the_shortest_slic
 
 # adaptive. A load of 9 s there and of 3 s back; b's line grows slowly, a is asked for once a second.
 
-THERE = Line("b", 1, 9.0, 9.0, ("a",), 1.0, 9.0, growth=0.2, service_seconds=2.0, max_wait=60.0)
+THERE = Queue("b", 1, 9.0, 9.0, ("a",), 1.0, 9.0, growth=0.2, service_seconds=2.0, max_wait=60.0)
 LOVED = Resident(
     "a",
     "a",
@@ -517,7 +517,7 @@ def test_p6_who_has_left_counts_neither_as_number_nor_as_age():
 
 # The contract of every policy in the registry
 
-MANY = tuple(Line(f"m{n}", 1 + n % 5, n / 10, n / 10 + n % 7, ("a",) if n % 3 else ()) for n in range(1000))
+MANY = tuple(Queue(f"m{n}", 1 + n % 5, n / 10, n / 10 + n % 7, ("a",) if n % 3 else ()) for n in range(1000))
 BUSY = replace(LOVED, leases=10**6, last_used=10.0)
 ODD = {
     "nobody": seen(),
@@ -545,7 +545,7 @@ ODD = {
 
 
 def drawn(seed):
-    """A snapshot as no island may ever show it."""
+    """A snapshot as no GPU group may ever show it."""
     draw = random.Random(seed)
     now = draw.choice((0.0, 10.0, 1234.5, 1e7))
     rates = (0.0, 0.0, 1e-9, 0.05, 1.0, 300.0)
@@ -574,7 +574,7 @@ def drawn(seed):
     for n in range(draw.randint(0, 5)):
         oldest, newest = sorted((moment(), moment()))
         lines.append(
-            Line(
+            Queue(
                 f"m{n}",
                 draw.choice((1, 1, 2, 10, 5000)),
                 oldest,
@@ -600,9 +600,9 @@ def honoured(name, snapshot):
     match decision:
         case Stay(until):
             assert until > snapshot.now
-            assert until <= min((line.oldest + line.max_wait for line in snapshot.lines), default=FOREVER)
+            assert until <= min((line.oldest + line.max_wait for line in snapshot.queues), default=FOREVER)
         case SwapTo(model):
-            assert model in [line.model for line in snapshot.lines]
+            assert model in [line.model for line in snapshot.queues]
         case Unload(model):
             assert model in [resident.model for resident in snapshot.residents]
     assert decision.reason or decision == Stay()
@@ -629,8 +629,8 @@ def test_a_line_has_its_swap_in_the_end_if_the_policy_is_asked_whenever_it_wants
     policy = build_policy(name)
     for seed in range(300):
         snapshot = drawn(seed)
-        lines = tuple(replace(line, max_wait=min(line.max_wait, 60.0)) for line in snapshot.lines)
-        snapshot = replace(snapshot, lines=lines)
+        lines = tuple(replace(line, max_wait=min(line.max_wait, 60.0)) for line in snapshot.queues)
+        snapshot = replace(snapshot, queues=lines)
         for _ in range(1000):
             decision = policy.decide(snapshot)
             if not isinstance(decision, Stay) or not lines:
@@ -722,7 +722,7 @@ def test_a_policy_of_ones_own_is_named_by_module_and_class():
         ("cost_aware", {"serving_window": 0}, "serving_window must be true or false, not 0"),
         ("cost_aware", {"cap": True}, "cap must be a number of at least 0"),
         ("anvil_mux.sim.simulate:Engines", {}, "has no method `decide`"),
-        ("anvil_mux.scheduler.policy:Policy", {}, "is not a dataclass"),
+        ("anvil_mux.scheduler.policies:Policy", {}, "is not a dataclass"),
     ],
 )
 def test_a_bad_policy_is_an_error_that_says_what_is_known(name, settings, message):

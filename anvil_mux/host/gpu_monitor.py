@@ -1,8 +1,8 @@
 """Who uses the GPUs, looked at in a thread of its own and answered from memory.
 
 NVML may take long, or hang: ``sight`` never waits for it. It says when it was asked, and for a while after
-that the thread looks once a second; when nobody asks any more, it looks now and then, to tell what strangers
-hold: that is not to be had for a model.
+that the thread looks once a second; when nobody asks any more, it looks now and then, to tell what other
+processes hold: that is not to be had for a model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from anvil_mux.host import gpu
-from anvil_mux.host.gpu import Gpus, Reading, Stranger
+from anvil_mux.host.gpu import Gpus, OtherProcess, Reading
 
 EVERY_SECONDS = 1.0
 WATCHED_SECONDS = 60.0
@@ -30,17 +30,17 @@ class Seen:
     total: int | None = None
     users: Mapping[str, int | None] = field(default_factory=dict)
     """Service of ours -> what its processes hold here; None where that is not told."""
-    strangers: tuple[Stranger, ...] = ()
+    others: tuple[OtherProcess, ...] = ()
 
 
 Sight = Mapping[str, Seen]
 """GPU id, as it is configured -> what was seen of it; without those that cannot be read."""
 
 
-class Lookout:
+class GpuMonitor:
     """``owner`` says to which of our services a process of this host belongs; see swap.Runtime.
 
-    ``tell`` learns after every look how many bytes strangers hold, by GPU.
+    ``tell`` learns after every look how many bytes other processes hold, by GPU.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Lookout:
         found = self._probe()
         readings = {gpu: found.find(gpu) for gpu in self._gpus}
         self._sight = {gpu: self._seen(reading) for gpu, reading in readings.items() if reading}
-        held = {gpu: sum(each.used or 0 for each in seen.strangers) for gpu, seen in self._sight.items()}
+        held = {gpu: sum(each.used or 0 for each in seen.others) for gpu, seen in self._sight.items()}
         self._tell({gpu: amount for gpu, amount in held.items() if amount})
 
     def run(self) -> None:
@@ -109,5 +109,5 @@ class Lookout:
             if service:
                 pids[service].append(pid)
         users = {service: reading.used_by(own) for service, own in pids.items()}
-        strangers = gpu.strangers([reading], lambda pid: owners[pid] is not None)
-        return Seen(reading.used, reading.total, users, tuple(strangers))
+        others = gpu.others([reading], lambda pid: owners[pid] is not None)
+        return Seen(reading.used, reading.total, users, tuple(others))

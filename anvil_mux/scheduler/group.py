@@ -1,42 +1,43 @@
-"""One island's state machine: facts in, next step out.
+"""One GPU group's state machine: facts in, next step out.
 
-An island is a set of GPUs tied together by some backend that needs several of them, or by the replicas of one
-model. A ``Residency`` is told facts (``request``, ``release``, ``loaded``, ``died``, ...) and asked one
+A GPU group is a set of GPUs tied together by some backend that needs several of them, or by the replicas of
+one model. A ``GpuGroup`` is told facts (``request``, ``release``, ``loaded``, ``died``, ...) and asked one
 question, ``next_step(now)``, until it answers ``Wait``. It performs nothing: whoever drives it (the
-multiplexer's keepers, the simulator) performs the steps and reports how they ended. It has no lock, no clock
+multiplexer's workers, the simulator) performs the steps and reports how they ended. It has no lock, no clock
 and no I/O; calls must not overlap.
 
-Each backend of the island has one state; TRANSITIONS is the whole table and ``_enter`` its only writer:
+Each backend of the GPU group has one state; TRANSITIONS is the whole table and ``_enter`` its only writer:
 
-    empty --load--> starting --started--> ready --swap--> draining --stop--> stopping --> empty | parked
+    empty --load--> starting --started--> ready --swap--> draining --stop--> stopping --> empty | on standby
                        |                    ^-----reprieve---'
                        '--cancel--> cancelling --> empty
-    parked --demote--> demoting --> empty | parked
+    on standby --demote--> demoting --> empty | on standby
 
 A ``_Swap`` ties a target to the victims that make room for it. Its GPUs are in no other swap until it ends.
 After each eviction it is asked again who is in the way: nobody goes who need not.
 
-What no line waits for is an errand: a load into free room that prepares a backend, or brings the stage
-(prefill or decode) that a model in use lacks, or wakes one on its way to a deeper rest (ladder.py), or is
-another replica of a busy model. It is begun only while no line waits.
+What no queue waits for is a preload: a load into free room that prepares a backend, or brings the stage
+(prefill or decode) that a model in use lacks, or wakes one on its way to a deeper rest (standby.py), or is
+another replica of a busy model. It is begun only while no queue waits.
 
 Invariants:
  1. The GPUs a backend needs are its own from ``Start`` until its ``stopped``; the sum of what residents and
-    parked residuals hold never exceeds a GPU. Without declared memory a backend needs the whole GPU.
+    on standby residuals hold never exceeds a GPU. Without declared memory a backend needs the whole GPU.
  2. A lease is granted only in ready. Draining closes the gate; later requests queue behind the swap.
  3. Every ticket ends exactly once: leased, failed or gone.
  4. A drain lasts at most ``drain_timeout``; what is left is severed, counted, logged.
- 5. When a model becomes ready its whole line, or as much of it as there are places, is leased before the
-    policy is asked again; so is the next in line whenever a place becomes free.
+ 5. When a model becomes ready its whole queue, or as much of it as there are places, is leased before the
+    policy is asked again; so is the next in queue whenever a place becomes free.
  6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished,
     unless its load is cancelled: when it is unloaded by hand (who waits for it is told so), or when nobody
-    waits for it any more and another queue needs its GPUs. Errands are cancelled by hand only.
-    Who waits behind others at a busy replica waits for another one, if nobody on the island waits for a load.
-    (So does the line of a model that is resident, which it has if its backends take only so many at once.)
- 7. A line older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
-    in no other swap, oldest line first, and nobody younger takes those GPUs meanwhile. The bound is
+    waits for it any more and another queue needs its GPUs. Preloads are cancelled by hand only.
+    Who waits behind others at a busy replica waits for another one, if nobody on the GPU group waits for a
+    load. (So does the queue of a model that is resident, which it has if its backends take only so many at
+    once.)
+ 7. A queue older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
+    in no other swap, oldest queue first, and nobody younger takes those GPUs meanwhile. The bound is
     ``max_wait``, or less where a load would come too late for ``queue_timeout`` then; it is fixed when the
-    line begins, and stands in its first ``queued``.
+    queue begins, and stands in its first ``queued``.
  8. A backend that failed to start is not tried before its cool-down ends; its requests fail at once. One that
     ended soon after it was loaded, before it had given one whole answer, counts as one that failed to start.
     Nobody is leased who was there when backends ended twice: the request may be what ends them.
@@ -45,8 +46,8 @@ Invariants:
 10. While it is not known of some backend whether it runs already (``expected``), nothing is begun.
 
 A backend that the configuration has no longer, or not as it is (``retired``), is leaving: it gets no new
-leases, is drained and stopped, whatever its ladder says, and its seat is left for good. Its line waits on for
-whoever takes that seat; layout.py builds the residency that takes this one's place then.
+leases, is drained and stopped, whatever its standby levels says, and its slot is left for good. Its queue
+waits on for whoever takes that slot; scheduler.py builds the GPU group that takes this one's place then.
 
 After a failed start there is no rollback: the backend is empty, and the next question serves whoever waits.
 """
@@ -75,30 +76,31 @@ from anvil_mux.errors import (
     UnknownModel,
     with_log,
 )
-from anvil_mux.routing.ledger import Load, Report, Said
+from anvil_mux.routing.in_flight import Load, Report, Said
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import NO_COST, Cost, Costs, source_of
 from anvil_mux.scheduler.demand import Demand
 from anvil_mux.scheduler.events import (
     DIED,
-    ERRAND,
     LEAVES,
     NO_ANSWER,
     NO_ROOM,
+    PRELOAD,
     TRANSITIONS,
     Cause,
     Event,
     Leaving,
 )
+from anvil_mux.scheduler.eviction import Eviction
+from anvil_mux.scheduler.fair_queue import FairQueue
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.ladder import DESCENTS, PINS, Host, below, demoted_at, rungs
-from anvil_mux.scheduler.placement import HOLDING, Placement, Seat
-from anvil_mux.scheduler.policy import (
+from anvil_mux.scheduler.placement import HOLDING, Placement, Slot
+from anvil_mux.scheduler.policies import (
     FOREVER,
     Decision,
-    Line,
     Policy,
+    Queue,
     Resident,
     Snapshot,
     Spill,
@@ -108,10 +110,9 @@ from anvil_mux.scheduler.policy import (
     Unload,
     decide,
 )
-from anvil_mux.scheduler.preemption import Preemption
 from anvil_mux.scheduler.replicas import Replicas, nobody_takes
+from anvil_mux.scheduler.standby import DESCENTS, PINS, HostMemory, below, demoted_at, levels
 from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Start, Step, Stop, Ticket, Wait
-from anvil_mux.scheduler.turns import Turns
 
 COOL_DOWN_SECONDS = 5.0
 MAX_COOL_DOWN_SECONDS = 300.0
@@ -137,8 +138,8 @@ LOADING = ("loading", "cancelling")
 
 @dataclass(eq=False, slots=True)
 class _Swap:
-    target: Seat | None
-    victims: list[Seat]
+    target: Slot | None
+    victims: list[Slot]
     """Those that have not left yet."""
     until: float
     """End of the drain."""
@@ -147,7 +148,7 @@ class _Swap:
     """Why a request is severed that outlasts the drain."""
     begun: bool = False
     """A victim was told to stop: no reprieve any more."""
-    errand: bool = False
+    preload: bool = False
     """Nobody waits for the target."""
     emptied: float = FOREVER
     """When the last drain ended."""
@@ -160,7 +161,7 @@ class _Swap:
     cancel: str = ""
     """Why the load of the target is to end before its time."""
     heir: str = ""
-    """The model whose line needs its GPUs then; "": it is cancelled by hand."""
+    """The model whose queue needs its GPUs then; "": it is cancelled by hand."""
 
     def gpus(self) -> set[str]:
         held = set(self.target.holds) if self.target else set()
@@ -177,8 +178,8 @@ _AGE = attrgetter("since", "id")
 class _Plan(NamedTuple):
     """A backend to load, and the victims that make room for it."""
 
-    target: Seat
-    victims: list[Seat]
+    target: Slot
+    victims: list[Slot]
     evicts: tuple[str, ...]
     """The victims' models."""
     source: str
@@ -186,13 +187,13 @@ class _Plan(NamedTuple):
     cost: Cost
 
 
-class Prospect(NamedTuple):
+class Awaited(NamedTuple):
     """What a request would meet if it came now."""
 
     refusal: MuxError | None = None
-    target: Seat | None = None
+    target: Slot | None = None
     """Who will serve it, if a swap is under way to that, or could begin now."""
-    victims: Sequence[Seat] = ()
+    victims: Sequence[Slot] = ()
     cost: Cost = NO_COST
     loaded_before: bool = False
     """By that way, so that ``cost`` is no mere guess."""
@@ -213,8 +214,8 @@ def _pause(first: float, failures: int, longest: float) -> float:
     return min(first * 2.0 ** min(failures - 1, 10), longest)
 
 
-class Residency:
-    """The state of one island. Every fact comes with the moment at which it became true."""
+class GpuGroup:
+    """The state of one GPU group. Every fact comes with the moment at which it became true."""
 
     def __init__(
         self,
@@ -222,29 +223,29 @@ class Residency:
         config: Config,
         backends: Iterable[Backend],
         policy: Policy,
-        preemption: Preemption,
+        eviction: Eviction,
         emit: Callable[[Event], object],
         costs: Costs | None = None,
-        host: Host | None = None,
+        host: HostMemory | None = None,
         footprints: Footprints | None = None,
         *,
         emit_leases: bool = True,
-        before: Sequence[Residency] = (),
+        before: Sequence[GpuGroup] = (),
         coming: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """``before``: those whose place it takes, and which are told nothing any more.
 
-        Backends that it has in common with them keep their seats, unless these were left for good.
-        ``coming``: seat that is about to be left -> the model that it will be of then.
+        Backends that it has in common with them keep their slots, unless these were left for good.
+        ``coming``: slot that is about to be left -> the model that it will be of then.
         """
         self.name = name
-        kept = {name: seat for each in before for name, seat in each.seats.items() if not _is_left(seat)}
-        self._placement = Placement(backends, config.gpus, preemption, kept)
-        self.seats: dict[str, Seat] = self._placement.seats
-        self._replicas = _by_model(self.seats, coming)
-        self.lines: dict[str, dict[Ticket, None]] = {model: {} for model in self._replicas}
+        kept = {name: slot for each in before for name, slot in each.slots.items() if not _is_left(slot)}
+        self._placement = Placement(backends, config.gpus, eviction, kept)
+        self.slots: dict[str, Slot] = self._placement.slots
+        self._replicas = _by_model(self.slots, coming)
+        self.queues: dict[str, dict[Ticket, None]] = {model: {} for model in self._replicas}
         self.settled: list[Ticket] = []
-        """Tickets that ended after waiting in a line; whoever drives the residency takes and wakes them."""
+        """Tickets that ended after waiting in a queue; whoever drives the GPU group takes and wakes them."""
         self.taken_back: list[Ticket] = []
         """Tickets that ended at a replica that had not begun with them; the driver takes and cuts them."""
         self.deferred: tuple[str, Stay] | None = None
@@ -253,35 +254,35 @@ class Residency:
         """The swaps that the policy could begin when it was last asked."""
         self._ask_again, self._plans_hold_until = FOREVER, -FOREVER
         """When the policy is asked again; and until when the plans are the same, unless a state changes or a
-        line begins or loses a request."""
+        queue begins or loses a request."""
         self._announced: tuple[Ticket | None, float] = None, FOREVER
         """The first of the queue whose swap was said to be put off, and when that has to be said again."""
-        self._ready_of = {model: _those_ready(seats) for model, seats in self._replicas.items()}
-        self._ready = _those_ready(self.seats.values())
-        self._routed = {m: Replicas(seats, config) for m, seats in self._replicas.items() if len(seats) > 1}
+        self._ready_of = {model: _those_ready(slots) for model, slots in self._replicas.items()}
+        self._ready = _those_ready(self.slots.values())
+        self._routed = {m: Replicas(slots, config) for m, slots in self._replicas.items() if len(slots) > 1}
         """Of models with several backends: whom a request is sent to."""
         self._swaps: list[_Swap] = []
-        self._idlers = [seat for seat in self.seats.values() if seat.backend.ttl is not None]
-        self._stayers = [seat for seat in self.seats.values() if seat.backend.min_residency]
-        self._parkers = [seat for seat in self.seats.values() if seat.backend.rest != ("stop",)]
-        self._turns = {s.model: Turns[Ticket]() for s in self.seats.values() if s.backend.concurrency}
-        """Of models that may have a line while they are resident: who is next in it."""
+        self._idlers = [slot for slot in self.slots.values() if slot.backend.ttl is not None]
+        self._stayers = [slot for slot in self.slots.values() if slot.backend.min_residency]
+        self._sleepers = [slot for slot in self.slots.values() if slot.backend.evict_to != ("stop",)]
+        self._fair = {s.model: FairQueue[Ticket]() for s in self.slots.values() if s.backend.concurrency}
+        """Of models that may have a queue while they are resident: who is next in it."""
         self._unseen = set[str]()  # backends that may run already: until that is known nothing is begun
         self._unkept: set[str] = set()
         """Models that go once nobody uses them, unless they are asked for again before."""
         self._left, self._bounds = dict[str, float](), dict[str, float]()
-        """Of those: when a backend last ceased to be ready. Before that, no line waited for a load.
-        And of each line: after how many seconds it is overdue."""
-        new = [seat for seat in self.seats.values() if seat.backend.prepare and seat.name not in kept]
-        self._unprepared: list[Seat] = new
-        self._host = host or Host()
+        """Of those: when a backend last ceased to be ready. Before that, no queue waited for a load.
+        And of each queue: after how many seconds it is overdue."""
+        new = [slot for slot in self.slots.values() if slot.backend.preload and slot.name not in kept]
+        self._preloads: list[Slot] = new
+        self._host = host or HostMemory()
         self._footprints = footprints or Footprints()
-        for seat in self.seats.values():
-            self._host.join(seat, self._worth)
-            self._placement.measure(seat, self._footprints.held(seat.name))
-        self._demand = {model: Demand() for model in self.lines}
-        self._max_wait = dict.fromkeys(self.lines, config.max_wait) | max_waits(self.seats.values(), config)
-        self._priority = {m: max(s.backend.priority for s in seats) for m, seats in self._replicas.items()}
+        for slot in self.slots.values():
+            self._host.join(slot, self._worth)
+            self._placement.measure(slot, self._footprints.held(slot.name))
+        self._demand = {model: Demand() for model in self.queues}
+        self._max_wait = dict.fromkeys(self.queues, config.max_wait) | max_waits(self.slots.values(), config)
+        self._priority = {m: max(s.backend.priority for s in slots) for m, slots in self._replicas.items()}
         self._costs = costs or Costs()
         self._config = config
         self._policy = policy
@@ -291,36 +292,36 @@ class Residency:
         for each in before:
             self._go_on_from(each)
 
-    def _go_on_from(self, before: Residency) -> None:
+    def _go_on_from(self, before: GpuGroup) -> None:
         """What is under way goes on here, and who waits for a model that is served here waits on."""
         self.settled += before.settled
         self.taken_back += before.taken_back
         self._swaps += before._swaps
-        self._unprepared += [each for each in before._unprepared if self.seats.get(each.name) is each]
+        self._preloads += [each for each in before._preloads if self.slots.get(each.name) is each]
         self._left |= before._left
-        self._unseen |= before._unseen & self.seats.keys()
-        self._unkept |= before._unkept & self.lines.keys()
-        self._placement.strangers = {**self._placement.strangers, **before._placement.strangers}
-        for model, line in before.lines.items():
-            if model not in self.lines:
+        self._unseen |= before._unseen & self.slots.keys()
+        self._unkept |= before._unkept & self.queues.keys()
+        self._placement.others = {**self._placement.others, **before._placement.others}
+        for model, queue in before.queues.items():
+            if model not in self.queues:
                 continue
-            self.lines[model], self._demand[model] = line, before._demand[model]
-            if line:
+            self.queues[model], self._demand[model] = queue, before._demand[model]
+            if queue:
                 self._bounds[model] = min(before._bounds[model], self._max_wait[model])
             if model in self._routed and model in before._routed:
-                self._routed[model].ledger.go_on_from(before._routed[model].ledger)
-            for ticket in line if model in self._turns else ():
+                self._routed[model].in_flight.go_on_from(before._routed[model].in_flight)
+            for ticket in queue if model in self._fair else ():
                 if ticket.leases:
-                    self._turns[model].join(ticket.sender, ticket)
+                    self._fair[model].join(ticket.sender, ticket)
 
     def __repr__(self) -> str:
-        seats = ", ".join(f"{s.name}: {s.state} {len(s.holders)} leases" for s in self.seats.values())
-        lines = ", ".join(f"{model}: {len(line)} waiting" for model, line in self.lines.items() if line)
-        return f"<Residency {self.name} [{seats}] [{lines}]>"
+        slots = ", ".join(f"{s.name}: {s.state} {len(s.holders)} leases" for s in self.slots.values())
+        queues = ", ".join(f"{model}: {len(queue)} waiting" for model, queue in self.queues.items() if queue)
+        return f"<GpuGroup {self.name} [{slots}] [{queues}]>"
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        return tuple(sorted({gpu for seat in self.seats.values() for gpu in seat.holds}))
+        return tuple(sorted({gpu for slot in self.slots.values() for gpu in slot.holds}))
 
     def is_ready(self, model: str) -> bool:
         return bool(self._ready_of[model])
@@ -331,70 +332,72 @@ class Residency:
             return not needed.full
         if model in self._routed:
             return self._routed[model].take_one_more()
-        return any(not seat.full for seat in self._ready_of[model])
+        return any(not slot.full for slot in self._ready_of[model])
 
-    def seats_of(self, model: str) -> list[Seat]:
+    def slots_of(self, model: str) -> list[Slot]:
         return self._replicas[model]
 
     # Facts from requests. ``request`` and ``release`` return whether the next step is to be asked for: it is
     # after every other fact, but these are many, and matter only if the policy holds a swap back, or if they
-    # begin a line or end a drain.
+    # begin a queue or end a drain.
 
     def request(self, ticket: Ticket, now: float) -> bool:
-        """A request arrived: it is leased, failed or put in line."""
+        """A request arrived: it is leased, failed or put in queue."""
         demand = self._demand[ticket.model]
         demand.arrived(now)
         if ticket.crashes and len(ticket.crashes) >= MOST_CRASHES:
             self._fail(ticket, _crashed(ticket), now)
             return False
         ready = self._ready_of[ticket.model]
-        if ready and self._turns and ticket.leases and not self.takes(ticket.model, ticket.work.owner):
-            self._queue(ticket, now, self._needed(ticket.work.owner), "busy")
+        if ready and self._fair and ticket.leases and not self.takes(ticket.model, ticket.work.owner):
+            self._enqueue(ticket, now, self._needed(ticket.work.owner), "busy")
             return ticket.model in self._routed and self._spill(ticket.model, now) is not None
         if ready:
             routed = ticket.model in self._routed
-            seat = self._route(ready, ticket, now) if routed else ready[0]
-            if seat is None:
+            slot = self._route(ready, ticket, now) if routed else ready[0]
+            if slot is None:
                 self._fail(ticket, nobody_takes(ticket.model), now)
                 return self._complete(ticket.model, now)
-            if not seat.holders:
-                demand.returned(now - seat.used, now)
+            if not slot.holders:
+                demand.returned(now - slot.used, now)
             elif not routed:  # else others may be answered elsewhere
                 demand.overlapping += 1
-            self._lease(seat, ticket, now)
+            self._lease(slot, ticket, now)
             return routed and self._wants_more(ticket, now)
-        line = self.lines[ticket.model]
-        if not line:  # a line that nobody can serve any more has failed already
+        queue = self.queues[ticket.model]
+        if not queue:  # a queue that nobody can serve any more has failed already
             if error := self._refusal(ticket.model, now):
                 self._fail(ticket, error, now)
                 return False
             self._plans_hold_until = -FOREVER
             self._note_pause(ticket.model, now)
-        self._queue(ticket, now)
-        return self.deferred is not None or (len(line) == 1 and ticket.model not in self._coming())
+        self._enqueue(ticket, now)
+        return self.deferred is not None or (len(queue) == 1 and ticket.model not in self._coming())
 
     def _wants_more(self, ticket: Ticket, now: float) -> bool:
         """Whether more of its model's backends are to be loaded now that it has come."""
         completes = self._complete(ticket.model, now)
         return completes or (ticket.leases and self._spill(ticket.model, now) is not None)
 
-    def _needed(self, owner: str) -> Seat | None:
+    def _needed(self, owner: str) -> Slot | None:
         """The only backend that can serve a request, if that is there: it has what the request refers to."""
-        seat = self.seats.get(owner) if owner else None
-        return seat if seat and seat.state == "ready" else None
+        slot = self.slots.get(owner) if owner else None
+        return slot if slot and slot.state == "ready" else None
 
-    def _queue(self, ticket: Ticket, now: float, needed: Seat | None = None, reason: str = "") -> None:
-        line, bound = self.lines[ticket.model], FOREVER
-        if not line:
+    def _enqueue(self, ticket: Ticket, now: float, needed: Slot | None = None, reason: str = "") -> None:
+        queue, bound = self.queues[ticket.model], FOREVER
+        if not queue:
             bound = self._bounds[ticket.model] = self._bound(ticket.model, now)
-        line[ticket] = None
-        if ticket.leases and ticket.model in self._turns:
-            self._turns[ticket.model].join(ticket.sender, ticket)
+        queue[ticket] = None
+        if ticket.leases and ticket.model in self._fair:
+            self._fair[ticket.model].join(ticket.sender, ticket)
         name = needed.name if needed else ""
-        self._emit(Event(now, "queued", ticket.model, name, ticket.id, len(line), reason=reason, bound=bound))
+        self._emit(
+            Event(now, "queued", ticket.model, name, ticket.id, len(queue), reason=reason, bound=bound)
+        )
 
     def _bound(self, model: str, now: float) -> float:
-        """After how many seconds a line that begins now is overdue: in time to be loaded, if it can be."""
+        """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
         left = self._config.queue_timeout - self._swap_seconds(model, now)
         return max(min(self._max_wait[model], left), 0.0)
 
@@ -404,15 +407,15 @@ class Residency:
         if plan:
             return self._drain_seconds(plan.victims) + plan.cost.seconds
         found = []
-        for seat in self._replicas[model]:
-            goals = [swap.target for swap in self._swaps if swap.target and swap.target is not seat]
-            others = [goal for goal in goals if goal.holds.keys() & seat.holds.keys()]
-            way = seat.rests if seat.state in ("stopped", "standby") else seat.backend.rest[0]
-            cost = self._cost(source_of(other.model for other in others), seat, way)
+        for slot in self._replicas[model]:
+            goals = [swap.target for swap in self._swaps if swap.target and swap.target is not slot]
+            others = [goal for goal in goals if goal.holds.keys() & slot.holds.keys()]
+            way = slot.level if slot.state in ("stopped", "standby") else slot.backend.evict_to[0]
+            cost = self._cost(source_of(other.model for other in others), slot, way)
             found.append(self._drain_seconds(others) + cost.seconds)
         return min(found)
 
-    def _drain_seconds(self, victims: Iterable[Seat]) -> float:
+    def _drain_seconds(self, victims: Iterable[Slot]) -> float:
         """About the longest of their leases."""
         longest = 0.0
         for victim in victims:
@@ -421,48 +424,48 @@ class Residency:
         return min(longest, self._config.drain_timeout)
 
     def _note_pause(self, model: str, now: float) -> None:
-        """A request for a model that was put out: its client's pause, unless another's answer brought it."""
-        used = max(seat.last_used for seat in self._replicas[model])
-        idle = not any(seat.holders for seat in self._replicas[model])
-        if idle and used > -FOREVER and all(seat.loaded <= used for seat in self.seats.values()):
+        """A request for a model that was evicted: its client's pause, unless another's answer brought it."""
+        used = max(slot.last_used for slot in self._replicas[model])
+        idle = not any(slot.holders for slot in self._replicas[model])
+        if idle and used > -FOREVER and all(slot.loaded <= used for slot in self.slots.values()):
             self._demand[model].returned(now - used)
 
     def first_byte(self, ticket: Ticket) -> bool:
         """The first byte of an answer came, of a model with several backends; False: it comes too late."""
         if ticket.model in self._routed:
-            self._routed[ticket.model].ledger.first_byte(ticket)
+            self._routed[ticket.model].in_flight.first_byte(ticket)
         return not ticket.severed
 
     def observed(self, backend: str, load: Load | None, now: float) -> None:
         """The engine of a replica said this of itself; None: it answered, and has no figures."""
-        routed = self._routed.get(self.seats[backend].model)
+        routed = self._routed.get(self.slots[backend].model)
         if routed:
-            routed.ledger.observe(backend, load, now)
+            routed.in_flight.observe(backend, load, now)
 
     def said(self, backend: str, now: float) -> Said | None:
         """What the engine of a replica said of itself last, in the mode full."""
-        routed = self._routed.get(self.seats[backend].model)
-        return routed.ledger.said(backend, now) if routed else None
+        routed = self._routed.get(self.slots[backend].model)
+        return routed.in_flight.said(backend, now) if routed else None
 
     def silent(self, backend: str, now: float) -> None:
         """The engine of a replica does not answer: when it is stale, who waits there leaves."""
-        seat = self.seats[backend]
-        if seat.model in self._routed and seat.state == "ready":
-            self._send_anew(self._routed[seat.model].take_from(seat, now), f"{backend} is stale", now)
+        slot = self.slots[backend]
+        if slot.model in self._routed and slot.state == "ready":
+            self._send_anew(self._routed[slot.model].take_from(slot, now), f"{backend} is stale", now)
 
     def reports(self, now: float) -> dict[str, Report]:
         """What other anvil-mux are told of the replicas here."""
-        ledgers = [each.ledger for each in self._routed.values()]
-        return {name: told for ledger in ledgers for name, told in ledger.reports(now).items()}
+        trackers = [each.in_flight for each in self._routed.values()]
+        return {name: told for in_flight in trackers for name, told in in_flight.reports(now).items()}
 
     def hear(self, told: Mapping[str, Sequence[Report]], now: float) -> None:
         """What other anvil-mux tell of the replicas here."""
         for each in self._routed.values():
-            each.ledger.hear(told, now)
+            each.in_flight.hear(told, now)
 
     def bytes_per_token(self, model: str) -> float:
         """As engines' counts have it. Any thread may ask, at any time."""
-        return self._routed[model].ledger.bytes_per_token if model in self._routed else BYTES_PER_TOKEN
+        return self._routed[model].in_flight.bytes_per_token if model in self._routed else BYTES_PER_TOKEN
 
     def release(
         self,
@@ -477,47 +480,47 @@ class Residency:
         ``usage``: tokens of the input and how many were cached, if the engine said so. ``whole``: the engine
         gave its answer to the end.
         """
-        seat = self.seats.get(ticket.backend or "")
-        since = seat.holders.pop(ticket, None) if seat else None
-        if seat is None or since is None:
+        slot = self.slots.get(ticket.backend or "")
+        since = slot.holders.pop(ticket, None) if slot else None
+        if slot is None or since is None:
             return False
-        self._note_use(seat, ticket, now - since, now)
+        self._note_use(slot, ticket, now - since, now)
         if whole:
-            seat.answered, seat.crashes = now, 0
+            slot.answered, slot.crashes = now, 0
         routed = self._routed.get(ticket.model) if ticket.choice else None
         if routed:
-            routed.ledger.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
+            routed.in_flight.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
         if self._emit_leases:
-            size, why = len(seat.holders), "" if whole else CUT_SHORT
-            self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, size, reason=why))
-        if self._turns and seat.state == "ready":
+            size, why = len(slot.holders), "" if whole else CUT_SHORT
+            self._emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, reason=why))
+        if self._fair and slot.state == "ready":
             self._fill_places(ticket.model, now)
-        if routed and not seat.holders and seat.state == "ready":
-            self._take_back(seat, now)
+        if routed and not slot.holders and slot.state == "ready":
+            self._take_back(slot, now)
         if ticket.model in self._unkept and self.unload_when_idle(ticket.model, now):
             return True
-        deferred, leases = self.deferred, len(seat.holders)
+        deferred, leases = self.deferred, len(slot.holders)
         asked = deferred is not None and (leases < deferred[1].leases or now >= self._plans_hold_until)
         if leases:
             return asked
-        return asked or seat.state == "draining" or seat.backend.ttl is not None
+        return asked or slot.state == "draining" or slot.backend.ttl is not None
 
-    def _note_use(self, seat: Seat, ticket: Ticket, seconds: float, now: float) -> None:
-        demand, seat.last_used = self._demand[ticket.model], now
+    def _note_use(self, slot: Slot, ticket: Ticket, seconds: float, now: float) -> None:
+        demand, slot.last_used = self._demand[ticket.model], now
         if ticket.work.infer_type != "prefill":
             demand.served(seconds)
-        if not seat.holders and ticket.model not in self._routed:
+        if not slot.holders and ticket.model not in self._routed:
             demand.idle(now)
 
     def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
         """A waiting request ended by itself: its client left, or ``error`` says why it fails."""
-        line = self.lines[ticket.model]
-        if ticket not in line:
+        queue = self.queues[ticket.model]
+        if ticket not in queue:
             return
         self._plans_hold_until = -FOREVER
-        del line[ticket]
-        if ticket.model in self._turns:
-            self._turns[ticket.model].leave(ticket.sender, ticket)
+        del queue[ticket]
+        if ticket.model in self._fair:
+            self._fair[ticket.model].leave(ticket.sender, ticket)
         if error:
             self._fail(ticket, error, now)
         else:
@@ -525,28 +528,28 @@ class Residency:
 
     def fail_all(self, error: MuxError, now: float) -> None:
         """Every waiting request fails with ``error``."""
-        for model in self.lines:
-            self._fail_line(model, error, now)
+        for model in self.queues:
+            self._fail_queue(model, error, now)
 
     def sever_all(self, now: float) -> tuple[Ticket, ...]:
         """The program ends and waits no longer for the requests that run; the caller cuts them."""
         cause = Cause("shutdown")
-        return tuple(ticket for seat in self.seats.values() for ticket in self._sever(seat, now, cause))
+        return tuple(ticket for slot in self.slots.values() for ticket in self._sever(slot, now, cause))
 
     def unload_requested(self, model: str, now: float, why: str) -> bool:
-        """Put out what serves ``model`` after its drain; False: nothing to put out.
+        """Put out what serves ``model`` after its drain; False: nothing to evict.
 
         What rests already is stopped, and what is being loaded is so no more; who waits for that is told so.
         """
-        seats = self._replicas[model]
-        ready = [seat for seat in seats if seat.state == "ready"]
+        slots = self._replicas[model]
+        ready = [slot for slot in slots if slot.state == "ready"]
         given_up = self._give_up_load(model, now, why)
-        for seat in ready:
-            self._begin(None, [seat], now, why, cause=Cause("unloaded"))
-        parked = [] if ready else [seat for seat in seats if self._may_be_stopped(seat)]
-        for seat in parked:
-            seat.rung = "stop"
-        return bool(ready or parked or given_up)
+        for slot in ready:
+            self._begin(None, [slot], now, why, cause=Cause("unloaded"))
+        standby = [] if ready else [slot for slot in slots if self._may_be_stopped(slot)]
+        for slot in standby:
+            slot.next_level = "stop"
+        return bool(ready or standby or given_up)
 
     def _give_up_load(self, model: str, now: float, why: str) -> bool:
         """Ends what is to make ``model`` resident, and the wait for that; False if there is neither."""
@@ -558,9 +561,9 @@ class Residency:
                 self._call_off(swap, now)
         if self.is_ready(model):
             return bool(swaps)
-        waits = bool(self.lines[model])
+        waits = bool(self.queues[model])
         text = f"{model} was unloaded by hand while this request waited for it. Send it again to load it."
-        self._fail_line(model, Cancelled(text), now)
+        self._fail_queue(model, Cancelled(text), now)
         return bool(swaps) or waits
 
     def _call_off(self, swap: _Swap, now: float) -> None:
@@ -577,67 +580,67 @@ class Residency:
         """
         self._unkept.discard(model)
         if not self.is_ready(model):
-            loading = any(seat.state in LOADING for seat in self._replicas[model])
-            idle = loading and not self.lines[model]
+            loading = any(slot.state in LOADING for slot in self._replicas[model])
+            idle = loading and not self.queues[model]
             return idle and self.unload_requested(model, now, "unload requested")
-        if any(seat.holders for seat in self._replicas[model]):
+        if any(slot.holders for slot in self._replicas[model]):
             self._unkept.add(model)
             return False
         return self.unload_requested(model, now, "unload requested")
 
     def pin_requested(self, model: str, now: float, pinned: bool) -> None:
-        """Whether ``model`` is kept, once it is resident, from being put out for others."""
-        seats = [s for s in self._replicas[model] if s.pinned != pinned and not s.leaving]
-        if not seats:
+        """Whether ``model`` is kept, once it is resident, from being evicted for others."""
+        slots = [s for s in self._replicas[model] if s.pinned != pinned and not s.leaving]
+        if not slots:
             return
         self._plans_hold_until = -FOREVER
         self._host.changes += 1
         self._emit(Event(now, "pinned" if pinned else "unpinned", model))
-        for seat in seats:
-            seat.pinned = pinned
+        for slot in slots:
+            slot.pinned = pinned
             if pinned:
-                self._spare(seat, now)
+                self._spare(slot, now)
         self._fail_refused(now)
 
-    def _spare(self, seat: Seat, now: float) -> None:
-        """Nobody puts it out for another model any more, although that has begun."""
+    def _spare(self, slot: Slot, now: float) -> None:
+        """Nobody evicts it for another model any more, although that has begun."""
         for swap in self._swaps:
-            if swap.target and seat in swap.victims and seat.state == "draining":
-                swap.victims.remove(seat)
-                self._reprieve(seat, now)
+            if swap.target and slot in swap.victims and slot.state == "draining":
+                swap.victims.remove(slot)
+                self._reprieve(slot, now)
 
     # Another configuration
 
     def retired(self, leaving: Mapping[str, Leaving], served: Set[str], now: float) -> None:
-        """Backends are to go for good, each for a reason; lines of models that are not ``served`` end."""
-        for seat in self.seats.values():
-            seat.leaving = seat.leaving or leaving.get(seat.name, "")
-            seat.pinned = seat.pinned and not seat.leaving
+        """Backends are to go for good, each for a reason; queues of models that are not ``served`` end."""
+        for slot in self.slots.values():
+            slot.leaving = slot.leaving or leaving.get(slot.name, "")
+            slot.pinned = slot.pinned and not slot.leaving
         for swap in tuple(self._swaps):
             if swap.target and swap.target.leaving and swap.target.state not in LOADING:
                 self._dissolve(swap, now)
-        for seat in self.seats.values():
-            if seat.leaving and seat.state == "ready":
-                self._begin_leaving(seat, now)
-            elif seat.leaving and seat.state == "standby":
-                seat.rung = "stop"
-        for model in [model for model in self.lines if model not in served]:
-            self._fail_line(model, UnknownModel(model, served), now)
+        for slot in self.slots.values():
+            if slot.leaving and slot.state == "ready":
+                self._begin_leaving(slot, now)
+            elif slot.leaving and slot.state == "standby":
+                slot.next_level = "stop"
+        for model in [model for model in self.queues if model not in served]:
+            self._fail_queue(model, UnknownModel(model, served), now)
 
     @property
-    def leaving(self) -> list[Seat]:
+    def leaving(self) -> list[Slot]:
         """Those that have not left yet."""
-        return [seat for seat in self.seats.values() if seat.leaving and not _is_left(seat)]
+        return [slot for slot in self.slots.values() if slot.leaving and not _is_left(slot)]
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether a seat was left for good: another is to take this one's place."""
-        return any(_is_left(seat) for seat in self.seats.values())
+        """Whether a slot was left for good: another is to take this one's place."""
+        return any(_is_left(slot) for slot in self.slots.values())
 
     def resumed(self, now: float) -> None:
         """It took the place of others: whoever may be served now is."""
-        for model, line in self.lines.items():
-            if line and self.is_ready(model):
+        for model, queue in self.queues.items():
+            if queue and self.is_ready(model):
                 self._admit(model, now)
         self._fail_refused(now)
 
@@ -658,16 +661,16 @@ class Residency:
 
     def adopt(self, name: str, now: float) -> bool:
         """The backend ran before we did; False if it cannot stay beside those already adopted."""
-        seat = self.seats[name]
-        if any(amount > 0 for amount in self._placement.missing(seat).values()):
+        slot = self.slots[name]
+        if any(amount > 0 for amount in self._placement.missing(slot).values()):
             return False
-        self._enter(seat, "adopt", now)
+        self._enter(slot, "adopt", now)
         self._unseen.discard(name)
-        seat.last_used = now  # how long it has been resident, nobody knows
-        self._emit(Event(now, "ready", seat.model, name, reason="adopted"))
-        if self.lines[seat.model]:
-            self._admit(seat.model, now)
-        if seat.pinned:
+        slot.last_used = now  # how long it has been resident, nobody knows
+        self._emit(Event(now, "ready", slot.model, name, reason="adopted"))
+        if self.queues[slot.model]:
+            self._admit(slot.model, now)
+        if slot.pinned:
             self._fail_refused(now)
         return True
 
@@ -675,68 +678,68 @@ class Residency:
         self, name: str, now: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
     ) -> bool:
         """The backend rested by the way ``how`` before we came; False if what it keeps has no room."""
-        seat = self.seats[name]
+        slot = self.slots[name]
         if self._placement.crowds(residual):
             return False
-        self._enter(seat, "adopt_standby", now)
+        self._enter(slot, "adopt_standby", now)
         self._unseen.discard(name)
-        seat.rests, seat.residual, seat.host_bytes = how, dict(residual), host_bytes
+        slot.level, slot.residual, slot.host_bytes = how, dict(residual), host_bytes
         if how in PINS:
-            seat.ram = max(seat.ram, host_bytes)
-        self._emit(Event(now, "standby", seat.model, name, reason=how))
+            slot.ram = max(slot.ram, host_bytes)
+        self._emit(Event(now, "standby", slot.model, name, reason=how))
         return True
 
     def loaded(self, name: str, now: float, how: str = "stop") -> None:
-        """The backend answers, brought back by the way ``how``; its whole line is leased."""
-        seat = self.seats[name]
-        begun = seat.since
-        wanted = bool(self.lines[seat.model])
-        unwanted = any(s.cancel and not s.heir for s in self._swaps if s.target is seat)
-        self._enter(seat, "loaded", now)
-        seat.loaded, seat.load_seconds = now, now - begun
-        seat.failed_starts, seat.failed_stops, seat.error, seat.log = 0, 0, "", ()
-        seat.rests = "stop"
+        """The backend answers, brought back by the way ``how``; its whole queue is leased."""
+        slot = self.slots[name]
+        begun = slot.since
+        wanted = bool(self.queues[slot.model])
+        unwanted = any(s.cancel and not s.heir for s in self._swaps if s.target is slot)
+        self._enter(slot, "loaded", now)
+        slot.loaded, slot.load_seconds = now, now - begun
+        slot.failed_starts, slot.failed_stops, slot.error, slot.log = 0, 0, "", ()
+        slot.level = "stop"
         if how == "stop":
-            seat.ram = seat.backend.ram or 0
-        self._learn(seat, how)
-        self._end_swap_to(seat)
-        self._emit(Event(now, "ready", seat.model, name, seconds=seat.load_seconds, way=how))
-        if seat.leaving:
-            self._begin_leaving(seat, now)
+            slot.ram = slot.backend.ram or 0
+        self._learn(slot, how)
+        self._end_swap_to(slot)
+        self._emit(Event(now, "ready", slot.model, name, seconds=slot.load_seconds, way=how))
+        if slot.leaving:
+            self._begin_leaving(slot, now)
             return
-        self._admit(seat.model, now)
+        self._admit(slot.model, now)
         if unwanted:  # it was unloaded a moment too late to be cancelled
-            self._begin(None, [seat], now, "unload requested", cause=Cause("unloaded"))
+            self._begin(None, [slot], now, "unload requested", cause=Cause("unloaded"))
         elif wanted:
-            seat.rung = ""
-        elif seat.rung:
-            self._begin(None, [seat], now, f"woken on its way to {seat.rung}", cause=Cause("idle"))
-        if seat.state == "ready" and seat.model in self._routed and not self.lines[seat.model]:
-            self._take_back(seat, now)
-        if seat.pinned:
+            slot.next_level = ""
+        elif slot.next_level:
+            self._begin(None, [slot], now, f"woken on its way to {slot.next_level}", cause=Cause("idle"))
+        if slot.state == "ready" and slot.model in self._routed and not self.queues[slot.model]:
+            self._take_back(slot, now)
+        if slot.pinned:
             self._fail_refused(now)  # what does not fit beside it
 
     def load_failed(self, name: str, now: float, error: LoadError) -> None:
         """The backend did not become ready and was cleaned up."""
-        seat = self.seats[name]
-        if seat.state == "cancelling":  # who knows whether it would have failed
+        slot = self.slots[name]
+        if slot.state == "cancelling":  # who knows whether it would have failed
             self.load_cancelled(name, now)
             return
-        self._enter(seat, "load_failed", now)
-        seat.failed_starts += 1
-        seat.retry_at = now + cool_down(seat.failed_starts)
-        seat.error, seat.log, seat.rung = error.reason, error.log, ""
-        self._end_swap_to(seat)
-        self._emit(Event(now, "stopped", seat.model, name, reason=f"load failed: {error.reason}"))
+        self._enter(slot, "load_failed", now)
+        slot.failed_starts += 1
+        slot.retry_at = now + cool_down(slot.failed_starts)
+        slot.error, slot.log, slot.next_level = error.reason, error.log, ""
+        self._end_swap_to(slot)
+        self._emit(Event(now, "stopped", slot.model, name, reason=f"load failed: {error.reason}"))
         self._fail_refused(now)
 
     def load_cancelled(self, name: str, now: float) -> None:
         """The load of the backend ended before its time, and all that it had begun was stopped."""
-        seat = self.seats[name]
-        self._enter(seat, "cancelled", now)
-        seat.rung = ""
-        self._end_swap_to(seat)
-        self._emit(Event(now, "stopped", seat.model, name))
+        slot = self.slots[name]
+        self._enter(slot, "cancelled", now)
+        slot.next_level = ""
+        self._end_swap_to(slot)
+        self._emit(Event(now, "stopped", slot.model, name))
 
     def evicted(
         self,
@@ -749,51 +752,51 @@ class Residency:
         died: str = "",
         log: Iterable[str] = (),
     ) -> None:
-        """The backend left its GPUs by the way ``how``; unless it was stopped it is parked.
+        """The backend left its GPUs by the way ``how``; unless it was stopped it is on standby.
 
         It holds nothing then but its ``residual`` (bytes by GPU) and ``host_bytes`` of the host's memory.
         ``freed`` is what it gave back, where that was read. ``died``: how it had ended before it was told to,
         and ``log`` what it had printed last.
         """
-        seat = self.seats[name]
-        parked = how != "stop"
+        slot = self.slots[name]
+        standby = how != "stop"
         if died:  # not of one that had been told to stop before, in vain
-            died = "" if seat.failed_stops else self._judged(seat, now, died)
-        if not seat.failed_stops:  # else an earlier attempt freed some of it
-            gave_up = (freed or {}) if seat.state == "evicting" else {}  # who is demoted held less than all
-            self._footprints.learn(name, how, gave_up, residual or {}, host_bytes if parked else 0)
-            self._placement.measure(seat, self._footprints.held(name))
-        self._enter(seat, "standby" if parked else "stopped", now)
-        seat.rests, seat.rung = how, "stop" if seat.leaving else ""
-        seat.residual = dict(residual or {}) if parked else {}
-        seat.host_bytes = host_bytes if parked else 0
+            died = "" if slot.failed_stops else self._judged(slot, now, died)
+        if not slot.failed_stops:  # else an earlier attempt freed some of it
+            gave_up = (freed or {}) if slot.state == "evicting" else {}  # who is demoted held less than all
+            self._footprints.learn(name, how, gave_up, residual or {}, host_bytes if standby else 0)
+            self._placement.measure(slot, self._footprints.held(name))
+        self._enter(slot, "standby" if standby else "stopped", now)
+        slot.level, slot.next_level = how, "stop" if slot.leaving else ""
+        slot.residual = dict(residual or {}) if standby else {}
+        slot.host_bytes = host_bytes if standby else 0
         if how in PINS:
-            seat.ram = max(seat.ram, host_bytes)
-        self._unstick(seat, now)
-        self._leave_swaps(seat)
-        reason = how if parked else ""
+            slot.ram = max(slot.ram, host_bytes)
+        self._unstick(slot, now)
+        self._leave_swaps(slot)
+        reason = how if standby else ""
         if died:
-            seat.error, seat.log, reason = died, tuple(log), f"{DIED}{died}"
-        self._emit(Event(now, seat.state, seat.model, name, reason=reason))
-        if parked or seat.failed_starts:  # else nothing is refused that was not before
+            slot.error, slot.log, reason = died, tuple(log), f"{DIED}{died}"
+        self._emit(Event(now, slot.state, slot.model, name, reason=reason))
+        if standby or slot.failed_starts:  # else nothing is refused that was not before
             self._fail_refused(now)
 
     def evict_failed(self, name: str, now: float, why: str) -> None:
         """The backend may still hold its GPUs; nothing is started there until a later stop succeeds.
 
-        One that was parked holds what it held, and stays so.
+        One that was on standby holds what it held, and stays so.
         """
-        seat = self.seats[name]
-        seat.failed_starts += seat.state == "loading"
-        self._enter(seat, "evict_failed", now)
-        seat.failed_stops += 1
-        seat.retry_at = now + _pause(STUCK_RETRY_SECONDS, seat.failed_stops, MAX_STUCK_RETRY_SECONDS)
-        seat.error, seat.rung = why, ""
-        if seat.state == "standby":
-            seat.rung = "stop"
+        slot = self.slots[name]
+        slot.failed_starts += slot.state == "loading"
+        self._enter(slot, "evict_failed", now)
+        slot.failed_stops += 1
+        slot.retry_at = now + _pause(STUCK_RETRY_SECONDS, slot.failed_stops, MAX_STUCK_RETRY_SECONDS)
+        slot.error, slot.next_level = why, ""
+        if slot.state == "standby":
+            slot.next_level = "stop"
             why = f"it stays as it is: {why}"
-        self._emit(Event(now, seat.state, seat.model, name, reason=why))
-        for swap in [s for s in self._swaps if s.target is seat or seat in s.victims]:
+        self._emit(Event(now, slot.state, slot.model, name, reason=why))
+        for swap in [s for s in self._swaps if s.target is slot or slot in s.victims]:
             self._dissolve(swap, now)
         self._fail_refused(now)
 
@@ -802,63 +805,65 @@ class Residency:
 
         ``log``: what its engine had printed last.
         """
-        seat = self.seats[name]
-        if (seat.state, "died") not in TRANSITIONS:
+        slot = self.slots[name]
+        if (slot.state, "died") not in TRANSITIONS:
             return
-        why = self._judged(seat, now, why)
-        self._enter(seat, "died", now)
-        self._unstick(seat, now)
-        self._leave_swaps(seat)
-        seat.error, seat.residual, seat.rests, seat.host_bytes, seat.rung = why, {}, "stop", 0, ""
-        seat.log = tuple(log)
-        size, crash = len(seat.holders), Crash(name, why, seat.log)
-        for ticket in seat.holders:
+        why = self._judged(slot, now, why)
+        self._enter(slot, "died", now)
+        self._unstick(slot, now)
+        self._leave_swaps(slot)
+        slot.error, slot.residual, slot.level, slot.host_bytes, slot.next_level = why, {}, "stop", 0, ""
+        slot.log = tuple(log)
+        size, crash = len(slot.holders), Crash(name, why, slot.log)
+        for ticket in slot.holders:
             ticket.crash = crash
-        seat.holders.clear()
-        self._emit(Event(now, "stopped", seat.model, name, size=size, reason=f"{DIED}{why}"))
-        if seat.failed_starts:
+        slot.holders.clear()
+        self._emit(Event(now, "stopped", slot.model, name, size=size, reason=f"{DIED}{why}"))
+        if slot.failed_starts:
             self._fail_refused(now)
 
     def unanswering(self, name: str, now: float) -> None:
-        """The engine of a backend answers nobody: it is stopped without a drain, whatever its ladder is."""
-        seat = self.seats[name]
-        if seat.state == "ready":
-            seat.rung = "stop"
-            self._begin(None, [seat], now, NO_ANSWER, 0.0, cause=Cause("silent"))
+        """The engine of a backend answers nobody: it is stopped without a drain, whatever its standby levels
+        is.
+        """
+        slot = self.slots[name]
+        if slot.state == "ready":
+            slot.next_level = "stop"
+            self._begin(None, [slot], now, NO_ANSWER, 0.0, cause=Cause("silent"))
 
-    def _judged(self, seat: Seat, now: float, why: str) -> str:
+    def _judged(self, slot: Slot, now: float, why: str) -> str:
         """How a backend ended, which counts as a failed start if it was too soon."""
-        resident = seat.state in ("ready", "draining", "evicting")
-        if not resident or seat.answered >= seat.loaded or now - seat.loaded > SOON_SECONDS:
+        resident = slot.state in ("ready", "draining", "evicting")
+        if not resident or slot.answered >= slot.loaded or now - slot.loaded > SOON_SECONDS:
             return why
-        seat.crashes += 1
-        seat.failed_starts = seat.crashes
-        return f"{why} {now - seat.loaded:.1f} s after it was loaded, before it gave one whole answer"
+        slot.crashes += 1
+        slot.failed_starts = slot.crashes
+        return f"{why} {now - slot.loaded:.1f} s after it was loaded, before it gave one whole answer"
 
-    def _leave_swaps(self, victim: Seat) -> None:
+    def _leave_swaps(self, victim: Slot) -> None:
         for swap in self._swaps:
             if victim in swap.victims:
                 swap.victims.remove(victim)
                 swap.gone.append(victim.model)
 
-    def strangers_hold(self, held: Mapping[str, int]) -> bool:
+    def memory_seen(self, held: Mapping[str, int]) -> bool:
         """Programs that are none of ours hold so many bytes, by GPU; whether that is news.
 
         Not believed while a backend comes or goes: its processes may be taken for somebody else's.
         """
-        moving = any(seat.state in (*LOADING, "evicting", "demoting") for seat in self.seats.values())
-        if moving or held == self._placement.strangers:
+        moving = any(slot.state in (*LOADING, "evicting", "demoting") for slot in self.slots.values())
+        if moving or held == self._placement.others:
             return False
-        self._placement.strangers = held
+        self._placement.others = held
         self._plans_hold_until = -FOREVER
         return True
 
-    def _unstick(self, seat: Seat, now: float) -> None:
+    def _unstick(self, slot: Slot, now: float) -> None:
         """It left its GPUs; a start that had failed cools down from now on."""
-        seat.failed_stops = 0
-        seat.retry_at = now + cool_down(seat.failed_starts)
-        if not seat.failed_starts:
-            seat.error = ""
+        slot.failed_stops = 0
+        slot.retry_at = now + cool_down(slot.failed_starts)
+        if not slot.failed_starts:
+            slot.error = ""
 
     # The question
 
@@ -877,10 +882,10 @@ class Residency:
                 return step
             waiting = self._waiting()
             if not (
-                self._put_out_idle(now)
+                self._evict_idle(now)
                 or self._begin_swap(waiting, now)
                 or self._cancel_unwanted(waiting, now)
-                or self._run_errand(waiting, now)
+                or self._begin_preload(waiting, now)
             ):
                 until = self._next_moment(waiting, now)
                 if self._plans_can_hold():
@@ -888,7 +893,7 @@ class Residency:
                 return self._wait(until, now)
 
     def _plans_can_hold(self) -> bool:
-        """Whether leases that begin and end, and lines that grow, leave the plans as they are.
+        """Whether leases that begin and end, and queues that grow, leave the plans as they are.
 
         Not where a drain or an idle time waits for a lease to end, or where there is a choice of victims.
         """
@@ -901,10 +906,10 @@ class Residency:
 
     def _advance(self, now: float) -> Step | None:
         for swap in tuple(self._swaps):
-            if swap.target and not (swap.begun or swap.errand or self.lines[swap.target.model]):
+            if swap.target and not (swap.begun or swap.preload or self.queues[swap.target.model]):
                 self._dissolve(swap, now)
                 continue
-            if step := self._cancel(swap, now) or self._put_out(swap, now):
+            if step := self._cancel(swap, now) or self._evict_next(swap, now):
                 return step
             if swap.victims:
                 continue
@@ -912,29 +917,29 @@ class Residency:
                 self._end(swap)
             elif swap.target.state not in LOADING:
                 if not self._has_room(swap, swap.target, now):
-                    if step := self._put_out(swap, now):
+                    if step := self._evict_next(swap, now):
                         return step
                 elif self._host.has_room(swap.target):  # else a sleeper yields first
                     swap.begun = True
                     swap.evict_seconds = max(now - swap.emptied, 0.0)
-                    swap.how = swap.target.rests
+                    swap.how = swap.target.level
                     return self._start(swap.target, now, swap.reason)
         return None
 
     def _cancel(self, swap: _Swap, now: float) -> Cancel | None:
         """Ends a load that is to be cancelled, unless it was asked for again meanwhile."""
-        seat = swap.target
-        if not (swap.cancel and seat and seat.state == "loading"):
+        slot = swap.target
+        if not (swap.cancel and slot and slot.state == "loading"):
             return None
-        if self.lines[seat.model]:
+        if self.queues[slot.model]:
             swap.cancel = ""
             return None
-        self._enter(seat, "cancel", now)
-        self._emit(Event(now, "cancelling", seat.model, seat.name, reason=swap.cancel, target=swap.heir))
-        return Cancel(seat.name)
+        self._enter(slot, "cancel", now)
+        self._emit(Event(now, "cancelling", slot.model, slot.name, reason=swap.cancel, target=swap.heir))
+        return Cancel(slot.name)
 
-    def _put_out(self, swap: _Swap, now: float) -> Step | None:
-        """The next victim, once its leases are gone or its drain is over; the parked ones come last."""
+    def _evict_next(self, swap: _Swap, now: float) -> Step | None:
+        """The next victim, once its leases are gone or its drain is over; the ones on standby come last."""
         draining = [victim for victim in swap.victims if victim.state == "draining"]
         if draining and swap.target and self._may_spare(swap.target) and self._fits(swap.target):
             for victim in draining:  # those before them freed more than was known
@@ -955,18 +960,18 @@ class Residency:
             swap.victims.remove(victim)
         return None
 
-    def _may_spare(self, target: Seat) -> bool:
+    def _may_spare(self, target: Slot) -> bool:
         """Whoever takes its GPUs whole needs all of its victims to go."""
         return not target.whole or self._host.budget is not None
 
-    def _fits(self, target: Seat) -> bool:
+    def _fits(self, target: Slot) -> bool:
         return self._placement.fits(target) and self._host.short(target) <= 0
 
-    def _has_room(self, swap: _Swap, target: Seat, now: float) -> bool:
+    def _has_room(self, swap: _Swap, target: Slot, now: float) -> bool:
         """Whether the target fits now that its victims are gone; if not, others must go as well."""
         if self._fits(target):
             return True
-        more = None if swap.errand else self._victims(target, self._busy(swap), frozenset(), now)
+        more = None if swap.preload else self._victims(target, self._busy(swap), frozenset(), now)
         if more is None:
             self._dissolve(swap, now)
         else:
@@ -976,158 +981,160 @@ class Residency:
         return False
 
     def _retry_stuck(self, now: float) -> Step | None:
-        for seat in self.seats.values():
-            if now < seat.retry_at:
+        for slot in self.slots.values():
+            if now < slot.retry_at:
                 continue
-            if seat.state == "stuck":
-                return self._stop(seat, now, "trying again to stop it")
-            if seat.rung == "stop" and self._may_be_stopped(seat):
-                why = LEAVES.get(seat.leaving, "unload requested")
-                return self._demote(seat, now, "trying again to stop it" if seat.failed_stops else why)
+            if slot.state == "stuck":
+                return self._stop(slot, now, "trying again to stop it")
+            if slot.next_level == "stop" and self._may_be_stopped(slot):
+                why = LEAVES.get(slot.leaving, "unload requested")
+                return self._demote(slot, now, "trying again to stop it" if slot.failed_stops else why)
         return None
 
-    def _may_be_stopped(self, seat: Seat) -> bool:
-        """Whether it is parked and nobody waits for it as it is."""
-        wanted = self.lines[seat.model] and not seat.leaving
-        return seat.state == "standby" and not seat.coming and not wanted
+    def _may_be_stopped(self, slot: Slot) -> bool:
+        """Whether it is on standby and nobody waits for it as it is."""
+        wanted = self.queues[slot.model] and not slot.leaving
+        return slot.state == "standby" and not slot.coming and not wanted
 
     def _demote_next(self, now: float) -> Step | None:
-        """A parked backend that rests too high for too long, or for the host's memory."""
-        seat = self._host.yields(now) if self._host.budget is not None else None
-        if seat is not None and seat is self.seats.get(seat.name):
-            return self._demote(seat, now, "host memory is short", to=self._host.lower(seat))
-        for seat in self._parkers:
-            until = demoted_at(seat)
-            if until is None or until > now or seat.coming or self.lines[seat.model]:
+        """a backend on standby that rests too high for too long, or for the host's memory."""
+        slot = self._host.yields(now) if self._host.budget is not None else None
+        if slot is not None and slot is self.slots.get(slot.name):
+            return self._demote(slot, now, "host memory is short", to=self._host.lower(slot))
+        for slot in self._sleepers:
+            until = demoted_at(slot)
+            if until is None or until > now or slot.coming or self.queues[slot.model]:
                 continue
-            if DESCENTS.get((seat.rests, to := below(seat, may_wake=self._is_calm(seat)))):
-                seat.rung = to
-                self._begin(seat, [], now, f"{ERRAND}on its way to {to}", errand=True)
+            if DESCENTS.get((slot.level, to := below(slot, may_wake=self._is_calm(slot)))):
+                slot.next_level = to
+                self._begin(slot, [], now, f"{PRELOAD}on its way to {to}", preload=True)
                 return self._advance(now)
-            return self._demote(seat, now, f"it rested by {seat.rests} for {now - seat.since:.0f} s")
+            return self._demote(slot, now, f"it rested by {slot.level} for {now - slot.since:.0f} s")
         return None
 
-    def _run_errand(self, waiting: list[Ticket], now: float) -> bool:
+    def _begin_preload(self, waiting: list[Ticket], now: float) -> bool:
         """Begins to load the next backend that is to be prepared, if nothing else is to be done.
 
-        Nobody who has had work is put out for that, and nobody who rests is stopped.
+        Nobody who has had work is evicted for that, and nobody who rests is stopped.
         """
-        while self._unprepared and not waiting and not self._swaps:
-            seat = self._unprepared[0]
-            victims = self._victims(seat, set(), frozenset(), now)
-            failed = seat.state != "stopped" or seat.retry_at > now or victims is None
+        while self._preloads and not waiting and not self._swaps:
+            slot = self._preloads[0]
+            victims = self._victims(slot, set(), frozenset(), now)
+            failed = slot.state != "stopped" or slot.retry_at > now or victims is None
             if failed or any(v.state == "standby" or _has_had_work(v) for v in victims or ()):
-                self._unprepared.pop(0)
+                self._preloads.pop(0)
             elif any(_stays_until(victim) > now for victim in victims or ()):
                 return False
             elif victims:
                 for victim in victims:
-                    cause = Cause("evicted", seat.model)
-                    self._begin(None, [victim], now, f"room to prepare {seat.model}", cause=cause)
+                    cause = Cause("evicted", slot.model)
+                    self._begin(None, [victim], now, f"room to prepare {slot.model}", cause=cause)
                 return True
             else:
-                self._unprepared.pop(0)
-                if self._host.has_room(seat):
-                    lacked = self.is_ready(seat.model) and seat in self._routed[seat.model].lacking(now)
+                self._preloads.pop(0)
+                if self._host.has_room(slot):
+                    lacked = self.is_ready(slot.model) and slot in self._routed[slot.model].lacking(now)
                     why = "the other stage is there" if lacked else "prepared before anybody asks"
-                    self._begin(seat, [], now, f"{ERRAND}{why}", errand=True)
+                    self._begin(slot, [], now, f"{PRELOAD}{why}", preload=True)
                     return True
         return False
 
     def _complete(self, model: str, now: float) -> bool:
         """Has the stages prepared that a model in use lacks; whether there are any."""
         found = self._routed[model].lacking(now) if model in self._routed else []
-        lacking = [seat for seat in found if seat not in self._unprepared]
+        lacking = [slot for slot in found if slot not in self._preloads]
         if lacking:
-            self._unprepared += lacking
+            self._preloads += lacking
             self._plans_hold_until = -FOREVER
         return bool(lacking)
 
-    def _is_calm(self, seat: Seat) -> bool:
-        """Whether nobody has or wants the GPUs of a parked backend, or the host's memory that it runs in."""
-        return not self._swaps and not self._waiting() and self._fits(seat) and self._host.has_room(seat)
+    def _is_calm(self, slot: Slot) -> bool:
+        """Whether nobody has or wants the GPUs of a backend on standby, or the host's memory that it runs
+        in.
+        """
+        return not self._swaps and not self._waiting() and self._fits(slot) and self._host.has_room(slot)
 
-    def _put_out_idle(self, now: float) -> bool:
-        idle = [seat for seat in self._idlers if idle_until(seat) <= now < FOREVER]
-        for seat in idle:
-            self._begin(None, [seat], now, f"idle for {seat.backend.ttl:g} s", cause=Cause("idle"))
-        for seat in self._ready if self._host.budget is not None else ():
-            if model := self._host.answer(seat, now):
+    def _evict_idle(self, now: float) -> bool:
+        idle = [slot for slot in self._idlers if idle_until(slot) <= now < FOREVER]
+        for slot in idle:
+            self._begin(None, [slot], now, f"idle for {slot.backend.ttl:g} s", cause=Cause("idle"))
+        for slot in self._ready if self._host.budget is not None else ():
+            if model := self._host.answer(slot, now):
                 why = f"idle, and {model} lacks host memory"
-                self._begin(None, [seat], now, why, cause=Cause("evicted", model))
+                self._begin(None, [slot], now, why, cause=Cause("evicted", model))
                 return True
         return bool(idle)
 
-    def _start(self, seat: Seat, now: float, reason: str) -> Start:
-        self._enter(seat, "load", now)
-        how, seat.rests, seat.residual, seat.host_bytes = seat.rests, "stop", {}, 0
-        if seat.rung == "stop":  # it was to be stopped, and is wanted after all
-            seat.rung = ""
-        self._emit(Event(now, "loading", seat.model, seat.name, reason=reason, way=how))
-        return Start(seat.name, how)
+    def _start(self, slot: Slot, now: float, reason: str) -> Start:
+        self._enter(slot, "load", now)
+        how, slot.level, slot.residual, slot.host_bytes = slot.level, "stop", {}, 0
+        if slot.next_level == "stop":  # it was to be stopped, and is wanted after all
+            slot.next_level = ""
+        self._emit(Event(now, "loading", slot.model, slot.name, reason=reason, way=how))
+        return Start(slot.name, how)
 
-    def _demote(self, seat: Seat, now: float, reason: str, target: str = "", to: str = "") -> Demote:
-        to = "stop" if seat.rung == "stop" else to or below(seat, may_wake=False)
-        self._enter(seat, "demote", now)
-        seat.rung = to
-        self._emit(Event(now, "demoting", seat.model, seat.name, 0, 0, 0.0, reason, target, to))
-        return Demote(seat.name, seat.rests, to)
+    def _demote(self, slot: Slot, now: float, reason: str, target: str = "", to: str = "") -> Demote:
+        to = "stop" if slot.next_level == "stop" else to or below(slot, may_wake=False)
+        self._enter(slot, "demote", now)
+        slot.next_level = to
+        self._emit(Event(now, "demoting", slot.model, slot.name, 0, 0, 0.0, reason, target, to))
+        return Demote(slot.name, slot.level, to)
 
-    def _stop(self, seat: Seat, now: float, reason: str, swap: _Swap | None = None) -> Stop:
+    def _stop(self, slot: Slot, now: float, reason: str, swap: _Swap | None = None) -> Stop:
         """``swap``: whose victim it is; one that is stuck is nobody's, and has no leases."""
-        drained = now - seat.since if seat.state == "draining" else 0.0
-        for_good = seat.state == "stuck" or seat.leaving
-        how = "stop" if for_good else seat.rung or self._rung(seat, swap.target if swap else None)
-        if not (for_good or seat.rung) and how != seat.backend.rest[0]:
-            reason = NO_ROOM + seat.backend.rest[0]
-        self._enter(seat, "evict", now)
-        seat.rung = how
-        severed = self._sever(seat, now, swap.cause._replace(seconds=drained)) if swap else ()
-        self._emit(Event(now, "evicting", seat.model, seat.name, 0, len(severed), drained, reason))
-        return Stop(seat.name, how, severed)
+        drained = now - slot.since if slot.state == "draining" else 0.0
+        for_good = slot.state == "stuck" or slot.leaving
+        how = "stop" if for_good else slot.next_level or self._level(slot, swap.target if swap else None)
+        if not (for_good or slot.next_level) and how != slot.backend.evict_to[0]:
+            reason = NO_ROOM + slot.backend.evict_to[0]
+        self._enter(slot, "evict", now)
+        slot.next_level = how
+        severed = self._sever(slot, now, swap.cause._replace(seconds=drained)) if swap else ()
+        self._emit(Event(now, "evicting", slot.model, slot.name, 0, len(severed), drained, reason))
+        return Stop(slot.name, how, severed)
 
-    def _rung(self, seat: Seat, target: Seat | None) -> str:
+    def _level(self, slot: Slot, target: Slot | None) -> str:
         """As high as the host has room, but not where it kept too much beside ``target`` the last time."""
-        ways = rungs(seat.backend)
-        for way in ways[ways.index(self._host.rung(seat)) :]:
-            last = self._footprints.resting(seat.name, way)
+        ways = levels(slot.backend)
+        for way in ways[ways.index(self._host.level_for(slot)) :]:
+            last = self._footprints.resting(slot.name, way)
             if not (target and last and self._placement.excludes(last.residual, target)):
                 return way
         return "stop"
 
-    def _sever(self, seat: Seat, now: float, cause: Cause) -> tuple[Ticket, ...]:
-        severed = tuple(seat.holders)
+    def _sever(self, slot: Slot, now: float, cause: Cause) -> tuple[Ticket, ...]:
+        severed = tuple(slot.holders)
         why, target, drained = cause
         for ticket in severed:
             ticket.severed = cause
-            self._emit(Event(now, "severed", ticket.model, seat.name, ticket.id, 1, drained, why, target))
-        seat.holders.clear()
+            self._emit(Event(now, "severed", ticket.model, slot.name, ticket.id, 1, drained, why, target))
+        slot.holders.clear()
         return severed
 
     def _next_moment(self, waiting: list[Ticket], now: float) -> float:
         """When the answer of ``next_step`` may change without a new fact, whatever the policy says."""
         moments = [self._overdue_at(first) for first in waiting]
-        for seat in self._idlers:
-            moments.append(idle_until(seat))
-        for seat in self._stayers if waiting or self._unprepared else ():
-            moments.append(_stays_until(seat))
-        moments += [until for seat in self._parkers if (until := demoted_at(seat)) is not None]
+        for slot in self._idlers:
+            moments.append(idle_until(slot))
+        for slot in self._stayers if waiting or self._preloads else ():
+            moments.append(_stays_until(slot))
+        moments += [until for slot in self._sleepers if (until := demoted_at(slot)) is not None]
         for swap in self._swaps:
             if any(victim.state == "draining" for victim in swap.victims):
                 moments.append(swap.until)
-        for seat in self.seats.values():
-            if seat.retry_at > now and (seat.state in ("stuck", "standby") or self.lines[seat.model]):
-                moments.append(seat.retry_at)
+        for slot in self.slots.values():
+            if slot.retry_at > now and (slot.state in ("stuck", "standby") or self.queues[slot.model]):
+                moments.append(slot.retry_at)
         return min([moment for moment in moments if moment > now], default=FOREVER)
 
     # Beginning and ending a swap
 
     def _begin_swap(self, waiting: list[Ticket], now: float) -> bool:
-        """Begins at most one swap: that of the oldest overdue line, else what the policy proposes."""
+        """Begins at most one swap: that of the oldest overdue queue, else what the policy proposes."""
         busy = self._busy()
         if self._serve_overdue(waiting, busy, now):
             return True
-        staying = {seat.name for seat in self._stayers if _stays_until(seat) > now}
+        staying = {slot.name for slot in self._stayers if _stays_until(slot) > now}
         plans: dict[str, _Plan] = {}
         held = []
         for first in waiting:
@@ -1143,7 +1150,7 @@ class Residency:
         return False
 
     def _serve_overdue(self, waiting: list[Ticket], busy: set[str], now: float) -> bool:
-        """Ends the wait of the oldest overdue line; the GPUs of those that must wait on become ``busy``."""
+        """Ends the wait of the oldest overdue queue; the GPUs of those that must wait on become ``busy``."""
         for first in waiting:
             if self._overdue_at(first) > now:
                 continue
@@ -1151,25 +1158,25 @@ class Residency:
                 self._begin(plan.target, plan.victims, now, "overdue")
                 return True
             if error := self._lack_of_memory(first.model, busy, now):
-                self._fail_line(first.model, error, now)
+                self._fail_queue(first.model, error, now)
                 return True
-            for seat in self._loadable(first.model, now):
-                busy.update(seat.holds)
+            for slot in self._loadable(first.model, now):
+                busy.update(slot.holds)
         return False
 
     def _cancel_unwanted(self, waiting: list[Ticket], now: float) -> bool:
-        """Has loads cancelled that nobody waits for any more, if a line could have their GPUs then."""
+        """Has loads cancelled that nobody waits for any more, if a queue could have their GPUs then."""
         unwanted = [swap for swap in self._swaps if self._is_unwanted(swap)] if waiting else []
         if not unwanted:
             return False
         loads = [swap.target for swap in unwanted if swap.target]
         busy = {gpu for swap in self._swaps if swap not in unwanted for gpu in swap.gpus()}
-        stays = {seat.name for seat in self._stayers if _stays_until(seat) > now}
+        stays = {slot.name for slot in self._stayers if _stays_until(slot) > now}
         for first in waiting:
             staying = stays if self._overdue_at(first) > now else frozenset()
-            for seat in () if first.model in self._plans else self._loadable(first.model, now):
-                there = [s for s in unwanted if s.target and s.target.holds.keys() & seat.holds.keys()]
-                if there and self._victims(seat, busy, staying, now, loads) is not None:
+            for slot in () if first.model in self._plans else self._loadable(first.model, now):
+                there = [s for s in unwanted if s.target and s.target.holds.keys() & slot.holds.keys()]
+                if there and self._victims(slot, busy, staying, now, loads) is not None:
                     for swap in there:
                         swap.cancel, swap.heir = f"nobody waits for it, and {first.model} does", first.model
                     return True
@@ -1177,27 +1184,27 @@ class Residency:
 
     def _is_unwanted(self, swap: _Swap) -> bool:
         """Whether it loads what nobody waits for any more."""
-        seat = swap.target
-        if seat is None or seat.state != "loading" or swap.errand or swap.cancel:
+        slot = swap.target
+        if slot is None or slot.state != "loading" or swap.preload or swap.cancel:
             return False
-        return not (seat.pinned or self.lines[seat.model])
+        return not (slot.pinned or self.queues[slot.model])
 
-    def _tell_of_stay(self, first: Ticket, victims: list[Seat], now: float) -> None:
-        """The line of ``first`` waits because those in its way may stay."""
-        stays = {seat.name: until for seat in victims if (until := _stays_until(seat)) > now}
+    def _tell_of_stay(self, first: Ticket, victims: list[Slot], now: float) -> None:
+        """The queue of ``first`` waits because those in its way may stay."""
+        stays = {slot.name: until for slot in victims if (until := _stays_until(slot)) > now}
         until = min(max(stays.values()), self._overdue_at(first))
         self._defer(first.model, Stay(until, f"{' and '.join(stays)} may stay for min_residency"), now)
 
     def _waiting(self) -> list[Ticket]:
-        """The first of each line that waits for a load which no swap under way will end, oldest first."""
+        """The first of each queue that waits for a load which no swap under way will end, oldest first."""
         coming = self._coming()
-        firsts = [next(iter(line)) for model, line in self.lines.items() if line and model not in coming]
-        if self._turns:
+        firsts = [next(iter(queue)) for model, queue in self.queues.items() if queue and model not in coming]
+        if self._fair:
             firsts = [first for first in firsts if not self.is_ready(first.model)]
         return sorted(firsts, key=_AGE) if len(firsts) > 1 else firsts
 
     def _overdue_at(self, first: Ticket) -> float:
-        """When the line that ``first`` is the first of is overdue."""
+        """When the queue that ``first`` is the first of is overdue."""
         return max(first.since, self._left.get(first.model, first.since)) + self._bounds[first.model]
 
     def _coming(self) -> tuple[str, ...]:
@@ -1206,20 +1213,20 @@ class Residency:
 
     def _plan(self, model: str, busy: set[str], now: float, staying: Set[str] = frozenset()) -> _Plan | None:
         """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
-        best: tuple[Seat, list[Seat]] | None = None
-        for seat in self._loadable(model, now):
-            victims = self._victims(seat, busy, staying, now)
+        best: tuple[Slot, list[Slot]] | None = None
+        for slot in self._loadable(model, now):
+            victims = self._victims(slot, busy, staying, now)
             if victims is not None and (best is None or len(victims) < len(best[1])):
-                best = seat, victims
+                best = slot, victims
         if best is None:
             return None
         evicts = tuple([victim.model for victim in best[1]])
         target, source = best[0], source_of(evicts)
-        return _Plan(*best, evicts, source, self._cost(source, target, target.rests))
+        return _Plan(*best, evicts, source, self._cost(source, target, target.level))
 
     def _victims(
-        self, target: Seat, busy: set[str], staying: Set[str], now: float, without: Sequence[Seat] = ()
-    ) -> list[Seat] | None:
+        self, target: Slot, busy: set[str], staying: Set[str], now: float, without: Sequence[Slot] = ()
+    ) -> list[Slot] | None:
         """Who must go so that there is room on the GPUs and in the host's memory.
 
         Those that it is to be ``without`` are as good as gone.
@@ -1235,14 +1242,14 @@ class Residency:
         """The GPUs that are in some swap."""
         return {gpu for swap in self._swaps if swap is not but for gpu in swap.gpus()}
 
-    def _loadable(self, model: str, now: float) -> list[Seat]:
-        seats = [seat for seat in self._replicas[model] if not seat.leaving]
-        return [s for s in seats if s.state == "standby" or (s.state == "stopped" and s.retry_at <= now)]
+    def _loadable(self, model: str, now: float) -> list[Slot]:
+        slots = [slot for slot in self._replicas[model] if not slot.leaving]
+        return [s for s in slots if s.state == "standby" or (s.state == "stopped" and s.retry_at <= now)]
 
     def _ask_policy(self, plans: Mapping[str, _Plan], now: float) -> bool:
         self.deferred, self._ask_again = None, FOREVER
         if not plans and not self._ready:
-            return False  # nothing to be loaded, nothing to be put out
+            return False  # nothing to be loaded, nothing to be evicted
         spills = {} if plans else self._spills(now)
         decision = self._decide(self.snapshot(now, plans, spills))
         if isinstance(decision, Stay):
@@ -1256,18 +1263,18 @@ class Residency:
             return True
         elif isinstance(decision, SwapTo) and decision.model in spills:
             plan = spills[decision.model][0]
-            self._begin(plan.target, plan.victims, now, decision.reason, errand=True)
+            self._begin(plan.target, plan.victims, now, decision.reason, preload=True)
             return True
         elif isinstance(decision, Unload) and decision.model in self._replicas:
-            seats = [s for s in self._replicas[decision.model] if s.state == "ready" and not s.pinned]
-            for seat in seats:
-                self._begin(None, [seat], now, decision.reason, cause=Cause("policy"))
-            return bool(seats)
+            slots = [s for s in self._replicas[decision.model] if s.state == "ready" and not s.pinned]
+            for slot in slots:
+                self._begin(None, [slot], now, decision.reason, cause=Cause("policy"))
+            return bool(slots)
         return False
 
     def _spills(self, now: float) -> dict[str, tuple[_Plan, Spill]]:
         """Busy models of which another replica could be loaded, unless anybody waits for a load."""
-        if not self._routed or any(line and not self.is_ready(m) for m, line in self.lines.items()):
+        if not self._routed or any(queue and not self.is_ready(m) for m, queue in self.queues.items()):
             return {}
         found = {}
         for model in self._routed:
@@ -1280,21 +1287,23 @@ class Residency:
         if not loadable or model in self._coming():
             return None
         behind = [
-            now - seat.holders[ticket]
-            for seat in self._replicas[model]
-            if seat.state == "ready"
-            for ticket in self._routed[model].ledger.waiting(seat.name)[1:]
+            now - slot.holders[ticket]
+            for slot in self._replicas[model]
+            if slot.state == "ready"
+            for ticket in self._routed[model].in_flight.waiting(slot.name)[1:]
         ]
-        behind += [now - each.since for each in self.lines[model] if not self._needed(each.work.owner)]
+        behind += [now - each.since for each in self.queues[model] if not self._needed(each.work.owner)]
         if not behind:
             return None
-        used = {seat.name for seat in self.seats.values() if seat.holders or seat.model == model}
-        staying = used | {seat.name for seat in self._stayers if _stays_until(seat) > now}
+        used = {slot.name for slot in self.slots.values() if slot.holders or slot.model == model}
+        staying = used | {slot.name for slot in self._stayers if _stays_until(slot) > now}
         plan = self._plan(model, self._busy(), now, staying)
         if plan is None:
             return None
         cost = plan.cost
-        reload = sum([self._cost("", victim, victim.backend.rest[0]).load_seconds for victim in plan.victims])
+        reload = sum(
+            [self._cost("", victim, victim.backend.evict_to[0]).load_seconds for victim in plan.victims]
+        )
         spill = Spill(
             model,
             plan.target.name,
@@ -1310,27 +1319,27 @@ class Residency:
     def _decide(self, seen: Snapshot) -> Decision:
         try:
             return decide(self._policy, seen)
-        except Exception as error:  # anybody's code; max_wait serves every line all the same
+        except Exception as error:  # anybody's code; max_wait serves every queue all the same
             return Stay(reason=f"the policy failed: {error!r}")
 
     def _defer(self, model: str, stay: Stay, now: float) -> None:
         """The swap is put off: announced once for each queue, and again when the moment has passed."""
         self.deferred = model, stay
-        first = next(iter(self.lines[model]))
+        first = next(iter(self.queues[model]))
         if first is not self._announced[0] or now >= self._announced[1]:
             self._announced = first, max(stay.until, now + SHORTEST_DEFERRAL)
-            size = len(self.lines[model])
+            size = len(self.queues[model])
             self._emit(Event(now, "deferred", model, "", first.id, size, stay.until - now, stay.reason))
 
     def _begin(
         self,
-        target: Seat | None,
-        victims: list[Seat],
+        target: Slot | None,
+        victims: list[Slot],
         now: float,
         reason: str,
         drain_timeout: float | None = None,
         *,
-        errand: bool = False,
+        preload: bool = False,
         cause: Cause | None = None,
     ) -> None:
         """``cause``: why the victims' requests are severed, unless it is for the target."""
@@ -1339,20 +1348,20 @@ class Residency:
             cause = Cause("evicted", target.model)
         self._plans_hold_until = -FOREVER
         drain = self._config.drain_timeout if drain_timeout is None else drain_timeout
-        swap = _Swap(target, [*victims], now + drain, reason, cause, errand=errand)
+        swap = _Swap(target, [*victims], now + drain, reason, cause, preload=preload)
         self._swaps.append(swap)
         if target:
             target.coming = True
             self._host.changes += 1
         self._drain(swap, victims, now, drain)
 
-    def _begin_leaving(self, seat: Seat, now: float, drain_timeout: float | None = None) -> None:
+    def _begin_leaving(self, slot: Slot, now: float, drain_timeout: float | None = None) -> None:
         """It goes for good, once its leases have ended."""
-        assert seat.leaving
-        why = LEAVES[seat.leaving]
-        self._begin(None, [seat], now, why, drain_timeout, cause=Cause(seat.leaving))
+        assert slot.leaving
+        why = LEAVES[slot.leaving]
+        self._begin(None, [slot], now, why, drain_timeout, cause=Cause(slot.leaving))
 
-    def _drain(self, swap: _Swap, victims: list[Seat], now: float, drain: float) -> None:
+    def _drain(self, swap: _Swap, victims: list[Slot], now: float, drain: float) -> None:
         """Closes the gates of the victims that are resident."""
         model = swap.target.model if swap.target else ""
         for victim in victims:
@@ -1365,7 +1374,7 @@ class Residency:
         """Ends a swap before its target was started; victims that only drained stay resident."""
         self._end(swap)
         if swap.target:
-            swap.target.rung = ""
+            swap.target.next_level = ""
         for victim in swap.victims:
             if victim.state == "draining":
                 self._reprieve(victim, now)
@@ -1377,7 +1386,7 @@ class Residency:
             swap.target.coming = False
             self._host.changes += 1
 
-    def _reprieve(self, victim: Seat, now: float) -> None:
+    def _reprieve(self, victim: Slot, now: float) -> None:
         if victim.leaving:
             left = victim.since + self._config.drain_timeout - now
             self._begin_leaving(victim, now, max(left, 0.0))
@@ -1386,189 +1395,189 @@ class Residency:
         self._emit(Event(now, "ready", victim.model, victim.name, reason="reprieved"))
         self._admit(victim.model, now)
 
-    def _learn(self, target: Seat, how: str) -> None:
+    def _learn(self, target: Slot, how: str) -> None:
         for swap in self._swaps:
             if swap.target is target:
                 source = source_of(swap.gone)
                 seconds = target.load_seconds or 0.0
                 self._costs.learn(source, target.model, how, swap.evict_seconds, seconds)
 
-    def _end_swap_to(self, seat: Seat) -> None:
-        for swap in [swap for swap in self._swaps if swap.target is seat]:
+    def _end_swap_to(self, slot: Slot) -> None:
+        for swap in [swap for swap in self._swaps if swap.target is slot]:
             self._end(swap)
 
     # Ends of tickets
 
-    def _route(self, ready: list[Seat], ticket: Ticket, now: float) -> Seat | None:
+    def _route(self, ready: list[Slot], ticket: Ticket, now: float) -> Slot | None:
         """Whom it is sent to; None: the policy lets none of them take it."""
         if ticket.model not in self._routed or not ticket.leases:
             return ready[0]
-        seat, prefill = self._routed[ticket.model].route(ready, ticket, now)
+        slot, prefill = self._routed[ticket.model].route(ready, ticket, now)
         if prefill:
             assert ticket.prefill is not None
             self._lease(prefill, ticket.prefill, now)
-        return seat
+        return slot
 
     def explain(self, model: str, work: Work, now: float, *, staged: bool) -> dict[str, list[dict[str, Any]]]:
         """Stage -> what would be made of each replica, were this request to come now; nothing is changed."""
         return self._routed[model].explain(work, now, staged=staged)
 
-    def _lease(self, seat: Seat, ticket: Ticket, now: float) -> None:
-        ticket.backend = seat.name
+    def _lease(self, slot: Slot, ticket: Ticket, now: float) -> None:
+        ticket.backend = slot.name
         self._unkept.discard(ticket.model)
         if ticket.leases:
-            seat.holders[ticket] = now
-            seat.last_used = now
+            slot.holders[ticket] = now
+            slot.last_used = now
         if self._emit_leases:
-            size, waited = len(seat.holders), now - ticket.since
+            size, waited = len(slot.holders), now - ticket.since
             why = ticket.choice.why if ticket.choice else ""
-            self._emit(Event(now, "leased", ticket.model, seat.name, ticket.id, size, waited, why))
+            self._emit(Event(now, "leased", ticket.model, slot.name, ticket.id, size, waited, why))
 
     def _admit(self, model: str, now: float) -> None:
         ready = self._ready_of[model]
-        line = self.lines[model]
-        if line:
-            self._demand[model].admitted(len(line), now - next(iter(line)).since)
+        queue = self.queues[model]
+        if queue:
+            self._demand[model].admitted(len(queue), now - next(iter(queue)).since)
             self._complete(model, now)
-        if model in self._turns:
-            for ticket in [ticket for ticket in line if not ticket.leases]:
+        if model in self._fair:
+            for ticket in [ticket for ticket in queue if not ticket.leases]:
                 self._admit_one(ticket, ready, now)
             self._fill_places(model, now)
             return
-        for ticket in line:
-            if seat := self._route(ready, ticket, now):
-                self._lease(seat, ticket, now)
+        for ticket in queue:
+            if slot := self._route(ready, ticket, now):
+                self._lease(slot, ticket, now)
             else:
                 self._fail(ticket, nobody_takes(model), now)
-        self.settled += line
-        line.clear()
+        self.settled += queue
+        queue.clear()
 
     def _fill_places(self, model: str, now: float) -> None:
-        """As many of a line as there are places at the backends that are ready."""
-        line = self.lines[model]
-        while line and self.takes(model):
-            ticket = self._turns[model].take(lambda ticket: self.takes(model, ticket.work.owner))
+        """As many of a queue as there are places at the backends that are ready."""
+        queue = self.queues[model]
+        while queue and self.takes(model):
+            ticket = self._fair[model].take(lambda ticket: self.takes(model, ticket.work.owner))
             if ticket is None:
                 return
-            places = [seat for seat in self._ready_of[model] if not seat.full]
+            places = [slot for slot in self._ready_of[model] if not slot.full]
             self._admit_one(ticket, places, now)
 
-    def _admit_one(self, ticket: Ticket, ready: list[Seat], now: float) -> None:
-        if seat := self._route(ready, ticket, now):
-            self._lease(seat, ticket, now)
+    def _admit_one(self, ticket: Ticket, ready: list[Slot], now: float) -> None:
+        if slot := self._route(ready, ticket, now):
+            self._lease(slot, ticket, now)
         else:
             self._fail(ticket, nobody_takes(ticket.model), now)
-        del self.lines[ticket.model][ticket]
+        del self.queues[ticket.model][ticket]
         self.settled.append(ticket)
 
-    def _take_back(self, idle: Seat, now: float) -> None:
+    def _take_back(self, idle: Slot, now: float) -> None:
         """Requests that wait behind others, and would be better off at ``idle``, are sent anew."""
         self._send_anew(self._routed[idle.model].take_back(idle), f"taken back for {idle.name}", now)
 
-    def _send_anew(self, found: Iterable[tuple[Ticket, Seat]], why: str, now: float) -> None:
-        for ticket, seat in found:
-            del seat.holders[ticket]
+    def _send_anew(self, found: Iterable[tuple[Ticket, Slot]], why: str, now: float) -> None:
+        for ticket, slot in found:
+            del slot.holders[ticket]
             ticket.severed = Cause("moved")
             self.taken_back.append(ticket)
             if self._emit_leases:
-                size = len(seat.holders)
-                self._emit(Event(now, "released", ticket.model, seat.name, ticket.id, size, reason=why))
+                size = len(slot.holders)
+                self._emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, reason=why))
 
     def _fail(self, ticket: Ticket, error: MuxError, now: float) -> None:
         ticket.error = error
         waited = now - ticket.since
         self._emit(Event(now, "failed", ticket.model, "", ticket.id, 0, waited, error.code))
 
-    def _fail_line(self, model: str, error: MuxError, now: float) -> None:
+    def _fail_queue(self, model: str, error: MuxError, now: float) -> None:
         self._plans_hold_until = -FOREVER
-        line = self.lines[model]
-        for ticket in line:
+        queue = self.queues[model]
+        for ticket in queue:
             self._fail(ticket, error, now)
-        if model in self._turns:
-            self._turns[model].clear()
-        self.settled += line
-        line.clear()
+        if model in self._fair:
+            self._fair[model].clear()
+        self.settled += queue
+        queue.clear()
 
     def _fail_refused(self, now: float) -> None:
-        """Fails the lines that nobody can serve any more."""
-        for model, line in self.lines.items():
-            error = self._refusal(model, now) if line else None
+        """Fails the queues that nobody can serve any more."""
+        for model, queue in self.queues.items():
+            error = self._refusal(model, now) if queue else None
             if error:
-                self._fail_line(model, error, now)
+                self._fail_queue(model, error, now)
 
     def _refusal(self, model: str, now: float) -> MuxError | None:
-        """Why no backend of ``model`` can be loaded; None if one can, or is loading or being put out."""
+        """Why no backend of ``model`` can be loaded; None if one can, or is loading or being evicted."""
         first: MuxError | None = None
-        for seat in self._replicas[model]:
-            error = self._obstacle(seat, now)
+        for slot in self._replicas[model]:
+            error = self._obstacle(slot, now)
             if error is None:
                 return None
             first = first or error
         return first
 
-    def _obstacle(self, seat: Seat, now: float) -> MuxError | None:
-        if seat.state not in ("stopped", "standby", "stuck") or (seat.leaving and seat.state != "stuck"):
+    def _obstacle(self, slot: Slot, now: float) -> MuxError | None:
+        if slot.state not in ("stopped", "standby", "stuck") or (slot.leaving and slot.state != "stuck"):
             return None
-        for other in self.seats.values():
-            if self._is_stuck_before(other, seat):
-                whose = "" if other is seat else f" and holds a GPU of {seat.model}"
+        for other in self.slots.values():
+            if self._is_stuck_before(other, slot):
+                whose = "" if other is slot else f" and holds a GPU of {slot.model}"
                 text = f"{other.name} could not be stopped{whose}: {other.error}"
                 return Stuck(text, retry_after=other.retry_at - now)
-        if seat.state == "stopped" and seat.retry_at > now:
-            pause = seat.retry_at - now
-            what = "ended" if seat.failed_starts == seat.crashes else "failed to load"
-            text = f"{seat.name} {what} and is not tried again for {pause:.0f} s: {seat.error}"
-            return LoadError(text, log=seat.log, retry_after=pause)
-        why = self._placement.never_fits(seat) or self._host.never_fits(seat)
-        return DoesNotFit(f"{seat.name} cannot be loaded: {why}.") if why else None
+        if slot.state == "stopped" and slot.retry_at > now:
+            pause = slot.retry_at - now
+            what = "ended" if slot.failed_starts == slot.crashes else "failed to load"
+            text = f"{slot.name} {what} and is not tried again for {pause:.0f} s: {slot.error}"
+            return LoadError(text, log=slot.log, retry_after=pause)
+        why = self._placement.never_fits(slot) or self._host.never_fits(slot)
+        return DoesNotFit(f"{slot.name} cannot be loaded: {why}.") if why else None
 
-    def _is_stuck_before(self, other: Seat, seat: Seat) -> bool:
-        """Whether ``seat`` cannot be loaded because ``other`` cannot be stopped."""
+    def _is_stuck_before(self, other: Slot, slot: Slot) -> bool:
+        """Whether ``slot`` cannot be loaded because ``other`` cannot be stopped."""
         if other.state == "standby":
-            return other is not seat and self._placement.clings(other, seat)
-        return other.state == "stuck" and (other is seat or bool(other.holds.keys() & seat.holds.keys()))
+            return other is not slot and self._placement.clings(other, slot)
+        return other.state == "stuck" and (other is slot or bool(other.holds.keys() & slot.holds.keys()))
 
     def _lack_of_memory(self, model: str, busy: set[str], now: float) -> MuxError | None:
-        """Why a line that is overdue is not served: others than this island's backends have the memory.
+        """Why a queue that is overdue is not served: others than this GPU group's backends have the memory.
 
         None too where those will make room.
         """
         may_go = ("ready", "draining", "evicting")
-        others = [seat for seat in self.seats.values() if seat.state in may_go and not seat.pinned]
-        for seat in self._replicas[model]:
-            if seat.state not in ("stopped", "standby") or not busy.isdisjoint(seat.holds):
+        others = [slot for slot in self.slots.values() if slot.state in may_go and not slot.pinned]
+        for slot in self._replicas[model]:
+            if slot.state not in ("stopped", "standby") or not busy.isdisjoint(slot.holds):
                 continue
-            if strangers := self._placement.strangers_before(seat):
-                return GpuMemoryShort(f"{seat.name} cannot be loaded: {strangers}.")
-            short = self._host.short(seat, others)
-            if short > 0 and not self._host.call(seat, short, self.seats.values(), now):
-                who = ", ".join(f"{name} has {gib(each)}" for name, each in self._host.insisting(seat))
-                return HostMemoryShort(f"{seat.name} lacks {gib(short)} of host memory: {who}.")
+            if lack := self._placement.others_before(slot):
+                return GpuMemoryShort(f"{slot.name} cannot be loaded: {lack}.")
+            short = self._host.short(slot, others)
+            if short > 0 and not self._host.call(slot, short, self.slots.values(), now):
+                who = ", ".join(f"{name} has {gib(each)}" for name, each in self._host.insisting(slot))
+                return HostMemoryShort(f"{slot.name} lacks {gib(short)} of host memory: {who}.")
         return None
 
     # State
 
-    def _enter(self, seat: Seat, what: str, now: float) -> None:
-        """The only writer of a seat's state."""
-        before = seat.state
+    def _enter(self, slot: Slot, what: str, now: float) -> None:
+        """The only writer of a slot's state."""
+        before = slot.state
         try:
-            seat.state = TRANSITIONS[before, what]
+            slot.state = TRANSITIONS[before, what]
         except KeyError:
-            raise ValueError(f"{seat.name} is {before}: `{what}` cannot happen to it") from None
-        seat.since = now
-        if seat.state == "stopped":
-            seat.ram = seat.backend.ram or 0  # what it had pinned is gone
-        if before == "ready" and seat.model in self._turns:
-            self._left[seat.model] = now
-        if "ready" in (before, seat.state):
-            self._ready = _those_ready(self.seats.values())
-            self._ready_of[seat.model] = [each for each in self._ready if each.model == seat.model]
+            raise ValueError(f"{slot.name} is {before}: `{what}` cannot happen to it") from None
+        slot.since = now
+        if slot.state == "stopped":
+            slot.ram = slot.backend.ram or 0  # what it had pinned is gone
+        if before == "ready" and slot.model in self._fair:
+            self._left[slot.model] = now
+        if "ready" in (before, slot.state):
+            self._ready = _those_ready(self.slots.values())
+            self._ready_of[slot.model] = [each for each in self._ready if each.model == slot.model]
         self._plans_hold_until = -FOREVER
         self._host.changes += 1
-        if before == "ready" and seat.model in self._turns:
-            self._fill_places(seat.model, now)  # who needed just this one has nothing to wait for any more
-        if seat.state not in ("ready", "draining") and seat.model in self._routed:
-            self._routed[seat.model].ledger.forget(seat.name)
+        if before == "ready" and slot.model in self._fair:
+            self._fill_places(slot.model, now)  # who needed just this one has nothing to wait for any more
+        if slot.state not in ("ready", "draining") and slot.model in self._routed:
+            self._routed[slot.model].in_flight.forget(slot.name)
 
     def snapshot(
         self,
@@ -1576,37 +1585,37 @@ class Residency:
         plans: Mapping[str, _Plan],
         spills: Mapping[str, tuple[_Plan, Spill]] = {},
     ) -> Snapshot:
-        """What the policy may know; ``plans`` are the swaps that could begin now, oldest line first."""
-        residents = [self._resident(seat, now) for seat in self._ready]
-        lines = [self._line(model, plan, now) for model, plan in plans.items()]
-        if len(lines) > 1:
-            lines.sort(key=lambda line: -line.priority)
+        """What the policy may know; ``plans`` are the swaps that could begin now, oldest queue first."""
+        residents = [self._resident(slot, now) for slot in self._ready]
+        queues = [self._queue_seen(model, plan, now) for model, plan in plans.items()]
+        if len(queues) > 1:
+            queues.sort(key=lambda queue: -queue.priority)
         swaps = [_swapping(swap, swap.target) for swap in self._swaps if swap.target] if self._swaps else ()
         spilling = tuple([spill for _, spill in spills.values()]) if spills else ()
-        return Snapshot(now, self.name, tuple(residents), tuple(lines), tuple(swaps), spilling)
+        return Snapshot(now, self.name, tuple(residents), tuple(queues), tuple(swaps), spilling)
 
-    def _resident(self, seat: Seat, now: float) -> Resident:
-        model, loaded, backend = seat.model, seat.loaded, seat.backend
+    def _resident(self, slot: Slot, now: float) -> Resident:
+        model, loaded, backend = slot.model, slot.loaded, slot.backend
         demand = self._demand[model]
         rate, growth = demand.rates(now)
         return Resident(
             model,
-            seat.name,
+            slot.name,
             loaded,
-            len(seat.holders),
-            seat.last_used if seat.last_used > loaded else loaded,
+            len(slot.holders),
+            slot.last_used if slot.last_used > loaded else loaded,
             rate,
             growth,
             demand.pause_seconds,
             demand.service_seconds,
-            self._costs.estimate("", model, backend.rest[0], backend.engine).load_seconds,
+            self._costs.estimate("", model, backend.evict_to[0], backend.engine).load_seconds,
         )
 
-    def _line(self, model: str, plan: _Plan, now: float) -> Line:
-        tickets, demand, cost = self.lines[model], self._demand[model], plan.cost
+    def _queue_seen(self, model: str, plan: _Plan, now: float) -> Queue:
+        tickets, demand, cost = self.queues[model], self._demand[model], plan.cost
         oldest, newest = next(iter(tickets)), next(reversed(tickets))
         _, growth = demand.rates(now, len(tickets), now - oldest.since)
-        return Line(
+        return Queue(
             model,
             len(tickets),
             oldest.since,
@@ -1621,64 +1630,64 @@ class Residency:
             self._priority[model],
         )
 
-    def _loss(self, now: float, seat: Seat) -> float:
+    def _loss(self, now: float, slot: Slot) -> float:
         """What putting it out costs: its arrivals per second, times the seconds of loading it again."""
-        way = "stop" if seat.state == "standby" else seat.backend.rest[0]
-        return self._demand[seat.model].rate(now) * self._cost("", seat, way).load_seconds
+        way = "stop" if slot.state == "standby" else slot.backend.evict_to[0]
+        return self._demand[slot.model].rate(now) * self._cost("", slot, way).load_seconds
 
-    def _worth(self, seat: Seat, now: float) -> tuple[bool, int, float, float]:
-        """How much it deserves to rest high: see ladder.Host."""
-        cold = self._cost("", seat, "stop").load_seconds
-        loss = self._demand[seat.model].rate(now) * cold
-        return bool(self.lines[seat.model]), seat.backend.priority, loss, seat.used
+    def _worth(self, slot: Slot, now: float) -> tuple[bool, int, float, float]:
+        """How much it deserves to rest high: see standby.HostMemory."""
+        cold = self._cost("", slot, "stop").load_seconds
+        loss = self._demand[slot.model].rate(now) * cold
+        return bool(self.queues[slot.model]), slot.backend.priority, loss, slot.used
 
-    def _cost(self, source: str, target: Seat, how: str) -> Cost:
+    def _cost(self, source: str, target: Slot, how: str) -> Cost:
         return self._costs.estimate(source, target.model, how, target.backend.engine)
 
-    def prospect(self, model: str, now: float) -> Prospect:
+    def awaited(self, model: str, now: float) -> Awaited:
         """What a request for ``model`` would meet if it came now; changes nothing."""
         refusal = self._refusal(model, now)
         if refusal:
-            return Prospect(refusal)
+            return Awaited(refusal)
         for swap in self._swaps:
             if swap.target and swap.target.model == model and not swap.cancel:
                 cost = self._cost_of(swap, swap.target)
                 known = self._costs.knows(model, cost.way)
-                return Prospect(None, swap.target, swap.victims, cost, known, until=swap.until)
-        line, ghost = self.lines[model], Ticket(0, model, now)
-        if not line:
+                return Awaited(None, swap.target, swap.victims, cost, known, until=swap.until)
+        queue, ghost = self.queues[model], Ticket(0, model, now)
+        if not queue:
             self._bounds[model] = self._bound(model, now)
-            line[ghost] = None  # the policy is asked as if it had come
+            queue[ghost] = None  # the policy is asked as if it had come
         try:
             busy = self._busy()
-            staying = {seat.name for seat in self._stayers if _stays_until(seat) > now}
+            staying = {slot.name for slot in self._stayers if _stays_until(slot) > now}
             found = {first.model: self._plan(first.model, busy, now, staying) for first in self._waiting()}
             plans = {each: plan for each, plan in found.items() if plan}
             decision = self._decide(self.snapshot(now, plans)) if model in plans else None
-            overdue_at = self._overdue_at(next(iter(line)))
+            overdue_at = self._overdue_at(next(iter(queue)))
         finally:
-            line.pop(ghost, None)
+            queue.pop(ghost, None)
         if model not in plans:
-            return Prospect(overdue_at=overdue_at)
+            return Awaited(overdue_at=overdue_at)
         plan = plans[model]
         cost = plan.cost
-        known = self._costs.knows(model, plan.target.rests)
-        return Prospect(None, plan.target, plan.victims, cost, known, decision, overdue_at=overdue_at)
+        known = self._costs.knows(model, plan.target.level)
+        return Awaited(None, plan.target, plan.victims, cost, known, decision, overdue_at=overdue_at)
 
-    def _cost_of(self, swap: _Swap, target: Seat) -> Cost:
+    def _cost_of(self, swap: _Swap, target: Slot) -> Cost:
         """Of a swap under way."""
         source = source_of((*swap.gone, *(victim.model for victim in swap.victims)))
-        return self._cost(source, target, swap.how or target.rests)
+        return self._cost(source, target, swap.how or target.level)
 
-    def way_back(self, seat: Seat) -> str:
+    def way_back(self, slot: Slot) -> str:
         """The way by which it is being loaded; "" if it is not."""
-        return next((swap.how for swap in self._swaps if swap.target is seat), "")
+        return next((swap.how for swap in self._swaps if swap.target is slot), "")
 
-    def expected_load(self, seat: Seat) -> float | None:
+    def expected_load(self, slot: Slot) -> float | None:
         """What its load under way will take; None if it was never loaded by that way."""
         for swap in self._swaps:
-            if swap.target is seat and self._costs.knows(seat.model, swap.how):
-                return self._cost_of(swap, seat).load_seconds
+            if swap.target is slot and self._costs.knows(slot.model, swap.how):
+                return self._cost_of(swap, slot).load_seconds
         return None
 
     def promises(self) -> dict[str, tuple[str, ...]]:
@@ -1699,16 +1708,16 @@ class Residency:
         }
 
 
-def _by_model(seats: Mapping[str, Seat], coming: Mapping[str, str]) -> dict[str, list[Seat]]:
-    found: dict[str, list[Seat]] = {}
-    for seat in seats.values():
-        for model in dict.fromkeys((seat.model, coming.get(seat.name, seat.model))):
-            found.setdefault(model, []).append(seat)
+def _by_model(slots: Mapping[str, Slot], coming: Mapping[str, str]) -> dict[str, list[Slot]]:
+    found: dict[str, list[Slot]] = {}
+    for slot in slots.values():
+        for model in dict.fromkeys((slot.model, coming.get(slot.name, slot.model))):
+            found.setdefault(model, []).append(slot)
     return found
 
 
-def _those_ready(seats: Iterable[Seat]) -> list[Seat]:
-    return [seat for seat in seats if seat.state == "ready"]
+def _those_ready(slots: Iterable[Slot]) -> list[Slot]:
+    return [slot for slot in slots if slot.state == "ready"]
 
 
 def _crashed(ticket: Ticket) -> Crashed:
@@ -1717,39 +1726,39 @@ def _crashed(ticket: Ticket) -> Crashed:
     return Crashed(with_log(f"{often}: {last.backend} {last.why}.", last.log))
 
 
-def _is_left(seat: Seat) -> bool:
+def _is_left(slot: Slot) -> bool:
     """It went for good, and holds nothing any more."""
-    return bool(seat.leaving) and seat.state == "stopped"
+    return bool(slot.leaving) and slot.state == "stopped"
 
 
-def idle_until(seat: Seat) -> float:
-    """When it is put out because nobody uses it."""
-    if seat.state != "ready" or seat.holders or seat.backend.ttl is None:
+def idle_until(slot: Slot) -> float:
+    """When it is evicted because nobody uses it."""
+    if slot.state != "ready" or slot.holders or slot.backend.ttl is None:
         return FOREVER
-    return seat.used + seat.backend.ttl
+    return slot.used + slot.backend.ttl
 
 
-def _has_had_work(seat: Seat) -> bool:
+def _has_had_work(slot: Slot) -> bool:
     """Since it was loaded."""
-    return bool(seat.holders) or seat.last_used > seat.loaded
+    return bool(slot.holders) or slot.last_used > slot.loaded
 
 
-def _stays_until(seat: Seat) -> float:
-    """Until when it is not put out for a line that is not overdue."""
-    return seat.loaded + seat.backend.min_residency
+def _stays_until(slot: Slot) -> float:
+    """Until when it is not evict for a queue that is not overdue."""
+    return slot.loaded + slot.backend.min_residency
 
 
-def max_waits(seats: Iterable[Seat], config: Config) -> dict[str, float]:
-    """Model -> seconds after which its line is overdue at the latest: the shortest its replicas ask for."""
+def max_waits(slots: Iterable[Slot], config: Config) -> dict[str, float]:
+    """Model -> seconds after which its queue is overdue at the latest: the shortest its replicas ask for."""
     limits: dict[str, float] = {}
-    for seat in seats:
-        own = config.max_wait if seat.backend.max_wait is None else seat.backend.max_wait
-        limits[seat.model] = min(own, limits.get(seat.model, own))
+    for slot in slots:
+        own = config.max_wait if slot.backend.max_wait is None else slot.backend.max_wait
+        limits[slot.model] = min(own, limits.get(slot.model, own))
     return limits
 
 
-def _swapping(swap: _Swap, target: Seat) -> Swapping:
+def _swapping(swap: _Swap, target: Slot) -> Swapping:
     moving = ("draining", "evicting", *LOADING)
-    seats = [seat for seat in (*swap.victims, target) if seat.state in moving]
-    state, since = (seats[0].state, seats[0].since) if seats else ("evicting", swap.emptied)
+    slots = [slot for slot in (*swap.victims, target) if slot.state in moving]
+    state, since = (slots[0].state, slots[0].since) if slots else ("evicting", swap.emptied)
     return Swapping(target.model, (*swap.gone, *(victim.model for victim in swap.victims)), state, since)

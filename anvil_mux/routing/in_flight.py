@@ -20,7 +20,7 @@ counts. Tokens no engine says.
 Several anvil-mux that share engines tell each other what they have there (``reports``, ``hear``; store.py).
 What others have counts like our own, a moment late; of what an engine says the latest, whoever heard it.
 
-No lock and no clock: the residency calls it under the multiplexer's lock, the simulator from its loop.
+No lock and no clock: the GPU group calls it under the multiplexer's lock, the simulator from its loop.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Member(NamedTuple):
     kv_tokens: int | None = None
     """How many tokens its cache holds; None: not known."""
     node: str = ""
-    unit: str = ""
+    failure_domain: str = ""
     profile: Profile | None = None
 
 
@@ -132,7 +132,7 @@ class _Account:
         self.load, self.heard, self.ended = load, at, 0
 
 
-class Ledger:
+class InFlightTracker:
     """The accounts, the caches and the memory of the replicas of one model."""
 
     def __init__(self, routing: Routing, members: Iterable[Member], *, full: bool = False) -> None:
@@ -147,7 +147,7 @@ class Ledger:
         """Written as all here; whoever only reads it needs no lock."""
         self.prefixes = Prefixes(self._accounts)
 
-    def go_on_from(self, before: Ledger) -> None:
+    def go_on_from(self, before: InFlightTracker) -> None:
         """What ``before`` knows of the replicas that are here too; members and routing may be others."""
         for name in self._accounts.keys() & before._accounts.keys():
             account, member = before._accounts[name], self._accounts[name].member
@@ -162,7 +162,7 @@ class Ledger:
         self.bytes_per_token, self._kv_tokens = before.bytes_per_token, before._kv_tokens
 
     def __repr__(self) -> str:
-        return f"<Ledger {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"
+        return f"<InFlightTracker {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"
 
     def observe(self, backend: str, load: Load | None, now: float) -> None:
         """Its engine said this of itself; None: it answered, and has no figures."""
@@ -249,7 +249,7 @@ class Ledger:
             True,
             0.0,
             member.node,
-            member.unit,
+            member.failure_domain,
             total,
             waiting,
             account.prefill_tokens + others.prefill_tokens,

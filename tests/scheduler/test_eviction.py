@@ -6,12 +6,12 @@ import random
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.scheduler.preemption import (
+from anvil_mux.scheduler.eviction import (
     Candidate,
     LeastDemand,
     LeastLoss,
     LeastRecentlyUsed,
-    build_preemption,
+    build_eviction,
     victims,
 )
 from anvil_mux.sim.simulate import Engines, Request, simulate
@@ -95,10 +95,10 @@ def test_those_go_first_with_the_fewest_requests_as_the_paper_has_it(candidates,
     assert [one.backend for one in sorted(candidates, key=LeastDemand().order)] == expected
 
 
-@pytest.mark.parametrize(("preemption", "gone"), [("cost", "seldom"), ("lru", "often")])
-def test_a_model_that_is_often_asked_for_stays_though_another_was_used_later(preemption, gone):
+@pytest.mark.parametrize(("eviction", "gone"), [("cost", "seldom"), ("lru", "often")])
+def test_a_model_that_is_often_asked_for_stays_though_another_was_used_later(eviction, gone):
     backends = tuple(Backend(name, name, ("0",), vram=4) for name in ("often", "seldom", "other"))
-    config = Config(backends, (Gpu("0", vram=10),), policy="eager", preemption=preemption)
+    config = Config(backends, (Gpu("0", vram=10),), policy="eager", eviction=eviction)
     asked = [Request(float(n), "often", 0.5) for n in range(20, 40)]
     trace = [*asked, Request(41.0, "seldom", 0.5), Request(45.0, "other", 0.5)]
     log = simulate(config, trace, Engines(other_load_seconds=2.0), resident=["often", "seldom"])
@@ -138,8 +138,8 @@ def test_it_finds_victims_whenever_there_are_any_and_none_is_superfluous():
             assert not any(enough([name for name in chosen if name != spared]) for spared in chosen)
 
 
-def test_a_preemption_is_built_by_name():
-    assert build_preemption("lru") == LRU
-    assert build_preemption("cost") == LeastLoss()
-    with pytest.raises(ValueError, match="unknown preemption 'dice'; known: cost, lru, demand_lru"):
-        build_preemption("dice")
+def test_a_eviction_is_built_by_name():
+    assert build_eviction("lru") == LRU
+    assert build_eviction("cost") == LeastLoss()
+    with pytest.raises(ValueError, match="unknown eviction 'dice'; known: cost, lru, demand_lru"):
+        build_eviction("dice")

@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from anvil_mux.host import lookout
+from anvil_mux.host import gpu_monitor
 from anvil_mux.host.gpu import Gpus
-from anvil_mux.host.lookout import WATCHED_SECONDS, Lookout, Seen
+from anvil_mux.host.gpu_monitor import WATCHED_SECONDS, GpuMonitor, Seen
 from tests.fake_gpu import FakeGpus
 
 GIB = 1 << 30
@@ -21,29 +21,29 @@ def owner(pid: int) -> str | None:
     return {41: "a", 42: "a", 43: "b"}.get(pid)
 
 
-def test_ours_and_strangers_are_told_apart() -> None:
+def test_ours_and_other_processes_are_told_apart() -> None:
     gpus = FakeGpus(24 * GIB, 24 * GIB)
     for pid, used in ((41, 8 * GIB), (42, GIB), (43, None), (ME, 3 * GIB)):
         gpus.hold(pid, 0, used)
-    look = Lookout(["0", "1"], owner, gpus)
+    look = GpuMonitor(["0", "1"], owner, gpus)
     assert look.sight() == {}
     look.look()
     first, second = look.sight()["0"], look.sight()["1"]
     assert (first.used, first.total) == (12 * GIB, 24 * GIB)
     assert first.users == {"a": 9 * GIB, "b": None}
-    assert [(each.pid, each.used) for each in first.strangers] == [(ME, 3 * GIB)]
+    assert [(each.pid, each.used) for each in first.others] == [(ME, 3 * GIB)]
     assert second == Seen(0, 24 * GIB)
 
 
 def test_a_gpu_goes_by_the_id_that_the_configuration_gives_it() -> None:
-    look = Lookout(["GPU-00000001", "7"], owner, FakeGpus(GIB, 2 * GIB))
+    look = GpuMonitor(["GPU-00000001", "7"], owner, FakeGpus(GIB, 2 * GIB))
     look.look()
     assert {gpu: seen.total for gpu, seen in look.sight().items()} == {"GPU-00000001": 2 * GIB}
 
 
-def test_what_strangers_hold_is_told_after_every_look() -> None:
+def test_what_memory_seen_is_told_after_every_look() -> None:
     gpus, told = FakeGpus(24 * GIB, 24 * GIB), []
-    look = Lookout(["0", "1"], owner, gpus, tell=told.append)
+    look = GpuMonitor(["0", "1"], owner, gpus, tell=told.append)
     gpus.hold(ME, 0, 3 * GIB)
     gpus.hold(41, 1, GIB)
     look.look()
@@ -52,7 +52,7 @@ def test_what_strangers_hold_is_told_after_every_look() -> None:
 
 def test_gpus_that_vanish_are_seen_no_more() -> None:
     gpus = FakeGpus(GIB)
-    look = Lookout(["0"], owner, gpus)
+    look = GpuMonitor(["0"], owner, gpus)
     look.look()
     gpus.why_none = "GPU is lost"
     look.look()
@@ -61,7 +61,7 @@ def test_gpus_that_vanish_are_seen_no_more() -> None:
 
 def test_it_rests_when_nobody_has_asked_for_long_and_looks_again_when_somebody_does() -> None:
     moment = [0.0]
-    look = Lookout(["0"], owner, FakeGpus(GIB), lambda: moment[0])
+    look = GpuMonitor(["0"], owner, FakeGpus(GIB), lambda: moment[0])
     assert not look.may_rest()
     moment[0] = WATCHED_SECONDS
     assert look.may_rest()
@@ -89,9 +89,9 @@ class Nvml:
 def test_its_thread_looks_again_and_again_and_nobody_waits_for_an_nvml_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lookout, "EVERY_SECONDS", 0.001)
+    monkeypatch.setattr(gpu_monitor, "EVERY_SECONDS", 0.001)
     nvml = Nvml()
-    look = Lookout(["0"], owner, nvml)
+    look = GpuMonitor(["0"], owner, nvml)
     thread = threading.Thread(target=look.run)
     thread.start()
     for _ in range(3):

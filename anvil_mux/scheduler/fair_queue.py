@@ -1,4 +1,4 @@
-"""Whose turn it is in a line that is admitted in parts: one request of each sender, round after round.
+"""Whose turn it is in a queue that is admitted in parts: one request of each sender, round after round.
 
 Who sends a hundred requests at once makes nobody wait for them but himself: another's first request waits for
 one of his, not for a hundred. A sender who comes back after his last request was taken comes last. Pure.
@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 _Ticket = TypeVar("_Ticket", bound=Hashable)
 
 
-class Turns(Generic[_Ticket]):
+class FairQueue(Generic[_Ticket]):
     """The tickets that wait, in the order in which they are to be taken."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from anvil_mux.routing import pipeline
-from anvil_mux.routing.ledger import Ledger, Load, Member
+from anvil_mux.routing.in_flight import InFlightTracker, Load, Member
 from anvil_mux.routing.routing import Replica, Work, kv_cache_usage_ratio_projected
 
 NAMES = ("a", "b", "c")
@@ -14,31 +14,31 @@ LONG = Work(2048, (1, 2, 3, 4))
 SHORT = Work(100)
 
 
-def ledger(policy: str = "least_prefill_work", **settings: int) -> Ledger:
-    return Ledger(pipeline.build(policy), [Member(name, **settings) for name in NAMES])  # type: ignore[arg-type]
+def in_flight(policy: str = "least_prefill_work", **settings: int) -> InFlightTracker:
+    return InFlightTracker(pipeline.build(policy), [Member(name, **settings) for name in NAMES])  # type: ignore[arg-type]
 
 
-def chosen(made: Ledger, key: object, work: Work = LONG, among: tuple[str, ...] = NAMES) -> str:
+def chosen(made: InFlightTracker, key: object, work: Work = LONG, among: tuple[str, ...] = NAMES) -> str:
     choice = made.choose(key, work, among)
     assert choice is not None
     return choice.backend
 
 
-def state(made: Ledger, work: Work = LONG) -> dict[str, Replica]:
+def state(made: InFlightTracker, work: Work = LONG) -> dict[str, Replica]:
     """What they have to do, without what went before."""
     forgotten = {"heat": 1.0, "usual_tokens": 0.0, "fleet_prefill_tokens": 0}
     return {replica.backend: replica._replace(**forgotten) for replica in made.view(work, NAMES)}
 
 
 def test_a_choice_is_charged_before_the_next_one_looks() -> None:
-    made = ledger()
+    made = in_flight()
     assert [chosen(made, key, SHORT) for key in range(4)] == ["a", "b", "c", "a"]
     assert state(made)["a"] == Replica("a", num_requests=2, num_waiting_requests=2, prefill_tokens=200,
                                        num_tokens=200)  # fmt: skip
 
 
 def test_the_first_byte_turns_prefill_into_decode_and_the_end_releases_both() -> None:
-    made = ledger()
+    made = in_flight()
     chosen(made, 1, among=("a",))
     made.first_byte(1)
     made.first_byte(1)
@@ -51,14 +51,14 @@ def test_the_first_byte_turns_prefill_into_decode_and_the_end_releases_both() ->
 
 
 def test_only_what_is_not_cached_counts_as_prefill() -> None:
-    made = ledger()
+    made = in_flight()
     chosen(made, 1, among=("a",))
     chosen(made, 2, Work(2600, (1, 2, 3, 4, 5)), among=("a",))
     assert state(made)["a"].prefill_tokens == 2048 + 552
 
 
 def test_heat_is_the_part_of_the_latest_requests_times_the_replicas() -> None:
-    made = ledger()
+    made = in_flight()
     assert [replica.heat for replica in made.view(SHORT, NAMES)] == [1.0, 1.0, 1.0]
     for key in range(1000):
         chosen(made, key, SHORT, among=("a",))
@@ -68,7 +68,7 @@ def test_heat_is_the_part_of_the_latest_requests_times_the_replicas() -> None:
 
 
 def test_usual_tokens_are_the_mean_of_what_was_not_cached_lately() -> None:
-    made = ledger()
+    made = in_flight()
     for key, tokens in enumerate((100, 200, 600)):
         chosen(made, key, Work(tokens), among=("a",))
     assert made.view(SHORT, NAMES)[2].usual_tokens == 300
@@ -78,7 +78,7 @@ def test_usual_tokens_are_the_mean_of_what_was_not_cached_lately() -> None:
 
 
 def test_what_all_replicas_have_to_compute_is_the_sum_of_each() -> None:
-    made = ledger()
+    made = in_flight()
     for key, among in enumerate(("a", "b", "b")):
         chosen(made, key, SHORT, among=(among,))
     assert {replica.fleet_prefill_tokens for replica in made.view(SHORT, NAMES)} == {300}
@@ -91,7 +91,7 @@ def test_what_all_replicas_have_to_compute_is_the_sum_of_each() -> None:
 
 def test_the_choice_of_the_documentation() -> None:
     """docs/routing.md, "A choice, step by step"."""
-    made = ledger()
+    made = in_flight()
     known = tuple(range(20))
     for key, (tokens, backend) in enumerate([(12_000, "a"), (4_500, "a"), (4_500, "a"), (3_000, "b")]):
         chosen(made, key, Work(tokens, known if tokens == 12_000 else ()), among=(backend,))
@@ -104,14 +104,14 @@ def test_the_choice_of_the_documentation() -> None:
 
 
 def test_a_returning_request_follows_its_cache() -> None:
-    made = ledger()
+    made = in_flight()
     assert chosen(made, 1) == "a"
     made.ended(1)
     assert [chosen(made, 2), chosen(made, 3, SHORT)] == ["a", "b"]
 
 
 def test_a_replica_that_is_forgotten_has_nothing_to_do_and_nothing_cached() -> None:
-    made = ledger()
+    made = in_flight()
     chosen(made, 1, LONG._replace(session="s"), among=("a",))
     chosen(made, 2, among=("b",))
     made.forget("a")
@@ -122,7 +122,7 @@ def test_a_replica_that_is_forgotten_has_nothing_to_do_and_nothing_cached() -> N
 
 
 def test_a_session_is_not_sent_back_to_a_replica_that_lost_its_cache() -> None:
-    made = ledger("sticky")
+    made = in_flight("sticky")
     session = SHORT._replace(session="s")
     assert chosen(made, 1, session) == "a"
     assert chosen(made, 2, session) == "a"
@@ -131,14 +131,14 @@ def test_a_session_is_not_sent_back_to_a_replica_that_lost_its_cache() -> None:
     assert chosen(made, 4, session) == "b"
 
 
-def streams(made: Ledger, *sizes: int, backend: str = "a") -> None:
+def streams(made: InFlightTracker, *sizes: int, backend: str = "a") -> None:
     """Streamed requests at a replica, with their sizes as keys."""
     for size in sizes:
         chosen(made, size, Work(size, stream=True), among=(backend,))
 
 
 def test_an_idle_replica_takes_requests_that_wait_behind_others_until_both_have_as_many() -> None:
-    made = ledger()
+    made = in_flight()
     streams(made, 1000, 1001, 1002, 1003, 1004)
     assert made.better_off("b", NAMES) == [1004, 1003]
     streams(made, 900, 901, backend="b")
@@ -146,7 +146,7 @@ def test_an_idle_replica_takes_requests_that_wait_behind_others_until_both_have_
 
 
 def test_a_request_stays_where_the_policy_would_send_it_again() -> None:
-    made = ledger()
+    made = in_flight()
     chosen(made, "first", LONG, among=("a",))
     made.first_byte("first")
     chosen(made, 1, Work(100), among=("a",))
@@ -155,7 +155,7 @@ def test_a_request_stays_where_the_policy_would_send_it_again() -> None:
 
 
 def test_what_is_answered_not_streamed_or_first_in_line_is_not_taken_back() -> None:
-    made = ledger()
+    made = in_flight()
     streams(made, 1000, 1001)
     made.first_byte(1001)
     chosen(made, "whole", Work(5000), among=("a",))
@@ -163,20 +163,20 @@ def test_what_is_answered_not_streamed_or_first_in_line_is_not_taken_back() -> N
 
 
 def test_what_is_cached_is_bounded_by_what_the_engine_holds() -> None:
-    made = ledger(kv_tokens=1024)
+    made = in_flight(kv_tokens=1024)
     chosen(made, 1, among=("a",))
     assert state(made)["a"].hit_tokens == 1024
 
 
 def test_replicas_that_failed_are_seen_and_not_chosen() -> None:
-    made = ledger("least_prefill_work")
+    made = in_flight("least_prefill_work")
     choice = made.choose(1, SHORT, ("b", "c"), failed=("a",))
     assert choice is not None
     assert (choice.backend, choice.removed) == ("b", (("c", "metric"), ("a", "schedulability")))
 
 
 def test_nothing_is_charged_when_nobody_is_left() -> None:
-    made = ledger()
+    made = in_flight()
     assert made.choose(1, SHORT, (), failed=NAMES) is None
     assert all(replica.num_requests == 0 for replica in made.view(SHORT, NAMES))
 
@@ -184,7 +184,7 @@ def test_nothing_is_charged_when_nobody_is_left() -> None:
 def test_counts_are_never_negative_and_nothing_is_left_of_any_history() -> None:
     for seed in range(40):
         rng = random.Random(seed)
-        made = ledger(rng.choice(list(pipeline.shipped())))
+        made = in_flight(rng.choice(list(pipeline.shipped())))
         for key in range(150):
             chain = rng.choice([(1, 2, 3, 4), (1, 2, 7), ()])
             work = Work(rng.randrange(4000), chain, session=rng.choice(["", "s", "t"]))
@@ -205,7 +205,7 @@ def test_counts_are_never_negative_and_nothing_is_left_of_any_history() -> None:
 
 def test_the_same_history_gives_the_same_choices() -> None:
     def run() -> list[str]:
-        rng, made, found = random.Random(2), ledger("power_of_two"), []
+        rng, made, found = random.Random(2), in_flight("power_of_two"), []
         for key in range(200):
             found.append(chosen(made, key, Work(rng.randrange(4000))))
             made.ended(rng.randrange(key + 1))
@@ -215,7 +215,7 @@ def test_the_same_history_gives_the_same_choices() -> None:
 
 
 def test_the_length_of_a_token_is_learned_from_what_engines_count() -> None:
-    made = ledger()
+    made = in_flight()
     for key in range(100):
         chosen(made, key, Work(1000, size=4000))
         made.ended(key, prompt_tokens=1600)
@@ -226,7 +226,7 @@ def test_the_length_of_a_token_is_learned_from_what_engines_count() -> None:
 
 
 def test_a_cache_that_holds_less_than_was_thought_is_thought_smaller_and_recovers() -> None:
-    made = ledger(kv_tokens=8 * 512)
+    made = in_flight(kv_tokens=8 * 512)
     blocks = tuple(range(8))
     for key in range(4):
         chosen(made, key, Work(4096, blocks), among=("a",))
@@ -238,7 +238,7 @@ def test_a_cache_that_holds_less_than_was_thought_is_thought_smaller_and_recover
     assert state(made, Work(4096, blocks))["a"].hit_tokens == 7 * 512
 
 
-def room(made: Ledger, name: str = "a") -> int:
+def room(made: InFlightTracker, name: str = "a") -> int:
     """How many tokens of a prompt without end that cache is thought to hold once it has it."""
     work = Work(1_000_000, tuple(range(10_000, 12_000)))
     made.choose("endless", work, (name,))
@@ -246,7 +246,9 @@ def room(made: Ledger, name: str = "a") -> int:
     return made.view(work, (name,))[0].hit_tokens
 
 
-def told(made: Ledger, cached: Callable[[int], int], times: int = 1, among: Sequence[str] = ("a",)) -> None:
+def told(
+    made: InFlightTracker, cached: Callable[[int], int], times: int = 1, among: Sequence[str] = ("a",)
+) -> None:
     """Requests that fill all that the cache is thought to hold; what was cached of each, given our guess."""
     for number in range(times):
         work = Work(300_000, tuple(range(number * 1000, number * 1000 + 600)))
@@ -256,7 +258,7 @@ def told(made: Ledger, cached: Callable[[int], int], times: int = 1, among: Sequ
 
 
 def test_a_cache_that_holds_more_than_could_be_remembered_is_thought_larger() -> None:
-    made = ledger()
+    made = in_flight()
     assert room(made) == 131_072
     told(made, lambda hit: hit + 50_000)
     assert room(made) == 131_072 + 50_000 - 50_000 % 512
@@ -266,7 +268,7 @@ def test_a_cache_that_holds_more_than_could_be_remembered_is_thought_larger() ->
 
 def test_what_one_replica_teaches_holds_for_all_that_say_nothing_of_their_cache() -> None:
     members = [Member("a"), Member("b"), Member("c", kv_tokens=8192)]
-    made = Ledger(pipeline.build("least_prefill_work"), members)
+    made = InFlightTracker(pipeline.build("least_prefill_work"), members)
     room(made)
     told(made, lambda hit: hit + 50_000)
     assert (room(made, "b") // 1000, room(made, "c")) == (180, 8192)
@@ -277,14 +279,14 @@ def test_what_one_replica_teaches_holds_for_all_that_say_nothing_of_their_cache(
 
 
 def test_a_cache_that_is_not_full_says_nothing_of_its_size() -> None:
-    made = ledger()
+    made = in_flight()
     made.choose(1, Work(4096, tuple(range(8))), ("a",))
     made.ended(1, cached_tokens=4096)  # what others had sent there
     assert room(made) == 131_072
 
 
 def test_a_full_cache_that_held_less_is_thought_smaller_by_a_sixteenth_at_most() -> None:
-    made = ledger()
+    made = in_flight()
     room(made)
     made.choose("again", Work(1_000_000, tuple(range(10_000, 12_000))), ("a",))
     made.ended("again", cached_tokens=0)
@@ -292,7 +294,7 @@ def test_a_full_cache_that_held_less_is_thought_smaller_by_a_sixteenth_at_most()
 
 
 def test_what_a_service_says_of_its_cache_is_not_exceeded() -> None:
-    made = ledger(kv_tokens=8192)
+    made = in_flight(kv_tokens=8192)
     room(made)
     told(made, lambda hit: hit + 50_000, times=5)
     assert room(made) == 8192
@@ -301,9 +303,9 @@ def test_what_a_service_says_of_its_cache_is_not_exceeded() -> None:
 # The mode full
 
 
-def full(policy: str = "num_requests", **settings: int) -> Ledger:
+def full(policy: str = "num_requests", **settings: int) -> InFlightTracker:
     members = [Member(name, **settings) for name in NAMES]  # type: ignore[arg-type]
-    return Ledger(pipeline.build(policy), members, full=True)
+    return InFlightTracker(pipeline.build(policy), members, full=True)
 
 
 def test_what_an_engine_says_is_merged_with_what_was_sent_since() -> None:
@@ -351,7 +353,7 @@ def test_of_what_an_engine_does_not_say_our_own_counts_hold() -> None:
 
 
 def test_in_the_mode_lite_nobody_is_stale_and_in_full_whoever_is_silent() -> None:
-    lite, strict = ledger("load_balance"), full("load_balance")
+    lite, strict = in_flight("load_balance"), full("load_balance")
     for made in (lite, strict):
         assert made.choose(1, SHORT, NAMES, now=0.0)
     strict.observe("b", Load(0, 0), 50.0)
@@ -371,12 +373,12 @@ def test_a_replica_that_comes_back_is_given_time_to_say_something() -> None:
     assert made.choose(2, SHORT, NAMES, now=1000.0)
 
 
-def test_another_ledger_goes_on_from_one_with_other_members() -> None:
-    made = ledger()
+def test_another_in_flight_goes_on_from_one_with_other_members() -> None:
+    made = in_flight()
     for key, name in enumerate(("a", "a", "b")):
         chosen(made, key, among=(name,))
     made.first_byte(0)
-    after = Ledger(made.routing, [Member("a"), Member("d")])
+    after = InFlightTracker(made.routing, [Member("a"), Member("d")])
     after.go_on_from(made)
     went_on, new = after.view(LONG, ("a", "d"))
     assert (went_on.num_requests, went_on.num_waiting_requests, went_on.hit_tokens) == (2, 1, 2048)
@@ -391,9 +393,9 @@ def test_another_ledger_goes_on_from_one_with_other_members() -> None:
 
 
 def test_what_waits_at_a_replica_weighs_on_it_still() -> None:
-    made = ledger()
+    made = in_flight()
     chosen(made, 1, SHORT, among=("a",))
-    after = Ledger(made.routing, [Member("a", kv_tokens=4096), Member("d")])
+    after = InFlightTracker(made.routing, [Member("a", kv_tokens=4096), Member("d")])
     after.go_on_from(made)
     assert after.view(SHORT, ("a",))[0].fleet_prefill_tokens == 100
     assert chosen(after, 2, SHORT, among=("a", "d")) == "d"

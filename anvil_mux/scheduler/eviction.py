@@ -1,11 +1,11 @@
-"""WHOM to put out.
+"""WHOM to evict.
 
-Given the bytes that a load still misses on each of its GPUs and the residents that may go, a preemption names
-victims, or None when not even all of them would make room. Pure; the residency calls it while it decides and
+Given the bytes that a load still misses on each of its GPUs and the residents that may go, an eviction names
+victims, or None when not even all of them would make room. Pure; the GPU group calls it while it decides and
 closes the victims' gates in the same breath.
 
-A preemption is a frozen dataclass with ``order(candidate)``: those with the smallest order go first. Whatever
-the order, nobody is put out whose going does not help.
+An eviction is a frozen dataclass with ``order(candidate)``: those with the smallest order go first. Whatever
+the order, nobody is evicted whose going does not help.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from anvil_mux.scheduler.policy import build
+from anvil_mux.scheduler.policies import build
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A resident that may be put out: neither pinned, nor loading, nor in another swap."""
+    """A resident that may be evicted: neither pinned, nor loading, nor in another swap."""
 
     backend: str
     holds: Mapping[str, int]
@@ -31,7 +31,7 @@ class Candidate:
     """Arrivals per second for it, times the seconds of loading it again: what its going costs."""
 
 
-class Preemption(Protocol):
+class Eviction(Protocol):
     def order(self, candidate: Candidate) -> Any: ...
 
 
@@ -64,21 +64,21 @@ class LeastDemand:
         return (one.priority, one.leases, one.last_used, one.backend)
 
 
-PREEMPTIONS: dict[str, type] = {"cost": LeastLoss, "lru": LeastRecentlyUsed, "demand_lru": LeastDemand}
+EVICTIONS: dict[str, type] = {"cost": LeastLoss, "lru": LeastRecentlyUsed, "demand_lru": LeastDemand}
 
 
-def build_preemption(name: str, settings: Mapping[str, object] | None = None) -> Preemption:
-    """The preemption called ``name``; ValueError says what is wrong and what is known."""
-    return build(PREEMPTIONS, "preemption", name, settings or {})  # type: ignore[return-value]
+def build_eviction(name: str, settings: Mapping[str, object] | None = None) -> Eviction:
+    """The eviction called ``name``; ValueError says what is wrong and what is known."""
+    return build(EVICTIONS, "eviction", name, settings or {})  # type: ignore[return-value]
 
 
 def victims(
-    preemption: Preemption, candidates: Sequence[Candidate], missing: Mapping[str, int]
+    eviction: Eviction, candidates: Sequence[Candidate], missing: Mapping[str, int]
 ) -> tuple[str, ...] | None:
-    """The backends to put out so that every value of ``missing`` (bytes by GPU) is covered, or None."""
+    """The backends to evict so that every value of ``missing`` (bytes by GPU) is covered, or None."""
     missing = {gpu: amount for gpu, amount in missing.items() if amount > 0}
     chosen: list[Candidate] = []
-    for candidate in sorted(candidates, key=preemption.order):
+    for candidate in sorted(candidates, key=eviction.order):
         if all(_covered(chosen, gpu) >= amount for gpu, amount in missing.items()):
             break
         if any(_covered(chosen, gpu) < missing[gpu] for gpu in candidate.holds if gpu in missing):

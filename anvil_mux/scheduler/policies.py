@@ -1,16 +1,16 @@
 """WHEN a swap is worth its cost.
 
 A policy is a frozen dataclass whose fields are its settings and whose ``decide`` is a pure function from a
-``Snapshot`` of one island to a ``Decision``. It never waits, draws no random numbers and keeps no state, so
-that the simulator, the tests and the program ask exactly the same question. ``Stay(until)`` is how a policy
-waits: the question is asked again then (or at ``Stay.again``), and before it whenever a line or a swap has
-changed, or a lease has ended while a line waits (``Stay.leases`` says for which leases that would change
-nothing).
+``Snapshot`` of one GPU group to a ``Decision``. It never waits, draws no random numbers and keeps no state,
+so that the simulator, the tests and the program ask exactly the same question. ``Stay(until)`` is how a
+policy waits: the question is asked again then (or at ``Stay.again``), and before it whenever a queue or a
+swap has changed, or a lease has ended while a queue waits (``Stay.leases`` says for which leases that would
+change nothing).
 
-The policy proposes, the residency disposes: bounded drains, ``max_wait``, gates and cool-downs hold under
+The policy proposes, the GPU group disposes: bounded drains, ``max_wait``, gates and cool-downs hold under
 any policy, even a wrong one.
 
-To add one: a dataclass with ``decide`` and a line in ``POLICIES``; its users may also name it as
+To add one: a dataclass with ``decide`` and a queue in ``POLICIES``; its users may also name it as
 ``package.module:Class``.
 """
 
@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 FOREVER = math.inf
 
 
-class Line(NamedTuple):
+class Queue(NamedTuple):
     """The requests that wait for one model whose swap could begin now."""
 
     model: str
@@ -35,7 +35,7 @@ class Line(NamedTuple):
     """The moment at which the first of them arrived."""
     newest: float
     evicts: tuple[str, ...] = ()
-    """The models that would be put out; empty when there is room."""
+    """The models that would be evicted; empty when there is room."""
     evict_seconds: float = 0.0
     """What putting them out will take, without the drain, as far as is known."""
     load_seconds: float = 10.0
@@ -66,7 +66,7 @@ class Resident(NamedTuple):
     rate: float = 0.0
     """Arrivals per second for its model, of late."""
     growth: float = 0.0
-    """The same while others wait: how fast its line would grow."""
+    """The same while others wait: how fast its queue would grow."""
     pause_seconds: float = 0.0
     """How long it is idle before the next request comes, of late."""
     service_seconds: float = 0.0
@@ -76,7 +76,7 @@ class Resident(NamedTuple):
 
 
 class Swapping(NamedTuple):
-    """A swap under way on this island."""
+    """A swap under way on this GPU group."""
 
     model: str
     """The model that is coming."""
@@ -90,7 +90,7 @@ class Swapping(NamedTuple):
 class Spill(NamedTuple):
     """A resident model with more to do than it can, and another replica of it that could be loaded now.
 
-    Its GPUs are free, or held by idle backends of other models, and no line waits on the island.
+    Its GPUs are free, or held by idle backends of other models, and no queue waits on the GPU group.
     """
 
     model: str
@@ -100,11 +100,11 @@ class Spill(NamedTuple):
     waited_seconds: float
     """All of them together."""
     evicts: tuple[str, ...] = ()
-    """The models that would be put out; empty when there is room."""
+    """The models that would be evicted; empty when there is room."""
     evict_seconds: float = 0.0
     load_seconds: float = 10.0
     reload_seconds: float = 0.0
-    """What loading those again would take that are put out."""
+    """What loading those again would take that are evicted."""
 
     @property
     def cost_seconds(self) -> float:
@@ -112,15 +112,15 @@ class Spill(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What a policy may know of an island."""
+    """What a policy may know of a GPU group."""
 
     now: float
-    island: str
+    driver: str
     residents: tuple[Resident, ...]
-    lines: tuple[Line, ...]
+    queues: tuple[Queue, ...]
     """Highest priority first, then oldest first; only those whose swap could begin now."""
     swapping: tuple[Swapping, ...] = ()
-    """Swaps under way, on other GPUs than those the lines need."""
+    """Swaps under way, on other GPUs than those the queues need."""
     spills: tuple[Spill, ...] = ()
 
 
@@ -146,7 +146,7 @@ class Stay(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SwapTo:
-    """Load ``model`` now, one of the lines."""
+    """Load ``model`` now, one of the queues."""
 
     model: str
     reason: str = ""
@@ -199,18 +199,18 @@ TINY_SECONDS = 1e-6
 
 @dataclass(frozen=True)
 class Eager:
-    """Swap at once, the longest waiting line first. Batches form while a load runs (ADR-0006)."""
+    """Swap at once, the longest waiting queue first. Batches form while a load runs (ADR-0006)."""
 
     def decide(self, seen: Snapshot) -> Decision:
-        if not seen.lines:
+        if not seen.queues:
             return Stay()
-        first = seen.lines[0]
+        first = seen.queues[0]
         return SwapTo(first.model, f"{first.waiting} waiting, oldest first")
 
 
 @dataclass(frozen=True)
 class Debounce:
-    """Hold a swap that puts a model out until its line has been quiet (the follow-up that ADR-0006 names)."""
+    """Hold a swap that evicts a model until its queue has been quiet (the follow-up that ADR-0006 names)."""
 
     quiet: float = 1.0
     """Seconds without a new arrival after which the swap begins."""
@@ -218,24 +218,24 @@ class Debounce:
     """Seconds after the first arrival at which it begins in any case."""
 
     def decide(self, seen: Snapshot) -> Decision:
-        due = [(self._due(line), line) for line in seen.lines]
-        for moment, line in due:
+        due = [(self._due(queue), queue) for queue in seen.queues]
+        for moment, queue in due:
             if moment <= seen.now:
-                return SwapTo(line.model, f"{line.waiting} waiting, {self._why(line, seen.now)}")
+                return SwapTo(queue.model, f"{queue.waiting} waiting, {self._why(queue, seen.now)}")
         if not due:
             return Stay()
         until = min([moment for moment, _ in due])
-        return Stay(until, f"no line has been quiet for {self.quiet:g} s yet", leases=0)
+        return Stay(until, f"no queue has been quiet for {self.quiet:g} s yet", leases=0)
 
-    def _due(self, line: Line) -> float:
-        if not line.evicts:
-            return line.oldest
-        return min(line.newest + self.quiet, line.oldest + self.max_hold, line.oldest + line.max_wait)
+    def _due(self, queue: Queue) -> float:
+        if not queue.evicts:
+            return queue.oldest
+        return min(queue.newest + self.quiet, queue.oldest + self.max_hold, queue.oldest + queue.max_wait)
 
-    def _why(self, line: Line, now: float) -> str:
-        if not line.evicts:
+    def _why(self, queue: Queue, now: float) -> str:
+        if not queue.evicts:
             return "room is free"
-        return "line quiet" if line.newest + self.quiet <= now else "held for the longest time allowed"
+        return "queue quiet" if queue.newest + self.quiet <= now else "held for the longest time allowed"
 
 
 @dataclass(frozen=True)
@@ -262,32 +262,32 @@ class CostAware:
     def decide(self, seen: Snapshot) -> Decision:
         since: dict[tuple[str, ...], float] = {}
         stays = []
-        for line in seen.lines:
-            if line.evicts not in since:
-                since[line.evicts] = _since(line.evicts, seen)
-            until, reason = self._until(line, since[line.evicts], seen.now)
+        for queue in seen.queues:
+            if queue.evicts not in since:
+                since[queue.evicts] = _since(queue.evicts, seen)
+            until, reason = self._until(queue, since[queue.evicts], seen.now)
             if until <= seen.now:
-                return SwapTo(line.model, reason)
+                return SwapTo(queue.model, reason)
             stays.append((until, reason))
         return Stay(*min(stays), leases=0) if stays else Stay()
 
-    def _until(self, line: Line, since: float, now: float) -> tuple[float, str]:
-        """From when on the line may have its swap, and why then; ``since``: when its victims were up."""
-        if not line.evicts:
-            return now, f"{line.waiting} waiting, room is free"
-        limit = line.oldest + min(self.max_wait, line.max_wait)
+    def _until(self, queue: Queue, since: float, now: float) -> tuple[float, str]:
+        """From when on the queue may have its swap, and why then; ``since``: when its victims were up."""
+        if not queue.evicts:
+            return now, f"{queue.waiting} waiting, room is free"
+        limit = queue.oldest + min(self.max_wait, queue.max_wait)
         if limit <= now:
-            return limit, f"{line.waiting} waiting, waited long enough"
-        cost = min(line.evict_seconds + line.load_seconds, self.cap) if line.learned else self.prior
+            return limit, f"{queue.waiting} waiting, waited long enough"
+        cost = min(queue.evict_seconds + queue.load_seconds, self.cap) if queue.learned else self.prior
         if self.serving_window and since + cost > now:
             return min(since + cost, limit), "who would go may serve for as long as a swap costs"
         required = max(1, math.ceil(self.amortization * cost))
-        if line.waiting >= required:
-            return now, f"{line.waiting} waiting, {required} are worth a swap of {cost:.1f} s"
-        until = min(line.oldest + self.window, limit)
+        if queue.waiting >= required:
+            return now, f"{queue.waiting} waiting, {required} are worth a swap of {cost:.1f} s"
+        until = min(queue.oldest + self.window, limit)
         if until > now:
             return until, "more may come"
-        return until, f"{line.waiting} waiting, no more are awaited"
+        return until, f"{queue.waiting} waiting, no more are awaited"
 
 
 def _since(evicts: tuple[str, ...], seen: Snapshot) -> float:
@@ -305,29 +305,29 @@ class TimeSlice:
     """The shortest slice, in loads of the model that serves."""
 
     def decide(self, seen: Snapshot) -> Decision:
-        for line in seen.lines:
-            if not line.evicts:
-                return SwapTo(line.model, f"{line.waiting} waiting, room is free")
-        waiting = sum([line.waiting for line in seen.lines])
+        for queue in seen.queues:
+            if not queue.evicts:
+                return SwapTo(queue.model, f"{queue.waiting} waiting, room is free")
+        waiting = sum([queue.waiting for queue in seen.queues])
         slices: dict[tuple[str, ...], tuple[float, float]] = {}
         ends, least = [], FOREVER
-        for line in seen.lines:
-            if line.evicts not in slices:
-                slices[line.evicts] = self._ends(line.evicts, seen, waiting)
-            end, shortest = slices[line.evicts]
-            ends.append((min(end, line.oldest + line.max_wait), line))
+        for queue in seen.queues:
+            if queue.evicts not in slices:
+                slices[queue.evicts] = self._ends(queue.evicts, seen, waiting)
+            end, shortest = slices[queue.evicts]
+            ends.append((min(end, queue.oldest + queue.max_wait), queue))
             least = min(least, shortest)
-        over = [line for end, line in ends if end <= seen.now]
+        over = [queue for end, queue in ends if end <= seen.now]
         if over:
-            most = max(over, key=lambda line: (line.priority, line.waiting))
+            most = max(over, key=lambda queue: (queue.priority, queue.waiting))
             return SwapTo(
                 most.model, f"{most.waiting} waiting, the slice of {' and '.join(most.evicts)} is over"
             )
         if not ends:
             return Stay()
-        end, line = min(ends, key=lambda pair: pair[0])
+        end, queue = min(ends, key=lambda pair: pair[0])
         leases = 0 if end <= least else FOREVER
-        return Stay(end, f"the slice of {' and '.join(line.evicts)} is not over", leases)
+        return Stay(end, f"the slice of {' and '.join(queue.evicts)} is not over", leases)
 
     def _ends(self, evicts: tuple[str, ...], seen: Snapshot, waiting: int) -> tuple[float, float]:
         """When the last of those that would go has had its slice, and when it had if nobody leased it."""
@@ -347,25 +347,26 @@ class TimeSlice:
 class Adaptive:
     """Swap when enough wait to pay for the way there and back, at a moment when little has to be drained.
 
-    Two models that take turns lose ``S`` seconds per turn: both loads, both evictions, both drains. If a line
-    grows by ``l`` requests a second, and that of the model that goes by ``r`` once it is gone, the fewest
-    request-seconds are lost when the line has ``S * sqrt(l * r)`` requests at its model's arrival: the square
-    root rule of lot sizes (Harris, 1913). Three things move that threshold:
+    Two models that take turns lose ``S`` seconds per turn: both loads, both evictions, both drains. If a
+    queue grows by ``l`` requests a second, and that of the model that goes by ``r`` once it is gone, the
+    fewest request-seconds are lost when the queue has ``S * sqrt(l * r)`` requests at its model's arrival:
+    the square root rule of lot sizes (Harris, 1913). Three things move that threshold:
 
     * A moment with few leases is worth waiting for, and taking when it is there. How long the next lower
       number of leases will take to come, on average, is that of an M/M/infinity queue; what it saves is the
       part of the drain that nobody has to wait for any more.
-    * Clients that wait for an answer before they ask again do not fill a line while they wait, so ``r`` says
-      little of them. Where lines grow more slowly than requests arrive, the resident's next requests count as
-      well, the less the longer it has served. It is believed to be idle for good after twice its usual pause.
-      By that alone one quick client would keep its model for ever. So a swap is paid for once those that wait
-      have lost, since the resident came, as many request-seconds as it costs the resident's clients: half of
-      the way there and back for each of them. Who pays for a swap when waiting has cost as much loses at most
-      four times what the best choice would have lost, whatever comes (two states of a metrical task system:
-      Borodin, Linial and Saks, 1992; ski rental is the simplest). A turn is no shorter than ``WORTHWHILE``
-      answers, though: clients that think would get little else than swaps. How many clients there are, the
-      rates tell: of ``n`` all but the one who is answered may join a line, so that growth / rate is 1 - 1/n.
-      Where requests come whatever is answered that is 1, and the rule of lot sizes holds without this bound.
+    * Clients that wait for an answer before they ask again do not fill a queue while they wait, so ``r`` says
+      little of them. Where queues grow more slowly than requests arrive, the resident's next requests count
+      as well, the less the longer it has served. It is believed to be idle for good after twice its usual
+      pause. By that alone one quick client would keep its model for ever. So a swap is paid for once those
+      that wait have lost, since the resident came, as many request-seconds as it costs the resident's
+      clients: half of the way there and back for each of them. Who pays for a swap when waiting has cost as
+      much loses at most four times what the best choice would have lost, whatever comes (two states of a
+      metrical task system: Borodin, Linial and Saks, 1992; ski rental is the simplest). A turn is no shorter
+      than ``WORTHWHILE`` answers, though: clients that think would get little else than swaps. How many
+      clients there are, the rates tell: of ``n`` all but the one who is answered may join a queue, so that
+      growth / rate is 1 - 1/n. Where requests come whatever is answered that is 1, and the rule of lot sizes
+      holds without this bound.
     * Nobody has to pay anything for a model that nobody has asked for of late: then the swap begins at once.
 
     ``max_wait`` bounds all of it. Everything it goes by is measured (demand.py, costs.py).
@@ -375,68 +376,68 @@ class Adaptive:
     """Seconds after the newest request in which the model that goes may be asked again, if it was in use."""
 
     def decide(self, seen: Snapshot) -> Decision:
-        if not seen.lines:
+        if not seen.queues:
             return Stay()
         overdue = FOREVER
-        for line in seen.lines:
-            if not line.evicts:
-                return SwapTo(line.model, f"{line.waiting} waiting, room is free")
-            limit = line.oldest + line.max_wait
+        for queue in seen.queues:
+            if not queue.evicts:
+                return SwapTo(queue.model, f"{queue.waiting} waiting, room is free")
+            limit = queue.oldest + queue.max_wait
             if limit <= seen.now:
-                return SwapTo(line.model, f"{line.waiting} waiting, waited long enough")
+                return SwapTo(queue.model, f"{queue.waiting} waiting, waited long enough")
             if limit < overdue:
                 overdue = limit
-        line = max(seen.lines, key=_urgency) if len(seen.lines) > 1 else seen.lines[0]
-        turn = _Turn(seen, line)
+        queue = max(seen.queues, key=_urgency) if len(seen.queues) > 1 else seen.queues[0]
+        turn = _Turn(seen, queue)
         worth = turn.enough if turn.enough > 0.0 else 0.0
-        why = f"{line.waiting} waiting, {turn.expected:.1f} expected by its load; worth it from {worth:.1f}"
+        why = f"{queue.waiting} waiting, {turn.expected:.1f} expected by its load; worth it from {worth:.1f}"
         if turn.expected < turn.enough:
             if turn.over <= seen.now:
-                alike = [(_lost(each, seen.now), each) for each in seen.lines if each.evicts == line.evicts]
-                line = max(alike)[1]
-                return SwapTo(line.model, f"{line.waiting} waiting, they have lost what a swap costs")
+                alike = [(_lost(each, seen.now), each) for each in seen.queues if each.evicts == queue.evicts]
+                queue = max(alike)[1]
+                return SwapTo(queue.model, f"{queue.waiting} waiting, they have lost what a swap costs")
             again = min(seen.now + max(self.pause, turn.seconds / 5), turn.quiet)
             leases = 2 * turn.leases if turn.leases <= FEW else max(turn.leases // 2, FEW)
             return Stay(min(turn.over, overdue), why, leases, again)
-        answered = min(line.newest, turn.last_used) + self.pause
+        answered = min(queue.newest, turn.last_used) + self.pause
         if answered <= seen.now:
-            return SwapTo(line.model, why)
-        return Stay(min(answered, overdue), f"{why}; {' and '.join(line.evicts)} was just in use")
+            return SwapTo(queue.model, why)
+        return Stay(min(answered, overdue), f"{why}; {' and '.join(queue.evicts)} was just in use")
 
 
-def _urgency(line: Line) -> tuple[int, float]:
+def _urgency(queue: Queue) -> tuple[int, float]:
     """Who is served first: by priority, then those of whom most can be served soonest."""
-    return line.priority, line.waiting / (line.evict_seconds + line.load_seconds + 1.0)
+    return queue.priority, queue.waiting / (queue.evict_seconds + queue.load_seconds + 1.0)
 
 
-def _lost(line: Line, now: float) -> tuple[int, float]:
+def _lost(queue: Queue, now: float) -> tuple[int, float]:
     """Who is served first of those that have waited long enough: by priority, then who has lost most."""
-    return line.priority, line.waiting * (now - (line.oldest + line.newest) / 2)
+    return queue.priority, queue.waiting * (now - (queue.oldest + queue.newest) / 2)
 
 
 class _Turn:
-    """What it would take to let a line have its turn, and the residents theirs after that.
+    """What it would take to let a queue have its turn, and the residents theirs after that.
 
-    Nearly every request asks for one, so that it looks at each line and each resident once.
+    Nearly every request asks for one, so that it looks at each queue and each resident once.
     """
 
     __slots__ = ("enough", "expected", "last_used", "leases", "over", "quiet", "seconds")
 
-    def __init__(self, seen: Snapshot, line: Line) -> None:
-        going = [resident for resident in seen.residents if resident.model in line.evicts]
+    def __init__(self, seen: Snapshot, queue: Queue) -> None:
+        going = [resident for resident in seen.residents if resident.model in queue.evicts]
         leases, lost, service, back, self.last_used, self.quiet, clients = _together(going, seen.now)
         self.leases = leases
         waiting, growth = 0, 0.0
-        for each in seen.lines:
+        for each in seen.queues:
             waiting += each.waiting
             growth += each.growth
         if growth < 1e-6:
             growth = 1e-6
         drain = service * math.log1p(leases)  # about the longest of so many leases
-        swap_seconds = line.evict_seconds + line.load_seconds
+        swap_seconds = queue.evict_seconds + queue.load_seconds
         self.expected = expected = waiting + growth * (drain + swap_seconds)
         """How many will wait when its model is there."""
-        served = (line.service_seconds or service) * math.log1p(expected)
+        served = (queue.service_seconds or service) * math.log1p(expected)
         self.seconds = seconds = swap_seconds + back + service / 2 + served
         """All that is lost between two turns of the residents."""
         enough = seconds * math.sqrt(growth * lost)
@@ -476,9 +477,9 @@ def _left(seen: Snapshot, going: list[Resident], waiting: int, way_seconds: floa
     if not going:
         return FOREVER
     lost = 0.0
-    for line in seen.lines:
-        begun = (line[2] + line[3]) / 2
-        lost += line[1] * (seen.now - (begun if begun > since else since))
+    for queue in seen.queues:
+        begun = (queue[2] + queue[3]) / 2
+        lost += queue[1] * (seen.now - (begun if begun > since else since))
     return turn * (clients / waiting if clients > waiting else 1.0) - lost / waiting
 
 

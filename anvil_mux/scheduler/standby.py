@@ -1,0 +1,244 @@
+"""HOW DEEP: how far down its standby levels a backend rests, and what all of them may keep of the host's
+memory.
+
+A backend's ``evict_to`` lists its standby levels. It leaves its GPUs by the first standby level, and is taken
+one standby level down when it has rested for ``demote_after``, or when host memory is short and no other
+sleeper is worth less. The last standby level is always ``stop``. A sleeper that is often called rests for
+short times and is worth much, so it stays high.
+
+Not every standby level can be reached from the one above without waking: ``DESCENTS`` has those that can be
+reached at all, and whether the backend needs its GPUs for it. Those standby levels are passed over while
+others have the GPUs.
+
+``HostMemory`` counts what engines keep of the host's memory, running and on standby, over all GPU groups. Its
+invariant: what is on standby is never on standby so high that the sum exceeds the budget. What runs on other
+GPU groups yields to a queue that is overdue, if nobody uses it; a load that would not fit beside the rest is
+refused before anything is drained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from anvil_mux.config.config import Backend
+from anvil_mux.config.settings import gib
+from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.placement import HOLDING, Slot
+
+DESCENTS: dict[tuple[str, str], bool] = {
+    ("sleep", "sleep-2"): True,
+    ("sleep", "checkpoint"): False,
+    ("sleep-2", "checkpoint"): False,
+}
+"""(way by which it rests, deeper way) -> whether it is woken for that. Everything can be stopped as it is."""
+
+KEEPS_WEIGHTS = frozenset(("sleep", "checkpoint"))
+"""Ways that move GPU memory to host memory."""
+
+PINS = frozenset(("sleep",))
+"""Ways after which an engine keeps the host memory even when it is awake again (vLLM)."""
+
+Worth = Callable[[Slot, float], Any]
+"""What it is worth at a moment that a backend rests as high as it does; the least yields first."""
+
+
+def levels(backend: Backend) -> tuple[str, ...]:
+    """The standby levels that a backend may take, from the lightest down to ``stop``."""
+    return tuple(dict.fromkeys((*backend.evict_to, "stop")))
+
+
+def below(slot: Slot, *, may_wake: bool) -> str:
+    """The next standby level for a backend on standby; ``may_wake``: its GPUs are free for it."""
+    return next(_descents(slot, may_wake=may_wake))
+
+
+def _descents(slot: Slot, *, may_wake: bool) -> Iterator[str]:
+    """The levels that a backend on standby can be taken to, the lightest first; the last is ``stop``."""
+    all_levels = levels(slot.backend)
+    for way in all_levels[all_levels.index(slot.level) + 1 :] if slot.level in all_levels else ():
+        wakes = DESCENTS.get((slot.level, way))
+        if wakes is False or (wakes and may_wake):
+            yield way
+    yield "stop"
+
+
+def demoted_at(slot: Slot) -> float | None:
+    """When a backend on standby has evicted long enough; None: it may rest as it does."""
+    after = slot.backend.demote_after
+    return None if after is None or slot.state != "standby" else max(slot.since + after, slot.retry_at)
+
+
+class HostMemory:
+    """The host's memory: who keeps how much of it. Shared by the GPU groups, guarded like them."""
+
+    def __init__(self, budget: int | None = None, footprints: Footprints | None = None) -> None:
+        self._footprints = footprints or Footprints()
+        self.budget = budget
+        """Bytes; None: nobody counts."""
+        self.changes = 0
+        """How often somebody's share changed: then every GPU group is to be asked again."""
+        self._slots: dict[str, tuple[Slot, Worth]] = {}
+        self._called: dict[str, str] = {}  # backend -> the model of another GPU group that it is to go for
+
+    def join(self, slot: Slot, worth: Worth) -> None:
+        self._slots[slot.name] = slot, worth
+
+    def short(self, target: Slot, leaving: Collection[Slot] = ()) -> int:
+        """Bytes that are missing to run ``target``, even if every sleeper were stopped; at most 0 if none."""
+        if self.budget is None:
+            return 0
+        staying = (slot for slot, _ in self._slots.values() if slot is not target and slot not in leaving)
+        return target.ram + sum(map(_insists_on, staying)) - self.budget
+
+    def never_fits(self, target: Slot) -> str:
+        """Why it could not run even if nothing else did; "" if it could."""
+        need = target.backend.ram or 0  # what it has pinned since then goes with a stop
+        if self.budget is None or need <= self.budget:
+            return ""
+        return f"it needs {gib(need)} of host memory; engines may have {gib(self.budget)}"
+
+    def insisting(self, but: Slot) -> list[tuple[str, int]]:
+        """Who else keeps host memory and does not yield it, and how much, the largest first."""
+        amounts = [(name, _insists_on(slot)) for name, (slot, _) in self._slots.items() if slot is not but]
+        return sorted(((name, amount) for name, amount in amounts if amount), key=lambda each: -each[1])
+
+    def call(self, target: Slot, short: int, own: Collection[Slot], now: float) -> bool:
+        """Asks idle residents of other GPU groups to go for ``target``; False if that frees too little.
+
+        ``own``: those of its GPU group. Whoever is about to leave anyway is waited for.
+        """
+        idle = []
+        for slot, worth in self._slots.values():
+            if slot in own:
+                continue
+            if slot.state in ("draining", "evicting"):
+                short -= slot.ram
+            elif slot.ram and _is_idle(slot, now):
+                idle.append((worth(slot, now), slot.name, slot.ram))
+        called = {}
+        for _, name, ram in sorted(idle):
+            if short > 0:
+                called[name] = target.model
+                short -= ram
+        if short > 0:
+            return False
+        self._called |= called
+        self.changes += 1 if called else 0
+        return True
+
+    def answer(self, slot: Slot, now: float) -> str:
+        """The model that a resident was asked to go for; "" for none, and if it is not idle any more."""
+        model = self._called.pop(slot.name, "")
+        if model and not _is_idle(slot, now):
+            self.changes += 1
+            return ""
+        return model
+
+    def level_for(self, slot: Slot, spare: int = 0) -> str:
+        """The highest standby level on which there is room for a backend that leaves its GPUs now.
+
+        ``spare``: bytes that others keep still and will not.
+        """
+        if self.budget is None:
+            return slot.backend.evict_to[0]
+        room = self.budget + spare - sum(self._claimed(s) for s, _ in self._slots.values() if s is not slot)
+        return next((way for way in levels(slot.backend) if self._kept_on(slot, way) <= room), "stop")
+
+    def makes_way(self, slot: Slot, now: float) -> bool:
+        """Whether a backend that leaves its GPUs rests higher once sleepers that are worth less have gone."""
+        if self.budget is None or (next_level := self.level_for(slot)) == slot.backend.evict_to[0]:
+            return False
+        worth = self._slots[slot.name][1](slot, now)
+        spare = 0
+        for other, worth_of in self._slots.values():
+            if other.state == "demoting":
+                spare += max(other.host_bytes - self._kept_on(other, other.next_level), 0)
+            elif other.state == "standby" and _leaves(other, now) and worth_of(other, now) < worth:
+                spare += other.host_bytes
+        return self.level_for(slot, spare) != next_level
+
+    def has_room(self, target: Slot) -> bool:
+        """Whether ``target`` can be loaded beside all that is kept as it is.
+
+        Others that are to be loaded after it do not count: two that wait for each other would wait for ever.
+        """
+        if self.budget is None or (target.state == "standby" and target.ram <= target.host_bytes):
+            return True  # it takes no more than it has already
+        others = sum(self._kept(slot) for slot, _ in self._slots.values() if slot is not target)
+        return others + max(target.ram, target.host_bytes) <= self.budget
+
+    def yields(self, now: float) -> Slot | None:
+        """The backend on standby that must go down its standby levels, because host memory is or will be
+        short.
+        """
+        if self.budget is None:
+            return None
+        excess = sum(self._promised(slot) for slot, _ in self._slots.values()) - self.budget
+        if excess <= 0:
+            return None
+        leaving = [
+            (worth(slot, now), name) for name, (slot, worth) in self._slots.items() if _leaves(slot, now)
+        ]
+        for _, name in sorted(leaving):
+            slot, _ = self._slots[name]
+            if slot.state == "standby":
+                return slot
+            excess -= self._promised(
+                slot
+            )  # it takes a lower standby level by itself when its drain has ended
+            if excess <= 0:
+                return None
+        return None
+
+    def lower(self, slot: Slot) -> str:
+        """The next standby level on which a backend on standby keeps less of the host's memory than now."""
+        ways = _descents(slot, may_wake=False)
+        return next((way for way in ways if self._kept_on(slot, way) < slot.host_bytes), "stop")
+
+    def _kept(self, slot: Slot) -> int:
+        """Bytes that a backend keeps now, or when the step that it is in has ended."""
+        if slot.state == "evicting":
+            return max(slot.ram, self._kept_on(slot, slot.next_level))
+        return max(slot.ram, slot.host_bytes) if slot.state in HOLDING else slot.host_bytes
+
+    def _claimed(self, slot: Slot) -> int:
+        """The same, and what it needs if it is to be loaded."""
+        return max(slot.ram, self._kept(slot)) if slot.coming else self._kept(slot)
+
+    def _promised(self, slot: Slot) -> int:
+        """Bytes that a backend will keep when what is under way has ended."""
+        if slot.state == "demoting":
+            return self._kept_on(slot, slot.next_level)
+        if slot.state == "draining":
+            return max(slot.ram, self._kept_on(slot, slot.backend.evict_to[0]))
+        return self._claimed(slot)
+
+    def _kept_on(self, slot: Slot, way: str) -> int:
+        """Bytes that a backend keeps while it rests: as last measured, or else what it takes along."""
+        if way == "stop":
+            return 0
+        last = self._footprints.resting(slot.name, way)
+        if last and last.host_bytes:
+            return last.host_bytes
+        return slot.ram + (sum(slot.holds.values()) if way in KEEPS_WEIGHTS else 0)
+
+
+def _insists_on(slot: Slot) -> int:
+    """Bytes that a backend keeps because it runs, or because it cannot be stopped."""
+    if slot.state in HOLDING or slot.coming:
+        return slot.ram
+    return slot.host_bytes if slot.failed_stops else 0
+
+
+def _is_idle(slot: Slot, now: float) -> bool:
+    if slot.state != "ready" or slot.holders or slot.pinned:
+        return False
+    return slot.loaded + slot.backend.min_residency <= now
+
+
+def _leaves(slot: Slot, now: float) -> bool:
+    """Not one that could not be stopped a moment ago: nobody waits for it to go."""
+    return not slot.coming and (
+        slot.state == "draining" or (slot.state == "standby" and slot.retry_at <= now)
+    )

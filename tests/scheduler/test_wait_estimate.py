@@ -1,0 +1,193 @@
+"""One sentence about what a request would wait for: histories of the GPU group in, words out."""
+
+from __future__ import annotations
+
+import pytest
+
+from anvil_mux.errors import LoadError
+from anvil_mux.scheduler.policies import build_policy
+from anvil_mux.scheduler.progress import Said, progress
+from anvil_mux.scheduler.wait_estimate import WaitEstimate, span, wait_estimate
+from tests.scheduler.test_group import DEBOUNCE, TEN, A, B, C, Driver, backend
+
+DRAIN = 30.0
+
+
+def ask(driver: Driver, model: str, at: float, said: Said | None = None) -> WaitEstimate:
+    before = repr(driver.core), len(driver.log), repr(driver.core.queues)
+    loading = [slot for slot in driver.core.slots_of(model) if slot.state == "loading"]
+    far = progress(at - loading[0].since, driver.core.expected_load(loading[0]), said) if loading else None
+    found = wait_estimate(driver.core, model, at, DRAIN, far)
+    assert (repr(driver.core), len(driver.log), repr(driver.core.queues)) == before, "asking changes nothing"
+    return found
+
+
+def test_a_resident_model_serves_at_once() -> None:
+    driver = Driver(A, B).with_resident("a")
+    assert ask(driver, "a", 1.0).sentence == (
+        "A request for a is served at once: it is resident on GPU 0, and idle."
+    )
+    driver.request("a", 2.0)
+    assert ask(driver, "a", 3.0).because == "it is resident on GPU 0, with 1 request in flight."
+
+
+def test_into_a_free_gpu_it_is_loaded_at_once() -> None:
+    found = ask(Driver(A, B), "b", 0.0)
+    assert (found.verdict, found.seconds, found.at_most) == ("waits", 10.0, 10.0)
+    assert found.sentence == (
+        "A request for b waits about 10 s: there is room (1 waiting, oldest first); "
+        "then its load takes 10 s (a guess)."
+    )
+
+
+def test_a_resident_that_serves_makes_it_wait_for_its_drain() -> None:
+    driver = Driver(A, B).with_resident("a")
+    driver.request("a", 1.0)
+    driver.costs.learn("a", "b", "stop", 1.0, 4.0)
+    found = ask(driver, "b", 2.0)
+    assert (found.seconds, found.at_most) == (5.0, 35.0)
+    assert found.sentence == (
+        "A request for b waits about 5.0 s, at most 35 s: a must make room at once (1 waiting, oldest first)"
+        "; 1 request still runs there, for 30 s at the longest; then its load takes 4.0 s."
+    )
+
+
+def test_what_the_policy_says_is_told_with_its_reason() -> None:
+    driver = Driver(A, B, policy=DEBOUNCE, max_wait=60.0).with_resident("a")
+    found = ask(driver, "b", 5.0)
+    assert (found.seconds, found.at_most) == (2.0 + 11.0, 60.0 + 11.0)
+    assert found.because == (
+        "a may stay for now (no queue has been quiet for 2 s yet), for 60 s at the longest; "
+        "then its load takes 10 s (a guess)."
+    )
+
+
+def test_another_line_may_come_first() -> None:
+    driver = Driver(A, B, C, policy=DEBOUNCE).with_resident("a")
+    driver.request("c", 1.0)
+    found = ask(driver, "b", 3.5)
+    assert found.seconds is None
+    assert found.because.startswith("c comes first (1 waiting, queue quiet), for 60 s at the longest; then")
+
+
+def test_a_request_joins_the_swap_that_is_under_way() -> None:
+    driver = Driver(A, B).with_resident("a")
+    running = driver.request("a", 1.0)
+    driver.request("b", 2.0)
+    driver.steps(2.0)
+    found = ask(driver, "b", 12.0)
+    assert found.sentence == (
+        "A request for b waits about 11 s, at most 31 s: a must make room for it, where 1 request still runs,"
+        " for 20 s at the longest."
+    )
+    driver.core.release(running, 13.0)
+    assert driver.steps(13.0) == ["stop a"]
+    assert ask(driver, "b", 13.0).because == "a must leave, then it is loaded."
+
+
+def test_a_load_under_way_says_how_much_is_left_of_it() -> None:
+    driver = Driver(A, B)
+    driver.costs.learn("", "a", "stop", 0.0, 20.0)
+    driver.request("a", 0.0)
+    driver.steps(0.0)
+    found = ask(driver, "a", 8.0)
+    because = "it has been loading for 8.0 s (40%, 12 s left); loads have taken 20 s."
+    assert (found.seconds, found.because) == (12.0, because)
+    assert ask(driver, "a", 25.0).sentence == (
+        "A request for a waits at most 10 min: it has been loading for 25 s (99%); loads have taken 20 s."
+    )
+
+
+def test_what_the_engine_says_of_its_first_load_is_better_than_a_guess() -> None:
+    driver = Driver(A, B)
+    driver.request("a", 0.0)
+    driver.steps(0.0)
+    because = "it has been loading for 4.0 s{}; it was never loaded before."
+    found = ask(driver, "a", 4.0)
+    assert (found.seconds, found.at_most, found.because) == (None, 596.0, because.format(""))
+    found = ask(driver, "a", 4.0, Said("reading weights", 0.25, 30.0))
+    said = " (25%, 30 s left, reading weights)"
+    assert (found.seconds, found.because) == (30.0, because.format(said))
+
+
+def test_a_load_from_elsewhere_is_better_than_a_guess() -> None:
+    driver = Driver(A, B).with_resident("a")
+    driver.costs.learn("c", "b", "stop", 1.0, 4.0)
+    assert ask(driver, "b", 1.0).because.endswith("; then its load takes 4.0 s.")
+    driver.request("b", 1.0)
+    assert driver.steps(1.0) == ["stop a"]
+    driver.core.evicted("a", 2.0)
+    assert driver.steps(2.0) == ["start b"]
+    assert ask(driver, "b", 3.0).because == (
+        "it has been loading for 1.0 s (25%, 3 s left); loads have taken 4.0 s."
+    )
+
+
+def test_one_that_leaves_comes_back_later() -> None:
+    driver = Driver(A, B).with_resident("a")
+    driver.request("a", 1.0)
+    driver.request("b", 2.0)
+    driver.steps(2.0)
+    assert ask(driver, "a", 3.0).because == (
+        "it is leaving its GPUs for b, and can come back after that; its turn comes in 60 s at the latest."
+    )
+
+
+def test_the_gpu_may_be_in_another_swap() -> None:
+    driver = Driver(A, B, C)
+    driver.request("a", 0.0)
+    driver.steps(0.0)
+    assert ask(driver, "c", 1.0).because.startswith("its GPUs are not free: a is loading; ")
+
+
+def test_a_resident_may_stay_for_its_time() -> None:
+    driver = Driver(backend("a", min_residency=30.0), B).with_resident("a")
+    assert ask(driver, "b", 10.0).because == (
+        "a may stay for min_residency, 20 s more; its turn comes in 60 s at the latest."
+    )
+
+
+def test_a_refusal_says_what_the_client_would_read() -> None:
+    driver = Driver(A, B)
+    driver.request("a", 0.0)
+    driver.steps(0.0)
+    driver.core.load_failed("a", 1.0, LoadError("exited with code 1"))
+    found = ask(driver, "a", 2.0)
+    assert found.verdict == "refused"
+    assert found.sentence == (
+        "A request for a is refused: a failed to load and is not tried again for 4 s: exited with code 1"
+    )
+
+
+def test_what_cannot_fit_is_refused() -> None:
+    driver = Driver(backend("a", vram=8, pin=True), backend("b", vram=8), gpus=TEN).with_resident("a")
+    assert "it does not fit on GPU 0 beside the pinned a" in ask(driver, "b", 1.0).sentence
+
+
+def test_a_policy_that_fails_does_no_harm() -> None:
+    class Broken:
+        def decide(self, seen: object) -> object:
+            raise ZeroDivisionError
+
+    driver = Driver(A, B).with_resident("a")
+    driver.core._policy = Broken()
+    assert "the policy failed: ZeroDivisionError()" in ask(driver, "b", 1.0).sentence
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "cost_aware", "time_slice", "eager", "debounce"])
+def test_every_policy_gives_a_sentence(policy: str) -> None:
+    driver = Driver(A, B, C, policy=build_policy(policy, {})).with_resident("a")
+    driver.request("a", 1.0)
+    driver.request("b", 1.5)
+    for model in "abc":
+        sentence = ask(driver, model, 1.6).sentence
+        assert sentence.startswith(f"A request for {model} ")
+        assert sentence.endswith(".")
+        assert "  " not in sentence
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (10.4, "10 s"), (119, "119 s"), (300, "5 min")]
+)
+def test_lengths_of_time_are_for_people(seconds: float, text: str) -> None:
+    assert span(seconds) == text
