@@ -46,8 +46,9 @@ from anvil_mux.host.swap import Evicted, Loaded
 from anvil_mux.protocol import api
 from anvil_mux.routing.in_flight import Load, Report
 from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.costs import Cost, Costs
-from anvil_mux.scheduler.events import Cause, Event
+from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint, Footprints
 from anvil_mux.scheduler.group import LOADING, GpuGroup
 from anvil_mux.scheduler.policies import FOREVER
@@ -190,8 +191,9 @@ class Lease:
             cut()
 
     def severed_error(self) -> Severed:
-        cause = self._ticket.severed or Cause("shutdown")  # the thread that moves streams has ended
-        return Severed(f"{cause.sentence(self._ticket.model)}. Send it again.")
+        # Where nobody severed it, the thread that moves streams has ended.
+        severance = self._ticket.severed or Severance(Cause("shutdown"))
+        return Severed(f"{severance.sentence(self._ticket.model)}. Send it again.")
 
 
 class _Driver:
@@ -681,7 +683,7 @@ class Multiplexer:
         """
         with self._lock:
             driver = self._driver(model)
-            told = driver.group.unload_requested(model, self._clock.now(), "unload requested")
+            told = driver.group.unload_requested(model, self._clock.now())
             self._wake_settled(driver)
             driver.changed.notify_all()
         return told
@@ -755,10 +757,10 @@ class Multiplexer:
         self._start_keepers(lacking)
         return refused
 
-    def tell(self, kind: str, reason: str) -> None:
+    def tell(self, kind: str, cause: Cause) -> None:
         """Something happened to the whole program."""
         with self._lock:
-            self._log(Event(self._clock.now(), kind, "", reason=reason))
+            self._log(Event(self._clock.now(), kind, "", cause=cause))
 
     def _tell(self, backend: str, fact: Callable[[GpuGroup, float], object]) -> None:
         with self._lock:

@@ -39,6 +39,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from anvil_mux import errors
+from anvil_mux.scheduler.causes import ADOPTED
 from anvil_mux.sim.simulate import check
 from anvil_mux.telemetry import eventlog
 from tests.running import Running
@@ -870,7 +871,7 @@ class Load:
         for life in range(1, self.life + 1):
             for run in eventlog.read(self._event_log(life), warn=lambda text: None):
                 self.checked += len(run.events)
-                self._adopted += sum(event.reason == "adopted" for event in run.events if life > 1)
+                self._adopted += sum(event.cause == ADOPTED for event in run.events if life > 1)
                 for problem in check(run.events, eventlog.config_of(run.header), SLACK):
                     self.flaws[""].append(f"broken invariant in life {life}: {problem}")
 

@@ -16,7 +16,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.host import control, engine, swap
 from anvil_mux.protocol import api
 from anvil_mux.routing import pipeline, routing
-from anvil_mux.scheduler import events, eviction, policies
+from anvil_mux.scheduler import causes, events, eviction, policies
 from anvil_mux.scheduler.status import Status
 from anvil_mux.telemetry import metrics
 
@@ -120,7 +120,17 @@ def routes() -> Iterable[str]:
 
 def kinds() -> Iterable[str]:
     rows = [(f"`{kind}`", meaning) for kind, meaning in events.KINDS.items()]
-    return ["## Events", "", *_table(("event", "meaning"), rows), ""]
+    reasons = [(f"`{kind}`", text) for kind, text in causes.SENTENCES.items()]
+    return [
+        "## Events",
+        "",
+        *_table(("event", "meaning"), rows),
+        "",
+        "The `cause` of an event is an object: its `kind`, and those figures that are not empty.",
+        "",
+        *_table(("cause", "in words, with its figures in braces"), reasons),
+        "",
+    ]
 
 
 def metric_names() -> Iterable[str]:

@@ -9,6 +9,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.placement import HOLDING
 from anvil_mux.scheduler.steps import Cancel, Demote, Start
@@ -129,6 +130,8 @@ def test_when_the_trouble_is_over_everybody_is_served_and_nothing_is_left_undone
         assert check(world.log, config) == [], seed
         ends = [(event.kind, event.model) for event in world.log if event.at >= CALM and event.ticket]
         assert [model for kind, model in ends if kind == "leased"] == [each.model for each in backends], seed
-        assert not [event for event in world.log if event.reason == "waited_too_long"], seed
+        assert not [
+            event for event in world.log if event.cause == Cause("error", detail="waited_too_long")
+        ], seed
         for group in world.groups:
             assert not group._swaps, seed

@@ -25,6 +25,7 @@ from anvil_mux.errors import (
 from anvil_mux.host.swap import Evicted, Loaded
 from anvil_mux.multiplexer import KNOWN_SECONDS, REFUSED_SECONDS, Multiplexer
 from anvil_mux.scheduler import group
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint
@@ -618,9 +619,9 @@ def test_whatever_tend_raises_ends_the_wait_and_leaves_no_trace(seed):
         assert (stage.mux.status().waiting, stage.mux.status().leases) == (0, 0)
 
     stage = Stage(seed=seed).play(main)
-    assert [(e.kind, e.reason) for e in stage.log if e.kind in ("gone", "failed")] == [
-        ("gone", ""),
-        ("failed", "model_loading"),
+    assert [(e.kind, e.cause) for e in stage.log if e.kind in ("gone", "failed")] == [
+        ("gone", None),
+        ("failed", Cause("error", detail="model_loading")),
     ]
 
 
@@ -766,11 +767,11 @@ def test_a_backend_that_refuses_all_it_is_asked_is_stopped_and_loaded_anew(seed)
         main
     )
     assert [call for _, call in stage.engines.calls] == ["start a", "stop a", "start a"]
-    assert [e.reason for e in stage.log if e.kind == "draining"] == ["it does not answer"]
+    assert [e.cause for e in stage.log if e.kind == "draining"] == [Cause("silent")]
     assert [e.at for e in stage.log if e.kind == "evicting"] == [
         pytest.approx(4.0 + REFUSED_SECONDS, abs=1.0)
     ]
-    assert [e.reason for e in stage.log if e.kind == "loading"][1] != ""
+    assert [e.cause for e in stage.log if e.kind == "loading"][1] is not None
 
 
 @SEEDS
@@ -844,7 +845,9 @@ def test_how_a_backend_ended_is_waited_for_where_that_is_known_late(seed):
         assert model.backends[0].log == stage.mux.last_words("a") == ("segmentation fault",)
 
     stage = Stage(seed=seed).play(main)
-    assert [e.reason for e in stage.log if e.kind == "stopped"] == ["died: exited with code 139"]
+    assert [e.cause for e in stage.log if e.kind == "stopped"] == [
+        Cause("died", detail="exited with code 139")
+    ]
 
 
 @SEEDS

@@ -87,7 +87,7 @@ def test_who_waits_for_a_removed_model_is_told_so_and_one_that_was_added_is_serv
         Request(3.0, "c", 1.0),
     ]
     log = simulate(TWO, trace, Engines(other_load_seconds=10.0), resident=["a"])
-    assert [e.reason for e in log if e.kind == "failed"] == ["model_not_found"]
+    assert [e.cause.detail for e in log if e.kind == "failed"] == ["model_not_found"]
     assert story(trace, resident=["a"])[4:] == [
         "2 reloaded",
         "2 ready a",

@@ -79,19 +79,10 @@ from anvil_mux.errors import (
 from anvil_mux.routing.in_flight import Load, Report, Said
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.causes import ADOPTED, POLICY, Cause, Leaving, Severance, ending, is_cause
 from anvil_mux.scheduler.costs import NO_COST, Cost, Costs, source_of
 from anvil_mux.scheduler.demand import Demand
-from anvil_mux.scheduler.events import (
-    DIED,
-    LEAVES,
-    NO_ANSWER,
-    NO_ROOM,
-    PRELOAD,
-    TRANSITIONS,
-    Cause,
-    Event,
-    Leaving,
-)
+from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.eviction import Eviction
 from anvil_mux.scheduler.fair_queue import FairQueue
 from anvil_mux.scheduler.footprint import Footprints
@@ -130,8 +121,7 @@ takes longer costs at most a load in so long, and each request no more than MOST
 """
 MOST_CRASHES = 2
 """So often backends end under one request, before that is refused."""
-CUT_SHORT = "no whole answer"
-"""Why a lease ended before its answer did."""
+INCOMPLETE, BUSY, UNLOADED = Cause("incomplete"), Cause("busy"), Cause("unloaded")
 LOADING = ("loading", "cancelling")
 """States of a backend whose load is under way."""
 
@@ -143,8 +133,8 @@ class _Swap:
     """Those that have not left yet."""
     until: float
     """End of the drain."""
-    reason: str
     cause: Cause
+    severs: Cause
     """Why a request is severed that outlasts the drain."""
     begun: bool = False
     """A victim was told to stop: no reprieve any more."""
@@ -158,10 +148,8 @@ class _Swap:
     """The models of those that have left."""
     how: str = ""
     """The way by which the target is brought back, once it is being loaded."""
-    cancel: str = ""
-    """Why the load of the target is to end before its time."""
-    heir: str = ""
-    """The model whose queue needs its GPUs then; "": it is cancelled by hand."""
+    cancel: Cause | None = None
+    """Why the load of the target is to end before its time: unloaded, or unwanted."""
 
     def gpus(self) -> set[str]:
         held = set(self.target.holds) if self.target else set()
@@ -350,7 +338,7 @@ class GpuGroup:
             return False
         ready = self._ready_of[ticket.model]
         if ready and self._fair and ticket.leases and not self.takes(ticket.model, ticket.work.owner):
-            self._enqueue(ticket, now, self._needed(ticket.work.owner), "busy")
+            self._enqueue(ticket, now, self._needed(ticket.work.owner), BUSY)
             return ticket.model in self._routed and self._spill(ticket.model, now) is not None
         if ready:
             routed = ticket.model in self._routed
@@ -384,7 +372,9 @@ class GpuGroup:
         slot = self.slots.get(owner) if owner else None
         return slot if slot and slot.state == "ready" else None
 
-    def _enqueue(self, ticket: Ticket, now: float, needed: Slot | None = None, reason: str = "") -> None:
+    def _enqueue(
+        self, ticket: Ticket, now: float, needed: Slot | None = None, cause: Cause | None = None
+    ) -> None:
         queue, bound = self.queues[ticket.model], FOREVER
         if not queue:
             bound = self._bounds[ticket.model] = self._bound(ticket.model, now)
@@ -392,9 +382,7 @@ class GpuGroup:
         if ticket.leases and ticket.model in self._fair:
             self._fair[ticket.model].join(ticket.sender, ticket)
         name = needed.name if needed else ""
-        self._emit(
-            Event(now, "queued", ticket.model, name, ticket.id, len(queue), reason=reason, bound=bound)
-        )
+        self._emit(Event(now, "queued", ticket.model, name, ticket.id, len(queue), cause=cause, bound=bound))
 
     def _bound(self, model: str, now: float) -> float:
         """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
@@ -451,7 +439,8 @@ class GpuGroup:
         """The engine of a replica does not answer: when it is stale, who waits there leaves."""
         slot = self.slots[backend]
         if slot.model in self._routed and slot.state == "ready":
-            self._send_anew(self._routed[slot.model].take_from(slot, now), f"{backend} is stale", now)
+            found = self._routed[slot.model].take_from(slot, now)
+            self._send_anew(found, Cause("stale", backend=backend), now)
 
     def reports(self, now: float) -> dict[str, Report]:
         """What other anvil-mux are told of the replicas here."""
@@ -491,8 +480,8 @@ class GpuGroup:
         if routed:
             routed.in_flight.ended(ticket, prompt_tokens=usage[0], cached_tokens=usage[1])
         if self._emit_leases:
-            size, why = len(slot.holders), "" if whole else CUT_SHORT
-            self._emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, reason=why))
+            size, cause = len(slot.holders), None if whole else INCOMPLETE
+            self._emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, cause=cause))
         if self._fair and slot.state == "ready":
             self._fill_places(ticket.model, now)
         if routed and not slot.holders and slot.state == "ready":
@@ -536,27 +525,27 @@ class GpuGroup:
         cause = Cause("shutdown")
         return tuple(ticket for slot in self.slots.values() for ticket in self._sever(slot, now, cause))
 
-    def unload_requested(self, model: str, now: float, why: str) -> bool:
+    def unload_requested(self, model: str, now: float) -> bool:
         """Put out what serves ``model`` after its drain; False: nothing to evict.
 
         What rests already is stopped, and what is being loaded is so no more; who waits for that is told so.
         """
         slots = self._replicas[model]
         ready = [slot for slot in slots if slot.state == "ready"]
-        given_up = self._give_up_load(model, now, why)
+        given_up = self._give_up_load(model, now)
         for slot in ready:
-            self._begin(None, [slot], now, why, cause=Cause("unloaded"))
+            self._begin(None, [slot], now, UNLOADED)
         standby = [] if ready else [slot for slot in slots if self._may_be_stopped(slot)]
         for slot in standby:
             slot.next_level = "stop"
         return bool(ready or standby or given_up)
 
-    def _give_up_load(self, model: str, now: float, why: str) -> bool:
+    def _give_up_load(self, model: str, now: float) -> bool:
         """Ends what is to make ``model`` resident, and the wait for that; False if there is neither."""
         swaps = [swap for swap in self._swaps if swap.target and swap.target.model == model]
         for swap in swaps:
             if swap.target and swap.target.state in LOADING:
-                swap.cancel, swap.heir = why, ""
+                swap.cancel = UNLOADED
             else:
                 self._call_off(swap, now)
         if self.is_ready(model):
@@ -571,7 +560,7 @@ class GpuGroup:
         going = [victim for victim in swap.victims if victim.state == "evicting"]
         self._dissolve(swap, now)
         if going:
-            self._swaps.append(_Swap(None, going, now, swap.reason, swap.cause, begun=True))
+            self._swaps.append(_Swap(None, going, now, swap.cause, swap.severs, begun=True))
 
     def unload_when_idle(self, model: str, now: float) -> bool:
         """Put out what serves ``model`` once nobody uses it, unless it is asked for before; True: now.
@@ -582,11 +571,11 @@ class GpuGroup:
         if not self.is_ready(model):
             loading = any(slot.state in LOADING for slot in self._replicas[model])
             idle = loading and not self.queues[model]
-            return idle and self.unload_requested(model, now, "unload requested")
+            return idle and self.unload_requested(model, now)
         if any(slot.holders for slot in self._replicas[model]):
             self._unkept.add(model)
             return False
-        return self.unload_requested(model, now, "unload requested")
+        return self.unload_requested(model, now)
 
     def pin_requested(self, model: str, now: float, pinned: bool) -> None:
         """Whether ``model`` is kept, once it is resident, from being evicted for others."""
@@ -667,7 +656,7 @@ class GpuGroup:
         self._enter(slot, "adopt", now)
         self._unseen.discard(name)
         slot.last_used = now  # how long it has been resident, nobody knows
-        self._emit(Event(now, "ready", slot.model, name, reason="adopted"))
+        self._emit(Event(now, "ready", slot.model, name, cause=ADOPTED))
         if self.queues[slot.model]:
             self._admit(slot.model, now)
         if slot.pinned:
@@ -686,7 +675,7 @@ class GpuGroup:
         slot.level, slot.residual, slot.host_bytes = how, dict(residual), host_bytes
         if how in PINS:
             slot.ram = max(slot.ram, host_bytes)
-        self._emit(Event(now, "standby", slot.model, name, reason=how))
+        self._emit(Event(now, "standby", slot.model, name, way=how))
         return True
 
     def loaded(self, name: str, now: float, how: str = "stop") -> None:
@@ -694,7 +683,7 @@ class GpuGroup:
         slot = self.slots[name]
         begun = slot.since
         wanted = bool(self.queues[slot.model])
-        unwanted = any(s.cancel and not s.heir for s in self._swaps if s.target is slot)
+        unwanted = any(s.cancel == UNLOADED for s in self._swaps if s.target is slot)
         self._enter(slot, "loaded", now)
         slot.loaded, slot.load_seconds = now, now - begun
         slot.failed_starts, slot.failed_stops, slot.error, slot.log = 0, 0, "", ()
@@ -709,11 +698,11 @@ class GpuGroup:
             return
         self._admit(slot.model, now)
         if unwanted:  # it was unloaded a moment too late to be cancelled
-            self._begin(None, [slot], now, "unload requested", cause=Cause("unloaded"))
+            self._begin(None, [slot], now, UNLOADED)
         elif wanted:
             slot.next_level = ""
         elif slot.next_level:
-            self._begin(None, [slot], now, f"woken on its way to {slot.next_level}", cause=Cause("idle"))
+            self._begin(None, [slot], now, Cause("wake_to_demote", way=slot.next_level), severs=Cause("idle"))
         if slot.state == "ready" and slot.model in self._routed and not self.queues[slot.model]:
             self._take_back(slot, now)
         if slot.pinned:
@@ -730,7 +719,8 @@ class GpuGroup:
         slot.retry_at = now + cool_down(slot.failed_starts)
         slot.error, slot.log, slot.next_level = error.reason, error.log, ""
         self._end_swap_to(slot)
-        self._emit(Event(now, "stopped", slot.model, name, reason=f"load failed: {error.reason}"))
+        cause = Cause("load_failed", detail=error.reason)
+        self._emit(Event(now, "stopped", slot.model, name, cause=cause))
         self._fail_refused(now)
 
     def load_cancelled(self, name: str, now: float) -> None:
@@ -760,8 +750,9 @@ class GpuGroup:
         """
         slot = self.slots[name]
         standby = how != "stop"
-        if died:  # not of one that had been told to stop before, in vain
-            died = "" if slot.failed_stops else self._judged(slot, now, died)
+        cause = None
+        if died and not slot.failed_stops:  # else it had been told to stop before, in vain
+            cause = self._judged(slot, now, died)
         if not slot.failed_stops:  # else an earlier attempt freed some of it
             gave_up = (freed or {}) if slot.state == "evicting" else {}  # who is demoted held less than all
             self._footprints.learn(name, how, gave_up, residual or {}, host_bytes if standby else 0)
@@ -774,10 +765,9 @@ class GpuGroup:
             slot.ram = max(slot.ram, host_bytes)
         self._unstick(slot, now)
         self._leave_swaps(slot)
-        reason = how if standby else ""
-        if died:
-            slot.error, slot.log, reason = died, tuple(log), f"{DIED}{died}"
-        self._emit(Event(now, slot.state, slot.model, name, reason=reason))
+        if cause:
+            slot.error, slot.log = ending(cause), tuple(log)
+        self._emit(Event(now, slot.state, slot.model, name, cause=cause, way=how if standby else ""))
         if standby or slot.failed_starts:  # else nothing is refused that was not before
             self._fail_refused(now)
 
@@ -794,8 +784,8 @@ class GpuGroup:
         slot.error, slot.next_level = why, ""
         if slot.state == "standby":
             slot.next_level = "stop"
-            why = f"it stays as it is: {why}"
-        self._emit(Event(now, slot.state, slot.model, name, reason=why))
+        way, cause = slot.level if slot.state == "standby" else "", Cause("evict_failed", detail=why)
+        self._emit(Event(now, slot.state, slot.model, name, cause=cause, way=way))
         for swap in [s for s in self._swaps if s.target is slot or slot in s.victims]:
             self._dissolve(swap, now)
         self._fail_refused(now)
@@ -808,7 +798,8 @@ class GpuGroup:
         slot = self.slots[name]
         if (slot.state, "died") not in TRANSITIONS:
             return
-        why = self._judged(slot, now, why)
+        cause = self._judged(slot, now, why)
+        why = ending(cause)
         self._enter(slot, "died", now)
         self._unstick(slot, now)
         self._leave_swaps(slot)
@@ -818,7 +809,7 @@ class GpuGroup:
         for ticket in slot.holders:
             ticket.crash = crash
         slot.holders.clear()
-        self._emit(Event(now, "stopped", slot.model, name, size=size, reason=f"{DIED}{why}"))
+        self._emit(Event(now, "stopped", slot.model, name, size=size, cause=cause))
         if slot.failed_starts:
             self._fail_refused(now)
 
@@ -829,16 +820,16 @@ class GpuGroup:
         slot = self.slots[name]
         if slot.state == "ready":
             slot.next_level = "stop"
-            self._begin(None, [slot], now, NO_ANSWER, 0.0, cause=Cause("silent"))
+            self._begin(None, [slot], now, Cause("silent"), 0.0)
 
-    def _judged(self, slot: Slot, now: float, why: str) -> str:
+    def _judged(self, slot: Slot, now: float, why: str) -> Cause:
         """How a backend ended, which counts as a failed start if it was too soon."""
         resident = slot.state in ("ready", "draining", "evicting")
         if not resident or slot.answered >= slot.loaded or now - slot.loaded > SOON_SECONDS:
-            return why
+            return Cause("died", detail=why)
         slot.crashes += 1
         slot.failed_starts = slot.crashes
-        return f"{why} {now - slot.loaded:.1f} s after it was loaded, before it gave one whole answer"
+        return Cause("died_early", seconds=now - slot.loaded, detail=why)
 
     def _leave_swaps(self, victim: Slot) -> None:
         for swap in self._swaps:
@@ -923,7 +914,7 @@ class GpuGroup:
                     swap.begun = True
                     swap.evict_seconds = max(now - swap.emptied, 0.0)
                     swap.how = swap.target.level
-                    return self._start(swap.target, now, swap.reason)
+                    return self._start(swap.target, now, swap.cause)
         return None
 
     def _cancel(self, swap: _Swap, now: float) -> Cancel | None:
@@ -932,10 +923,11 @@ class GpuGroup:
         if not (swap.cancel and slot and slot.state == "loading"):
             return None
         if self.queues[slot.model]:
-            swap.cancel = ""
+            swap.cancel = None
             return None
         self._enter(slot, "cancel", now)
-        self._emit(Event(now, "cancelling", slot.model, slot.name, reason=swap.cancel, target=swap.heir))
+        cause = swap.cancel
+        self._emit(Event(now, "cancelling", slot.model, slot.name, cause=cause, target=cause.model))
         return Cancel(slot.name)
 
     def _evict_next(self, swap: _Swap, now: float) -> Step | None:
@@ -950,13 +942,13 @@ class GpuGroup:
             if now >= swap.until or not (victim.holders or self._host.makes_way(victim, now)):
                 swap.begun = True
                 swap.emptied = now
-                return self._stop(victim, now, swap.reason, swap)
+                return self._stop(victim, now, swap.cause, swap)
         if draining or swap.target is None:
             return None
         for victim in [victim for victim in swap.victims if victim.state == "standby"]:
             if not self._fits(swap.target):
                 swap.begun = True
-                return self._demote(victim, now, "its memory is needed", swap.target.model)
+                return self._demote(victim, now, Cause("memory_needed"), swap.target.model)
             swap.victims.remove(victim)
         return None
 
@@ -985,10 +977,10 @@ class GpuGroup:
             if now < slot.retry_at:
                 continue
             if slot.state == "stuck":
-                return self._stop(slot, now, "trying again to stop it")
+                return self._stop(slot, now, Cause("retry_stuck"))
             if slot.next_level == "stop" and self._may_be_stopped(slot):
-                why = LEAVES.get(slot.leaving, "unload requested")
-                return self._demote(slot, now, "trying again to stop it" if slot.failed_stops else why)
+                why = Cause(slot.leaving) if slot.leaving else UNLOADED
+                return self._demote(slot, now, Cause("retry_stuck") if slot.failed_stops else why)
         return None
 
     def _may_be_stopped(self, slot: Slot) -> bool:
@@ -1000,16 +992,16 @@ class GpuGroup:
         """a backend on standby that rests too high for too long, or for the host's memory."""
         slot = self._host.yields(now) if self._host.budget is not None else None
         if slot is not None and slot is self.slots.get(slot.name):
-            return self._demote(slot, now, "host memory is short", to=self._host.lower(slot))
+            return self._demote(slot, now, Cause("host_memory_short"), to=self._host.lower(slot))
         for slot in self._sleepers:
             until = demoted_at(slot)
             if until is None or until > now or slot.coming or self.queues[slot.model]:
                 continue
             if DESCENTS.get((slot.level, to := below(slot, may_wake=self._is_calm(slot)))):
                 slot.next_level = to
-                self._begin(slot, [], now, f"{PRELOAD}on its way to {to}", preload=True)
+                self._begin(slot, [], now, Cause("wake_to_demote", way=to), preload=True)
                 return self._advance(now)
-            return self._demote(slot, now, f"it rested by {slot.level} for {now - slot.since:.0f} s")
+            return self._demote(slot, now, Cause("demote_timer", way=slot.level, seconds=now - slot.since))
         return None
 
     def _begin_preload(self, waiting: list[Ticket], now: float) -> bool:
@@ -1027,15 +1019,14 @@ class GpuGroup:
                 return False
             elif victims:
                 for victim in victims:
-                    cause = Cause("evicted", slot.model)
-                    self._begin(None, [victim], now, f"room to prepare {slot.model}", cause=cause)
+                    cause, severs = Cause("make_room", slot.model), Cause("evicted", slot.model)
+                    self._begin(None, [victim], now, cause, severs=severs)
                 return True
             else:
                 self._preloads.pop(0)
                 if self._host.has_room(slot):
                     lacked = self.is_ready(slot.model) and slot in self._routed[slot.model].lacking(now)
-                    why = "the other stage is there" if lacked else "prepared before anybody asks"
-                    self._begin(slot, [], now, f"{PRELOAD}{why}", preload=True)
+                    self._begin(slot, [], now, Cause("missing_stage" if lacked else "preload"), preload=True)
                     return True
         return False
 
@@ -1057,40 +1048,40 @@ class GpuGroup:
     def _evict_idle(self, now: float) -> bool:
         idle = [slot for slot in self._idlers if idle_until(slot) <= now < FOREVER]
         for slot in idle:
-            self._begin(None, [slot], now, f"idle for {slot.backend.ttl:g} s", cause=Cause("idle"))
+            self._begin(None, [slot], now, Cause("idle", seconds=slot.backend.ttl or 0.0))
         for slot in self._ready if self._host.budget is not None else ():
             if model := self._host.answer(slot, now):
-                why = f"idle, and {model} lacks host memory"
-                self._begin(None, [slot], now, why, cause=Cause("evicted", model))
+                cause, severs = Cause("host_memory_needed", model), Cause("evicted", model)
+                self._begin(None, [slot], now, cause, severs=severs)
                 return True
         return bool(idle)
 
-    def _start(self, slot: Slot, now: float, reason: str) -> Start:
+    def _start(self, slot: Slot, now: float, cause: Cause) -> Start:
         self._enter(slot, "load", now)
         how, slot.level, slot.residual, slot.host_bytes = slot.level, "stop", {}, 0
         if slot.next_level == "stop":  # it was to be stopped, and is wanted after all
             slot.next_level = ""
-        self._emit(Event(now, "loading", slot.model, slot.name, reason=reason, way=how))
+        self._emit(Event(now, "loading", slot.model, slot.name, cause=cause, way=how))
         return Start(slot.name, how)
 
-    def _demote(self, slot: Slot, now: float, reason: str, target: str = "", to: str = "") -> Demote:
+    def _demote(self, slot: Slot, now: float, cause: Cause, target: str = "", to: str = "") -> Demote:
         to = "stop" if slot.next_level == "stop" else to or below(slot, may_wake=False)
         self._enter(slot, "demote", now)
         slot.next_level = to
-        self._emit(Event(now, "demoting", slot.model, slot.name, 0, 0, 0.0, reason, target, to))
+        self._emit(Event(now, "demoting", slot.model, slot.name, 0, 0, 0.0, cause, target, to))
         return Demote(slot.name, slot.level, to)
 
-    def _stop(self, slot: Slot, now: float, reason: str, swap: _Swap | None = None) -> Stop:
+    def _stop(self, slot: Slot, now: float, cause: Cause, swap: _Swap | None = None) -> Stop:
         """``swap``: whose victim it is; one that is stuck is nobody's, and has no leases."""
         drained = now - slot.since if slot.state == "draining" else 0.0
         for_good = slot.state == "stuck" or slot.leaving
         how = "stop" if for_good else slot.next_level or self._level(slot, swap.target if swap else None)
         if not (for_good or slot.next_level) and how != slot.backend.evict_to[0]:
-            reason = NO_ROOM + slot.backend.evict_to[0]
+            cause = Cause("standby_full", way=slot.backend.evict_to[0])
         self._enter(slot, "evict", now)
         slot.next_level = how
-        severed = self._sever(slot, now, swap.cause._replace(seconds=drained)) if swap else ()
-        self._emit(Event(now, "evicting", slot.model, slot.name, 0, len(severed), drained, reason))
+        severed = self._sever(slot, now, swap.severs, drained) if swap else ()
+        self._emit(Event(now, "evicting", slot.model, slot.name, 0, len(severed), drained, cause))
         return Stop(slot.name, how, severed)
 
     def _level(self, slot: Slot, target: Slot | None) -> str:
@@ -1102,12 +1093,11 @@ class GpuGroup:
                 return way
         return "stop"
 
-    def _sever(self, slot: Slot, now: float, cause: Cause) -> tuple[Ticket, ...]:
-        severed = tuple(slot.holders)
-        why, target, drained = cause
+    def _sever(self, slot: Slot, now: float, cause: Cause, drained: float = 0.0) -> tuple[Ticket, ...]:
+        severed, target = tuple(slot.holders), cause.model
         for ticket in severed:
-            ticket.severed = cause
-            self._emit(Event(now, "severed", ticket.model, slot.name, ticket.id, 1, drained, why, target))
+            ticket.severed = Severance(cause, drained)
+            self._emit(Event(now, "severed", ticket.model, slot.name, ticket.id, 1, drained, cause, target))
         slot.holders.clear()
         return severed
 
@@ -1155,7 +1145,7 @@ class GpuGroup:
             if self._overdue_at(first) > now:
                 continue
             if plan := self._plan(first.model, busy, now):
-                self._begin(plan.target, plan.victims, now, "overdue")
+                self._begin(plan.target, plan.victims, now, Cause("overdue"))
                 return True
             if error := self._lack_of_memory(first.model, busy, now):
                 self._fail_queue(first.model, error, now)
@@ -1178,7 +1168,7 @@ class GpuGroup:
                 there = [s for s in unwanted if s.target and s.target.holds.keys() & slot.holds.keys()]
                 if there and self._victims(slot, busy, staying, now, loads) is not None:
                     for swap in there:
-                        swap.cancel, swap.heir = f"nobody waits for it, and {first.model} does", first.model
+                        swap.cancel = Cause("unwanted", first.model)
                     return True
         return False
 
@@ -1193,7 +1183,7 @@ class GpuGroup:
         """The queue of ``first`` waits because those in its way may stay."""
         stays = {slot.name: until for slot in victims if (until := _stays_until(slot)) > now}
         until = min(max(stays.values()), self._overdue_at(first))
-        self._defer(first.model, Stay(until, f"{' and '.join(stays)} may stay for min_residency"), now)
+        self._defer(first.model, Stay(until, Cause("min_residency", residents=tuple(stays))), now)
 
     def _waiting(self) -> list[Ticket]:
         """The first of each queue that waits for a load which no swap under way will end, oldest first."""
@@ -1259,16 +1249,16 @@ class GpuGroup:
                 self._ask_again = min(self._ask_again, self._announced[1])
         elif isinstance(decision, SwapTo) and decision.model in plans:
             plan = plans[decision.model]
-            self._begin(plan.target, plan.victims, now, decision.reason)
+            self._begin(plan.target, plan.victims, now, decision.cause)
             return True
         elif isinstance(decision, SwapTo) and decision.model in spills:
             plan = spills[decision.model][0]
-            self._begin(plan.target, plan.victims, now, decision.reason, preload=True)
+            self._begin(plan.target, plan.victims, now, decision.cause, preload=True)
             return True
         elif isinstance(decision, Unload) and decision.model in self._replicas:
             slots = [s for s in self._replicas[decision.model] if s.state == "ready" and not s.pinned]
             for slot in slots:
-                self._begin(None, [slot], now, decision.reason, cause=Cause("policy"))
+                self._begin(None, [slot], now, decision.cause, severs=POLICY)
             return bool(slots)
         return False
 
@@ -1318,9 +1308,12 @@ class GpuGroup:
 
     def _decide(self, seen: Snapshot) -> Decision:
         try:
-            return decide(self._policy, seen)
+            decision = decide(self._policy, seen)
+            if not is_cause(decision.cause):
+                raise TypeError(f"its cause is {decision.cause!r}, and no Cause")
+            return decision
         except Exception as error:  # anybody's code; max_wait serves every queue all the same
-            return Stay(reason=f"the policy failed: {error!r}")
+            return Stay(cause=Cause("policy_failed", detail=repr(error)))
 
     def _defer(self, model: str, stay: Stay, now: float) -> None:
         """The swap is put off: announced once for each queue, and again when the moment has passed."""
@@ -1329,26 +1322,25 @@ class GpuGroup:
         if first is not self._announced[0] or now >= self._announced[1]:
             self._announced = first, max(stay.until, now + SHORTEST_DEFERRAL)
             size = len(self.queues[model])
-            self._emit(Event(now, "deferred", model, "", first.id, size, stay.until - now, stay.reason))
+            self._emit(Event(now, "deferred", model, "", first.id, size, stay.until - now, stay.cause))
 
     def _begin(
         self,
         target: Slot | None,
         victims: list[Slot],
         now: float,
-        reason: str,
+        cause: Cause,
         drain_timeout: float | None = None,
         *,
         preload: bool = False,
-        cause: Cause | None = None,
+        severs: Cause | None = None,
     ) -> None:
-        """``cause``: why the victims' requests are severed, unless it is for the target."""
-        if cause is None:
-            assert target is not None
-            cause = Cause("evicted", target.model)
+        """``severs``: why requests are severed, where that is neither for the target nor for ``cause``."""
+        if severs is None:
+            severs = Cause("evicted", target.model) if target else cause
         self._plans_hold_until = -FOREVER
         drain = self._config.drain_timeout if drain_timeout is None else drain_timeout
-        swap = _Swap(target, [*victims], now + drain, reason, cause, preload=preload)
+        swap = _Swap(target, [*victims], now + drain, cause, severs, preload=preload)
         self._swaps.append(swap)
         if target:
             target.coming = True
@@ -1358,8 +1350,7 @@ class GpuGroup:
     def _begin_leaving(self, slot: Slot, now: float, drain_timeout: float | None = None) -> None:
         """It goes for good, once its leases have ended."""
         assert slot.leaving
-        why = LEAVES[slot.leaving]
-        self._begin(None, [slot], now, why, drain_timeout, cause=Cause(slot.leaving))
+        self._begin(None, [slot], now, Cause(slot.leaving), drain_timeout)
 
     def _drain(self, swap: _Swap, victims: list[Slot], now: float, drain: float) -> None:
         """Closes the gates of the victims that are resident."""
@@ -1367,8 +1358,8 @@ class GpuGroup:
         for victim in victims:
             if victim.state == "ready":
                 self._enter(victim, "drain", now)
-                size, reason = len(victim.holders), swap.reason
-                self._emit(Event(now, "draining", victim.model, victim.name, 0, size, drain, reason, model))
+                size, cause = len(victim.holders), swap.cause
+                self._emit(Event(now, "draining", victim.model, victim.name, 0, size, drain, cause, model))
 
     def _dissolve(self, swap: _Swap, now: float) -> None:
         """Ends a swap before its target was started; victims that only drained stay resident."""
@@ -1392,7 +1383,7 @@ class GpuGroup:
             self._begin_leaving(victim, now, max(left, 0.0))
             return
         self._enter(victim, "reprieve", now)
-        self._emit(Event(now, "ready", victim.model, victim.name, reason="reprieved"))
+        self._emit(Event(now, "ready", victim.model, victim.name, cause=Cause("reprieved")))
         self._admit(victim.model, now)
 
     def _learn(self, target: Slot, how: str) -> None:
@@ -1430,8 +1421,8 @@ class GpuGroup:
             slot.last_used = now
         if self._emit_leases:
             size, waited = len(slot.holders), now - ticket.since
-            why = ticket.choice.why if ticket.choice else ""
-            self._emit(Event(now, "leased", ticket.model, slot.name, ticket.id, size, waited, why))
+            cause = Cause("routed", detail=ticket.choice.why) if ticket.choice else None
+            self._emit(Event(now, "leased", ticket.model, slot.name, ticket.id, size, waited, cause))
 
     def _admit(self, model: str, now: float) -> None:
         ready = self._ready_of[model]
@@ -1472,21 +1463,22 @@ class GpuGroup:
 
     def _take_back(self, idle: Slot, now: float) -> None:
         """Requests that wait behind others, and would be better off at ``idle``, are sent anew."""
-        self._send_anew(self._routed[idle.model].take_back(idle), f"taken back for {idle.name}", now)
+        self._send_anew(self._routed[idle.model].take_back(idle), Cause("moved", backend=idle.name), now)
 
-    def _send_anew(self, found: Iterable[tuple[Ticket, Slot]], why: str, now: float) -> None:
+    def _send_anew(self, found: Iterable[tuple[Ticket, Slot]], cause: Cause, now: float) -> None:
         for ticket, slot in found:
             del slot.holders[ticket]
-            ticket.severed = Cause("moved")
+            ticket.severed = Severance(cause)
             self.taken_back.append(ticket)
             if self._emit_leases:
                 size = len(slot.holders)
-                self._emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, reason=why))
+                self._emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, cause=cause))
 
     def _fail(self, ticket: Ticket, error: MuxError, now: float) -> None:
         ticket.error = error
         waited = now - ticket.since
-        self._emit(Event(now, "failed", ticket.model, "", ticket.id, 0, waited, error.code))
+        cause = Cause("error", detail=error.code)
+        self._emit(Event(now, "failed", ticket.model, "", ticket.id, 0, waited, cause))
 
     def _fail_queue(self, model: str, error: MuxError, now: float) -> None:
         self._plans_hold_until = -FOREVER

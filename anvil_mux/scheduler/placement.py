@@ -16,7 +16,7 @@ from typing import Any
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.config.settings import gib
 from anvil_mux.scheduler import eviction as whom
-from anvil_mux.scheduler.events import Leaving
+from anvil_mux.scheduler.causes import Leaving
 
 HOLDING = frozenset(("loading", "cancelling", "ready", "draining", "evicting", "stuck"))
 """States in which a backend's GPUs are its own."""

@@ -22,6 +22,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from pkgutil import resolve_name
 from typing import NamedTuple, Protocol
 
+from anvil_mux.scheduler.causes import POLICY, Cause, Kind
+
 FOREVER = math.inf
 
 
@@ -128,7 +130,7 @@ class Stay(NamedTuple):
     """The swap is put off, until ``until`` at the latest if nothing changes."""
 
     until: float = FOREVER
-    reason: str = ""
+    cause: Cause = POLICY
     leases: float = FOREVER
     """While each resident keeps so many leases, the end of one is no reason to ask again: the answer holds,
     or the policy is content with it. 0: leases do not matter; by default each may. A hint: no part of the
@@ -149,7 +151,7 @@ class SwapTo:
     """Load ``model`` now, one of the queues."""
 
     model: str
-    reason: str = ""
+    cause: Cause = POLICY
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ class Unload:
     """Put ``model`` out although nobody waits for its GPUs."""
 
     model: str
-    reason: str = ""
+    cause: Cause = POLICY
 
 
 Decision = Stay | SwapTo | Unload
@@ -177,7 +179,7 @@ def decide(policy: Policy, seen: Snapshot) -> Decision:
 
 
 def _sooner(stay: Stay, until: float) -> Stay:
-    return Stay(min(stay.until, until), stay.reason, again=stay.again)
+    return Stay(min(stay.until, until), stay.cause, again=stay.again)
 
 
 def spill_over(seen: Snapshot) -> SwapTo | Stay:
@@ -189,7 +191,7 @@ def spill_over(seen: Snapshot) -> SwapTo | Stay:
     for spill in seen.spills:
         missing = spill.cost_seconds - spill.waited_seconds
         if missing <= TINY_SECONDS:
-            return SwapTo(spill.model, f"{spill.waiting} wait at busy replicas")
+            return SwapTo(spill.model, Cause("replicas_busy", waiting=spill.waiting))
         soonest = min(soonest, seen.now + missing / spill.waiting)
     return Stay(soonest)
 
@@ -205,7 +207,7 @@ class Eager:
         if not seen.queues:
             return Stay()
         first = seen.queues[0]
-        return SwapTo(first.model, f"{first.waiting} waiting, oldest first")
+        return SwapTo(first.model, Cause("oldest_first", waiting=first.waiting))
 
 
 @dataclass(frozen=True)
@@ -221,21 +223,21 @@ class Debounce:
         due = [(self._due(queue), queue) for queue in seen.queues]
         for moment, queue in due:
             if moment <= seen.now:
-                return SwapTo(queue.model, f"{queue.waiting} waiting, {self._why(queue, seen.now)}")
+                return SwapTo(queue.model, Cause(self._why(queue, seen.now), waiting=queue.waiting))
         if not due:
             return Stay()
         until = min([moment for moment, _ in due])
-        return Stay(until, f"no queue has been quiet for {self.quiet:g} s yet", leases=0)
+        return Stay(until, Cause("not_quiet", seconds=self.quiet), leases=0)
 
     def _due(self, queue: Queue) -> float:
         if not queue.evicts:
             return queue.oldest
         return min(queue.newest + self.quiet, queue.oldest + self.max_hold, queue.oldest + queue.max_wait)
 
-    def _why(self, queue: Queue, now: float) -> str:
+    def _why(self, queue: Queue, now: float) -> Kind:
         if not queue.evicts:
-            return "room is free"
-        return "queue quiet" if queue.newest + self.quiet <= now else "held for the longest time allowed"
+            return "room_free"
+        return "quiet" if queue.newest + self.quiet <= now else "held_longest"
 
 
 @dataclass(frozen=True)
@@ -265,29 +267,29 @@ class CostAware:
         for queue in seen.queues:
             if queue.evicts not in since:
                 since[queue.evicts] = _since(queue.evicts, seen)
-            until, reason = self._until(queue, since[queue.evicts], seen.now)
+            until, cause = self._until(queue, since[queue.evicts], seen.now)
             if until <= seen.now:
-                return SwapTo(queue.model, reason)
-            stays.append((until, reason))
+                return SwapTo(queue.model, cause)
+            stays.append((until, cause))
         return Stay(*min(stays), leases=0) if stays else Stay()
 
-    def _until(self, queue: Queue, since: float, now: float) -> tuple[float, str]:
+    def _until(self, queue: Queue, since: float, now: float) -> tuple[float, Cause]:
         """From when on the queue may have its swap, and why then; ``since``: when its victims were up."""
         if not queue.evicts:
-            return now, f"{queue.waiting} waiting, room is free"
+            return now, Cause("room_free", waiting=queue.waiting)
         limit = queue.oldest + min(self.max_wait, queue.max_wait)
         if limit <= now:
-            return limit, f"{queue.waiting} waiting, waited long enough"
+            return limit, Cause("waited_enough", waiting=queue.waiting)
         cost = min(queue.evict_seconds + queue.load_seconds, self.cap) if queue.learned else self.prior
         if self.serving_window and since + cost > now:
-            return min(since + cost, limit), "who would go may serve for as long as a swap costs"
+            return min(since + cost, limit), Cause("swap_cost")
         required = max(1, math.ceil(self.amortization * cost))
         if queue.waiting >= required:
-            return now, f"{queue.waiting} waiting, {required} are worth a swap of {cost:.1f} s"
+            return now, Cause("enough_wait", waiting=queue.waiting, required=required, seconds=cost)
         until = min(queue.oldest + self.window, limit)
         if until > now:
-            return until, "more may come"
-        return until, f"{queue.waiting} waiting, no more are awaited"
+            return until, Cause("more_awaited")
+        return until, Cause("none_awaited", waiting=queue.waiting)
 
 
 def _since(evicts: tuple[str, ...], seen: Snapshot) -> float:
@@ -307,7 +309,7 @@ class TimeSlice:
     def decide(self, seen: Snapshot) -> Decision:
         for queue in seen.queues:
             if not queue.evicts:
-                return SwapTo(queue.model, f"{queue.waiting} waiting, room is free")
+                return SwapTo(queue.model, Cause("room_free", waiting=queue.waiting))
         waiting = sum([queue.waiting for queue in seen.queues])
         slices: dict[tuple[str, ...], tuple[float, float]] = {}
         ends, least = [], FOREVER
@@ -320,14 +322,12 @@ class TimeSlice:
         over = [queue for end, queue in ends if end <= seen.now]
         if over:
             most = max(over, key=lambda queue: (queue.priority, queue.waiting))
-            return SwapTo(
-                most.model, f"{most.waiting} waiting, the slice of {' and '.join(most.evicts)} is over"
-            )
+            return SwapTo(most.model, Cause("slice_over", waiting=most.waiting, residents=most.evicts))
         if not ends:
             return Stay()
         end, queue = min(ends, key=lambda pair: pair[0])
         leases = 0 if end <= least else FOREVER
-        return Stay(end, f"the slice of {' and '.join(queue.evicts)} is not over", leases)
+        return Stay(end, Cause("slice", residents=queue.evicts), leases)
 
     def _ends(self, evicts: tuple[str, ...], seen: Snapshot, waiting: int) -> tuple[float, float]:
         """When the last of those that would go has had its slice, and when it had if nobody leased it."""
@@ -381,28 +381,31 @@ class Adaptive:
         overdue = FOREVER
         for queue in seen.queues:
             if not queue.evicts:
-                return SwapTo(queue.model, f"{queue.waiting} waiting, room is free")
+                return SwapTo(queue.model, Cause("room_free", waiting=queue.waiting))
             limit = queue.oldest + queue.max_wait
             if limit <= seen.now:
-                return SwapTo(queue.model, f"{queue.waiting} waiting, waited long enough")
+                return SwapTo(queue.model, Cause("waited_enough", waiting=queue.waiting))
             if limit < overdue:
                 overdue = limit
         queue = max(seen.queues, key=_urgency) if len(seen.queues) > 1 else seen.queues[0]
         turn = _Turn(seen, queue)
-        worth = turn.enough if turn.enough > 0.0 else 0.0
-        why = f"{queue.waiting} waiting, {turn.expected:.1f} expected by its load; worth it from {worth:.1f}"
         if turn.expected < turn.enough:
             if turn.over <= seen.now:
                 alike = [(_lost(each, seen.now), each) for each in seen.queues if each.evicts == queue.evicts]
                 queue = max(alike)[1]
-                return SwapTo(queue.model, f"{queue.waiting} waiting, they have lost what a swap costs")
+                return SwapTo(queue.model, Cause("paid_for", waiting=queue.waiting))
             again = min(seen.now + max(self.pause, turn.seconds / 5), turn.quiet)
             leases = 2 * turn.leases if turn.leases <= FEW else max(turn.leases // 2, FEW)
-            return Stay(min(turn.over, overdue), why, leases, again)
+            return Stay(min(turn.over, overdue), _worth("too_few", queue, turn), leases, again)
         answered = min(queue.newest, turn.last_used) + self.pause
         if answered <= seen.now:
-            return SwapTo(queue.model, why)
-        return Stay(min(answered, overdue), f"{why}; {' and '.join(queue.evicts)} was just in use")
+            return SwapTo(queue.model, _worth("worth_it", queue, turn))
+        return Stay(min(answered, overdue), _worth("in_use", queue, turn, queue.evicts))
+
+
+def _worth(kind: Kind, queue: Queue, turn: _Turn, residents: tuple[str, ...] = ()) -> Cause:
+    required = turn.enough if turn.enough > 0.0 else 0.0
+    return Cause(kind, "", "", residents, "", 0.0, queue.waiting, turn.expected, required)
 
 
 def _urgency(queue: Queue) -> tuple[int, float]:

@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from anvil_mux.config.change import compare
 from anvil_mux.config.config import Backend, Config
+from anvil_mux.scheduler.causes import Cause, Leaving
 from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.events import Event, Leaving
+from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
@@ -86,7 +87,7 @@ class Scheduler:
     def reconfigure(self, config: Config, now: float) -> dict[GpuGroup, GpuGroup]:
         """From now on ``config`` holds. GpuGroup -> the one that took its place."""
         change = compare(self.config, config)
-        self._emit(Event(now, "reloaded", "", reason=str(change)))
+        self._emit(Event(now, "reloaded", "", cause=Cause("reconfigured", detail=str(change))))
         leaving: dict[str, Leaving] = dict.fromkeys(change.changed, "changed")
         leaving |= dict.fromkeys(change.removed, "removed")
         before, of_backend, of_model = self.groups, self.of_backend, self.of_model

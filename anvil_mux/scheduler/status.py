@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from anvil_mux.config.config import Gpu
 from anvil_mux.routing.in_flight import Said
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup, idle_until
 from anvil_mux.scheduler.placement import HOLDING, Slot
@@ -51,7 +52,7 @@ class Deferral:
 
     seconds_left: float
     """May be infinite: until something changes."""
-    reason: str
+    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ def _deferral(group: GpuGroup, model: str, now: float) -> Deferral | None:
     if group.deferred is None or group.deferred[0] != model or not group.queues[model]:
         return None
     stay = group.deferred[1]
-    return Deferral(max(stay.until - now, 0.0), stay.reason)
+    return Deferral(max(stay.until - now, 0.0), stay.cause)
 
 
 def _backend_state(slot: Slot, now: float, measured: Mapping[str, int], said: Said | None) -> BackendState:

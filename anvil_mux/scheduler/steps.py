@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from anvil_mux.errors import MuxError
 from anvil_mux.routing.routing import Choice, Work
-from anvil_mux.scheduler.events import Cause
+from anvil_mux.scheduler.causes import RESENT, Severance
 
 NO_WORK = Work()
 
@@ -73,7 +73,7 @@ class Ticket:
         self.choice: Choice | None = None
         """Why that backend, where the model has several."""
         self.error: MuxError | None = None
-        self.severed: Cause | None = None
+        self.severed: Severance | None = None
         self.wake: Any = None
         """The driver's: how to wake whoever waits for this ticket."""
         self.cut: Callable[[], None] | None = None
@@ -82,7 +82,7 @@ class Ticket:
     @property
     def taken_back(self) -> bool:
         """It was severed to be sent to another replica."""
-        return self.severed is not None and self.severed.why == "moved"
+        return self.severed is not None and self.severed.cause.kind in RESENT
 
     @property
     def settled(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from anvil_mux.scheduler.causes import sentence
 from anvil_mux.scheduler.group import Awaited, GpuGroup
 from anvil_mux.scheduler.placement import HOLDING, Slot
 from anvil_mux.scheduler.policies import FOREVER, Stay, SwapTo
@@ -102,17 +103,17 @@ def _planned(model: str, found: Awaited, now: float, drain_timeout: float) -> Wa
     if isinstance(found.decision, SwapTo) and found.decision.model == model:
         about = cost.seconds
         text = f"{names} must make room at once" if victims else "there is room"
-        text += f" ({found.decision.reason})" if found.decision.reason else ""
+        text += f" ({sentence(found.decision.cause)})"
         text += f"; {_running(busy)} there, for {span(drain_timeout)} at the longest" if busy else ""
         return WaitEstimate(model, "waits", about, most, f"{text}; {takes}.")
     if isinstance(found.decision, Stay):
         until = min(found.decision.until, found.overdue_at)
         about = until - now + cost.seconds if found.decision.until < FOREVER else None
-        reason = found.decision.reason or "so says the policy"
+        reason = sentence(found.decision.cause)
         text = f"{names or 'what is resident'} may stay for now ({reason}), for {span(late)} at the longest"
     else:
         other = found.decision.model if found.decision else ""
-        reason = found.decision.reason if found.decision else ""
+        reason = sentence(found.decision.cause) if found.decision else ""
         text = f"{other} comes first ({reason}), for {span(late)} at the longest"
     return WaitEstimate(model, "waits", about, late + most, f"{text}; {takes}.")
 

@@ -56,7 +56,8 @@ from anvil_mux.proxy.relay import Relay
 from anvil_mux.proxy.reloads import LOOK_SECONDS, Reloads, Watch
 from anvil_mux.proxy.server import Server
 from anvil_mux.proxy.tls import build_context
-from anvil_mux.scheduler.events import LEAVES, Event
+from anvil_mux.scheduler.causes import Cause, sentence
+from anvil_mux.scheduler.events import Event
 from anvil_mux.serve.learned import Known, Learned
 from anvil_mux.serve.load_logs import LoadLogs
 from anvil_mux.serve.notify import Notifier
@@ -269,7 +270,7 @@ class Program:
             self._reloads = Reloads(
                 read or (lambda: self._config),
                 self._reconfigure,
-                partial(self._mux.tell, "reload_failed"),
+                lambda why: self._mux.tell("reload_failed", Cause("bad_configuration", detail=why)),
                 time.time,
                 reloading,
             )
@@ -463,7 +464,7 @@ class Program:
         known = {_noted(backend) for backend in self._config.backends}
         earlier = set(note.read_text().split()) if note.exists() else set()
         orphans = [_of_note(word) for word in sorted(earlier - known)]
-        left = {_noted(b) for b in orphans if not self._stop_engine(b, LEAVES["removed"])}
+        left = {_noted(b) for b in orphans if not self._stop_engine(b, sentence(Cause("removed")))}
         write_whole(note, "\n".join(sorted(known | left)))
 
     def _note_services(self, config: Config) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
 from statistics import median
 
+from anvil_mux.scheduler.causes import ADOPTED
 from anvil_mux.scheduler.events import Event
 from anvil_mux.sim.simulate import Request
 from anvil_mux.sim.workload import Workload
@@ -67,7 +68,7 @@ class _Learned:
         self._runs += 1
         self._origin = origin
         if self._resident is None:
-            adopted = [event for event in run.events if event.reason == "adopted"]
+            adopted = [event for event in run.events if event.cause == ADOPTED]
             self._resident = tuple(dict.fromkeys(event.model for event in adopted))
         for event in run.events:
             if event.ticket:
@@ -83,7 +84,7 @@ class _Learned:
 
     def _read_backend(self, event: Event) -> None:
         loads = self._loads[event.model]
-        if event.kind == "ready" and not event.reason:
+        if event.kind == "ready" and not event.cause:
             loads.append(event.seconds)
         elif event.kind == "evicting":
             self._stopping[event.backend] = event.at

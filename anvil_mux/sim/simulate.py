@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
+from anvil_mux.scheduler.causes import DEATHS, PRELOADS
 from anvil_mux.scheduler.costs import Cost, Costs
-from anvil_mux.scheduler.events import DIED, PRELOAD, TRANSITIONS, Event
+from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import LOADING, SOON_SECONDS, GpuGroup, cool_down, max_waits
@@ -261,7 +262,7 @@ class _Simulation:
         if model not in self._scheduler.served:
             return
         driver = self._driver(model)
-        driver.group.unload_requested(model, now, "unload requested")
+        driver.group.unload_requested(model, now)
         self._ask(driver, now)
 
     def _die(self, backend: str, now: float) -> None:
@@ -527,7 +528,7 @@ class _Checker:
         leases = self._leases[event.backend]
         self._claim(event.ticket in leases, event, "the ticket held no lease")
         leases.discard(event.ticket)
-        if event.kind == "released" and not event.reason:
+        if event.kind == "released" and not event.cause:
             self._answered[event.backend] = event.at
             self._crashes[event.backend] = 0
         if event.model in self._limited and self._states[event.backend] == "ready":
@@ -592,7 +593,7 @@ class _Checker:
         self._begun.add(target)
 
     def _start(self, event: Event) -> None:
-        preload = event.reason.startswith(PRELOAD)
+        preload = event.cause is not None and event.cause.kind in PRELOADS
         wanted = preload or self._is_wanted(event.model) or event.model in self._begun
         self._begun.discard(event.model)
         self._claim(wanted, event, "nobody waits for it")
@@ -613,7 +614,7 @@ class _Checker:
 
     def _leave(self, event: Event, before: str) -> None:
         name = event.backend
-        if event.reason.startswith(DIED) and before in ("ready", "draining", "evicting"):
+        if event.cause and event.cause.kind in DEATHS and before in ("ready", "draining", "evicting"):
             self._judge_crash(event)
         self._leases[name].clear()
         if before != "cancelling":

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from anvil_mux import __version__
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import MuxError
+from anvil_mux.scheduler.causes import ADOPTED, parse, to_json
 from anvil_mux.scheduler.events import KINDS, Event
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ class Standing:
         """Who is pinned, who is resident, or rests, who is leased and who waits; all at ``now``."""
         told = [event._replace(at=now) for event in self._pins.values()]
         for name, last in self._backends.items():
-            told.append(Event(now, "ready", last.model, name, reason="adopted"))
+            told.append(Event(now, "ready", last.model, name, cause=ADOPTED))
             if last.kind != "ready":  # the shortest way to its state
                 told += [Event(now, kind, last.model, name) for kind in ("draining", "evicting")]
                 told.append(last._replace(at=now))
@@ -322,6 +323,9 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+
+
 def _line(event: Event) -> str:
     """Like ``json.dumps``, in a third of its time: a busy program shares its interpreter with us."""
     text = f'{{"at":{event.at!r},"kind":"{event.kind}","model":{quoted(event.model)}'
@@ -333,8 +337,8 @@ def _line(event: Event) -> str:
         text += f',"size":{event.size}'
     if event.seconds:
         text += f',"seconds":{event.seconds!r}' if event.seconds < math.inf else ',"seconds":null'
-    if event.reason:
-        text += f',"reason":{quoted(event.reason)}'
+    if event.cause:
+        text += f',"cause":{_ENCODER.encode(to_json(event.cause))}'
     if event.target:
         text += f',"target":{quoted(event.target)}'
     if event.way:
@@ -411,11 +415,13 @@ def _event(entry: dict[str, Any], where: str) -> Event:
     if "seconds" in entry and entry["seconds"] is None:
         entry["seconds"] = math.inf
     try:
+        if "cause" in entry:
+            entry["cause"] = parse(entry["cause"])
         event = Event(**entry)
         sound = event.kind in KINDS and isinstance(
             event.at + event.seconds + event.size + event.bound, (int, float)
         )
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise BadLog(f"{where}: is no event: {error}") from None
     if not sound:
         raise BadLog(f"{where}: unknown kind of event {event.kind!r}; known: {', '.join(KINDS)}")

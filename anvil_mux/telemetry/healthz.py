@@ -7,6 +7,7 @@ import math
 from anvil_mux.host.gpu import OtherProcess
 from anvil_mux.host.gpu_monitor import Seen
 from anvil_mux.routing import in_flight
+from anvil_mux.scheduler.causes import sentence, to_json
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.status import BackendState, Deferral, GpuState, ModelState
 
@@ -49,7 +50,8 @@ def _draining(model: ModelState) -> dict[str, object] | None:
 
 
 def _deferral(deferral: Deferral) -> dict[str, object]:
-    return {"seconds_left": _rounded(deferral.seconds_left), "reason": deferral.reason}
+    left, cause = _rounded(deferral.seconds_left), deferral.cause
+    return {"seconds_left": left, "cause": to_json(cause), "reason": sentence(cause)}
 
 
 def _backend_state(backend: BackendState) -> dict[str, object]:

@@ -24,12 +24,12 @@ SAID = 200
 
 def occasion(told: Mapping[str, Any]) -> str:
     """Of which occasion an event tells; "" for none."""
-    kind, reason = told["kind"], told["reason"]
+    kind, cause = told["kind"], told["cause"]
     if kind in ("severed", "stuck"):
         return "severed" if kind == "severed" else "failed"
     if kind == "ready":
-        return "" if reason == "reprieved" else "loaded"
-    if kind == "standby" or (kind == "stopped" and not reason):
+        return "" if cause and cause["kind"] == "reprieved" else "loaded"
+    if kind == "standby" or (kind == "stopped" and not cause):
         return "unloaded"
     return "failed" if kind == "stopped" else ""
 

@@ -19,10 +19,11 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from anvil_mux.config.config import Backend
-from anvil_mux.scheduler.events import NO_ROOM, Cause, Event, Why
+from anvil_mux.scheduler.causes import Severance, sentence, to_json
+from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served, human_line, json_line, stamp
 from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.metrics import Metrics, Phase
@@ -213,7 +214,7 @@ _NORMAL = _MOVES | {"deferred", "pinned", "unpinned", "reloaded"}
 
 def _is_failure(event: Event) -> bool:
     """A backend failed to load, died or could not be stopped."""
-    return event.kind == "stuck" or (event.kind == "stopped" and bool(event.reason))
+    return event.kind == "stuck" or (event.kind == "stopped" and event.cause is not None)
 
 
 def _level(event: Event) -> int:
@@ -233,7 +234,8 @@ def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
         "ticket": event.ticket,
         "size": event.size,
         "seconds": round(event.seconds, 3) if event.seconds < float("inf") else None,
-        "reason": event.reason,
+        "cause": to_json(event.cause) if event.cause else None,
+        "reason": sentence(event.cause),
         "target": event.target,
         "way": event.way,
         "bound": round(event.bound, 3) if event.bound < float("inf") else None,
@@ -243,7 +245,7 @@ def _json_event(event: Event, moment: float, tail: Sequence[str]) -> str:
 
 
 def told(event: Event, at: float) -> dict[str, Any]:
-    """An event for those who look on; ``at``: its Unix time."""
+    """An event for those who look on; ``at``: its Unix time; ``reason``: its cause in words."""
     return {
         "at": at,
         "kind": event.kind,
@@ -251,8 +253,10 @@ def told(event: Event, at: float) -> dict[str, Any]:
         "backend": event.backend,
         "size": event.size,
         "seconds": round(event.seconds, 3) if event.seconds < float("inf") else None,
-        "reason": event.reason,
+        "cause": to_json(event.cause) if event.cause else None,
+        "reason": sentence(event.cause),
         "target": event.target,
+        "way": event.way,
         "text": story(event),
     }
 
@@ -268,29 +272,28 @@ def _human_event(event: Event, moment: float, tail: Sequence[str]) -> str:
 
 def story(event: Event) -> str:
     """One event in a few words."""
-    size, seconds, reason = event.size, event.seconds, event.reason
+    size, seconds, cause, reason = event.size, event.seconds, event.cause, sentence(event.cause)
     match event.kind:
-        case "ready" if reason:
-            return _READY.get(reason, reason)
         case "ready":
-            return f"ready after {seconds:.1f} s"
+            return reason or f"ready after {seconds:.1f} s"
         case "draining":
             busy = f"; waits up to {seconds:g} s for {requests(size)}" if size else ""
             goal = f" for {event.target}" if event.target else ""
             return f"leaves{goal} ({reason}){busy}"
         case "evicting":
             cut = f", {requests(size)} severed after {seconds:.1f} s" if size else ""
-            return f"evicting{cut}" + (f": {reason}" if reason.startswith(NO_ROOM) else "")
-        case "stopped" | "standby":
-            return (f"standby ({reason})" if event.kind == "standby" else reason) or "stopped"
+            return f"evicting{cut}" + (f": {reason}" if cause and cause.kind == "standby_full" else "")
+        case "stopped":
+            return reason or "stopped"
+        case "standby":
+            return f"standby ({event.way})" + (f", and could not be stopped: {reason}" if cause else "")
         case "demoting":
             return f"{_deeper(event.way)}: {reason}"
         case "deferred":
             until = f" for up to {seconds:.1f} s" if seconds < float("inf") else ""
             return f"its swap is put off{until}: {reason}"
-        case "severed" if reason:
-            cause = Cause(cast(Why, reason), event.target, seconds)
-            return f"severed #{event.ticket}: {cause.sentence(event.model)}"
+        case "severed" if cause:
+            return f"severed #{event.ticket}: {Severance(cause, seconds).sentence(event.model)}"
         case kind if kind in _PLAIN:
             return _PLAIN[kind].format(reason=reason)
         case kind:
@@ -306,10 +309,6 @@ _PLAIN = {
     "unpinned": "unpinned: it makes room for others again",
     "reloaded": "configuration reloaded: {reason}",
     "reload_failed": "configuration refused, nothing has changed: {reason}",
-}
-_READY = {
-    "adopted": "runs already, taken over",
-    "reprieved": "stays after all: it need not make room any more",
 }
 
 

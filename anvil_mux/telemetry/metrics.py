@@ -38,12 +38,12 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.utils import floatToGoString
 
 from anvil_mux import __version__
-from anvil_mux.config.config import WAYS, Config
+from anvil_mux.config.config import Config
 from anvil_mux.errors import ClientStalled
 from anvil_mux.host.gpu_monitor import Sight
 from anvil_mux.protocol import api
 from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.events import LEAVES, NO_ANSWER, Event
+from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.status import Status
 from anvil_mux.telemetry import gauges
@@ -55,24 +55,13 @@ BUCKETS = (
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0),
 )
 """A token takes milliseconds, a cold start of a large model minutes."""
-UNKNOWN, OTHER = "unknown", "other"
+UNKNOWN = "unknown"
 TOKENS = ("prompt", "cached", "completion")
 FORECASTS = ("hit", "missing", "unforeseen")
 """Of tokens that a replica was thought to have cached, or had: both, only thought, only had."""
 """Each token is of one kind: what was cached of a prompt is no longer counted as ``prompt``."""
 RESULTS = ("ok", "failed", "stuck", "cancelled")
 """Of loads."""
-DEFERRALS = {
-    "min_residency": "may stay for min_residency",
-    "policy_failed": "the policy failed",
-    "in_use": "was just in use",
-    "too_few": "worth it from",
-    "swap_cost": "for as long as a swap costs",
-    "more_awaited": "more may come",
-    "not_quiet": "has been quiet for",
-    "slice": "the slice of",
-}
-"""Label -> what the reason of such a deferral says; the reasons of other policies are "other"."""
 
 Labels = tuple[str, ...]
 _BOUNDS = [floatToGoString(bound) for bound in (*BUCKETS, math.inf)]  # type: ignore[no-untyped-call]
@@ -270,7 +259,7 @@ class Metrics:
             self._leaving[event.backend] = _Leaving(event.model, "", "cancelled", event.at, event.at)
 
     def _on_draining(self, event: Event) -> None:
-        cause = "swap" if event.target else _cause(event.reason)
+        cause = "swap" if event.target else event.cause.kind if event.cause else UNKNOWN
         if event.target:
             self._end_hold(event.target, event.at)
         self._leaving[event.backend] = _Leaving(event.model, event.target, cause, event.at)
@@ -287,8 +276,8 @@ class Metrics:
     def _on_gone(self, event: Event) -> None:
         if event.backend in self._demoting:  # it had left its GPUs before
             self._demoting.remove(event.backend)
-            way = event.reason if event.kind == "standby" else "stop"
-            self._demotions[event.model, way if way in WAYS else NONE] += 1
+            way = "stop" if event.kind == "stopped" else event.way
+            self._demotions[event.model, NONE if event.cause and event.kind == "standby" else way] += 1
             return
         loading = self._loading.pop(event.backend, None)
         leaving = self._leaving.get(event.backend)
@@ -317,7 +306,7 @@ class Metrics:
         if held and held[0] == event.ticket:
             return  # the moment that was announced first has passed
         self._held[event.model] = event.ticket, event.at
-        self._deferrals[event.model, _deferral(event.reason)] += 1
+        self._deferrals[event.model, event.cause.kind if event.cause else UNKNOWN] += 1
 
     def _on_reload(self, event: Event) -> None:
         self._reloads["ok" if event.kind == "reloaded" else "failed",] += 1
@@ -455,10 +444,10 @@ class Metrics:
             "anvil_severed_requests", "Requests cut because a drain ended.", "model", self._severed
         )
         yield _counter(
-            "anvil_deferrals", "Swaps that were put off, by reason.", "model reason", self._deferrals
+            "anvil_deferrals", "Swaps that were put off, by cause.", "model cause", self._deferrals
         )
         yield _counter(
-            "anvil_evictions", "Models that left their GPUs, by reason.", "model reason", self._evictions
+            "anvil_evictions", "Models that left their GPUs, by cause.", "model cause", self._evictions
         )
         yield _counter("anvil_reloads", "Other configurations, by result.", "result", self._reloads)
         yield _counter(
@@ -474,30 +463,12 @@ def _source(victims: list[_Leaving]) -> str:
     return NONE if not models else models.pop() if len(models) == 1 else SEVERAL
 
 
-def _cause(reason: str) -> str:
-    """Why a backend leaves that makes room for nobody."""
-    if reason.startswith("idle for"):
-        return "idle"
-    return _CAUSES.get(reason, "policy")
-
-
-_CAUSES = {
-    "unload requested": "unload",
-    NO_ANSWER: "unreachable",
-    **dict.fromkeys(LEAVES.values(), "reload"),
-}
-
-
 def _other_spelling(path: str) -> str:
     """The route of a path that has a model or a foreign prefix in it."""
     route = api.match("POST", path)
     if route and route.model_in == "answer":
         return "other"
     return route.path if route else "other"
-
-
-def _deferral(reason: str) -> str:
-    return next((label for label, said in DEFERRALS.items() if said in reason), OTHER)
 
 
 def _route_labels() -> dict[str, str]:

@@ -81,10 +81,10 @@ class Clairvoyant:
         move = self.plan[due - 1] if due else None
         if move and sum(line.waiting for line in seen.queues) >= move.waiting:
             if move.unload and any(resident.model == move.model for resident in seen.residents):
-                return Unload(move.model, "planned")
+                return Unload(move.model)
             if not move.unload and any(line.model == move.model for line in seen.queues):
-                return SwapTo(move.model, "planned")
-        return Stay(self.plan[due].at if due < len(self.plan) else FOREVER, "planned")
+                return SwapTo(move.model)
+        return Stay(self.plan[due].at if due < len(self.plan) else FOREVER)
 
 
 NAME = "clairvoyant"

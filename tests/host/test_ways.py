@@ -883,7 +883,7 @@ def test_models_that_alternate_under_load_are_standby_and_restored() -> None:
     assert len(traffic.answers) == 24
     assert not {"stop a", "stop b"} & set(traffic.house.calls)
     assert traffic.house.ledger.most <= 24 * GIB
-    assert {event.reason for event in traffic.log if event.kind == "standby"} == {"checkpoint"}
+    assert {event.way for event in traffic.log if event.kind == "standby"} == {"checkpoint"}
 
 
 def test_a_flood_during_a_slow_sleep_reaches_no_sleeper(
@@ -914,7 +914,7 @@ def test_models_that_alternate_under_load_sleep_and_wake_and_never_share_the_gpu
     assert len(traffic.answers) == 40
     assert traffic.house.calls == ["start a", "start b"]
     assert traffic.house.ledger.most <= 24 * GIB
-    assert {event.reason for event in traffic.log if event.kind == "standby"} == {"sleep"}
+    assert {event.way for event in traffic.log if event.kind == "standby"} == {"sleep"}
     learned = {(cost.source, cost.target, cost.way) for cost in traffic.mux.costs()}
     assert learned >= {
         ("model-a", "model-b", "sleep"),

@@ -15,6 +15,8 @@ import worlds
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.scheduler import policies
+from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.events import Event
 from anvil_mux.sim import simulate, study, workload
 
 WHAT = {"Start": "load", "Cancel": "cancel", "Stop": "evict", "Demote": "demote"}
@@ -22,6 +24,68 @@ WHAT = {"Start": "load", "Cancel": "cancel", "Stop": "evict", "Demote": "demote"
 
 KINDS = {"stopped": "empty", "standby": "parked", "loading": "starting", "evicting": "stopping"}
 """A kind of event -> what the frozen commit called it."""
+
+REASONS = {
+    "overdue": "overdue",
+    "idle": "idle for {seconds:g} s",
+    "unloaded": "unload requested",
+    "changed": "its configuration changed",
+    "removed": "the configuration has it no longer",
+    "silent": "it does not answer",
+    "make_room": "room to prepare {model}",
+    "host_memory_needed": "idle, and {model} lacks host memory",
+    "host_memory_short": "host memory is short",
+    "memory_needed": "its memory is needed",
+    "demote_timer": "it rested by {way} for {seconds:.0f} s",
+    "retry_stuck": "trying again to stop it",
+    "standby_full": "no room to rest by {way}",
+    "preload": "errand: prepared before anybody asks",
+    "missing_stage": "errand: the other stage is there",
+    "wake_to_demote": "woken on its way to {way}",
+    "unwanted": "nobody waits for it, and {model} does",
+    "room_free": "{waiting} waiting, room is free",
+    "oldest_first": "{waiting} waiting, oldest first",
+    "waited_enough": "{waiting} waiting, waited long enough",
+    "quiet": "{waiting} waiting, line quiet",
+    "not_quiet": "no line has been quiet for {seconds:g} s yet",
+    "held_longest": "{waiting} waiting, held for the longest time allowed",
+    "enough_wait": "{waiting} waiting, {required:g} are worth a swap of {seconds:.1f} s",
+    "none_awaited": "{waiting} waiting, no more are awaited",
+    "more_awaited": "more may come",
+    "swap_cost": "who would go may serve for as long as a swap costs",
+    "slice_over": "{waiting} waiting, the slice of {residents} is over",
+    "slice": "the slice of {residents} is not over",
+    "worth_it": "{waiting} waiting, {expected:.1f} expected by its load; worth it from {required:.1f}",
+    "too_few": "{waiting} waiting, {expected:.1f} expected by its load; worth it from {required:.1f}",
+    "in_use": "{waiting} waiting, {expected:.1f} expected by its load; worth it from {required:.1f}; "
+    "{residents} was just in use",
+    "paid_for": "{waiting} waiting, they have lost what a swap costs",
+    "replicas_busy": "{waiting} wait at busy replicas",
+    "min_residency": "{residents} may stay for min_residency",
+    "policy": "",
+    "policy_text": "{detail}",
+    "policy_failed": "the policy failed: {detail}",
+    "adopted": "adopted",
+    "reprieved": "reprieved",
+    "load_failed": "load failed: {detail}",
+    "died": "died: {detail}",
+    "died_early": "died: {detail} {seconds:.1f} s after it was loaded, before it gave one whole answer",
+    "evict_failed": "{detail}",
+    "busy": "busy",
+    "routed": "{detail}",
+    "incomplete": "no whole answer",
+    "moved": "taken back for {backend}",
+    "stale": "{backend} is stale",
+    "error": "{detail}",
+    "reconfigured": "{detail}",
+    "bad_configuration": "{detail}",
+}
+"""A kind of cause -> the reason that the frozen commit gave."""
+OTHERWISE = {
+    ("loading", "wake_to_demote"): "errand: on its way to {way}",
+    ("standby", "evict_failed"): "it stays as it is: {detail}",
+}
+"""The same where it depends on the kind of the event."""
 
 
 KEYS = {
@@ -34,26 +98,10 @@ KEYS = {
 """What the frozen commit called a setting -> what it is called today."""
 
 
-WORDS = {"preload: ": "errand: ", "queue quiet": "line quiet", "no queue has": "no line has"}
-"""What a reason says -> what the frozen commit said."""
 _OLD = {new: old for old, new in KEYS.items()}
 LEVELS = {"freeze": "pause"}
 TODAY = {old: new for new, old in LEVELS.items()}
 """A standby level -> what the frozen commit called it, and back."""
-
-
-def in_old_words(event: Any) -> list[Any]:
-    reason = LEVELS.get(event.reason, event.reason)
-    for new, old in WORDS.items():
-        reason = reason.replace(new, old)
-    for new, old in LEVELS.items():
-        reason = reason.replace(f" {new}", f" {old}")
-    if event.kind == "reloaded":
-        reason = re.sub(
-            r"\b(preload|evict_to|failure_domain|eviction)\b", lambda found: _OLD[found[0]], reason
-        )
-    kind, way = KINDS.get(event.kind, event.kind), LEVELS.get(event.way, event.way)
-    return list(event._replace(kind=kind, reason=reason, way=way))
 
 
 def config_of(about: dict[str, Any]) -> Config:
@@ -137,11 +185,34 @@ def _workload_log(world: dict[str, Any]) -> Any:
     )
 
 
+def told(event: Event) -> list[Any]:
+    """An event in the words of the frozen commit."""
+    level = LEVELS.get(event.way, event.way)
+    way = "" if event.kind == "standby" else level
+    kind, words = KINDS.get(event.kind, event.kind), reason(event.kind, event.cause)
+    if event.kind == "standby" and not event.cause:
+        words = level
+    return list(event._replace(kind=kind, cause=words, way=way))  # type: ignore[arg-type]
+
+
+def reason(kind: str, cause: Cause | None) -> str:
+    if cause is None:
+        return ""
+    if kind == "severed":
+        return cause.kind
+    words = OTHERWISE.get((kind, cause.kind), REASONS[cause.kind])
+    way, detail = LEVELS.get(cause.way, cause.way), cause.detail
+    if cause.kind == "reconfigured":
+        detail = re.sub(rf"\b({'|'.join(_OLD)})\b", lambda found: _OLD[found[0]], detail)
+    figures = {**cause._asdict(), "residents": " and ".join(cause.residents), "way": way, "detail": detail}
+    return words.format(**figures)
+
+
 def main() -> None:
     for line in sys.stdin:
         world = json.loads(line)
         try:
-            log = [in_old_words(event) for event in log_of(world)]
+            log = [told(event) for event in log_of(world)]
         except Exception as error:  # a world that one version cannot run is a difference too
             log = [[0.0, "error", f"{type(error).__name__}: {error}"]]
         print(json.dumps([world["name"], log]), flush=True)

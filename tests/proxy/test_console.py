@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.proxy import console
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.feed import EVENTS
 from anvil_mux.telemetry.metrics import _route_labels
@@ -82,11 +83,12 @@ def test_the_first_message_is_the_whole_state(rig: Rig) -> None:
 def test_what_happens_is_told_when_it_happens(rig: Rig) -> None:
     watcher = Watcher(rig.client())
     watcher.next()
-    rig.feed.tell(Event(1.0, "deferred", "b", size=2, seconds=float("inf"), reason="the line grows"))
+    rig.feed.tell(Event(1.0, "deferred", "b", size=2, seconds=float("inf"), cause=Cause("more_awaited")))
     rig.feed.ended(record(request_id="r1", model="a"))
     rig.feed.ring()
     event = watcher.until("event")
-    assert (event["kind"], event["seconds"], event["reason"]) == ("deferred", None, "the line grows")
+    assert (event["kind"], event["seconds"]) == ("deferred", None)
+    assert (event["cause"], event["reason"]) == ({"kind": "more_awaited"}, "more may come")
     assert watcher.until("requests")["requests"][0]["id"] == "r1"
 
 

@@ -519,6 +519,7 @@ def test_healthz_tells_why_and_for_how_long_a_swap_is_put_off(make_rig: Callable
     rig.events.wait("deferred")
     models = json.loads(rig.client().get(b"/healthz").body)["models"]
     assert models["a"]["deferred"] is None
+    assert models["org/b"]["deferred"]["cause"] == {"kind": "not_quiet", "seconds": 600.0}
     assert models["org/b"]["deferred"]["reason"] == "no queue has been quiet for 600 s yet"
     assert 0 < models["org/b"]["deferred"]["seconds_left"] <= 600
     second.leave()
@@ -542,7 +543,11 @@ def test_healthz_has_no_number_for_what_is_put_off_without_end(make_rig: Callabl
     second.post(b'{"model":"org/b"}')
     rig.events.wait("deferred")
     deferred = json.loads(rig.client().get(b"/healthz").body)["models"]["org/b"]["deferred"]
-    assert deferred == {"seconds_left": None, "reason": "the policy failed: ZeroDivisionError()"}
+    assert deferred == {
+        "seconds_left": None,
+        "cause": {"kind": "policy_failed", "detail": "ZeroDivisionError()"},
+        "reason": "the policy failed: ZeroDivisionError()",
+    }
     second.leave()
 
 

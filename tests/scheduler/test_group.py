@@ -12,9 +12,10 @@ from anvil_mux.config.profile import Profile
 from anvil_mux.errors import DoesNotFit, LoadError, Overloaded, Stuck, WaitedTooLong
 from anvil_mux.routing.in_flight import Load
 from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.demand import Demand
-from anvil_mux.scheduler.events import TRANSITIONS, Cause
+from anvil_mux.scheduler.events import TRANSITIONS
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import SHORTEST_DEFERRAL, SOON_SECONDS, GpuGroup
@@ -168,7 +169,7 @@ def loading(name, *backends, **settings):
 def test_a_load_is_cancelled_by_hand_and_who_waits_for_it_is_told_so():
     driver, first = loading("a")
     second = driver.request("a", 1.0)
-    assert driver.core.unload_requested("a", 2.0, "unload requested")
+    assert driver.core.unload_requested("a", 2.0)
     assert ends(driver, first, second) == ["cancelled", "cancelled"]
     assert "a was unloaded by hand" in first.error.message
     assert driver.core.settled == [first, second]
@@ -176,9 +177,9 @@ def test_a_load_is_cancelled_by_hand_and_who_waits_for_it_is_told_so():
     assert driver.steps(2.5) == []
     driver.core.load_cancelled("a", 3.0)
     assert (driver.state("a"), driver.steps(3.0)) == ("stopped", [])
-    assert not driver.core.unload_requested("a", 4.0, "unload requested")
-    told = [(e.kind, e.reason, e.target) for e in driver.log[2:] if not e.ticket]
-    assert told == [("cancelling", "unload requested", ""), ("stopped", "", "")]
+    assert not driver.core.unload_requested("a", 4.0)
+    told = [(e.kind, e.cause, e.target) for e in driver.log[2:] if not e.ticket]
+    assert told == [("cancelling", Cause("unloaded"), ""), ("stopped", None, "")]
     driver.sound()
 
 
@@ -187,7 +188,7 @@ def test_what_was_cancelled_has_no_cool_down_and_counts_as_no_failure():
     driver.core.load_failed("a", 1.0, LoadError("no"))
     driver.request("a", 6.0)
     assert driver.steps(6.0) == ["start a"]
-    driver.core.unload_requested("a", 7.0, "unload requested")
+    driver.core.unload_requested("a", 7.0)
     assert driver.steps(7.0) == ["cancel a"]
     driver.core.load_cancelled("a", 8.0)
     again = driver.request("a", 8.0)
@@ -199,7 +200,7 @@ def test_what_was_cancelled_has_no_cool_down_and_counts_as_no_failure():
 
 def test_who_comes_while_a_load_is_being_cancelled_waits_for_the_next():
     driver, _ = loading("a")
-    driver.core.unload_requested("a", 1.0, "unload requested")
+    driver.core.unload_requested("a", 1.0)
     assert driver.steps(1.0) == ["cancel a"]
     late = driver.request("a", 2.0)
     assert (driver.steps(2.0), late.settled) == ([], False)
@@ -212,7 +213,7 @@ def test_who_comes_while_a_load_is_being_cancelled_waits_for_the_next():
 
 def test_who_comes_before_the_load_is_cancelled_has_it_go_on():
     driver, _ = loading("a")
-    driver.core.unload_requested("a", 1.0, "unload requested")
+    driver.core.unload_requested("a", 1.0)
     late = driver.request("a", 1.0)
     assert driver.steps(1.0) == []
     driver.core.loaded("a", 2.0)
@@ -222,7 +223,7 @@ def test_who_comes_before_the_load_is_cancelled_has_it_go_on():
 
 def test_a_load_that_has_just_succeeded_when_it_is_cancelled_is_unloaded():
     driver, _ = loading("a")
-    driver.core.unload_requested("a", 1.0, "unload requested")
+    driver.core.unload_requested("a", 1.0)
     assert driver.steps(1.0) == ["cancel a"]
     late = driver.request("a", 1.5)
     driver.core.loaded("a", 2.0)
@@ -237,7 +238,7 @@ def test_a_load_that_has_just_succeeded_when_it_is_cancelled_is_unloaded():
 @pytest.mark.parametrize("failure", ["load_failed", "evict_failed"])
 def test_a_load_that_fails_while_it_is_cancelled_has_no_cool_down_unless_it_cannot_be_stopped(failure):
     driver, _ = loading("a")
-    driver.core.unload_requested("a", 1.0, "unload requested")
+    driver.core.unload_requested("a", 1.0)
     driver.steps(1.0)
     FACTS[failure](driver.core, 2.0)
     assert driver.core.slots["a"].failed_starts == 0
@@ -292,7 +293,7 @@ def test_neither_what_is_pinned_nor_what_is_prepared_is_cancelled_for_another(ab
         assert driver.steps(0.0) == ["start a"]
     driver.request("b", 2.0)
     assert driver.steps(2.0) == []
-    assert driver.core.unload_requested("a", 3.0, "unload requested")  # by hand it is
+    assert driver.core.unload_requested("a", 3.0)  # by hand it is
     assert driver.steps(3.0) == ["cancel a"]
 
 
@@ -332,12 +333,12 @@ def test_who_waits_while_its_gpu_is_being_freed_is_told_that_the_model_was_unloa
     lease, waiting = driver.request("a", 1.0), driver.request("b", 2.0)
     assert driver.steps(2.0) == []
     assert driver.state("a") == "draining"
-    assert driver.core.unload_requested("b", 3.0, "unload requested")
+    assert driver.core.unload_requested("b", 3.0)
     assert (ends(driver, waiting), driver.state("a"), driver.steps(3.0)) == (["cancelled"], "ready", [])
     driver.core.release(lease, 4.0)
     driver.request("b", 5.0)
     assert driver.steps(5.0) == ["stop a"]
-    assert driver.core.unload_requested("b", 6.0, "unload requested")
+    assert driver.core.unload_requested("b", 6.0)
     assert driver.steps(6.0) == []
     driver.core.evicted("a", 7.0)
     assert (driver.steps(7.0), driver.states()) == ([], {"a": "stopped", "b": "stopped"})
@@ -360,7 +361,7 @@ def test_a_replica_that_is_being_loaded_is_unloaded_with_the_others():
     driver.core.loaded("r0", 1.0)
     behind = [driver.request("m", 1.0) for _ in range(30)]
     assert driver.steps(20.0) == ["start r1"]
-    assert driver.core.unload_requested("m", 21.0, "unload requested")
+    assert driver.core.unload_requested("m", 21.0)
     assert driver.steps(21.0) == ["cancel r1"]
     assert driver.states() == {"r0": "draining", "r1": "cancelling", "a": "stopped"}
     assert ends(driver, first, *behind) == ["r0"] * 31
@@ -393,7 +394,7 @@ def test_a_drain_that_takes_too_long_severs_what_is_left():
     assert driver.steps(31.9) == []
     step = driver.core.next_step(32.0)
     assert step == Stop("a", "stop", (laggard,))
-    assert (ended.severed, laggard.severed) == (None, Cause("evicted", "b", 30.0))
+    assert (ended.severed, laggard.severed) == (None, Severance(Cause("evicted", "b"), 30.0))
     assert [(e.ticket, e.seconds) for e in driver.log if e.kind == "severed"] == [(laggard.id, 30.0)]
     driver.core.evicted("a", 33.0)
     driver.steps(33.0)
@@ -405,34 +406,34 @@ class Unloading:
     """A policy that unloads whatever is resident once it is asked after second 2."""
 
     def decide(self, seen):
-        return Unload("a", "enough") if seen.now >= 2.0 else Stay()
+        return Unload("a", Cause("policy_text", detail="enough")) if seen.now >= 2.0 else Stay()
 
 
 @pytest.mark.parametrize(
-    ("happens", "cause"),
+    ("happens", "severance"),
     [
-        (lambda core: core.request(Ticket(99, "b", 2.0), 2.0), Cause("evicted", "b", 5.0)),
-        (lambda core: core.unload_requested("a", 2.0, "unload requested"), Cause("unloaded", "", 5.0)),
-        (lambda core: core.retired({"a": "changed"}, {"a", "b"}, 2.0), Cause("changed", "", 5.0)),
-        (lambda core: core.retired({"a": "removed"}, {"b"}, 2.0), Cause("removed", "", 5.0)),
+        (lambda core: core.request(Ticket(99, "b", 2.0), 2.0), Severance(Cause("evicted", "b"), 5.0)),
+        (lambda core: core.unload_requested("a", 2.0), Severance(Cause("unloaded"), 5.0)),
+        (lambda core: core.retired({"a": "changed"}, {"a", "b"}, 2.0), Severance(Cause("changed"), 5.0)),
+        (lambda core: core.retired({"a": "removed"}, {"b"}, 2.0), Severance(Cause("removed"), 5.0)),
         (
             lambda core: core.unanswering("a", 2.0),
-            Cause("silent"),
+            Severance(Cause("silent")),
         ),
-        (lambda core: setattr(core, "_policy", Unloading()), Cause("policy", "", 5.0)),
-        (lambda core: core.sever_all(2.0), Cause("shutdown")),
+        (lambda core: setattr(core, "_policy", Unloading()), Severance(Cause("policy"), 5.0)),
+        (lambda core: core.sever_all(2.0), Severance(Cause("shutdown"))),
     ],
-    ids=lambda value: value.why if isinstance(value, Cause) else "",
+    ids=lambda value: value.cause.kind if isinstance(value, Severance) else "",
 )
-def test_who_is_severed_is_told_the_cause(happens, cause):
+def test_who_is_severed_is_told_the_cause(happens, severance):
     driver = Driver(A, B, drain_timeout=5.0).with_resident("a")
     lease = driver.request("a", 1.0)
     happens(driver.core)
     driver.steps(2.0)
     driver.steps(7.0)
-    assert lease.severed == cause
-    told = [(e.reason, e.target, e.seconds) for e in driver.log if e.kind == "severed"]
-    assert told == [cause]
+    assert lease.severed == severance
+    told = [(e.cause, e.target, e.seconds) for e in driver.log if e.kind == "severed"]
+    assert told == [(severance.cause, severance.cause.model, severance.seconds)]
 
 
 def test_a_leaving_backend_that_is_spared_a_swap_is_severed_as_leaving():
@@ -444,7 +445,7 @@ def test_a_leaving_backend_that_is_spared_a_swap_is_severed_as_leaving():
     driver.core.give_up(waits, 4.0)
     driver.steps(4.0)
     assert driver.steps(7.0) == ["stop a"]
-    assert lease.severed == Cause("changed", "", 5.0)
+    assert lease.severed == Severance(Cause("changed"), 5.0)
 
 
 def test_a_drain_timeout_of_zero_severs_at_once():
@@ -600,7 +601,7 @@ class Never:
     """A policy that never swaps."""
 
     def decide(self, seen):
-        return Stay(reason="never")
+        return Stay()
 
 
 class Wrong:
@@ -617,6 +618,13 @@ class Broken:
         raise ZeroDivisionError("division by zero")
 
 
+class Wordy:
+    """A policy that gives a text as its cause."""
+
+    def decide(self, seen):
+        return SwapTo("b", "because")
+
+
 class IdleOut:
     """Puts a model out that was not used for five seconds."""
 
@@ -625,12 +633,12 @@ class IdleOut:
         for resident in seen.residents:
             until = (seen.now if resident.leases else resident.last_used) + 5.0
             if until <= seen.now:
-                return Unload(resident.model, "idle")
+                return Unload(resident.model)
             moments.append(until)
         return Stay(min(moments, default=inf)) if not seen.queues else SwapTo(seen.queues[0].model)
 
 
-@pytest.mark.parametrize("policy", [Never(), Wrong(), Broken()])
+@pytest.mark.parametrize("policy", [Never(), Wrong(), Broken(), Wordy()])
 def test_an_overdue_line_is_served_whatever_the_policy_says(policy):
     driver = Driver(A, B, policy=policy, max_wait=60.0)
     assert driver.core.adopt("a", 0.0)
@@ -641,6 +649,20 @@ def test_an_overdue_line_is_served_whatever_the_policy_says(policy):
         assert driver.steps(moment + 0.5) == []
     assert driver.until == 62.0
     assert driver.steps(62.0) == ["stop a"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        (Broken(), "ZeroDivisionError('division by zero')"),
+        (Wordy(), "TypeError(\"its cause is 'because', and no Cause\")"),
+    ],
+)
+def test_a_policy_that_fails_is_told_of_in_the_deferral(policy, problem):
+    driver = Driver(A, B, policy=policy)
+    driver.request("b", 1.0)
+    assert driver.steps(1.0) == []
+    assert driver.log[-1].cause == Cause("policy_failed", detail=problem)
 
 
 def test_a_line_is_overdue_at_the_very_moment_that_was_announced():
@@ -663,10 +685,7 @@ def test_a_busy_resident_does_not_keep_a_line_waiting_beyond_its_queue_timeout()
     busy = asks_without_end("a", 6, 100.0)
     log = simulate(config, trace, Engines({"a": 3.0, "b": 3.0}), resident=["a"], follow=busy)
     assert check(log, config) == []
-    assert [(e.kind, e.reason) for e in log if e.model == "b" and e.kind in ("leased", "failed")] == [
-        ("leased", ""),
-        ("leased", ""),
-    ]
+    assert [e.kind for e in log if e.model == "b" and e.kind in ("leased", "failed")] == ["leased", "leased"]
     [first, second] = [event.bound for event in log if event.kind == "queued" and event.model == "b"]
     assert first == pytest.approx(20.0 - 11.0 - 0.2 * (1 + math.log(6)))
     assert second > first  # its load was learned to be shorter
@@ -811,7 +830,7 @@ def test_where_the_pinned_victim_stays_another_goes():
 def test_a_pinned_model_that_rests_makes_room_by_its_memory():
     resting = backend("a", vram=8, evict_to=("sleep", "stop"), pin=True)
     driver = Driver(resting, backend("b", vram=8), gpus=TEN).with_resident("a")
-    driver.core.unload_requested("a", 1.0, "unload requested")
+    driver.core.unload_requested("a", 1.0)
     assert driver.steps(1.0) == ["stop a"]
     driver.core.evicted("a", 2.0, {"0": 3}, "sleep")
     waits = driver.request("b", 3.0)
@@ -826,7 +845,7 @@ def test_a_pinned_model_that_rests_makes_room_by_its_memory():
 def test_a_pinned_model_that_was_told_to_go_is_waited_for():
     driver = Driver(backend("a", pin=True), B).with_resident("a")
     lease = driver.request("a", 1.0)
-    driver.core.unload_requested("a", 2.0, "unload requested")
+    driver.core.unload_requested("a", 2.0)
     waits = driver.request("b", 3.0)
     driver.core.pin_requested("a", 3.0, False)
     driver.core.pin_requested("a", 3.5, True)  # that it is kept from others spares it nothing here
@@ -909,7 +928,7 @@ def test_a_held_line_goes_at_once_when_the_resident_has_died():
 
 def test_a_held_line_goes_at_once_when_the_resident_was_unloaded():
     driver, _ = held_back()
-    driver.core.unload_requested("a", 1.5, "unload requested")
+    driver.core.unload_requested("a", 1.5)
     assert driver.steps(1.5) == ["stop a"]
     assert driver.steps(1.75) == []
     driver.core.evicted("a", 2.0)
@@ -1171,7 +1190,7 @@ def test_broken_models_that_cannot_be_cleaned_up_at_once_cool_down_all_the_same(
 
 def test_a_stuck_backend_that_dies_is_gone_and_may_be_loaded_at_once():
     driver = Driver(A).with_resident("a")
-    driver.core.unload_requested("a", 1.0, "unload requested")
+    driver.core.unload_requested("a", 1.0)
     driver.steps(1.0)
     driver.core.evict_failed("a", 2.0, "no")
     driver.steps(2.0)
@@ -1273,7 +1292,9 @@ def test_one_whole_answer_since_the_load_is_enough_to_be_loaded_again_at_once(an
     assert (driver.request("a", 2.0).error is None) is answered
     assert driver.steps(2.0) == (["start a"] if answered else [])
     driver.core.release(other, 3.0, whole=False)
-    assert [e.reason for e in driver.log if e.kind == "released"] == ["" if answered else "no whole answer"]
+    assert [e.cause for e in driver.log if e.kind == "released"] == [
+        None if answered else Cause("incomplete")
+    ]
     assert check(driver.log, driver.config) == []
 
 
@@ -1322,7 +1343,7 @@ def test_how_one_ended_that_was_about_to_be_stopped_is_kept_and_told():
     driver.core.evicted("a", 2.0, died="exited with code 139", log=["segmentation fault"])
     slot = driver.core.slots["a"]
     assert (slot.error, slot.log) == ("exited with code 139", ("segmentation fault",))
-    assert driver.log[-1].reason == "died: exited with code 139"
+    assert driver.log[-1].cause == Cause("died", detail="exited with code 139")
     assert driver.steps(2.0) == ["start b"]
     driver.core.loaded("b", 3.0)
     assert waiting.backend == "b"
@@ -1340,12 +1361,12 @@ def test_one_that_ended_too_soon_and_was_about_to_be_stopped_cools_down_all_the_
 
 def test_an_end_that_a_stop_brought_about_late_is_no_death():
     driver = Driver(A).with_resident("a")
-    driver.core.unload_requested("a", 1.0, "unload requested")
+    driver.core.unload_requested("a", 1.0)
     assert driver.steps(1.0) == ["stop a"]
     driver.core.evict_failed("a", 2.0, "no")
     assert driver.steps(7.0) == ["stop a"]
     driver.core.evicted("a", 8.0, died="was killed (code 137)")
-    assert (driver.core.slots["a"].error, driver.log[-1].reason) == ("", "")
+    assert (driver.core.slots["a"].error, driver.log[-1].cause) == ("", None)
     assert not driver.request("a", 9.0).settled
 
 
@@ -1526,7 +1547,7 @@ def test_another_replica_is_loaded_once_the_waiting_have_waited_together_for_a_l
     assert driver.steps(0.0) == []
     assert driver.until == 5.0  # two wait behind the first
     assert driver.steps(5.0) == ["start r1"]
-    assert driver.log[-1].reason == "2 wait at busy replicas"
+    assert driver.log[-1].cause == Cause("replicas_busy", waiting=2)
     driver.core.loaded("r1", 15.0)
     assert driver.request("m", 15.0).backend == "r1"
     assert driver.steps(15.0) == []
@@ -1594,9 +1615,9 @@ def test_requests_that_wait_behind_others_are_taken_back_when_another_replica_co
     assert driver.steps(5.0) == ["start r1"]
     driver.core.loaded("r1", 15.0)
     assert driver.core.taken_back == [third]
-    assert third.severed == Cause("moved")
+    assert third.severed == Severance(Cause("moved", backend="r1"))
     assert third.taken_back
-    assert driver.log[-1].reason == "taken back for r1"
+    assert driver.log[-1].cause == Cause("moved", backend="r1")
     assert not driver.core.release(third, 15.0)
     assert list(driver.core.slots["r0"].holders) == [first, second]
     assert streamed(driver, 15.0, "r1")
@@ -1642,13 +1663,15 @@ def test_a_line_goes_before_another_replica():
 
 
 def test_a_policy_may_ask_for_another_replica_itself():
+    mine = Cause("policy_text", detail="mine")
+
     class AtOnce:
         def decide(self, seen):
-            return SwapTo(seen.spills[0].model, "mine") if seen.spills else Stay()
+            return SwapTo(seen.spills[0].model, mine) if seen.spills else Stay()
 
     driver, _ = busy(policy=AtOnce())
     assert driver.steps(0.0) == ["start r1"]
-    assert driver.log[-1].reason == "mine"
+    assert driver.log[-1].cause == mine
 
 
 def test_the_replica_that_puts_nobody_out_is_loaded():
@@ -1783,7 +1806,7 @@ class Loads:
 
     def decide(self, seen):
         mine = [line for line in seen.queues if line.model == self._model and not line.evicts]
-        return SwapTo(self._model, "room") if mine else Stay(reason="never")
+        return SwapTo(self._model) if mine else Stay()
 
 
 # A replica that says nothing
@@ -1812,8 +1835,8 @@ def test_who_waits_at_a_replica_leaves_when_it_turns_stale_and_who_is_answered_s
     assert driver.core.taken_back == []
     driver.core.silent("a", 61.0)
     assert driver.core.taken_back == [third]
-    assert (first.severed, third.severed) == (None, Cause("moved"))
-    assert [e.reason for e in driver.log if e.kind == "released"] == ["a is stale"]
+    assert (first.severed, third.severed) == (None, Severance(Cause("stale", backend="a")))
+    assert [e.cause for e in driver.log if e.kind == "released"] == [Cause("stale", backend="a")]
     assert driver.request("m", 61.0).backend == "b"
 
 
@@ -1850,7 +1873,7 @@ def test_a_stage_that_died_is_loaded_again_once_its_model_is_asked():
     assert driver.steps(3.0) == []
     assert driver.core.request(Ticket(9, "m", 4.0), 4.0)  # the next step is to be asked for
     assert driver.steps(4.0) == ["start prefill"]
-    assert driver.log[-1].reason == "preload: the other stage is there"
+    assert driver.log[-1].cause == Cause("missing_stage")
     assert not driver.core.request(Ticket(10, "m", 5.0), 5.0)
     driver.sound()
 
@@ -1991,7 +2014,7 @@ def test_one_that_died_is_loaded_again_once_its_model_is_asked_so_that_there_are
     core.died("e0", 1.0, "killed")
     assert core.request(Ticket(91, "m", 2.0), 2.0)
     assert engines.driver.steps(2.0) == ["start e1"]
-    assert engines.driver.log[-1].reason == "preload: the other stage is there"
+    assert engines.driver.log[-1].cause == Cause("missing_stage")
     core.request(Ticket(92, "m", 3.0), 3.0)
     assert engines.driver.steps(3.0) == []
     engines.driver.sound()
@@ -2016,7 +2039,7 @@ def test_an_idle_model_is_put_out_when_its_ttl_ends_although_nobody_comes():
     assert driver.until == 10.0
     assert driver.steps(9.9) == []
     assert driver.steps(10.0) == ["stop a"]
-    assert driver.log[-1].reason == "idle for 10 s"
+    assert driver.log[-1].cause == Cause("idle", seconds=10.0)
     driver.core.evicted("a", 11.0)
     assert (driver.steps(11.0), driver.until) == ([], inf)
     driver.sound()
@@ -2064,7 +2087,7 @@ def test_when_the_ttl_of_the_resident_ends_the_line_that_the_policy_holds_back_h
     assert driver.steps(10.0) == []  # the GPU is not free yet
     driver.core.evicted("a", 11.0)
     assert driver.steps(11.0) == ["start b"]
-    assert driver.log[-1].reason == "1 waiting, room is free"
+    assert driver.log[-1].cause == Cause("room_free", waiting=1)
     driver.core.loaded("b", 12.0)
     assert waiting.backend == "b"
     driver.sound()
@@ -2101,7 +2124,7 @@ def test_a_model_stays_for_its_min_residency_and_the_line_that_waits_for_it_is_t
     assert (driver.steps(5.0), driver.until) == ([], 23.0)
     (deferred,) = (event for event in driver.log if event.kind == "deferred")
     assert (deferred.model, deferred.size, deferred.seconds) == ("b", 1, 18.0)
-    assert deferred.reason == "a may stay for min_residency"
+    assert deferred.cause == Cause("min_residency", residents=("a",))
     assert driver.core.deferred[0] == "b"
     assert driver.request("a", 6.0, leases=False).backend == "a"
     assert driver.steps(22.9) == []
@@ -2115,7 +2138,7 @@ def test_an_overdue_line_breaks_a_min_residency():
     assert (driver.steps(5.0), driver.until) == ([], 15.0)
     assert [event.seconds for event in driver.log if event.kind == "deferred"] == [10.0]
     assert driver.steps(15.0) == ["stop a"]
-    assert driver.log[-1].reason == "overdue"
+    assert driver.log[-1].cause == Cause("overdue")
 
 
 def test_a_min_residency_holds_nobody_up_who_has_room():
@@ -2136,7 +2159,7 @@ def test_a_min_residency_neither_forbids_an_unload_nor_outlasts_a_ttl():
     driver = Driver(backend("a", min_residency=100.0, ttl=10.0), B).with_resident("a")
     assert driver.steps(10.0) == ["stop a"]
     driver = Driver(backend("a", min_residency=100.0), B).with_resident("a")
-    assert driver.core.unload_requested("a", 1.0, "unload requested")
+    assert driver.core.unload_requested("a", 1.0)
     assert driver.steps(1.0) == ["stop a"]
 
 
@@ -2151,7 +2174,7 @@ def test_the_stay_that_is_told_is_that_of_who_is_in_the_way():
     driver.request("b", 2.0)
     assert driver.steps(2.0) == []
     (deferred,) = (event for event in driver.log if event.kind == "deferred")
-    assert (deferred.seconds, deferred.reason) == (28.0, "a may stay for min_residency")
+    assert (deferred.seconds, deferred.cause) == (28.0, Cause("min_residency", residents=("a",)))
 
 
 def test_a_model_that_ran_before_counts_as_resident_for_long():
@@ -2181,7 +2204,7 @@ class Watched:
 
     def decide(self, seen):
         self.seen.append(seen)
-        return SwapTo(seen.queues[0].model, "first") if seen.queues and self.swaps else Stay()
+        return SwapTo(seen.queues[0].model) if seen.queues and self.swaps else Stay()
 
     def lines(self):
         """The last that it saw."""
@@ -2212,7 +2235,7 @@ class Holds:
         self.leases = leases
 
     def decide(self, seen):
-        return Stay(99.0, "held", self.leases)
+        return Stay(99.0, leases=self.leases)
 
 
 @pytest.mark.parametrize(
@@ -2491,20 +2514,20 @@ def test_the_policy_sees_swaps_on_other_gpus_and_how_far_they_are():
 def test_an_unload_drains_and_leaves_the_gpu_empty():
     driver = Driver(A, B).with_resident("a")
     lease = driver.request("a", 1.0)
-    assert driver.core.unload_requested("a", 2.0, "unload requested")
+    assert driver.core.unload_requested("a", 2.0)
     assert driver.steps(2.0) == []
     driver.core.release(lease, 3.0)
     assert driver.steps(3.0) == ["stop a"]
     driver.core.evicted("a", 4.0)
     assert driver.steps(4.0) == []
-    assert not driver.core.unload_requested("a", 5.0, "unload requested")
+    assert not driver.core.unload_requested("a", 5.0)
     assert driver.state("a") == "stopped"
     driver.sound()
 
 
 def test_a_request_during_an_unload_is_served_after_it():
     driver = Driver(A).with_resident("a")
-    driver.core.unload_requested("a", 1.0, "unload requested")
+    driver.core.unload_requested("a", 1.0)
     assert driver.steps(1.0) == ["stop a"]
     ticket = driver.request("a", 2.0)
     assert not ticket.settled
@@ -2585,7 +2608,7 @@ def reached(state):
         driver.request("a", 0.0)
         driver.steps(0.0)
         if state == "cancelling":
-            driver.core.unload_requested("a", 0.0, "unload requested")
+            driver.core.unload_requested("a", 0.0)
             driver.steps(0.0)
         return driver
     driver = Driver(one, B).with_resident("a")
@@ -2596,7 +2619,7 @@ def reached(state):
         driver.request("b", 0.0)
         driver.steps(0.0)
         return driver
-    driver.core.unload_requested("a", 0.0, "unload requested")
+    driver.core.unload_requested("a", 0.0)
     driver.steps(0.0)
     if state in ("standby", "demoting"):
         driver.core.evicted("a", 0.0, {"0": 0}, "sleep")
@@ -2650,7 +2673,7 @@ def test_a_fact_moves_a_backend_as_the_table_says_or_changes_nothing(state, fact
 QUESTIONS = {
     ("stopped", "load"): lambda driver: driver.request("a", 1.0),
     ("standby", "load"): lambda driver: driver.request("a", 1.0),
-    ("loading", "cancel"): lambda driver: driver.core.unload_requested("a", 1.0, "unload requested"),
+    ("loading", "cancel"): lambda driver: driver.core.unload_requested("a", 1.0),
     ("ready", "drain"): lambda driver: (driver.request("a", 1.0), driver.request("b", 1.0)),
     ("draining", "reprieve"): lambda driver: driver.core.give_up(next(iter(driver.core.queues["b"])), 1.0),
     ("draining", "evict"): lambda driver: driver.core.release(

@@ -7,6 +7,7 @@ import pytest
 from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError, Overloaded, WaitedTooLong
 from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.fair_queue import FairQueue
 from anvil_mux.scheduler.group import SOON_SECONDS
@@ -48,9 +49,9 @@ def test_no_more_requests_than_its_concurrency_are_leased_and_each_end_brings_th
     assert driver.core.settled[1:] == [third, fourth]
     driver.core.release(second, 6.0)
     assert driver.core.takes("a")
-    assert [(e.kind, e.ticket, e.reason) for e in driver.log if e.kind == "queued"][1:] == [
-        ("queued", 4, "busy"),
-        ("queued", 5, "busy"),
+    assert [(e.kind, e.ticket, e.cause) for e in driver.log if e.kind == "queued"][1:] == [
+        ("queued", 4, Cause("busy")),
+        ("queued", 5, Cause("busy")),
     ]
     assert [e.seconds for e in driver.log if e.kind == "leased"][-2:] == [2.0, 2.0]
     driver.sound()

@@ -9,6 +9,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import LoadError
+from anvil_mux.scheduler.causes import POLICY, Cause, is_cause
 from anvil_mux.scheduler.policies import (
     FOREVER,
     PAUSES,
@@ -50,16 +51,16 @@ B_COMES = (Swapping("b", evicts=("z",), state="evicting", since=8.0),)
     ("snapshot", "decision"),
     [
         (seen(), Stay()),
-        (seen(OLD), SwapTo("b", "2 waiting, oldest first")),
-        (seen(OLD, YOUNG, residents=A_IS_UP), SwapTo("b", "2 waiting, oldest first")),
-        (seen(YOUNG, swapping=B_COMES), SwapTo("c", "1 waiting, oldest first")),
+        (seen(OLD), SwapTo("b", Cause("oldest_first", waiting=2))),
+        (seen(OLD, YOUNG, residents=A_IS_UP), SwapTo("b", Cause("oldest_first", waiting=2))),
+        (seen(YOUNG, swapping=B_COMES), SwapTo("c", Cause("oldest_first", waiting=1))),
     ],
 )
 def test_eager_swaps_at_once_to_the_line_that_waits_longest(snapshot, decision):
     assert Eager().decide(snapshot) == decision
 
 
-NOT_QUIET = "no queue has been quiet for 2 s yet"
+NOT_QUIET = Cause("not_quiet", seconds=2.0)
 
 
 @pytest.mark.parametrize(
@@ -67,18 +68,18 @@ NOT_QUIET = "no queue has been quiet for 2 s yet"
     [
         (seen(), Stay()),
         (seen(OLD), Stay(11.5, NOT_QUIET)),
-        (seen(OLD, now=11.5), SwapTo("b", "2 waiting, queue quiet")),
+        (seen(OLD, now=11.5), SwapTo("b", Cause("quiet", waiting=2))),
         (seen(OLD, YOUNG), Stay(11.0, NOT_QUIET)),
-        (seen(OLD, YOUNG, now=11.0), SwapTo("c", "1 waiting, queue quiet")),
-        (seen(OLD, YOUNG, now=12.0), SwapTo("b", "2 waiting, queue quiet")),
+        (seen(OLD, YOUNG, now=11.0), SwapTo("c", Cause("quiet", waiting=1))),
+        (seen(OLD, YOUNG, now=12.0), SwapTo("b", Cause("quiet", waiting=2))),
         (
             seen(replace(OLD, newest=22.5), now=23.0),
-            SwapTo("b", "2 waiting, held for the longest time allowed"),
+            SwapTo("b", Cause("held_longest", waiting=2)),
         ),
         (seen(replace(OLD, newest=22.5), now=22.5), Stay(23.0, NOT_QUIET)),
         (seen(replace(OLD, max_wait=8.0)), Stay(11.0, NOT_QUIET)),
-        (seen(replace(YOUNG, newest=10.0, evicts=())), SwapTo("c", "1 waiting, room is free")),
-        (seen(OLD, replace(YOUNG, evicts=())), SwapTo("c", "1 waiting, room is free")),
+        (seen(replace(YOUNG, newest=10.0, evicts=())), SwapTo("c", Cause("room_free", waiting=1))),
+        (seen(OLD, replace(YOUNG, evicts=())), SwapTo("c", Cause("room_free", waiting=1))),
     ],
 )
 def test_debounce_holds_a_swap_until_its_line_is_quiet_or_held_long_enough(snapshot, decision):
@@ -87,14 +88,18 @@ def test_debounce_holds_a_swap_until_its_line_is_quiet_or_held_long_enough(snaps
 
 # cost_aware: the five checks, in the order of llmux's v3
 
-LATE = "2 waiting, waited long enough"
-SERVES = "who would go may serve for as long as a swap costs"
-MORE = "more may come"
-ENOUGH_WAITED = "2 waiting, no more are awaited"
+LATE = Cause("waited_enough", waiting=2)
+SERVES = Cause("swap_cost")
+MORE = Cause("more_awaited")
+ENOUGH_WAITED = Cause("none_awaited", waiting=2)
 PAIR = Queue(
     "b", 2, oldest=99.0, newest=99.5, evicts=("a",), evict_seconds=1.0, load_seconds=7.0, learned=True
 )
 """Its swap costs 8 s, so that 4 requests are worth it."""
+
+
+def worth(waiting, required, seconds):
+    return Cause("enough_wait", waiting=waiting, required=required, seconds=seconds)
 
 
 def up(since, *, model="a", backend=None):
@@ -119,14 +124,14 @@ def at_100(*lines, residents=FOR_LONG):
         # 2. Room.
         (
             at_100(replace(PAIR, waiting=1, evicts=()), residents=(up(99.0),)),
-            SwapTo("b", "1 waiting, room is free"),
+            SwapTo("b", Cause("room_free", waiting=1)),
         ),
-        (at_100(replace(PAIR, evicts=()), residents=()), SwapTo("b", "2 waiting, room is free")),
+        (at_100(replace(PAIR, evicts=()), residents=()), SwapTo("b", Cause("room_free", waiting=2))),
         # 3. The serving window, before the number of requests; that of the last that would go.
         (at_100(replace(PAIR, waiting=50), residents=(up(93.0),)), Stay(101.0, SERVES)),
         (
             at_100(replace(PAIR, waiting=50), residents=(up(92.0),)),
-            SwapTo("b", "50 waiting, 4 are worth a swap of 8.0 s"),
+            SwapTo("b", worth(50, 4, 8.0)),
         ),
         (
             at_100(replace(PAIR, waiting=50, evicts=("a", "c")), residents=(up(0.0), up(94.0, model="c"))),
@@ -135,12 +140,12 @@ def at_100(*lines, residents=FOR_LONG):
         (at_100(replace(PAIR, waiting=50), residents=(up(0.0), up(97.0, backend="a2"))), Stay(105.0, SERVES)),
         (at_100(PAIR, residents=(up(0.0), up(99.0, model="c"))), Stay(101.0, MORE)),
         # 4. Enough requests.
-        (at_100(replace(PAIR, waiting=4)), SwapTo("b", "4 waiting, 4 are worth a swap of 8.0 s")),
+        (at_100(replace(PAIR, waiting=4)), SwapTo("b", worth(4, 4, 8.0))),
         (at_100(replace(PAIR, waiting=3)), Stay(101.0, MORE)),
         (at_100(replace(PAIR, waiting=3, load_seconds=5.5)), Stay(101.0, MORE)),  # 3.25, rounded up
         (
             at_100(replace(PAIR, waiting=1, evict_seconds=0.0, load_seconds=0.0)),
-            SwapTo("b", "1 waiting, 1 are worth a swap of 0.0 s"),
+            SwapTo("b", worth(1, 1, 0.0)),
         ),
         # 5. The window for more; when it is over nobody else is waited for.
         (at_100(PAIR), Stay(101.0, MORE)),
@@ -149,18 +154,18 @@ def at_100(*lines, residents=FOR_LONG):
         # The prior until a swap in this direction was made, whatever is estimated; then at most the cap.
         (
             at_100(replace(PAIR, waiting=5, load_seconds=300.0, learned=False)),
-            SwapTo("b", "5 waiting, 5 are worth a swap of 10.0 s"),
+            SwapTo("b", worth(5, 5, 10.0)),
         ),
         (at_100(replace(PAIR, waiting=4, learned=False)), Stay(101.0, MORE)),
         (
             at_100(replace(PAIR, waiting=30, load_seconds=500.0)),
-            SwapTo("b", "30 waiting, 30 are worth a swap of 60.0 s"),
+            SwapTo("b", worth(30, 30, 60.0)),
         ),
         (at_100(replace(PAIR, waiting=29, load_seconds=500.0), residents=(up(39.0),)), Stay(101.0, MORE)),
         # Several lines: the first that may go, else the earliest moment.
         (
             at_100(PAIR, replace(PAIR, model="c", waiting=4)),
-            SwapTo("c", "4 waiting, 4 are worth a swap of 8.0 s"),
+            SwapTo("c", worth(4, 4, 8.0)),
         ),
         (at_100(PAIR, replace(PAIR, model="c", oldest=98.5)), Stay(100.5, MORE)),
         (at_100(residents=(up(0.0),)), Stay()),
@@ -175,7 +180,7 @@ def test_cost_aware_checks_age_room_the_serving_window_the_number_and_the_window
     [
         (
             at_100(replace(PAIR, waiting=4), residents=(up(99.0),)),
-            SwapTo("b", "4 waiting, 4 are worth a swap of 8.0 s"),
+            SwapTo("b", worth(4, 4, 8.0)),
         ),
         (at_100(PAIR, residents=(up(99.0),)), Stay(101.0, MORE)),
         (at_100(replace(PAIR, oldest=98.0), residents=(up(99.0),)), SwapTo("b", ENOUGH_WAITED)),
@@ -187,7 +192,7 @@ def test_cost_aware_without_the_serving_window_is_the_version_before_it(snapshot
 
 def test_cost_aware_with_no_amortization_swaps_for_one_request():
     policy = CostAware(amortization=0.0)
-    assert policy.decide(at_100(PAIR)) == SwapTo("b", "2 waiting, 1 are worth a swap of 8.0 s")
+    assert policy.decide(at_100(PAIR)) == SwapTo("b", worth(2, 1, 8.0))
 
 
 def test_cost_aware_decides_anew_when_the_window_is_over():
@@ -209,7 +214,7 @@ def test_debounce_and_cost_aware_need_not_be_asked_when_a_lease_ends(policy):
 
 SLICED = Resident("a", "a", since=90.0, leases=3, last_used=99.0, reload_seconds=2.0)
 ONE = Queue("b", 1, oldest=99.0, newest=99.0, evicts=("a",))
-NOT_OVER = "the slice of a is not over"
+NOT_OVER = Cause("slice", residents=("a",))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +225,7 @@ NOT_OVER = "the slice of a is not over"
         (at_100(replace(ONE, waiting=2), residents=(SLICED,)), Stay(102.0, NOT_OVER)),
         (
             at_100(replace(ONE, waiting=7), residents=(SLICED,)),
-            SwapTo("b", "7 waiting, the slice of a is over"),
+            SwapTo("b", Cause("slice_over", waiting=7, residents=("a",))),
         ),
         (at_100(replace(ONE, waiting=7), residents=(replace(SLICED, since=95.0),)), Stay(101.0, NOT_OVER)),
         (
@@ -229,20 +234,20 @@ NOT_OVER = "the slice of a is not over"
         ),
         (
             at_100(ONE, residents=(replace(SLICED, since=85.0),)),
-            SwapTo("b", "1 waiting, the slice of a is over"),
+            SwapTo("b", Cause("slice_over", waiting=1, residents=("a",))),
         ),
         # The waiting of all lines count, and when the slice is over the longest line goes.
         (at_100(ONE, replace(ONE, model="c"), residents=(SLICED,)), Stay(102.0, NOT_OVER)),
         (
             at_100(ONE, replace(ONE, model="c", waiting=9), residents=(SLICED,)),
-            SwapTo("c", "9 waiting, the slice of a is over"),
+            SwapTo("c", Cause("slice_over", waiting=9, residents=("a",))),
         ),
         # Room, and the bound of a line, go before any slice.
-        (at_100(replace(ONE, evicts=()), residents=(SLICED,)), SwapTo("b", "1 waiting, room is free")),
+        (at_100(replace(ONE, evicts=()), residents=(SLICED,)), SwapTo("b", Cause("room_free", waiting=1))),
         (at_100(replace(ONE, max_wait=3.0), residents=(SLICED,)), Stay(102.0, NOT_OVER)),
         (
             at_100(replace(ONE, max_wait=1.0), residents=(SLICED,)),
-            SwapTo("b", "1 waiting, the slice of a is over"),
+            SwapTo("b", Cause("slice_over", waiting=1, residents=("a",))),
         ),
         # Of several that would go, the last slice counts; who goes need not be known.
         (
@@ -250,9 +255,9 @@ NOT_OVER = "the slice of a is not over"
                 replace(ONE, evicts=("a", "c")),
                 residents=(SLICED, replace(SLICED, model="c", backend="c", since=95.0)),
             ),
-            Stay(110.0, "the slice of a and c is not over"),
+            Stay(110.0, Cause("slice", residents=("a", "c"))),
         ),
-        (at_100(ONE, residents=()), SwapTo("b", "1 waiting, the slice of a is over")),
+        (at_100(ONE, residents=()), SwapTo("b", Cause("slice_over", waiting=1, residents=("a",)))),
         (at_100(), Stay()),
     ],
 )
@@ -336,7 +341,7 @@ def test_adaptive_waits_a_moment_after_an_answer_for_a_client_that_asks_again():
     line = replace(THERE, newest=9.95)
     stay = adapted(unloved, line, now=9.95)
     assert stay.until == 9.9 + Adaptive().pause
-    assert stay.reason.endswith("a was just in use")
+    assert (stay.cause.kind, stay.cause.residents) == ("in_use", ("a",))
     assert swaps(adapted(unloved, line, now=stay.until))
 
 
@@ -402,7 +407,9 @@ def test_adaptive_never_waits_past_the_bound_of_any_line():
     busy = replace(LOVED, leases=50, last_used=10.0)
     later = replace(THERE, model="c", oldest=-49.9)
     assert adapted(busy, THERE, later).until == -49.9 + 60.0
-    assert adapted(busy, THERE, replace(later, oldest=-50.0)) == SwapTo("c", "1 waiting, waited long enough")
+    assert adapted(busy, THERE, replace(later, oldest=-50.0)) == SwapTo(
+        "c", Cause("waited_enough", waiting=1)
+    )
     unloved = replace(LOVED, rate=0.0, growth=0.0, last_used=10.0)
     assert adapted(unloved, replace(THERE, newest=10.0, max_wait=1.1)).until == 9.0 + 1.1
 
@@ -427,7 +434,7 @@ def test_of_two_lines_that_may_go_that_with_the_higher_priority_goes_first_even_
 
 def test_adaptive_loads_into_free_room_at_once():
     line = replace(THERE, evicts=())
-    assert adapted(replace(LOVED, leases=9), THERE, line) == SwapTo("b", "1 waiting, room is free")
+    assert adapted(replace(LOVED, leases=9), THERE, line) == SwapTo("b", Cause("room_free", waiting=1))
 
 
 # What was at fault in llmux, in the simulator: model a loads in 3 s, b in 9 s, a is up at the start.
@@ -465,7 +472,7 @@ def test_p1_a_request_that_arrives_in_mid_swap_is_decided_like_any_other():
 def test_p2_a_lone_request_goes_when_it_has_waited_long_enough_though_no_other_arrives():
     log = played("cost_aware", [Request(20.0, "b", 1.0)], window=1000.0)
     assert moments(log, "draining", "a") == [35.0]
-    assert [event.reason for event in log if event.kind == "loading"] == ["1 waiting, waited long enough"]
+    assert [event.cause for event in log if event.kind == "loading"] == [Cause("waited_enough", waiting=1)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -605,7 +612,8 @@ def honoured(name, snapshot):
             assert model in [line.model for line in snapshot.queues]
         case Unload(model):
             assert model in [resident.model for resident in snapshot.residents]
-    assert decision.reason or decision == Stay()
+    assert is_cause(decision.cause)
+    assert decision.cause != POLICY or decision == Stay()
     return decision
 
 

@@ -18,6 +18,7 @@ import yaml
 from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.routing.in_flight import Load, Report
+from anvil_mux.scheduler.causes import Cause
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 from tests.running import serving
 
@@ -62,7 +63,7 @@ def test_an_answer_and_the_log_say_which_replica_it_was_and_why(rig: Rig) -> Non
     told = answered(client, rig.engine.next())
     assert told.startswith(b"a; least_prefill_work: cache_aware_all_prefills_tokens_num ")
     assert told.endswith(b", num_requests 0; not b (metric)")
-    assert rig.events.wait("leased").reason == told[3:].decode()
+    assert rig.events.wait("leased").cause == Cause("routed", detail=told[3:].decode())
 
 
 def test_a_model_with_one_backend_says_nothing_of_routing() -> None:

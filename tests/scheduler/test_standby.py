@@ -6,6 +6,7 @@ import pytest
 
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.placement import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory, below, levels
 from anvil_mux.scheduler.steps import Demote, Start, Stop
@@ -18,7 +19,7 @@ LEVELS = ("sleep", "sleep-2", "checkpoint", "stop")
 
 def asleep(driver, name, at, how="sleep", **holds):
     """Puts an idle resident to rest."""
-    driver.core.unload_requested(name, at, "unload requested")
+    driver.core.unload_requested(name, at)
     step = driver.core.next_step(at)
     assert isinstance(step, Stop)
     driver.core.evicted(name, at, how=how, **holds)
@@ -146,10 +147,10 @@ def test_who_cannot_be_stopped_is_tried_again_as_long_as_it_takes():
 
 def test_a_model_that_is_put_out_twice_is_stopped():
     driver = sleeper("sleep", "checkpoint", after=None)
-    assert driver.core.unload_requested("a", 2.0, "unload requested")
+    assert driver.core.unload_requested("a", 2.0)
     assert driver.core.next_step(2.0) == Demote("a", "sleep", "stop")
     driver.core.evicted("a", 3.0)
-    assert not driver.core.unload_requested("a", 4.0, "unload requested")
+    assert not driver.core.unload_requested("a", 4.0)
 
 
 def test_a_sleeper_that_somebody_waits_for_is_stopped_by_hand_and_who_waits_is_told():
@@ -157,7 +158,7 @@ def test_a_sleeper_that_somebody_waits_for_is_stopped_by_hand_and_who_waits_is_t
     driver.request("b", 3.0)
     waiting = driver.request("a", 4.0)
     assert (driver.steps(4.0), driver.state("b")) == ([], "draining")
-    assert driver.core.unload_requested("a", 5.0, "unload requested")
+    assert driver.core.unload_requested("a", 5.0)
     assert (waiting.error.code, driver.state("b")) == ("cancelled", "ready")
     assert driver.steps(5.0) == ["demote a"]
     assert driver.log[-1].way == "stop"
@@ -174,7 +175,7 @@ def test_a_sleeper_is_put_out_by_hand_only_when_none_of_its_replicas_serves():
     driver.steps(1.0)
     driver.core.evicted("a", 2.0, how="sleep")
     for expected in ("stop b", "demote a"):
-        driver.core.unload_requested("m", 3.0, "unload requested")
+        driver.core.unload_requested("m", 3.0)
         assert driver.steps(3.0) == [expected]
         if expected == "stop b":
             driver.core.evicted("b", 3.0)
@@ -228,8 +229,10 @@ def test_who_is_known_to_keep_too_much_beside_the_target_goes_to_a_lower_rung_at
         driver.footprints.learn("a", way, {"0": 4}, {"0": amount})
     driver.request("b", 1.0)
     assert driver.core.next_step(1.0) == Stop("a", expected)
-    told = driver.log[-1].reason
-    assert told == ("1 waiting, oldest first" if expected == "sleep" else "no room to rest by sleep")
+    told = driver.log[-1].cause
+    assert told == (
+        Cause("oldest_first", waiting=1) if expected == "sleep" else Cause("standby_full", way="sleep")
+    )
 
 
 def test_who_is_put_out_for_nobody_keeps_what_it_keeps():
@@ -237,7 +240,7 @@ def test_who_is_put_out_for_nobody_keeps_what_it_keeps():
         "a"
     )
     driver.footprints.learn("a", "sleep", {"0": 4}, {"0": 2})
-    driver.core.unload_requested("a", 1.0, "unload requested")
+    driver.core.unload_requested("a", 1.0)
     assert driver.core.next_step(1.0) == Stop("a", "sleep")
 
 
@@ -291,7 +294,7 @@ def test_the_least_valuable_sleeper_yields_when_host_memory_is_short():
         driver.core.release(driver.request("a", at / 10), at / 10)
     asleep(driver, "a", 4.0, host_bytes=6)
     driver.with_resident("b", 5.0)
-    driver.core.unload_requested("b", 6.0, "unload requested")
+    driver.core.unload_requested("b", 6.0)
     assert driver.core.next_step(6.0) == Stop("b", "sleep")
     driver.core.evicted("b", 7.0, how="sleep", host_bytes=6)
     assert driver.core.next_step(7.0) == Demote("b", "sleep", "stop")
@@ -303,7 +306,7 @@ def test_who_will_not_fit_asleep_takes_the_first_rung_on_which_there_is_room():
     driver = short(5, a).with_resident("a")
     driver.footprints.learn("a", "sleep", {}, {}, host_bytes=8)
     driver.footprints.learn("a", "sleep-2", {}, {}, host_bytes=3)
-    driver.core.unload_requested("a", 1.0, "unload requested")
+    driver.core.unload_requested("a", 1.0)
     assert driver.core.next_step(1.0) == Stop("a", "sleep-2")
 
 
@@ -625,8 +628,7 @@ def test_every_replica_is_prepared_for_the_same_reason():
     assert driver.steps(0.0) == ["start a"]
     driver.core.loaded("a", 3.0)
     assert driver.steps(3.0) == ["start b"]
-    reasons = {event.reason for event in driver.log if event.kind == "loading"}
-    assert reasons == {"preload: prepared before anybody asks"}
+    assert {event.cause for event in driver.log if event.kind == "loading"} == {Cause("preload")}
 
 
 def test_what_fails_to_load_is_not_prepared_again():

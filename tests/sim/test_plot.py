@@ -12,6 +12,7 @@ import matplotlib as mpl
 import pytest
 
 from anvil_mux.config.config import Backend, Config
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.sim import plot
 from anvil_mux.sim.plot import Bar, CannotDraw, History, Wait, draw
@@ -46,7 +47,7 @@ def words(file: Path, runs: list[plot.Drawn]) -> list[str]:
 def test_a_bar_is_what_holds_a_gpu_for_a_while() -> None:
     told = History(
         [
-            Event(10.0, "ready", "a", "a", reason="adopted"),
+            Event(10.0, "ready", "a", "a", cause=Cause("adopted")),
             Event(12.0, "draining", "a", "a", target="b"),
             Event(14.0, "evicting", "a", "a"),
             Event(15.0, "stopped", "a", "a"),
@@ -83,7 +84,7 @@ def test_a_wait_stands_at_its_arrival_and_says_how_it_ended() -> None:
         [
             Event(5.0, "queued", "a", ticket=1, size=1),
             Event(5.0, "queued", "a", ticket=2, size=2),
-            Event(7.0, "failed", "a", ticket=2, seconds=2.0, reason="load_failed"),
+            Event(7.0, "failed", "a", ticket=2, seconds=2.0, cause=Cause("error", detail="load_failed")),
             Event(9.0, "leased", "a", "a", 1, 1, 4.0),
             Event(9.0, "leased", "a", "a", 3, 2),
             Event(11.0, "severed", "a", "a", 1, 1, 2.0),
@@ -188,7 +189,7 @@ def test_more_models_than_colours_share_a_grey_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "log", [[], [Event(1.0, "ready", "a", "a", reason="adopted")]], ids=["stopped", "idle"]
+    "log", [[], [Event(1.0, "ready", "a", "a", cause=Cause("adopted"))]], ids=["stopped", "idle"]
 )
 def test_a_log_in_which_nothing_happens_is_drawn_too(tmp_path: Path, log: list[Event]) -> None:
     assert "0 swaps; mean wait 0 s, longest 0 s" in words(tmp_path / "idle.svg", [("idle", log, AB)])

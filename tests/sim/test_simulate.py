@@ -9,6 +9,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.policies import POLICIES as REGISTRY
@@ -26,7 +27,7 @@ class IdleOut:
             return SwapTo(seen.queues[0].model)
         ends = [(seen.now if r.leases else r.last_used) + 10.125 for r in seen.residents]
         if ends and min(ends) <= seen.now:
-            return Unload(seen.residents[ends.index(min(ends))].model, "idle")
+            return Unload(seen.residents[ends.index(min(ends))].model)
         return Stay(min(ends, default=inf))
 
 
@@ -284,13 +285,14 @@ def test_the_worlds_contain_everything_that_can_happen():
         *("loading", "ready", "draining", "severed", "evicting", "stopped", "standby", "stuck"),
         *("demoting", "cancelling"),
     }
-    reasons = {event.reason.partition(":")[0] for log in logs for event in log}
-    assert {"died", "load failed", "reprieved", "overdue"} <= reasons
-    assert {"unload requested", "trying again to stop it"} <= reasons
-    assert {"idle for 3.00781 s", "idle for 20.0078 s"} <= reasons
-    assert {"a may stay for min_residency", "a and b may stay for min_residency"} <= reasons
-    assert {"waited_too_long", "load_failed", "stuck", "does_not_fit", "host_memory_short"} <= reasons
-    assert {"preload", "host memory is short", "its memory is needed"} <= reasons
+    causes = {event.cause for log in logs for event in log if event.cause}
+    kinds_of_causes = {cause.kind for cause in causes}
+    assert {"died", "load_failed", "reprieved", "overdue", "unloaded", "retry_stuck"} <= kinds_of_causes
+    assert {"preload", "wake_to_demote", "host_memory_short", "memory_needed"} <= kinds_of_causes
+    assert {cause.seconds for cause in causes if cause.kind == "idle"} >= {3 + 1 / 128, 20 + 1 / 128}
+    assert {c.residents for c in causes if c.kind == "min_residency"} >= {("a",), ("a", "b")}
+    codes = {cause.detail for cause in causes if cause.kind == "error"}
+    assert codes >= {"waited_too_long", "load_failed", "stuck", "does_not_fit", "host_memory_short"}
     cancelled = {bool(event.target) for log in logs for event in log if event.kind == "cancelling"}
     assert cancelled == {False, True}  # by hand, and for another line
     after = {b.kind for log in logs for a, b in moves(log) if a.kind == "cancelling"}
@@ -370,17 +372,18 @@ def test_an_idle_model_goes_though_no_request_comes_and_a_line_may_be_overdue_be
     ]
     log = simulate(config, trace, Engines({"a": 3.0, "b": 6.0, "c": 2.0}, stop_seconds=0.5))
     assert check(log, config) == []
-    assert [(e.at, e.kind, e.backend, e.reason) for e in log if e.kind in ("evicting", "loading")] == [
-        (0.0, "loading", "a", "1 waiting, oldest first"),
-        (10.0, "evicting", "a", "idle for 6 s"),
-        (20.0, "loading", "b", "1 waiting, oldest first"),
-        (35.0, "evicting", "b", "overdue"),
-        (35.5, "loading", "c", "overdue"),
-        (38.5, "evicting", "c", "1 waiting, oldest first"),
-        (39.0, "loading", "a", "1 waiting, oldest first"),
+    first = Cause("oldest_first", waiting=1)
+    assert [(e.at, e.kind, e.backend, e.cause) for e in log if e.kind in ("evicting", "loading")] == [
+        (0.0, "loading", "a", first),
+        (10.0, "evicting", "a", Cause("idle", seconds=6.0)),
+        (20.0, "loading", "b", first),
+        (35.0, "evicting", "b", Cause("overdue")),
+        (35.5, "loading", "c", Cause("overdue")),
+        (38.5, "evicting", "c", first),
+        (39.0, "loading", "a", first),
     ]
-    assert [(e.at, e.model, e.seconds, e.reason) for e in log if e.kind == "deferred"] == [
-        (30.0, "a", 26.0, "b may stay for min_residency"),
+    assert [(e.at, e.model, e.seconds, e.cause) for e in log if e.kind == "deferred"] == [
+        (30.0, "a", 26.0, Cause("min_residency", residents=("b",))),
     ]
 
 
@@ -396,7 +399,8 @@ def test_what_was_learned_before_is_known_from_the_start():
 
 def test_waiting_ends_at_the_queue_timeout():
     log = simulate(TWO, [Request(0.0, "a", 1.0)], Engines({"a": 80.0}))
-    assert [(e.at, e.kind, e.reason) for e in log if e.ticket][1:] == [(50.0, "failed", "waited_too_long")]
+    late = Cause("error", detail="waited_too_long")
+    assert [(e.at, e.kind, e.cause) for e in log if e.ticket][1:] == [(50.0, "failed", late)]
     assert log[-1].kind == "ready"  # one begun is finished
 
 
@@ -517,7 +521,7 @@ def test_a_sound_log_has_no_fault():
         (
             [
                 *UP[:2],
-                (1.0, "stopped", "a", 0, {"reason": "load failed: no"}),
+                (1.0, "stopped", "a", 0, {"cause": Cause("load_failed", detail="no")}),
                 (1.0, "failed", "a", 1),
                 (5.0, "queued", "a", 2),
                 (5.0, "loading", "a", 0),

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu, Service
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import KINDS, Event
 from anvil_mux.sim.figures import figures
 from anvil_mux.sim.replay import BEYOND_SECONDS, replay
@@ -85,9 +86,29 @@ def test_what_is_read_is_what_was_written(file: Path, layout: str) -> None:
 
 def test_every_field_of_an_event_survives(file: Path) -> None:
     odd = [
-        Event(0.1 + 0.2, "deferred", 'org/"b"\n', "", 7, 2, inf, "it's not \u2713 yet"),
-        Event(1e6 + 1e-6, "draining", "a", "a", 0, 2, 30.0, "1 waiting", "b"),
-        Event(1e7, "severed", "a", "a", 1, 1, 1e-9),
+        Event(
+            0.1 + 0.2,
+            "deferred",
+            'org/"b"\n',
+            "",
+            7,
+            2,
+            inf,
+            Cause("policy_text", detail="it's not \u2713 yet"),
+        ),
+        Event(
+            1e6 + 1e-6,
+            "draining",
+            "a",
+            "a",
+            0,
+            2,
+            30.0,
+            Cause("slice_over", residents=("a", "c"), waiting=1),
+            "b",
+        ),
+        Event(1e7, "severed", "a", "a", 1, 1, 1e-9, Cause("shutdown")),
+        Event(1e7, "stopped", "a", "a", cause=Cause("died_early", seconds=0.1 + 0.2, detail="\ud83d")),
         Event(1e7, "queued", "a", "", 3, 1, bound=0.1 + 0.2),
         Event(1e7, "queued", "b", "", 4, 1, bound=0.0),
     ]
@@ -346,9 +367,9 @@ def replayed(*events: Event, began: float = 0.0) -> Workload:
 
 def test_loads_and_stops_take_their_median_and_adopted_models_are_loaded_at_the_start() -> None:
     learned = replayed(
-        Event(1.0, "ready", "a", "a", reason="adopted"),
+        Event(1.0, "ready", "a", "a", cause=Cause("adopted")),
         *[Event(2.0, "ready", "b", "b", seconds=seconds) for seconds in (3.0, 50.0, 4.0)],
-        Event(3.0, "ready", "b", "b", reason="reprieved"),
+        Event(3.0, "ready", "b", "b", cause=Cause("reprieved")),
         *[Event(at, kind, "b", "b") for at, kind in ((4.0, "evicting"), (6.0, "stopped"))],
         leased(7.0, "a", 1),
         Event(9.0, "released", "a", "a", 1),
@@ -374,7 +395,7 @@ def test_what_was_cut_off_takes_as_long_as_it_lasted() -> None:
         leased(0.0, "a", 2, size=2),
         leased(0.0, "b", 3),
         Event(3.0, "severed", "a", "a", 1, 1, 3.0),
-        Event(4.0, "stopped", "b", "b", size=1, reason="died: exited with code 1"),
+        Event(4.0, "stopped", "b", "b", size=1, cause=Cause("died", detail="exited with code 1")),
         Event(5.0, "queued", "b", ticket=4, size=1),
     )
     assert [request.seconds for request in learned.requests] == [3.0 + BEYOND_SECONDS, 5.0, 4.0, 4.0]
@@ -387,8 +408,8 @@ def test_what_was_never_served_takes_what_its_model_usually_takes() -> None:
         Event(10.0, "queued", "a", ticket=4, size=1),
         Event(12.0, "gone", "a", ticket=4, seconds=2.0),
         Event(20.0, "queued", "a", ticket=5, size=1),
-        Event(22.0, "failed", "a", ticket=5, seconds=2.0, reason="load_failed"),
-        Event(23.0, "failed", "b", ticket=6, reason="load_failed"),
+        Event(22.0, "failed", "a", ticket=5, seconds=2.0, cause=Cause("error", detail="load_failed")),
+        Event(23.0, "failed", "b", ticket=6, cause=Cause("error", detail="load_failed")),
     )
     assert learned.requests[3:] == (
         Request(10.0, "a", 2.0, patience=2.0),
@@ -423,7 +444,7 @@ def test_runs_follow_each_other_as_on_the_clock_on_the_wall() -> None:
 
 def test_a_log_without_a_request_cannot_be_replayed() -> None:
     with pytest.raises(BadLog, match="no request"):
-        replayed(Event(1.0, "ready", "a", "a", reason="adopted"))
+        replayed(Event(1.0, "ready", "a", "a", cause=Cause("adopted")))
 
 
 # Files that are set aside
@@ -448,13 +469,13 @@ def test_what_is_so_is_told_as_events() -> None:
     standing = Standing()
     events = [
         Event(0.0, "queued", "a", ticket=1, size=1),
-        Event(0.0, "loading", "a", "a", reason="r"),
+        Event(0.0, "loading", "a", "a", cause=Cause("overdue")),
         Event(4.0, "ready", "a", "a", seconds=4.0),
         Event(4.0, "leased", "a", "a", 1, 1, 4.0),
         Event(5.0, "leased", "a", "a", 2, 2),
         Event(5.0, "queued", "b", ticket=3, size=1),
         Event(7.0, "released", "a", "a", 1, 1),
-        Event(7.0, "standby", "c", "c", reason="sleep"),
+        Event(7.0, "standby", "c", "c", way="sleep"),
         Event(7.0, "unpinned", "a"),
         Event(7.0, "pinned", "a"),
     ]
@@ -465,11 +486,11 @@ def test_what_is_so_is_told_as_events() -> None:
     assert still == [True, False, *[True] * 8]
     assert standing.events(8.0) == [
         Event(8.0, "pinned", "a"),
-        Event(8.0, "ready", "a", "a", reason="adopted"),
-        Event(8.0, "ready", "c", "c", reason="adopted"),
+        Event(8.0, "ready", "a", "a", cause=Cause("adopted")),
+        Event(8.0, "ready", "c", "c", cause=Cause("adopted")),
         Event(8.0, "draining", "c", "c"),
         Event(8.0, "evicting", "c", "c"),
-        Event(8.0, "standby", "c", "c", reason="sleep"),
+        Event(8.0, "standby", "c", "c", way="sleep"),
         Event(8.0, "leased", "a", "a", 2, 1),
         Event(8.0, "queued", "b", ticket=3, size=1),
     ]
@@ -486,8 +507,8 @@ def test_a_file_that_is_large_enough_is_set_aside(file: Path) -> None:
     assert sorted(file.parent.iterdir()) == files
     found = [read(each)[0] for each in reversed(files)]
     assert {run.header["began"] for run in found} == {1000.0}
-    assert {run.events[0].reason for run in found} == {"adopted"}
-    moments = [event.at for run in found for event in run.events if not event.reason]
+    assert {run.events[0].cause for run in found} == {Cause("adopted")}
+    moments = [event.at for run in found for event in run.events if not event.cause]
     assert moments == [float(n) for n in range(4 * eventlog.GROUP - len(moments), 4 * eventlog.GROUP)]
     assert len(moments) > eventlog.GROUP
 

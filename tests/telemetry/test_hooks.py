@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.config.hooks import Hook, read
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import KINDS, Event
 from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.hooks import Telling, occasion, perform
@@ -60,26 +61,26 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason", "what"),
+    ("kind", "cause", "what"),
     [
-        ("ready", "", "loaded"),
-        ("ready", "adopted", "loaded"),
-        ("ready", "reprieved", ""),
-        ("stopped", "", "unloaded"),
-        ("standby", "sleep", "unloaded"),
-        ("stopped", "load failed: exited with code 1", "failed"),
-        ("stopped", "died: was killed by SIGKILL", "failed"),
-        ("stuck", "still runs", "failed"),
-        ("severed", "", "severed"),
+        ("ready", None, "loaded"),
+        ("ready", Cause("adopted"), "loaded"),
+        ("ready", Cause("reprieved"), ""),
+        ("stopped", None, "unloaded"),
+        ("standby", None, "unloaded"),
+        ("stopped", Cause("load_failed", detail="exited with code 1"), "failed"),
+        ("stopped", Cause("died", detail="was killed by SIGKILL"), "failed"),
+        ("stuck", Cause("evict_failed", detail="still runs"), "failed"),
+        ("severed", Cause("shutdown"), "severed"),
     ],
 )
-def test_what_an_event_is_to_a_hook(kind: str, reason: str, what: str) -> None:
-    assert occasion({"kind": kind, "reason": reason}) == what
+def test_what_an_event_is_to_a_hook(kind: str, cause: Cause | None, what: str) -> None:
+    assert occasion(told(Event(1.0, kind, "a", "a", cause=cause), 1001.0)) == what
 
 
 def test_all_other_events_are_nothing_to_a_hook() -> None:
     others = set(KINDS) - {"ready", "stopped", "standby", "stuck", "severed"}
-    assert {occasion({"kind": kind, "reason": "x"}) for kind in others} == {""}
+    assert {occasion({"kind": kind, "cause": {"kind": "overdue"}}) for kind in others} == {""}
 
 
 def test_a_web_address_gets_a_post(receiver: Receiver) -> None:
@@ -131,7 +132,7 @@ def test_a_hook_is_told_only_what_it_is_for_and_fails_once_in_words(receiver: Re
     said: list[str] = []
     telling = Telling(Hook(on=("loaded",), url=receiver.url), said.append)
     loaded = told(Event(1.0, "ready", "a", "a", seconds=2.0), 1001.0)
-    telling.tell([loaded, told(Event(2.0, "stuck", "a", "a", reason="x"), 1002.0)], 0)
+    telling.tell([loaded, told(Event(2.0, "stuck", "a", "a", cause=Cause("evict_failed")), 1002.0)], 0)
     got = receiver.got.get(timeout=GUARD)
     assert (got["event"], got["model"], got["at"], got["text"]) == (
         "loaded",

@@ -7,10 +7,12 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from anvil_mux.config.config import Backend, Config
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import KINDS, Event
 from anvil_mux.telemetry import journal as journal_room
 from anvil_mux.telemetry.accesslog import human_line
@@ -120,9 +122,9 @@ def test_events_are_told_in_the_order_in_which_they_came(
     desk: Desk, capfd: pytest.CaptureFixture[str]
 ) -> None:
     journal = desk.open(access=2)
-    journal.add(Event(1.0, "draining", "a", "a", 0, 2, 30.0, "1 waiting, oldest first", "b"))
+    journal.add(Event(1.0, "draining", "a", "a", 0, 2, 30.0, Cause("oldest_first", waiting=1), "b"))
     journal.add(record(request_id="between"))
-    journal.add(Event(31.0, "evicting", "a", "a", 0, 1, 30.0, "1 waiting"))
+    journal.add(Event(31.0, "evicting", "a", "a", 0, 1, 30.0, Cause("oldest_first", waiting=1)))
     journal.add(Event(32.0, "stopped", "a", "a"))
     journal.add(Event(33.0, "ready", "a", "a", seconds=12.34))
     journal.flush()
@@ -136,9 +138,9 @@ def test_an_event_names_the_service_where_that_is_not_the_model(
     desk: Desk, capfd: pytest.CaptureFixture[str]
 ) -> None:
     journal = desk.open()
-    journal.add(Event(1.0, "stopped", "coder", "coder-2", reason="killed"))
+    journal.add(Event(1.0, "stopped", "coder", "coder-2", cause=Cause("died", detail="killed")))
     journal.flush()
-    assert capfd.readouterr().err.endswith(" coder (coder-2): killed\n")
+    assert capfd.readouterr().err.endswith(" coder (coder-2): died: killed\n")
 
 
 def test_a_failed_load_is_told_with_the_last_lines_of_its_engine(
@@ -146,7 +148,7 @@ def test_a_failed_load_is_told_with_the_last_lines_of_its_engine(
 ) -> None:
     tails = {"a": ["CUDA out of memory", "bye"]}
     journal = desk.open(tail=tails.__getitem__)
-    journal.add(Event(1.0, "stopped", "a", "a", reason="load failed: exited with code 1"))
+    journal.add(Event(1.0, "stopped", "a", "a", cause=Cause("load_failed", detail="exited with code 1")))
     journal.flush()
     told = capfd.readouterr().err
     assert "a: load failed: exited with code 1\n" in told
@@ -157,7 +159,7 @@ def test_an_event_in_json_names_its_kind_and_leaves_out_what_is_empty(
     desk: Desk, capfd: pytest.CaptureFixture[str]
 ) -> None:
     journal = desk.open(form="json", tail=lambda _: ["bye"])
-    journal.add(Event(0.0, "stuck", "a", "a", reason="still runs"))
+    journal.add(Event(0.0, "stuck", "a", "a", cause=Cause("evict_failed", detail="still runs")))
     journal.flush()
     assert json.loads(capfd.readouterr().err) == {
         "ts": "1970-01-01T00:00:00.000Z",
@@ -165,6 +167,7 @@ def test_an_event_in_json_names_its_kind_and_leaves_out_what_is_empty(
         "event": "stuck",
         "model": "a",
         "service": "a",
+        "cause": {"kind": "evict_failed", "detail": "still runs"},
         "reason": "still runs",
         "engine_log": ["bye"],
     }
@@ -173,10 +176,10 @@ def test_an_event_in_json_names_its_kind_and_leaves_out_what_is_empty(
 def test_quiet_tells_only_what_is_wrong(desk: Desk, capfd: pytest.CaptureFixture[str]) -> None:
     journal = desk.open(verbosity=QUIET)
     journal.add(Event(1.0, "ready", "a", "a", seconds=1.0))
-    journal.add(Event(1.0, "stopped", "a", "a", reason="died: exited with code 139"))
-    journal.add(Event(1.0, "stuck", "a", "a", reason="still runs"))
-    journal.add(Event(1.0, "reloaded", "", reason="added b"))
-    journal.add(Event(1.0, "reload_failed", "", reason="no {such} key"))
+    journal.add(Event(1.0, "stopped", "a", "a", cause=Cause("died", detail="exited with code 139")))
+    journal.add(Event(1.0, "stuck", "a", "a", cause=Cause("evict_failed", detail="still runs")))
+    journal.add(Event(1.0, "reloaded", "", cause=Cause("reconfigured", detail="added b")))
+    journal.add(Event(1.0, "reload_failed", "", cause=Cause("bad_configuration", detail="no {such} key")))
     journal.flush()
     told = [line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()]
     assert told[0] == "a: died: exited with code 139"
@@ -233,33 +236,45 @@ def test_an_entry_that_cannot_be_told_does_not_end_the_journal(
         raise OSError("no log")
 
     journal = desk.open(tail=broken)
-    journal.add(Event(1.0, "stopped", "a", "a", reason="died: x"))
+    journal.add(Event(1.0, "stopped", "a", "a", cause=Cause("died", detail="x")))
     journal.add(record())
     journal.flush()
     assert len(desk.lines()) == 1
     assert "no log" in capfd.readouterr().err
 
 
+SHORT = Cause("host_memory_short")
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "said"),
     [
-        ("demoting", {"reason": "r", "way": "stop"}, "is stopped where it rests: r"),
-        ("demoting", {"reason": "r", "way": "sleep:2"}, "goes to a deeper rest by sleep:2: r"),
-        ("demoting", {"reason": "r"}, "goes to a deeper rest: r"),  # of an older log
-        ("evicting", {"reason": "1 waiting"}, "evicting"),
-        ("evicting", {"reason": "no room to rest by sleep"}, "evicting: no room to rest by sleep"),
+        ("demoting", {"cause": SHORT, "way": "stop"}, "is stopped where it rests: host memory is short"),
+        (
+            "demoting",
+            {"cause": SHORT, "way": "sleep:2"},
+            "goes to a deeper rest by sleep:2: host memory is short",
+        ),
+        ("standby", {"way": "sleep"}, "standby (sleep)"),
+        (
+            "standby",
+            {"way": "sleep", "cause": Cause("evict_failed", detail="still runs")},
+            "standby (sleep), and could not be stopped: still runs",
+        ),
+        ("evicting", {"cause": Cause("oldest_first", waiting=1)}, "evicting"),
+        ("evicting", {"cause": Cause("standby_full", way="sleep")}, "evicting: no room for standby by sleep"),
         (
             "severed",
-            {"ticket": 7, "reason": "evicted", "target": "b", "seconds": 5.0},
+            {"ticket": 7, "cause": Cause("evicted", "b"), "target": "b", "seconds": 5.0},
             "severed #7: a was evicted for b before this request ended, after a drain of 5.0 s",
         ),
-        ("failed", {"reason": "load_failed"}, "failed #0 load_failed"),
+        ("failed", {"cause": Cause("error", detail="load_failed")}, "failed #0 load_failed"),
         ("pinned", {}, "pinned: once it is resident no other model evicts it"),
         ("unpinned", {}, "unpinned: it makes room for others again"),
-        ("ready", {"reason": "reprieved"}, "stays after all: it need not make room any more"),
+        ("ready", {"cause": Cause("reprieved")}, "stays after all: it need not make room any more"),
     ],
 )
-def test_an_event_is_told_in_words(kind: str, more: dict[str, str], said: str) -> None:
+def test_an_event_is_told_in_words(kind: str, more: dict[str, Any], said: str) -> None:
     assert story(Event(1.0, kind, "a", **more)) == said
 
 

@@ -12,8 +12,9 @@ from anvil_mux.host.gpu import OtherProcess
 from anvil_mux.host.gpu_monitor import Seen
 from anvil_mux.protocol import api
 from anvil_mux.routing.in_flight import Load, Said
+from anvil_mux.scheduler.causes import Cause, Kind
 from anvil_mux.scheduler.costs import Cost
-from anvil_mux.scheduler.events import LEAVES, Event
+from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import EVICTIONS
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.group import GpuGroup
@@ -24,7 +25,7 @@ from anvil_mux.scheduler.steps import Cancel, Start, Stop, Ticket
 from anvil_mux.sim.simulate import Engines, Request, simulate
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.gauges import STATES
-from anvil_mux.telemetry.metrics import BUCKETS, OTHER, TOKENS, Metrics, Phase, _deferral
+from anvil_mux.telemetry.metrics import BUCKETS, TOKENS, Metrics, Phase
 
 CONFIG = Config(
     backends=(
@@ -126,7 +127,7 @@ def test_a_swap_is_counted_and_timed() -> None:
     assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 10.0 + 20.0
     assert swaps(seen, "none", "a", "stop", "ok") == 1
     assert swaps(seen, "a", "b", "stop", "ok") == 1
-    assert value(seen, "anvil_evictions_total", model="a", reason="swap") == 1
+    assert value(seen, "anvil_evictions_total", model="a", cause="swap") == 1
     assert value(seen, "anvil_model_load_duration_seconds_sum", model="b", result="ok") == 12.5
     assert value(seen, "anvil_model_loads_total", model="b", result="ok") == 1
 
@@ -188,7 +189,7 @@ def test_a_load_that_fails_is_a_failed_swap_and_is_timed_apart() -> None:
             Event(2.0, "evicting", "a", "a"),
             Event(3.0, "stopped", "a", "a"),
             Event(3.0, "loading", "b", "b", way="sleep"),
-            Event(9.0, "stopped", "b", "b", reason="load failed: exited with code 1"),
+            Event(9.0, "stopped", "b", "b", cause=Cause("load_failed", detail="exited with code 1")),
         ]
     )
     assert value(seen, "anvil_model_loads_total", model="b", result="failed") == 1
@@ -196,28 +197,28 @@ def test_a_load_that_fails_is_a_failed_swap_and_is_timed_apart() -> None:
     assert value(seen, "anvil_model_load_duration_seconds_sum", model="b", result="failed") == 6.0
     assert value(seen, "anvil_swap_duration_seconds_sum", result="failed") == 8.0
     assert value(seen, "anvil_swap_duration_seconds_count", result="ok") == 0
-    assert value(seen, "anvil_evictions_total", model="b", reason="died") is None
+    assert value(seen, "anvil_evictions_total", model="b", cause="died") is None
 
 
 def test_an_unload_is_an_eviction_and_no_part_of_a_later_swap() -> None:
     seen = told(
         [
-            Event(1.0, "draining", "a", "a", reason="unload requested"),
+            Event(1.0, "draining", "a", "a", cause=Cause("unloaded")),
             Event(2.0, "evicting", "a", "a"),
             Event(3.0, "stopped", "a", "a"),
             Event(100.0, "loading", "b", "b"),
             Event(101.0, "ready", "b", "b", seconds=1.0, way="stop"),
         ]
     )
-    assert value(seen, "anvil_evictions_total", model="a", reason="unload") == 1
+    assert value(seen, "anvil_evictions_total", model="a", cause="unloaded") == 1
     assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
     assert swaps(seen, "none", "b", "stop", "ok") == 1
 
 
 def test_who_leaves_because_nobody_uses_it_is_idle() -> None:
-    leaving = Event(1.0, "draining", "a", "a", reason="idle for 60 s")
+    leaving = Event(1.0, "draining", "a", "a", cause=Cause("idle", seconds=60.0))
     seen = told([leaving, Event(1.0, "evicting", "a", "a"), Event(2.0, "stopped", "a", "a")])
-    assert value(seen, "anvil_evictions_total", model="a", reason="idle") == 1
+    assert value(seen, "anvil_evictions_total", model="a", cause="idle") == 1
 
 
 def test_a_swap_is_counted_by_the_way_that_really_brought_the_model_back() -> None:
@@ -231,22 +232,22 @@ def test_a_swap_is_counted_by_the_way_that_really_brought_the_model_back() -> No
 @pytest.mark.parametrize(
     ("end", "way"),
     [
-        (Event(9.0, "standby", "a", "a", reason="checkpoint"), "checkpoint"),
-        (Event(9.0, "standby", "a", "a", reason="it stays as it is: no"), "none"),
+        (Event(9.0, "standby", "a", "a", way="checkpoint"), "checkpoint"),
+        (Event(9.0, "standby", "a", "a", way="sleep", cause=Cause("evict_failed", detail="no")), "none"),
         (Event(9.0, "stopped", "a", "a"), "stop"),
     ],
 )
 def test_a_demotion_is_counted_by_how_it_ended_and_is_no_eviction(end: Event, way: str) -> None:
     left = [
-        Event(1.0, "draining", "a", "a", target="b", reason="1 waiting"),
+        Event(1.0, "draining", "a", "a", target="b", cause=Cause("oldest_first", waiting=1)),
         Event(2.0, "evicting", "a", "a"),
-        Event(3.0, "standby", "a", "a", reason="sleep"),
-        Event(8.0, "demoting", "a", "a", target="b", reason="its memory is needed"),
+        Event(3.0, "standby", "a", "a", way="sleep"),
+        Event(8.0, "demoting", "a", "a", target="b", cause=Cause("memory_needed")),
     ]
     made = told([*left, end])
     assert value(made, "anvil_demotions_total", model="a", way=way) == 1
-    assert value(made, "anvil_evictions_total", model="a", reason="swap") == 1
-    assert value(made, "anvil_evictions_total", model="a", reason="died") is None
+    assert value(made, "anvil_evictions_total", model="a", cause="swap") == 1
+    assert value(made, "anvil_evictions_total", model="a", cause="died") is None
     made.observe(Event(10.0, "loading", "b", "b", way="stop"))
     made.observe(Event(11.0, "ready", "b", "b", way="stop"))
     assert swaps(made, "a", "b", "stop", "ok") == 1
@@ -259,8 +260,8 @@ def test_what_the_mechanism_tells_of_its_phases_is_counted_by_model() -> None:
     assert phases(seen) == {("a", "evict"): 5.0, ("b", "probe"): 0.5}
 
 
-def deferred(at: float, model: str, ticket: int, reason: str = "more may come") -> Event:
-    return Event(at, "deferred", model, "", ticket, 1, 5.0, reason)
+def deferred(at: float, model: str, ticket: int, cause: Kind = "more_awaited") -> Event:
+    return Event(at, "deferred", model, "", ticket, 1, 5.0, Cause(cause))
 
 
 def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down() -> None:
@@ -278,10 +279,10 @@ def test_the_time_for_which_a_swap_was_held_back_is_its_cool_down() -> None:
 
 
 def test_a_deferral_that_is_announced_again_is_still_one() -> None:
-    again = [deferred(at, "b", 7, "no queue has been quiet for 1 s yet") for at in (1.0, 6.0)]
+    again = [deferred(at, "b", 7, "not_quiet") for at in (1.0, 6.0)]
     seen = told([*again, Event(8.0, "loading", "b", "b")])
     assert phases(seen) == {("b", "cooldown"): 7.0}
-    assert value(seen, "anvil_deferrals_total", model="b", reason="not_quiet") == 1
+    assert value(seen, "anvil_deferrals_total", model="b", cause="not_quiet") == 1
 
 
 @pytest.mark.parametrize("kind", ["gone", "failed"])
@@ -299,16 +300,16 @@ def test_every_deferral_has_a_class_of_its_own(policy: str) -> None:
     ]
     config = replace(CONFIG, backends=tuple(backends), policy=policy if policy in POLICIES else "eager")
     trace = [Request(at / 4, "ab"[at // 3 % 2], 2.0) for at in range(200)]
-    reasons = {
-        event.reason for event in simulate(config, trace, Engines({}, 3.0)) if event.kind == "deferred"
-    }
-    assert bool(reasons) is (policy != "eager")
-    assert not [reason for reason in reasons if _deferral(reason) == OTHER]
+    log = simulate(config, trace, Engines({}, 3.0))
+    kinds = {event.cause.kind for event in log if event.kind == "deferred" and event.cause}
+    assert bool(kinds) is (policy != "eager")
+    assert kinds.isdisjoint({"policy", "policy_text"})
 
 
 def test_the_reasons_of_other_policies_share_one_label() -> None:
-    seen = told([deferred(1.0, "b", hour, f"it is {hour} o'clock") for hour in range(24)])
-    assert value(seen, "anvil_deferrals_total", model="b", reason="other") == 24
+    texts = [Cause("policy_text", detail=f"it is {hour} o'clock") for hour in range(24)]
+    seen = told([deferred(1.0, "b", hour)._replace(cause=text) for hour, text in enumerate(texts)])
+    assert value(seen, "anvil_deferrals_total", model="b", cause="policy_text") == 24
 
 
 def test_what_backends_hold_is_shown_as_it_was_last_measured() -> None:
@@ -343,16 +344,16 @@ def test_what_was_learned_of_swaps_is_shown_and_several_victims_are_one_label() 
 
 def test_reloads_are_counted_by_result_and_those_who_leave_for_one_by_that_cause() -> None:
     events = [
-        Event(1.0, "reloaded", "", reason="changed a"),
-        Event(1.0, "draining", "a", "a", reason=LEAVES["changed"]),
+        Event(1.0, "reloaded", "", cause=Cause("reconfigured", detail="changed a")),
+        Event(1.0, "draining", "a", "a", cause=Cause("changed")),
         Event(2.0, "evicting", "a", "a"),
         Event(3.0, "stopped", "a", "a"),
-        Event(4.0, "reload_failed", "", reason="no"),
+        Event(4.0, "reload_failed", "", cause=Cause("bad_configuration", detail="no")),
     ]
     seen = told(events)
     assert value(seen, "anvil_reloads_total", result="ok") == 1
     assert value(seen, "anvil_reloads_total", result="failed") == 1
-    assert value(seen, "anvil_evictions_total", model="a", reason="reload") == 1
+    assert value(seen, "anvil_evictions_total", model="a", cause="changed") == 1
 
 
 def test_models_that_are_served_from_now_on_begin_at_zero_and_those_of_before_go_on() -> None:
@@ -367,7 +368,7 @@ def test_models_that_are_served_from_now_on_begin_at_zero_and_those_of_before_go
 
 
 def test_an_adopted_backend_is_no_load() -> None:
-    seen = told([Event(1.0, "ready", "a", "a", reason="adopted")])
+    seen = told([Event(1.0, "ready", "a", "a", cause=Cause("adopted"))])
     assert value(seen, "anvil_model_loads_total", model="a", result="ok") == 0
 
 
@@ -376,28 +377,28 @@ def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
         [
             Event(1.0, "draining", "a", "a", target="both"),
             Event(1.0, "draining", "c", "c", target="both"),
-            Event(2.0, "ready", "a", "a", reason="reprieved"),
-            Event(2.0, "ready", "c", "c", reason="reprieved"),
+            Event(2.0, "ready", "a", "a", cause=Cause("reprieved")),
+            Event(2.0, "ready", "c", "c", cause=Cause("reprieved")),
             Event(3.0, "loading", "both", "both"),
         ]
     )
     assert swaps(seen, "several", "both", "none", "reprieved") == 1
-    assert value(seen, "anvil_evictions_total", model="a", reason="swap") is None
+    assert value(seen, "anvil_evictions_total", model="a", cause="swap") is None
 
 
 def test_a_load_that_was_cancelled_is_neither_a_failure_nor_a_death() -> None:
     history = History()
     history.request("a", 0.0)
     assert isinstance(history.driver.next_step(0.0), Start)
-    history.driver.unload_requested("a", 2.0, "unload requested")
+    history.driver.unload_requested("a", 2.0)
     assert isinstance(history.driver.next_step(2.0), Cancel)
     history.driver.load_cancelled("a", 3.0)
     seen = history.metrics
     assert value(seen, "anvil_model_loads_total", model="a", result="cancelled") == 1
     assert value(seen, "anvil_model_load_duration_seconds_sum", model="a", result="cancelled") == 2.0
     assert value(seen, "anvil_model_loads_total", model="a", result="failed") == 0
-    assert value(seen, "anvil_evictions_total", model="a", reason="cancelled") == 1
-    assert value(seen, "anvil_evictions_total", model="a", reason="died") is None
+    assert value(seen, "anvil_evictions_total", model="a", cause="cancelled") == 1
+    assert value(seen, "anvil_evictions_total", model="a", cause="died") is None
     history.load("a", 10.0, 14.0)
     assert value(seen, "anvil_model_loads_total", model="a", result="ok") == 1
 
@@ -407,7 +408,7 @@ def test_a_victim_that_cannot_be_stopped_ends_its_swap() -> None:
         [
             Event(1.0, "draining", "a", "a", target="b"),
             Event(2.0, "evicting", "a", "a"),
-            Event(3.0, "stuck", "a", "a", reason="still runs"),
+            Event(3.0, "stuck", "a", "a", cause=Cause("evict_failed", detail="still runs")),
             Event(9.0, "stopped", "a", "a"),
             Event(10.0, "loading", "b", "b"),
             Event(11.0, "ready", "b", "b", seconds=1.0),
@@ -421,12 +422,12 @@ def test_a_death_is_an_eviction_of_its_own_kind() -> None:
     seen = told(
         [
             Event(1.0, "draining", "a", "a", target="b"),
-            Event(2.0, "stopped", "a", "a", reason="died: exited with code 139"),
+            Event(2.0, "stopped", "a", "a", cause=Cause("died", detail="exited with code 139")),
             Event(50.0, "loading", "b", "b"),
             Event(51.0, "ready", "b", "b"),
         ]
     )
-    assert value(seen, "anvil_evictions_total", model="a", reason="died") == 1
+    assert value(seen, "anvil_evictions_total", model="a", cause="died") == 1
     assert value(seen, "anvil_swap_duration_seconds_sum", result="ok") == 1.0
 
 
@@ -446,11 +447,9 @@ def test_the_target_of_a_swap_may_have_colons_in_its_name() -> None:
 
 def test_severed_requests_and_deferrals_are_counted_by_model() -> None:
     severed = Event(1.0, "severed", "a", "a", 7, 1, 30.0)
-    seen = told(
-        [severed, severed, Event(1.0, "deferred", "b", "", 1, 1, 5.0, "no queue has been quiet for 1 s yet")]
-    )
+    seen = told([severed, severed, Event(1.0, "deferred", "b", "", 1, 1, 5.0, Cause("not_quiet"))])
     assert value(seen, "anvil_severed_requests_total", model="a") == 2
-    assert value(seen, "anvil_deferrals_total", model="b", reason="not_quiet") == 1
+    assert value(seen, "anvil_deferrals_total", model="b", cause="not_quiet") == 1
 
 
 def test_a_served_request_is_counted_with_its_times() -> None:

@@ -1,0 +1,237 @@
+"""Why something happens: a closed list of kinds, each with its figures, and the sentence for people.
+
+A ``Cause`` stands in events, in the policies' decisions and with requests that were severed. Code decides by
+its ``kind`` and its figures; ``sentence`` is the only place where words are made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+Kind = Literal[
+    # of a drain, an eviction or a demotion
+    "overdue",
+    "idle",
+    "unloaded",
+    "changed",
+    "removed",
+    "silent",
+    "make_room",
+    "host_memory_needed",
+    "host_memory_short",
+    "memory_needed",
+    "demote_timer",
+    "retry_stuck",
+    "standby_full",
+    # of a load that no request waits for, and of one that is cancelled
+    "preload",
+    "missing_stage",
+    "wake_to_demote",
+    "unwanted",
+    # of a policy's decision
+    "room_free",
+    "oldest_first",
+    "waited_enough",
+    "quiet",
+    "not_quiet",
+    "held_longest",
+    "enough_wait",
+    "none_awaited",
+    "more_awaited",
+    "swap_cost",
+    "slice_over",
+    "slice",
+    "worth_it",
+    "too_few",
+    "in_use",
+    "paid_for",
+    "replicas_busy",
+    "min_residency",
+    "policy",
+    "policy_text",
+    "policy_failed",
+    # of a state that a backend entered
+    "adopted",
+    "reprieved",
+    "load_failed",
+    "died",
+    "died_early",
+    "evict_failed",
+    # of what happened to a request
+    "busy",
+    "routed",
+    "incomplete",
+    "moved",
+    "stale",
+    "evicted",
+    "shutdown",
+    "error",
+    # of another configuration
+    "reconfigured",
+    "bad_configuration",
+]
+Leaving = Literal["", "changed", "removed"]
+"""Why a backend goes for good; "": it does not."""
+
+DEATHS = frozenset(("died", "died_early"))
+"""Causes of a stop of a backend that ended without being told to."""
+PRELOADS = frozenset(("preload", "missing_stage", "wake_to_demote"))
+"""Causes of a load that no request waits for. Another replica of a busy model has one of the policy's."""
+RESENT = frozenset(("moved", "stale"))
+"""Causes for which a request is severed to be sent to another replica."""
+
+
+class Cause(NamedTuple):
+    """Why something happens. Which figures there are depends on the kind: ``SENTENCES`` names them."""
+
+    kind: Kind
+    model: str = ""
+    """Another model: that needs the room, or whose queue needs the GPUs."""
+    backend: str = ""
+    """Another backend: that is free, or does not answer."""
+    residents: tuple[str, ...] = ()
+    """Models or backends that hold GPUs which a queue needs."""
+    way: str = ""
+    """A standby level."""
+    seconds: float = 0.0
+    """A time that has passed, a time without requests, or what a swap costs."""
+    waiting: int = 0
+    """Requests that wait."""
+    expected: float = 0.0
+    """Requests that will wait when the model is loaded."""
+    required: float = 0.0
+    """Requests that have to wait until a swap is worth it."""
+    detail: str = ""
+    """Text from elsewhere: an engine's, a policy's, a difference of configurations, the code of an error."""
+
+
+_EARLY = "{detail} {seconds:.1f} s after it was loaded, before it gave one whole answer"
+
+SENTENCES: dict[Kind, str] = {
+    "overdue": "overdue",
+    "idle": "idle for {seconds:g} s",
+    "unloaded": "unload requested",
+    "changed": "its configuration changed",
+    "removed": "the configuration has it no longer",
+    "silent": "it does not answer",
+    "make_room": "room to preload {model}",
+    "host_memory_needed": "idle, and {model} lacks host memory",
+    "host_memory_short": "host memory is short",
+    "memory_needed": "its memory is needed",
+    "demote_timer": "in standby by {way} for {seconds:.0f} s",
+    "retry_stuck": "trying again to stop it",
+    "standby_full": "no room for standby by {way}",
+    "preload": "preloaded before anybody asks",
+    "missing_stage": "preloaded because the other stage is there",
+    "wake_to_demote": "woken on its way to {way}",
+    "unwanted": "nobody waits for it, and {model} is waited for",
+    "room_free": "{waiting} waiting, room is free",
+    "oldest_first": "{waiting} waiting, oldest first",
+    "waited_enough": "{waiting} waiting, waited long enough",
+    "quiet": "{waiting} waiting, queue quiet",
+    "not_quiet": "no queue has been quiet for {seconds:g} s yet",
+    "held_longest": "{waiting} waiting, held for the longest time allowed",
+    "enough_wait": "{waiting} waiting, {required:g} are worth a swap of {seconds:.1f} s",
+    "none_awaited": "{waiting} waiting, no more are awaited",
+    "more_awaited": "more may come",
+    "swap_cost": "what is resident may serve for as long as a swap costs",
+    "slice_over": "{waiting} waiting, the slice of {residents} is over",
+    "slice": "the slice of {residents} is not over",
+    "worth_it": "{waiting} waiting, {expected:.1f} expected by its load; worth it from {required:.1f}",
+    "too_few": "{waiting} waiting, {expected:.1f} expected by its load; worth it from {required:.1f}",
+    "in_use": "{waiting} waiting, {expected:.1f} expected by its load; worth it from {required:.1f}; "
+    "{residents} was just in use",
+    "paid_for": "{waiting} waiting, they have lost what a swap costs",
+    "replicas_busy": "{waiting} wait at busy replicas",
+    "min_residency": "{residents} may stay for min_residency",
+    "policy": "so says the policy",
+    "policy_text": "{detail}",
+    "policy_failed": "the policy failed: {detail}",
+    "adopted": "runs already, taken over",
+    "reprieved": "stays after all: it need not make room any more",
+    "load_failed": "load failed: {detail}",
+    "died": "died: {detail}",
+    "died_early": f"died: {_EARLY}",
+    "evict_failed": "{detail}",
+    "busy": "busy",
+    "routed": "{detail}",
+    "incomplete": "no whole answer",
+    "moved": "taken back for {backend}",
+    "stale": "{backend} is stale",
+    "evicted": "evicted for {model}",
+    "shutdown": "anvil-mux shut down",
+    "error": "{detail}",
+    "reconfigured": "{detail}",
+    "bad_configuration": "{detail}",
+}
+"""What each kind is in words; the names in braces are the figures that it has."""
+
+_SEVERED: dict[Kind, str] = {
+    "evicted": "{of} was evicted for {model}",
+    "unloaded": "{of} was unloaded on request",
+    "changed": "the configuration of {of} changed",
+    "removed": "{of} was removed from the configuration",
+    "idle": "{of} was evicted because nobody used it",
+    "policy": "the policy unloaded {of}",
+    "silent": "the engine of {of} did not answer",
+    "shutdown": "anvil-mux shut down",
+    "moved": "another replica of {of} became free",
+    "stale": "the engine of {of} did not answer",
+}
+"""The same, of the model of a request that was severed."""
+
+ADOPTED = Cause("adopted")
+POLICY = Cause("policy")
+"""Of a policy that says no more."""
+
+
+class Severance(NamedTuple):
+    """What ended a request that ran."""
+
+    cause: Cause
+    seconds: float = 0.0
+    """How long the drain was."""
+
+    def sentence(self, model: str) -> str:
+        """What the client is told, without a full stop; ``model``: the request's."""
+        what = _SEVERED[self.cause.kind].format(of=model, model=self.cause.model)
+        drained = f", after a drain of {self.seconds:.1f} s" if self.seconds else ""
+        return f"{what} before this request ended{drained}"
+
+
+def sentence(cause: Cause | None) -> str:
+    """The cause in words, without a full stop; "" for none."""
+    return _filled(SENTENCES[cause.kind], cause) if cause else ""
+
+
+def ending(cause: Cause) -> str:
+    """How a backend died, in words that go on from its name."""
+    return _filled(_EARLY if cause.kind == "died_early" else "{detail}", cause)
+
+
+def _filled(template: str, cause: Cause) -> str:
+    return template.format(**{**cause._asdict(), "residents": " and ".join(cause.residents)})
+
+
+_KINDS = frozenset(get_args(Kind))
+
+
+def is_cause(value: object) -> bool:
+    """Whether it is a cause of a known kind: a policy may be anybody's."""
+    return isinstance(value, Cause) and value.kind in _KINDS
+
+
+def to_json(cause: Cause) -> dict[str, Any]:
+    """The kind, and the figures that are not empty."""
+    return {name: value for name, value in cause._asdict().items() if value}
+
+
+def parse(told: Mapping[str, Any]) -> Cause:
+    """What ``to_json`` made; ValueError or TypeError says what is wrong with it."""
+    figures: dict[str, Any] = {**told, "residents": tuple(told.get("residents", ()))}
+    cause = Cause(**figures)
+    if cause.kind not in _KINDS:
+        raise ValueError(f"unknown cause {cause.kind!r}")
+    sentence(cause)
+    return cause
