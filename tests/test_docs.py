@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -74,6 +75,28 @@ def test_what_the_page_on_extending_shows_runs(title: str, tmp_path: Path) -> No
 def test_what_the_readme_names_is_there() -> None:
     for name in set(re.findall(r"`((?:bin|compose|docs|tests)/[\w./-]+)`", README)):
         assert (ROOT / name).exists(), name
+
+
+def _name_of_thread(node: ast.AST) -> str:
+    """The name that a call gives to a thread, with * for what varies; "" if it makes none."""
+    if not isinstance(node, ast.Call):
+        return ""
+    maker = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    named = [keyword.value for keyword in node.keywords if maker == "Thread" and keyword.arg == "name"]
+    named += node.args[1:2] if maker == "spawn" else node.args[:1] if maker in ("Worker", "worker") else []
+    if named and isinstance(named[0], ast.JoinedStr):
+        parts = [each.value if isinstance(each, ast.Constant) else "*" for each in named[0].values]
+        return re.sub(r"\*.*", "*", "".join(map(str, parts)))
+    return str(named[0].value) if named and isinstance(named[0], ast.Constant) else ""
+
+
+def test_every_thread_is_in_the_list_of_threads() -> None:
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("## The threads")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"`([\w*-]+)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.M))))
+    modules = [ast.parse(module.read_text()) for module in (ROOT / "anvil_mux").rglob("*.py")]
+    named = {_name_of_thread(node) for module in modules for node in ast.walk(module)} - {""}
+    assert {"journal", "hook-*", "notify"} <= named
+    assert named == listed
 
 
 def test_every_room_is_in_the_list_of_rooms() -> None:

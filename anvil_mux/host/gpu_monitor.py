@@ -7,12 +7,12 @@ processes hold: that is not to be had for a model.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from anvil_mux.clock import Worker
 from anvil_mux.host import gpu
 from anvil_mux.host.gpu import Gpus, OtherProcess, Reading
 
@@ -58,10 +58,9 @@ class GpuMonitor:
         self._probe = probe
         self._now = now
         self._asked = now()
-        self._wanted = threading.Event()
-        self._wanted.set()
-        self._closed = threading.Event()
+        self._rests = False
         self._sight: Sight = {}
+        self.worker = Worker("gpu-monitor", self._turn)
 
     def look_at(self, gpus: Iterable[str]) -> None:
         """From now on these are looked at. Any thread."""
@@ -70,7 +69,8 @@ class GpuMonitor:
     def sight(self) -> Sight:
         """What was last seen. Any thread."""
         self._asked = self._now()
-        self._wanted.set()
+        if self._rests:
+            self.worker.wake()
         return self._sight
 
     def look(self) -> None:
@@ -81,26 +81,16 @@ class GpuMonitor:
         held = {gpu: sum(each.used or 0 for each in seen.others) for gpu, seen in self._sight.items()}
         self._tell({gpu: amount for gpu, amount in held.items() if amount})
 
-    def run(self) -> None:
-        """The thread's life."""
-        while not self._closed.is_set():
-            self._wanted.wait(SELDOM_SECONDS)
-            self.look()
-            self.may_rest()
-            self._closed.wait(EVERY_SECONDS)
+    def _turn(self) -> float:
+        self.look()
+        return SELDOM_SECONDS if self.may_rest() else EVERY_SECONDS
 
     def may_rest(self) -> bool:
         """Whether nobody has asked for long."""
-        # Who asks from here on sets it again, so that no question is passed over.
-        self._wanted.clear()
-        if self._now() - self._asked < WATCHED_SECONDS:
-            self._wanted.set()
-        return not self._wanted.is_set()
-
-    def close(self) -> None:
-        """Ends ``run``."""
-        self._closed.set()
-        self._wanted.set()
+        # Whoever asks from here on wakes the thread, so that no question is passed over.
+        self._rests = True
+        self._rests = self._now() - self._asked >= WATCHED_SECONDS
+        return self._rests
 
     def _seen(self, reading: Reading) -> Seen:
         owners = {pid: self._owner(pid) for pid, _ in reading.processes}

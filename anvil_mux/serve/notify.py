@@ -3,7 +3,7 @@
 The protocol is a datagram of lines to the socket that NOTIFY_SOCKET names, see sd_notify(3). The variables
 are taken out of the environment, so that no engine and no command speaks in our place.
 
-The thread of ``run`` looks before each sign of life: it takes the way that requests take, so whatever holds
+The thread ``notify`` looks before each sign of life: it takes the way that requests take, so whatever holds
 them up holds it up. systemd, which then hears nothing for its WatchdogSec, starts the program anew, and that
 takes the engines over.
 """
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
+
+from anvil_mux.clock import Worker
 
 EVERY_SECONDS = 5.0
 """Between two looks, if the watchdog does not want them more often."""
@@ -31,7 +32,6 @@ class Notifier:
         self._watchdog = 0.0
         if microseconds.isdecimal() and process in ("", str(os.getpid())):
             self._watchdog = int(microseconds) / 1e6
-        self._closed = threading.Event()
         self._status = ""
 
     @property
@@ -47,21 +47,16 @@ class Notifier:
             sender.settimeout(SEND_SECONDS)
             sender.sendto(message.encode(), self._address)
 
-    def run(self, look: Callable[[], str]) -> None:
-        """The thread's life; ``look`` says in a line how it goes, "" if it does not go well, or hangs."""
-        every = min(EVERY_SECONDS, self._watchdog / 3) if self._watchdog else EVERY_SECONDS
-        while not self._closed.is_set():
-            self.beat(look)
-            self._closed.wait(every)
+    def worker(self, look: Callable[[], str]) -> Worker:
+        """The thread that tells it; ``look`` says in a line how it goes, or "" if it does not go well."""
+        return Worker("notify", lambda: self.beat(look))
 
-    def beat(self, look: Callable[[], str]) -> None:
+    def beat(self, look: Callable[[], str]) -> float:
+        """Tells it once; after how many seconds it is to be told again."""
         status = look()
         fields = {"WATCHDOG": "1"} if self._watchdog and status else {}
         if status not in ("", self._status):
             fields["STATUS"] = self._status = status
         if fields:
             self.tell(**fields)
-
-    def close(self) -> None:
-        """Ends ``run``."""
-        self._closed.set()
+        return min(EVERY_SECONDS, self._watchdog / 3) if self._watchdog else EVERY_SECONDS

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from anvil_mux import __version__
-from anvil_mux.clock import Clock
+from anvil_mux.clock import Clock, Worker
 from anvil_mux.config.change import Change, compare, within
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.config.keys import Keyring
@@ -70,7 +70,7 @@ from anvil_mux.telemetry.accesslog import stamp
 from anvil_mux.telemetry.eventlog import EventLog
 from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.hooks import Telling
-from anvil_mux.telemetry.journal import Journal, requests, told
+from anvil_mux.telemetry.journal import Journal, requests
 from anvil_mux.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -160,18 +160,16 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
                 _print_banner(config, program.url, options, with_key=bool(keys))
             program.adopt()
             notifier.tell(READY="1")
+            beats = notifier.worker(program.look)
             if notifier.is_heard:
-                threading.Thread(
-                    target=notifier.run, args=(program.look,), name="notify", daemon=True
-                ).start()
+                beats.start()
             if options.watch:
-                look = partial(program.watch_files, watch)
-                threading.Thread(target=look, name="watch-files", daemon=True).start()
+                Worker("watch-files", partial(program.watch_files, watch), first=LOOK_SECONDS).start()
             while signals.wait() == RELOAD:
                 program.reload()
             notifier.tell(STOPPING="1", EXTEND_TIMEOUT_USEC=f"{program.stop_seconds * 1e6:.0f}")
             program.stop()
-            notifier.close()
+            beats.close()
     return 0
 
 
@@ -349,20 +347,15 @@ class Program:
         # Keepers start engines, which inherit what their thread may run on: they are never pinned.
         self._mux.start()
         self._clock.spawn(self._watch, "watch")
-        self._clock.spawn(self._load_logs.run, "load-logs")
+        self._load_logs.worker.start()
         for number, hook in enumerate(self._config.hooks):
-            self._clock.spawn(partial(self._tell_hook, Telling(hook, self._say)), f"hook-{number}")
+            Telling(hook, self._say).worker(f"hook-{number}", self._feed, self._clock.wall).start()
         if self._config.routing_mode == "full":
-            self._clock.spawn(self._scraper.run, "scraper")
+            self._scraper.worker.start()
         if self._sharing:
-            self._clock.spawn(self._sharing.run, "sharing")
+            self._sharing.worker.start()
         with _pinned(self._options.pin):
             self._clock.spawn(self._accept, "acceptor")
-
-    def _tell_hook(self, telling: Telling) -> None:
-        """The life of a hook's thread."""
-        wall = self._clock.wall
-        self._feed.follow(lambda news: telling.tell([told(e, wall(e.at)) for e in news.events], news.missed))
 
     def _accept(self) -> None:
         """The acceptor's life. The threads of connections inherit how it is scheduled."""
@@ -399,7 +392,7 @@ class Program:
         self._each(partial(self._adopt_one, self._adopter()), [(backends[n], running[n]) for n in running])
         self._all_seen.set()
         if self._has_gpus:  # whose processes are whose is known now
-            self._clock.spawn(self._gpu_monitor.run, "gpu_monitor")
+            self._gpu_monitor.worker.start()
 
     def _adopt_one(self, adopter: Adopter, backend: Backend, url: str) -> None:
         """Its GPUs are not given to others before it serves, rests, or was stopped."""
@@ -488,12 +481,11 @@ class Program:
         except Exception:  # a mistake of ours must not end what runs
             log.exception("the reload failed")
 
-    def watch_files(self, watch: Watch) -> None:
-        """The life of the thread that looks for changes."""
-        while True:
-            time.sleep(LOOK_SECONDS)
-            if watch.has_news():
-                self.reload()
+    def watch_files(self, watch: Watch) -> float:
+        """Looks for changes once; the seconds until it is to look again."""
+        if watch.has_news():
+            self.reload()
+        return LOOK_SECONDS
 
     def files(self) -> list[str]:
         """Whatever the configuration was read from, as far as it is known here."""
@@ -556,9 +548,9 @@ class Program:
         """Finishes the requests that run, then leaves or stops the engines."""
         self._reloads.close()
         self._server.refuse()
-        self._scraper.close()
+        self._scraper.worker.close()
         if self._sharing:
-            self._sharing.close()
+            self._sharing.worker.close()
         grace = self._config.drain_timeout
         if leases := self._mux.status().leases:
             self._say(f"waiting up to {grace:g} s for {requests(leases)} (again to end at once)")
@@ -566,7 +558,7 @@ class Program:
             self._say(f"cut off after {grace:g} s: {requests(self._mux.sever())}")
             self._server.drain(FAREWELL_SECONDS)
         self._mux.close()
-        self._load_logs.close()
+        self._load_logs.worker.close()
         self._journal.close()
         if self._event_log:
             self._event_log.close()

@@ -13,9 +13,9 @@ import http.client
 import json
 import math
 import re
-import threading
 from collections.abc import Callable, Iterable
 
+from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
 from anvil_mux.host.engine import api_key
 from anvil_mux.routing.in_flight import Load
@@ -85,20 +85,16 @@ class Scraper:
         self._observed = observed
         self._silent = silent
         self._every = every
-        self._closing = threading.Event()
+        self.worker = Worker("scraper", self.scrape)
 
-    def run(self) -> None:
-        """The thread's life."""
-        while not self._closing.is_set():
-            for backend, address in self._replicas():
-                try:
-                    self._observed(backend.name, ask(backend, address))
-                except NoAnswer:
-                    self._silent(backend.name)
-            self._closing.wait(self._every)
-
-    def close(self) -> None:
-        self._closing.set()
+    def scrape(self) -> float:
+        """Asks each once; the seconds until they are to be asked again."""
+        for backend, address in self._replicas():
+            try:
+                self._observed(backend.name, ask(backend, address))
+            except NoAnswer:
+                self._silent(backend.name)
+        return self._every
 
 
 class NoAnswer(Exception):

@@ -20,6 +20,7 @@ from time import monotonic
 from typing import Any, Protocol
 from urllib.parse import quote
 
+from anvil_mux.clock import Worker
 from anvil_mux.routing.in_flight import Load, Report
 
 EVERY_SECONDS = 0.25
@@ -169,16 +170,10 @@ class Sharing:
         self._every = every
         self._owner = secrets.token_hex(8)
         self._fails = False
-        self._closing = threading.Event()
+        self.worker = Worker("sharing", self.once, last=store.close)
 
-    def run(self) -> None:
-        """The thread's life."""
-        while not self._closing.is_set():
-            self.once()
-            self._closing.wait(self._every)
-        self._store.close()
-
-    def once(self) -> None:
+    def once(self) -> float:
+        """Publishes and reads once; the seconds until the next time."""
         told: dict[str, list[Report]] = {}
         try:
             self._store.publish(self._owner, self._mine())
@@ -194,6 +189,4 @@ class Sharing:
                 self._say("the store of routing answers again")
             self._fails = False
         self._heard(told)
-
-    def close(self) -> None:
-        self._closing.set()
+        return self._every

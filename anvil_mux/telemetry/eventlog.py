@@ -23,7 +23,6 @@ import json
 import logging
 import math
 import os
-import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
 from anvil_mux import __version__
+from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import ADOPTED, parse, to_json
@@ -214,21 +214,17 @@ class EventLog:
         """A run is to begin, as soon as no swap is under way."""
         self._complain: Callable[[str], object] | None = complain
         self._events: deque[Event] = deque()
-        self._some = threading.Event()
-        self._hurry = threading.Event()
-        self._closing = False
         self._pending = bytearray(_line_end(descriptor) + _encoded(header))
         self._lost = 0
         self._push()
         # From here on what is pending and what is lost belong to the thread.
-        self._thread = threading.Thread(target=self._run, name="event-log", daemon=True)
-        self._thread.start()
+        self._worker = Worker("event-log", self._take, last=self._end, gather=GATHER_SECONDS)
+        self._worker.start()
 
     def append(self, event: Event) -> None:
         """Takes an event of the multiplexer, under its lock."""
         self._events.append(event)
-        if not self._some.is_set():
-            self._some.set()
+        self._worker.wake()
 
     def head(self, header: Mapping[str, Any]) -> None:
         """What runs from the next reload on begin with."""
@@ -236,22 +232,16 @@ class EventLog:
 
     def close(self) -> None:
         """Writes what is left."""
-        self._closing = True
-        self._hurry.set()
-        self._some.set()
-        self._thread.join()
+        self._worker.close()
+        self._worker.join()
 
-    def _run(self) -> None:
-        closing = False
-        while not closing:
-            self._some.wait()
-            self._hurry.wait(GATHER_SECONDS)
-            # From here on, whoever appends an event wakes us again; so nothing is left behind.
-            self._some.clear()
-            closing = self._closing
-            while self._events:
-                group = [self._events.popleft() for _ in range(min(GROUP, len(self._events)))]
-                self._write(group)
+    def _take(self) -> None:
+        while self._events:
+            group = [self._events.popleft() for _ in range(min(GROUP, len(self._events)))]
+            self._write(group)
+
+    def _end(self) -> None:
+        self._take()
         self._write(())
 
     def _write(self, events: Sequence[Event]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import NamedTuple, TypeVar
@@ -104,14 +104,6 @@ class Feed:
 
     def _is_news(self, after: Place) -> bool:
         return _last(self._events) > after.event or _last(self._requests) > after.request
-
-    def follow(self, take: Callable[[News], object]) -> None:
-        """Hands ``take`` everything that is told, in this thread, until the program ends."""
-        place = Place()
-        while not self._closed:
-            news = self.news(place, None)
-            place = news.place
-            take(news)
 
     def pause(self, seconds: float) -> None:
         """Waits, but for no longer than the program lives."""

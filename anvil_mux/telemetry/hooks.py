@@ -16,7 +16,10 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from anvil_mux.clock import Worker
 from anvil_mux.config.hooks import Hook
+from anvil_mux.telemetry import journal
+from anvil_mux.telemetry.feed import Feed, Place
 
 SAID = 200
 """Characters of what a command says that are repeated."""
@@ -86,6 +89,19 @@ class Telling:
         self._fails = False
         self._gone: set[str] = set()
         """Backends that were told of as unloaded; one that then rests more deeply is no news."""
+
+    def worker(self, name: str, feed: Feed, wall: Callable[[float], float]) -> Worker:
+        """The thread that tells what comes in ``feed``, until that is closed."""
+        place = Place()
+
+        def turn() -> float | None:
+            nonlocal place
+            news = feed.news(place, None)
+            place = news.place
+            self.tell([journal.told(event, wall(event.at)) for event in news.events], news.missed)
+            return None if feed.closed else 0.0
+
+        return Worker(name, turn)
 
     def tell(self, events: Iterable[Mapping[str, Any]], missed: int) -> None:
         """Tells of those events that the hook is for."""

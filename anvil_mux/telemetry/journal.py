@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
 from anvil_mux.scheduler.causes import Severance, sentence, to_json
 from anvil_mux.scheduler.events import Event
@@ -70,17 +71,13 @@ class Journal:
         # Guards the metrics, the lines below and the taking of entries.
         self._folding = threading.Lock()
         self._lines: list[str] = []  # of requests, not written yet
-        self._some = threading.Event()
-        self._hurry = threading.Event()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
-        self._thread.start()
+        self._worker = Worker("journal", self._turn, first=None, last=self._turn, gather=GATHER_SECONDS)
+        self._worker.start()
 
     def add(self, record: Served) -> None:
         """Takes the record of a finished request, in the thread that served it."""
         self._entries.append(record)
-        if not self._some.is_set():
-            self._some.set()
+        self._worker.wake()
         if len(self._entries) >= GROUP and self._folding.acquire(blocking=False):
             try:
                 self._fold_records()
@@ -94,19 +91,18 @@ class Journal:
         """
         if event.kind not in _OF_REQUESTS or self.tells_leases:
             self._entries.append(event)
-            self._some.set()
+            self._worker.wake()
 
     def told(self, backend: Backend, phase: str, seconds: float) -> None:
         """Takes a phase of a swap, in the thread of the worker that performs it. See swap.Told."""
         self._entries.append(Phase(backend.model, phase, seconds))
-        self._some.set()
+        self._worker.wake()
 
     def flush(self) -> None:
         """Waits until what was added before is counted and written."""
         done = threading.Event()
         self._entries.append(done)
-        self._hurry.set()
-        self._some.set()
+        self._worker.hurry()
         done.wait(FLUSH_SECONDS)
 
     def scrape(self, accept: str) -> tuple[str, bytes]:
@@ -117,27 +113,16 @@ class Journal:
 
     def close(self) -> None:
         """Writes what is left."""
-        self._closing = True
-        self._hurry.set()
-        self._some.set()
-        self._thread.join()
+        self._worker.close()
+        self._worker.join()
 
-    def _run(self) -> None:
-        idle: float | None = None
-        closing = False
-        while not closing:
-            busy = self._some.wait(idle)
-            if busy:
-                self._hurry.wait(GATHER_SECONDS)
-            # From here on, whoever adds an entry wakes us again; so nothing is left behind.
-            self._some.clear()
-            self._hurry.clear()
-            closing = self._closing
-            while self._entries or self._lines:
-                self._take_some()
-            self._feed.ring()
-            self._housekeeping()
-            idle = IDLE_SECONDS if busy else None
+    def _turn(self) -> float | None:
+        """Writes what has gathered; its thread's turn."""
+        while self._entries or self._lines:
+            self._take_some()
+        self._feed.ring()
+        self._housekeeping()
+        return IDLE_SECONDS if self._worker.was_woken else None
 
     def _fold_records(self) -> None:
         """Counts and formats a group of records, up to the next event."""

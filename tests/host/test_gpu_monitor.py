@@ -92,14 +92,12 @@ def test_its_thread_looks_again_and_again_and_nobody_waits_for_an_nvml_that_hang
     monkeypatch.setattr(gpu_monitor, "EVERY_SECONDS", 0.001)
     nvml = Nvml()
     look = GpuMonitor(["0"], owner, nvml)
-    thread = threading.Thread(target=look.run)
-    thread.start()
+    look.worker.start()
     for _ in range(3):
         assert nvml.looked.acquire(timeout=GUARD)
     nvml.hangs.set()
     assert nvml.hung.wait(GUARD)
     assert look.sight() == {"0": Seen(0, GIB)}
-    look.close()
+    look.worker.close()
     nvml.over.set()
-    thread.join(GUARD)
-    assert not thread.is_alive()
+    assert look.worker.join(GUARD)

@@ -17,7 +17,8 @@ SHARDS = "Loading safetensors checkpoint shards:  56% Completed | 5/9 [00:13<00:
 
 def test_logs_are_read_only_while_something_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_logs, "LOOK_SECONDS", 0.0)
-    loading, told, told_again = ["a"], threading.Event(), threading.Event()
+    asked, told, told_again = threading.Event(), threading.Event(), threading.Event()
+    loading: list[str] = []
     reports: list[tuple[str, Said]] = []
 
     def report(backend: str, what: Said) -> None:
@@ -25,17 +26,22 @@ def test_logs_are_read_only_while_something_loads(monkeypatch: pytest.MonkeyPatc
         (told_again if told.is_set() else told).set()
         loading.clear()
 
-    logs = LoadLogs(lambda: tuple(loading), lambda name, lines: [SHARDS], report)
-    thread = threading.Thread(target=logs.run)
-    thread.start()
+    def names() -> tuple[str, ...]:
+        found = tuple(loading)
+        asked.set()
+        return found
+
+    logs = LoadLogs(names, lambda name, lines: [SHARDS], report)
+    logs.worker.start()
+    assert asked.wait(GUARD)
     logs.observe(Event(0.0, "ready", "a", "a"))
     assert reports == []
+    loading.append("a")
     logs.observe(Event(1.0, "loading", "a", "a"))
     assert told.wait(GUARD)
     loading.append("b")
     logs.observe(Event(2.0, "loading", "b", "b"))
     assert told_again.wait(GUARD)
-    logs.close()
-    thread.join(GUARD)
-    assert not thread.is_alive()
+    logs.worker.close()
+    assert logs.worker.join(GUARD)
     assert [backend for backend, _ in reports] == ["a", "b"]

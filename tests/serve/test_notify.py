@@ -127,16 +127,15 @@ def test_who_hangs_gives_no_sign_of_life_until_it_goes_on(manager: Manager, addr
         with lock:
             return "goes"
 
+    worker = notifier.worker(look)
     with lock:
-        thread = threading.Thread(target=notifier.run, args=(look,))
-        thread.start()
+        worker.start()
         assert looked.wait(TIMEOUT)
         assert manager.has_heard_nothing()
     assert manager.hears() == {"WATCHDOG": "1", "STATUS": "goes"}
     assert manager.hears() == {"WATCHDOG": "1"}
-    notifier.close()
-    thread.join(TIMEOUT)
-    assert not thread.is_alive()
+    worker.close()
+    assert worker.join(TIMEOUT)
 
 
 def test_a_service_tells_when_it_serves_what_it_does_and_when_it_ends(

@@ -119,12 +119,10 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
                 both.set()
 
         scraper = Scraper(rig.mux.resident_replicas, observed, rig.mux.silent, every=60.0)
-        thread = threading.Thread(target=scraper.run)
-        thread.start()
+        scraper.worker.start()
         assert both.wait(GUARD)
-        scraper.close()
-        thread.join(GUARD)
-        assert not thread.is_alive()
+        scraper.worker.close()
+        assert scraper.worker.join(GUARD)
         assert set(told) == {"a", "b"}  # c has no replicas to choose among
         with rig.mux.lease("m") as lease:
             assert lease.backend.name == "b"
@@ -141,12 +139,11 @@ def test_an_engine_that_does_not_answer_is_silent_and_one_without_figures_is_not
 
     def silent(backend: str) -> None:
         told.append((backend, "silent"))
-        scraper.close()
 
     try:
         replicas = [(Backend("a", "m"), engine.address), (Backend("b", "m"), gone.address)]
         scraper = Scraper(lambda: replicas, lambda *heard: told.append(heard), silent)
-        scraper.run()
+        scraper.scrape()
         assert told == [("a", None), ("b", "silent")]
     finally:
         engine.close()

@@ -231,16 +231,14 @@ def test_two_multiplexers_that_share_engines_do_not_send_both_their_requests_to_
                 heard.set()
 
         sharing = Sharing(kept, other.reports, hear, lambda text: None, every=0.01)
-        thread = threading.Thread(target=sharing.run)
         with one.lease("m", work=WORK) as first:
             Sharing(kept, one.reports, one.hear, lambda text: None).once()
-            thread.start()
+            sharing.worker.start()
             assert heard.wait(GUARD)
             with other.lease("m", work=WORK) as second:
                 assert {first.backend.name, second.backend.name} == {"a", "b"}
-        sharing.close()
-        thread.join(GUARD)
-        assert not thread.is_alive()
+        sharing.worker.close()
+        assert sharing.worker.join(GUARD)
     finally:
         for rig in rigs:
             rig.close()

@@ -195,15 +195,12 @@ def test_a_hook_that_cannot_be_meant_is_refused(value: object, problem: str) -> 
 def test_a_feed_may_be_followed_for_a_hook(receiver: Receiver) -> None:
     feed = Feed()
     telling = Telling(Hook(url=receiver.url), pytest.fail)
-    thread = threading.Thread(
-        target=feed.follow,
-        args=(lambda news: telling.tell([told(e, e.at) for e in news.events], news.missed),),
-    )
-    thread.start()
+    worker = telling.worker("hook", feed, wall=lambda moment: moment)
+    worker.start()
     feed.tell(Event(1.0, "ready", "a", "a"))
     feed.tell(Event(2.0, "stopped", "a", "a"))
     feed.ring()
     assert [receiver.got.get(timeout=GUARD)["event"] for _ in range(2)] == ["loaded", "unloaded"]
     feed.close()
-    thread.join(GUARD)
-    assert not thread.is_alive()
+    worker.close()
+    assert worker.join(GUARD)
