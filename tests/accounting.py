@@ -872,7 +872,7 @@ class Load:
             for run in eventlog.read(self._event_log(life), warn=lambda text: None):
                 self.checked += len(run.events)
                 self._adopted += sum(event.cause == ADOPTED for event in run.events if life > 1)
-                for problem in check(run.events, eventlog.config_of(run.header), SLACK):
+                for problem in check(run.events, eventlog.config_of(run.header), SLACK, run.begins):
                     self.flaws[""].append(f"broken invariant in life {life}: {problem}")
 
     # What is told

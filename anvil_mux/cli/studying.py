@@ -131,7 +131,8 @@ def run(given: argparse.Namespace) -> int:
         runs.append(run)
         tell(len(runs))
     if given.plot:
-        plot.draw([(run.title, run.log, run.config) for run in runs if run.seed == 0], given.plot)
+        drawn = [(run.title, run.log, run.config, run.begins) for run in runs if run.seed == 0]
+        plot.draw(drawn, given.plot)
     if given.json:
         print_json([run.row() for run in runs])
     else:

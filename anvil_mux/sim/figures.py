@@ -7,10 +7,13 @@ or an answer, counts as far as the log tells of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 from anvil_mux.scheduler.events import Event
+from anvil_mux.telemetry.situation import Situation
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,16 @@ class Figures:
     """Requests cut off in service, by a drain that ended or a backend that died."""
 
 
-def figures(log: Sequence[Event], sent: int = 0) -> Figures:
+def figures(log: Sequence[Event], sent: int = 0, begins: Mapping[str, Any] = MappingProxyType({})) -> Figures:
     """``sent``: how many requests there were, where more came than one of ``max_queue`` lets wait.
 
-    No event tells of those that were turned away.
+    No event tells of those that were turned away. ``begins``: the situation in which the log begins, as JSON.
     """
-    tickets = len({event.ticket for event in log if event.ticket})
+    situation = Situation.parse(begins)
+    there = {ticket for each in situation.holders for ticket in each}
+    tickets = len(there | {event.ticket for event in log if event.ticket})
     waits = sorted([event.seconds for event in log if event.kind == "leased"])
-    first = next((event.at for event in log if event.ticket), 0.0)
+    first = situation.at if there else next((event.at for event in log if event.ticket), 0.0)
     last = next((event.at for event in reversed(log) if _answers(event)), first)
     makespan = last - first
     return Figures(
@@ -56,8 +61,8 @@ def figures(log: Sequence[Event], sent: int = 0) -> Figures:
         wait_p50_seconds=quantile(waits, 0.50),
         wait_p95_seconds=quantile(waits, 0.95),
         wait_max_seconds=quantile(waits, 1.00),
-        swap_seconds=_swap_seconds(log),
-        busy_fraction=_busy_seconds(log, last) / makespan if makespan else 0.0,
+        swap_seconds=_swap_seconds(log, situation),
+        busy_fraction=_busy_seconds(log, last, situation) / makespan if makespan else 0.0,
         failed=sum([event.kind == "failed" for event in log]) + max(sent - tickets, 0),
         severed=sum([_cut(event) for event in log]),
     )
@@ -77,8 +82,9 @@ def quantile(values: Sequence[float], share: float) -> float:
     return values[math.ceil(share * len(values)) - 1] if values else 0.0
 
 
-def _swap_seconds(log: Sequence[Event]) -> float:
-    begun: dict[str, float] = {}
+def _swap_seconds(log: Sequence[Event], situation: Situation) -> float:
+    there = situation.backends
+    begun = {name: each.since for name, each in there.items() if each.state in ("loading", "evicting")}
     taken = []
     for event in log:
         if event.kind in ("loading", "evicting"):
@@ -88,10 +94,10 @@ def _swap_seconds(log: Sequence[Event]) -> float:
     return math.fsum(taken)
 
 
-def _busy_seconds(log: Sequence[Event], end: float) -> float:
+def _busy_seconds(log: Sequence[Event], end: float, situation: Situation) -> float:
     """How long at least one backend was leased, until ``end``."""
-    leases: dict[str, int] = {}
-    total, since, taken = 0, 0.0, []
+    leases = {name: len(each.leases) for name, each in situation.backends.items()}
+    total, since, taken = sum(leases.values()), situation.at, []
     for event in log:
         before = leases.get(event.backend, 0)
         after = _leases_after(event, before)

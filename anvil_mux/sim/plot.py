@@ -19,19 +19,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.events import Event
 from anvil_mux.sim.figures import figures
+from anvil_mux.telemetry.situation import Situation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Drawn = tuple[str, Sequence[Event], Config]
-"""A title, a log, and what the program was told that made it."""
+Drawn = tuple[str, Sequence[Event], Config, Mapping[str, Any]]
+"""A title, a log, what the program was told that made it, and the situation in which it begins, as JSON."""
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito's, which colour-blind people tell apart as well."""
@@ -83,10 +85,10 @@ _MOVES = frozenset((*_HOLDING, "stopped", "standby", "demoting"))
 
 
 class History:
-    """What a picture shows of a log, with moments from its first event on."""
+    """What a picture shows of a log, with moments from its beginning on."""
 
-    def __init__(self, log: Sequence[Event]) -> None:
-        self._origin = log[0].at if log else 0.0
+    def __init__(self, log: Sequence[Event], begins: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._origin = begins.get("at", log[0].at if log else 0.0)
         self.end = log[-1].at - self._origin if log else 0.0
         self.bars: list[Bar] = []
         self.lengths: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
@@ -95,6 +97,12 @@ class History:
         """By ticket."""
         self._states: dict[str, tuple[str, float]] = {}
         self._queued: defaultdict[str, set[int]] = defaultdict(set)
+        situation = Situation.parse(begins)
+        for name, there in situation.backends.items():
+            self._enter(name, there.state, 0.0)
+        for model, queue in situation.queues.items():
+            self._queued[model] |= queue.tickets.keys()
+            self.lengths[model].append((0.0, len(queue.tickets)))
         for event in log:
             self._read(event, event.at - self._origin)
         for backend in tuple(self._states):
@@ -248,7 +256,10 @@ class _Picture:
 
     def __init__(self, figure: Figure, runs: Sequence[Drawn]) -> None:
         self._figure = figure
-        self._runs = [(title, log, History(log), config) for title, log, config in runs]
+        self._runs = [
+            (title, figures(log, begins=begins), History(log, begins), config)
+            for title, log, config, begins in runs
+        ]
         told = [history for _, _, history, _ in self._runs]
         models = _busiest_first(told)
         self._colours = dict.fromkeys(models, OTHER) | dict(zip(models, COLOURS, strict=False))
@@ -279,9 +290,8 @@ class _Picture:
     def _draw_panel(self, panel: Sequence[Axes], number: int, *, is_left: bool) -> None:
         from matplotlib.ticker import MaxNLocator
 
-        title, log, history, config = self._runs[number]
+        title, come_to, history, config = self._runs[number]
         residents, lines, waits = panel
-        come_to = figures(log)
         swaps = f"{come_to.swaps} swap" + ("" if come_to.swaps == 1 else "s")
         mean, longest = _duration(come_to.wait_mean_seconds), _duration(come_to.wait_max_seconds)
         residents.set_title(f"{title}\n", fontweight="bold", color=INK)

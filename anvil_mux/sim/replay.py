@@ -12,7 +12,8 @@ from anvil_mux.scheduler.causes import ADOPTED
 from anvil_mux.scheduler.events import Event
 from anvil_mux.sim.simulate import Request
 from anvil_mux.sim.workload import Workload
-from anvil_mux.telemetry.eventlog import BadLog, Run
+from anvil_mux.telemetry.eventlog import BadLog, Run, whole
+from anvil_mux.telemetry.situation import Situation
 
 OTHER_LOAD_SECONDS = 10.0
 """Of a model that no event of the log loads, in a log without any load."""
@@ -26,17 +27,18 @@ def replay(runs: Iterable[Run], name: str = "log") -> Workload:
     Every request arrives when it arrived and takes as long as it took, also if the answer of another policy
     would have come at another time. One that was severed takes a moment longer than it lasted (the same
     policy severs it again), one that was never served as long as its model's usually do. Clients that left
-    keep their patience. Deaths and unloading by hand are left out.
+    keep their patience. Deaths and unloading by hand are left out. What was under way when a log begins
+    arrives at its beginning.
     """
     learned = _Learned()
     began, now = None, 0.0
-    for run in runs:
+    for run in whole(runs):
         if run.events:
-            first, last = run.events[0].at, run.events[-1].at
+            first, last = run.begins.get("at", run.events[0].at), run.events[-1].at
             began = began or run.header["began"] + first
             # Where somebody set the clock back a run follows the one before.
             now = max(now, run.header["began"] + first - began)
-            learned.read(run, first - now)
+            learned.read(run, now, first - now)
             now += last - first
     if not learned.requests:
         raise BadLog("the event log holds no request")
@@ -58,18 +60,23 @@ class _Learned:
         self._resident: tuple[str, ...] | None = None
         # Of the run that is being read: the workload's moment 0, and what is under way.
         self._runs = 0
-        self._origin = 0.0
+        self._begins = self._origin = 0.0
         self._waiting: dict[int, Event] = {}
         self._leased: dict[int, Event] = {}
         self._leases: Counter[str] = Counter()
         self._stopping: dict[str, float] = {}
 
-    def read(self, run: Run, origin: float) -> None:
+    def read(self, run: Run, begins: float, origin: float) -> None:
+        """``begins``: the moment of the workload at which the run does."""
         self._runs += 1
-        self._origin = origin
+        self._begins, self._origin = begins, origin
+        situation = Situation.parse(run.begins)
         if self._resident is None:
-            adopted = [event for event in run.events if event.cause == ADOPTED]
-            self._resident = tuple(dict.fromkeys(event.model for event in adopted))
+            there = situation.backends.values()
+            resident = [each.model for each in there if each.state in ("ready", "draining")]
+            resident += [event.model for event in run.events if event.cause == ADOPTED]
+            self._resident = tuple(dict.fromkeys(resident))
+        self._go_on_from(situation)
         for event in run.events:
             if event.ticket:
                 self._read_ticket(event)
@@ -81,6 +88,17 @@ class _Learned:
         for event in tuple(self._waiting.values()):
             self._refuse(event, math.inf)
         self._stopping.clear()
+
+    def _go_on_from(self, situation: Situation) -> None:
+        for name, backend in situation.backends.items():
+            if backend.state == "evicting":
+                self._stopping[name] = backend.since
+            self._leases[name] = len(backend.leases)
+            for ticket in backend.leases:
+                self._leased[ticket] = Event(situation.at, "leased", backend.model, name, ticket)
+        for model, queue in situation.queues.items():
+            for ticket, since in queue.tickets.items():
+                self._waiting[ticket] = Event(since, "queued", model, ticket=ticket)
 
     def _read_backend(self, event: Event) -> None:
         loads = self._loads[event.model]
@@ -124,7 +142,7 @@ class _Learned:
 
     def _add(self, event: Event, seconds: float, patience: float = math.inf, leases: bool = True) -> None:
         """``seconds`` of service, nan where they are not known."""
-        at = event.at - event.seconds - self._origin
+        at = max(event.at - event.seconds - self._origin, self._begins)
         request = Request(at, event.model, seconds, patience, leases)
         self.requests.append(((at, self._runs, event.ticket), request))
 

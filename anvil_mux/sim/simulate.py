@@ -22,16 +22,17 @@ from typing import Any, NamedTuple
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
-from anvil_mux.scheduler.causes import DEATHS, PRELOADS
+from anvil_mux.scheduler.causes import PRELOADS
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.group import LOADING, SOON_SECONDS, GpuGroup, cool_down, max_waits
+from anvil_mux.scheduler.group import GpuGroup, max_waits
 from anvil_mux.scheduler.placement import HOLDING, Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Cancel, Demote, Start, Stop, Ticket, Wait
+from anvil_mux.telemetry.situation import Situation
 
 
 class Request(NamedTuple):
@@ -429,12 +430,15 @@ class _Simulation:
         self._ask(driver, now)
 
 
-def check(log: Iterable[Event], config: Config, slack: float = 0.0) -> list[str]:
+def check(
+    log: Iterable[Event], config: Config, slack: float = 0.0, begins: Mapping[str, Any] = MappingProxyType({})
+) -> list[str]:
     """What in ``log`` breaks an invariant. ``slack``: seconds that a real program's threads may be late.
 
-    From the first reload on ``config`` holds no longer, and nothing is said of what comes then.
+    ``begins``: the situation in which the log begins, as JSON; {} where it begins with the program. From the
+    first reload on ``config`` holds no longer, and nothing is said of what comes then.
     """
-    checker = _Checker(config, slack)
+    checker = _Checker(config, slack, begins)
     for event in takewhile(lambda event: event.kind != "reloaded", log):
         if event.kind != "reload_failed":
             checker.read(event)
@@ -448,189 +452,136 @@ _TICKET_ENDS = ("leased", "failed", "gone")
 
 
 class _Checker:
-    """A fold over events. ``_queues``: model -> waiting ticket -> since; ``_leases``: backend -> tickets."""
+    """Judges each event by the situation in which it comes."""
 
-    def __init__(self, config: Config, slack: float) -> None:
+    def __init__(self, config: Config, slack: float, begins: Mapping[str, Any]) -> None:
         self.wrong: list[str] = []
-        self._config, self._slack, self._now = config, slack + ROUNDING, 0.0
+        self._config, self._slack = config, slack + ROUNDING
         placement = Placement(config.backends, config.gpus, build_eviction("lru"))
         self._capacity, self._slots = placement.capacity, placement.slots
         self._max_wait = max_waits(self._slots.values(), config)
-        self._bounds = dict(self._max_wait)  # of queues
-        self._states = dict.fromkeys(self._slots, "stopped")
-        self._queues: dict[str, dict[int, float]] = {slot.model: {} for slot in self._slots.values()}
-        self._bound: dict[int, str] = {}  # waiting ticket -> the only backend that it waits for
+        self._then = Situation.parse(begins, self._slack)
+        self._backends = {name: self._then.backend(name, slot.model) for name, slot in self._slots.items()}
+        self._queues = {slot.model: self._then.queue(slot.model) for slot in self._slots.values()}
         self._ended: set[int] = set()
-        self._leases: dict[str, set[int]] = {name: set() for name in self._slots}
-        self._drains: dict[str, tuple[float, float, str]] = {}  # backend -> since, time-out, for whom
-        self._begun: set[str] = set()  # models for which a victim was stopped
-        self._failed_starts: Counter[str] = Counter()
-        self._crashes: Counter[str] = Counter()  # in a row, soon after a load
-        self._loaded: dict[str, float] = {}
-        self._answered: dict[str, float] = {}  # backend -> when it last gave a whole answer
-        self._retry_at: dict[str, float] = {}
         self._admitting = ""
         self._limited = {s.model for s in self._slots.values() if s.backend.concurrency}
-        self._left: dict[str, float] = {}  # limited model -> when a backend of it ceased to be ready
         self._calm_until = 0.0  # before it no queue is overdue
         self._groups = [{b.name for b in group} for _, group in gpu_groups(config.backends)]
         if config.host_memory is not None:  # one GPU group may wait for another
             self._groups = [set(self._slots)]
 
     def read(self, event: Event) -> None:
-        self._claim(event.at >= self._now, event, "time goes backwards")
-        if event.at > self._now:
+        self._claim(event.at >= self._then.at, event, "time goes backwards")
+        if event.at > self._then.at:
             self._look_for_overdue(event)
-        self._now = event.at
         admitted = event.kind == "leased" and event.model == self._admitting
         still = not admitted and self._could_be_served(self._admitting)
         self._claim(not still, event, f"{self._admitting} still waits")
         self._admitting = self._admitting if admitted else ""
         if event.kind in _TICKET_ENDS:
-            self._end(event)
+            self._judge_end(event)
         elif event.kind == "queued":
-            self._enqueue(event)
+            self._claim(event.ticket not in self._ended, event, "the ticket has ended")
         elif event.kind in ("released", "severed"):
-            self._end_lease(event)
-        elif event.kind in ("pinned", "unpinned"):
-            for slot in [slot for slot in self._slots.values() if slot.model == event.model]:
-                slot.pinned = event.kind == "pinned"
-        elif event.kind != "deferred":
-            self._move(event)
+            self._judge_release(event)
+        elif event.kind not in ("pinned", "unpinned", "deferred"):
+            self._judge_move(event)
+        self._then.read(event)
+        if event.kind == "queued":
+            self._calm_until = min(self._calm_until, self._overdue(event.model, event.at))
 
     def _claim(self, fine: bool, event: Event, problem: str) -> None:
         if not fine:
             self.wrong.append(f"{event.at:.6f} {event.kind} {event.backend or event.model}: {problem}")
 
-    def _enqueue(self, event: Event) -> None:
-        self._claim(event.ticket not in self._ended, event, "the ticket has ended")
-        if not self._queues[event.model]:  # logs of old have no bounds
-            self._bounds[event.model] = min(event.bound, self._max_wait[event.model])
-        self._queues[event.model][event.ticket] = event.at
-        if event.backend:
-            self._bound[event.ticket] = event.backend
-        self._calm_until = min(self._calm_until, self._overdue(event.model, event.at))
-
-    def _end(self, event: Event) -> None:
+    def _judge_end(self, event: Event) -> None:
         self._claim(event.ticket not in self._ended, event, f"ticket {event.ticket} ends twice")
         self._ended.add(event.ticket)
-        since = self._queues[event.model].pop(event.ticket, event.at)
-        self._bound.pop(event.ticket, None)
+        since = self._queues[event.model].tickets.get(event.ticket, event.at)
         late = event.at - since > self._config.queue_timeout + self._slack
         self._claim(not late, event, f"ticket {event.ticket} waited longer than queue_timeout")
         if event.kind == "leased":
-            self._claim(self._states[event.backend] == "ready", event, "leased, but not ready")
-            if event.size > len(self._leases[event.backend]):
+            backend = self._backends[event.backend]
+            self._claim(backend.state == "ready", event, "leased, but not ready")
+            if event.size > len(backend.leases):
                 self._claim(self._has_place(event.model, event.backend), event, "all its places are taken")
-                self._leases[event.backend].add(event.ticket)
 
-    def _end_lease(self, event: Event) -> None:
-        leases = self._leases[event.backend]
-        self._claim(event.ticket in leases, event, "the ticket held no lease")
-        leases.discard(event.ticket)
-        if event.kind == "released" and not event.cause:
-            self._answered[event.backend] = event.at
-            self._crashes[event.backend] = 0
-        if event.model in self._limited and self._states[event.backend] == "ready":
+    def _judge_release(self, event: Event) -> None:
+        backend = self._backends[event.backend]
+        self._claim(event.ticket in backend.leases, event, "the ticket held no lease")
+        if event.model in self._limited and backend.state == "ready":
             self._admitting = event.model
 
     def _could_be_served(self, model: str) -> bool:
         """Whether anybody waits for ``model`` although there is a place."""
-        queue = self._queues.get(model, {})
-        needed = (
-            {self._bound.get(ticket, "") for ticket in queue} if self._bound else {""} if queue else set()
-        )
+        queue = self._queues.get(model)
+        if not queue or not queue.tickets:
+            return False
+        needed = {queue.only.get(ticket, "") for ticket in queue.tickets} if queue.only else {""}
         return any(self._has_place(model, each) for each in needed)
 
     def _has_place(self, model: str, backend: str = "") -> bool:
         """At any backend that is ready, or at this one."""
-        for name, slot in self._slots.items():
-            if slot.model == model and backend in ("", name) and self._states[name] == "ready":
-                limit = slot.backend.concurrency
-                if limit is None or len(self._leases[name]) < limit:
+        for name, each in self._backends.items():
+            if each.model == model and backend in ("", name) and each.state == "ready":
+                limit = self._slots[name].backend.concurrency
+                if limit is None or len(each.leases) < limit:
                     return True
         return False
 
-    def _move(self, event: Event) -> None:
-        name, before = event.backend, self._states[event.backend]
+    def _judge_move(self, event: Event) -> None:
+        backend = self._backends[event.backend]
+        before = backend.state
         self._claim((before, event.kind) in _BACKEND_MOVES, event, f"it was {before}")
-        if before == "ready" and event.model in self._limited:
-            self._left[event.model] = event.at
         if before == "draining":
-            self._end_drain(event)
-        self._failed_starts[name] += before == "loading" and event.kind != "cancelling"
-        self._states[name] = event.kind
+            lasted = event.at - backend.since <= backend.limit + self._slack
+            self._claim(lasted, event, "the drain lasted longer than drain_timeout")
+            if event.kind == "evicting" and backend.target:
+                self._judge_begin(backend.target, event)
         if event.kind == "loading":
-            self._start(event)
+            self._judge_load(event)
         elif event.kind == "ready":
             self._admitting = event.model
-            self._failed_starts[name] = 0
-            if before in LOADING:
-                self._loaded[name] = event.at
         elif event.kind == "draining":
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
-            self._claim(not (event.target and self._slots[name].pinned), event, "it is pinned")
-            self._drains[name] = event.at, event.seconds, event.target
+            self._claim(not (event.target and self._is_pinned(event)), event, "it is pinned")
         elif event.kind == "demoting" and event.target:
-            self._begin(event.target, event)
+            self._judge_begin(event.target, event)
         elif event.kind == "cancelling":
-            self._claim(not self._queues[event.model], event, "somebody waits for it")
+            self._claim(not self._queues[event.model].tickets, event, "somebody waits for it")
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
-        elif event.kind in ("stopped", "standby"):
-            self._leave(event, before)
 
-    def _end_drain(self, event: Event) -> None:
-        since, limit, target = self._drains.pop(event.backend)
-        self._claim(
-            event.at - since <= limit + self._slack, event, "the drain lasted longer than drain_timeout"
-        )
-        if event.kind == "evicting" and target:
-            self._begin(target, event)
+    def _is_pinned(self, event: Event) -> bool:
+        return self._then.pins.get(event.model, self._slots[event.backend].pinned)
 
-    def _begin(self, target: str, event: Event) -> None:
-        wanted = self._is_wanted(target) or target in self._begun
+    def _judge_begin(self, target: str, event: Event) -> None:
+        wanted = self._is_wanted(target) or target in self._then.begun
         self._claim(wanted, event, f"nobody waits for {target}")
-        self._begun.add(target)
 
-    def _start(self, event: Event) -> None:
+    def _judge_load(self, event: Event) -> None:
         preload = event.cause is not None and event.cause.kind in PRELOADS
-        wanted = preload or self._is_wanted(event.model) or event.model in self._begun
-        self._begun.discard(event.model)
+        wanted = preload or self._is_wanted(event.model) or event.model in self._then.begun
         self._claim(wanted, event, "nobody waits for it")
-        self._claim(event.at >= self._retry_at.get(event.backend, 0.0), event, "before its cool-down ended")
+        self._claim(event.at >= self._backends[event.backend].retry_at, event, "before its cool-down ended")
         used: Counter[str] = Counter()
         for name, slot in self._slots.items():
-            used.update(slot.holds if self._states[name] in HOLDING else {})
+            holds = name == event.backend or self._backends[name].state in HOLDING
+            used.update(slot.holds if holds else {})
         for gpu, amount in used.items():
             self._claim(amount <= self._capacity[gpu], event, f"GPU {gpu} is overfull")
 
     def _is_wanted(self, model: str) -> bool:
         """It has a queue, or a replica at which requests wait behind each other."""
-        ready = [n for n, s in self._slots.items() if s.model == model and self._states[n] == "ready"]
-        return bool(self._queues[model]) or any(len(self._leases[name]) > 1 for name in ready)
+        leases = [len(b.leases) for b in self._backends.values() if b.model == model and b.state == "ready"]
+        return bool(self._queues[model].tickets) or any(count > 1 for count in leases)
 
     def _is_resident(self, model: str) -> bool:
-        return any(s.model == model and self._states[n] == "ready" for n, s in self._slots.items())
-
-    def _leave(self, event: Event, before: str) -> None:
-        name = event.backend
-        if event.cause and event.cause.kind in DEATHS and before in ("ready", "draining", "evicting"):
-            self._judge_crash(event)
-        self._leases[name].clear()
-        if before != "cancelling":
-            self._retry_at[name] = event.at + cool_down(self._failed_starts[name])
-
-    def _judge_crash(self, event: Event) -> None:
-        """Who ends soon after its load, before one whole answer, counts as one that failed to load."""
-        name = event.backend
-        loaded = self._loaded.get(name, -FOREVER)
-        early = event.at - loaded <= SOON_SECONDS - self._slack
-        if early and self._answered.get(name, -FOREVER) < loaded:
-            self._crashes[name] += 1
-            self._failed_starts[name] = self._crashes[name]
+        return any(each.model == model and each.state == "ready" for each in self._backends.values())
 
     def _overdue(self, model: str, since: float) -> float:
-        return since + self._bounds[model] + self._slack
+        bound = min(self._queues[model].bound, self._max_wait[model])  # logs of old have no bounds
+        return since + bound + self._slack
 
     def _look_for_overdue(self, event: Event) -> None:
         """Before time goes on: where nothing moves, no queue may be overdue."""
@@ -638,11 +589,12 @@ class _Checker:
             return
         self._calm_until = FOREVER
         for model, queue in self._queues.items():
-            since = next(iter(queue.values()), FOREVER)
-            overdue = self._overdue(model, max(since, self._left.get(model, since)))
+            since = next(iter(queue.tickets.values()), FOREVER)
+            last = queue.unready if model in self._limited else since
+            overdue = self._overdue(model, max(since, last))
             self._calm_until = min(self._calm_until, overdue)
             if event.at <= overdue or (model in self._limited and self._is_resident(model)):
                 continue
             group = next(g for g in self._groups if any(self._slots[name].model == model for name in g))
-            still = all(self._states[name] in ("ready", "stopped", "standby") for name in group)
+            still = all(self._backends[name].state in ("ready", "stopped", "standby") for name in group)
             self._claim(not still, event, f"{model} is overdue, and its swap has not begun")

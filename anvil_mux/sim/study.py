@@ -10,7 +10,7 @@ brings its own models, so that its figures can be compared; of a compose file it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -52,6 +52,8 @@ class Run:
     figures: Figures
     wrong: Sequence[str] | None
     """The broken invariants; None: nobody looked."""
+    begins: Mapping[str, Any] = field(default_factory=dict)
+    """The situation in which the log begins, as JSON."""
 
     @property
     def title(self) -> str:
@@ -184,11 +186,12 @@ class Recording:
     def run(self, *, checked: bool) -> Run:
         """What the program itself did."""
         wrong = [line for one in self.runs for line in self._check(one)] if checked else None
-        log = _joined(self.runs)
-        return Run(self.name, LOGGED, 0, self._config_of(self.runs[-1]), log, figures(log), wrong)
+        log, begins = _joined(eventlog.whole(self.runs)), self.runs[0].begins
+        come_to = figures(log, begins=begins)
+        return Run(self.name, LOGGED, 0, self._config_of(self.runs[-1]), log, come_to, wrong, begins)
 
     def _check(self, one: eventlog.Run) -> list[str]:
-        return check(one.events, self._config_of(one), SLACK_SECONDS)
+        return check(one.events, self._config_of(one), SLACK_SECONDS, one.begins)
 
     def _config_of(self, one: eventlog.Run) -> Config:
         return self.config or eventlog.config_of(one.header)

@@ -1,19 +1,19 @@
 """Every event, on disk and back: ``anvil-mux serve --event-log FILE``.
 
-A file holds runs, one for each time that the program was started on it. A run is a line with its ``header``
-(what is needed to read it without the compose file), then one line of JSON for each event, in the order in
-which they happened. What is empty is left out of a line; ``seconds`` null is forever. ``{"lost": N}`` stands
-where N events could not be written.
+A file holds runs, one for each time that the program was started on it. A run is its head, a line of the kind
+``snapshot`` with what is needed to read it without the compose file and without earlier files, then one line
+of JSON for each event, in the order in which they happened. What is empty is left out of a line; ``seconds``
+null is forever. ``{"lost": N}`` stands where N events could not be written.
 
 The multiplexer appends events under its lock, so ``EventLog.append`` only puts them in a deque; a thread of
 its own writes them a moment later. While a disk is full some are kept in memory, then they are counted;
 serving goes on. A file is only ever appended to: a program that was killed leaves at most half a line at the
 end of its run, which readers pass over.
 
-A file that has become too large is set aside as FILE.1, FILE.1 as FILE.2 and so on, and a new one begun, at a
-moment at which no backend is on its way. Each can be read without the others: a new one begins with what is
-so at that moment (``Standing``), told as the events that would have led there if all had happened just then.
-So does a new run within the file after a reload, under another header.
+A file that has become too large is set aside as FILE.1, FILE.1 as FILE.2 and so on, and a new one begun. Each
+can be read without the others: the ``state`` in the head of a new one is the situation at its beginning
+(situation.py). So it is where a run begins within a file after a reload, with another configuration;
+``began`` is that of the run before, since it is the same program.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import math
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
@@ -34,8 +34,9 @@ from anvil_mux import __version__
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import MuxError
-from anvil_mux.scheduler.causes import ADOPTED, parse, to_json
+from anvil_mux.scheduler.causes import parse, to_json
 from anvil_mux.scheduler.events import KINDS, Event
+from anvil_mux.telemetry.situation import Situation
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ SIZE = 128 << 20
 """Bytes after which a new file is begun, unless the user says another number."""
 KEPT = 3
 """Files that were set aside and are kept."""
+HEAD = "snapshot"
+"""The kind of the line with which a run begins."""
 
 
 class BadLog(MuxError):
@@ -59,6 +62,12 @@ class Run(NamedTuple):
 
     header: Mapping[str, Any]
     events: list[Event]
+
+    @property
+    def begins(self) -> Mapping[str, Any]:
+        """The situation in which it begins, as JSON; {} where it begins with the program."""
+        state: Mapping[str, Any] = self.header.get("state", {})
+        return state
 
 
 # The header
@@ -84,7 +93,8 @@ def header(config: Config, began: float) -> dict[str, Any]:
     gpus = [_changed(gpu, ()) for gpu in config.gpus]
     backends = [_changed(backend, _NOT_OF_BACKEND) for backend in config.backends]
     told = {key: getattr(config, key) for key in _OF_CONFIG}
-    return {"anvil_mux": __version__, "began": began, **told, "gpus": gpus, "backends": backends}
+    named = {"kind": HEAD, "anvil_mux": __version__, "began": began}
+    return {**named, **told, "gpus": gpus, "backends": backends}
 
 
 def _changed(thing: Backend | Gpu, without: Sequence[str]) -> dict[str, Any]:
@@ -109,74 +119,6 @@ def _made(kind: Callable[..., Any], about: Mapping[str, Any]) -> Any:
 
 
 # Writing
-
-
-_STILL = ("ready", "standby", "stuck")
-
-
-class Standing:
-    """A fold over events: what is so after them, as events."""
-
-    def __init__(self) -> None:
-        self._backends: dict[str, Event] = {}  # the last move of each that is not empty
-        self._goals: dict[str, str] = {}  # victim -> the model that it made room for, until that is loaded
-        self._pins: dict[str, Event] = {}  # model -> that it was pinned or unpinned
-        self._waiting: dict[int, Event] = {}
-        self._bounds: dict[str, float] = {}  # model -> the bound of its queue
-        self._leased: dict[str, dict[int, Event]] = {}  # backend -> ticket -> its lease
-
-    def read(self, event: Event) -> None:
-        if event.kind in ("reloaded", "reload_failed"):
-            return
-        leases = self._leased.setdefault(event.backend, {})
-        if event.kind in ("deferred", "queued"):
-            if event.kind == "queued":
-                self._waiting[event.ticket] = event
-                if event.bound < math.inf:
-                    self._bounds[event.model] = event.bound
-        elif event.kind in ("pinned", "unpinned"):
-            self._pins[event.model] = event
-        elif event.ticket:
-            self._waiting.pop(event.ticket, None)
-            if event.kind == "leased" and event.size > len(leases):
-                leases[event.ticket] = event
-            else:
-                leases.pop(event.ticket, None)
-        elif event.kind == "stopped":
-            self._backends.pop(event.backend, None)
-            leases.clear()
-        else:
-            self._backends[event.backend] = event
-        self._follow(event)
-
-    def _follow(self, event: Event) -> None:
-        if event.kind == "draining" and event.target:
-            self._goals[event.backend] = event.target
-        elif event.kind == "loading":
-            self._goals = {name: goal for name, goal in self._goals.items() if goal != event.model}
-        elif event.kind in ("ready", "stuck"):  # reprieved, or the swap is off
-            self._goals.pop(event.backend, None)
-
-    @property
-    def is_still(self) -> bool:
-        """No swap is under way: only then can a log begin."""
-        return not self._goals and all(event.kind in _STILL for event in self._backends.values())
-
-    def events(self, now: float) -> list[Event]:
-        """Who is pinned, who is resident, or rests, who is leased and who waits; all at ``now``."""
-        told = [event._replace(at=now) for event in self._pins.values()]
-        for name, last in self._backends.items():
-            told.append(Event(now, "ready", last.model, name, cause=ADOPTED))
-            if last.kind != "ready":  # the shortest way to its state
-                told += [Event(now, kind, last.model, name) for kind in ("draining", "evicting")]
-                told.append(last._replace(at=now))
-        for leases in self._leased.values():
-            for size, lease in enumerate(leases.values(), 1):
-                told.append(lease._replace(at=now, size=size, seconds=0.0))
-        bounds = dict(self._bounds)  # each stands in the first of a queue
-        for event in self._waiting.values():
-            told.append(event._replace(at=now, bound=bounds.pop(event.model, math.inf)))
-        return told
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +149,11 @@ class EventLog:
         rotation: Rotation | None = None,
     ) -> None:
         self._descriptor = descriptor
-        self._header = header
+        self._header = self._next_header = header
         self._rotation = rotation
-        self._standing = Standing()
-        self._anew = False
-        """A run is to begin, as soon as no swap is under way."""
+        self._situation = Situation()
+        self._reloaded = math.inf
+        """When the last reload was, after which no run has begun yet."""
         self._complain: Callable[[str], object] | None = complain
         self._events: deque[Event] = deque()
         self._pending = bytearray(_line_end(descriptor) + _encoded(header))
@@ -228,7 +170,7 @@ class EventLog:
 
     def head(self, header: Mapping[str, Any]) -> None:
         """What runs from the next reload on begin with."""
-        self._header = header
+        self._next_header = {**header, "began": self._header["began"]}
 
     def close(self) -> None:
         """Writes what is left."""
@@ -237,17 +179,33 @@ class EventLog:
 
     def _take(self) -> None:
         while self._events:
-            group = [self._events.popleft() for _ in range(min(GROUP, len(self._events)))]
-            self._write(group)
+            self._write(self._group())
 
     def _end(self) -> None:
         self._take()
         self._write(())
 
+    def _group(self) -> list[Event]:
+        """What is written at once, up to where a run is to begin."""
+        group: list[Event] = []
+        while self._events and len(group) < GROUP:
+            event = self._events.popleft()
+            group.append(event)
+            self._situation.read(event)
+            if event.kind == "reloaded":
+                self._reloaded, self._header = event.at, self._next_header
+            elif self._is_anew:
+                break
+        return group
+
+    @property
+    def _is_anew(self) -> bool:
+        """After a reload: whatever is not as the new configuration has it has left."""
+        if self._reloaded >= self._situation.at:
+            return False
+        return self._situation.is_about({backend["name"] for backend in self._header["backends"]})
+
     def _write(self, events: Sequence[Event]) -> None:
-        for event in events:
-            self._standing.read(event)
-            self._anew = self._anew or event.kind == "reloaded"
         if not self._push() and (self._lost or len(self._pending) > KEEP_BYTES):
             self._lost += len(events)
             return
@@ -255,29 +213,29 @@ class EventLog:
             self._pending += _encoded({"lost": self._lost})
             self._lost = 0
         self._pending += "".join([_line(event) for event in events]).encode()
-        if self._push() and events and self._standing.is_still:
-            if self._rotation and os.fstat(self._descriptor).st_size >= self._rotation.size:
-                self._turn(self._rotation)
-            if self._anew:
-                self._begin(events[-1].at)
+        if self._push() and events and (self._is_anew or self._turn()):
+            self._begin()
 
-    def _turn(self, rotation: Rotation) -> None:
-        """This one has become too large: begins a new file."""
+    def _turn(self) -> bool:
+        """Begins a new file if this one has become too large."""
+        if self._rotation is None or self._reloaded < math.inf:
+            return False
+        if os.fstat(self._descriptor).st_size < self._rotation.size:
+            return False
         try:
-            fresh = rotation.turn()
+            fresh = self._rotation.turn()
         except OSError as error:
             self._rotation = None
             self._complain_once(f"the event log cannot be set aside ({error.strerror}), so it grows on")
-            return
+            return False
         os.dup2(fresh, self._descriptor)  # whoever opened the first one closes it
         os.close(fresh)
-        self._anew = True
+        return True
 
-    def _begin(self, now: float) -> None:
-        """A run, with what is so at its beginning."""
-        self._anew = False
-        lines = "".join([_line(event) for event in self._standing.events(now)]).encode()
-        self._pending += _encoded(self._header) + lines
+    def _begin(self) -> None:
+        """A run in the situation of the moment."""
+        self._reloaded = math.inf
+        self._pending += _encoded({**self._header, "state": self._situation.to_json()})
         self._push()
 
     def _push(self) -> bool:
@@ -361,7 +319,7 @@ def read(path: str | os.PathLike[str], warn: Callable[[str], object] = log.warni
     for number, text in enumerate(_lines(path), 1):
         where = f"{os.fspath(path)}:{number}"
         entry = _parsed(text)
-        if broken and not (entry and "anvil_mux" in entry):
+        if broken and not (entry and entry.get("kind") == HEAD):
             raise BadLog(broken)
         if broken:
             warn(f"{broken}; the program that wrote it was killed")
@@ -389,16 +347,36 @@ def _parsed(text: str) -> dict[str, Any] | None:
 
 
 def _add(runs: list[Run], entry: dict[str, Any], where: str, warn: Callable[[str], object]) -> None:
-    if "anvil_mux" in entry:
-        if not isinstance(entry.get("began"), (int, float)) or not entry.get("backends"):
-            raise BadLog(f"{where}: the header lacks `began` or `backends`")
-        runs.append(Run(entry, []))
+    if entry.get("kind") == HEAD:
+        runs.append(_begun(entry, where))
     elif not runs:
-        raise BadLog(f"{where}: events before the first header; an event log begins with its run")
+        raise BadLog(f"{where}: events before the first {HEAD}; an event log begins with one")
     elif "lost" in entry:
         warn(f"{where}: {entry['lost']} events are missing here, because the disk was full")
     else:
         runs[-1].events.append(_event(entry, where))
+
+
+def _begun(head: dict[str, Any], where: str) -> Run:
+    run = Run(head, [])
+    if not isinstance(head.get("began"), (int, float)) or not head.get("backends"):
+        raise BadLog(f"{where}: the {HEAD} lacks `began` or `backends`")
+    try:
+        Situation.parse(run.begins)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise BadLog(f"{where}: the `state` of the {HEAD} is none: {error!r}") from None
+    return run
+
+
+def whole(runs: Iterable[Run]) -> list[Run]:
+    """The runs with those joined that one program wrote under several configurations."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined and run.begins and run.header["began"] == joined[-1].header["began"]:
+            joined[-1] = Run(joined[-1].header, [*joined[-1].events, *run.events])
+        else:
+            joined.append(run)
+    return joined
 
 
 def _event(entry: dict[str, Any], where: str) -> Event:

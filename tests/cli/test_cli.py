@@ -562,7 +562,7 @@ def test_simulate_draws_one_picture_of_all_policies(
     words = ("--profile", "mixed", "--seeds", "2", "--policy", "eager,debounce", "--plot", "mixed.svg")
     rows = simulated(capsys, *words)
     [(path, runs)] = drawn
-    assert (path, [title for title, _, _ in runs]) == (
+    assert (path, [title for title, _, _, _ in runs]) == (
         "mixed.svg",
         ["mixed, eager, seed 0", "mixed, debounce, seed 0"],
     )

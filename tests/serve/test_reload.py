@@ -388,8 +388,10 @@ def test_the_event_log_begins_anew_under_the_new_configuration(house: House, sta
     first, second = read(log)
     assert [each["name"] for each in second.header["backends"]] == ["b", "c"]
     assert "ready" in [event.kind for event in second.events if event.backend == "c"]
+    assert second.header["began"] == first.header["began"]
+    assert {name: each["state"] for name, each in second.begins["backends"].items()} == {}
     for run in (first, second):
-        assert check(run.events, config_of(run.header), slack=5.0) == []
+        assert check(run.events, config_of(run.header), 5.0, run.begins) == []
 
 
 def test_what_is_said_to_a_terminal_that_was_just_closed_is_lost_and_no_error(

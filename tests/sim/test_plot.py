@@ -31,7 +31,7 @@ def run(profile: str = "bursty", policy: str = "eager") -> plot.Drawn:
     log = simulate(
         config, workload.requests, workload.engines(config), resident=workload.resident, follow=follow
     )
-    return policy, log, config
+    return policy, log, config, {}
 
 
 def words(file: Path, runs: list[plot.Drawn]) -> list[str]:
@@ -167,7 +167,7 @@ def test_a_log_of_hours_makes_no_bigger_picture_than_one_of_minutes(tmp_path: Pa
     config = replace(AB, max_wait=60.0)
     trace = [Request(n * 2.0, "ab"[n // 10 % 2], 1.0) for n in range(10_000)]
     log = simulate(config, trace, Engines(other_load_seconds=3.0))
-    texts = words(tmp_path / "long.svg", [("long", log, config)])
+    texts = words(tmp_path / "long.svg", [("long", log, config, {})])
     assert "hours" in texts
     assert (tmp_path / "long.svg").stat().st_size < 3_000_000
 
@@ -175,7 +175,7 @@ def test_a_log_of_hours_makes_no_bigger_picture_than_one_of_minutes(tmp_path: Pa
 def test_more_models_than_colours_share_a_grey_one(tmp_path: Path) -> None:
     config = Config(tuple(Backend(f"m{n}", f"m{n}", (str(n),)) for n in range(12)))
     log = simulate(config, [Request(float(n), f"m{n}", 1.0) for n in range(12)])
-    texts = words(tmp_path / "many.svg", [("many", log, config)])
+    texts = words(tmp_path / "many.svg", [("many", log, config, {})])
     assert "other models" in texts
     assert [text for text in texts if re.fullmatch(r"m\d+", text)] == [
         "m0",
@@ -192,7 +192,7 @@ def test_more_models_than_colours_share_a_grey_one(tmp_path: Path) -> None:
     "log", [[], [Event(1.0, "ready", "a", "a", cause=Cause("adopted"))]], ids=["stopped", "idle"]
 )
 def test_a_log_in_which_nothing_happens_is_drawn_too(tmp_path: Path, log: list[Event]) -> None:
-    assert "0 swaps; mean wait 0 s, longest 0 s" in words(tmp_path / "idle.svg", [("idle", log, AB)])
+    assert "0 swaps; mean wait 0 s, longest 0 s" in words(tmp_path / "idle.svg", [("idle", log, AB, {})])
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ import gzip
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from anvil_mux.config.config import Backend, Config, Gpu, Service
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import KINDS, Event
 from anvil_mux.sim.figures import figures
+from anvil_mux.sim.plot import Bar, History
 from anvil_mux.sim.replay import BEYOND_SECONDS, replay
 from anvil_mux.sim.simulate import Request, check, simulate
 from anvil_mux.sim.workload import PROFILES, Workload
@@ -29,11 +31,12 @@ from anvil_mux.telemetry.eventlog import (
     EventLog,
     Rotation,
     Run,
-    Standing,
     config_of,
     header,
     read,
+    whole,
 )
+from anvil_mux.telemetry.situation import Situation
 from tests.cli.test_cli import PROJECT, compose, stream
 from tests.cli.test_cli import run as run_serve
 from tests.running import serving
@@ -219,14 +222,17 @@ FINE = '{"at":1,"kind":"queued","model":"a"}'
 @pytest.mark.parametrize(
     ("lines", "where", "why"),
     [
-        ([FINE], 1, "header"),
+        ([FINE], 1, "snapshot"),
         ([HEAD, '{"at":1,"ki', FINE], 2, "no line of an event log"),
         ([HEAD, "17", FINE], 2, "no line of an event log"),
         ([HEAD, '{"at":1,"kind":"flown","model":"a"}'], 2, "unknown kind of event 'flown'"),
         ([HEAD, FINE, '{"at":1,"kind":"queued"}'], 3, "model"),
         ([HEAD, '{"at":"1","kind":"queued","model":"a"}'], 2, "no event"),
         ([HEAD, '{"at":1,"kind":"queued","model":"a","colour":1}'], 2, "colour"),
-        (['{"anvil_mux":"1"}'], 1, "began"),
+        (['{"kind":"snapshot"}'], 1, "began"),
+        ([HEAD[:-1] + ',"state":{"at":1}}'], 1, "backends"),
+        ([HEAD[:-1] + ',"state":[1]}'], 1, "state"),
+        ([HEAD[:-1] + ',"state":{"at":1,"backends":{"a":{"colour":1}},"queues":{}}}'], 1, "colour"),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(file: Path, lines: list[str], where: int, why: str) -> None:
@@ -322,6 +328,24 @@ def test_what_a_full_disk_has_cost_is_told_where_it_is_missing(
     assert [event.kind for event in run.events] == ["gone"]
     assert warnings == [f"{file}:2: 3 events are missing here, because the disk was full"]
     assert len(complaints) == 1
+
+
+def test_a_run_that_is_to_begin_while_the_disk_is_full_begins_later(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(room=len(HEAD) + 20)
+    log = disk_log(disk, monkeypatch, [])
+    log.head(header(AB, 0.0))
+    for at, kind in ((1.0, "deferred"), (2.0, "reloaded"), (3.0, "deferred"), (4.0, "deferred")):
+        log.append(Event(at, kind, "a"))
+    assert disk.refused.wait(60)
+    disk.room = 1 << 20
+    log.append(Event(5.0, "deferred", "a"))
+    log.close()
+    file.write_bytes(disk.content)
+    first, second = read(file)
+    assert [event.at for event in (*first.events, *second.events)] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert second.begins["at"] >= 4.0
 
 
 # Replaying
@@ -455,45 +479,149 @@ def test_a_log_without_a_request_cannot_be_replayed() -> None:
 def test_a_new_file_can_be_read_without_the_old_wherever_it_begins(layout: str, seed: int) -> None:
     config, requests, engines = world(layout, "adaptive", seed)
     log = simulate(config, requests, engines)
-    standing, begun = Standing(), 0
+    situation = Situation()
     for number, event in enumerate(log):
-        standing.read(event)
-        if standing.is_still:
-            begun += 1
-            rest = [*standing.events(event.at), *log[number + 1 :]]
-            assert check(rest, config) == [], f"begun after event {number}: {event}"
-    assert begun > 5
+        situation.read(event)
+        begins = json.loads(json.dumps(situation.to_json()))
+        rest = log[number + 1 :]
+        assert check(rest, config, begins=begins) == [], f"begun after event {number}: {event}"
+        assert Situation.parse(begins).to_json() == situation.to_json()
 
 
-def test_what_is_so_is_told_as_events() -> None:
-    standing = Standing()
-    events = [
-        Event(0.0, "queued", "a", ticket=1, size=1),
-        Event(0.0, "loading", "a", "a", cause=Cause("overdue")),
-        Event(4.0, "ready", "a", "a", seconds=4.0),
-        Event(4.0, "leased", "a", "a", 1, 1, 4.0),
-        Event(5.0, "leased", "a", "a", 2, 2),
-        Event(5.0, "queued", "b", ticket=3, size=1),
-        Event(7.0, "released", "a", "a", 1, 1),
-        Event(7.0, "standby", "c", "c", way="sleep"),
-        Event(7.0, "unpinned", "a"),
-        Event(7.0, "pinned", "a"),
+def test_a_new_file_knows_what_the_old_ones_tell_of_loads_that_failed() -> None:
+    """Else a load before the end of the cool-down would be no flaw in it."""
+    before = [Event(0.0, "queued", "a", ticket=1, size=1), Event(0.0, "loading", "a", "a")]
+    before += [
+        Event(1.0, "stopped", "a", "a", cause=Cause("load_failed")),
+        Event(1.0, "failed", "a", ticket=1, seconds=1.0),
     ]
-    still = []
+    after = [Event(2.0, "queued", "a", ticket=2, size=1), Event(2.0, "loading", "a", "a")]
+    wrong = ["2.000000 loading a: before its cool-down ended"]
+    assert check([*before, *after], AB) == wrong
+    assert check(after, AB, begins=led_to(before)) == wrong
+    assert check(after, AB) == []
+
+
+def led_to(events: Sequence[Event]) -> Mapping[str, Any]:
+    situation = Situation()
     for event in events:
-        standing.read(event)
-        still.append(standing.is_still)
-    assert still == [True, False, *[True] * 8]
-    assert standing.events(8.0) == [
-        Event(8.0, "pinned", "a"),
-        Event(8.0, "ready", "a", "a", cause=Cause("adopted")),
-        Event(8.0, "ready", "c", "c", cause=Cause("adopted")),
-        Event(8.0, "draining", "c", "c"),
-        Event(8.0, "evicting", "c", "c"),
-        Event(8.0, "standby", "c", "c", way="sleep"),
-        Event(8.0, "leased", "a", "a", 2, 1),
-        Event(8.0, "queued", "b", ticket=3, size=1),
+        situation.read(event)
+    told: Mapping[str, Any] = json.loads(json.dumps(situation.to_json()))
+    return told
+
+
+BUSY = [
+    Event(0.0, "queued", "a", ticket=1, size=1),
+    Event(0.0, "loading", "a", "a", cause=Cause("overdue")),
+    Event(4.0, "ready", "a", "a", seconds=4.0),
+    Event(4.0, "leased", "a", "a", 1, 1, 4.0),
+    Event(5.0, "leased", "a", "a", 2, 2),
+    Event(5.0, "queued", "b", ticket=3, size=1, bound=20.0),
+    Event(6.0, "queued", "b", "b", ticket=4, size=2),
+    Event(7.0, "released", "a", "a", 1, 1),
+    Event(7.0, "standby", "c", "c", way="sleep"),
+    Event(7.0, "unpinned", "a"),
+    Event(7.0, "pinned", "c"),
+    Event(8.0, "draining", "a", "a", seconds=30.0, target="b"),
+]
+
+
+def test_the_situation_is_told_as_data() -> None:
+    assert led_to(BUSY) == {
+        "at": 8.0,
+        "backends": {
+            "a": {
+                "model": "a",
+                "state": "draining",
+                "since": 8.0,
+                "target": "b",
+                "limit": 30.0,
+                "leases": {"2": 5.0},
+                "loaded": 4.0,
+                "answered": 7.0,
+            },
+            "c": {"model": "c", "state": "standby", "since": 7.0, "level": "sleep"},
+        },
+        "queues": {
+            "a": {"unready": 8.0},
+            "b": {"bound": 20.0, "tickets": {"3": 5.0, "4": 6.0}, "only": {"4": "b"}},
+        },
+        "begun": [],
+        "pins": {"a": False, "c": True},
+    }
+    assert led_to([*BUSY, Event(9.0, "evicting", "a", "a")])["begun"] == ["b"]
+
+
+def test_a_log_that_begins_amid_requests_is_a_trace_of_them_from_there_on() -> None:
+    rest = [
+        Event(9.0, "released", "a", "a", 2, 0),
+        Event(9.0, "evicting", "a", "a", seconds=1.0),
+        Event(10.0, "stopped", "a", "a"),
+        Event(10.0, "loading", "b", "b"),
+        Event(13.0, "ready", "b", "b", seconds=3.0),
+        Event(13.0, "leased", "b", "b", 3, 1, 8.0),
+        Event(13.0, "leased", "b", "b", 4, 2, 7.0),
+        Event(14.0, "released", "b", "b", 3, 1),
+        Event(15.0, "released", "b", "b", 4, 0),
     ]
+    begins = led_to(BUSY)
+    learned = replay([Run({**header(AB, 0.0), "state": begins}, rest)])
+    assert learned.resident == ("a",)
+    assert learned.requests == (
+        Request(0.0, "a", 1.0),
+        Request(0.0, "b", 1.0),
+        Request(0.0, "b", 2.0),
+    )
+    come_to = figures(rest, begins=begins)
+    assert (come_to.requests, come_to.makespan_seconds, come_to.wait_max_seconds) == (3, 7.0, 8.0)
+    assert come_to.busy_fraction == 3 / 7  # 8 to 9, and 13 to 15
+    assert come_to.swap_seconds == 4.0
+    drawn = History(rest, begins)
+    assert drawn.bars[0] == Bar("a", "draining", 0.0, 1.0)
+    assert drawn.lengths["b"] == [(0.0, 2), (5.0, 1), (5.0, 0)]
+
+
+def test_what_one_program_wrote_under_two_configurations_is_one_trace() -> None:
+    reloaded = Event(2.0, "reloaded", "")
+    first = Run(header(AB, 5.0), [leased(1.0, "a", 1), reloaded, leased(3.0, "a", 2, size=2)])
+    second = Run(
+        {**header(AB, 5.0), "state": led_to(first.events)},
+        [Event(4.0, "released", "a", "a", 1, 1), Event(6.0, "released", "a", "a", 2, 0)],
+    )
+    other = Run(header(AB, 50.0), [leased(1.0, "b", 1), Event(2.0, "released", "b", "b", 1)])
+    assert [len(run.events) for run in whole([first, second, other])] == [5, 2]
+    assert replay([first, second, other]).requests == (
+        Request(0.0, "a", 3.0),
+        Request(2.0, "a", 3.0),
+        Request(45.0, "b", 1.0),
+    )
+
+
+def test_a_run_begins_after_a_reload_as_soon_as_those_that_leave_have_left(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eventlog, "GATHER_SECONDS", 0.0)
+    with appending(file) as log:
+        log.append(Event(1.0, "ready", "a", "a", seconds=1.0))
+        log.append(Event(1.0, "ready", "b", "b", seconds=1.0))
+        log.head(header(replace(AB, backends=AB.backends[1:]), 77.0))
+        steps = [
+            Event(2.0, "reloaded", ""),
+            Event(2.0, "draining", "a", "a"),
+            Event(2.0, "evicting", "a", "a"),
+            Event(3.0, "stopped", "a", "a"),
+            Event(4.0, "leased", "b", "b", 1, 1),
+        ]
+        for event in steps:
+            log.append(event)
+            while f'"at":{event.at},"kind":"{event.kind}"' not in file.read_text():
+                os.sched_yield()
+    first, second = read(file)
+    assert first.events[2:] == steps[:-1]
+    assert [backend["name"] for backend in second.header["backends"]] == ["b"]
+    assert (second.header["began"], second.begins["at"]) == (1000.0, 3.0)
+    assert second.begins["backends"].keys() == {"b"}
+    assert second.events == steps[-1:]
 
 
 def test_a_file_that_is_large_enough_is_set_aside(file: Path) -> None:
@@ -507,8 +635,9 @@ def test_a_file_that_is_large_enough_is_set_aside(file: Path) -> None:
     assert sorted(file.parent.iterdir()) == files
     found = [read(each)[0] for each in reversed(files)]
     assert {run.header["began"] for run in found} == {1000.0}
-    assert {run.events[0].cause for run in found} == {Cause("adopted")}
-    moments = [event.at for run in found for event in run.events if not event.cause]
+    assert all(run.begins["backends"]["a"]["state"] == "ready" for run in found)
+    moments = [event.at for run in found for event in run.events]
+    assert all(run.events[0].at == run.begins["at"] + 1 for run in found if run.events)
     assert moments == [float(n) for n in range(4 * eventlog.GROUP - len(moments), 4 * eventlog.GROUP)]
     assert len(moments) > eventlog.GROUP
 
@@ -541,7 +670,7 @@ def test_a_running_program_writes_all_that_happens(tmp_path: Path) -> None:
     runs = read(log)
     assert [run.header["project"] for run in runs] == [PROJECT] * 2
     for run in runs:
-        assert check(run.events, config_of(run.header), slack=5.0) == []
+        assert check(run.events, config_of(run.header), 5.0, run.begins) == []
     kinds = [event.kind for event in runs[0].events]
     unseen = {"gone", "failed", "severed", "standby", "demoting", "stuck", "deferred", "cancelling"}
     assert {*kinds} == KINDS.keys() - unseen - {"reloaded", "reload_failed"}
@@ -558,8 +687,9 @@ def test_a_running_program_sets_its_log_aside(tmp_path: Path) -> None:
         for _ in range(20):
             assert running.chat("a")[0] == 200
     for each in (log, Path(f"{log}.1")):
-        for run in read(each):
-            assert check(run.events, config_of(run.header), slack=5.0) == []
+        [run] = read(each)
+        assert each != log or run.begins["backends"]["a"]["state"] == "ready"
+        assert check(run.events, config_of(run.header), 5.0, run.begins) == []
 
 
 def test_what_the_end_of_the_program_cuts_off_is_in_the_log(tmp_path: Path) -> None:
