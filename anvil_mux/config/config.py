@@ -55,7 +55,6 @@ class Service:
     environment: tuple[tuple[str, str], ...] = ()
     working_dir: str | None = None
     """Absolute (resolved against the compose file's folder); None: that folder."""
-    stop_grace_period: float | None = None
     profiles: tuple[str, ...] = ()
     user: str = ""
     """Of its processes, as the compose file has it; empty: the image's, or ours."""

@@ -331,13 +331,11 @@ class _Loading:
         folder = described.get("working_dir")
         if folder is not None and self._process:
             folder = os.path.abspath(self._documents[0].file.parent / str(folder))
-        grace = described.get("stop_grace_period")
         return Service(
             image=described.get("image"),
             command=service.argv(described),
             environment=tuple(sorted(variables.items())),
             working_dir=folder,
-            stop_grace_period=None if grace is None else settings.read_seconds(grace),
             profiles=service.profiles(described),
             user=str(described.get("user") or ""),
             digest=service.digest(described, LABEL),

@@ -272,12 +272,12 @@ class Rights:
         return missing
 
 
-def owners(pids: Iterable[int], proc: Path = Path("/proc")) -> set[int]:
+def owners(pids: Iterable[int]) -> set[int]:
     """The users of processes, without those that have ended."""
     found = set()
     for pid in pids:
         with suppress(OSError):
-            found.add((proc / str(pid)).stat().st_uid)
+            found.add(Path("/proc", str(pid)).stat().st_uid)
     return found
 
 

@@ -384,7 +384,6 @@ def model_entry(
     created: int,
     state: str,
     aliases: Iterable[str] = (),
-    owned_by: str = "anvil-mux",
     failed: bool = False,
 ) -> dict[str, object]:
     """One model as OpenAI's, Anthropic's and llama.cpp's clients want it; ``state``: the GPU group's word."""
@@ -392,7 +391,7 @@ def model_entry(
         "id": model,
         "object": "model",
         "created": created,
-        "owned_by": owned_by,
+        "owned_by": "anvil-mux",
         "type": "model",
         "display_name": model,
         "created_at": datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),

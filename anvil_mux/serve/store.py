@@ -1,4 +1,4 @@
-"""What several anvil-mux tell each other of the replicas that they share: one place, two kinds of it.
+"""What several anvil-mux tell each other of the replicas that they share: one place.
 
 Each of them (an *owner*) publishes again and again what it has at every replica and what the engines said
 last, and reads what all others published (``Sharing``, one thread). What an owner published is forgotten
@@ -6,17 +6,15 @@ last, and reads what all others published (``Sharing``, one thread). What an own
 the clocks of the machines need not agree.
 
 ``RedisStore`` is in Redis (the extra ``[redis]``): a key with an expiry for each owner, and a set of the
-owners. ``LocalStore`` is for several in one process. tests/serve/test_store.py is the contract of both. While
-a store does not answer, requests are routed by what is known here, as without one.
+owners. tests/serve/test_store.py is the contract of every store. While a store does not answer, requests are
+routed by what is known here, as without one.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import threading
 from collections.abc import Callable, Mapping
-from time import monotonic
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -43,28 +41,6 @@ class Store(Protocol):
         """What each of the others published last, with its age as it is now."""
 
     def close(self) -> None: ...
-
-
-class LocalStore:
-    """Within this process. Any thread."""
-
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._published: dict[str, tuple[float, Reports]] = {}
-
-    def publish(self, owner: str, reports: Reports) -> None:
-        with self._lock:
-            self._published[owner] = self._clock(), reports
-
-    def others(self, owner: str) -> list[Reports]:
-        now = self._clock()
-        with self._lock:
-            found = {o: (now - at, reports) for o, (at, reports) in self._published.items() if o != owner}
-        return [_older(reports, age) for age, reports in found.values() if age < EXPIRES_SECONDS]
-
-    def close(self) -> None:
-        pass
 
 
 class RedisStore:

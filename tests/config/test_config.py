@@ -366,7 +366,7 @@ def test_the_service_as_the_runtimes_need_it(tmp_path: Path) -> None:
     assert a.service.command == ("python3", "-m", "thing", "--say", "a $b")
     assert a.service.environment == (("HOME", "/h"), ("ONE", "1"))
     assert (a.service.working_dir, a.service.profiles) == (str(tmp_path.parent), ("llm",))
-    assert (a.stop_timeout, a.service.stop_grace_period) == (90.0, 90.0)
+    assert a.stop_timeout == 90.0
 
 
 def test_the_project_is_named_as_compose_names_it(tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from tests.running import Running, seen, serve, serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GUARD = 30.0
-LOOKS = 2000
-"""How often a state is looked at before it is given up."""
 
 
 def compose(folder: Path, **services: dict[str, Any]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from anvil_mux.routing.in_flight import InFlightTracker, Load, Member, Report
 from anvil_mux.routing.pipeline import build
 from anvil_mux.routing.routing import Work
 from anvil_mux.serve import store
-from anvil_mux.serve.store import LocalStore, RedisStore, Sharing, Store, StoreError
+from anvil_mux.serve.store import RedisStore, Sharing, Store, StoreError
 from tests.fake_engine import GUARD, Rig
 from tests.running import seen, serving
 
@@ -53,6 +54,28 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = Server(tmp_path_factory.mktemp("redis"))
     yield running
     running.stop()
+
+
+class LocalStore:
+    """Within this process. Any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._published: dict[str, tuple[float, store.Reports]] = {}
+
+    def publish(self, owner: str, reports: store.Reports) -> None:
+        with self._lock:
+            self._published[owner] = self._clock(), reports
+
+    def others(self, owner: str) -> list[store.Reports]:
+        now = self._clock()
+        with self._lock:
+            found = {o: (now - at, reports) for o, (at, reports) in self._published.items() if o != owner}
+        return [store._older(reports, age) for age, reports in found.values() if age < store.EXPIRES_SECONDS]
+
+    def close(self) -> None:
+        pass
 
 
 Forget = Callable[[str], None]
