@@ -43,7 +43,6 @@ from anvil_mux.errors import (
     WaitedTooLong,
 )
 from anvil_mux.host.swap import Evicted, Loaded
-from anvil_mux.protocol import api
 from anvil_mux.routing.in_flight import Load, Report
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.causes import Cause, Severance
@@ -62,8 +61,10 @@ log = logging.getLogger(__name__)
 
 TEND_SECONDS = 0.25
 """How often a waiting request looks at its client."""
-TAIL = 4096
-"""Bytes at the end of an answer in which its engine says what it took."""
+
+Usage = tuple[int | None, int | None]
+"""Tokens of a request's input, and how many of them were cached, as its engine said; None: it did not."""
+NO_USAGE: Usage = (None, None)
 
 KNOWN_SECONDS = 2.0
 """What a failed request waits to learn whether its engine has ended; Docker knows some 0.1 s later."""
@@ -115,7 +116,7 @@ class Run:
 class Lease:
     """One request's hold on a resident backend. A context manager; leaving it releases, once."""
 
-    __slots__ = ("_mux", "_tail", "_ticket", "address", "backend", "prefill", "run", "waited", "why")
+    __slots__ = ("_mux", "_ticket", "address", "backend", "prefill", "run", "waited", "why")
 
     def __init__(self, mux: Multiplexer, ticket: Ticket) -> None:
         assert ticket.backend is not None
@@ -130,7 +131,6 @@ class Lease:
         """Seconds in the queue."""
         self.prefill: Lease | None = None
         """Of the first stage, where the request is to be served in two; it may be left before this one."""
-        self._tail = b""
 
     def __enter__(self) -> Lease:
         return self
@@ -138,11 +138,14 @@ class Lease:
     def __exit__(self, kind: object = None, *exc: object) -> None:
         self.release(whole=kind is None)
 
-    def release(self, *, whole: bool = False) -> None:
-        """Any number of times. ``whole``: the engine gave its answer to the end."""
+    def release(self, *, whole: bool = False, usage: Usage = NO_USAGE) -> None:
+        """Any number of times; the first counts. ``whole``: the engine gave its answer to the end.
+
+        ``usage`` is of use where ``is_routed``.
+        """
         if self.prefill:
             self.prefill.release()
-        self._mux._release(self._ticket, self._tail, whole)
+        self._mux._release(self._ticket, usage, whole)
         # It leads back to this lease: without a cycle nothing is left for the garbage collector.
         self._ticket.cut = None
 
@@ -153,18 +156,16 @@ class Lease:
         return choice.hit_tokens / tokens if choice and tokens and not self.prefill else None
 
     @property
-    def watch(self) -> Callable[[bytes], bool] | None:
-        """To be called with the bytes of the answer, in order, by any thread; None: they are of no use.
+    def is_routed(self) -> bool:
+        """Its backend was chosen among several replicas, and what becomes of it counts for later choices."""
+        return self._ticket.choice is not None
 
-        False: the request was taken back before its first byte came, and the client must not see it.
+    def first_byte(self) -> bool:
+        """The answer begins to come. False: the request was taken back before; nothing of it may be shown.
+
+        Called once, by any thread, before a byte is shown to the client.
         """
-        return self._heard if self._ticket.choice else None
-
-    def _heard(self, data: bytes) -> bool:
-        if not self._tail and not self._mux._first_byte(self._ticket):
-            return False
-        self._tail = (self._tail + data)[-TAIL:]
-        return True
+        return self._ticket.choice is None or self._mux._first_byte(self._ticket)
 
     @property
     def severed(self) -> bool:
@@ -492,8 +493,7 @@ class Multiplexer:
             waiting.wake.set()
         return True
 
-    def _release(self, ticket: Ticket, tail: bytes, whole: bool) -> None:
-        usage = api.tokens_said(tail)[1:] if tail else (None, None)
+    def _release(self, ticket: Ticket, usage: Usage, whole: bool) -> None:
         with self._lock:
             driver = self._drivers.get(ticket.model)
             if driver is None:

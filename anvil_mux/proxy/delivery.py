@@ -184,7 +184,7 @@ class Delivery:
             try:
                 self._say(call, exchange, response, asked)
             finally:
-                call.said, call.events = exchange.said, exchange.events
+                call.said, call.events = exchange.passed.said, exchange.passed.events
 
     def _say(self, call: Call, exchange: Exchange, response: http1.Response, asked: Translation) -> None:
         """An answer as it comes, or all at once."""
@@ -228,7 +228,7 @@ class Delivery:
         """The rest of a body, and its end."""
         end = exchange.stream(response)
         call.sent += exchange.streamed
-        call.said, call.events = exchange.said, exchange.events
+        call.said, call.events = exchange.passed.said, exchange.passed.events
         error: MuxError
         match end:
             case End.COMPLETE:
@@ -277,6 +277,7 @@ class Delivery:
                 status, said = self._ask_prefill(call, lease, asked)
             except (Failed, Severed) as error:
                 raise self.judged(call, lease, error) from None
+            lease.release(whole=True, usage=api.tokens_said(said)[1:])
         if status >= 300:
             raise _engine_error(call.model, status, said)
         try:

@@ -32,7 +32,7 @@ from anvil_mux.errors import (
     UnknownModel,
 )
 from anvil_mux.host.engine import find_engine
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer import NO_USAGE, Multiplexer
 from anvil_mux.protocol import api, coding, http1, naming, ollama, stages
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import finite, parse
@@ -371,7 +371,7 @@ class Inference:
             except (Failed, Severed) as error:
                 raise self._delivery.judged(call, lease, error) from None
         finally:
-            lease.release(whole=whole)
+            lease.release(whole=whole, usage=api.tokens_said(call.said)[1:] if lease.is_routed else NO_USAGE)
 
     def _tend(self, call: Call, now: float) -> None:
         if call.waiting is None:

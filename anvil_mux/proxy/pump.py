@@ -37,6 +37,8 @@ READ = 16384
 """Bytes taken from an engine at once: tokens are smaller, and a large answer must not hold up the others."""
 
 EVENT, TOKENS = b"data: {", b"_tokens"
+REST_OF_NUMBER = 64
+"""Bytes that may lack of a figure when a read ends within it, its name included."""
 
 SWEEP_SECONDS = 1.0
 UPSTREAM = select.EPOLLIN
@@ -100,6 +102,30 @@ class Body(Protocol):
         """What to send for ``data`` (b"": the engine's connection ended); BackendError if it breaks off."""
 
 
+class Passed:
+    """What is kept of an answer while it passes to its client, piece by piece."""
+
+    __slots__ = ("_is_open", "events", "last", "said")
+
+    def __init__(self) -> None:
+        self.events = 0
+        """Server-sent events with JSON in them."""
+        self.last = b""
+        """The last piece."""
+        self.said = b""
+        """The last piece that told of tokens, the one before it and the beginning of the one after it: pieces
+        end anywhere."""
+        self._is_open = False
+
+    def note(self, piece: bytes) -> None:
+        if TOKENS in piece:
+            self.said, self._is_open = self.last + piece, True
+        elif self._is_open:
+            self.said, self._is_open = self.said + piece[:REST_OF_NUMBER], False
+        self.last = piece
+        self.events += piece.count(EVENT)
+
+
 class Stream:
     """One body on its way from an engine to a client."""
 
@@ -109,49 +135,44 @@ class Stream:
         "client",
         "cut",
         "end",
-        "events",
-        "last",
+        "first_byte",
+        "passed",
         "pending",
         "relayed",
-        "said",
         "unread",
         "upstream",
-        "watch",
         "woken",
     )
 
     def __init__(
-        self, upstream: socket, client: socket, body: Body, watch: Callable[[bytes], bool] | None = None
+        self,
+        upstream: socket,
+        client: socket,
+        body: Body,
+        passed: Passed,
+        first_byte: Callable[[], bool] | None = None,
     ) -> None:
         self.upstream = upstream
         self.client = client
         self.body = body
-        self.watch = watch
-        """Called with what the engine sends, by the pump's thread; False: the client must not see it."""
+        self.passed = passed
+        self.first_byte = first_byte
+        """Called when the answer begins, by the pump's thread; False: the client must not see it.
+
+        None: it has begun.
+        """
         self.pending = b""
         """What the client has not taken yet; the engine is not read meanwhile."""
         self.unread: Unread | None = None
         """Of the client, while there is something pending."""
-        self.last = b""
-        """The last bytes that the client was sent."""
         self.relayed = 0
-        self.events = 0
-        """Server-sent events with JSON in them."""
-        self.said = b""
-        """The last bytes that told of tokens."""
+        """Bytes that the client was sent."""
         self.active = 0.0
         """The moment at which bytes last moved."""
         self.cut = False
         self.end: End | None = None
         self.woken = allocate_lock()
         self.woken.acquire()
-
-    def note(self, data: bytes) -> None:
-        """Takes what was read for the client."""
-        self.last = data
-        self.events += data.count(EVENT)
-        if TOKENS in data:
-            self.said = data
 
     def is_from(self, address: tuple[str, int], since: float) -> bool:
         """Whether bytes of it moved since that moment, from there."""
@@ -247,9 +268,11 @@ class Pump:
             return
         stream.active = now
         if data:
-            if stream.watch is not None and not stream.watch(data):
-                self._end(stream, End.SEVERED)
-                return
+            if stream.first_byte is not None:
+                if not stream.first_byte():
+                    self._end(stream, End.SEVERED)
+                    return
+                stream.first_byte = None
             try:
                 sent = stream.client.send(data, MSG_DONTWAIT)
             except BlockingIOError:
@@ -257,7 +280,7 @@ class Pump:
             except OSError:
                 self._end(stream, End.CLIENT_GONE)
                 return
-            stream.note(data)
+            stream.passed.note(data)
             stream.relayed += sent
             if sent != len(data):
                 self._hold(stream, data[sent:])

@@ -42,7 +42,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ClientGone, ClientStalled, MuxError
 from anvil_mux.host.engine import idle_connections
 from anvil_mux.protocol import http1
-from anvil_mux.proxy.pump import EVENT, TOKENS, End, Pump, Stream
+from anvil_mux.proxy.pump import End, Passed, Pump, Stream
 from anvil_mux.proxy.tunnel import Ended, tunnel
 
 Address = tuple[str, int]
@@ -99,8 +99,7 @@ class LeaseLike(Protocol):
     def run(self) -> Hashable: ...
     @property
     def severed(self) -> bool: ...
-    @property
-    def watch(self) -> Callable[[bytes], bool] | None: ...
+    def first_byte(self) -> bool: ...
     def severed_error(self) -> MuxError: ...
     def on_severed(self, cut: Callable[[], None]) -> None: ...
 
@@ -312,6 +311,7 @@ class Exchange:
         "_connections",
         "_cut",
         "_deadline",
+        "_has_begun",
         "_lease",
         "_relay",
         "_reusable",
@@ -319,9 +319,7 @@ class Exchange:
         "_upstream",
         "aligned",
         "data",
-        "events",
-        "last",
-        "said",
+        "passed",
         "streamed",
         "whole",
     )
@@ -341,15 +339,13 @@ class Exchange:
         """What came of the body with the head."""
         self.whole = False
         """``data`` is all of the body."""
+        self._has_begun = False
+        """A byte of the answer has come that may be shown."""
         self._chunked = False
         self._body: Body | None = None
-        self.events = 0
-        """Of a stream, so far."""
-        self.said = b""
-        """What came last of it in which the engine says what it took."""
+        self.passed = Passed()
         self.streamed = 0
         """Bytes that the pump sent to the client."""
-        self.last = b""
         self.aligned = True
         """The client was sent whole chunks, so another one can follow."""
         lease.on_severed(self.sever)
@@ -408,9 +404,8 @@ class Exchange:
         if self.whole:
             if len(self.data) != length:
                 self._read_whole(length or 0)
+            self._begin()
             self._reusable = response.keep_alive
-            if self._lease.watch:
-                self._tell(self.data)
         return response
 
     @property
@@ -568,14 +563,15 @@ class Exchange:
     def pieces(self, response: http1.Response) -> Iterator[bytes]:
         """The content as it comes, in the handler's thread: for answers that are read, not passed on."""
         if self.whole:
-            self.said = self.data
+            self.passed.note(self.data)
             yield self.data
             return
         body = body_of(response, chunked=False)
         content = body.feed(self.data) if self.data else b""
         while True:
             if content:
-                self._note(content)
+                self._begin()
+                self.passed.note(content)
                 yield content
             if body.ended:
                 break
@@ -598,33 +594,27 @@ class Exchange:
         self._chunked = chunked
         self._body = body = body_of(response, chunked=chunked)
         if self.data:
-            self._tell(self.data)
+            self._begin()
         first = body.feed(self.data) if self.data else b""
-        self._note(first)
-        self.last = first
+        self.passed.note(first)
         return first
-
-    def _note(self, data: bytes) -> None:
-        self.events += data.count(EVENT)
-        if TOKENS in data:
-            self.said = data
 
     def read_on(self, until: Callable[[bytes], bool]) -> None:
         """Reads until enough of the body came with the head; not for one that may have ended."""
         while not until(self.data):
             self.data += self._more()
 
-    def _tell(self, data: bytes) -> None:
-        """What came of the body before anything was sent to the client."""
-        watch = self._lease.watch
-        if watch is not None and not watch(data):
-            self._reusable = False
+    def _begin(self) -> None:
+        """Something of the body has come that the client has not seen; Severed if it must not."""
+        if not self._has_begun and not self._lease.first_byte():
             raise self._lease.severed_error()
+        self._has_begun = True
 
     @property
     def last_payload(self) -> bytes:
         """The last bytes of content that the client was sent, if nothing was split."""
-        return self.last[:-2] if self._chunked else self.last
+        last = self.passed.last
+        return last[:-2] if self._chunked else last
 
     def stream(self, response: http1.Response) -> End:
         """Moves the rest of the body to the client; blocks until it has ended."""
@@ -633,13 +623,11 @@ class Exchange:
         assert upstream is not None
         end = End.COMPLETE
         if not body.ended:
-            stream = self._stream = Stream(upstream.socket, self._client, body, self._lease.watch)
+            first_byte = None if self._has_begun else self._lease.first_byte
+            stream = self._stream = Stream(upstream.socket, self._client, body, self.passed, first_byte)
             stream.cut = self._cut
             end = self._relay.pump.relay(stream)
             self.streamed = stream.relayed
-            self.events += stream.events
-            self.said = stream.said or self.said
-            self.last = stream.last or self.last
             self.aligned = body.aligned and not stream.pending
         if end is End.COMPLETE:
             self._reusable = response.keep_alive and body.clean

@@ -14,7 +14,7 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import LoadError, Severed
-from anvil_mux.protocol import http1
+from anvil_mux.protocol import api, http1
 from anvil_mux.proxy import pump, relay
 from anvil_mux.proxy.call import Patience
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
@@ -286,7 +286,7 @@ def test_only_silence_ends_a_long_stream(monkeypatch: pytest.MonkeyPatch) -> Non
     client, far = socket.socketpair()
     moved = pump.Pump(silence_timeout=10.0)
     response = http1.parse_response(SSE_HEAD, "POST")
-    stream = pump.Stream(upstream, client, relay.body_of(response, chunked=True))
+    stream = pump.Stream(upstream, client, relay.body_of(response, chunked=True), pump.Passed())
     moved._streams[-1] = stream
     for now in (100.0, 109.0, 118.0):
         engine.sendall(chunk(b"data: 1\n\n"))
@@ -468,7 +468,9 @@ def test_a_request_whose_engine_resets_the_connection_when_it_is_severed_is_not_
 
     class Lease:
         backend, address, run = Backend("a", "a"), ("127.0.0.1", 0), object()
-        watch = None
+
+        def first_byte(self) -> bool:
+            return True
 
         @property
         def severed(self) -> bool:
@@ -921,6 +923,16 @@ def test_the_tokens_of_an_answer_are_those_that_the_engine_says(rig: Rig) -> Non
     assert client.read().status == 200
     record = rig.events.record(1)
     assert (record.tokens, record.prompt_tokens, record.cached_tokens) == (37, 12, 8)
+
+
+def test_what_a_stream_says_of_tokens_is_found_wherever_its_pieces_end() -> None:
+    usage = b'{"prompt_tokens":12,"completion_tokens":37,"prompt_tokens_details":{"cached_tokens":821}}'
+    stream = b'data: {"x":1}\n\n' * 3 + b'data: {"usage":%b}\n\ndata: [DONE]\n\n' % usage
+    for end in range(1, len(stream)):
+        passed = pump.Passed()
+        for piece in (stream[:end], stream[end:]):
+            passed.note(piece)
+        assert api.tokens_said(passed.said) == (37, 12, 821), end
 
 
 @pytest.mark.parametrize(

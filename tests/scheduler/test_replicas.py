@@ -259,6 +259,24 @@ def test_the_first_byte_of_a_stream_says_that_its_prefill_is_done(rig: Rig) -> N
     assert client.read_chunks() == (b"", True)
 
 
+def test_the_first_byte_of_a_translated_stream_says_so_too(rig: Rig) -> None:
+    client = rig.client()
+    question = {"model": "m", "messages": [{"role": "user", "content": "x" * 4000}]}
+    client.post(json.dumps(question).encode(), path=b"/api/chat")
+    streaming = rig.engine.next()
+    streaming.send(SSE_HEAD)
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"hi"}}]}\n\n'
+    streaming.send(chunk(event))
+    client.read_until(b"hi")
+    work = explained(rig)["stages"]["neutral"][0]
+    assert work["backend"] == "a"
+    assert work["metrics"]["num_requests"] == 1
+    assert work["metrics"]["cache_aware_all_prefills_tokens_num"] < 100  # the question explained alone
+    last = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    streaming.send(chunk(last), b"0\r\n\r\n")
+    client.read_until(b'"done":true')
+
+
 def test_what_an_engine_says_of_tokens_is_learned(rig: Rig) -> None:
     before = rig.mux.bytes_per_token("m")
     client, body = ask(rig, LONG), b'{"usage":{"prompt_tokens":22000}}'
