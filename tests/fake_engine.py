@@ -21,9 +21,9 @@ from anvil_mux.config.keys import Keyring
 from anvil_mux.errors import Cancelled
 from anvil_mux.host.swap import Evicted, Loaded
 from anvil_mux.multiplexer import Multiplexer
-from anvil_mux.proxy.call import Patience
-from anvil_mux.proxy.gateway import Gateway
+from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.relay import Relay
+from anvil_mux.proxy.reply import Patience
 from anvil_mux.proxy.server import Server
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
@@ -393,7 +393,7 @@ class Rig:
         self.mux.start()
         self.feed = Feed()
         self.logs: dict[str, list[str]] = {}
-        self.gateway = Gateway(
+        self.handler = Handler(
             self.config,
             self.mux,
             self.relay,
@@ -407,7 +407,7 @@ class Rig:
         )
         self.server = Server(
             ("127.0.0.1", 0),
-            self.gateway,
+            self.handler,
             self.mux,
             max_connections=max_connections,
             tls=tls,

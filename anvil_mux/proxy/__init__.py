@@ -1,5 +1,5 @@
 """Client bytes <-> engine bytes.
 
-accept (``server``) -> parse head (``client``) -> route (``gateway``) -> local answer, or model name and lease
-(``inference``) -> forward (``delivery``, ``relay``) -> relay (``pump``) -> record.
+accept (``server``) -> parse head (``client``) -> route (``handler``) -> local answer, or model name and lease
+(``dispatch``) -> forward (``forward``, ``relay``) -> relay (``pump``) -> record.
 """

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from anvil_mux.config.keys import FIELDS
 from anvil_mux.multiplexer import Lease
 from anvil_mux.protocol import http1, naming
-from anvil_mux.proxy.call import Call
+from anvil_mux.proxy.reply import Call
 
 MAX_PREPARED = 8
 """Engines for which the constant part of a head is kept."""

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from anvil_mux.errors import BadRequest, ClientGone, MuxError
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.protocol import api, naming
-from anvil_mux.proxy.call import JSON, Call
-from anvil_mux.proxy.inference import Inference
+from anvil_mux.proxy.dispatch import Dispatcher
+from anvil_mux.proxy.reply import JSON, Call
 
 LOOK_SECONDS = 0.25
 COMMENT_SECONDS = 15.0
@@ -33,9 +33,9 @@ DONE = b'{"success":true}'
 class RouterApi:
     """Answers these routes. Any thread."""
 
-    def __init__(self, mux: Multiplexer, inference: Inference, ending: Callable[[], bool]) -> None:
+    def __init__(self, mux: Multiplexer, dispatcher: Dispatcher, ending: Callable[[], bool]) -> None:
         self._mux = mux
-        self._inference = inference
+        self._dispatcher = dispatcher
         self._ending = ending
 
     def load(self, call: Call) -> None:
@@ -85,7 +85,7 @@ class RouterApi:
         return {
             model.model: api.model_status(model.state, failed=bool(model.last_error))
             for model in self._mux.status().models
-            if self._inference.may_use(key, model.model)
+            if self._dispatcher.may_use(key, model.model)
         }
 
     def _begin_load(self, model: str) -> None:
@@ -105,8 +105,8 @@ class RouterApi:
             raise failed[0]
 
     def _named(self, call: Call) -> str:
-        name, _ = naming.model_and_stream(self._inference.read_json(call))
+        name, _ = naming.model_and_stream(self._dispatcher.read_json(call))
         if name is None:
             raise BadRequest("the body must name a `model`", param="model")
-        call.model = self._inference.resolve(call, name)
+        call.model = self._dispatcher.resolve(call, name)
         return call.model

@@ -1,7 +1,7 @@
 """The listening socket, a thread per connection, and a way to stop.
 
-A connection's thread reads a request, has the gateway answer it, and goes on while both sides keep the
-connection; before each request it moves to where threads of connections are to run just then (home.py). A
+A connection's thread reads a request, has the handler answer it, and goes on while both sides keep the
+connection; before each request it moves to where threads of connections are to run just then (affinity.py). A
 connection over the limit is told so by the accepting thread and closed. ``drain`` ends it all in order: idle
 connections closed, waiting requests refused, running ones finished in time. Until then whoever comes is told
 that the program ends: /readyz by its status, and requests for models with when to try again.
@@ -24,9 +24,9 @@ from typing import Any
 from anvil_mux.errors import ClientGone, MuxError, Overloaded
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
+from anvil_mux.proxy.affinity import Affinity, CPUs
 from anvil_mux.proxy.client import Client
-from anvil_mux.proxy.gateway import Gateway
-from anvil_mux.proxy.home import CPUs, Home
+from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.tls import Plain
 
 STACK_BYTES = 512 * 1024
@@ -67,12 +67,12 @@ class Connection(BaseRequestHandler):
 
     def _serve(self) -> None:
         client = Client(self.plain, self.client_address[0], self.server.client_timeout)
-        home = self.server.home
-        cpus = home.everywhere
+        affinity = self.server.affinity
+        cpus = affinity.everywhere
         try:
             while True:
-                if home.cpus is not cpus:
-                    cpus = home.settle()
+                if affinity.cpus is not cpus:
+                    cpus = affinity.settle()
                 if not self._serve_one(client):
                     break
         except ClientGone:
@@ -86,20 +86,20 @@ class Connection(BaseRequestHandler):
             request = client.read_request()
         except MuxError as error:
             if not isinstance(error, ClientGone):
-                server.gateway.refuse_unread(client, error)
+                server.handler.refuse_unread(client, error)
             return False
         if request is None:
             return False
         server.busy.add(self)
         try:
-            keep = server.gateway.serve(client, request)
-            return keep and client.discard_body() and not server.gateway.draining
+            keep = server.handler.serve(client, request)
+            return keep and client.discard_body() and not server.handler.draining
         finally:
             server.busy.discard(self)
 
 
 class Server(ThreadingHTTPServer):
-    """Accepts connections on ``address`` for ``gateway``, at most ``max_connections`` at once."""
+    """Accepts connections on ``address`` for ``handler``, at most ``max_connections`` at once."""
 
     request_queue_size = 512
     daemon_threads = True
@@ -109,19 +109,19 @@ class Server(ThreadingHTTPServer):
     def __init__(
         self,
         address: tuple[str, int],
-        gateway: Gateway,
+        handler: Handler,
         mux: Multiplexer,
         *,
         max_connections: int = 2048,
-        home: Home | None = None,
+        affinity: Affinity | None = None,
         tls: ssl.SSLContext | None = None,
         client_timeout: float = 60.0,
     ) -> None:
         """``client_timeout``: how long a client may take nothing of what it is sent."""
         self.tls = tls
         self.client_timeout = client_timeout
-        self.gateway = gateway
-        self.home = home or Home(CPUs(os.sched_getaffinity(0)), adapts=False)
+        self.handler = handler
+        self.affinity = affinity or Affinity(CPUs(os.sched_getaffinity(0)), adapts=False)
         self.connections: set[socket.socket] = set()
         self.busy: set[Connection] = set()
         """Connections within a request. Sets are changed by many threads, in single atomic operations."""
@@ -134,7 +134,7 @@ class Server(ThreadingHTTPServer):
             self.address_family = socket.AF_INET6
         threading.stack_size(STACK_BYTES)
         super().__init__(address, Connection)
-        gateway.only_local_hosts = _is_loopback(self.server_address[0])
+        handler.only_local_hosts = _is_loopback(self.server_address[0])
 
     def server_bind(self) -> None:
         TCPServer.server_bind(self)  # HTTPServer's would look the host's name up
@@ -194,7 +194,7 @@ class Server(ThreadingHTTPServer):
 
     def refuse(self) -> None:
         """From now on nobody is let in, and everybody is told so; what runs goes on."""
-        self.gateway.drain()
+        self.handler.drain()
         self._mux.refuse()
 
     def drain(self, grace: float) -> bool:

@@ -50,8 +50,8 @@ from anvil_mux.host.process import ProcessRuntime, state_folder
 from anvil_mux.host.state import write_whole
 from anvil_mux.host.swap import Evicted, Runtime, Swapper
 from anvil_mux.multiplexer import Multiplexer
-from anvil_mux.proxy.gateway import Gateway
-from anvil_mux.proxy.home import CPUs, Home
+from anvil_mux.proxy.affinity import Affinity, CPUs
+from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.relay import Relay
 from anvil_mux.proxy.reloads import LOOK_SECONDS, Reloads, Watch
 from anvil_mux.proxy.server import Server
@@ -98,7 +98,7 @@ class Options:
     """After so many bytes a new file is begun; 0: never."""
     log_format: str = "human"
     pin: bool | None = None
-    """Whether the threads of connections stay on one CPU; None: while it is better (home.py)."""
+    """Whether the threads of connections stay on one CPU; None: while it is better (affinity.py)."""
     insecure: bool = False
     watch: bool = False
     """Whether files are watched, and a change of them is a reload."""
@@ -216,7 +216,7 @@ class Program:
         with _pinned(options.pin):
             relay = Relay(timeout=config.upstream_timeout, client_timeout=config.client_timeout)
             self._pool = relay.pool
-            self._home = Home(
+            self._affinity = Affinity(
                 CPUs(os.sched_getaffinity(0)),
                 adapts=options.pin is None,
                 elsewhere=relay.pump.cpu_seconds,
@@ -272,7 +272,7 @@ class Program:
                 time.time,
                 reloading,
             )
-            self._gateway = Gateway(
+            self._handler = Handler(
                 config,
                 self._mux,
                 relay,
@@ -285,7 +285,7 @@ class Program:
                 keys=keys,
                 reloads=self._reloads,
             )
-            self._server = self._bind(self._gateway, tls)
+            self._server = self._bind(self._handler, tls)
         host, port = self._server.server_address[:2]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
         scheme = "https" if tls else "http"
@@ -301,15 +301,15 @@ class Program:
             raise CannotServe(f"x-anvil.routing.store: {error}") from None
         return Sharing(store, self._mux.reports, self._mux.hear, self._say)
 
-    def _bind(self, gateway: Gateway, tls: ssl.SSLContext | None) -> Server:
+    def _bind(self, handler: Handler, tls: ssl.SSLContext | None) -> Server:
         host, port = self._config.host, self._config.port
         try:
             return Server(
                 (host, port),
-                gateway,
+                handler,
                 self._mux,
                 max_connections=self._config.max_connections,
-                home=self._home,
+                affinity=self._affinity,
                 tls=tls,
                 client_timeout=self._config.client_timeout,
             )
@@ -332,7 +332,7 @@ class Program:
     def _keep_house(self) -> None:
         """Now and then while something happens, in the journal's thread."""
         self._pool.sweep()
-        self._home.look(time.monotonic())
+        self._affinity.look(time.monotonic())
         self._learned.save(Known(self._mux.costs(), self._mux.footprints()))
 
     def _last_words(self, backend: str, lines: int = 20) -> Sequence[str]:
@@ -507,7 +507,7 @@ class Program:
         for warning in [each for each in config.warnings if each not in before.warnings]:
             self._say(f"warning: {warning}")
         self._config = config
-        self._gateway.reconfigure(config, keys)
+        self._handler.reconfigure(config, keys)
         self._server.max_connections = config.max_connections
         self._server.tls = tls
         self._metrics.know(config)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.proxy import console
+from anvil_mux.proxy import page
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.feed import EVENTS
@@ -63,8 +63,8 @@ class Watcher:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(console, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(page, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(page, "PAUSE_SECONDS", 0.0)
 
 
 def test_the_first_message_is_the_whole_state(rig: Rig) -> None:
@@ -93,7 +93,7 @@ def test_what_happens_is_told_when_it_happens(rig: Rig) -> None:
 
 
 def test_the_state_is_told_only_when_it_has_changed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "BEAT_SECONDS", 0.0)
+    monkeypatch.setattr(page, "BEAT_SECONDS", 0.0)
     watcher = Watcher(rig.client())
     assert watcher.message().startswith("event: snapshot")
     assert [watcher.message() for _ in range(3)] == [": nothing new"] * 3
@@ -115,7 +115,7 @@ def test_what_ticks_is_no_news() -> None:
         "lines": [{"ticket": 3, "model": "a", "since": 9.0}],
         "models": {"a": {"load_seconds": 2.0, "idle_seconds": 3.0, "backends": [{"state_seconds": 4.0}]}},
     }
-    assert console._lasting(ticking) == {**lasting, "models": {"a": {"load_seconds": 2.0, "backends": [{}]}}}
+    assert page._lasting(ticking) == {**lasting, "models": {"a": {"load_seconds": 2.0, "backends": [{}]}}}
 
 
 def test_one_that_reads_slowly_holds_up_nobody_and_is_told_what_it_lost(rig: Rig) -> None:
@@ -183,7 +183,7 @@ def test_a_cancel_that_names_no_ticket_is_refused(rig: Rig, body: bytes) -> None
 
 
 def test_every_route_of_ours_has_a_label_in_the_metrics(rig: Rig) -> None:
-    ours = rig.gateway
+    ours = rig.handler
     assert {*ours._admin, *ours._local, *ours._streams} <= _route_labels().keys()
 
 

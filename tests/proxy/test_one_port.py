@@ -79,9 +79,9 @@ def test_engines_get_other_keys_once_clients_keys_are_ours(
     rig = make_rig(backends=BACKENDS, mechanism=one_port)
     client = rig.client()
     assert ask(client, "one") == b"Authorization: Bearer %b" % OURS.encode()
-    rig.gateway.reconfigure(rig.config, keyring())
+    rig.handler.reconfigure(rig.config, keyring())
     assert ask(client, "one") == b"authorization: Bearer KEY-ONE"
-    rig.gateway.reconfigure(rig.config, Keyring())
+    rig.handler.reconfigure(rig.config, Keyring())
     assert ask(client, "one") == b"Authorization: Bearer %b" % OURS.encode()
 
 
@@ -97,7 +97,7 @@ def test_a_head_of_an_earlier_configuration_that_comes_late_is_used_by_nobody(
         written = write(*args, **kwargs)
         calls.append(written)
         if len(calls) == 1:
-            rig.gateway.reconfigure(rig.config, keyring())
+            rig.handler.reconfigure(rig.config, keyring())
             assert ask(client, "one") == b"authorization: Bearer KEY-ONE"
         return written
 

@@ -19,7 +19,7 @@ from anvil_mux.host.gpu import OtherProcess
 from anvil_mux.host.gpu_monitor import Seen
 from anvil_mux.host.swap import Evicted
 from anvil_mux.proxy import client, server
-from anvil_mux.proxy.home import CPUs
+from anvil_mux.proxy.affinity import CPUs
 from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import seen
@@ -453,7 +453,7 @@ def test_healthz_shows_who_uses_a_gpu(make_rig: Callable[..., Rig]) -> None:
     gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
     assert (gpu["used"], gpu["total"], gpu["reserve"], gpu["others"]) == (None, 24, 2, [])
     other_process = OtherProcess("0", 41, 5, "python3", "f00")
-    rig.gateway._sight = lambda: {"0": Seen(20, 25, {"a": 11}, (other_process,))}
+    rig.handler._sight = lambda: {"0": Seen(20, 25, {"a": 11}, (other_process,))}
     gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
     assert (gpu["used"], gpu["total"], gpu["users"]) == (20, 25, {"a": 11})
     assert gpu["others"] == [{"pid": 41, "name": "python3", "bytes": 5, "container": "f00"}]
@@ -587,7 +587,7 @@ def test_readyz_lists_its_checks_when_asked(rig: Rig) -> None:
 
 
 def test_readyz_fails_when_a_check_does(rig: Rig) -> None:
-    rig.gateway._checks = {"docker": lambda: "cannot be reached"}
+    rig.handler._checks = {"docker": lambda: "cannot be reached"}
     connection = rig.client()
     answer = connection.get(b"/readyz")
     assert answer.status == 503
@@ -814,7 +814,7 @@ def test_a_connections_thread_goes_to_where_such_threads_are_to_run(rig: Rig) ->
     one = CPUs({max(os.sched_getaffinity(0))})
     others = set(threading.enumerate())  # also what is left of earlier connections
     connection = rig.client()
-    rig.server.home.cpus = one
+    rig.server.affinity.cpus = one
     for _ in range(2):
         connection.send(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.read().status == 200

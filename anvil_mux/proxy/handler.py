@@ -1,6 +1,6 @@
-"""What each request gets: an answer from memory, an error, or the way to an engine (inference.py).
+"""What each request gets: an answer from memory, an error, or the way to an engine (dispatch.py).
 
-``Gateway.serve`` runs in the connection's thread and returns whether another request may follow on it.
+``Handler.serve`` runs in the connection's thread and returns whether another request may follow on it.
 Probes, the list of models and the state of the system are answered from memory, whatever Docker and the
 engines are doing, and load nothing.
 """
@@ -28,12 +28,12 @@ from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.completions import parse
 from anvil_mux.protocol.http1 import Field
-from anvil_mux.proxy.call import JSON, Call, Patience
 from anvil_mux.proxy.client import Client
-from anvil_mux.proxy.console import Console
-from anvil_mux.proxy.inference import Inference
+from anvil_mux.proxy.dispatch import Dispatcher
+from anvil_mux.proxy.page import Page
 from anvil_mux.proxy.relay import Relay
 from anvil_mux.proxy.reloads import Reloads, as_json
+from anvil_mux.proxy.reply import JSON, Call, Patience
 from anvil_mux.proxy.routerapi import RouterApi
 from anvil_mux.scheduler.status import ModelState
 from anvil_mux.telemetry import healthz
@@ -53,7 +53,7 @@ Answer = tuple[int, Field, bytes]
 log = logging.getLogger(__name__)
 
 
-class Gateway:
+class Handler:
     """Answers requests. Any thread; the server alone writes ``only_local_hosts`` and calls ``drain``."""
 
     def __init__(
@@ -75,14 +75,14 @@ class Gateway:
         self._mux = mux
         self._reloads = reloads
         self._take(config, keys)
-        self._inference = Inference(
+        self._dispatcher = Dispatcher(
             config,
             mux,
             relay,
             patience or Patience(grace=config.loading_grace),
             hides_keys=len(self._keys) > 0,
         )
-        self._router = RouterApi(mux, self._inference, lambda: self.draining)
+        self._router = RouterApi(mux, self._dispatcher, lambda: self.draining)
         self._records = records
         self._metrics = metrics
         self._sight = sight
@@ -109,19 +109,19 @@ class Gateway:
         }
         self._admin: dict[str, Callable[[Call], None]] = {
             "/api/show": self._ollama_show,
-            "/lines/cancel": lambda call: self._console.cancel(call, parse(self._inference.read_json(call))),
+            "/lines/cancel": lambda call: self._page.cancel(call, parse(self._dispatcher.read_json(call))),
             "/models/load": self._router.load,
             "/models/pin": self._router.pin,
             "/models/unload": self._router.unload,
             "/models/unpin": self._router.unpin,
         }
         self._feed = feed or Feed()
-        self._console = Console(mux, self._feed, state=self._state, tail=tail)
+        self._page = Page(mux, self._feed, state=self._state, tail=tail)
         self._streams: dict[str, Callable[[Call], None]] = {
-            "/events": self._console.events,
-            "/logs": self._console.logs,
+            "/events": self._page.events,
+            "/logs": self._page.logs,
             "/models/sse": self._router.follow,
-            "/why": self._console.why,
+            "/why": self._page.why,
         }
         if reloads:
             self._admin["/reload"] = lambda call: self._reload(call, reloads)
@@ -137,7 +137,7 @@ class Gateway:
 
     def reconfigure(self, config: Config, keys: Keyring) -> None:
         """By these requests are answered from now on, also those of connections that are open already."""
-        self._inference.reconfigure(config, Patience(grace=config.loading_grace), hides_keys=len(keys) > 0)
+        self._dispatcher.reconfigure(config, Patience(grace=config.loading_grace), hides_keys=len(keys) > 0)
         self._take(config, keys)  # last: with another keyring, what was found for a head is found anew
 
     def drain(self) -> None:
@@ -154,7 +154,7 @@ class Gateway:
             route = request.route if request.judge is self._keys else None
             route = route or self._find_route(call)
             if isinstance(route, api.Route):
-                self._inference.infer(call, route)
+                self._dispatcher.infer(call, route)
             else:
                 self._answer_here(call)
         except ClientGone as gone:
@@ -219,7 +219,7 @@ class Gateway:
         elif method == "GET" and path in self._streams:
             self._streams[path](call)
         elif method == "GET" and path == "/" and b"text/html" in call.request.fields.get(b"accept", b""):
-            self._console.page(call)
+            self._page.page(call)
         elif method in ("GET", "HEAD") and local:
             status, kind, body = local(call.request)
             call.send_own(status, [kind, (b"Cache-Control", b"no-store")], body)
@@ -228,7 +228,7 @@ class Gateway:
             error = BadRequest(f"{path} takes {allow.decode()}, not {method}", status=405)
             call.refuse(error, [(b"Allow", allow)])
         elif path.startswith("/upstream/"):
-            self._inference.pass_on(call)
+            self._dispatcher.pass_on(call)
         else:
             call.refuse(*api.no_route(method, path))
 
@@ -312,7 +312,7 @@ class Gateway:
     def _visible(self, request: http1.Request) -> list[ModelState]:
         """The models that the request's key may use."""
         return [
-            model for model in self._mux.status().models if self._inference.may_use(request.key, model.model)
+            model for model in self._mux.status().models if self._dispatcher.may_use(request.key, model.model)
         ]
 
     def _models(self, request: http1.Request) -> Answer:
@@ -338,8 +338,8 @@ class Gateway:
         return 200, JSON, ollama.running({m.model: ttls.get(m.backend) for m in resident}, time.time())
 
     def _ollama_show(self, call: Call) -> None:
-        name = ollama.name_in(parse(self._inference.read_json(call)))
-        call.model = self._inference.resolve(call, name)
+        name = ollama.name_in(parse(self._dispatcher.read_json(call)))
+        call.model = self._dispatcher.resolve(call, name)
         call.send_own(200, [JSON], ollama.show(call.model, self._started))
 
 

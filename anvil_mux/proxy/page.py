@@ -26,7 +26,7 @@ from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.completions import finite
 from anvil_mux.protocol.http1 import Field
-from anvil_mux.proxy.call import JSON, Call
+from anvil_mux.proxy.reply import JSON, Call
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
@@ -52,7 +52,7 @@ EVENT_HEADERS = [
 Picture = dict[str, Any]
 
 
-class Console:
+class Page:
     """Answers the routes of those who look and act. Any thread.
 
     ``state``: what ``/healthz`` tells. ``tail(backend, lines)``: the last lines of an engine's log.

@@ -27,7 +27,7 @@ class Kept(NamedTuple):
     key: object
 
 
-class Answers:
+class StoredResponses:
     """Any thread."""
 
     def __init__(self) -> None:

@@ -3,7 +3,7 @@
 Python runs one thread at a time. A thread that wakes on a second CPU finds the interpreter taken, and the
 handing over from CPU to CPU costs more than a small request does: on one CPU the same threads serve twice as
 many. But threads that may not leave a CPU are worse off than free ones as soon as somebody else wants it. So
-they get a home only while there are many requests, and only in a machine with room:
+they are kept on one of them, their home, only while there are many requests, and only in a machine with room:
 
 * free -> home: between two looks the program used ``BUSY`` of a CPU, while all others left one CPU of the
   machine to it. The home is the CPU on which most of its threads ran last: the kernel has chosen well.
@@ -82,7 +82,7 @@ def whereabouts() -> int:
     return ran_on.most_common(1)[0][0]
 
 
-class Home:
+class Affinity:
     """``allowed`` are the CPUs of the program; if they are not all that there are, somebody chose them."""
 
     def __init__(

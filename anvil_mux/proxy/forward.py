@@ -28,9 +28,7 @@ from anvil_mux.multiplexer import Lease, Multiplexer
 from anvil_mux.protocol import anthropic, api, http1, naming, ollama, stages
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse
-from anvil_mux.proxy import answers, heads
-from anvil_mux.proxy.answers import Answers
-from anvil_mux.proxy.call import JSON, Call
+from anvil_mux.proxy import heads, stored_responses
 from anvil_mux.proxy.client import Spool
 from anvil_mux.proxy.pump import End
 from anvil_mux.proxy.relay import (
@@ -44,6 +42,8 @@ from anvil_mux.proxy.relay import (
     Unanswered,
     Unreachable,
 )
+from anvil_mux.proxy.reply import JSON, Call
+from anvil_mux.proxy.stored_responses import StoredResponses
 from anvil_mux.proxy.tunnel import BROKEN, RESTARTED, good_bye
 
 TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
@@ -60,10 +60,10 @@ class _Lacking(Exception):
     """The engine does not have the route."""
 
 
-class Delivery:
-    """Asks engines for those who hold a lease. Any thread; the gateway alone calls ``reconfigure``."""
+class Forwarder:
+    """Asks engines for those who hold a lease. Any thread; the dispatcher alone calls ``reconfigure``."""
 
-    def __init__(self, mux: Multiplexer, relay: Relay, kept: Answers) -> None:
+    def __init__(self, mux: Multiplexer, relay: Relay, kept: StoredResponses) -> None:
         self._mux = mux
         self._relay = relay
         self._kept = kept
@@ -133,8 +133,8 @@ class Delivery:
     def _note_answer(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
         """Remembers which engine has the answer that begins now."""
         if not exchange.whole and _is_events(response):
-            exchange.read_on(answers.says_no_more)
-        if id := answers.id_in(exchange.data):
+            exchange.read_on(stored_responses.says_no_more)
+        if id := stored_responses.id_in(exchange.data):
             self._kept.keep(id, call.model, lease.backend.name, call.request.key)
 
     def _tunnel(self, call: Call, lease: Lease) -> None:

@@ -10,8 +10,8 @@ import pytest
 from anvil_mux.config import keys
 from anvil_mux.config.config import Backend
 from anvil_mux.protocol import api
-from anvil_mux.proxy import answers
-from anvil_mux.proxy.answers import Answers
+from anvil_mux.proxy import stored_responses
+from anvil_mux.proxy.stored_responses import StoredResponses
 from tests.fake_engine import SSE_HEAD, FakeEngine, RawClient, Rig, chunk
 from tests.scheduler.test_replicas import fleet
 
@@ -142,16 +142,16 @@ def test_the_routes_of_an_answer(method: str, path: str, found: str | None) -> N
 
 
 def test_ids_are_read_where_they_stand_and_not_in_what_somebody_wrote() -> None:
-    assert answers.id_in(b'{"id": "resp_a-1","x":"\\"id\\":\\"resp_no\\""}') == "resp_a-1"
-    assert answers.id_in(b'{"text":"\\"id\\":\\"resp_no\\""}') == ""
-    assert answers.previous(b'{"previous_response_id" : "resp_p"}') == "resp_p"
-    assert answers.previous(b'{"input":"\\"previous_response_id\\":\\"resp_no\\""}') == ""
-    assert answers.previous(b'{"previous_response_id":null}') == ""
+    assert stored_responses.id_in(b'{"id": "resp_a-1","x":"\\"id\\":\\"resp_no\\""}') == "resp_a-1"
+    assert stored_responses.id_in(b'{"text":"\\"id\\":\\"resp_no\\""}') == ""
+    assert stored_responses.previous(b'{"previous_response_id" : "resp_p"}') == "resp_p"
+    assert stored_responses.previous(b'{"input":"\\"previous_response_id\\":\\"resp_no\\""}') == ""
+    assert stored_responses.previous(b'{"previous_response_id":null}') == ""
 
 
 def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "MOST", 2)
-    kept = Answers()
+    monkeypatch.setattr(stored_responses, "MOST", 2)
+    kept = StoredResponses()
     for number in range(3):
         kept.keep(f"resp_{number}", "m", "a", None)
     assert [kept.find(f"resp_{number}", None) is not None for number in range(3)] == [False, True, True]
@@ -170,4 +170,4 @@ def test_the_oldest_answers_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_a_stream_is_held_back_no_longer_than_its_first_event(events: bytes, enough: bool) -> None:
-    assert answers.says_no_more(events) is enough
+    assert stored_responses.says_no_more(events) is enough

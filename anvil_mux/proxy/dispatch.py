@@ -1,7 +1,7 @@
 """One request for a model: which one that is, its lease, and another lease where the first came to nothing.
 
-``Inference.infer`` reads the body, finds the model's name, leases a backend and has the request delivered to
-its engine (delivery.py). Four things may come between:
+``Dispatcher.infer`` reads the body, finds the model's name, leases a backend and has the request delivered to
+its engine (forward.py). Four things may come between:
 
 * The model is not resident. The thread waits in the line and looks at its client a few times a second
   (``Waiting.tend``). A stream is begun after a grace, with comment lines as keep-alive; from then on every
@@ -36,12 +36,12 @@ from anvil_mux.multiplexer import NO_USAGE, Multiplexer
 from anvil_mux.protocol import api, coding, http1, naming, ollama, stages
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import finite, parse
-from anvil_mux.proxy import answers
-from anvil_mux.proxy.answers import Answers
-from anvil_mux.proxy.call import JSON, Call, Patience, Waiting
+from anvil_mux.proxy import stored_responses
 from anvil_mux.proxy.client import Spool
-from anvil_mux.proxy.delivery import TRANSLATE, Body, Delivery
+from anvil_mux.proxy.forward import TRANSLATE, Body, Forwarder
 from anvil_mux.proxy.relay import Failed, Relay, Unreachable
+from anvil_mux.proxy.reply import JSON, Call, Patience, Waiting
+from anvil_mux.proxy.stored_responses import StoredResponses
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.group import MOST_CRASHES
@@ -70,15 +70,15 @@ class _Passage:
     """The backend that gets their bodies as they are, if any does."""
 
 
-class Inference:
+class Dispatcher:
     """Sends requests to engines. Any thread."""
 
     def __init__(
         self, config: Config, mux: Multiplexer, relay: Relay, patience: Patience, *, hides_keys: bool = False
     ) -> None:
         self._mux = mux
-        self._answers = Answers()
-        self._delivery = Delivery(mux, relay, self._answers)
+        self._answers = StoredResponses()
+        self._forwarder = Forwarder(mux, relay, self._answers)
         self.reconfigure(config, patience, hides_keys=hides_keys)
 
     def reconfigure(self, config: Config, patience: Patience, *, hides_keys: bool) -> None:
@@ -93,7 +93,7 @@ class Inference:
         self._replicas = Counter(backend.model for backend in config.backends)
         self._staged = {model for model, kind in kinds if kind in ("prefill", EITHER)}
         """Models of which a request may be served in two stages."""
-        self._delivery.reconfigure(config, hides_keys=hides_keys)
+        self._forwarder.reconfigure(config, hides_keys=hides_keys)
 
     def infer(self, call: Call, route: api.Route) -> None:
         """Answers ``call`` from the engine of the model that it names."""
@@ -296,7 +296,7 @@ class Inference:
         """The replica that has the answer which a question refers to."""
         if call.route.beat != "responses" or isinstance(body, Spool):
             return call.work.owner
-        kept = self._answers.find(answers.previous(body), call.request.key)
+        kept = self._answers.find(stored_responses.previous(body), call.request.key)
         return kept.backend if kept else ""
 
     def _explain(self, call: Call) -> None:
@@ -361,15 +361,15 @@ class Inference:
             call.foreseen = lease.foreseen if lease.why else None
             if lease.prefill:
                 call.routed += f"; prefill by {lease.prefill.backend.name}"
-                body = self._delivery.prefill(call, lease.prefill, body)
+                body = self._forwarder.prefill(call, lease.prefill, body)
             try:
                 if backend is passage.unchanged_at:
-                    self._delivery.forward(call, lease, len(body), body)
+                    self._forwarder.forward(call, lease, len(body), body)
                 else:
-                    self._delivery.ask(call, lease, named, body, span)
+                    self._forwarder.ask(call, lease, named, body, span)
                 whole = not call.code
             except (Failed, Severed) as error:
-                raise self._delivery.judged(call, lease, error) from None
+                raise self._forwarder.judged(call, lease, error) from None
         finally:
             lease.release(whole=whole, usage=api.tokens_said(call.said)[1:] if lease.is_routed else NO_USAGE)
 
