@@ -12,15 +12,13 @@ buffer. The body of the request is then read once, by one of ``read_body`` and `
 from __future__ import annotations
 
 import select
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from socket import MSG_DONTWAIT, SHUT_WR, SO_RCVTIMEO, SOL_SOCKET, socket
 
 from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, TooLarge
 from anvil_mux.protocol import http1
-from anvil_mux.proxy.pump import Unread
-from anvil_mux.proxy.relay import timeval
+from anvil_mux.proxy.sockets import Unread, timeval
 
 READ = 16384
 """Room for a head and a small body; more costs an allocation that is thrown away each time."""
@@ -280,52 +278,3 @@ class _Pace:
 
     def too_slow(self) -> BadRequest:
         return BadRequest("the request's body came too slowly", status=408)
-
-
-class Spool:
-    """A large body on disk. Iterating reads it from its beginning, so that it can be sent again."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="anvil-mux-")  # noqa: SIM115 (closed by __exit__)
-        self._splice: tuple[int, int, bytes] | None = None
-        self._length = 0
-
-    def __enter__(self) -> Spool:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._file.close()
-
-    def __len__(self) -> int:
-        if self._splice is None:
-            return self._length
-        start, end, new = self._splice
-        return self._length + len(new) - (end - start)
-
-    def fill(self, pieces: Iterator[bytes], scan: Callable[[bytes], None]) -> None:
-        for piece in pieces:
-            scan(piece)
-            self._file.write(piece)
-            self._length += len(piece)
-
-    def replace(self, span: tuple[int, int], new: bytes) -> None:
-        """From now on the bytes of ``span`` are read as ``new``."""
-        self._splice = (*span, new)
-
-    def __iter__(self) -> Iterator[bytes]:
-        if self._splice is None:
-            yield from self._read(0, None)
-        else:
-            start, end, new = self._splice
-            yield from self._read(0, start)
-            yield new
-            yield from self._read(end, None)
-
-    def _read(self, start: int, end: int | None) -> Iterator[bytes]:
-        self._file.seek(start)
-        while end is None or start < end:
-            piece = self._file.read(READ if end is None else min(READ, end - start))
-            if not piece:
-                return
-            start += len(piece)
-            yield piece

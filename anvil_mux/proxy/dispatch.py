@@ -37,10 +37,10 @@ from anvil_mux.protocol import api, coding, http1, naming, ollama, stages
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import finite, parse
 from anvil_mux.proxy import stored_responses
-from anvil_mux.proxy.client import Spool
 from anvil_mux.proxy.forward import TRANSLATE, Body, Forwarder
 from anvil_mux.proxy.relay import Failed, Relay, Unreachable
 from anvil_mux.proxy.reply import JSON, Call, Patience, Waiting
+from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.stored_responses import StoredResponses
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work

@@ -29,7 +29,6 @@ from anvil_mux.protocol import anthropic, api, http1, naming, ollama, stages
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse
 from anvil_mux.proxy import heads, stored_responses
-from anvil_mux.proxy.client import Spool
 from anvil_mux.proxy.pump import End
 from anvil_mux.proxy.relay import (
     WHOLE,
@@ -43,6 +42,7 @@ from anvil_mux.proxy.relay import (
     Unreachable,
 )
 from anvil_mux.proxy.reply import JSON, Call
+from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.stored_responses import StoredResponses
 from anvil_mux.proxy.tunnel import BROKEN, RESTARTED, good_bye
 

@@ -17,21 +17,19 @@ Rules:
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import select
-import termios
 import threading
 import time
 from _thread import allocate_lock
 from collections.abc import Callable
 from enum import Enum
 from socket import MSG_DONTWAIT, SHUT_RDWR, socket
-from struct import unpack
-from typing import Protocol
 
 from anvil_mux.errors import BackendError
+from anvil_mux.proxy.bodies import Body
+from anvil_mux.proxy.sockets import Unread
 
 READ = 16384
 """Bytes taken from an engine at once: tokens are smaller, and a large answer must not hold up the others."""
@@ -60,46 +58,6 @@ class End(Enum):
     """The engine was silent for longer than allowed."""
     UNREAD = "unread"
     """The client did not read for longer than allowed."""
-
-
-class Unread:
-    """How long a client has taken none of the bytes that wait for it: one rule for all who send to clients.
-
-    Begun anew whenever a byte could be sent. What the client takes of the bytes that were sent before counts
-    too: on a slow connection there is room for more long after the first of them was taken. While nothing
-    waits for the client nobody asks, so an engine may be as slow as it is.
-    """
-
-    __slots__ = ("_client", "_left", "_since")
-
-    def __init__(self, client: socket, now: float) -> None:
-        self._client = client
-        self._left = _untaken(client)
-        self._since = now
-
-    def seconds(self, now: float) -> float:
-        left = _untaken(self._client)
-        if left != self._left:
-            self._left, self._since = left, now
-        return now - self._since
-
-
-def _untaken(client: socket) -> int:
-    """The bytes that were sent and have not arrived."""
-    try:
-        return int(unpack("i", fcntl.ioctl(client, termios.TIOCOUTQ, bytes(4)))[0])
-    except OSError:
-        return 0
-
-
-class Body(Protocol):
-    """Where the engine's body ends, and what the client gets of it."""
-
-    @property
-    def ended(self) -> bool: ...
-
-    def feed(self, data: bytes) -> bytes:
-        """What to send for ``data`` (b"": the engine's connection ended); BackendError if it breaks off."""
 
 
 class Passed:

@@ -10,42 +10,25 @@ client, the lease and the clock; the path of a quick answer pays no system call 
 first, ``sever`` (a worker's thread) shuts the engine's connection down, and the blocked thread sees its end.
 
 A pooled connection may have been closed while it was idle: a request that finds it so is sent once more on a
-fresh one. A connection that cannot be made is ``Unreachable``, and nothing was sent; one that takes long is
-waited for like an answer, since a queue of connections that is full belongs to an engine that is busy. What
-else fails is the failure of this one request; what it says of the engine, the multiplexer looks into.
+fresh one. A connection that cannot be made is ``Unreachable``, and nothing was sent. What else fails is the
+failure of this one request; what it says of the engine, the multiplexer looks into.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from errno import EALREADY, EINPROGRESS, EINTR, ETIMEDOUT
-from socket import (
-    AF_INET,
-    AF_INET6,
-    IPPROTO_TCP,
-    MSG_DONTWAIT,
-    MSG_PEEK,
-    SHUT_RDWR,
-    SO_RCVTIMEO,
-    SO_SNDTIMEO,
-    SOL_SOCKET,
-    TCP_CONGESTION,
-    TCP_NODELAY,
-    socket,
-)
-from struct import pack
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from socket import SHUT_RDWR, socket
 
-from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ClientGone, ClientStalled, MuxError
-from anvil_mux.host.engine import idle_connections
+from anvil_mux.multiplexer import Lease
 from anvil_mux.protocol import http1
+from anvil_mux.proxy.bodies import Body, body_of
+from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect
 from anvil_mux.proxy.pump import End, Passed, Pump, Stream
+from anvil_mux.proxy.sockets import has_left
 from anvil_mux.proxy.tunnel import Ended, tunnel
 
-Address = tuple[str, int]
 Pieces = Iterable[bytes | bytearray | memoryview]
 """Something that can be iterated over more than once."""
 RequestBody = bytes | bytearray | Pieces
@@ -55,17 +38,6 @@ SMALL = 65536
 """A body up to this size is sent in one piece with its head."""
 WHOLE = 256 * 1024
 """An answer with a Content-Length up to this is read completely before its head is sent on."""
-CONNECT_SECONDS = 5.0
-"""After which a connection that is not made is begun anew: the kernel asks ever more seldom."""
-STILL_CONNECTING = (EINPROGRESS, EALREADY, EINTR)
-LOOK_SECONDS = 0.25
-"""How often a thread that waits for an engine looks at its client and its lease."""
-IDLE_SECONDS = 4.0
-"""Less than the keep-alive time of the engines (uvicorn and cpp-httplib: 5 s)."""
-FRESH_SECONDS = 0.5
-"""A connection that idled for longer is looked at before it is used again."""
-SPARED = 2
-"""Idle connections that are left to an engine while requests wait there that they could not carry."""
 
 
 class Failed(BackendError):
@@ -86,196 +58,6 @@ class Silent(Failed):
 
 class BrokenOff(Failed):
     """The connection ended within an answer."""
-
-
-class LeaseLike(Protocol):
-    """What the relay uses of a lease."""
-
-    @property
-    def backend(self) -> Backend: ...
-    @property
-    def address(self) -> Address: ...
-    @property
-    def run(self) -> Hashable: ...
-    @property
-    def severed(self) -> bool: ...
-    def first_byte(self) -> bool: ...
-    def severed_error(self) -> MuxError: ...
-    def on_severed(self, cut: Callable[[], None]) -> None: ...
-
-
-def timeval(seconds: float) -> bytes:
-    """``seconds`` as SO_RCVTIMEO and SO_SNDTIMEO take it."""
-    return pack("ll", int(seconds), int(seconds % 1 * 1e6))
-
-
-def has_left(client: socket) -> bool:
-    """The other end of ``client`` has closed it (what it may have sent before counts as being there)."""
-    try:
-        return not client.recv(1, MSG_PEEK | MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-class Upstream:
-    """A connection to an engine. Used by one thread at a time."""
-
-    __slots__ = ("answered", "idle_since", "last_head", "socket")
-
-    def __init__(self, connection: socket) -> None:
-        self.socket = connection
-        self.answered = False
-        """It has carried a request."""
-        self.last_head: http1.LastHead[http1.Response] = http1.LastHead()
-        self.idle_since = 0.0
-
-
-class Connections:
-    """The connections to one run of an engine that idle, last in, first out. Any thread.
-
-    To some engines (cpp-httplib: llama-server) a connection that idles holds one of few threads until the
-    engine's time-out, 5 s, and requests on other connections wait for it. So no more are kept than such an
-    engine has threads to spare (``limit``). Of an engine of which that is not known it cannot be told whether
-    a request waits for a thread or for its answer. But a connection that was answered once has its thread, if
-    it needs one: where a request waits on a connection of its own, unanswered when it is first looked at,
-    those that idle are closed, and few are kept until it is answered.
-    """
-
-    __slots__ = ("_idle", "_limit", "_used", "_waiting")
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        # Lists and sets are changed by single atomic operations.
-        self._idle: list[Upstream] = []
-        self._waiting: set[Upstream] = set()
-        """Those that were opened for requests which wait for longer than a look."""
-        self._used = True
-        """Since the last sweep."""
-
-    def take(self) -> Upstream | None:
-        idle, self._used = self._idle, True
-        while idle:
-            try:
-                upstream = idle.pop()
-            except IndexError:
-                return None
-            age = time.monotonic() - upstream.idle_since
-            if age < FRESH_SECONDS or (age < IDLE_SECONDS and _is_quiet(upstream.socket)):
-                return upstream
-            upstream.socket.close()
-        return None
-
-    def put(self, upstream: Upstream) -> None:
-        limit = min(self._limit, SPARED) if self._waiting else self._limit
-        if len(self._idle) < limit:
-            upstream.idle_since = time.monotonic()
-            self._idle.append(upstream)
-        else:
-            upstream.socket.close()
-
-    def waits(self, upstream: Upstream) -> None:
-        """A request waits on ``upstream``, which was opened for it; said at each look."""
-        self._waiting.add(upstream)
-        self.close()
-
-    def answered(self, upstream: Upstream) -> None:
-        """That came to something, or failed."""
-        self._waiting.discard(upstream)
-
-    def sweep(self) -> bool:
-        """Closes those that idled for too long; whether nobody has come here since the last time."""
-        idle = self._idle
-        oldest = time.monotonic() - IDLE_SECONDS
-        while idle and idle[0].idle_since < oldest:
-            try:
-                idle.pop(0).socket.close()
-            except IndexError:
-                break
-        used, self._used = self._used, False
-        return not used and not idle
-
-    def close(self) -> None:
-        while self._idle:
-            try:
-                self._idle.pop().socket.close()
-            except IndexError:
-                break
-
-
-class Pool:
-    """The connections to all engines. Any thread.
-
-    They belong to a run of their engine: whoever listens at its address later is another.
-    """
-
-    def __init__(self) -> None:
-        self._of_run: dict[Hashable, Connections] = {}
-
-    def of(self, lease: LeaseLike) -> Connections:
-        found = self._of_run.get(lease.run)
-        if found is None:
-            found = self._of_run.setdefault(lease.run, Connections(idle_connections(lease.backend)))
-        return found
-
-    def sweep(self) -> None:
-        """Called now and then, so that a quiet mux holds no connections."""
-        for run, connections in list(self._of_run.items()):
-            if connections.sweep():
-                self._of_run.pop(run, None)  # what is put there meanwhile goes with the last who used it
-
-    def close(self) -> None:
-        for connections in list(self._of_run.values()):
-            connections.close()
-
-
-def _is_quiet(connection: socket) -> bool:
-    try:
-        connection.recv(1, MSG_PEEK | MSG_DONTWAIT)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False  # its end, or bytes that nobody asked for
-
-
-def connect(address: Address, look: Callable[[], object] = lambda: None) -> socket:
-    """A blocking connection whose calls return a few times a second; ``look`` is called as often meanwhile.
-
-    Only ``look`` ends the wait for one that is neither made nor refused.
-    """
-    while True:
-        connection = _unconnected(AF_INET6 if ":" in address[0] else AF_INET)
-        try:
-            if _is_made(connection, address, look):
-                return connection
-        except BaseException:
-            connection.close()
-            raise
-        connection.close()
-
-
-def _unconnected(family: int) -> socket:
-    connection = socket(family)
-    connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
-    # Engines are near: a system's choice for far networks (bbr) would set a timer for each send, to pace it.
-    connection.setsockopt(IPPROTO_TCP, TCP_CONGESTION, b"reno")
-    connection.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval(LOOK_SECONDS))
-    connection.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval(LOOK_SECONDS))
-    return connection
-
-
-def _is_made(connection: socket, address: Address, look: Callable[[], object]) -> bool:
-    """Whether it was in time; OSError if it is refused."""
-    anew_at = time.monotonic() + CONNECT_SECONDS
-    while error := connection.connect_ex(address):
-        if error != ETIMEDOUT and error not in STILL_CONNECTING:
-            raise OSError(error, os.strerror(error))
-        look()
-        if error == ETIMEDOUT or time.monotonic() >= anew_at:
-            return False
-    return True
 
 
 class Relay:
@@ -324,10 +106,10 @@ class Exchange:
         "whole",
     )
 
-    def __init__(self, relay: Relay, lease: LeaseLike, client: socket) -> None:
+    def __init__(self, relay: Relay, lease: Lease, client: socket) -> None:
         self._relay = relay
         self._lease = lease
-        self._connections = relay.pool.of(lease)
+        self._connections = relay.pool.of(lease.run, lease.backend)
         self._client = client
         self._upstream: Upstream | None = None
         self._stream: Stream | None = None
@@ -634,115 +416,3 @@ class Exchange:
         elif end is End.DIED and self._lease.severed:
             return End.SEVERED
         return end
-
-
-class _Chunked:
-    """Chunked, and stays so, byte for byte."""
-
-    __slots__ = ("_counter", "clean", "ended")
-
-    def __init__(self) -> None:
-        self._counter = http1.ChunkCounter()
-        self.ended = False
-        self.clean = True
-
-    @property
-    def aligned(self) -> bool:
-        return self._counter.between_chunks
-
-    def feed(self, data: bytes) -> bytes:
-        if not data:
-            raise BackendError("The engine's connection ended within its answer.")
-        end = self._counter.feed(data)
-        if end is None:
-            return data
-        self.ended = True
-        self.clean = end == len(data)
-        return data[:end]
-
-
-class _Decoded:
-    """Chunked by the engine, for a client that cannot take chunks."""
-
-    __slots__ = ("_decoder", "aligned", "clean", "ended")
-
-    def __init__(self) -> None:
-        self._decoder = http1.ChunkDecoder()
-        self.ended = False
-        self.clean = self.aligned = True
-
-    def feed(self, data: bytes) -> bytes:
-        if not data:
-            raise BackendError("The engine's connection ended within its answer.")
-        payload = self._decoder.feed(data)
-        self.ended = self._decoder.done
-        self.clean = not self._decoder.rest
-        return payload
-
-
-class _Counted:
-    """As long as its Content-Length said."""
-
-    __slots__ = ("_missing", "aligned", "clean", "ended")
-
-    def __init__(self, length: int) -> None:
-        self._missing = length
-        self.ended = length == 0
-        self.clean = True
-        self.aligned = False
-
-    def feed(self, data: bytes) -> bytes:
-        if not data:
-            raise BackendError("The engine's connection ended within its answer.")
-        self.clean = len(data) <= self._missing
-        data = data[: self._missing]
-        self._missing -= len(data)
-        self.ended = not self._missing
-        return data
-
-
-class _UntilClose:
-    """Until the engine closes: nobody can tell whether all of it came."""
-
-    __slots__ = ("aligned", "clean", "ended")
-
-    def __init__(self) -> None:
-        self.ended = self.clean = False
-        self.aligned = True
-
-    def feed(self, data: bytes) -> bytes:
-        self.ended = not data
-        return data
-
-
-class _Framed:
-    """Another body as chunks."""
-
-    __slots__ = ("_inner",)
-    aligned = True
-
-    def __init__(self, inner: _Counted | _UntilClose) -> None:
-        self._inner = inner
-
-    @property
-    def ended(self) -> bool:
-        return self._inner.ended
-
-    @property
-    def clean(self) -> bool:
-        return self._inner.clean
-
-    def feed(self, data: bytes) -> bytes:
-        framed = http1.chunk(self._inner.feed(data))
-        return framed + http1.LAST_CHUNK if self._inner.ended else framed
-
-
-Body = _Chunked | _Decoded | _Counted | _UntilClose | _Framed
-
-
-def body_of(response: http1.Response, *, chunked: bool) -> Body:
-    """How the body of ``response`` passes to a client that gets it chunked, or else as bare bytes."""
-    if response.body == "chunked":
-        return _Chunked() if chunked else _Decoded()
-    source = _Counted(response.length or 0) if response.body == "length" else _UntilClose()
-    return _Framed(source) if chunked else source

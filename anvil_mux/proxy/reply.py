@@ -15,7 +15,7 @@ from anvil_mux.protocol import api, http1
 from anvil_mux.protocol.completions import Translation
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.proxy.client import Client
-from anvil_mux.proxy.relay import has_left
+from anvil_mux.proxy.sockets import has_left
 from anvil_mux.scheduler.steps import NO_WORK, Crash
 from anvil_mux.telemetry.accesslog import Served
 

@@ -15,7 +15,7 @@ import pytest
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import LoadError, Severed
 from anvil_mux.protocol import api, http1
-from anvil_mux.proxy import pump, relay
+from anvil_mux.proxy import bodies, connections, pump, relay
 from anvil_mux.proxy.reply import Patience
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import seen
@@ -286,7 +286,7 @@ def test_only_silence_ends_a_long_stream(monkeypatch: pytest.MonkeyPatch) -> Non
     client, far = socket.socketpair()
     moved = pump.Pump(silence_timeout=10.0)
     response = http1.parse_response(SSE_HEAD, "POST")
-    stream = pump.Stream(upstream, client, relay.body_of(response, chunked=True), pump.Passed())
+    stream = pump.Stream(upstream, client, bodies.body_of(response, chunked=True), pump.Passed())
     moved._streams[-1] = stream
     for now in (100.0, 109.0, 118.0):
         engine.sendall(chunk(b"data: 1\n\n"))
@@ -589,7 +589,7 @@ def test_few_connections_are_kept_to_an_engine_in_which_each_holds_a_thread(
 def test_what_idles_is_closed_when_a_request_waits_on_a_connection_of_its_own(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("anvil_mux.proxy.connections.LOOK_SECONDS", 0.05)
     waiting = rig.client()
     clients = [rig.client() for _ in range(4)]
     waiting.post(ASK_A)
@@ -608,7 +608,7 @@ def test_what_idles_is_closed_when_a_request_waits_on_a_connection_of_its_own(
 def test_a_slow_answer_on_a_connection_that_was_answered_before_lets_others_idle(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("anvil_mux.proxy.connections.LOOK_SECONDS", 0.05)
     looks, look = threading.Semaphore(0), relay.Exchange._look
 
     def note(self: relay.Exchange) -> None:
@@ -664,7 +664,7 @@ def test_a_pooled_connection_that_ends_under_the_request_is_replaced(rig: Rig) -
 
 
 def test_an_old_connection_is_looked_at_before_it_is_used(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay, "FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("anvil_mux.proxy.connections.FRESH_SECONDS", 0.0)
     client = rig.client()
     client.post(ASK_A)
     asked = rig.engine.next()
@@ -678,7 +678,7 @@ def test_an_old_connection_is_looked_at_before_it_is_used(rig: Rig, monkeypatch:
 
 
 def test_what_is_sent_to_an_engine_is_not_paced(rig: Rig) -> None:
-    connection = relay.connect(rig.engine.address)
+    connection = connections.connect(rig.engine.address)
     with connection:
         chosen = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
     assert chosen.rstrip(b"\0") == b"reno"
@@ -692,7 +692,7 @@ def test_idle_connections_are_swept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -
     rig.events.wait("released")
     rig.relay.pool.sweep()
     assert not rig.engine.connections[0].ended.is_set()
-    monkeypatch.setattr(relay, "IDLE_SECONDS", 0.0)
+    monkeypatch.setattr("anvil_mux.proxy.connections.IDLE_SECONDS", 0.0)
     rig.relay.pool.sweep()
     assert rig.engine.connections[0].ended.wait(20)
 
@@ -834,7 +834,7 @@ def elsewhere(rig: Rig, listener: socket.socket) -> None:
 def test_a_frozen_engine_with_a_full_backlog_answers_all_when_it_goes_on(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr("anvil_mux.proxy.connections.CONNECT_SECONDS", 0.5)
     looks, look = threading.Semaphore(0), relay.Exchange._look
 
     def noting(exchange: relay.Exchange) -> None:

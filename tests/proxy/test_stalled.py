@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from anvil_mux.protocol import http1
-from anvil_mux.proxy import client, pump, relay
+from anvil_mux.proxy import bodies, client, pump, sockets
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
 from tests.proxy.test_upstream import SWITCHED, WISH
 
@@ -96,7 +96,7 @@ def test_an_engine_that_is_slow_is_no_stalled_client() -> None:
     near, far = socket.socketpair()
     moved = pump.Pump(silence_timeout=1e6, client_timeout=0.0)
     response = http1.parse_response(SSE_HEAD, "POST")
-    slow = pump.Stream(upstream, near, relay.body_of(response, chunked=True), pump.Passed())
+    slow = pump.Stream(upstream, near, bodies.body_of(response, chunked=True), pump.Passed())
     moved._streams[-1] = slow
     engine.sendall(chunk(b"data: 1\n\n"))
     moved._read(slow, 100.0)
@@ -119,7 +119,7 @@ def test_a_client_that_takes_a_little_now_and_then_is_waited_for() -> None:
                 far_has += near.send(bytes(1 << 20), socket.MSG_DONTWAIT)
         except BlockingIOError:
             pass
-        unread = pump.Unread(near, 0.0)
+        unread = sockets.Unread(near, 0.0)
         assert unread.seconds(50.0) == 50.0
         while far_has:
             far_has -= len(far.recv(far_has))

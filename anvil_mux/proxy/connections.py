@@ -1,0 +1,204 @@
+"""Connections to engines: made, kept while they idle, lent to one exchange at a time.
+
+A pooled connection may have been closed while it was idle: one that idled for longer than a moment is looked
+at before it is used again. One that takes long to be made is waited for like an answer, since a queue of
+connections that is full belongs to an engine that is busy.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Hashable
+from errno import EALREADY, EINPROGRESS, EINTR, ETIMEDOUT
+from socket import (
+    AF_INET,
+    AF_INET6,
+    IPPROTO_TCP,
+    MSG_DONTWAIT,
+    MSG_PEEK,
+    SO_RCVTIMEO,
+    SO_SNDTIMEO,
+    SOL_SOCKET,
+    TCP_CONGESTION,
+    TCP_NODELAY,
+    socket,
+)
+
+from anvil_mux.config.config import Backend
+from anvil_mux.host.engine import idle_connections
+from anvil_mux.protocol import http1
+from anvil_mux.proxy.sockets import timeval
+
+Address = tuple[str, int]
+
+CONNECT_SECONDS = 5.0
+"""After which a connection that is not made is begun anew: the kernel asks ever more seldom."""
+STILL_CONNECTING = (EINPROGRESS, EALREADY, EINTR)
+LOOK_SECONDS = 0.25
+"""How often a thread that waits for an engine looks at its client and its lease."""
+IDLE_SECONDS = 4.0
+"""Less than the keep-alive time of the engines (uvicorn and cpp-httplib: 5 s)."""
+FRESH_SECONDS = 0.5
+"""A connection that idled for longer is looked at before it is used again."""
+SPARED = 2
+"""Idle connections that are left to an engine while requests wait there that they could not carry."""
+
+
+class Upstream:
+    """A connection to an engine. Used by one thread at a time."""
+
+    __slots__ = ("answered", "idle_since", "last_head", "socket")
+
+    def __init__(self, connection: socket) -> None:
+        self.socket = connection
+        self.answered = False
+        """It has carried a request."""
+        self.last_head: http1.LastHead[http1.Response] = http1.LastHead()
+        self.idle_since = 0.0
+
+
+class Connections:
+    """The connections to one run of an engine that idle, last in, first out. Any thread.
+
+    To some engines (cpp-httplib: llama-server) a connection that idles holds one of few threads until the
+    engine's time-out, 5 s, and requests on other connections wait for it. So no more are kept than such an
+    engine has threads to spare (``limit``). Of an engine of which that is not known it cannot be told whether
+    a request waits for a thread or for its answer. But a connection that was answered once has its thread, if
+    it needs one: where a request waits on a connection of its own, unanswered when it is first looked at,
+    those that idle are closed, and few are kept until it is answered.
+    """
+
+    __slots__ = ("_idle", "_limit", "_used", "_waiting")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        # Lists and sets are changed by single atomic operations.
+        self._idle: list[Upstream] = []
+        self._waiting: set[Upstream] = set()
+        """Those that were opened for requests which wait for longer than a look."""
+        self._used = True
+        """Since the last sweep."""
+
+    def take(self) -> Upstream | None:
+        idle, self._used = self._idle, True
+        while idle:
+            try:
+                upstream = idle.pop()
+            except IndexError:
+                return None
+            age = time.monotonic() - upstream.idle_since
+            if age < FRESH_SECONDS or (age < IDLE_SECONDS and _is_quiet(upstream.socket)):
+                return upstream
+            upstream.socket.close()
+        return None
+
+    def put(self, upstream: Upstream) -> None:
+        limit = min(self._limit, SPARED) if self._waiting else self._limit
+        if len(self._idle) < limit:
+            upstream.idle_since = time.monotonic()
+            self._idle.append(upstream)
+        else:
+            upstream.socket.close()
+
+    def waits(self, upstream: Upstream) -> None:
+        """A request waits on ``upstream``, which was opened for it; said at each look."""
+        self._waiting.add(upstream)
+        self.close()
+
+    def answered(self, upstream: Upstream) -> None:
+        """That came to something, or failed."""
+        self._waiting.discard(upstream)
+
+    def sweep(self) -> bool:
+        """Closes those that idled for too long; whether nobody has come here since the last time."""
+        idle = self._idle
+        oldest = time.monotonic() - IDLE_SECONDS
+        while idle and idle[0].idle_since < oldest:
+            try:
+                idle.pop(0).socket.close()
+            except IndexError:
+                break
+        used, self._used = self._used, False
+        return not used and not idle
+
+    def close(self) -> None:
+        while self._idle:
+            try:
+                self._idle.pop().socket.close()
+            except IndexError:
+                break
+
+
+class Pool:
+    """The connections to all engines. Any thread.
+
+    They belong to a run of their engine: whoever listens at its address later is another.
+    """
+
+    def __init__(self) -> None:
+        self._of_run: dict[Hashable, Connections] = {}
+
+    def of(self, run: Hashable, backend: Backend) -> Connections:
+        found = self._of_run.get(run)
+        if found is None:
+            found = self._of_run.setdefault(run, Connections(idle_connections(backend)))
+        return found
+
+    def sweep(self) -> None:
+        """Called now and then, so that a quiet mux holds no connections."""
+        for run, connections in list(self._of_run.items()):
+            if connections.sweep():
+                self._of_run.pop(run, None)  # what is put there meanwhile goes with the last who used it
+
+    def close(self) -> None:
+        for connections in list(self._of_run.values()):
+            connections.close()
+
+
+def _is_quiet(connection: socket) -> bool:
+    try:
+        connection.recv(1, MSG_PEEK | MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False  # its end, or bytes that nobody asked for
+
+
+def connect(address: Address, look: Callable[[], object] = lambda: None) -> socket:
+    """A blocking connection whose calls return a few times a second; ``look`` is called as often meanwhile.
+
+    Only ``look`` ends the wait for one that is neither made nor refused.
+    """
+    while True:
+        connection = _unconnected(AF_INET6 if ":" in address[0] else AF_INET)
+        try:
+            if _is_made(connection, address, look):
+                return connection
+        except BaseException:
+            connection.close()
+            raise
+        connection.close()
+
+
+def _unconnected(family: int) -> socket:
+    connection = socket(family)
+    connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+    # Engines are near: a system's choice for far networks (bbr) would set a timer for each send, to pace it.
+    connection.setsockopt(IPPROTO_TCP, TCP_CONGESTION, b"reno")
+    connection.setsockopt(SOL_SOCKET, SO_RCVTIMEO, timeval(LOOK_SECONDS))
+    connection.setsockopt(SOL_SOCKET, SO_SNDTIMEO, timeval(LOOK_SECONDS))
+    return connection
+
+
+def _is_made(connection: socket, address: Address, look: Callable[[], object]) -> bool:
+    """Whether it was in time; OSError if it is refused."""
+    anew_at = time.monotonic() + CONNECT_SECONDS
+    while error := connection.connect_ex(address):
+        if error != ETIMEDOUT and error not in STILL_CONNECTING:
+            raise OSError(error, os.strerror(error))
+        look()
+        if error == ETIMEDOUT or time.monotonic() >= anew_at:
+            return False
+    return True

@@ -1,0 +1,53 @@
+"""What the kernel says of a connection: whether its other end has left, and how long it has taken nothing."""
+
+from __future__ import annotations
+
+import fcntl
+import termios
+from socket import MSG_DONTWAIT, MSG_PEEK, socket
+from struct import pack, unpack
+
+
+def timeval(seconds: float) -> bytes:
+    """``seconds`` as SO_RCVTIMEO and SO_SNDTIMEO take it."""
+    return pack("ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def has_left(client: socket) -> bool:
+    """The other end of ``client`` has closed it (what it may have sent before counts as being there)."""
+    try:
+        return not client.recv(1, MSG_PEEK | MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+class Unread:
+    """How long a client has taken none of the bytes that wait for it: one rule for all who send to clients.
+
+    Begun anew whenever a byte could be sent. What the client takes of the bytes that were sent before counts
+    too: on a slow connection there is room for more long after the first of them was taken. While nothing
+    waits for the client nobody asks, so an engine may be as slow as it is.
+    """
+
+    __slots__ = ("_client", "_left", "_since")
+
+    def __init__(self, client: socket, now: float) -> None:
+        self._client = client
+        self._left = _untaken(client)
+        self._since = now
+
+    def seconds(self, now: float) -> float:
+        left = _untaken(self._client)
+        if left != self._left:
+            self._left, self._since = left, now
+        return now - self._since
+
+
+def _untaken(client: socket) -> int:
+    """The bytes that were sent and have not arrived."""
+    try:
+        return int(unpack("i", fcntl.ioctl(client, termios.TIOCOUTQ, bytes(4)))[0])
+    except OSError:
+        return 0
