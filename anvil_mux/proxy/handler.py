@@ -30,11 +30,11 @@ from anvil_mux.protocol.completions import parse
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.proxy.client import Client
 from anvil_mux.proxy.dispatch import Dispatcher
+from anvil_mux.proxy.operations import Operations
 from anvil_mux.proxy.page import Page
 from anvil_mux.proxy.relay import Relay
 from anvil_mux.proxy.reloads import Reloads, as_json
 from anvil_mux.proxy.reply import JSON, Call, Patience
-from anvil_mux.proxy.routerapi import RouterApi
 from anvil_mux.scheduler.status import ModelState
 from anvil_mux.telemetry import healthz
 from anvil_mux.telemetry.accesslog import Sink
@@ -82,7 +82,7 @@ class Handler:
             patience or Patience(grace=config.loading_grace),
             hides_keys=len(self._keys) > 0,
         )
-        self._router = RouterApi(mux, self._dispatcher, lambda: self.draining)
+        self._router = Operations(mux, self._dispatcher, lambda: self.draining)
         self._records = records
         self._metrics = metrics
         self._sight = sight

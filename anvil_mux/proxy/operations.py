@@ -30,7 +30,7 @@ MOMENT_SECONDS = 0.5
 DONE = b'{"success":true}'
 
 
-class RouterApi:
+class Operations:
     """Answers these routes. Any thread."""
 
     def __init__(self, mux: Multiplexer, dispatcher: Dispatcher, ending: Callable[[], bool]) -> None:

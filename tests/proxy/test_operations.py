@@ -10,7 +10,7 @@ import pytest
 
 from anvil_mux.errors import LoadError
 from anvil_mux.protocol import naming
-from anvil_mux.proxy import routerapi
+from anvil_mux.proxy import operations
 from tests.fake_engine import GUARD, JSON_OK, RawClient, Rig
 
 ASK_A = b'{"model":"a"}'
@@ -43,7 +43,7 @@ def badge(rig: Rig, model: str) -> dict[str, object]:
 def test_load_answers_while_the_model_loads_and_goes_on_without_its_client(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routerapi, "MOMENT_SECONDS", 0.0)
+    monkeypatch.setattr(operations, "MOMENT_SECONDS", 0.0)
     rig.mechanism.gate.clear()
     connection = rig.client()
     connection.post(b'{"model":"alias"}', path=b"/models/load")
@@ -65,7 +65,7 @@ def test_load_may_be_waited_for(rig: Rig) -> None:
 
 @pytest.mark.parametrize("path", [b"/models/load", b"/models/load?wait=true"])
 def test_a_load_that_fails_at_once_says_why(rig: Rig, monkeypatch: pytest.MonkeyPatch, path: bytes) -> None:
-    monkeypatch.setattr(routerapi, "MOMENT_SECONDS", GUARD)
+    monkeypatch.setattr(operations, "MOMENT_SECONDS", GUARD)
     rig.mechanism.failure = LoadError("no such file")
     connection = rig.client()
     connection.post(ASK_A, path=path)
@@ -153,7 +153,7 @@ def test_a_model_is_pinned_and_unpinned(rig: Rig) -> None:
 def test_who_follows_is_told_every_status_and_then_each_change(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(routerapi, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(operations, "LOOK_SECONDS", 0.01)
     rig.engine.answer = lambda _: JSON_OK
     rig.mechanism.gate.clear()
     connection, first = follow(rig)
@@ -167,8 +167,8 @@ def test_who_follows_is_told_every_status_and_then_each_change(
 
 
 def test_who_follows_hears_something_now_and_then(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routerapi, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(routerapi, "COMMENT_SECONDS", 0.0)
+    monkeypatch.setattr(operations, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(operations, "COMMENT_SECONDS", 0.0)
     connection, _ = follow(rig)
     assert connection.read_until(b"\n\r\n").endswith(b": nothing has changed\n\r\n")
 
