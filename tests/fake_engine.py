@@ -23,8 +23,8 @@ from anvil_mux.host.swap import Evicted, Loaded
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.relay import Relay
-from anvil_mux.proxy.reply import Patience
 from anvil_mux.proxy.server import Server
+from anvil_mux.proxy.waiting import Patience
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.feed import Feed

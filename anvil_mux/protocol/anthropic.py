@@ -1,6 +1,6 @@
 """Anthropic's API in front of engines that do not speak it.
 
-Pure. Most engines have ``/v1/messages`` by now and are asked in the client's own words (dispatch.py); for
+Pure. Most engines have ``/v1/messages`` by now and are asked in the client's own words (forward.py); for
 the others ``TRANSLATE`` turns a body into chat completions and says the answer as a message, or as the events
 that build one. What only Anthropic can do (its own tools, files, PDFs) is refused and not passed over.
 

@@ -10,12 +10,6 @@ refuses early what can no longer become one), ``parse_*`` reads it, ``forward_*`
 other side with the hop-by-hop fields gone. Bodies pass as raw bytes: ``ChunkCounter`` follows chunked framing
 only to know where the body ends; ``ChunkDecoder`` takes it off.
 
-Clients and engines send the same head again and again, but for its length. So a head that was found sound is
-remembered without its Content-Length line: one that differs in nothing else need not be read again, nor its
-fields be sorted into those that go on and those that do not. Only heads in which that line is the only thing
-that says where the body ends are remembered (``_may_come_again``). A connection's own last head is remembered
-nearer by (``LastHead``): if it comes again, two comparisons find its end and tell all of it.
-
 What a client sends wrong is a ``BadRequest``, what an engine sends wrong a ``BackendError``. Every value that
 is written has been checked for CR, LF and NUL, also those that the caller adds. The patterns cannot backtrack
 over more than one repetition, so hostile bytes cost linear time.
@@ -26,9 +20,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Generic, TypeVar
+from typing import NamedTuple
 
 from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
 
@@ -37,10 +30,8 @@ MAX_HEAD = 64 * 1024
 MAX_FIELDS = 100
 MAX_CHUNK_LINE = 300
 MAX_TRAILER = 8 * 1024
-MAX_REMEMBERED = 4 * 1024
 MAX_DIGITS = 15
 """Of a length."""
-REMEMBERED = 512
 
 EMPTY_LINE = b"\r\n"
 BARE_LF = "lines end with CRLF, and one ends with a bare LF"
@@ -57,15 +48,12 @@ _HOP_BY_HOP = frozenset(
 )
 _NOT_TO_ENGINES = _HOP_BY_HOP | {b"host", b"content-length", b"expect", b"forwarded"}
 _NOT_TO_CLIENTS = _HOP_BY_HOP | {b"content-length", b"server"}
-_UNIQUE = frozenset([b"x-request-id", b"request-id", b"traceparent", b"idempotency-key"])
-"""Heads with these do not come again."""
 _PLAIN_CONNECTION = frozenset([b"keep-alive", b"Keep-Alive", b"close", b"Close"])
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 _TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]"
 _FIELD = re.compile(rb"^(%b+):(%b*)\r\n" % (_TOKEN, _TEXT), re.MULTILINE)
 _REQUEST_LINE = re.compile(rb"(%b{1,64}) ([!-~]+) HTTP/1\.([01])\r\n" % _TOKEN)
-_LENGTH_LINE = re.compile(rb"\r\nContent-Length: ([0-9]{1,15})(?=\r\n)", re.IGNORECASE)
 _OTHER_VERSION = re.compile(rb"%b{1,64} [!-~]+ HTTP/[0-9](?:\.[0-9])?(?:\r\n)?\Z" % _TOKEN)
 _METHOD_SO_FAR = re.compile(rb"%b{1,64}(?: |\Z)" % _TOKEN)
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: (%b*))?\r\n" % _TEXT)
@@ -77,9 +65,8 @@ _TRAILER = re.compile(rb"(?:%b+:%b*\r\n)*\r\n" % (_TOKEN, _TEXT))
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 
 
-@dataclass(slots=True)
-class Request:
-    """A request's head. (Not frozen: that would cost a microsecond for each request.)"""
+class Request(NamedTuple):
+    """A request's head."""
 
     method: str
     target: bytes
@@ -96,24 +83,9 @@ class Request:
     length: int | None
     chunked: bool
     expect_continue: bool
-    passing: bytes | None = None
-    """The lines that go on to an engine, for a head that may come again."""
-    prepared: dict[object, bytes] | None = None
-    """Heads that were written with it, by what they depend on; shared by all heads that are the same."""
-    route: object = None
-    """What the server found it to ask for; noted here, it need not be found again (see ``LastHead``)."""
-    key: object = None
-    """Whose API key it shows; noted together with ``route``."""
-    judge: object = None
-    """By what these two were found."""
-    reader: bytes = b""
-    """The origin of another site's page that may read the answer; noted together with ``route``."""
-    passages: dict[str | None, Any] = field(default_factory=dict)
-    """What the server found for models that were named with this head; begun anew with each ``route``."""
 
 
-@dataclass(slots=True)
-class Response:
+class Response(NamedTuple):
     """The head of an engine's answer."""
 
     version: tuple[int, int]
@@ -127,53 +99,6 @@ class Response:
     """The declared length; answers to HEAD and 304 may have one without a body."""
     keep_alive: bool
     """Whether the engine's connection may be used again after the body."""
-    passing: bytes | None = None
-    """The lines that go on to the client; as with ``Request``."""
-    prepared: dict[object, bytes] | None = None
-
-
-_Message = TypeVar("_Message", Request, Response)
-_known_requests: dict[bytes, Request] = {}
-_known_responses: dict[bytes, Response] = {}
-"""By their heads without the length. The ``length`` and ``route`` of what is remembered here mean nothing."""
-
-
-class LastHead(Generic[_Message]):
-    """The last head that one side of one connection sent, around the number in its Content-Length line."""
-
-    __slots__ = ("_after", "_before", "_limit", "_message", "_number", "end")
-
-    def __init__(self) -> None:
-        self._before = self._after = b""
-        self._number = self._limit = 0
-        self._message: _Message | None = None
-        self.end = 0
-        """Where the head ended that came again."""
-
-    def again(self, buffer: bytes) -> _Message | None:
-        """The head that ``buffer`` begins with, if it is the last one but for its length.
-
-        It is the same object each time: whoever keeps it sees the length change.
-        """
-        message = self._message
-        if message is None or not buffer.startswith(self._before):
-            return None
-        line_end = buffer.find(self._after, self._number, self._limit)
-        length = buffer[self._number : line_end]
-        if line_end < 0 or not length.isdigit():
-            return None
-        message.length = int(length)
-        self.end = line_end + len(self._after)
-        return message
-
-    def remember(self, head: bytes, message: _Message) -> None:
-        """``head`` was read as ``message``, which is this connection's from now on."""
-        line = _LENGTH_LINE.search(head)
-        if line is not None and message.prepared is not None:
-            self._number, line_end = line.span(1)
-            self._before, self._after = head[: self._number], head[line_end:]
-            self._limit = self._number + MAX_DIGITS + len(self._after)
-            self._message = message
 
 
 def request_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
@@ -195,34 +120,6 @@ def request_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
 
 def parse_request(head: bytes) -> Request:
     """Reads a whole head, blank line included; BadRequest carries 400, 414, 417, 431, 501 or 505."""
-    line = _LENGTH_LINE.search(head)
-    bare = head[: line.start()] + head[line.end() :] if line else head
-    known = _known_requests.get(bare)
-    if known is None:
-        request = _parse_request(head)
-        if _may_come_again(head, request, has_length=line is not None):
-            request.prepared = {}
-            request.passing = _passing(request.headers, _unwanted_by_engine(request.fields), b"x-forwarded-")
-            _remember(_known_requests, bare, request)
-        return request
-    return Request(
-        known.method,
-        known.target,
-        known.path,
-        known.query,
-        known.version,
-        known.headers,
-        known.fields,
-        known.keep_alive,
-        int(line[1]) if line else None,
-        False,
-        known.expect_continue,
-        known.passing,
-        known.prepared,
-    )
-
-
-def _parse_request(head: bytes) -> Request:
     if len(head) > MAX_HEAD:
         raise BadRequest(f"the request's head is larger than {MAX_HEAD} bytes", status=431)
     head = _without_blank_line(head)
@@ -269,35 +166,6 @@ def parse_response(head: bytes, method: str, *, upgrade: bool = False) -> Respon
 
     Only where ``upgrade`` was asked for, 101 is the last head.
     """
-    line = _LENGTH_LINE.search(head)
-    if line is None or method == "HEAD":
-        return _parse_response(head, method, upgrade=upgrade)
-    bare = head[: line.start()] + head[line.end() :]
-    known = _known_responses.get(bare)
-    if known is None:
-        response = _parse_response(head, method)
-        if _may_come_again(head, response, has_length=True):
-            response.prepared = {}
-            response.passing = _passing(
-                response.headers, _unwanted_by_client(response.fields), b"access-control-"
-            )
-            _remember(_known_responses, bare, response)
-        return response
-    return Response(
-        known.version,
-        known.status,
-        known.reason,
-        known.headers,
-        known.fields,
-        known.body,
-        int(line[1]),
-        known.keep_alive,
-        known.passing,
-        known.prepared,
-    )
-
-
-def _parse_response(head: bytes, method: str, *, upgrade: bool = False) -> Response:
     line = _STATUS_LINE.match(head)
     if line is None:
         raise BackendError("the engine's answer does not begin with an HTTP/1.x status line")
@@ -330,10 +198,8 @@ def forward_request_head(
     chunked: bool = False,
 ) -> bytes:
     """The head for the engine; ``set`` replaces and ``drop`` removes fields (both by lower-case names)."""
-    passing = request.passing
-    if passing is None or drop or not set.keys().isdisjoint(request.fields):
-        unwanted = _unwanted_by_engine(request.fields).union(drop, set)
-        passing = _passing(request.headers, unwanted, b"x-forwarded-")
+    unwanted = _NOT_TO_ENGINES.union(_named_by_connection(request.fields), drop, set)
+    passing = _passing(request.headers, unwanted, b"x-forwarded-")
     if target is None:
         target = request.target if request.target[:1] == b"/" else _path_and_query(request)
     first = [b"%b %b HTTP/1.1" % (request.method.encode("ascii"), target), b"Host: " + host]
@@ -356,11 +222,9 @@ def forward_response_head(
     is close, or keep-alive for HTTP/1.0 clients.
     """
     added = list(extra)
-    passing = response.passing
     names = [name.lower() for name, _ in added]
-    if passing is None or drop or not response.fields.keys().isdisjoint(names):
-        unwanted = _unwanted_by_client(response.fields).union(drop, names)
-        passing = _passing(response.headers, unwanted, b"access-control-")
+    unwanted = _NOT_TO_CLIENTS.union(_named_by_connection(response.fields), drop, names)
+    passing = _passing(response.headers, unwanted, b"access-control-")
     reason = response.reason or PHRASES.get(response.status, b"")
     first = [b"HTTP/1.1 %d %b" % (response.status, reason), b"Server: " + SERVER]
     last = [name + b": " + value for name, value in added]
@@ -631,35 +495,6 @@ def _named_by_connection(fields: dict[bytes, bytes]) -> frozenset[bytes]:
 
 def _tokens(value: bytes) -> frozenset[bytes]:
     return frozenset(token.strip(b" \t") for token in value.lower().split(b","))
-
-
-def _may_come_again(head: bytes, message: Request | Response, *, has_length: bool) -> bool:
-    """Whether a sound head may be remembered without its length.
-
-    There is no blank line before it, so that a whole line taken out or put in is all that sets it apart from
-    another; and no other line, however it is written, tells where the body ends.
-    """
-    return (
-        len(head) <= MAX_REMEMBERED
-        and not head.startswith(EMPTY_LINE)
-        and (message.length is not None) == has_length
-        and b"transfer-encoding" not in message.fields
-        and _UNIQUE.isdisjoint(message.fields)
-    )
-
-
-def _remember(known: dict[bytes, _Message], bare: bytes, message: _Message) -> None:
-    if len(known) >= REMEMBERED:
-        known.clear()
-    known[bare] = message
-
-
-def _unwanted_by_engine(fields: dict[bytes, bytes]) -> frozenset[bytes]:
-    return _NOT_TO_ENGINES | _named_by_connection(fields)
-
-
-def _unwanted_by_client(fields: dict[bytes, bytes]) -> frozenset[bytes]:
-    return _NOT_TO_CLIENTS | _named_by_connection(fields)
 
 
 def _passing(headers: list[Field], unwanted: AbstractSet[bytes], prefix: bytes) -> bytes:

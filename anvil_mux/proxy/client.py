@@ -18,6 +18,7 @@ from socket import MSG_DONTWAIT, SHUT_WR, SO_RCVTIMEO, SOL_SOCKET, socket
 
 from anvil_mux.errors import BadRequest, ClientGone, ClientStalled, TooLarge
 from anvil_mux.protocol import http1
+from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.sockets import Unread, timeval
 
 READ = 16384
@@ -38,7 +39,7 @@ DISCARD = 65536
 class Client:
     """One connection. Used by the one thread that serves it."""
 
-    __slots__ = ("_begun", "_buffer", "_last_head", "_patience", "_timeout", "_unread", "address", "socket")
+    __slots__ = ("_begun", "_buffer", "_patience", "_timeout", "_unread", "address", "last_head", "socket")
 
     def __init__(self, connection: socket, address: str, patience: float = 60.0) -> None:
         """``patience``: seconds in which it may take nothing of what it is sent."""
@@ -50,7 +51,7 @@ class Client:
         """The request whose body has not been read yet."""
         self._begun = False
         """Some of that body was read: where the next request begins is not known until all of it was."""
-        self._last_head: http1.LastHead[http1.Request] = http1.LastHead()
+        self.last_head: LastHead[http1.Request] = LastHead()
         self._timeout = 0.0
         self._wait_at_most(IDLE_SECONDS)
 
@@ -74,9 +75,9 @@ class Client:
             if not data:
                 return None
             buffer += data
-        request = self._last_head.again(buffer)
+        request = self.last_head.again(buffer)
         if request is not None:
-            self._buffer = buffer[self._last_head.end :]
+            self._buffer = buffer[self.last_head.end :]
         else:
             request = self._parse(buffer)
         self._unread = request if request.length or request.chunked else None
@@ -88,7 +89,7 @@ class Client:
             buffer, end = self._read_rest_of_head(buffer)
         head, self._buffer = buffer[:end], buffer[end:]
         request = http1.parse_request(head)
-        self._last_head.remember(head, request)
+        self.last_head.remember(head, request)
         return request
 
     def _read_rest_of_head(self, buffer: bytes) -> tuple[bytes, int]:

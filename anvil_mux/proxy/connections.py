@@ -28,6 +28,7 @@ from socket import (
 from anvil_mux.config.config import Backend
 from anvil_mux.host.engine import idle_connections
 from anvil_mux.protocol import http1
+from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.sockets import timeval
 
 Address = tuple[str, int]
@@ -54,7 +55,7 @@ class Upstream:
         self.socket = connection
         self.answered = False
         """It has carried a request."""
-        self.last_head: http1.LastHead[http1.Response] = http1.LastHead()
+        self.last_head: LastHead[http1.Response] = LastHead()
         self.idle_since = 0.0
 
 

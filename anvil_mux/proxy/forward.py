@@ -1,18 +1,19 @@
 """One request under one lease: its engine is asked in words that it understands, its client told the answer.
 
 Most answers pass as they are. A question in an API that the engine lacks is translated, there and back. Of
-two stages the first fills in the question of the second. A websocket becomes a tunnel. What comes between is
-told in the form that still fits: before a byte as an error, among events as an event and a cut.
+two stages the first fills in the question of the second. A websocket becomes a tunnel.
+
+``forward`` returns what went wrong with the engine, which is for the dispatcher to judge, and raises only
+what ends the request: its client has left, or the engine has refused it.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 from anvil_mux.config import rewrite
-from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import (
     BackendError,
     BadRequest,
@@ -21,39 +22,29 @@ from anvil_mux.errors import (
     MuxError,
     RefusedByEngine,
     Severed,
-    with_log,
 )
-from anvil_mux.host.engine import api_key
-from anvil_mux.multiplexer import Lease, Multiplexer
-from anvil_mux.protocol import anthropic, api, http1, naming, ollama, stages
+from anvil_mux.multiplexer import Lease
+from anvil_mux.protocol import api, http1, naming, stages
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse
 from anvil_mux.proxy import heads, stored_responses
+from anvil_mux.proxy.access import Access
+from anvil_mux.proxy.asked import Body, Question
 from anvil_mux.proxy.pump import End
-from anvil_mux.proxy.relay import (
-    WHOLE,
-    BrokenOff,
-    Exchange,
-    Failed,
-    Relay,
-    RequestBody,
-    Silent,
-    Unanswered,
-    Unreachable,
-)
-from anvil_mux.proxy.reply import JSON, Call
+from anvil_mux.proxy.questions import TRANSLATE
+from anvil_mux.proxy.relay import WHOLE, BrokenOff, Exchange, Failed, Relay, RequestBody, Silent
+from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.stored_responses import StoredResponses
-from anvil_mux.proxy.tunnel import BROKEN, RESTARTED, good_bye
+from anvil_mux.telemetry.accesslog import Served
 
-TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
-"""Path -> how a body that is asked for there becomes a question that every engine understands."""
 LACKING = (404, 405, 501)
 """How engines answer to a route that they do not have."""
 MAX_QUOTED = 2000
 """Bytes of an engine's error that an error event repeats."""
-UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
-Body = bytes | bytearray | Spool
+
+Outcome = Failed | Severed | None
+"""How a try has ended: None when the client has its answer to the end."""
 
 
 class _Lacking(Exception):
@@ -61,251 +52,231 @@ class _Lacking(Exception):
 
 
 class Forwarder:
-    """Asks engines for those who hold a lease. Any thread; the dispatcher alone calls ``reconfigure``."""
+    """Asks engines for those who hold a lease. Any thread."""
 
-    def __init__(self, mux: Multiplexer, relay: Relay, kept: StoredResponses) -> None:
-        self._mux = mux
+    def __init__(self, relay: Relay, stored: StoredResponses) -> None:
         self._relay = relay
-        self._kept = kept
+        self._stored = stored
+        self._found_lacking: tuple[Access | None, set[tuple[str, str]]] = (None, set())
+        """Of one configuration the (backend, path) of routes that engines turned out not to have."""
 
-    def reconfigure(self, config: Config, *, hides_keys: bool) -> None:
-        """By this engines are asked from now on; called once before the first."""
-        self._max_body = config.max_body
-        self._hides_keys = hides_keys
-        """Clients' keys are ours, so that engines get their own instead."""
-        self._lacking: set[tuple[str, str] | None] = set()
-        """(backend, path) of routes that engines turned out not to have; changed by atomic operations."""
-        self._authorizations: dict[str, tuple[Backend, bytes]] = {}
-        """Backend -> its description, and what an engine so described is shown."""
-
-    def ask(
-        self, call: Call, lease: Lease, named: str | None, body: Body, span: tuple[int, int] | None
-    ) -> None:
-        """Asks the engine in the client's words, or else in its own."""
-        route, backend = call.route, lease.backend
-        known_as = backend.served_model or call.model
-        if route.model_in == "upstream":
-            named = known_as
-        lacks, lacking = None, self._lacking  # what is found out belongs to the configuration of now
-        if call.translation is None:
-            lacks = (backend.name, route.path) if route.translated else None
-            if lacks not in lacking:
-                said = _rewritten(body, backend) if route.model_in in ("json", "path") else body
-                length, pieces = _renamed(said, named, known_as, span)
-                try:
-                    return self.forward(call, lease, length, pieces)
-                except _Lacking:
-                    pass
-            assert isinstance(body, (bytes, bytearray))
-            call.translation = TRANSLATE[route.path](parse(body))
-        self._translate(call, lease, call.translation, known_as)
-        if lacks:
-            lacking.add(lacks)
+    def forward(self, question: Question, lease: Lease, reply: Reply, record: Served) -> Outcome:
+        """Asks the engine, and passes its answer to the client."""
+        try:
+            if lease.backend is question.target.unchanged_at:
+                self._pass_on(question, lease, question.body, reply, record)
+            elif question.asked.route.upgrades:
+                self._tunnel(question, lease, reply, record)
+            elif question.translation:
+                self._translate(question, question.translation, lease, reply, record)
+            else:
+                self._ask_in_clients_words(question, lease, reply, record)
+        except (Failed, Severed) as error:
+            return error
         return None
 
-    def forward(self, call: Call, lease: Lease, length: int, body: RequestBody) -> None:
+    def _ask_in_clients_words(self, question: Question, lease: Lease, reply: Reply, record: Served) -> None:
+        """Asks the engine what the client asked; if it lacks the route, in words that every engine has."""
+        route, backend = question.asked.route, lease.backend
+        lacks, lacking = (backend.name, route.path), self._lacking(question.asked.access)
+        if not (route.translated and lacks in lacking):
+            try:
+                return self._pass_on(question, lease, _as_known(question, backend), reply, record)
+            except _Lacking:
+                pass
+        assert isinstance(question.body, (bytes, bytearray))
+        self._translate(question, TRANSLATE[route.path](parse(question.body)), lease, reply, record)
+        lacking.add(lacks)
+        return None
+
+    def _lacking(self, access: Access) -> set[tuple[str, str]]:
+        """What was found out under ``access``; changed by atomic operations."""
+        found_under, found = self._found_lacking
+        if found_under is not access:
+            found = set()
+            self._found_lacking = access, found
+        return found
+
+    # The answer as it is
+
+    def _pass_on(
+        self, question: Question, lease: Lease, body: RequestBody, reply: Reply, record: Served
+    ) -> None:
         """Passes the request on, its body as it is given here, and the answer back."""
-        route = call.route
-        if route.upgrades:
-            self._tunnel(call, lease)
-            return
-        exchange = Exchange(self._relay, lease, call.client.socket)
+        asked = question.asked
+        exchange = Exchange(self._relay, lease, reply.client.socket)
         try:
-            head = heads.request_head(call, lease, length, self._authorization(lease.backend))
-            response = exchange.ask(call.request.method, head, body)
-            call.first_byte = time.monotonic() - call.since
-            if route.translated and response.status in LACKING:
+            head = heads.request_head(question, lease, _length(body), reply.client.last_head)
+            response = exchange.ask(asked.request.method, head, body)
+            record.first_byte = time.monotonic() - asked.since
+            if asked.route.translated and response.status in LACKING:
                 raise _Lacking
-            if route.beat == "responses" and response.status == 200:
-                self._note_answer(call, lease, exchange, response)
-            if call.began:
-                self._continue(call, lease, exchange, response)
+            if asked.route.beat == "responses" and response.status == 200:
+                self._note_response(question, lease, exchange, response)
+            if reply.form == "event":
+                self._continue(question, exchange, response, reply, record)
             elif exchange.whole:
-                call.status = response.status
-                declared = None if response.body == "none" else len(exchange.data)
-                call.send(heads.response_head(call, response, length=declared) + exchange.data)
-                call.said = exchange.data
+                record.said = data = exchange.data
+                length = None if response.body == "none" else len(data)
+                head = heads.response_head(reply, response, exchange.last_head, length=length)
+                reply.pass_on(response.status, head + data, "cut")
             else:
-                self._stream(call, lease, exchange, response)
+                self._stream(question, exchange, response, reply, record)
         finally:
             exchange.close()
 
-    def _note_answer(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
+    def _note_response(
+        self, question: Question, lease: Lease, exchange: Exchange, response: http1.Response
+    ) -> None:
         """Remembers which engine has the answer that begins now."""
         if not exchange.whole and _is_events(response):
             exchange.read_on(stored_responses.says_no_more)
         if id := stored_responses.id_in(exchange.data):
-            self._kept.keep(id, call.model, lease.backend.name, call.request.key)
+            self._stored.keep(id, question.target.model, lease.backend.name, question.asked.key)
 
-    def _tunnel(self, call: Call, lease: Lease) -> None:
-        """A websocket: the lease lasts as long as it is open."""
-        with Exchange(self._relay, lease, call.client.socket) as exchange:
-            head = heads.request_head(call, lease, 0, self._authorization(lease.backend), UPGRADE)
-            response = exchange.ask("GET", head, b"", upgrade=True)
-            call.first_byte = time.monotonic() - call.since
-            call.status, call.keep, call.answered = response.status, False, True
-            if response.status != 101:
-                body = exchange.content(response, WHOLE)
-                call.send(heads.response_head(call, response, length=len(body)) + body)
-                return
-            call.send(
-                http1.forward_response_head(
-                    response, connection=b"Upgrade", extra=[(b"Upgrade", b"websocket"), *call.own_headers]
-                )
-                + exchange.data
-            )
-            ended, error = exchange.tunnel(call.client.take_rest())
-            call.sent += ended.passed
-            if isinstance(error, ClientGone):
-                raise error
-            if error:
-                if isinstance(error, Failed):
-                    error = self.judged(call, lease, error)
-                call.code = error.code
-                if ended.open:
-                    code = RESTARTED if lease.severed else BROKEN
-                    call.send(good_bye(code, error.message))
-                    call.client.part()
-
-    def _translate(self, call: Call, lease: Lease, asked: Translation, known_as: str) -> None:
-        """Asks the engine in its own words, and says the answer in the client's, in this thread."""
-        asked.answer.begun(time.time(), call.waited)
-        if not asked.path:
-            call.send_own(200, [JSON], asked.answer.whole(b"", time.time()))
-            return
-        body = _rewritten(asked.body(known_as), lease.backend)
-        with Exchange(self._relay, lease, call.client.socket) as exchange:
-            own = self._authorization(lease.backend)
-            head = heads.translated_head(call, lease, asked.path, len(body), own)
-            response = exchange.ask("POST", head, body)
-            call.first_byte = time.monotonic() - call.since
-            if response.status >= 300:
-                raise _refusal(call.model, asked.path, response.status, exchange.content(response, WHOLE))
-            try:
-                self._say(call, exchange, response, asked)
-            finally:
-                call.said, call.events = exchange.passed.said, exchange.passed.events
-
-    def _say(self, call: Call, exchange: Exchange, response: http1.Response, asked: Translation) -> None:
-        """An answer as it comes, or all at once."""
-        if not asked.stream:
-            said = asked.answer.whole(exchange.content(response, self._max_body), time.time())
-            call.send_own(200, [JSON], said)
-            return
-        if not _is_events(response):
-            raise BackendError(f"The engine of {call.model} did not answer with a stream.")
-        if not call.began:
-            call.begin()
-        for piece in exchange.pieces(response):
-            said = asked.answer.feed(piece, time.time())
-            call.answered = call.answered or bool(said)
-            call.send_event(said)
-        call.send_event(asked.answer.finish(time.time()))
-        call.end()
-
-    def _stream(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
-        call.status = response.status
+    def _stream(
+        self, question: Question, exchange: Exchange, response: http1.Response, reply: Reply, record: Served
+    ) -> None:
         length = response.length if response.body == "length" else None
-        chunked = length is None and call.chunked
-        call.keep = call.keep and (chunked or length is not None)
+        chunked = length is None and reply.chunked
+        reply.keep = reply.keep and (chunked or length is not None)
+        events = length is None and _is_events(response)
         first = exchange.begin(response, chunked=chunked)
-        call.answered = bool(first)
-        call.send(heads.response_head(call, response, length=length, chunked=chunked) + first)
-        self._move(call, lease, exchange, response, events=length is None and _is_events(response))
+        reply.answered = bool(first)
+        head = heads.response_head(reply, response, exchange.last_head, length=length, chunked=chunked)
+        reply.pass_on(response.status, head + first, "event" if events else "cut")
+        self._move(question, exchange, response, reply, record)
 
-    def _continue(self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response) -> None:
+    def _continue(
+        self, question: Question, exchange: Exchange, response: http1.Response, reply: Reply, record: Served
+    ) -> None:
         """The head went out while the model was loading, so what the engine says must be events."""
         if response.status >= 300 or not _is_events(response):
-            raise _engine_error(call.model, response.status, exchange.data)
-        first = exchange.begin(response, chunked=call.chunked)
-        call.answered = bool(first)
-        call.send(first)
-        self._move(call, lease, exchange, response, events=True)
+            raise _engine_error(question.target.model, response.status, exchange.data)
+        first = exchange.begin(response, chunked=reply.chunked)
+        reply.answered = bool(first)
+        reply.send(first)
+        self._move(question, exchange, response, reply, record)
 
     def _move(
-        self, call: Call, lease: Lease, exchange: Exchange, response: http1.Response, *, events: bool
+        self, question: Question, exchange: Exchange, response: http1.Response, reply: Reply, record: Served
     ) -> None:
         """The rest of a body, and its end."""
         end = exchange.stream(response)
-        call.sent += exchange.streamed
-        call.said, call.events = exchange.passed.said, exchange.passed.events
-        error: MuxError
+        reply.sent += exchange.streamed
+        reply.answered = reply.answered or exchange.streamed > 0
+        record.said, record.tokens = exchange.passed.said, exchange.passed.events
+        if end is End.COMPLETE:
+            return
+        fits = reply.form == "event" and exchange.aligned
+        reply.broke_off(exchange.last_payload if fits else None)
+        engine = f"The engine of {question.target.model}"
         match end:
-            case End.COMPLETE:
-                return
             case End.CLIENT_GONE:
                 raise ClientGone("The client left its stream.")
             case End.UNREAD:
                 raise ClientStalled(f"The client took nothing for {self._relay.client_timeout:g} s.")
             case End.SEVERED:
-                error = lease.severed_error()
+                raise exchange.lease.severed_error()
             case End.STALLED:
-                error = Silent(f"The engine of {call.model} went silent within its answer.")
+                raise Silent(f"{engine} went silent within its answer.")
             case End.DIED:
-                error = BrokenOff(f"The engine of {call.model} broke off its answer.")
-        call.answered = call.answered or exchange.streamed > 0
-        if events and not call.answered and end is not End.STALLED:
-            call.began = True
-            raise error
-        if isinstance(error, Failed):
-            error = self.judged(call, lease, error)
-        call.keep, call.code = False, error.code
-        if events and exchange.aligned:
-            call.break_off(error, last=exchange.last_payload)
+                raise BrokenOff(f"{engine} broke off its answer.")
 
-    def judged(self, call: Call, lease: Lease, error: MuxError) -> MuxError:
-        """What a failure comes to, with what is found of the engine; Unreachable: it may be sent again."""
-        crash = self._mux.unreachable(lease)
-        seen = call.answered or not self._mux.has_another(lease)
-        if crash:
-            call.crashes = (*call.crashes, crash)
-            text = with_log(f"{error.message.rstrip('.')}: {crash.backend} {crash.why}.", crash.log)
-            unseen = isinstance(error, (Unreachable, Unanswered))
-            return Unreachable(text) if unseen or not seen else BrokenOff(text)
-        if lease.taken_back:
-            call.work = call.work._replace(stream=False)  # once is enough
-        elif seen or not isinstance(error, Severed):
-            return error
-        return Unreachable(error.message)
+    # Websockets
 
-    def prefill(self, call: Call, lease: Lease, body: Body) -> Body:
-        """The first of two stages: the body of the second. What fails here the client has not seen."""
-        assert isinstance(body, (bytes, bytearray))
-        asked = call.translation.question if call.translation else parse(body)
-        with lease:
+    def _tunnel(self, question: Question, lease: Lease, reply: Reply, record: Served) -> None:
+        """The lease lasts as long as the websocket is open."""
+        with Exchange(self._relay, lease, reply.client.socket) as exchange:
+            response = exchange.ask("GET", heads.upgrade_head(question, lease), b"", upgrade=True)
+            record.first_byte = time.monotonic() - question.asked.since
+            reply.keep, reply.answered = False, True
+            if response.status != 101:
+                body = exchange.content(response, WHOLE)
+                head = heads.response_head(reply, response, exchange.last_head, length=len(body))
+                reply.pass_on(response.status, head + body, "cut")
+                return
+            reply.pass_on(101, heads.switched_head(reply, response) + exchange.data, "frame")
+            ended, error = exchange.tunnel(reply.client.take_rest())
+            reply.sent += ended.passed
+            if not ended.open:
+                reply.broke_off(None)
+            if error:
+                raise error
+
+    # Translations
+
+    def _translate(
+        self, question: Question, asked: Translation, lease: Lease, reply: Reply, record: Served
+    ) -> None:
+        """Asks the engine in its own words, and says the answer in the client's, in this thread."""
+        asked.answer.begun(time.time(), record.waited)
+        if not asked.path:
+            reply.whole(200, [JSON], asked.answer.whole(b"", time.time()))
+            return
+        model, backend = question.target.model, lease.backend
+        body = _rewritten(asked.body(backend.served_model or model), backend)
+        with Exchange(self._relay, lease, reply.client.socket) as exchange:
+            head = heads.translated_head(question, lease, asked.path, len(body))
+            response = exchange.ask("POST", head, body)
+            record.first_byte = time.monotonic() - question.asked.since
+            if response.status >= 300:
+                raise _refusal(model, asked.path, response.status, exchange.content(response, WHOLE))
             try:
-                status, said = self._ask_prefill(call, lease, asked)
-            except (Failed, Severed) as error:
-                raise self.judged(call, lease, error) from None
-            lease.release(whole=True, usage=api.tokens_said(said)[1:])
-        if status >= 300:
-            raise _engine_error(call.model, status, said)
+                self._say(question, asked, exchange, response, reply)
+            finally:
+                record.said, record.tokens = exchange.passed.said, exchange.passed.events
+
+    def _say(
+        self,
+        question: Question,
+        asked: Translation,
+        exchange: Exchange,
+        response: http1.Response,
+        reply: Reply,
+    ) -> None:
+        """An answer as it comes, or all at once."""
+        if not asked.stream:
+            content = exchange.content(response, question.asked.access.config.max_body)
+            reply.whole(200, [JSON], asked.answer.whole(content, time.time()))
+            return
+        if not _is_events(response):
+            raise BackendError(f"The engine of {question.target.model} did not answer with a stream.")
+        if reply.form == "answer":
+            reply.begin()
+        for piece in exchange.pieces(response):
+            said = asked.answer.feed(piece, time.time())
+            reply.answered = reply.answered or bool(said)
+            reply.event(said)
+        reply.event(asked.answer.finish(time.time()))
+        reply.end()
+
+    # Two stages
+
+    def prefill(self, question: Question, lease: Lease, reply: Reply) -> tuple[Question, Outcome]:
+        """The first of two stages: the question of the second. What fails here the client has not seen."""
+        body, translation = question.body, question.translation
+        assert isinstance(body, (bytes, bytearray))
+        asked = translation.question if translation else parse(body)
+        backend, model = lease.backend, question.target.model
+        first = stages.first(asked, backend.served_model or model)
+        try:
+            with Exchange(self._relay, lease, reply.client.socket) as exchange:
+                head = heads.translated_head(question, lease, question.path, len(first))
+                response = exchange.ask("POST", head, first)
+                said = exchange.content(response, question.asked.access.config.max_body)
+        except (Failed, Severed) as error:
+            return question, error
+        lease.release(whole=True, usage=api.tokens_said(said)[1:])
+        if response.status >= 300:
+            raise _engine_error(model, response.status, said)
         try:
             asked = stages.second(asked, said)
         except (ValueError, RecursionError) as error:
-            raise BackendError(f"{lease.backend.name} gave no answer that can be read: {error}.") from None
-        if call.translation:
-            call.translation = replace(call.translation, question=asked)
-            return body
-        return written(asked)
-
-    def _ask_prefill(self, call: Call, lease: Lease, asked: dict[str, Any]) -> tuple[int, bytes]:
-        body = stages.first(asked, lease.backend.served_model or call.model)
-        with Exchange(self._relay, lease, call.client.socket) as exchange:
-            own = self._authorization(lease.backend)
-            head = heads.translated_head(call, lease, call.path, len(body), own)
-            response = exchange.ask("POST", head, body)
-            return response.status, exchange.content(response, self._max_body)
-
-    def _authorization(self, backend: Backend) -> bytes | None:
-        """What its engine is shown in place of the client's key (b"": none); None: the client's."""
-        if not self._hides_keys:
-            return None
-        known = self._authorizations.get(backend.name)
-        if known is None or known[0] is not backend:
-            own = api_key(backend.service)
-            known = self._authorizations[backend.name] = (backend, b"Bearer " + own.encode() if own else b"")
-        return known[1]
+            raise BackendError(f"{backend.name} gave no answer that can be read: {error}.") from None
+        if translation:
+            return question._replace(translation=replace(translation, question=asked)), None
+        return question._replace(body=written(asked)), None
 
 
 def _is_events(response: http1.Response) -> bool:
@@ -340,15 +311,20 @@ def _rewritten(body: Body, backend: Backend) -> Body:
     return rewrite.rewritten(body, backend.strip, dict(backend.set))
 
 
-def _renamed(
-    body: Body, named: str | None, model: str, span: tuple[int, int] | None
-) -> tuple[int, RequestBody]:
-    """The length and the pieces of ``body`` with the name that the engine knows its model by."""
-    if named == model:
-        return len(body), body
+def _as_known(question: Question, backend: Backend) -> RequestBody:
+    """The body as the service of ``backend`` is to get it, with the name that it knows its model by."""
+    body, named, model_in = question.body, question.named, question.asked.route.model_in
+    known_as = backend.served_model or question.target.model
+    if model_in in ("json", "path"):
+        body = _rewritten(body, backend)
+    if named == known_as or model_in == "upstream":
+        return body
     if not isinstance(body, Spool):
-        pieces = naming.model_replaced(body, model, span) if body else ()
-        return sum(map(len, pieces)), pieces
-    if span:
-        body.replace(span, model.encode())
-    return len(body), body
+        return naming.model_replaced(body, known_as, question.span) if body else ()
+    if question.span:
+        body.replace(question.span, known_as.encode())
+    return body
+
+
+def _length(body: RequestBody) -> int:
+    return len(body) if isinstance(body, (bytes, bytearray, Spool)) else sum(map(len, body))

@@ -1,95 +1,82 @@
 """The heads that go on: a request's for the engine, and an answer's for the client.
 
-Most of a head is the same for all requests with the same head; that part is made once and kept with it.
+Most of a head is the same for all requests with the same head; that part is made once, and noted with the
+last head of the connection that it came on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import FIELDS
+from anvil_mux.host.engine import api_key
 from anvil_mux.multiplexer import Lease
 from anvil_mux.protocol import http1, naming
-from anvil_mux.proxy.reply import Call
+from anvil_mux.protocol.lasthead import LastHead
+from anvil_mux.proxy.access import Access
+from anvil_mux.proxy.asked import Question
+from anvil_mux.proxy.reply import Reply
 
-MAX_PREPARED = 8
-"""Engines for which the constant part of a head is kept."""
 _OWN = frozenset([b"x-request-id", b"content-encoding"])
 """What every forwarded head gets anew."""
-_NOTHING: Mapping[bytes, bytes] = {}
+_UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
 _NO_KEY: Mapping[bytes, bytes] = dict.fromkeys(FIELDS, b"")
 
 
-def request_head(
-    call: Call,
-    lease: Lease,
-    length: int,
-    authorization: bytes | None,
-    also: Mapping[bytes, bytes] = _NOTHING,
-) -> bytes:
+def request_head(question: Question, lease: Lease, length: int, last: LastHead[http1.Request]) -> bytes:
     """The head for the engine: but for its last two lines the same for all requests with the same head.
 
-    ``authorization``: what the engine is shown in place of the client's key (b"": none); None: the client's.
-    ``also``: more fields, for a head that is not to be kept.
+    Of what that part is made of, the configuration holds the route, the rewriting and whose keys are shown,
+    and the run its engine's address and key.
     """
-    request, route = call.request, call.route
-    query, given = request.query, {} if also or request.prepared is None else request.prepared
-    if route.model_in == "query":
-        # Another backend may know the model by another name, so this is made for each.
-        known_as = lease.backend.served_model or call.model
-        query, given = naming.model_replaced_in_query(query, known_as), {}
-    # All that the constant part depends on, but for the head that it is kept with: engines follow each other
-    # at one address, each with a key of its own, and a reload may come while a head is being made.
-    depends_on = lease.address, route.path, authorization
-    constant = given.get(depends_on)
+    depends_on = question.asked.access, lease.run
+    constant: bytes | None = last.found.get(depends_on)
     if constant is None:
-        own = {**_credentials(authorization), **also}
-        kind = request.fields.get(b"content-type")
-        as_json = route.model_in == "json" and kind != b"application/json"
-        constant = http1.forward_request_head(
-            request,
-            host=_host(lease),
-            target=(f"{route.path}?{query}" if query else route.path).encode("ascii"),
-            set=_filled({**own, b"content-type": b"application/json"} if as_json else own),
-            drop=_OWN.union(own),
-        )[:-2]
-        _prepare(given, depends_on, constant)
-    if request.method == "GET":
-        return b"%bX-Request-ID: %b\r\n\r\n" % (constant, call.request_id.encode("ascii"))
-    return b"%bX-Request-ID: %b\r\nContent-Length: %d\r\n\r\n" % (
-        constant,
-        call.request_id.encode("ascii"),
-        length,
-    )
+        constant = _constant(question, lease, {})
+        last.note(depends_on, constant)
+    asked = question.asked
+    if asked.request.method == "GET":
+        return b"%bX-Request-ID: %b\r\n\r\n" % (constant, asked.id.encode("ascii"))
+    return b"%bX-Request-ID: %b\r\nContent-Length: %d\r\n\r\n" % (constant, asked.id.encode("ascii"), length)
 
 
-def _host(lease: Lease) -> bytes:
-    return b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1])
+def upgrade_head(question: Question, lease: Lease) -> bytes:
+    """The head that asks the engine for a websocket."""
+    constant = _constant(question, lease, _UPGRADE)
+    return b"%bX-Request-ID: %b\r\n\r\n" % (constant, question.asked.id.encode("ascii"))
 
 
-def _credentials(authorization: bytes | None) -> Mapping[bytes, bytes]:
-    """How fields change; empty values take one away."""
-    if authorization is None:
-        return _NOTHING
-    return {**_NO_KEY, b"authorization": authorization}
+def _constant(question: Question, lease: Lease, also: Mapping[bytes, bytes]) -> bytes:
+    """The head but for the request's id and its length; ``also``: more fields."""
+    request, route, backend = question.asked.request, question.asked.route, lease.backend
+    query = request.query
+    if route.model_in == "query":
+        query = naming.model_replaced_in_query(query, backend.served_model or question.target.model)
+    own = {**_credentials(question.asked.access, backend), **also}
+    kind = request.fields.get(b"content-type")
+    as_json = route.model_in == "json" and kind != b"application/json"
+    return http1.forward_request_head(
+        request,
+        host=_host(lease),
+        target=(f"{route.path}?{query}" if query else route.path).encode("ascii"),
+        set=_filled({**own, b"content-type": b"application/json"} if as_json else own),
+        drop=_OWN.union(own),
+    )[:-2]
 
 
-def _filled(fields: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    return {name: value for name, value in fields.items() if value}
-
-
-def translated_head(call: Call, lease: Lease, path: str, length: int, authorization: bytes | None) -> bytes:
+def translated_head(question: Question, lease: Lease, path: str, length: int) -> bytes:
     """The head of a question that the client did not ask in these words."""
-    credentials = _credentials(authorization)
+    credentials = _credentials(question.asked.access, lease.backend)
     own = {
         **_filled(credentials),
         b"accept": b"*/*",
         b"accept-encoding": b"identity",
         b"content-type": b"application/json",
-        b"x-request-id": call.request_id.encode("ascii"),
+        b"x-request-id": question.asked.id.encode("ascii"),
     }
     return http1.forward_request_head(
-        call.request,
+        question.asked.request,
         host=_host(lease),
         target=path.encode("ascii"),
         set=own,
@@ -98,28 +85,44 @@ def translated_head(call: Call, lease: Lease, path: str, length: int, authorizat
     )
 
 
+def _host(lease: Lease) -> bytes:
+    return b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1])
+
+
+def _credentials(access: Access, backend: Backend) -> Mapping[bytes, bytes]:
+    """How fields change where clients' keys are ours; empty values take one away."""
+    if not access.hides_keys:
+        return {}
+    own = api_key(backend.service)
+    return {**_NO_KEY, b"authorization": b"Bearer " + own.encode() if own else b""}
+
+
+def _filled(fields: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    return {name: value for name, value in fields.items() if value}
+
+
 def response_head(
-    call: Call, response: http1.Response, *, length: int | None = None, chunked: bool = False
+    reply: Reply,
+    response: http1.Response,
+    last: LastHead[http1.Response],
+    *,
+    length: int | None = None,
+    chunked: bool = False,
 ) -> bytes:
     """The head for the client: but for its last two lines the same for all answers with the same head."""
-    varies = call.routed or call.request.reader or call.api == "anthropic"
-    if length is None or response.prepared is None or varies:
+    connection = reply.connection
+    if length is None or reply.varies:
         return http1.forward_response_head(
-            response, length=length, chunked=chunked, connection=call.connection, extra=call.own_headers
+            response, length=length, chunked=chunked, connection=connection, extra=reply.own_headers
         )
-    connection = call.connection
-    constant = response.prepared.get(connection)
+    constant: bytes | None = last.found.get(connection)
     if constant is None:
         constant = http1.forward_response_head(response, connection=connection, drop=_OWN)[:-2]
-        _prepare(response.prepared, connection, constant)
-    return b"%bX-Request-ID: %b\r\nContent-Length: %d\r\n\r\n" % (
-        constant,
-        call.request_id.encode("ascii"),
-        length,
-    )
+        last.note(connection, constant)
+    return b"%bX-Request-ID: %b\r\nContent-Length: %d\r\n\r\n" % (constant, reply.id, length)
 
 
-def _prepare(given: dict[object, bytes], key: object, constant: bytes) -> None:
-    if len(given) >= MAX_PREPARED:
-        given.clear()
-    given[key] = constant
+def switched_head(reply: Reply, response: http1.Response) -> bytes:
+    """The head after which a websocket is open."""
+    extra = [(b"Upgrade", b"websocket"), *reply.own_headers]
+    return http1.forward_response_head(response, connection=b"Upgrade", extra=extra)

@@ -1,6 +1,6 @@
-"""llama.cpp's router API: models loaded, unloaded and followed by hand, as Open WebUI and others do it.
+"""What is done by hand: models loaded, unloaded, pinned and followed, a request cancelled, a reload.
 
-``POST /models/pin`` and ``/models/unpin`` are ours: nobody else has them.
+Loading and following is llama.cpp's router API, as Open WebUI and others use it; the rest is ours alone.
 
 ``POST /models/load`` says that the load has begun, as llama.cpp does; a load that fails or ends within a
 moment says that instead, and ``?wait=true`` waits for the end of any. A load that was asked for goes on when
@@ -10,16 +10,23 @@ client leaves or the program ends; it looks a few times a second, so no request 
 
 from __future__ import annotations
 
+import json
 import select
 import threading
 import time
 from collections.abc import Callable
 
-from anvil_mux.errors import BadRequest, ClientGone, MuxError
+from anvil_mux.config.keys import Key
+from anvil_mux.errors import BadRequest, ClientGone, MuxError, NotFound
 from anvil_mux.multiplexer import Multiplexer
 from anvil_mux.protocol import api, naming
-from anvil_mux.proxy.dispatch import Dispatcher
-from anvil_mux.proxy.reply import JSON, Call
+from anvil_mux.protocol.completions import parse
+from anvil_mux.proxy.access import Access
+from anvil_mux.proxy.asked import Asked
+from anvil_mux.proxy.questions import read_json, resolve
+from anvil_mux.proxy.reloads import Reloads, as_json
+from anvil_mux.proxy.reply import JSON, Reply
+from anvil_mux.telemetry.accesslog import Served
 
 LOOK_SECONDS = 0.25
 COMMENT_SECONDS = 15.0
@@ -31,61 +38,75 @@ DONE = b'{"success":true}'
 
 
 class Operations:
-    """Answers these routes. Any thread."""
+    """Any thread."""
 
-    def __init__(self, mux: Multiplexer, dispatcher: Dispatcher, ending: Callable[[], bool]) -> None:
+    def __init__(self, mux: Multiplexer, is_ending: Callable[[], bool], reloads: Reloads | None) -> None:
         self._mux = mux
-        self._dispatcher = dispatcher
-        self._ending = ending
+        self._is_ending = is_ending
+        self._reloads = reloads
 
-    def load(self, call: Call) -> None:
-        model = self._named(call)
-        if "wait=true" in call.request.query.split("&"):
-            self._mux.load(model, lambda now: call.stay())
+    def load(self, asked: Asked, reply: Reply, record: Served) -> None:
+        model = _named(asked, reply, record)
+        if "wait=true" in asked.request.query.split("&"):
+            self._mux.load(model, lambda now: reply.stay())
         else:
             self._begin_load(model)
-        call.send_own(200, [JSON], DONE)
+        reply.whole(200, [JSON], DONE)
 
-    def unload(self, call: Call) -> None:
-        told = self._mux.unload(self._named(call))
-        call.send_own(200, [JSON], DONE if told else b'{"success":true,"resident":false}')
+    def unload(self, asked: Asked, reply: Reply, record: Served) -> None:
+        told = self._mux.unload(_named(asked, reply, record))
+        reply.whole(200, [JSON], DONE if told else b'{"success":true,"resident":false}')
 
-    def pin(self, call: Call) -> None:
-        self._mux.pin(self._named(call), True)
-        call.send_own(200, [JSON], DONE)
+    def pin(self, asked: Asked, reply: Reply, record: Served) -> None:
+        self._mux.pin(_named(asked, reply, record), True)
+        reply.whole(200, [JSON], DONE)
 
-    def unpin(self, call: Call) -> None:
-        self._mux.pin(self._named(call), False)
-        call.send_own(200, [JSON], DONE)
+    def unpin(self, asked: Asked, reply: Reply, record: Served) -> None:
+        self._mux.pin(_named(asked, reply, record), False)
+        reply.whole(200, [JSON], DONE)
 
-    def follow(self, call: Call) -> None:
+    def cancel(self, asked: Asked, reply: Reply, record: Served) -> None:
+        """Takes one request out of its queue."""
+        ticket = parse(read_json(asked, reply.client)).get("ticket")
+        if not isinstance(ticket, int):
+            raise BadRequest("the body must name a `ticket`, by its number", param="ticket")
+        if not self._mux.cancel(ticket):
+            raise NotFound(f"No request with the ticket {ticket} waits (any more).")
+        reply.whole(200, [JSON], DONE)
+
+    def reload(self, asked: Asked, reply: Reply, record: Served) -> None:
+        assert self._reloads is not None
+        told = json.dumps(as_json(self._reloads.reload())).encode("ascii")
+        reply.whole(200, [JSON, (b"Cache-Control", b"no-store")], told + b"\n")
+
+    def follow(self, asked: Asked, reply: Reply) -> None:
         """The status of every model, and each change, as events."""
-        call.begin()
+        reply.begin()
         told: dict[str, object] = {}
         speak_at = time.monotonic() + COMMENT_SECONDS
         left = select.poll()
-        left.register(call.client.socket, select.POLLRDHUP)
-        while not self._ending():
+        left.register(reply.client.socket, select.POLLRDHUP)
+        while not self._is_ending():
             now = time.monotonic()
             changed = {
                 model: value
-                for model, value in self._statuses(call.request.key).items()
+                for model, value in self._statuses(asked.access, asked.key).items()
                 if told.get(model) != value
             }
             events = b"".join(api.status_event(model, value) for model, value in changed.items())
             told |= changed
             if events or now >= speak_at:
                 speak_at = now + COMMENT_SECONDS
-                call.send_event(events or api.comment("nothing has changed"))
+                reply.event(events or api.comment("nothing has changed"))
             if left.poll(LOOK_SECONDS * 1000):
                 raise ClientGone("The client closed its connection.")
-        call.end()
+        reply.end()
 
-    def _statuses(self, key: object) -> dict[str, dict[str, object]]:
+    def _statuses(self, access: Access, key: Key | None) -> dict[str, dict[str, object]]:
         return {
             model.model: api.model_status(model.state, failed=bool(model.last_error))
             for model in self._mux.status().models
-            if self._dispatcher.may_use(key, model.model)
+            if access.may_use(key, model.model)
         }
 
     def _begin_load(self, model: str) -> None:
@@ -104,9 +125,11 @@ class Operations:
         if failed:
             raise failed[0]
 
-    def _named(self, call: Call) -> str:
-        name, _ = naming.model_and_stream(self._dispatcher.read_json(call))
-        if name is None:
-            raise BadRequest("the body must name a `model`", param="model")
-        call.model = self._dispatcher.resolve(call, name)
-        return call.model
+
+def _named(asked: Asked, reply: Reply, record: Served) -> str:
+    """The model that the body names."""
+    name, _ = naming.model_and_stream(read_json(asked, reply.client))
+    if name is None:
+        raise BadRequest("the body must name a `model`", param="model")
+    record.model = resolve(asked, name)
+    return record.model

@@ -1,11 +1,9 @@
-"""What those get who run anvil-mux: the page, the stream of what happens, the lines, the engines' logs.
+"""The status page, and the stream of what happens that it follows.
 
 ``GET /events`` is a stream of server-sent events: first a ``snapshot``, then an ``event`` for each change,
 the ``requests`` that ended, and the ``state`` when it has changed. Each watcher is served in the thread of
 its own connection from a place in the feed's rings (feed.py), so one that reads slowly holds up only itself
 and is told how much it ``lost``. While nothing happens nothing is sent but a comment line now and then.
-
-Nothing here waits for an engine or for Docker but ``GET /logs``, in the thread of whoever asks.
 """
 
 from __future__ import annotations
@@ -14,20 +12,16 @@ import json
 import re
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs
 
-from anvil_mux.errors import BadRequest, NotFound
 from anvil_mux.multiplexer import Multiplexer
-from anvil_mux.protocol import http1
-from anvil_mux.protocol.completions import finite
 from anvil_mux.protocol.http1 import Field
-from anvil_mux.proxy.reply import JSON, Call
-from anvil_mux.routing.routing import Work
+from anvil_mux.proxy.asked import Asked
+from anvil_mux.proxy.reply import Reply
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.feed import Feed, Place
@@ -40,65 +34,38 @@ PAUSE_SECONDS = 0.25
 BEAT_SECONDS = 15.0
 WAITERS = 50
 """Of each line that are shown."""
-LOG_LINES = 200
-MAX_LOG_LINES = 5000
-
-EVENT_HEADERS = [
-    (b"Content-Type", b"text/event-stream"),
-    (b"Cache-Control", b"no-cache"),
-    (b"X-Accel-Buffering", b"no"),
-]
 
 Picture = dict[str, Any]
 
 
 class Page:
-    """Answers the routes of those who look and act. Any thread.
+    """Answers who looks on. Any thread. ``state``: what ``/healthz`` tells."""
 
-    ``state``: what ``/healthz`` tells. ``tail(backend, lines)``: the last lines of an engine's log.
-    """
-
-    def __init__(
-        self,
-        mux: Multiplexer,
-        feed: Feed,
-        *,
-        state: Callable[[], Picture],
-        tail: Callable[[str, int], Iterable[str]],
-    ) -> None:
+    def __init__(self, mux: Multiplexer, feed: Feed, state: Callable[[], Picture]) -> None:
         self._mux = mux
         self._feed = feed
         self._state = state
-        self._tail = tail
 
-    # The page
-
-    def page(self, call: Call) -> None:
+    def page(self, reply: Reply) -> None:
         """The status page: one file that asks for nothing from elsewhere, and may not."""
         headers, body = _page()
-        call.send_own(200, headers, body)
+        reply.whole(200, headers, body)
 
-    # The stream
-
-    def events(self, call: Call) -> None:
+    def events(self, _: Asked, reply: Reply) -> None:
         with self._feed.watching():
-            call.keep = call.keep and call.chunked
-            call.began, call.status = True, 200
-            headers = [*EVENT_HEADERS, *call.own_headers]
-            call.send(http1.stream_head(200, headers, chunked=call.chunked, connection=call.connection))
-            self._watch(call)
-            if call.chunked:
-                call.send(http1.LAST_CHUNK)
+            reply.begin()
+            self._watch(reply)
+            reply.end()
 
-    def _watch(self, call: Call) -> None:
+    def _watch(self, reply: Reply) -> None:
         news, shown = self._feed.news(Place()), self._picture()
         events = [self._event(event) for event in news.events]
         requests = [_request(served) for served in news.requests]
-        call.send_event(_message("snapshot", {**shown, "events": events, "requests": requests}))
+        reply.event(_message("snapshot", {**shown, "events": events, "requests": requests}))
         beat = time.monotonic()
         while not self._feed.closed:
             news = self._feed.news(news.place, LOOK_SECONDS)
-            call.stay()
+            reply.stay()
             messages = [_message("lost", {"events": news.missed})] if news.missed else []
             messages += [_message("event", self._event(event)) for event in news.events]
             if news.requests:
@@ -112,7 +79,7 @@ class Page:
                 messages.append(b": nothing new\n\n")
             if messages:
                 beat = time.monotonic()
-                call.send_event(b"".join(messages))
+                reply.event(b"".join(messages))
                 self._feed.pause(PAUSE_SECONDS)
 
     def _picture(self) -> Picture:
@@ -127,70 +94,6 @@ class Page:
 
     def _at(self, moment: float) -> float:
         return round(self._mux.wall(moment), 2)
-
-    # Logs
-
-    def logs(self, call: Call) -> None:
-        """Of the ``backend`` that the query names, which may stand in the model's place; else of any."""
-        name, query = self._named(call)
-        lines = query.get("lines", [str(LOG_LINES)])[-1]
-        if not lines.isdigit() or not 0 < int(lines) <= MAX_LOG_LINES:
-            raise BadRequest(f"`lines` is a number from 1 to {MAX_LOG_LINES}", param="lines")
-        models = {each.model: each for each in self._mux.status().models}
-        services = {each.backend: model for model in models.values() for each in model.backends}
-        own = name in services and name not in models
-        model = services[name] if own else models[self._mux.resolve(name)]
-        backend = query.get("backend", [name if own else model.backend])[-1]
-        if services.get(backend) is not model:
-            raise BadRequest(f"{model.model} has no backend {backend}", param="backend")
-        told = {
-            "model": model.model,
-            "backend": backend,
-            "backends": [each.backend for each in model.backends],
-        }
-        _answer(call, {**told, "lines": list(self._tail(backend, int(lines)))})
-
-    def _named(self, call: Call) -> tuple[str, dict[str, list[str]]]:
-        """What the query gives as the model, and all of the query."""
-        query = parse_qs(call.request.query)
-        if "model" not in query:
-            raise BadRequest(f"say of which model: {call.request.path}?model=NAME", param="model")
-        return query["model"][-1], query
-
-    def _asked_for(self, call: Call) -> tuple[str, dict[str, list[str]]]:
-        """The model that the query names, and all of the query."""
-        name, query = self._named(call)
-        return self._mux.resolve(name), query
-
-    # What a request would wait for
-
-    def why(self, call: Call) -> None:
-        model, query = self._asked_for(call)
-        tokens = query.get("tokens", ["0"])[-1]
-        if not tokens.isdecimal():
-            raise BadRequest("tokens must be a whole number", param="tokens")
-        found = self._mux.wait_estimate(model)
-        stages = self._mux.explain(model, Work(tokens=int(tokens)), staged=True)
-        if found.verdict == "served" and not all(
-            any(row["chosen"] for row in stage) for stage in stages.values()
-        ):
-            found = found.refused("the routing policy lets none of its replicas take it.")
-        told = {
-            key: round(value, 1) if isinstance(value, float) else value
-            for key, value in found._asdict().items()
-        }
-        _answer(call, {**told, "sentence": found.sentence, "stages": finite(stages)})
-
-    # Acting
-
-    def cancel(self, call: Call, asked: Mapping[str, object]) -> None:
-        """Takes one request out of its line."""
-        ticket = asked.get("ticket")
-        if not isinstance(ticket, int):
-            raise BadRequest("the body must name a `ticket`, by its number", param="ticket")
-        if not self._mux.cancel(ticket):
-            raise NotFound(f"No request with the ticket {ticket} waits (any more).")
-        call.send_own(200, [JSON], b'{"success":true}')
 
 
 @cache
@@ -210,11 +113,6 @@ def _page() -> tuple[list[Field], bytes]:
         (b"Referrer-Policy", b"no-referrer"),
     ]
     return headers, body
-
-
-def _answer(call: Call, told: Picture) -> None:
-    headers = [JSON, (b"Cache-Control", b"no-store")]
-    call.send_own(200, headers, json.dumps(told).encode("ascii") + b"\n")
 
 
 def _message(kind: str, data: Picture) -> bytes:

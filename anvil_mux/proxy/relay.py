@@ -23,6 +23,7 @@ from socket import SHUT_RDWR, socket
 from anvil_mux.errors import BackendError, ClientGone, ClientStalled, MuxError
 from anvil_mux.multiplexer import Lease
 from anvil_mux.protocol import http1
+from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.bodies import Body, body_of
 from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect
 from anvil_mux.proxy.pump import End, Passed, Pump, Stream
@@ -94,13 +95,13 @@ class Exchange:
         "_cut",
         "_deadline",
         "_has_begun",
-        "_lease",
         "_relay",
         "_reusable",
         "_stream",
         "_upstream",
         "aligned",
         "data",
+        "lease",
         "passed",
         "streamed",
         "whole",
@@ -108,7 +109,7 @@ class Exchange:
 
     def __init__(self, relay: Relay, lease: Lease, client: socket) -> None:
         self._relay = relay
-        self._lease = lease
+        self.lease = lease
         self._connections = relay.pool.of(lease.run, lease.backend)
         self._client = client
         self._upstream: Upstream | None = None
@@ -191,16 +192,22 @@ class Exchange:
         return response
 
     @property
+    def last_head(self) -> LastHead[http1.Response]:
+        """Of the connection that the answer comes on."""
+        assert self._upstream is not None
+        return self._upstream.last_head
+
+    @property
     def _name(self) -> str:
-        return f"The engine of {self._lease.backend.model}"
+        return f"The engine of {self.lease.backend.model}"
 
     def _connect(self) -> Upstream:
         self._deadline = 0.0
         try:
-            return Upstream(connect(self._lease.address, self._look))
+            return Upstream(connect(self.lease.address, self._look))
         except OSError as error:
-            if self._lease.severed:
-                raise self._lease.severed_error() from None
+            if self.lease.severed:
+                raise self.lease.severed_error() from None
             raise Unreachable(f"{self._name} cannot be reached: {error}.") from None
 
     def _try_anew(self, head: bytes, pieces: Pieces) -> bytes:
@@ -216,7 +223,7 @@ class Exchange:
         """The first bytes of the answer, or none if the connection failed before."""
         self._upstream = upstream
         if self._cut:
-            raise self._lease.severed_error()
+            raise self.lease.severed_error()
         self._deadline = 0.0
         try:
             self._send(upstream.socket, head)
@@ -250,17 +257,17 @@ class Exchange:
                 self._look()
                 continue
             except OSError:
-                if self._lease.severed:  # its engine wrote on after the shutdown: that is a reset
-                    raise self._lease.severed_error() from None
+                if self.lease.severed:  # its engine wrote on after the shutdown: that is a reset
+                    raise self.lease.severed_error() from None
                 raise
-            if not data and self._lease.severed:
-                raise self._lease.severed_error()
+            if not data and self.lease.severed:
+                raise self.lease.severed_error()
             return data
 
     def _look(self) -> None:
         """What a thread that waits for the engine does now and then."""
-        if self._lease.severed:
-            raise self._lease.severed_error()
+        if self.lease.severed:
+            raise self.lease.severed_error()
         if has_left(self._client):
             raise ClientGone("The client closed its connection.")
         if self._upstream and not self._upstream.answered:
@@ -315,12 +322,12 @@ class Exchange:
         except OSError as error:
             raise BrokenOff(f"{self._name} broke off its answer: {error}.") from None
         if data:
-            self._relay.read[self._lease.address] = time.monotonic()
+            self._relay.read[self.lease.address] = time.monotonic()
         return data
 
     def tunnel(self, said: bytes) -> tuple[Ended, MuxError | None]:
         """Passes bytes both ways until the end, and what went wrong. ``said``: by the client."""
-        upstream, lease = self._upstream, self._lease
+        upstream, lease = self._upstream, self.lease
         assert upstream is not None
         ended = tunnel(
             self._client,
@@ -388,8 +395,8 @@ class Exchange:
 
     def _begin(self) -> None:
         """Something of the body has come that the client has not seen; Severed if it must not."""
-        if not self._has_begun and not self._lease.first_byte():
-            raise self._lease.severed_error()
+        if not self._has_begun and not self.lease.first_byte():
+            raise self.lease.severed_error()
         self._has_begun = True
 
     @property
@@ -405,7 +412,7 @@ class Exchange:
         assert upstream is not None
         end = End.COMPLETE
         if not body.ended:
-            first_byte = None if self._has_begun else self._lease.first_byte
+            first_byte = None if self._has_begun else self.lease.first_byte
             stream = self._stream = Stream(upstream.socket, self._client, body, self.passed, first_byte)
             stream.cut = self._cut
             end = self._relay.pump.relay(stream)
@@ -413,6 +420,6 @@ class Exchange:
             self.aligned = body.aligned and not stream.pending
         if end is End.COMPLETE:
             self._reusable = response.keep_alive and body.clean
-        elif end is End.DIED and self._lease.severed:
+        elif end is End.DIED and self.lease.severed:
             return End.SEVERED
         return end

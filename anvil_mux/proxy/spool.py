@@ -12,14 +12,11 @@ class Spool:
     """A large body on disk. Iterating reads it from its beginning, so that it can be sent again."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="anvil-mux-")  # noqa: SIM115 (closed by __exit__)
+        self._file = tempfile.TemporaryFile(prefix="anvil-mux-")  # noqa: SIM115 (closed by close)
         self._splice: tuple[int, int, bytes] | None = None
         self._length = 0
 
-    def __enter__(self) -> Spool:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def __len__(self) -> int:

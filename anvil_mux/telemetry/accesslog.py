@@ -19,28 +19,29 @@ PROBES = frozenset(["/health", "/healthz", "/livez", "/logs", "/metrics", "/read
 
 @dataclass(slots=True)  # frozen ones take three times as long to make
 class Served:
-    """What is known of a request at its end. Moments are Unix time, durations seconds.
+    """What becomes known of a request, until its end. Moments are Unix time, durations seconds.
 
-    Nobody alters it but ``count``, which the ``Sink`` calls once.
+    The thread that serves the request fills it in and hands it to the ``Sink``; from then on nobody alters it
+    but ``count``, which the ``Sink`` calls once.
     """
 
-    ended: float
     request_id: str
     client: str
     method: str
     path: str
-    model: str
-    backend: str
-    status: int
-    code: str
+    ended: float = 0.0
+    model: str = ""
+    backend: str = ""
+    status: int = 0
+    code: str = ""
     """Of the error; empty when there was none."""
-    stream: bool
-    waited: float
-    """In the line, for the model to become resident."""
-    first_byte: float
+    stream: bool = False
+    waited: float = 0.0
+    """Queued, for the model to become ready."""
+    first_byte: float = 0.0
     """From the request's head to the first byte of the engine's answer; 0: none came."""
-    seconds: float
-    sent: int
+    seconds: float = 0.0
+    sent: int = 0
     tokens: int = 0
     """Of the answer: the events of its stream, unless its engine says; 0: nobody knows."""
     prompt_tokens: int = 0

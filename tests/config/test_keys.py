@@ -14,7 +14,7 @@ from anvil_mux.config import keys
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.config.keys import Key, Keyring
 from anvil_mux.errors import ConfigError, Unauthorized
-from anvil_mux.proxy.reply import Patience
+from anvil_mux.proxy.waiting import Patience
 from tests.fake_engine import JSON_OK, RawClient, Rig
 
 ROOT, ALICE, WATCH = "root-secret-key", "alice-secret-key", "watching-the-metrics"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 
 import h11
@@ -12,6 +11,7 @@ import pytest
 
 from anvil_mux.errors import BackendError, BadRequest, MuxError, TooLarge
 from anvil_mux.protocol import http1
+from anvil_mux.protocol.lasthead import MAX_FOUND, LastHead
 
 HOST = b"Host: a\r\n"
 
@@ -368,64 +368,23 @@ def _outcome(read: Callable[..., http1.Request | http1.Response], *head: object)
         message = read(*head)
     except MuxError as error:
         return type(error), error.status, error.message
-    names = {each.name for each in fields(message)} - {"passing", "prepared"}
-    return tuple(getattr(message, name) for name in sorted(names))
-
-
-def test_a_remembered_head_is_read_like_a_fresh_one():
-    rng = random.Random(3)
-    lines = [b"Content-Length: 4", b"content-length: 12", b"Content-Length:4", b"Content-Length: 4 ", b"X: 1"]
-    lines += [
-        b"Transfer-Encoding: chunked",
-        b"Connection: x",
-        b" folded",
-        b"Expect: 100-continue",
-        b"X: 1\nY: 2",
-    ]
-    remembered = 0
-    for _ in range(20000):
-        first = rng.choices([b"POST / HTTP/1.1", b"", b"HTTP/1.1 200 OK", b"HTTP/1.1 204 X"], [6, 1, 2, 1])[0]
-        first = rng.choice([b"", b"", lines[0], first]) + b"\r\n" + first if rng.random() < 0.1 else first
-        parts = [first, *rng.choices([b"Host: h", *lines], [6, *[2] * len(lines)], k=rng.randrange(5))]
-        head = rng.choices([b"\r\n", b"\n"], [9, 1])[0].join([*parts, b"", b""])
-        method = rng.choice(["GET", "HEAD"])
-        known = len(http1._known_requests) + len(http1._known_responses)
-        assert _outcome(http1.parse_request, head) == _outcome(http1._parse_request, head), head
-        fresh = _outcome(http1._parse_response, head, method)
-        assert _outcome(http1.parse_response, head, method) == fresh, head
-        remembered += len(http1._known_requests) + len(http1._known_responses) > known
-    assert remembered > 10
-
-
-def test_a_remembered_head_goes_on_like_a_fresh_one():
-    head = b"POST /a HTTP/1.1\r\nHost: h\r\nX: 1\r\nConnection: y\r\nY: 2\r\nContent-Length: %d\r\n\r\n"
-    first, second = http1.parse_request(head % 1), http1.parse_request(head % 22)
-    assert second.passing == b"X: 1\r\n"
-    assert [request.length for request in (first, second)] == [1, 22]
-    for changes in ({}, {b"x": b"3"}, {b"z": b"4"}):
-        written = [http1.forward_request_head(r, host=b"e", set=changes, length=5) for r in (first, second)]
-        fresh = http1.forward_request_head(http1._parse_request(head % 22), host=b"e", set=changes, length=5)
-        assert written == [fresh, fresh]
+    return tuple(message)
 
 
 @pytest.mark.parametrize(
-    ("first", "remembering", "fresh"),
+    ("first", "read"),
     [
-        (b"POST / HTTP/1.1", http1.parse_request, http1._parse_request),
-        (
-            b"HTTP/1.1 200 OK",
-            partial(http1.parse_response, method="POST"),
-            partial(http1._parse_response, method="POST"),
-        ),
+        (b"POST / HTTP/1.1", http1.parse_request),
+        (b"HTTP/1.1 200 OK", partial(http1.parse_response, method="POST")),
     ],
 )
-def test_the_last_head_of_a_connection_is_read_like_a_fresh_one(first, remembering, fresh):
+def test_the_last_head_of_a_connection_is_read_like_a_fresh_one(first, read):
     rng = random.Random(4)
     others = [b"X: 1", b"Transfer-Encoding: chunked", b"Connection: close", b"X-Request-ID: 7"]
     good, bad = [b"5", b"77", b"05", b"1" * 15], [b"", b"1" * 16, b"-1", b"+5", b"5 ", b"5, 5", b"\xb2"]
     again = 0
     for _ in range(300):
-        last = http1.LastHead()
+        last = LastHead()
         lines, at = [b"Host: h", *rng.choices(others, [9, 1, 1, 1], k=2)], rng.randrange(4)
         for _ in range(20):
             lines[0] = rng.choices([b"Host: h", b"Host: i"], [9, 1])[0]
@@ -433,12 +392,12 @@ def test_the_last_head_of_a_connection_is_read_like_a_fresh_one(first, rememberi
             given = [length] if rng.random() < 0.9 else []
             head = b"\r\n".join([first, *lines[:at], *given, *lines[at:], b"", b""])
             message = last.again(head + b"{}\r\n\r\n")
-            expected = _outcome(fresh, head)
+            expected = _outcome(read, head)
             if message is not None:
                 again += 1
                 assert (last.end, _outcome(lambda m=message: m)) == (len(head), expected)
             elif not isinstance(expected[0], type):
-                message = remembering(head)
+                message = read(head)
                 last.remember(head, message)
                 assert _outcome(lambda m=message: m) == expected
     assert again > 1000
@@ -446,7 +405,7 @@ def test_the_last_head_of_a_connection_is_read_like_a_fresh_one(first, rememberi
 
 def test_a_remembered_head_is_not_shared_between_connections():
     head = b"POST /shared HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
-    first, second = http1.LastHead[http1.Request](), http1.LastHead[http1.Request]()
+    first, second = LastHead[http1.Request](), LastHead[http1.Request]()
     for last in (first, second):
         last.remember(head % 1, http1.parse_request(head % 1))
     kept = first.again(head % 2)
@@ -456,7 +415,7 @@ def test_a_remembered_head_is_not_shared_between_connections():
 
 
 def test_the_head_of_an_answer_to_head_is_not_taken_for_that_of_another():
-    head, last = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", http1.LastHead[http1.Response]()
+    head, last = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", LastHead[http1.Response]()
     last.remember(head, http1.parse_response(head, "HEAD"))
     assert last.again(head) is None
 
@@ -467,10 +426,19 @@ def test_a_blank_line_before_a_head_hides_no_length():
         http1.parse_request(b"\r\nContent-Length: 5\r\nPOST / HTTP/1.1\r\nHost: h\r\n\r\n")
 
 
-def test_few_heads_are_remembered():
-    for number in range(3 * http1.REMEMBERED):
-        http1.parse_request(b"GET /%d HTTP/1.1\r\nHost: h\r\n\r\n" % number)
-    assert len(http1._known_requests) <= http1.REMEMBERED
+def test_what_was_found_for_a_head_is_forgotten_with_it_and_bounded():
+    head, last = b"POST /%d HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\n", LastHead[http1.Request]()
+    for number in (1, 2):
+        last.remember(head % number, http1.parse_request(head % number))
+        assert last.found == {}
+        for key in range(3 * MAX_FOUND):
+            last.note(key, str(key))
+            assert last.found[key] == str(key)
+            assert len(last.found) <= MAX_FOUND
+    chunked = b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n"
+    last.remember(chunked, http1.parse_request(chunked))
+    assert last.found == {}
+    assert last.again(chunked) is None
 
 
 def test_sound_heads_are_taken_as_h11_takes_them():

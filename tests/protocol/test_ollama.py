@@ -10,7 +10,7 @@ import pytest
 
 from anvil_mux.errors import BackendError, BadRequest, LoadError
 from anvil_mux.protocol import ollama
-from anvil_mux.proxy.reply import Patience
+from anvil_mux.proxy.waiting import Patience
 from tests.fake_engine import SSE_HEAD, Asked, RawClient, Rig
 from tests.fake_engine import chunk as framed
 from tests.protocol.test_completions import called, chunk

@@ -16,7 +16,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import LoadError, Severed
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy import bodies, connections, pump, relay
-from anvil_mux.proxy.reply import Patience
+from anvil_mux.proxy.waiting import Patience
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import seen
 

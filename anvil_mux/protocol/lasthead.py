@@ -1,0 +1,90 @@
+"""The last head that one side of one connection sent, and what it came to.
+
+Clients and engines send the same head again and again, but for the number in its Content-Length line. If a
+head comes again, two comparisons find its end and tell all of it; nothing is read anew, and what was found
+for it need not be found again. Nothing is shared between connections.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+from anvil_mux.protocol.http1 import MAX_DIGITS, Request, Response
+
+MAX_REMEMBERED = 4 * 1024
+"""Of a head."""
+MAX_FOUND = 16
+
+_LENGTH_LINE = re.compile(rb"\r\nContent-Length: ([0-9]{1,15})(?=\r\n)", re.IGNORECASE)
+
+_Message = TypeVar("_Message", Request, Response)
+
+
+class LastHead(Generic[_Message]):
+    """Used by the thread that the connection belongs to."""
+
+    __slots__ = (
+        "_after",
+        "_before",
+        "_first",
+        "_limit",
+        "_make",
+        "_may_come_again",
+        "_number",
+        "_rest",
+        "end",
+        "found",
+    )
+
+    def __init__(self) -> None:
+        self._before = self._after = b""
+        """The head around the number."""
+        self._number = self._limit = 0
+        """Where the number begins, and where the head must have ended."""
+        self._first: tuple[Any, ...] = ()
+        self._rest: tuple[Any, ...] = ()
+        """The message around its length."""
+        self._may_come_again = False
+        self._make: Callable[[Iterable[Any]], _Message]
+        self.end = 0
+        """Where the head ended that came again."""
+        self.found: dict[object, Any] = {}
+        """What was found for the head, by all that it depends on beside the head."""
+
+    def again(self, buffer: bytes) -> _Message | None:
+        """The head that ``buffer`` begins with, if it is the last one but for its length."""
+        if not self._may_come_again or not buffer.startswith(self._before):
+            return None
+        line_end = buffer.find(self._after, self._number, self._limit)
+        length = buffer[self._number : line_end]
+        if line_end < 0 or not length.isdigit():
+            return None
+        self.end = line_end + len(self._after)
+        return self._make((*self._first, int(length), *self._rest))
+
+    def remember(self, head: bytes, message: _Message) -> None:
+        """``head`` was read as ``message``; what was found for the one before is forgotten.
+
+        It can come again only if that line is all that says where the body ends (which the message's length
+        says: with another framing it has none, or was refused).
+        """
+        self.found.clear()
+        self._may_come_again = False
+        line = _LENGTH_LINE.search(head)
+        has_body = isinstance(message, Request) or message.body == "length"
+        if line is None or message.length is None or not has_body or len(head) > MAX_REMEMBERED:
+            return
+        at = message._fields.index("length")
+        self._make, self._first, self._rest = type(message)._make, message[:at], message[at + 1 :]
+        self._may_come_again = True
+        self._number, line_end = line.span(1)
+        self._before, self._after = head[: self._number], head[line_end:]
+        self._limit = self._number + MAX_DIGITS + len(self._after)
+
+    def note(self, key: object, value: object) -> None:
+        """``key``: all that ``value`` depends on beside the head."""
+        if len(self.found) >= MAX_FOUND:
+            self.found.clear()
+        self.found[key] = value

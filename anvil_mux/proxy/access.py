@@ -1,0 +1,167 @@
+"""Who may ask for what, under one configuration: hosts, origins, API keys and the models of each.
+
+``look`` finds what a head asks for and never refuses, so that a refusal has the shape of the API that was
+asked; ``check`` refuses. Both look at nothing but the head and the configuration, so what they find holds for
+every request with the same head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from functools import lru_cache
+from ipaddress import ip_address
+from typing import NamedTuple
+
+from anvil_mux.config.config import EITHER, Config
+from anvil_mux.config.keys import Key, Keyring
+from anvil_mux.errors import BadRequest, Forbidden, UnknownModel
+from anvil_mux.protocol import api, http1, ollama
+from anvil_mux.protocol.http1 import Field
+
+OPEN = frozenset(["/api/hello", "/health", "/livez", "/readyz"])
+"""Answered without a key: they tell nothing."""
+LISTS = re.compile(r"/v1/models(/.*)?|/models|/models/sse|/api/(v0/models|tags|ps|show|version)|/upstream/.*")
+"""Answered to every key, as far as its models go."""
+STATE = frozenset(["/", "/events", "/healthz", "/metrics", "/why"])
+UPSTREAM = api.Route("openai", "upstream")
+"""Below /upstream/: for the engine of a model, as it is."""
+
+
+class Entry(NamedTuple):
+    """What is found in a head; see ``asked.Asked``."""
+
+    route: api.Route
+    api: str
+    reader: bytes
+    key: Key | None = None
+
+
+class Access:
+    """One configuration, as requests meet it. Never altered: another one takes its place."""
+
+    def __init__(self, config: Config, keys: Keyring, *, only_local_hosts: bool) -> None:
+        """``only_local_hosts``: bound to loopback, so that any other Host is a web page whose name was made
+        to mean this machine."""
+        self.config = config
+        self.keys = keys
+        self.only_local_hosts = only_local_hosts
+        self._hosts = frozenset(host.lower() for host in config.hosts)
+        self._readers = frozenset(origin.encode("ascii") for origin in config.cors)
+        self._models: Mapping[str, str] = config.names
+        names: dict[str, set[str]] = {}
+        for name, model in self._models.items():
+            names.setdefault(model, set()).add(name)
+        self._names: Mapping[str, set[str]] = names
+        self.replicas: Mapping[str, int] = Counter(backend.model for backend in config.backends)
+        self.staged = frozenset(b.model for b in config.backends if b.infer_type in ("prefill", EITHER))
+        """Models of which a request may be served in two stages."""
+
+    @property
+    def hides_keys(self) -> bool:
+        """Clients' keys are ours, so that engines get their own instead."""
+        return len(self.keys) > 0
+
+    def look(self, request: http1.Request) -> Entry:
+        path = request.path
+        route = api.match(request.method, path)
+        if route is None and path.startswith("/upstream/") and request.method != "OPTIONS":
+            route = UPSTREAM
+        origin = request.fields.get(b"origin")
+        reader = origin if origin is not None and origin in self._readers else b""
+        if route is None:
+            return Entry(api.NO_ROUTE, api.api_of(path), reader)
+        return Entry(route, route.api, reader)
+
+    def check(self, request: http1.Request, entry: Entry) -> Entry:
+        """``entry`` with the key that the request shows; BadRequest, Unauthorized, Forbidden."""
+        self._check_origin(request, entry)
+        if not self.keys or request.path in OPEN or is_preflight(request, entry.reader):
+            return entry
+        key = self.keys.of(request.fields)
+        if entry.route is api.NO_ROUTE and not _may(key, request.path):
+            raise Forbidden("this API key is for models, not for this")
+        return entry._replace(key=key)
+
+    def _check_origin(self, request: http1.Request, entry: Entry) -> None:
+        host = request.fields.get(b"host", b"")
+        if (self.only_local_hosts or self._hosts) and not _is_local(host):
+            name = host.decode("latin-1")
+            if _name_in(name) not in self._hosts:
+                text = f"this address does not answer for the host {name!r}; see the setting `hosts`"
+                raise BadRequest(text, status=403)
+        acts = (
+            entry.route.model_in == "query"  # a GET that loads a model, as no other does
+            or request.method not in ("GET", "HEAD", "OPTIONS")
+            or b"upgrade" in request.fields
+        )
+        if acts and not entry.reader and _is_of_another_site(request, host):
+            raise BadRequest("requests from other web sites are not accepted", status=403)
+
+    # Models
+
+    def may_use(self, key: Key | None, model: str) -> bool:
+        """``key``: None where nobody is asked for one. Nobody uses a model that is about to go."""
+        names = self._names.get(model)
+        if names is None:
+            return False
+        return key is None or key.models is None or not key.models.isdisjoint(names)
+
+    def resolve(self, named: str | None, *, api: str, key: Key | None) -> str:
+        """The model that a client's name stands for, or that serves those who name none."""
+        name = named or self.config.default_model
+        if name is None:
+            raise BadRequest("the request must name a `model`", param="model")
+        model = self._models.get(name)
+        if model is None and api == "ollama":
+            model = self._models.get(name.removesuffix(ollama.LATEST))
+        if model is None or not self.may_use(key, model):
+            raise UnknownModel(name, [known for known in self._names if self.may_use(key, known)])
+        return model
+
+
+def _may(key: Key, path: str) -> bool:
+    """Whether ``key`` may ask for something that is answered here."""
+    return key.admin or LISTS.fullmatch(path) is not None or (key.state and path in STATE)
+
+
+def _is_of_another_site(request: http1.Request, host: bytes) -> bool:
+    """A browser sends it for a page from elsewhere. For an image there it sends no Origin."""
+    origin = request.fields.get(b"origin")
+    if origin is not None:
+        return origin.partition(b"://")[2] != host
+    return request.fields.get(b"sec-fetch-site") in (b"cross-site", b"same-site")
+
+
+def is_preflight(request: http1.Request, reader: bytes) -> bool:
+    """A browser's question, before its page's, from a site whose pages may use this; it shows no key."""
+    asks = b"access-control-request-method" in request.fields
+    return request.method == "OPTIONS" and bool(reader) and asks
+
+
+def preflight(request: http1.Request, reader: bytes, methods: bytes) -> list[Field]:
+    """What a preflight is answered with; nothing for another request."""
+    if not is_preflight(request, reader):
+        return []
+    wanted = request.fields.get(b"access-control-request-headers", b"")
+    headers = [(b"Access-Control-Allow-Headers", wanted)] if wanted else []
+    return [(b"Access-Control-Allow-Methods", methods), *headers, (b"Access-Control-Max-Age", b"600")]
+
+
+def _name_in(host: str) -> str:
+    """A Host header without its port."""
+    host = host.lower()
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+@lru_cache(maxsize=256)
+def _is_local(host: bytes) -> bool:
+    """``host`` (with or without a port) can only mean this machine."""
+    name = _name_in(host.decode("latin-1"))
+    if name in ("", "localhost") or name.endswith(".localhost"):
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,75 @@
+"""What was asked: of a head alone (``Asked``), and with the body of a model (``Question``). Immutable."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from anvil_mux.config.config import Backend
+from anvil_mux.config.keys import Key
+from anvil_mux.protocol import api, http1
+from anvil_mux.protocol.completions import Translation
+from anvil_mux.proxy.access import Access
+from anvil_mux.proxy.spool import Spool
+
+Body = bytes | bytearray | Spool
+
+
+class Asked(NamedTuple):
+    """A request's head, and what was found in nothing but that."""
+
+    id: str
+    since: float
+    """When its head had been read."""
+    request: http1.Request
+    access: Access
+    """The configuration that it came under; it holds until the request's end."""
+    route: api.Route
+    """``api.NO_ROUTE``: what is answered here."""
+    api: str
+    """Whose shapes to answer with."""
+    reader: bytes
+    """The origin of another site's page that may read the answer."""
+    key: Key | None
+    """Whose it is; None where nobody is asked for a key."""
+
+
+class Target(NamedTuple):
+    """What requests with one head that name one model come to, under one configuration."""
+
+    model: str
+    limited: Key | None
+    """The request's key, if it may have so many requests at once and no more."""
+    replicas: int
+    explains: bool
+    """They are not to be sent on; where they would go is the answer."""
+    loads: bool
+    """Their model is loaded for them, if it is not."""
+    unchanged_at: Backend | None
+    """The backend that gets their bodies as they are, if any does."""
+
+
+class Question(NamedTuple):
+    """A request for a model, its body read."""
+
+    asked: Asked
+    target: Target
+    body: Body
+    named: str | None = None
+    """The model's name within ``body``, if that need not be changed for every engine."""
+    span: tuple[int, int] | None = None
+    """Where that name stands in a form."""
+    stream: bool = False
+    """The client asked for a stream into which comments may be written."""
+    translation: Translation | None = None
+    """What its engine is asked instead, if that does not speak the client's API."""
+    owner: str = ""
+    """The backend that has an earlier answer which it is about."""
+
+    @property
+    def path(self) -> str:
+        """What its engine is asked for."""
+        return self.translation.path if self.translation else self.asked.route.path
+
+    def close(self) -> None:
+        if isinstance(self.body, Spool):
+            self.body.close()

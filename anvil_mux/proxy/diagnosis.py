@@ -1,0 +1,84 @@
+"""What an engine printed (``GET /logs``), and what a request would wait for now (``GET /why``).
+
+Nothing here waits for an engine or for Docker but ``/logs``, in the thread of whoever asks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import Any
+from urllib.parse import parse_qs
+
+from anvil_mux.errors import BadRequest
+from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.protocol.completions import finite
+from anvil_mux.proxy.asked import Asked
+from anvil_mux.proxy.reply import JSON, Reply
+from anvil_mux.routing.routing import Work
+
+LOG_LINES = 200
+MAX_LOG_LINES = 5000
+
+
+class Diagnosis:
+    """Any thread. ``tail(backend, lines)``: the last lines of an engine's log."""
+
+    def __init__(self, mux: Multiplexer, tail: Callable[[str, int], Iterable[str]]) -> None:
+        self._mux = mux
+        self._tail = tail
+
+    def logs(self, asked: Asked, reply: Reply) -> None:
+        """Of the ``backend`` that the query names, which may stand in the model's place; else of any."""
+        name, query = _named(asked)
+        lines = query.get("lines", [str(LOG_LINES)])[-1]
+        if not lines.isdigit() or not 0 < int(lines) <= MAX_LOG_LINES:
+            raise BadRequest(f"`lines` is a number from 1 to {MAX_LOG_LINES}", param="lines")
+        models = {each.model: each for each in self._mux.status().models}
+        services = {each.backend: model for model in models.values() for each in model.backends}
+        own = name in services and name not in models
+        model = services[name] if own else models[self._mux.resolve(name)]
+        backend = query.get("backend", [name if own else model.backend])[-1]
+        if services.get(backend) is not model:
+            raise BadRequest(f"{model.model} has no backend {backend}", param="backend")
+        told = {
+            "model": model.model,
+            "backend": backend,
+            "backends": [each.backend for each in model.backends],
+        }
+        _answer(reply, {**told, "lines": list(self._tail(backend, int(lines)))})
+
+    def _asked_for(self, asked: Asked) -> tuple[str, dict[str, list[str]]]:
+        """The model that the query names, and all of the query."""
+        name, query = _named(asked)
+        return self._mux.resolve(name), query
+
+    def why(self, asked: Asked, reply: Reply) -> None:
+        model, query = self._asked_for(asked)
+        tokens = query.get("tokens", ["0"])[-1]
+        if not tokens.isdecimal():
+            raise BadRequest("tokens must be a whole number", param="tokens")
+        found = self._mux.wait_estimate(model)
+        stages = self._mux.explain(model, Work(tokens=int(tokens)), staged=True)
+        if found.verdict == "served" and not all(
+            any(row["chosen"] for row in stage) for stage in stages.values()
+        ):
+            found = found.refused("the routing policy lets none of its replicas take it.")
+        told = {
+            key: round(value, 1) if isinstance(value, float) else value
+            for key, value in found._asdict().items()
+        }
+        _answer(reply, {**told, "sentence": found.sentence, "stages": finite(stages)})
+
+
+def _named(asked: Asked) -> tuple[str, dict[str, list[str]]]:
+    """What the query gives as the model, and all of the query."""
+    query = parse_qs(asked.request.query)
+    if "model" not in query:
+        raise BadRequest(f"say of which model: {asked.request.path}?model=NAME", param="model")
+    return query["model"][-1], query
+
+
+def _answer(reply: Reply, told: dict[str, Any]) -> None:
+    headers = [JSON, (b"Cache-Control", b"no-store")]
+    reply.whole(200, headers, json.dumps(told).encode("ascii") + b"\n")

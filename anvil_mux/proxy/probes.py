@@ -1,0 +1,95 @@
+"""The probes, /healthz and the metrics, from memory: whatever Docker and the engines are doing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from anvil_mux import __version__
+from anvil_mux.host.gpu_monitor import Seen, Sight
+from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.protocol.http1 import Field
+from anvil_mux.proxy.asked import Asked
+from anvil_mux.proxy.reloads import Reloads
+from anvil_mux.proxy.reply import JSON
+from anvil_mux.telemetry import healthz
+
+TEXT = (b"Content-Type", b"text/plain; charset=utf-8")
+
+Answer = tuple[int, Field, bytes]
+"""Status, Content-Type and body."""
+
+
+class Probes:
+    """Any thread; the handler alone writes ``draining``."""
+
+    def __init__(
+        self,
+        mux: Multiplexer,
+        metrics: Callable[[str], tuple[str, bytes]],
+        checks: Mapping[str, Callable[[], str]],
+        sight: Callable[[], Sight],
+        reloads: Reloads | None,
+    ) -> None:
+        self._mux = mux
+        self._metrics = metrics
+        self.checks = checks
+        """name -> what is wrong with it, from memory; nothing when it is well."""
+        self.sight = sight
+        """What the GPUs hold, from memory."""
+        self._reloads = reloads
+        self._started = time.time()
+        self.draining = False
+
+    def hello(self, _: Asked) -> Answer:
+        lines = (f"  {model.model}  {model.state}\n" for model in self._mux.status().models)
+        text = f"anvil-mux {__version__}\n\nmodels:\n{''.join(lines)}\nstate: /healthz  metrics: /metrics\n"
+        return 200, TEXT, text.encode()
+
+    def readyz(self, asked: Asked) -> Answer:
+        unseen = ", ".join(self._mux.unseen)
+        adoption = unseen and f"it is not known yet whether these run already: {unseen}"
+        problems = {**self._problems(), "adoption": adoption}
+        ready = not any(problems.values())
+        text = "ok\n" if ready else "not ready\n"
+        if not ready or "verbose" in asked.request.query.split("&"):
+            lines = (f"[{'-' if why else '+'}]{name} {why or 'ok'}\n" for name, why in problems.items())
+            text = "".join(lines) + text
+        return 200 if ready else 503, TEXT, text.encode()
+
+    def healthz(self, _: Asked) -> Answer:
+        state = self.state()
+        status = 503 if state["problems"] else 200
+        return status, JSON, json.dumps(state, indent=1).encode("ascii") + b"\n"
+
+    def state(self) -> dict[str, Any]:
+        """What /healthz and the page tell."""
+        status = self._mux.status()
+        problems = {name: why for name, why in self._problems().items() if why}
+        ready = [model.model for model in status.models if model.state == "ready"]
+        sight = self.sight()
+        return {
+            "status": "unhealthy" if problems else "ok",
+            "version": __version__,
+            "uptime_seconds": round(time.time() - self._started, 1),
+            "problems": problems,
+            "adopting": self._mux.unseen,
+            "waiting": status.waiting,
+            "leases": status.leases,
+            "models": {model.model: healthz.model_state(model) for model in status.models},
+            "gpus": {gpu.gpu: healthz.gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
+            "resident": ready[0] if ready else None,
+            "registry": [model.model for model in status.models],
+            "reload": self._reloads.told() if self._reloads else None,
+        }
+
+    def _problems(self) -> dict[str, str]:
+        found = {name: check() for name, check in self.checks.items()}
+        found["accepting"] = "shutting down" if self.draining else ""
+        return found
+
+    def scrape(self, asked: Asked) -> Answer:
+        content_type, text = self._metrics(asked.request.fields.get(b"accept", b"").decode("latin-1"))
+        return 200, (b"Content-Type", content_type.encode("ascii")), text

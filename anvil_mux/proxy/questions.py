@@ -1,0 +1,217 @@
+"""Which model a request is for: its body is read, and the model's name found there or in its head.
+
+Where the name stands is the route's to say (``api.Route.model_in``). What requests with one head that name
+one model come to is the same for all of them under one configuration (``asked.Target``).
+"""
+
+from __future__ import annotations
+
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import BadRequest, NotFound, UnknownModel
+from anvil_mux.host.engine import find_engine
+from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.protocol import anthropic, api, coding, http1, naming, ollama
+from anvil_mux.protocol.completions import parse
+from anvil_mux.proxy.asked import Asked, Question, Target
+from anvil_mux.proxy.client import Client
+from anvil_mux.proxy.spool import Spool
+from anvil_mux.proxy.stored_responses import StoredResponses
+
+EXPLAIN = b"x-anvil-explain"
+"""The header of a request that is not to be sent on: where it would go, and why, is the answer."""
+TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
+"""Path -> how a body that is asked for there becomes a question that every engine understands."""
+
+
+class Questions:
+    """Reads requests for models. Any thread."""
+
+    def __init__(self, mux: Multiplexer, stored: StoredResponses) -> None:
+        self._mux = mux
+        self._stored = stored
+
+    def read(self, asked: Asked, client: Client) -> Question:
+        """``asked`` with its body and its model; BadRequest, NotFound, UnknownModel. To be closed."""
+        route = asked.route
+        match route.model_in:
+            case "json":
+                return _from_json(asked, client)
+            case "session":
+                body = read_json(asked, client)
+                named, span = naming.session_model(body)
+                return Question(asked, target(asked, client, named), body, named, span)
+            case "path":
+                body = read_json(asked, client)
+                stream = naming.model_and_stream(body)[1] and route.streams
+                model = resolve(asked, api.model_in_path(asked.request.path))
+                return Question(asked, _target(asked, model), body, stream=stream)
+            case "multipart":
+                return _from_form(asked, client)
+            case "query":
+                if route.upgrades and asked.request.fields.get(b"upgrade", b"").lower() != b"websocket":
+                    raise BadRequest(f"{asked.request.path} is a websocket", status=426)
+                named = naming.model_in_query(asked.request.query)
+                return Question(asked, target(asked, client, named), b"", named)
+            case "answer":
+                return self._about_answer(asked, client)
+            case _:
+                return self._below_upstream(asked, client)
+
+    def _about_answer(self, asked: Asked, client: Client) -> Question:
+        """A request about an earlier answer: for the engine that has it, if that was not evicted since."""
+        id = api.answer_in_path(asked.request.path)
+        kept = self._stored.find(id, asked.key)
+        if kept is None or (kept.model, kept.backend) not in self._ready():
+            raise NotFound(f"There is no answer {id}: it was never given, or its engine was evicted since.")
+        return Question(asked, _target(asked, kept.model), _read(asked, client), owner=kept.backend)
+
+    def _ready(self) -> list[tuple[str, str]]:
+        return [
+            (model.model, backend.backend)
+            for model in self._mux.status().models
+            for backend in model.backends
+            if backend.state == "ready"
+        ]
+
+    def _below_upstream(self, asked: Asked, client: Client) -> Question:
+        """A request below /upstream/: for the engine of the model in its path, as it is.
+
+        A GET loads no model: pages ask for their parts without anybody meaning it.
+        """
+        request = asked.request
+        for name, path in api.upstream(request.path):
+            try:
+                model = resolve(asked, name)
+            except UnknownModel:
+                continue
+            if not _may_ask(asked, model, path):
+                raise NotFound(f"{request.method} {path} is not offered of the engine of {model}.")
+            if request.method == "GET" and not self._mux.is_ready(model):
+                raise BadRequest(f"{model} is not loaded, and a GET does not load it", status=409)
+            asked = asked._replace(route=api.Route("openai", "upstream", path=path))
+            return Question(asked, _target(asked, model), _read(asked, client))
+        raise _no_upstream(asked)
+
+
+def target(asked: Asked, client: Client, named: str | None) -> Target:
+    """What a request that names ``named`` comes to, remembered with the head of its connection."""
+    known = client.last_head.found
+    found: Target | None = known.get((asked.access, named))
+    if found is None:
+        found = _target(asked, resolve(asked, named), named)
+        client.last_head.note((asked.access, named), found)
+    return found
+
+
+def _target(asked: Asked, model: str, named: str | None = None) -> Target:
+    access, key, route = asked.access, asked.key, asked.route
+    backend = next((each for each in access.config.backends if each.model == model), None)
+    unchanged = (
+        backend is not None
+        and access.replicas[model] == 1
+        and (route.model_in, route.translated) == ("json", "")
+        and named == (backend.served_model or model)
+        and not (backend.strip or backend.set)
+    )
+    return Target(
+        model,
+        limited=key if key and key.requests is not None else None,
+        replicas=access.replicas[model],
+        explains=EXPLAIN in asked.request.fields,
+        loads=naming.may_load(asked.request.query),
+        unchanged_at=backend if unchanged else None,
+    )
+
+
+def resolve(asked: Asked, named: str | None) -> str:
+    """The model that a client's name stands for, or that serves those who name none."""
+    return asked.access.resolve(named, api=asked.api, key=asked.key)
+
+
+def _from_json(asked: Asked, client: Client) -> Question:
+    route, body = asked.route, read_json(asked, client)
+    if route.translated == "always":
+        translation = TRANSLATE[route.path](parse(body))
+        stream = translation.stream and bool(translation.path)
+        found, named = target(asked, client, translation.model), translation.model
+        return Question(asked, found, body, named, stream=stream, translation=translation)
+    named, stream = naming.model_and_stream(body)
+    return Question(asked, target(asked, client, named), body, named, None, stream and route.streams)
+
+
+def _from_form(asked: Asked, client: Client) -> Question:
+    kind = asked.request.fields.get(b"content-type", b"")
+    if _coding(asked.request):
+        raise BadRequest("a form must be sent as it is, without Content-Encoding", status=415)
+    if naming.media(kind, b"") != "multipart":
+        raise BadRequest("this route takes a form (Content-Type: multipart/form-data)", status=415)
+    scanner = naming.MultipartModelScanner(naming.boundary(kind))
+    spool = Spool()
+    try:
+        spool.fill(client.read_pieces(asked.request, asked.access.config.max_upload), scanner.feed)
+        scanner.finish()
+        found = target(asked, client, scanner.model)
+    except BaseException:
+        spool.close()
+        raise
+    stream = scanner.stream and asked.route.streams
+    return Question(asked, found, spool, scanner.model, scanner.span, stream)
+
+
+def read_json(asked: Asked, client: Client) -> bytes | bytearray:
+    """The body of a route that takes JSON."""
+    request = asked.request
+    body = client.read_body(request, asked.access.config.max_body)
+    if b"content-encoding" in request.fields:
+        body = _unpacked(asked, body)
+    kind = request.fields.get(b"content-type", b"")
+    if kind != b"application/json" and naming.media(kind, body) != "json":
+        raise BadRequest("this route takes a JSON body (Content-Type: application/json)", status=415)
+    return body
+
+
+def _read(asked: Asked, client: Client) -> bytes | bytearray:
+    """The body of any kind, in memory."""
+    return _unpacked(asked, client.read_body(asked.request, asked.access.config.max_body))
+
+
+def _unpacked(asked: Asked, body: bytes | bytearray) -> bytes | bytearray:
+    packed = _coding(asked.request)
+    return coding.unpacked(body, packed, asked.access.config.max_body) if packed else body
+
+
+def _coding(request: http1.Request) -> str:
+    """How the body is compressed; empty for a plain one."""
+    named = request.fields.get(b"content-encoding", b"identity").decode("latin-1").strip()
+    return "" if named.lower() == "identity" else named or "(empty)"
+
+
+def _may_ask(asked: Asked, model: str, path: str) -> bool:
+    backends = [backend for backend in asked.access.config.backends if backend.model == model]
+    return all(_offers(backend, asked.request.method, path) for backend in backends)
+
+
+def _offers(backend: Backend, method: str, path: str) -> bool:
+    """``path`` may be asked for below /upstream/; what steers the engine never."""
+    engine = find_engine(backend.engine)
+    if engine.steers(path) or method not in ("GET", "POST"):
+        return False
+    route = api.match(method, path)
+    if route and route.translated != "always" and not route.upgrades:
+        return True
+    listed = any(path == each or (each[-1] == "/" and path.startswith(each)) for each in backend.upstream)
+    return listed or (method == "GET" and path in engine.shown)
+
+
+def _no_upstream(asked: Asked) -> UnknownModel | NotFound:
+    """Why a path below /upstream/ leads nowhere: its model, or else the rest of it."""
+    unknown: UnknownModel | None = None
+    for name in api.upstream_names(asked.request.path):
+        try:
+            resolve(asked, name)
+        except UnknownModel as error:
+            unknown = unknown or error
+        else:
+            unknown = None
+            break
+    return unknown or NotFound(f"{asked.request.path} names no model and path: /upstream/MODEL/PATH.")
