@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import subprocess
+import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
@@ -12,6 +13,8 @@ from typing import NamedTuple, Protocol
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host import compose
+from anvil_mux.host.docker import Engine, base_url
+from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import api_key, listen_port
 
 ASK_PAUSE = 0.01
@@ -37,33 +40,37 @@ class Docker:
 
     def __init__(self, project: str) -> None:
         self._project = project
+        self._engine = Engine(find_endpoint(os.environ))
         self._ids: dict[str, str] = {}
 
     def stop(self, backend: Backend) -> None:
-        self._run(compose.docker_stop(self._id(backend), backend.stop_timeout), backend.stop_timeout)
+        grace = math.ceil(backend.stop_timeout)
+        self._run(["docker", "stop", "-t", str(grace), self._id(backend)], grace)
 
     def start(self, backend: Backend) -> str:
         id = self._id(backend)
-        self._run(compose.docker_start(id))
-        [container] = compose.parse_inspect(self._run(compose.docker_inspect([id])))
-        url = compose.base_url(container, listen_port(backend))
+        self._run(["docker", "start", id])
+        container = self._engine.inspect(id)
+        url = base_url(container, listen_port(backend)) if container else None
         if url is None:
             raise BackendError(f"service {backend.name} has no address")
         return url
 
     def _id(self, backend: Backend) -> str:
         if backend.name not in self._ids:
-            number = backend.service.number if backend.service.scale > 1 else None
-            self._ids[backend.name] = self._run(
-                compose.docker_ps(self._project, backend.service_name, number=number, all=True)
-            ).split()[0]
+            listed = self._engine.containers(self._project, backend.service_name)
+            found = [container for id, _ in listed if (container := self._engine.inspect(id))]
+            scaled = backend.service.scale > 1
+            fit = [each.id for each in found if not scaled or each.number == backend.service.number]
+            if not fit:
+                raise BackendError(f"service {backend.name} has no container")
+            self._ids[backend.name] = fit[0]
         return self._ids[backend.name]
 
-    def _run(self, argv: Sequence[str], grace: float = 0.0) -> str:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=grace + DOCKER_SECONDS)
-        if done.returncode:
-            raise compose.complaint(argv, compose.Done(done.returncode, done.stdout, done.stderr))
-        return done.stdout
+    def _run(self, argv: Sequence[str], grace: float = 0.0) -> None:
+        done = compose.run(argv, grace + DOCKER_SECONDS, env=os.environ)
+        if done.code:
+            raise BackendError(f"`{compose.shown(argv)}` failed: {done.last_line}")
 
 
 class Asker:

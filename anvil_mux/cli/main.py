@@ -322,7 +322,7 @@ def _missing_images(config: Config) -> list[str]:
     """A warning for each image that Docker does not have."""
     if config.runtime != "compose":
         return []
-    from anvil_mux.host.compose import missing_images
+    from anvil_mux.host.containers import missing_images
 
     try:
         return missing_images(config.backends)
@@ -337,7 +337,7 @@ def _missing_rights(config: Config) -> list[str]:
     if not backends:
         return []
     from anvil_mux.host.checkpoint import Rights, owners
-    from anvil_mux.host.compose import user_of
+    from anvil_mux.host.containers import user_of
     from anvil_mux.serve.program import build_runtime
 
     rights, runtime = Rights.here(), build_runtime(config)

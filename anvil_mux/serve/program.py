@@ -113,9 +113,9 @@ def build_runtime(config: Config, lock: int | None = None) -> Runtime:
     """``lock``: the project's, which commands that outlive us go on to hold."""
     if config.runtime == "process":
         return ProcessRuntime(config)
-    from anvil_mux.host.compose import ComposeRuntime
+    from anvil_mux.host.containers import ContainerRuntime
 
-    return ComposeRuntime(config, lock=lock)
+    return ContainerRuntime(config, lock=lock)
 
 
 def say(text: str, form: str = "human") -> None:
@@ -651,7 +651,7 @@ def open_address(config: Config, keys: Keyring) -> str:
 def _refuse_missing_images(config: Config, names: Collection[str]) -> None:
     """Of backends that are about to take the place of others."""
     if config.runtime == "compose":
-        from anvil_mux.host.compose import missing_images
+        from anvil_mux.host.containers import missing_images
 
         missing: list[str] = []
         with suppress(MuxError):  # Docker is away: who needs an image is told when it is loaded

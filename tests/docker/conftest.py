@@ -30,12 +30,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import pytest
 import yaml
 
-from anvil_mux.host.compose import UnixConnection
+from anvil_mux.host.endpoint import Connection, Endpoint
 
 HERE = Path(__file__).resolve().parent
 REAL = HERE.parent / "real"
@@ -65,13 +65,13 @@ class Engine:
 
     def request(self, method: str, path: str, **query: str) -> Any:
         parts = "&".join(f"{key}={quote(value)}" for key, value in query.items())
-        connection = self._connection()
+        connection = Connection(Endpoint(self.host), timeout=30)
         try:
             connection.request(method, f"{path}?{parts}")
             response = connection.getresponse()
             body = response.read()
         finally:
-            connection.close()
+            connection.end()
         if response.status >= 400:
             raise RuntimeError(f"{method} {path}: {response.status} {body.decode()}")
         return json.loads(body) if body.startswith((b"{", b"[")) else None
@@ -96,14 +96,6 @@ class Engine:
             self.request("DELETE", f"/networks/{network['Id']}")
         for volume in self.request("GET", "/volumes", filters=_of(project))["Volumes"] or []:
             self.request("DELETE", f"/volumes/{volume['Name']}", force="1")
-
-    def _connection(self) -> http.client.HTTPConnection:
-        url = urlsplit(self.host)
-        if url.scheme == "unix":
-            return UnixConnection(url.path, timeout=30)
-        if url.scheme == "tcp":
-            return http.client.HTTPConnection(url.hostname or "", url.port, timeout=30)
-        raise ValueError(f"cannot speak to a Docker Engine at {self.host}: neither unix:// nor tcp://")
 
 
 class OwnEngine(Engine):

@@ -20,7 +20,9 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.host.compose import ComposeRuntime
+from anvil_mux.host.containers import ContainerRuntime
+from anvil_mux.host.docker import Engine as Docker
+from anvil_mux.host.endpoint import Endpoint
 from anvil_mux.host.engine import await_ready
 from anvil_mux.host.swap import Swapper
 from tests.docker.conftest import OwnEngine, Stack
@@ -50,8 +52,8 @@ def config(stack: Stack, *backends: Backend) -> Config:
 
 
 @contextmanager
-def runtime_of(stack: Stack, *backends: Backend) -> Iterator[ComposeRuntime]:
-    runtime = ComposeRuntime(config(stack, *backends), environ=stack.engine.env)
+def runtime_of(stack: Stack, *backends: Backend) -> Iterator[ContainerRuntime]:
+    runtime = ContainerRuntime(config(stack, *backends), environ=stack.engine.env)
     try:
         yield runtime
     finally:
@@ -59,7 +61,7 @@ def runtime_of(stack: Stack, *backends: Backend) -> Iterator[ComposeRuntime]:
 
 
 @contextmanager
-def watching(runtime: ComposeRuntime) -> Iterator[queue.Queue[str]]:
+def watching(runtime: ContainerRuntime) -> Iterator[queue.Queue[str]]:
     deaths: queue.Queue[str] = queue.Queue()
     thread = threading.Thread(target=runtime.watch, args=(deaths.put,))
     thread.start()
@@ -77,6 +79,10 @@ def docker(stack: Stack, *args: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def kills(stack: Stack) -> dict[str, float]:
+    return Docker(Endpoint(stack.engine.host)).told_to_end(stack.project)
 
 
 def inspect(stack: Stack, model: str) -> dict[str, Any]:
@@ -155,6 +161,33 @@ def test_a_new_runtime_adopts_what_runs_and_watches_it(stack: Stack):
         docker(stack, "kill", stack.container("model-1"))
         assert deaths.get(timeout=PATIENCE) == "model-1"
         assert runtime.ended(backend("model-1")) == "was killed (code 137)"
+
+
+def ask_and_leave(stack: Stack, path: str) -> None:
+    """As an anvil-mux does that is killed while it waits for the answer."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(stack.engine.host.removeprefix("unix://"))
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: docker\r\nContent-Length: 0\r\n\r\n".encode())
+
+
+def test_a_start_that_is_under_way_is_found_by_the_next_anvil_mux(stack: Stack):
+    stack.compose("create")
+    ask_and_leave(stack, f"/containers/{stack.container('model-1')}/start")
+    with runtime_of(stack) as runtime:
+        assert list(runtime.running()) == ["model-1"]
+
+
+def test_a_stop_that_is_under_way_is_waited_for_by_the_next_anvil_mux(
+    sleeper: Callable[..., tuple[Stack, Backend]],
+):
+    stack, service = sleeper()  # As PID 1, `sleep` ignores SIGTERM.
+    with runtime_of(stack, service) as runtime:
+        runtime.start(service)
+    ask_and_leave(stack, f"/containers/{stack.container('s')}/stop?t=2")
+    assert seen(lambda: kills(stack), bool)
+    assert stack.up() == {"s"}
+    with runtime_of(stack, service) as runtime:
+        assert runtime.running() == {}
 
 
 def test_our_own_stop_is_no_death_and_a_kill_from_outside_is_one(stack: Stack):

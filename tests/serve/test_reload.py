@@ -22,8 +22,8 @@ from anvil_mux.cli import main as cli
 from anvil_mux.config.change import Change
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import ConfigError, Draining
-from anvil_mux.host import compose
-from anvil_mux.host.compose import Done
+from anvil_mux.host.docker import Engine
+from anvil_mux.host.endpoint import Unreachable
 from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.proxy.reloads import Reloads, Watch
 from anvil_mux.serve import program as serve_room
@@ -423,14 +423,20 @@ def test_a_terminal_that_is_closed_ends_the_program(house: House, state: Path) -
 def test_an_image_that_docker_does_not_have_is_a_problem_of_those_that_are_to_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    answers = {"here:1": Done(0), "gone:1": Done(1, "", "Error: No such image: gone:1")}
-    monkeypatch.setattr(compose, "_run", lambda argv, timeout, env: answers[argv[-1]])
+    docker_away = False
+
+    def has_image(engine: Engine, name: str) -> bool:
+        if docker_away:
+            raise Unreachable("Docker cannot be reached")
+        return name == "here:1"
+
+    monkeypatch.setattr(Engine, "has_image", has_image)
     there, gone = (Backend(name, name, service=Service(image=f"{name}:1")) for name in ("here", "gone"))
     both = Config((there, gone))
     serve_room._refuse_missing_images(both, ["here"])
     with pytest.raises(ConfigError, match="service gone: image gone:1 is not present: docker pull gone:1"):
         serve_room._refuse_missing_images(both, ["here", "gone"])
-    answers["gone:1"] = Done(1, "", "Cannot connect to the Docker daemon")
+    docker_away = True
     serve_room._refuse_missing_images(both, ["gone"])
     serve_room._refuse_missing_images(replace(both, runtime="process"), ["gone"])
 

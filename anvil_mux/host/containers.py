@@ -1,0 +1,347 @@
+"""The services of a compose project as containers: made by Compose, run by the engine's API.
+
+Compose makes a container (compose.py), the engine starts and stops it (docker.py), ``Project`` knows whose it
+is and ``Deaths`` reports its end. What is left here is in which order that is done, and what to do about what
+fails. Why something failed is looked up, not read from the words of an error: whether the image, the port and
+the runtime for GPUs are there.
+
+Where the description of a scaled service has changed, ``create`` would make all its containers anew, and so
+end those that run or soon will: while one runs, the others stay as they are, and one that has to be made anew
+is removed first.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.errors import BackendError, LoadError, MuxError
+from anvil_mux.host import compose, gpu
+from anvil_mux.host.deaths import Deaths
+from anvil_mux.host.docker import (
+    ALIVE,
+    HALF_REMOVED,
+    Container,
+    Engine,
+    Missing,
+    Refused,
+    base_url,
+    how_it_ended,
+)
+from anvil_mux.host.endpoint import find_endpoint
+from anvil_mux.host.engine import listen_port
+from anvil_mux.host.project import Project
+
+LOG_MARGIN = 2.0
+"""Docker notes the start of a container a moment after it may have printed its first lines."""
+FOLLOWED_LINES = 100
+STOPS_TIMEOUT = 60.0
+"""How long a start waits for each stop that an anvil-mux before it has asked for."""
+
+
+class Gone(BackendError):
+    """The container, or something that it needs, was removed by somebody else."""
+
+
+class ContainerRuntime:
+    """The services of one compose project, see ``swap.Runtime``."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        environ: Mapping[str, str] | None = None,
+        lock: int | None = None,
+        run: compose.Run | None = None,
+    ) -> None:
+        env = dict(os.environ if environ is None else environ)
+        endpoint = find_endpoint(env)
+        self._run = run or partial(compose.run, env=compose.environment(env, endpoint), lock=lock)
+        self._engine = Engine(endpoint)
+        self._project = Project(config, self._engine)
+        self._deaths = Deaths(self._project, self._engine)
+        self._looked = False  # whether it was asked what runs
+        # Two `compose create` at once would both make the project's network.
+        self._creating = threading.Lock()
+        # Guards the fields below; held for single reads and writes only.
+        self._lock = threading.Lock()
+        self._digests: dict[str, str] = {}  # of the descriptions of those that were started or found running
+        self._told: dict[str, float] = {}  # the Unix time at which each was last told to start
+        self._unstarted: dict[str, tuple[str, str]] = {}  # the run before a start that came to nothing
+
+    def reconfigure(self, config: Config) -> None:
+        self._project.reconfigure(config)
+
+    def watch(self, died: Callable[[str], None]) -> None:
+        self._deaths.watch(died)
+
+    def problem(self) -> str:
+        return self._deaths.problem()
+
+    def close(self) -> None:
+        self._deaths.close()
+
+    # Starting
+
+    def start(self, backend: Backend) -> str:
+        try:
+            return self._start(backend)
+        except MuxError:
+            self._note_unstarted(backend)
+            raise
+
+    def _note_unstarted(self, backend: Backend) -> None:
+        """What its log holds is an earlier run's, unless it runs all the same."""
+        with suppress(MuxError):
+            container = self._project.find(backend)
+            if container is None or container.status in ALIVE:
+                return
+            if not self._deaths.answers_for(backend.name, container):
+                with self._lock:
+                    self._unstarted[backend.name] = container.run
+
+    def _start(self, backend: Backend) -> str:
+        known = self._project.id(backend)
+        with self._lock:
+            changed = self._digests.get(backend.name, backend.service.digest) != backend.service.digest
+            self._told[backend.name] = time.time()
+        try:
+            if changed or not known:
+                known = self._create(backend, anew=changed)
+            container = self._started(known)
+        except Gone:
+            # `docker compose down` took the container or its network.
+            container = self._started(self._create(backend, anew=True))
+        url = base_url(container, listen_port(backend))
+        self._project.runs(backend.name, container, fit=True)
+        self._deaths.started(backend.name, container)
+        with self._lock:
+            self._digests[backend.name] = backend.service.digest
+        if url is None:
+            how = how_it_ended(container) or (
+                f'has no address: publish its port, such as ports: ["127.0.0.1::{listen_port(backend)}"]'
+            )
+            raise LoadError(f"service {backend.name} {how}")
+        return url
+
+    def _started(self, id: str) -> Container:
+        try:
+            self._engine.start(id)
+        except Refused as error:
+            self._start_otherwise(id, error)
+        container = self._engine.inspect(id)
+        if container is None:
+            raise Gone(f"container {id[:12]} is gone")
+        return container
+
+    def _start_otherwise(self, id: str, refused: Refused) -> None:
+        """Let it go on if it is only frozen; else raise what can be done about it."""
+        container = self._engine.inspect(id)
+        if container is None or container.status in HALF_REMOVED or isinstance(refused, Missing):
+            raise Gone(refused.message) from refused
+        if container.status == "paused":
+            self._engine.unpause(id)
+            return
+        local = self._engine.endpoint.path is not None
+        if local and any(_is_taken(ip, port) for ip, port in container.wants_ports):
+            raise LoadError(
+                f"{refused.message}. Another program has this port; "
+                'a free one is taken with ports: ["127.0.0.1::PORT"]'
+            ) from refused
+        if container.wants_devices and "nvidia" not in self._engine.runtimes():
+            raise LoadError(
+                f"{refused.message}. Install the NVIDIA Container Toolkit and configure Docker for it"
+            ) from refused
+        raise refused
+
+    def _create(self, backend: Backend, *, anew: bool = False) -> str:
+        service, config = backend.service_name, self._project.config
+        with self._creating:
+            recreate = "--force-recreate" if anew else ""
+            if backend.service.scale > 1 and (
+                anew or any(each.status in ALIVE for each in self._project.of_service(service))
+            ):
+                recreate = "--no-recreate"
+                if anew and (left := self._project.find(backend)):
+                    self._engine.remove(left.id)
+            argv = compose.create_command(config, service, recreate)
+            done = self._run(argv, compose.CREATE_TIMEOUT)
+        if done.code:
+            raise self._why_not_created(backend, f"`{compose.shown(argv)}` failed: {done.last_line}")
+        container = self._project.look_up(backend)
+        if container is None:
+            raise BackendError(f"`{compose.shown(argv)}` made no container for {backend.name}")
+        return container.id
+
+    def _why_not_created(self, backend: Backend, failed: str) -> MuxError:
+        self._engine.ping()
+        if self._run([*compose.COMPOSE, "version"], compose.ASK_TIMEOUT).code:
+            return BackendError(
+                f"{failed}. Docker Compose v2 is needed: `docker compose version` must answer"
+            )
+        listed = self._run(
+            compose.images_command(self._project.config, backend.service_name), compose.ASK_TIMEOUT
+        )
+        known = backend.service.image or f"{self._project.config.project}-{backend.service_name}"
+        for image in [known] if listed.code else listed.out.split():
+            if not self._engine.has_image(image):
+                return LoadError(self._how_to_get(image, backend))
+        if any(each.status in HALF_REMOVED for each in self._project.of_service(backend.service_name)):
+            return Gone(failed)
+        return BackendError(failed)
+
+    def _how_to_get(self, image: str, backend: Backend) -> str:
+        config, service = self._project.config, backend.service_name
+        if image == f"{config.project}-{service}":
+            files = "".join(f" -f {file}" for file in config.files)
+            return (
+                f"the image of service {service} is not built: "
+                f"docker compose{files} -p {config.project} build {service}"
+            )
+        return f"image {image} is not present: docker pull {image}"
+
+    # Stopping and freezing
+
+    def stop(self, backend: Backend) -> None:
+        self._end(backend, backend.stop_timeout)
+
+    def kill(self, backend: Backend) -> None:
+        self._end(backend, None)
+
+    def _end(self, backend: Backend, grace: float | None) -> None:
+        self._deaths.release(backend.name)
+        container = self._project.find(backend)
+        if container is not None:
+            self._project.put_down(container, grace)
+        self._project.forget(backend)
+
+    def pause(self, backend: Backend) -> None:
+        self._engine.pause(self._running(backend).id)
+
+    def resume(self, backend: Backend) -> None:
+        container = self._running(backend)
+        if container.status == "paused":
+            self._engine.unpause(container.id)
+
+    def _running(self, backend: Backend) -> Container:
+        container = self._project.find(backend)
+        how = "has no container" if container is None else how_it_ended(container)
+        if container is None or how:
+            raise BackendError(f"service {backend.name} {how}")
+        return container
+
+    # What is there
+
+    def running(self) -> dict[str, str]:
+        if not self._looked:
+            self._project.await_stops(STOPS_TIMEOUT)
+            self._looked = True
+        urls = {}
+        for name, container in self._project.alive().items():
+            backend = self._project.backend(name)
+            if backend is None:
+                continue
+            restarting = container.status == "restarting"
+            urls[name] = "" if restarting else base_url(container, listen_port(backend)) or ""
+            self._project.runs(name, container, fit=False)
+            self._deaths.answer_for(name, container)
+            with self._lock:
+                self._digests.setdefault(name, backend.service.digest)
+        return urls
+
+    def ended(self, backend: Backend) -> str | None:
+        container = self._project.find(backend)
+        if container is None:
+            return "has no container"
+        how = how_it_ended(container)
+        return how and (self._deaths.revived(backend.name) or how)
+
+    def is_frozen(self, backend: Backend) -> bool:
+        container = self._project.find(backend)
+        return container is not None and container.status == "paused"
+
+    def pids(self, backend: Backend) -> list[int]:
+        id = self._project.id(backend)
+        if id is None and (container := self._project.look_up(backend)):
+            id = container.id
+        return self._engine.processes(id) if id else []
+
+    def owner(self, pid: int) -> str | None:
+        id = gpu.container(pid)
+        return self._project.owner(id) if id else None
+
+    def log_tail(self, backend: Backend, lines: int = 20) -> list[str]:
+        try:
+            container = self._project.find(backend)
+            if container is None or container.status == "created":
+                return []
+            with self._lock:
+                if container.run == self._unstarted.get(backend.name):
+                    return []
+                told = self._told.get(backend.name, 0.0)
+            return self._engine.log(container, lines, _log_begins(container, told))
+        except MuxError:
+            return []
+
+    def follow_log(self, backend: Backend) -> Iterator[str]:
+        container = self._project.find(backend)
+        if container is not None:
+            with self._engine.follow(container, FOLLOWED_LINES) as lines:
+                yield from lines
+
+
+def missing_images(backends: Iterable[Backend], env: Mapping[str, str] | None = None) -> list[str]:
+    """A line for each image that Docker does not have; BackendError if it does not answer."""
+    engine = Engine(find_endpoint(os.environ if env is None else env))
+    images = {backend.service.image: backend.service_name for backend in backends if backend.service.image}
+    return [
+        f"service {name}: image {image} is not present: docker pull {image}"
+        for image, name in images.items()
+        if not engine.has_image(image)
+    ]
+
+
+def user_of(backend: Backend, env: Mapping[str, str]) -> int | None:
+    """The user id that its processes will have on this host; None: it is not known before it runs.
+
+    Where neither the compose file nor, most likely, the image says another it is root: of a rootless engine
+    that is whoever runs the engine.
+    """
+    user = backend.service.user.partition(":")[0]
+    try:
+        path = find_endpoint(env).path
+        root = os.stat(path).st_uid if path else 0
+    except (OSError, MuxError):
+        root = 0
+    if user in ("", "root", "0"):
+        return root
+    return int(user) if user.isdecimal() and not root else None
+
+
+def _log_begins(container: Container, told: float) -> float:
+    """The Unix time of the first line that its last run may have printed.
+
+    ``told``: when we told it to start. An engine that crashes again and again is told so right after the end
+    of the run before, whose lines must not be shown; but Docker's clock may be that of another machine.
+    """
+    earliest = container.started - LOG_MARGIN
+    return told if earliest <= told < earliest + LOG_MARGIN + 1.0 else earliest
+
+
+def _is_taken(ip: str, port: int) -> bool:
+    """Whether a program of this machine listens there already."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ip, port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+    return False

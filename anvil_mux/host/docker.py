@@ -1,0 +1,436 @@
+"""The Docker Engine API: one request, one answer, and errors by their status.
+
+``Engine`` is all that this program asks of an engine, ``Container`` what it says of one container. Podman
+answers the same requests at a socket of its own; where it differs, it is told by ``Libpod-Api-Version``.
+Nothing here pulls or builds an image.
+
+An answer's status says what happened, and its ``message`` is for people only: 304 means that it was so
+already, 404 that there is no such thing, 409 that the state of the container is in the way. A request that
+could not be made at all is ``Unreachable`` (endpoint.py).
+
+What a killed anvil-mux has asked for goes on without it. An engine holds the lock of a container while it
+starts it, and inspects under that lock, so ``inspect`` shows what came of the start. Of one that is being
+stopped only an event tells: ``told_to_end``.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import math
+import re
+import signal
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from anvil_mux.errors import BackendError
+from anvil_mux.host.endpoint import START_IT, Connection, Endpoint, Unreachable
+
+ASK_TIMEOUT = 20.0
+START_TIMEOUT = 60.0
+STOP_SLACK = 20.0
+"""The engine's own time around the grace period."""
+OLDEST, NEWEST = (1, 40), (1, 52)
+"""The versions of the API that this is written for: Docker 19.03 and 29, Podman's 1.41 between them."""
+
+LATELY = 600.0
+END_SIGNALS = frozenset({"2", "3", "9", "15"})
+ALIVE = frozenset({"running", "paused", "restarting", "stopping"})
+HALF_REMOVED = frozenset({"removing", "dead"})
+LABEL = "com.docker.compose"
+ANYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+LONG_ID = re.compile(r"[0-9a-f]{64}")
+Readable = http.client.HTTPResponse | io.BytesIO
+
+
+class Refused(BackendError):
+    """The engine answers that it did not do what it was asked for."""
+
+    def __init__(self, what: str, answer: int, said: str) -> None:
+        super().__init__(f"Docker answers {answer} to {what}: {said}")
+        self.answer = answer
+
+
+class Missing(Refused):
+    """404: the container, or something that it needs, is not there."""
+
+
+class Conflict(Refused):
+    """409: the container is in a state that does not allow it."""
+
+
+REFUSALS: dict[int, type[Refused]] = {404: Missing, 409: Conflict}
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What an engine says of one container."""
+
+    id: str
+    service: str
+    number: int
+    status: str
+    started_at: str
+    exit_code: int = 0
+    oom_killed: bool = False
+    error: str = ""
+    network_mode: str = ""
+    ports: tuple[tuple[str, str, int], ...] = ()
+    """(port inside, such as 8080/tcp; address; port outside)"""
+    ips: tuple[str, ...] = ()
+    tty: bool = False
+    wants_ports: tuple[tuple[str, int], ...] = ()
+    """(address, port) on the host that its description names."""
+    wants_devices: bool = False
+    """Its description asks for GPUs or their like."""
+
+    @property
+    def run(self) -> tuple[str, str]:
+        """Differs between any two runs."""
+        return self.id, self.started_at
+
+    @property
+    def started(self) -> float:
+        """Unix time of its start, to the second."""
+        return datetime.fromisoformat(f"{self.started_at[:19]}+00:00").timestamp()
+
+
+def base_url(container: Container, port: int) -> str | None:
+    """Where the engine that listens on ``port`` inside is reached from this host."""
+    if container.network_mode == "host":
+        return f"http://127.0.0.1:{port}"
+    published = [(ip, outside) for inside, ip, outside in container.ports if inside == f"{port}/tcp"]
+    published.sort(key=lambda each: ":" in each[0])
+    for ip, outside in published:
+        host = ANYWHERE.get(ip, ip)
+        return f"http://[{host}]:{outside}" if ":" in host else f"http://{host}:{outside}"
+    return f"http://{container.ips[0]}:{port}" if container.ips else None
+
+
+def how_it_ended(container: Container) -> str | None:
+    """None while it runs, else for people."""
+    if container.status in ("running", "paused", "stopping"):
+        return None
+    if container.status == "created":
+        return f"has not been started{f' ({container.error})' if container.error else ''}"
+    how = f"exited with code {container.exit_code}"
+    if container.oom_killed:
+        how = "was killed because the machine or its memory limit ran out of memory (OOM)"
+    elif container.exit_code == 137:
+        how = "was killed (code 137)"
+    elif container.exit_code > 128:
+        with suppress(ValueError):
+            how += f" ({signal.Signals(container.exit_code - 128).name})"
+    return f"{how}, and Docker is restarting it" if container.status == "restarting" else how
+
+
+class Stream:
+    """An answer without an end, line by line; any thread may end it."""
+
+    def __init__(self, connection: Connection, pieces: Iterator[bytes]) -> None:
+        self._connection = connection
+        self._pieces = pieces
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.end()
+
+    def interrupt(self) -> None:
+        self._connection.interrupt()
+
+    def __iter__(self) -> Iterator[str]:
+        part = b""
+        with suppress(OSError, http.client.HTTPException):  # as it is when it is interrupted
+            for piece in self._pieces:
+                *lines, part = (part + piece).split(b"\n")
+                for line in lines:
+                    yield line.decode(errors="replace").rstrip("\r")
+        if part:
+            yield part.decode(errors="replace")
+
+
+class Engine:
+    """Asks one container engine; every call is bounded in time, and made on a connection of its own."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        # Learned before the first question, and again after an answer that says it is wrong.
+        self._version = ""
+        self._is_podman = False
+
+    # Containers
+
+    def containers(self, project: str, service: str = "") -> list[tuple[str, str]]:
+        """Return id and service of each container of a project, whatever its state, but one-off runs."""
+        labels = {"project": project, "oneoff": "False", "service": service}
+        words = [f"{LABEL}.{name}={value}" for name, value in labels.items() if value]
+        listed = self._json("/containers/json", all=1, filters=_filters(label=words))
+        return [(each["Id"], (each.get("Labels") or {}).get(f"{LABEL}.service", "")) for each in listed]
+
+    def inspect(self, id: str) -> Container | None:
+        """None: it is gone."""
+        try:
+            return read_container(self._json(f"/containers/{id}/json"))
+        except Missing:
+            return None
+
+    def start(self, id: str) -> None:
+        self._ask("POST", f"/containers/{id}/start", START_TIMEOUT)
+
+    def stop(self, id: str, grace: float) -> None:
+        self._ask("POST", _path(f"/containers/{id}/stop", t=math.ceil(grace)), grace + STOP_SLACK)
+
+    def kill(self, id: str) -> None:
+        self._ask("POST", f"/containers/{id}/kill")
+
+    def pause(self, id: str) -> None:
+        self._ask("POST", f"/containers/{id}/pause")
+
+    def unpause(self, id: str) -> None:
+        self._ask("POST", f"/containers/{id}/unpause")
+
+    def remove(self, id: str) -> None:
+        """Remove it by force, though it runs."""
+        self._ask("DELETE", _path(f"/containers/{id}", force=1))
+
+    def processes(self, id: str) -> list[int]:
+        """The ids on its host; [] if it does not run."""
+        self._learn()
+        wanted = "hpid" if self._is_podman else "-eo pid"
+        try:
+            body = self._ask("GET", _path(f"/containers/{id}/top", ps_args=wanted))
+        except (Missing, Conflict):
+            return []
+        rows = json.loads(body)["Processes"] if body else []
+        return [int(word) for row in rows for word in row[:1] if word.isdecimal()]
+
+    # What it says of itself
+
+    def has_image(self, name: str) -> bool:
+        try:
+            self._ask("GET", f"/images/{quote(name, safe='/:@')}/json")
+        except Missing:
+            return False
+        return True
+
+    def runtimes(self) -> list[str]:
+        """The low-level runtimes that it knows, such as runc and nvidia."""
+        return list(self._json("/info").get("Runtimes") or ())
+
+    def ping(self) -> None:
+        """Unreachable if it does not answer."""
+        self._version = ""
+        self._learn()
+
+    # Logs and events
+
+    def log(self, container: Container, lines: int, since: float) -> list[str]:
+        """The last lines of both streams, in their order."""
+        path = f"/containers/{container.id}/logs"
+        asked = _path(path, stdout=1, stderr=1, tail=lines, since=f"{since:.6f}")
+        body = b"".join(_pieces(container, io.BytesIO(self._ask("GET", asked))))
+        return body.decode(errors="replace").splitlines()[-lines:]
+
+    def follow(self, container: Container, lines: int) -> Stream:
+        """The lines as they come, beginning with so many of the last ones, until the container ends."""
+        path = f"/containers/{container.id}/logs"
+        # Without a limit: Podman does not answer before there is a line.
+        connection, response = self._request(
+            "GET", _path(path, stdout=1, stderr=1, tail=lines, follow=1), timeout=None
+        )
+        return Stream(connection, _pieces(container, response))
+
+    def deaths(self, project: str, since: float) -> Stream:
+        """A line for each end of a container of the project; see ``read_death``."""
+        # Podman calls an end died where it is asked for, and die where it is told.
+        filters = _filters(type=["container"], event=["die", "died"], label=[f"{LABEL}.project={project}"])
+        connection, response = self._request(
+            "GET", _path("/events", since=f"{since:.6f}", filters=filters), ASK_TIMEOUT
+        )
+        connection.wait_for_ever()
+        return Stream(connection, _read_pieces(response))
+
+    def told_to_end(self, project: str) -> dict[str, float]:
+        """The containers that were sent a signal to end in the last minutes -> the Unix time of that."""
+        now = time.time()
+        filters = _filters(type=["container"], event=["kill"], label=[f"{LABEL}.project={project}"])
+        said = self._ask(
+            "GET", _path("/events", since=int(now - LATELY), until=f"{now:.6f}", filters=filters)
+        )
+        events = [json.loads(line) for line in said.splitlines() if line]
+        actors = [(each["Actor"], float(each["timeNano"]) / 1e9) for each in events]
+        return {
+            actor["ID"]: told for actor, told in actors if actor["Attributes"].get("signal") in END_SIGNALS
+        }
+
+    def await_end(self, id: str, timeout: float) -> None:
+        """Return when it does not run any more; Unreachable after that time."""
+        self._ask("POST", _path(f"/containers/{id}/wait", condition="not-running"), timeout)
+
+    # Requests
+
+    def _json(self, path: str, **query: object) -> Any:
+        answer = self._ask("GET", _path(path, **query))
+        try:
+            return json.loads(answer)
+        except ValueError:
+            raise BackendError(f"what Docker answers to GET {path} is not JSON") from None
+
+    def _ask(self, method: str, path: str, timeout: float = ASK_TIMEOUT) -> bytes:
+        connection, response = self._request(method, path, timeout)
+        try:
+            return response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(connection, method, path, timeout, error) from None
+        finally:
+            connection.end()
+
+    def _request(
+        self, method: str, path: str, timeout: float | None
+    ) -> tuple[Connection, http.client.HTTPResponse]:
+        """Ask; the connection is the caller's to end, unless this raises."""
+        self._learn()
+        connection, response = self._send(method, f"/v{self._version}{path}", timeout)
+        if response.status < 300 or response.status == 304:
+            return connection, response
+        if response.status == 400:
+            self._version = ""  # the engine may be another one since
+        said = b""
+        with suppress(OSError, http.client.HTTPException):
+            said = response.read()
+        connection.end()
+        error = REFUSALS.get(response.status, Refused)
+        raise error(_what(method, path), response.status, _message(said))
+
+    def _learn(self) -> None:
+        """Find the newest version that both sides know."""
+        if self._version:
+            return
+        connection, response = self._send("GET", "/_ping", ASK_TIMEOUT)
+        connection.end()
+        named = response.getheader("Api-Version", "")
+        if not re.fullmatch(r"\d+\.\d+", named):
+            raise Unreachable(f"what answers at {self.endpoint.address} is no Docker Engine")
+        spoken = tuple(map(int, named.split(".")))
+        if spoken < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise Unreachable(
+                f"Docker's API is {named}, and {oldest} is needed: update Docker to 19.03 or later"
+            )
+        self._is_podman = response.getheader("Libpod-Api-Version") is not None
+        self._version = ".".join(map(str, min(spoken, NEWEST)))
+
+    def _send(
+        self, method: str, path: str, timeout: float | None
+    ) -> tuple[Connection, http.client.HTTPResponse]:
+        connection = Connection(self.endpoint, timeout)
+        try:
+            connection.request(method, path)
+            return connection, connection.getresponse()
+        except Unreachable:
+            connection.end()
+            raise
+        except (OSError, http.client.HTTPException) as error:
+            raise self._lost(connection, method, path, timeout, error) from None
+
+    def _lost(
+        self, connection: Connection, method: str, path: str, timeout: float | None, error: Exception
+    ) -> Unreachable:
+        complaint = connection.complaint()
+        connection.end()
+        what = _what(method, path)
+        if isinstance(error, TimeoutError):
+            return Unreachable(f"Docker did not answer {what} within {timeout:g} s; dockerd may be stuck")
+        why = complaint or "the connection was closed"
+        return Unreachable(f"Docker at {self.endpoint.address} did not answer {what}: {why}. {START_IT}")
+
+
+def read_container(found: Mapping[str, Any]) -> Container:
+    """What the answer to an inspect says."""
+    state, config, host = found["State"], found["Config"], found.get("HostConfig") or {}
+    labels, network = config.get("Labels") or {}, found.get("NetworkSettings") or {}
+    number = labels.get(f"{LABEL}.container-number", "1")
+    bound, wanted = network.get("Ports") or {}, host.get("PortBindings") or {}
+    return Container(
+        id=found["Id"],
+        service=labels.get(f"{LABEL}.service", ""),
+        number=int(number) if number.isdigit() else 1,
+        status=state["Status"],
+        started_at=state.get("StartedAt", ""),
+        exit_code=state.get("ExitCode", 0),
+        oom_killed=state.get("OOMKilled", False),
+        error=state.get("Error", ""),
+        network_mode=host.get("NetworkMode", ""),
+        ports=tuple(_bindings(bound)),
+        ips=tuple(
+            each["IPAddress"] for each in (network.get("Networks") or {}).values() if each.get("IPAddress")
+        ),
+        tty=bool(config.get("Tty")),
+        wants_ports=tuple((ip, port) for _, ip, port in _bindings(wanted) if port),
+        wants_devices=bool(host.get("DeviceRequests")),
+    )
+
+
+def _bindings(ports: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+    for inside, bindings in ports.items():
+        for binding in bindings or ():
+            if binding.get("HostPort", "").isdecimal():
+                yield inside, binding.get("HostIp", ""), int(binding["HostPort"])
+
+
+def read_death(line: str) -> tuple[str, int | None]:
+    """The id of the container that ended, and its exit code if the event has it."""
+    try:
+        event = json.loads(line)
+        actor = event["Actor"]
+        code = str((actor.get("Attributes") or {}).get("exitCode", ""))
+        return str(actor["ID"]), int(code) if code.isdecimal() else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "", None
+
+
+def _what(method: str, path: str) -> str:
+    """The request as an error names it: without its query, and with ids as people know them."""
+    return f"{method} {LONG_ID.sub(lambda id: id[0][:12], path.partition('?')[0])}"
+
+
+def _path(path: str, **query: object) -> str:
+    return f"{path}?{urlencode(query)}" if query else path
+
+
+def _filters(**filters: Sequence[str]) -> str:
+    return json.dumps(filters)
+
+
+def _message(body: bytes) -> str:
+    """What the engine says of an error, for people."""
+    text = body.decode(errors="replace").strip()
+    with suppress(ValueError, KeyError, TypeError):
+        text = str(json.loads(text)["message"])
+    return " ".join(text.split()).rstrip(".?")
+
+
+def _pieces(container: Container, answer: Readable) -> Iterator[bytes]:
+    """What a container printed: as it is with a terminal, else each piece behind a head with its length."""
+    return _read_pieces(answer) if container.tty else _read_frames(answer)
+
+
+def _read_pieces(answer: Readable) -> Iterator[bytes]:
+    while piece := answer.read1(1 << 16):
+        yield piece
+
+
+def _read_frames(answer: Readable) -> Iterator[bytes]:
+    while len(head := answer.read(8)) == 8:
+        yield answer.read(struct.unpack(">4xI", head)[0])

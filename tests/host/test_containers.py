@@ -1,0 +1,555 @@
+"""ContainerRuntime against a stand-in for Docker that keeps containers and notes every question."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import replace
+from datetime import datetime, timezone
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from anvil_mux.config.config import Backend, Service
+from anvil_mux.errors import BackendError, LoadError
+from anvil_mux.host import containers
+from anvil_mux.host.containers import ContainerRuntime, missing_images, user_of
+from anvil_mux.host.endpoint import Unreachable
+from tests.host.conftest import runtime_at
+from tests.host.docker_stand_in import AWAY, CONFIG, REPLICAS, URL, A, B, Docker, replica
+
+
+def test_the_first_start_creates_the_container_and_later_ones_do_not_pay_compose(
+    docker: Docker, runtime: ContainerRuntime
+):
+    assert runtime.start(A) == URL
+    assert docker.verbs() == ["create", "ps", "inspect", "start", "inspect"]
+    runtime.stop(A)
+    assert docker.verbs() == ["inspect", "stop", "inspect"]
+    assert runtime.start(A) == URL
+    assert docker.verbs() == ["start", "inspect"]
+
+
+def test_a_running_service_is_not_started_again(docker: Docker, runtime: ContainerRuntime):
+    runtime.start(A)
+    run = runtime._project.find(A).run
+    runtime.start(A)
+    assert runtime._project.find(A).run == run
+
+
+def test_a_paused_service_is_unpaused(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", status="paused")
+    assert runtime.start(A) == URL
+    assert "unpause" in docker.verbs()
+
+
+def test_an_image_that_is_missing_is_named_with_the_command_that_gets_it(
+    docker: Docker, runtime: ContainerRuntime
+):
+    docker.refuses_create, docker.images = ["whatever it says"], set()
+    with pytest.raises(LoadError, match=r"^image llama:1 is not present: docker pull llama:1$"):
+        runtime.start(A)
+
+
+def test_an_image_that_is_not_built_is_named_with_the_command_that_builds_it(docker: Docker):
+    built = replace(A, service=Service())
+    runtime = runtime_at(docker, replace(CONFIG, backends=(built,)))
+    docker.refuses_create = ["whatever it says"]
+    with pytest.raises(LoadError, match=r"docker compose -f /s/compose.yaml -f /s/more.yaml -p p build a"):
+        runtime.start(built)
+
+
+def test_the_image_that_is_named_is_the_one_that_docker_misses(docker: Docker, runtime: ContainerRuntime):
+    docker.refuses_create, docker.listed_images = ["whatever it says"], ["llama:1", "sidecar:2"]
+    with pytest.raises(LoadError, match=r"^image sidecar:2 is not present: docker pull sidecar:2$"):
+        runtime.start(A)
+
+
+@pytest.mark.parametrize("status", ["dead", "removing"])
+def test_a_container_that_is_half_removed_is_made_anew(
+    docker: Docker, runtime: ContainerRuntime, status: str
+):
+    docker.add("c1", status=status)
+    assert runtime.start(A) == URL
+    assert list(docker.containers) != ["c1"]
+
+
+def test_a_container_that_somebody_removed_is_made_anew(docker: Docker, runtime: ContainerRuntime):
+    runtime.start(A)
+    docker.containers.clear()
+    assert runtime.start(A) == URL
+
+
+def test_a_network_that_somebody_removed_is_made_anew(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", status="exited")
+    docker.fails["start"] = [(404, "network 89c547813c82 not found")]
+    assert runtime.start(A) == URL
+    assert "c1" not in docker.containers
+
+
+def test_a_service_that_ends_at_once_says_so(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", status="exited", ExitCode=1)
+    docker.containers["c1"]["NetworkSettings"] = {}
+    docker.ignores = {"start"}
+    with pytest.raises(LoadError, match=r"service a exited with code 1"):
+        runtime.start(A)
+
+
+def test_a_service_without_an_address_says_what_to_publish(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1")
+    docker.containers["c1"]["NetworkSettings"] = {}
+    with pytest.raises(LoadError, match=r'publish its port, such as ports: \["127.0.0.1::8080"\]'):
+        runtime.start(A)
+
+
+def test_docker_that_is_away_says_how_to_reach_it(docker: Docker, runtime: ContainerRuntime):
+    docker.refuses_create = ["whatever it says"]
+    docker.path.unlink()
+    with pytest.raises(
+        Unreachable,
+        match=r"Docker cannot be reached at unix://.*: No such file or directory\. Start dockerd, or set",
+    ):
+        runtime.start(A)
+
+
+def test_a_compose_that_is_missing_is_asked_for(docker: Docker, runtime: ContainerRuntime):
+    docker.refuses_create, docker.has_compose = ["unknown shorthand flag"], False
+    with pytest.raises(
+        BackendError,
+        match=r"failed: unknown shorthand flag\. Docker Compose v2 is needed: `docker compose",
+    ):
+        runtime.start(A)
+
+
+def test_what_compose_says_last_is_told_where_nothing_explains_it(docker: Docker, runtime: ContainerRuntime):
+    docker.refuses_create = ["warning: old\nsome such thing"]
+    with pytest.raises(BackendError, match=r"^`docker compose a` failed: some such thing$"):
+        runtime.start(A)
+
+
+def test_a_port_that_another_program_has_is_said_plainly(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", status="exited")
+    with socket.create_server(("127.0.0.1", 0)) as theirs:
+        bound = [{"HostIp": "127.0.0.1", "HostPort": str(theirs.getsockname()[1])}]
+        docker.containers["c1"]["HostConfig"]["PortBindings"] = {"8080/tcp": bound}
+        docker.fails["start"] = [(500, "driver failed")]
+        with pytest.raises(
+            LoadError, match=r"driver failed. Another program has this port; .*127.0.0.1::PORT"
+        ):
+            runtime.start(A)
+    docker.fails["start"] = [(500, "driver failed")]
+    with pytest.raises(BackendError, match=r"driver failed$"):
+        runtime.start(A)
+
+
+def test_gpus_that_docker_cannot_give_are_said_plainly(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", status="exited")
+    docker.containers["c1"]["HostConfig"]["DeviceRequests"] = [{"Driver": "nvidia"}]
+    docker.fails["start"] = [(500, "could not select a driver")] * 2
+    with pytest.raises(LoadError, match=r"could not select a driver. Install the NVIDIA Container Toolkit"):
+        runtime.start(A)
+    docker.runtimes = ("runc", "nvidia")
+    with pytest.raises(BackendError, match=r"could not select a driver$"):
+        runtime.start(A)
+
+
+def test_the_first_container_is_used_where_somebody_made_more(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c2", number="2")
+    docker.add("c1", number="1")
+    docker.end("c1", 5)
+    assert runtime.ended(A) == "exited with code 5"
+
+
+# Another configuration
+
+
+def described(backend: Backend, digest: str) -> Backend:
+    return replace(backend, service=replace(backend.service, digest=digest))
+
+
+def test_a_service_that_is_described_otherwise_is_made_anew_by_its_next_start(
+    docker: Docker, runtime: ContainerRuntime
+):
+    runtime.start(A)
+    (first,) = docker.containers
+    runtime.reconfigure(replace(CONFIG, backends=(described(A, "other"), B)))
+    runtime.stop(A)
+    assert docker.state(first)["Status"] == "exited"
+    runtime.start(described(A, "other"))
+    assert first not in docker.containers
+    docker.verbs()
+    runtime.stop(described(A, "other"))
+    runtime.start(described(A, "other"))
+    assert "create" not in docker.verbs()
+
+
+def test_so_is_one_that_was_found_running(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1")
+    assert runtime.running() == {"a": URL}
+    runtime.reconfigure(replace(CONFIG, backends=(described(A, "other"), B)))
+    runtime.stop(A)
+    runtime.start(described(A, "other"))
+    assert "c1" not in docker.containers
+
+
+def test_a_service_that_goes_on_is_not_asked_of_compose_again(docker: Docker, runtime: ContainerRuntime):
+    runtime.start(A)
+    runtime.reconfigure(replace(CONFIG, backends=(replace(A, ttl=1.0), B)))
+    runtime.stop(A)
+    docker.verbs()
+    runtime.start(replace(A, ttl=1.0))
+    assert docker.verbs() == ["start", "inspect"]
+
+
+def test_a_service_that_is_served_no_longer_is_ours_until_it_was_stopped(
+    docker: Docker, runtime: ContainerRuntime
+):
+    runtime.start(B)
+    runtime.reconfigure(replace(CONFIG, backends=(A,)))
+    assert runtime.running() == {"b": URL}
+    runtime.stop(B)
+    docker.add("c9", "b")
+    assert runtime.running() == {}
+
+
+def test_a_replica_that_is_described_otherwise_is_made_anew_beside_those_that_still_run(
+    docker: Docker, runtime: ContainerRuntime
+):
+    docker.scale = 3
+    for each in REPLICAS:
+        runtime.start(each)
+    others = [described(each, "other") for each in REPLICAS]
+    runtime.reconfigure(replace(CONFIG, backends=tuple(others)))
+    first = {docker.number(id): id for id in docker.containers}
+    runtime.stop(REPLICAS[0])
+    runtime.start(others[0])
+    assert first[1] not in docker.containers
+    assert up(docker) == [2, 3, 4]
+    runtime.stop(REPLICAS[1])
+    runtime.start(others[1])
+    assert up(docker) == [3, 4, 5]
+
+
+# Scaled services
+
+
+@pytest.fixture
+def scaled(docker: Docker, runtime: ContainerRuntime) -> ContainerRuntime:
+    docker.scale = 3
+    return runtime
+
+
+def up(docker: Docker) -> list[int]:
+    """The numbers of the containers that run."""
+    return sorted(docker.number(id) for id in docker.containers if docker.state(id)["Status"] == "running")
+
+
+def test_each_container_of_a_scaled_service_is_started_and_stopped_alone(
+    docker: Docker, scaled: ContainerRuntime
+):
+    scaled.start(REPLICAS[1])
+    assert up(docker) == [2]
+    scaled.start(REPLICAS[2])
+    scaled.stop(REPLICAS[1])
+    assert up(docker) == [3]
+    assert scaled.ended(REPLICAS[0]) == "has not been started"
+
+
+def test_containers_that_run_are_adopted_by_their_numbers(docker: Docker, scaled: ContainerRuntime):
+    docker.add("c3", "s", number="3")
+    docker.add("c1", "s", number="1")
+    assert list(scaled.running()) == ["s-1", "s-3"]
+    scaled.stop(REPLICAS[2])
+    assert up(docker) == [1]
+
+
+def test_a_container_that_somebody_removed_is_replaced_beside_those_that_run(
+    docker: Docker, scaled: ContainerRuntime
+):
+    for each in REPLICAS:
+        scaled.start(each)
+    docker.containers.pop(next(id for id in docker.containers if docker.number(id) == 2))
+    scaled.start(REPLICAS[1])
+    assert up(docker) == [1, 3, 4]
+    scaled.stop(REPLICAS[2])
+    scaled.stop(REPLICAS[0])
+    assert up(docker) == [4]
+    assert scaled.ended(REPLICAS[1]) is None
+
+
+def test_who_stands_in_for_a_removed_container_does_so_after_a_restart_too(
+    docker: Docker, scaled: ContainerRuntime
+):
+    docker.add("c4", "s", number="4")
+    docker.add("c3", "s", number="3")
+    docker.add("c1", "s", number="1", status="exited")
+    assert list(scaled.running()) == ["s-1", "s-3"]  # the one that runs is needed, not its number
+    scaled.start(REPLICAS[1])
+    assert up(docker) == [1, 3, 4]
+
+
+def test_a_changed_description_does_not_end_replicas_that_run(docker: Docker, scaled: ContainerRuntime):
+    docker.add("c1", "s", number="1")
+    scaled.running()
+    docker.changed = True
+    scaled.start(REPLICAS[1])
+    assert up(docker) == [1, 2]
+    scaled.stop(REPLICAS[0])
+    scaled.stop(REPLICAS[1])
+    scaled.start(REPLICAS[2])
+    assert "c1" not in docker.containers
+
+
+def test_a_replica_that_is_half_removed_is_made_anew_beside_those_that_run(
+    docker: Docker, scaled: ContainerRuntime
+):
+    docker.add("c1", "s", number="1")
+    docker.add("c2", "s", number="2", status="dead")
+    scaled.running()
+    scaled.start(REPLICAS[1])
+    assert "c2" not in docker.containers
+    assert docker.state("c1")["Status"] == "running"
+
+
+def test_a_replica_that_is_described_otherwise_is_made_anew_without_the_others(
+    docker: Docker, scaled: ContainerRuntime
+):
+    for each in REPLICAS[:2]:
+        scaled.start(each)
+    before = {docker.number(id): id for id in docker.containers}
+    scaled.stop(REPLICAS[0])
+    scaled.stop(REPLICAS[1])
+    scaled.start(replace(REPLICAS[1], service=replace(REPLICAS[1].service, digest="other")))
+    assert docker.containers.keys() & before.values() == {before[1], before[3]}
+    assert up(docker) == [4]
+
+
+def test_a_replica_that_the_configuration_has_no_longer_can_be_stopped(
+    docker: Docker, scaled: ContainerRuntime
+):
+    docker.add("c3", "s", number="3")
+    docker.add("c4", "s", number="4")
+    scaled.stop(replica(4))
+    assert up(docker) == [3]
+
+
+def test_stopping_what_does_not_run_or_exist_is_no_error(docker: Docker, runtime: ContainerRuntime):
+    runtime.stop(A)
+    docker.add("c1", status="exited")
+    runtime.stop(A)
+    assert not {"stop", "kill", "rm"} & set(docker.verbs())
+
+
+def test_a_stop_that_does_not_hold_is_followed_by_kill_and_rm(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1")
+    docker.ignores = {"stop"}
+    docker.fails["kill"] = [(500, "cannot kill")]
+    runtime.stop(A)
+    assert [verb for verb in docker.verbs() if verb in ("stop", "kill", "rm")] == ["stop", "kill", "rm"]
+    assert not docker.containers
+
+
+def test_a_service_that_nothing_ends_is_an_error(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1")
+    docker.ignores = {"stop", "kill"}
+    docker.fails["rm"] = [(500, "could not kill: did not receive an exit event")]
+    with pytest.raises(BackendError, match=r"service a still runs after stop, kill and rm.*exit event"):
+        runtime.stop(A)
+
+
+def test_a_kill_has_no_grace(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1")
+    runtime.kill(A)
+    assert docker.verbs() == ["ps", "inspect", "kill", "inspect"]
+
+
+def test_a_service_is_frozen_and_let_go_on(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1")
+    runtime.pause(A)
+    assert docker.state("c1")["Status"] == "paused"
+    assert runtime.ended(A) is None
+    runtime.resume(A)
+    assert docker.state("c1")["Status"] == "running"
+    docker.verbs()
+    runtime.resume(A)
+    assert "unpause" not in docker.verbs()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_does_not_run_can_neither_be_frozen_nor_let_go_on(
+    docker: Docker, runtime: ContainerRuntime, frozen: bool
+):
+    call = runtime.resume if frozen else runtime.pause
+    with pytest.raises(BackendError, match="service a has no container"):
+        call(A)
+    docker.add("c1", status="exited", ExitCode=3)
+    with pytest.raises(BackendError, match="service a exited with code 3"):
+        call(A)
+
+
+def test_the_processes_of_a_container_are_those_of_the_host(docker: Docker, runtime: ContainerRuntime):
+    assert runtime.pids(A) == []
+    docker.add("c1")
+    assert runtime.pids(A) == [4711, 4712]
+    docker.end("c1")
+    assert runtime.pids(A) == []
+
+
+def test_a_process_belongs_to_the_service_whose_container_it_runs_in(
+    docker: Docker, runtime: ContainerRuntime, monkeypatch: pytest.MonkeyPatch
+):
+    docker.add("c1")
+    inside = {4711: "c1", 4712: "somebody else's"}
+    monkeypatch.setattr(containers.gpu, "container", inside.get)
+    assert runtime.owner(4711) is None
+    runtime.running()
+    docker.verbs()
+    assert [runtime.owner(pid) for pid in (4711, 4712, 4713)] == ["a", None, None]
+    runtime.stop(A)
+    assert runtime.owner(4711) == "a"  # it may not be gone yet
+
+
+def test_nobody_asks_docker_whose_a_process_is(docker: Docker, runtime: ContainerRuntime):
+    runtime.start(A)
+    docker.verbs()
+    runtime.owner(os.getpid())
+    assert docker.verbs() == []
+
+
+def test_a_restarting_service_is_stopped_too(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", status="restarting")
+    runtime.stop(A)
+    assert "stop" in docker.verbs()
+
+
+def test_what_runs_is_looked_for_among_our_services_only(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", "a")
+    docker.add("c2", "b", status="exited")
+    docker.add("c3", "database")
+    assert runtime.running() == {"a": URL}
+    assert docker.verbs() == ["ps", "inspect", "inspect"]
+
+
+def test_what_a_killed_anvil_mux_is_starting_is_found(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", status="created")
+
+    def inspect(id: str) -> tuple[int, object]:  # as Docker: not before the start is over
+        docker.state(id).update(Status="running")
+        return 200, docker.containers[id]
+
+    docker.do_inspect = inspect  # type: ignore[method-assign]
+    assert runtime.running() == {"a": URL}
+
+
+def test_what_a_killed_anvil_mux_is_stopping_is_waited_for_once(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", "a")
+    docker.add("c2", "b")
+    started = datetime(2026, 11, 21, 13, 0, 3, tzinfo=timezone.utc).timestamp()
+    docker.kills = [
+        ("c1", "15", started),
+        ("c2", "15", started - 60),
+        ("c2", "1", started),
+        ("c9", "9", started),
+    ]
+    assert runtime.running() == {"b": URL}
+    assert docker.verbs() == ["ps", "inspect", "inspect", "wait", "ps", "inspect", "inspect"]
+    docker.kills = [("c2", "15", started)]
+    assert runtime.running() == {"b": URL}
+
+
+def test_a_service_that_runs_without_an_address_is_listed_all_the_same(
+    docker: Docker, runtime: ContainerRuntime
+):
+    docker.add("c1", "a", status="restarting")
+    docker.add("c2", "b")
+    docker.containers["c2"]["NetworkSettings"] = {}
+    assert runtime.running() == {"a": "", "b": ""}
+
+
+def test_a_paused_service_is_listed_as_it_is(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", "a", status="paused")
+    assert runtime.running() == {"a": URL}
+    assert docker.state("c1")["Status"] == "paused"
+    assert runtime.is_frozen(A)
+    assert not runtime.is_frozen(B)
+
+
+def test_a_container_that_goes_away_while_it_is_listed_is_no_error(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", "a")
+    docker.add("c2", "b")
+    docker.fails["inspect"] = [(404, "No such container: c1")]
+    assert runtime.running() == {"b": URL}
+
+
+def test_the_log_tail_is_of_the_last_run_only(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1")
+    docker.logs = [(1, "one\r\ntwo\n"), (2, "three\n")]
+    assert runtime.log_tail(A, 2) == ["two", "three"]
+    begun = datetime(2026, 11, 21, 13, 0, 1, tzinfo=timezone.utc).timestamp()
+    assert begun - 5 < docker.since < begun
+
+
+def test_nothing_of_an_earlier_run_is_shown_when_a_start_fails(docker: Docker, runtime: ContainerRuntime):
+    docker.logs = [(1, "of the first run\n")]
+    runtime.start(A)
+    runtime.stop(A)
+    docker.fails["start"] = [(500, "port is already allocated")]
+    with pytest.raises(BackendError):
+        runtime.start(A)
+    assert runtime.log_tail(A) == []
+    runtime.start(A)
+    assert runtime.log_tail(A) == ["of the first run"]
+
+
+def test_nothing_of_a_run_that_ended_just_before_is_shown(
+    docker: Docker, runtime: ContainerRuntime, monkeypatch: pytest.MonkeyPatch
+):
+    told = datetime(2026, 11, 21, 13, 0, 2, 250_000, tzinfo=timezone.utc).timestamp()
+    monkeypatch.setattr(containers, "time", SimpleNamespace(time=lambda: told))
+    runtime.start(A)
+    runtime.log_tail(A)
+    assert docker.since == told
+
+
+def test_a_log_that_cannot_be_had_is_empty(docker: Docker, runtime: ContainerRuntime):
+    assert runtime.log_tail(A) == []
+    docker.add("c1")
+    docker.fails["logs"] = [AWAY]
+    assert runtime.log_tail(A) == []
+
+
+def test_a_log_is_followed(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1")
+    docker.logs = [(1, "one\r\ntwo\n")]
+    assert list(runtime.follow_log(A)) == ["one", "two"]
+    assert list(runtime.follow_log(B)) == []
+
+
+def test_images_that_are_missing_are_listed(docker: Docker):
+    other = replace(B, service=Service(name="other", image="gone:1"))
+    env = {"DOCKER_HOST": docker.host}
+    assert missing_images([A, other, replica(1)], env) == [
+        "service other: image gone:1 is not present: docker pull gone:1"
+    ]
+    docker.fails["image"] = [(500, "broken")]
+    with pytest.raises(BackendError, match="500"):
+        missing_images([A], env)
+
+
+@pytest.mark.parametrize(
+    ("user", "id"), [("", 0), ("root:x", 0), ("0", 0), ("1000:1000", 1000), ("somebody", None)]
+)
+def test_the_user_of_a_service_is_foretold(user: str, id: int | None) -> None:
+    told = user_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": "tcp://x:1"})
+    assert told == id
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize(("user", "id"), [("", 1234), ("0:0", 1234), ("1000", None)])
+def test_root_of_a_rootless_engine_is_who_runs_it(tmp_path: Path, user: str, id: int | None) -> None:
+    address = tmp_path / "docker.sock"
+    address.touch()
+    os.chown(address, 1234, 1234)
+    told = user_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": f"unix://{address}"})
+    assert told == id

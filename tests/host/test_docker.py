@@ -1,0 +1,320 @@
+"""What is asked of a Docker Engine, and what is made of its answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from anvil_mux.errors import BackendError
+from anvil_mux.host.docker import (
+    Conflict,
+    Container,
+    Engine,
+    Missing,
+    Refused,
+    base_url,
+    how_it_ended,
+    read_container,
+    read_death,
+)
+from anvil_mux.host.endpoint import Endpoint, Unreachable
+from tests.host.docker_stand_in import AWAY, Docker
+
+# What Docker says
+
+INSPECTED = {
+    "Id": "0f95e31e3d91",
+    "Name": "/p-a-1",
+    "State": {
+        "Status": "running",
+        "Running": True,
+        "OOMKilled": False,
+        "ExitCode": 0,
+        "Error": "",
+        "StartedAt": "2026-11-21T13:38:31.55644524Z",
+        "FinishedAt": "0001-01-01T00:00:00Z",
+    },
+    "HostConfig": {
+        "NetworkMode": "p_default",
+        "PortBindings": {
+            "8080/tcp": [{"HostIp": "127.0.0.1", "HostPort": "81"}],
+            "1/udp": [{"HostPort": ""}],
+        },
+        "DeviceRequests": [{"Driver": "nvidia"}],
+    },
+    "Config": {
+        "Tty": True,
+        "Labels": {
+            "com.docker.compose.config-hash": "58a4aa18",
+            "com.docker.compose.container-number": "1",
+            "com.docker.compose.project": "p",
+            "com.docker.compose.service": "a",
+        },
+    },
+    "NetworkSettings": {
+        "Ports": {"8080/tcp": [{"HostIp": "127.0.0.1", "HostPort": "32775"}], "9090/tcp": None},
+        "Networks": {"p_default": {"IPAddress": "172.21.0.2"}, "other": {"IPAddress": ""}},
+    },
+}
+
+
+def test_inspect_is_read():
+    assert read_container(INSPECTED) == Container(
+        id="0f95e31e3d91",
+        service="a",
+        number=1,
+        status="running",
+        started_at="2026-11-21T13:38:31.55644524Z",
+        network_mode="p_default",
+        ports=(("8080/tcp", "127.0.0.1", 32775),),
+        ips=("172.21.0.2",),
+        tty=True,
+        wants_ports=(("127.0.0.1", 81),),
+        wants_devices=True,
+    )
+
+
+def test_a_container_that_was_never_started_is_read():
+    bare = {"Id": "c1", "State": {"Status": "created"}, "Config": {"Labels": None}}
+    assert read_container(bare) == Container(id="c1", service="", number=1, status="created", started_at="")
+
+
+RUNNING = Container(id="c1", service="a", number=1, status="running", started_at="T1")
+
+
+@pytest.mark.parametrize(
+    ("special", "url"),
+    [
+        ({"ports": (("8080/tcp", "127.0.0.1", 32775),)}, "http://127.0.0.1:32775"),
+        ({"ports": (("8080/tcp", "0.0.0.0", 81), ("8080/tcp", "::", 81))}, "http://127.0.0.1:81"),
+        ({"ports": (("8080/tcp", "::", 81),)}, "http://[::1]:81"),
+        ({"ports": (("8080/tcp", "10.1.1.1", 81),)}, "http://10.1.1.1:81"),
+        ({"ports": (("8080/udp", "127.0.0.1", 81),), "ips": ("172.21.0.2",)}, "http://172.21.0.2:8080"),
+        ({"ips": ("172.21.0.2",)}, "http://172.21.0.2:8080"),
+        ({"network_mode": "host"}, "http://127.0.0.1:8080"),
+        ({}, None),
+    ],
+)
+def test_where_an_engine_is_reached(special: dict[str, Any], url: str | None):
+    assert base_url(replace(RUNNING, **special), 8080) == url
+
+
+@pytest.mark.parametrize(
+    ("special", "how"),
+    [
+        ({}, None),
+        ({"status": "paused"}, None),
+        ({"status": "exited", "exit_code": 1}, "exited with code 1"),
+        ({"status": "exited", "exit_code": 137}, "was killed (code 137)"),
+        ({"status": "exited", "exit_code": 139}, "exited with code 139 (SIGSEGV)"),
+        ({"status": "exited", "exit_code": 255}, "exited with code 255"),
+        ({"status": "created"}, "has not been started"),
+        ({"status": "created", "error": "no device"}, "has not been started (no device)"),
+        ({"status": "restarting", "exit_code": 2}, "exited with code 2, and Docker is restarting it"),
+    ],
+)
+def test_how_a_container_ended(special: dict[str, Any], how: str | None):
+    assert how_it_ended(replace(RUNNING, **special)) == how
+
+
+def test_out_of_memory_is_said_plainly():
+    how = how_it_ended(replace(RUNNING, status="exited", exit_code=137, oom_killed=True))
+    assert how is not None
+    assert "out of memory (OOM)" in how
+
+
+@pytest.mark.parametrize(
+    ("line", "death"),
+    [
+        ('{"Action": "die", "Actor": {"ID": "c1", "Attributes": {"exitCode": "139"}}}', ("c1", 139)),
+        ('{"Action": "died", "Actor": {"ID": "c1", "Attributes": {"containerExitCode": "1"}}}', ("c1", None)),
+        ('{"Action": "die", "Actor": {"ID": "c1", "Attributes": null}}', ("c1", None)),
+        ("{}", ("", None)),
+        ("not JSON", ("", None)),
+        ("[]", ("", None)),
+    ],
+)
+def test_an_event_is_read(line: str, death: tuple[str, int | None]):
+    assert read_death(line) == death
+
+
+# Questions and answers
+
+
+@pytest.fixture
+def engine(docker: Docker) -> Engine:
+    return Engine(Endpoint(docker.host))
+
+
+def test_the_containers_of_a_project_are_listed_without_one_off_runs(docker: Docker, engine: Engine):
+    docker.add("c1", "a")
+    docker.add("c2", "b", status="exited")
+    assert engine.containers("p") == [("c1", "a"), ("c2", "b")]
+    ours = ["com.docker.compose.project=p", "com.docker.compose.oneoff=False"]
+    assert docker.asked == {"all": "1", "filters": json.dumps({"label": ours})}
+    assert engine.containers("p", "b") == [("c2", "b")]
+    assert json.loads(docker.asked["filters"]) == {"label": [*ours, "com.docker.compose.service=b"]}
+
+
+def test_a_grace_is_rounded_up(docker: Docker, engine: Engine):
+    docker.add("c1")
+    engine.stop("c1", 3.5)
+    assert docker.asked == {"t": "4"}
+
+
+def test_what_was_so_already_is_no_error(docker: Docker, engine: Engine):
+    docker.add("c1")
+    engine.start("c1")
+    docker.fails["stop"] = [(304, "")]
+    engine.stop("c1", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(400, Refused), (404, Missing), (409, Conflict), (500, Refused), (503, Refused)]
+)
+def test_an_error_is_told_by_its_status_and_said_in_its_message(
+    docker: Docker, engine: Engine, status: int, error: type[Refused]
+):
+    docker.add("c1")
+    docker.fails["kill"] = [(status, "it is\nso.")]
+    with pytest.raises(Refused) as caught:
+        engine.kill("c1")
+    assert (type(caught.value), caught.value.answer) == (error, status)
+    assert caught.value.message == f"Docker answers {status} to POST /containers/c1/kill: it is so"
+
+
+def test_a_long_id_is_cut_in_errors(engine: Engine):
+    with pytest.raises(Missing, match="POST /containers/000000000000/start: No such container"):
+        engine.start("0" * 64)
+
+
+def test_what_is_gone_has_nothing_to_inspect_and_no_processes(engine: Engine):
+    assert engine.inspect("c1") is None
+    assert engine.processes("c1") == []
+
+
+@pytest.mark.parametrize("podman", [False, True])
+def test_processes_are_asked_for_by_their_ids_on_the_host(docker: Docker, engine: Engine, podman: bool):
+    docker.podman = podman
+    docker.add("c1")
+    assert engine.processes("c1") == [4711, 4712]
+
+
+@pytest.mark.parametrize("name", ["llama:1", "registry:5000/team/llama@sha256:0a"])
+def test_an_image_is_there_or_not(docker: Docker, engine: Engine, name: str):
+    assert engine.has_image(name) is (name == "llama:1")
+    docker.images = {name}
+    assert engine.has_image(name)
+
+
+def test_the_runtimes_are_listed(docker: Docker, engine: Engine):
+    docker.runtimes = ("runc", "nvidia")
+    assert engine.runtimes() == ["runc", "nvidia"]
+
+
+# Logs
+
+
+@pytest.mark.parametrize("tty", [False, True])
+def test_a_log_has_the_lines_of_both_streams_in_their_order(docker: Docker, engine: Engine, tty: bool):
+    docker.add("c1")
+    docker.containers["c1"]["Config"]["Tty"] = tty
+    docker.logs = [(1, "one\r\nt"), (1, "wo\n"), (2, ""), (2, "three\n"), (1, "fo\u00fcr")]
+    container = engine.inspect("c1")
+    assert container is not None
+    assert engine.log(container, 20, since=1.5) == ["one", "two", "three", "fo\u00fcr"]
+    assert docker.asked == {"stdout": "1", "stderr": "1", "tail": "20", "since": "1.500000"}
+    assert engine.log(container, 2, since=1.5) == ["three", "fo\u00fcr"]
+    with engine.follow(container, 100) as lines:
+        assert list(lines) == ["one", "two", "three", "fo\u00fcr"]
+    assert docker.asked == {"stdout": "1", "stderr": "1", "tail": "100", "follow": "1"}
+
+
+def test_what_a_log_says_about_itself_may_be_cut_short(docker: Docker, engine: Engine):
+    docker.add("c1")
+    container = engine.inspect("c1")
+    assert container is not None
+    docker.fails["logs"] = [(200, b"\1\0\0\0\0\0\0\x09one\ntwo"), (200, b"\1\0\0")]
+    assert engine.log(container, 20, since=0.0) == ["one", "two"]
+    assert engine.log(container, 20, since=0.0) == []
+
+
+# Events
+
+
+def test_ends_are_asked_for_by_the_words_of_docker_and_podman(docker: Docker, engine: Engine):
+    with engine.deaths("p", 12.3456) as events:
+        filters = json.loads(docker.asked["filters"])
+        into = docker.next_events()
+        into.tell("c1", "c2", code=3)
+        lines = iter(events)
+        assert [read_death(next(lines)) for _ in range(2)] == [("c1", 3), ("c2", 3)]
+        events.interrupt()
+        assert list(lines) == []
+    into.close()
+    assert docker.asked["since"] == "12.345600"
+    assert filters == {
+        "type": ["container"],
+        "event": ["die", "died"],
+        "label": ["com.docker.compose.project=p"],
+    }
+
+
+# Versions, and an engine that does not answer
+
+
+@pytest.mark.parametrize(("theirs", "spoken"), [("1.40", "1.40"), ("1.41", "1.41"), ("1.99", "1.52")])
+def test_the_newest_version_that_both_know_is_spoken(
+    docker: Docker, engine: Engine, theirs: str, spoken: str
+):
+    docker.version = theirs
+    engine.ping()
+    assert engine._version == spoken
+
+
+def test_an_engine_that_is_too_old_is_refused(docker: Docker, engine: Engine):
+    docker.version = "1.39"
+    with pytest.raises(Unreachable, match=r"API is 1\.39, and 1\.40 is needed: update Docker to 19\.03"):
+        engine.ping()
+
+
+def test_an_engine_of_another_version_since_is_understood_from_the_next_question_on(
+    docker: Docker, engine: Engine
+):
+    docker.add("c1")
+    assert engine.inspect("c1")
+    docker.version = "1.44"
+    with pytest.raises(Refused, match="too new"):
+        engine.inspect("c1")
+    assert engine.inspect("c1")
+
+
+def test_an_engine_that_closes_the_connection_has_not_answered(docker: Docker, engine: Engine):
+    docker.fails["ps"] = [AWAY]
+    with pytest.raises(
+        Unreachable, match=r"did not answer GET /v1.41/containers/json: .*Start dockerd, or set"
+    ):
+        engine.containers("p")
+
+
+def test_an_engine_that_takes_too_long_may_be_stuck(
+    docker: Docker, engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    engine.ping()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(f"{docker.path}.silent")
+        silent.listen()
+        engine.endpoint = Endpoint(f"{docker.host}.silent")
+        monkeypatch.setattr("anvil_mux.host.docker.STOP_SLACK", 0.01)
+        with pytest.raises(Unreachable, match=r"within 0.01 s; dockerd may be stuck"):
+            engine.stop("c1", 0.0)
+
+
+def test_what_is_no_docker_engine_is_told_so(docker: Docker, engine: Engine):
+    docker.version = ""
+    with pytest.raises(BackendError, match=r"what answers at unix://.*docker.sock is no Docker Engine"):
+        engine.ping()
