@@ -20,7 +20,7 @@ from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.keys import Keyring
 from anvil_mux.errors import Cancelled
 from anvil_mux.host.swap import Evicted, Loaded
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.relay import Relay
 from anvil_mux.proxy.server import Server

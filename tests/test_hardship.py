@@ -32,19 +32,15 @@ CALM = 1500.0
 class World(_Simulation):
     """Adds up what is held of each GPU after everything that happens."""
 
-    def _ask_alone(self, driver, now):
-        super()._ask_alone(driver, now)
-        for group in self.groups:
+    def _carry_out(self, effects, now):
+        super()._carry_out(effects, now)
+        for group in self._scheduler.groups:
             for gpu, capacity in group._placement.capacity.items():
                 here = [slot for slot in group.slots.values() if gpu in slot.occupies]
                 whole = any(
                     slot.whole and slot.state in HOLDING for slot in here
                 )  # it takes what others leave
                 assert whole or sum(slot.occupies[gpu] for slot in here) <= capacity, (now, gpu)
-
-    @property
-    def groups(self):
-        return [driver.group for driver in dict.fromkeys(self._drivers.values())]
 
 
 def some_backends(draw, shared):
@@ -133,5 +129,5 @@ def test_when_the_trouble_is_over_everybody_is_served_and_nothing_is_left_undone
         assert not [
             event for event in world.log if event.cause == Cause("error", detail="waited_too_long")
         ], seed
-        for group in world.groups:
+        for group in world._scheduler.groups:
             assert not group._swaps, seed

@@ -10,21 +10,27 @@ from types import SimpleNamespace
 import pytest
 
 import anvil_mux
-from tests.sim.test_simulate import world
-from tests.test_multiplexer import ALONE, differences
+from anvil_mux.config.config import Config
+from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.steps import Ticket
+from anvil_mux.sim.simulate import Engines
+from tests.baton import BatonClock
+from tests.sim.test_simulate import LAYOUTS, one, world
+from tests.test_multiplexer import VirtualEngines, differences
 
 SOURCE = Path(anvil_mux.__file__).parent
 
 MUTANTS = {
-    "a release wakes no keeper": (
-        "multiplexer",
-        "            if group.release(ticket, self._clock.now(), usage, whole=whole):\n",
-        "            if group.release(ticket, self._clock.now(), usage, whole=whole) and False:\n",
+    "a release asks for nothing": (
+        "scheduler",
+        "        if group.release(ticket, now, usage, whole=whole):\n",
+        "        if group.release(ticket, now, usage, whole=whole) and False:\n",
     ),
     "an admitted request is not woken": (
         "multiplexer",
-        "            ticket.wake.set()\n",
-        "            pass\n",
+        "        for ticket in effects.woken:\n            ticket.wake.set()\n",
+        "",
     ),
     "leases are granted while their backend drains": (
         "group",
@@ -54,20 +60,45 @@ MUTANTS = {
         "self._admit_one(ticket, places, now)",
         "self._admit_one(next(iter(queue)), places, now)",
     ),
-    "who gets a place is not woken": (
-        "multiplexer",
-        "            if group.settled:\n",
-        "            if False:\n",
+    "a request that gets a place is not woken": (
+        "scheduler",
+        "return self._collected(group) if group.settled or group.taken_back else NOTHING",
+        "return NOTHING",
     ),
     "a cancel is lost": (
         "multiplexer",
-        "                    self._cancelled[step.backend].set()\n",
-        "                    pass\n",
+        "                job.cancelled.set()\n",
+        "                pass\n",
     ),
-    "nobody is there to cancel a load": (
+    "the timer is not set anew": (
         "multiplexer",
-        "for gpu in backend.gpus}) + 1\n",
-        "for gpu in backend.gpus})\n",
+        "            self._workers.ask_at(effects.ask_at)\n",
+        "            self._workers.ask_at(max(effects.ask_at, self._clock.now() + 60.0))\n",
+    ),
+    "a stale timer moves the moment back": (
+        "workers",
+        "        if moment < self._ask_at:\n            self._changed.notify()\n",
+        "",
+    ),
+    "a step is lost": (
+        "workers",
+        "            self._jobs.extend(jobs)\n",
+        "            self._jobs.extend(list(jobs)[:1])\n",
+    ),
+    "steps are performed at once, each after the other": (
+        "workers",
+        '            self._clock.spawn(partial(self._perform, job), f"step-{self._name(job)}")\n',
+        "            self._perform(job)\n",
+    ),
+    "a queue that ended is offered twice": (
+        "scheduler",
+        "            group.settled = []\n",
+        "            group.settled = group.settled[:]\n",
+    ),
+    "only the group of a fact is asked where host memory is shared": (
+        "scheduler",
+        "while self.memory.budget is not None and self.memory.changes != self._memory_changes:",
+        "while False:",
     ),
     "a load that nobody waits for any more is finished all the same": (
         "group",
@@ -254,7 +285,7 @@ def copied(folder, name, mutant=None):
             text = text.replace(mutant[1], mutant[2])
         place.write_text(text.replace("anvil_mux", name))
     shutil.copy(SOURCE / "routing" / "routing.yaml", target / "routing")
-    modules = ("errors", "scheduler.group", "multiplexer")
+    modules = ("errors", "scheduler.scheduler", "scheduler.group", "multiplexer.multiplexer")
     return SimpleNamespace(
         **{module.split(".")[-1]: importlib.import_module(f"{name}.{module}") for module in modules}
     )
@@ -265,9 +296,89 @@ def package(tmp_path, monkeypatch):
     """Makes copies of the package, and forgets them."""
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
-    yield lambda mutant=None: copied(tmp_path, "planted", mutant)
+    yield lambda mutant=None, name="planted": copied(tmp_path, name, mutant)
     for name in set(sys.modules) - before:
         del sys.modules[name]
+
+
+def a_report_of_a_step_that_is_over_changes_nothing(package):
+    log = []
+    core = package.scheduler.Scheduler(Config(backends=(one("a", "0"),)), log.append, Costs(), Footprints())
+    (load,) = core.requested(Ticket(1, "a", 0.0), 0.0).steps
+    core.loaded(load, 1.0, "stop")
+    core.died("a", 100.0, "killed")
+    (again,) = core.requested(Ticket(2, "a", 100.0), 100.0).steps
+    before = len(log)
+    assert not any(core.loaded(load, 101.0, "stop"))
+    assert len(log) == before
+    core.loaded(again, 102.0, "stop")
+    assert log[before].kind == "ready"
+
+
+def a_lease_is_cut_before_its_engine_is_told_to_go(package):
+    for seed in range(20):
+        clock = BatonClock(seed)
+        engines = VirtualEngines(clock, Engines(), package)
+        config = Config(policy="eager", drain_timeout=0.0, backends=(one("a", "0"), one("b", "0")))
+        mux = package.multiplexer.Multiplexer(config, engines, log=lambda event: None, clock=clock)
+
+        def hold(mux=mux, clock=clock, engines=engines):
+            with mux.lease("a") as lease:
+                lease.on_severed(lambda: engines.calls.append((clock.now(), "cut")))
+                clock.sleep(100.0)
+
+        def main(mux=mux, clock=clock, hold=hold):
+            mux.start()
+            clock.spawn(hold, "hold")
+            clock.sleep(50.0)
+            mux.load("b")
+            mux.close()
+
+        clock.run(main)
+        assert [call for _, call in engines.calls] == ["start a", "cut", "stop a", "start b"]
+
+
+SCRIPTED = {
+    "the report of an old step counts": (
+        (
+            "scheduler",
+            "if self._under_way.get(step.backend) != step.number:",
+            "if step.backend not in self._under_way:",
+        ),
+        a_report_of_a_step_that_is_over_changes_nothing,
+    ),
+    "a cut comes after its eviction": (
+        (
+            "multiplexer",
+            "        for ticket in effects.cut:\n"
+            "            _cut(ticket)\n"
+            "        for job in jobs:\n"
+            "            if isinstance(job.step, Cancel) and job.cancelled:\n"
+            "                job.cancelled.set()\n"
+            "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
+            "        if begun:\n"
+            "            self._workers.submit(begun)\n",
+            "        for job in jobs:\n"
+            "            if isinstance(job.step, Cancel) and job.cancelled:\n"
+            "                job.cancelled.set()\n"
+            "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
+            "        if begun:\n"
+            "            self._workers.submit(begun)\n"
+            "        for ticket in effects.cut:\n"
+            "            _cut(ticket)\n",
+        ),
+        a_lease_is_cut_before_its_engine_is_told_to_go,
+    ),
+}
+"""Planted bugs that no comparison with the simulator sees, and the histories that do."""
+
+
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_a_planted_bug_fails_its_history(package, name):
+    mutant, history = SCRIPTED[name]
+    history(package())
+    with pytest.raises(AssertionError):
+        history(package(mutant, "mutant"))
 
 
 LEARNING = ("cost_aware", "adaptive")
@@ -276,7 +387,7 @@ LEARNING = ("cost_aware", "adaptive")
 
 def suspects(package, seeds=8):
     """The worlds that show a difference, an error or a deadlock."""
-    for seed, policy, layout in itertools.product(range(seeds), ("eager", "debounce", *LEARNING), ALONE):
+    for seed, policy, layout in itertools.product(range(seeds), ("eager", "debounce", *LEARNING), LAYOUTS):
         try:
             shown = differences(*world(layout, policy, seed, requests=40), seed=seed, package=package)
         except Exception as error:

@@ -8,7 +8,7 @@ import pytest
 
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.steps import Demote, Start, Stop
 from anvil_mux.sim.simulate import Death, Engines, Outcome, Reload, Request, Unloading, simulate
 from tests.baton import BatonClock

@@ -28,7 +28,8 @@ from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.engine import Visit
 from anvil_mux.host.swap import Swapper
-from anvil_mux.multiplexer import Lease, Multiplexer
+from anvil_mux.multiplexer.lease import Lease
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
 from anvil_mux.sim.simulate import check
 from tests.baton import BatonClock
@@ -315,7 +316,7 @@ class World:
         for result in self.results:
             assert result.over is not None, f"nobody answered {result}"
             assert result.leased is not None or isinstance(result.error, MuxError), result
-        slots = {slot.name: slot for i in self.mux._each_driver() for slot in i.group.slots.values()}
+        slots = {slot.name: slot for slot in self.mux._scheduler.slots}
         for name, slot in slots.items():
             assert self.runs(name) is (slot.state != "stopped"), (name, slot)
             assert not slot.holders, (name, slot)

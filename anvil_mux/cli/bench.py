@@ -39,7 +39,7 @@ from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host import gpu
 from anvil_mux.host.freed import Memory
 from anvil_mux.host.swap import Runtime, Swapper
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.relay import Exchange, Relay
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import LeastRecentlyUsed

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from anvil_mux.errors import BadRequest
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol.completions import finite
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.reply import JSON, Reply

@@ -19,7 +19,8 @@ from functools import partial
 from typing import NamedTuple
 
 from anvil_mux.errors import BadRequest, MuxError, Severed, with_log
-from anvil_mux.multiplexer import NO_USAGE, Lease, Multiplexer, Tend
+from anvil_mux.multiplexer.lease import NO_USAGE, Lease
+from anvil_mux.multiplexer.multiplexer import Multiplexer, Tend
 from anvil_mux.protocol import api, stages
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import finite

@@ -23,7 +23,7 @@ from anvil_mux.errors import (
     RefusedByEngine,
     Severed,
 )
-from anvil_mux.multiplexer import Lease
+from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import api, http1, naming, stages
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse

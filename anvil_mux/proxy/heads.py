@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import FIELDS
 from anvil_mux.host.engine import api_key
-from anvil_mux.multiplexer import Lease
+from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1, naming
 from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.access import Access

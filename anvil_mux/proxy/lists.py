@@ -7,7 +7,7 @@ import time
 from urllib.parse import unquote
 
 from anvil_mux.errors import UnknownModel
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, ollama
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.probes import Answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from anvil_mux.errors import BadRequest, NotFound
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, ollama
 from anvil_mux.protocol.completions import parse
 from anvil_mux.proxy.access import preflight

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import BadRequest, ClientGone, MuxError, NotFound
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, naming
 from anvil_mux.protocol.completions import parse
 from anvil_mux.proxy.access import Access

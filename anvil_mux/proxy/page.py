@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.reply import Reply

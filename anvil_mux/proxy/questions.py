@@ -9,7 +9,7 @@ from __future__ import annotations
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BadRequest, NotFound, UnknownModel
 from anvil_mux.host.engine import find_engine
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import anthropic, api, coding, http1, naming, ollama
 from anvil_mux.protocol.completions import parse
 from anvil_mux.proxy.asked import Asked, Question, Target

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from socket import SHUT_RDWR, socket
 
 from anvil_mux.errors import BackendError, ClientGone, ClientStalled, MuxError
-from anvil_mux.multiplexer import Lease
+from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.bodies import Body, body_of

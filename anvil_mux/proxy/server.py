@@ -22,7 +22,7 @@ from socketserver import BaseRequestHandler, TCPServer
 from typing import Any
 
 from anvil_mux.errors import ClientGone, MuxError, Overloaded
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy.affinity import Affinity, CPUs
 from anvil_mux.proxy.client import Client

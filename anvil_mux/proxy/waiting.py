@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 
 from anvil_mux.errors import ModelLoading, Overloaded
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy.asked import Question
 from anvil_mux.proxy.reply import Reply

@@ -858,7 +858,7 @@ class GpuGroup:
 
     # The question
 
-    def next_step(self, now: float) -> Step:
+    def next_step(self, now: float) -> Step | Wait:
         """What is to be done now. Each ``Start`` and ``Stop`` is handed out once."""
         if self._unseen:
             return Wait(FOREVER)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,35 +95,41 @@ class Start:
 
     backend: str
     how: str
-    """The way by which it rests."""
+    """The standby level that it comes back from; ``stop``: it is started."""
+    number: int = 0
+    """Of the step, by which its report is known; given by the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End the load of the backend; only how that ends is reported, and it may have ended by now."""
+    """End the load of the backend; only how that load ends is reported, and it may have ended by now."""
 
     backend: str
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Put the backend out, then report ``stopped`` or ``evict_failed``. ``severed`` are cut first."""
+    """Take the backend off its GPUs, then report ``evicted`` or ``evict_failed``."""
 
     backend: str
     how: str
-    """The standby level that is asked for; a harder one may be taken."""
+    """The standby level that is asked for; a deeper one may be taken."""
     severed: tuple[Ticket, ...] = ()
+    """The leases that the drain did not wait for any longer: they are cut before."""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """Take a backend on standby further down, then report ``stopped`` or ``evict_failed``."""
+    """Take a backend on standby to a deeper level, then report ``evicted`` or ``evict_failed``."""
 
     backend: str
     how: str
-    """The way by which it rests."""
+    """The standby level that it is in."""
     to: str
-    """The deeper way that is asked for; an even deeper one may be taken."""
+    """The deeper level that is asked for; an even deeper one may be taken."""
+    number: int = 0
 
 
 class Wait(NamedTuple):
@@ -132,4 +138,25 @@ class Wait(NamedTuple):
     until: float
 
 
-Step = Start | Cancel | Stop | Demote | Wait
+Step = Start | Cancel | Stop | Demote
+"""What a driver performs, outside of its lock; all but ``Cancel`` are reported once they have ended."""
+
+
+class Effects(NamedTuple):
+    """What a driver has to do after a fact; beside the events nothing else tells it anything.
+
+    ``cut`` comes before ``steps``. The driver of threads does all of it outside of its lock, but for counting
+    who waits and for noting ``ask_at``.
+    """
+
+    woken: Sequence[Ticket] = ()
+    """Tickets that waited, and are leased or have failed; never the one that was ``requested``."""
+    cut: Sequence[Ticket] = ()
+    """Leases that ended before their requests did."""
+    steps: Sequence[Step] = ()
+    ask_at: float | None = None
+    """When ``time_passed`` is to be said, without a fact before; None: at the moment that was said last."""
+
+
+NOTHING = Effects()
+"""Of most facts: a lease and its release cost microseconds."""

@@ -49,7 +49,7 @@ from anvil_mux.host.gpu_monitor import GpuMonitor
 from anvil_mux.host.process import ProcessRuntime, state_folder
 from anvil_mux.host.state import write_whole
 from anvil_mux.host.swap import Evicted, Runtime, Swapper
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.affinity import Affinity, CPUs
 from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.relay import Relay

@@ -1,7 +1,7 @@
 """The same GPU groups, policies and eviction in virtual time.
 
-``simulate`` does what the multiplexer does, with a heap of happenings in place of threads: it tells each
-GPU group's ``GpuGroup`` the facts of a trace, asks for the next step, and reports how that ended after the
+``simulate`` does what the multiplexer does, with a heap of happenings in place of threads: it tells the
+``Scheduler`` the facts of a trace, does what the effects say, and reports how each step ended after the
 seconds that ``Engines`` name. Only the engines and the passage of time are made up, so the log is the one
 that the threaded program writes for the same trace.
 
@@ -27,11 +27,11 @@ from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.group import GpuGroup, max_waits
+from anvil_mux.scheduler.group import max_waits
 from anvil_mux.scheduler.placement import HOLDING, Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.steps import Cancel, Demote, Start, Stop, Ticket, Wait
+from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Start, Step, Stop, Ticket
 from anvil_mux.telemetry.situation import Situation
 
 
@@ -82,7 +82,7 @@ class Outcome(NamedTuple):
     """Host memory that it keeps, if it was on standby."""
 
 
-Perform = Callable[[Start | Cancel | Stop | Demote, int], Outcome]
+Perform = Callable[[Step, int], Outcome]
 """The outcome of the n-th step (from 0) on its backend.
 
 That of a ``Cancel`` is how long its load still takes then. One that ends before that ends as it would have.
@@ -101,7 +101,7 @@ class Engines:
     other_load_seconds: float = 10.0
     stop_seconds: float = 1.0
 
-    def __call__(self, step: Start | Cancel | Stop | Demote, nth: int) -> Outcome:
+    def __call__(self, step: Step, nth: int) -> Outcome:
         if isinstance(step, Start):
             return Outcome(self._load_seconds(step.backend))
         return Outcome(self.stop_seconds)
@@ -161,17 +161,11 @@ _Happening = tuple[float, int, Callable[[float, Any], None], Any]
 _Performed = tuple[Start | Stop | Demote, Outcome]
 
 
-@dataclass(eq=False, slots=True)
-class _Driver:
-    group: GpuGroup
-    alarm: float = FOREVER
-    """When it is asked again without a new fact."""
-    rings: float = FOREVER
-    """When the heap looks at ``alarm``, which has moved on by then more often than not."""
-
-
 class _Simulation:
-    """Of the time-outs, which come in the order of the requests, only the first is in the heap."""
+    """The driver of a scheduler in virtual time.
+
+    Of the time-outs, which come in the order of the requests, only the first is in the heap.
+    """
 
     def __init__(self, config: Config, perform: Perform, follow: Follow | None, costs: Costs) -> None:
         self.log: list[Event] = []
@@ -186,20 +180,18 @@ class _Simulation:
         self._open = 0  # requests that have not ended, and steps under way
         self._waiting = 0
         self._scheduler = Scheduler(config, self.log.append, costs, Footprints())
-        self._host = self._scheduler.host
-        self._host_seen = 0
-        self._drivers = {group: _Driver(group) for group in self._scheduler.groups}
+        self._ask_at = FOREVER  # when time is said to have passed
+        self._rings = FOREVER  # when the heap looks at that, which has moved on by then more often than not
 
     def adopt(self, running: Iterable[str]) -> None:
-        for name in running:
-            self._scheduler.of_backend[name].adopt(name, 0.0)
-
-    def _driver(self, model: str) -> _Driver:
-        return self._drivers[self._scheduler.of_model[model]]
+        names = list(running)
+        self._scheduler.expected(names)
+        for name in names:
+            effects = self._scheduler.adopted(name, 0.0)
+            self._carry_out(effects if effects is not NOTHING else self._scheduler.looked_at(name, 0.0), 0.0)
 
     def run(self, trace: Iterable[Request | Unloading | Death | Reload]) -> None:
-        for driver in tuple(self._drivers.values()):
-            self._ask(driver, 0.0)
+        self._carry_out(self._scheduler.time_passed(0.0), 0.0)
         heap = self._heap
         for entry in trace:
             while heap and heap[0][0] <= entry.at:
@@ -208,12 +200,12 @@ class _Simulation:
             match entry:
                 case Request():
                     self._arrive(entry)
-                case Unloading(at, model):
-                    self._unload(model, at)
+                case Unloading(at, model) if model in self._scheduler.served:
+                    self._carry_out(self._scheduler.unload_asked(model, at), at)
                 case Death(at, backend):
-                    self._die(backend, at)
+                    self._carry_out(self._scheduler.died(backend, at, "killed"), at)
                 case Reload(at, config):
-                    self._reload(config, at)
+                    self._carry_out(self._scheduler.reconfigured(config, at), at)
         while heap and self._open:
             now, _, call, argument = heappop(heap)
             call(now, argument)
@@ -221,75 +213,32 @@ class _Simulation:
     def _at(self, moment: float, call: Callable[[float, Any], None], argument: object) -> None:
         heappush(self._heap, (moment, next(self._order), call, argument))
 
-    # Facts
-
-    def _follow_up(self, now: float, request: Request) -> None:
-        """The request has ended."""
-        if self._follow:
-            for later in self._follow(request, now):
-                self._open += 1
-                self._at(later.at, self._arrive_late, later)
-
-    def _arrive_late(self, now: float, request: Request) -> None:
-        self._open -= 1
-        self._arrive(request)
+    # Requests
 
     def _arrive(self, request: Request) -> None:
         now, model = request.at, request.model
         if model not in self._scheduler.served:
             self._follow_up(now, request)
             return
-        driver = self._driver(model)
-        if self._waiting >= self._scheduler.config.max_queue and not driver.group.takes(model):
+        if self._waiting >= self._scheduler.config.max_queue and not self._scheduler.takes(model):
             self._follow_up(now, request)  # overloaded
             return
         ticket = Ticket(next(self._ids), model, now, leases=request.leases, sender=request.sender)
         ticket.wake = request
         self._open += 1
-        ask = driver.group.request(ticket, now)
+        effects = self._scheduler.requested(ticket, now)
         if ticket.settled:
             self._go_on(ticket, now)
-            if ask:
-                self._ask(driver, now)
-            return
-        self._waiting += 1
-        self._limit_wait(ticket, now)
-        if request.patience < FOREVER:
-            self._at(now + request.patience, self._leave, ticket)
-        if ask:
-            self._ask(driver, now)
-
-    def _unload(self, model: str, now: float) -> None:
-        if model not in self._scheduler.served:
-            return
-        driver = self._driver(model)
-        driver.group.unload_requested(model, now)
-        self._ask(driver, now)
-
-    def _die(self, backend: str, now: float) -> None:
-        if backend in self._scheduler.of_backend:
-            driver = self._drivers[self._scheduler.of_backend[backend]]
-            driver.group.died(backend, now, "killed")
-            self._ask(driver, now)
-
-    def _reload(self, config: Config, now: float) -> None:
-        places = self._scheduler.reconfigure(config, now)
-        before, self._drivers = self._drivers, {}
-        for group, driver in before.items():
-            self._move(driver, places[group])
-        for group in self._scheduler.groups:
-            self._drivers.setdefault(group, _Driver(group))
-        for driver in self._drivers.values():
-            self._take_settled(driver, now)
-        for driver in tuple(self._drivers.values()):
-            self._ask(driver, now)
-
-    def _move(self, driver: _Driver, place: GpuGroup) -> None:
-        """What rang for a GPU group rings for the one that took its place, if nothing does yet."""
-        if place in self._drivers:
-            driver.rings = FOREVER
         else:
-            self._drivers[place], driver.group = driver, place
+            self._waiting += 1
+            self._limit_wait(ticket, now)
+            if request.patience < FOREVER:
+                self._at(now + request.patience, self._leave, ticket)
+        self._carry_out(effects, now)
+
+    def _arrive_late(self, now: float, request: Request) -> None:
+        self._open -= 1
+        self._arrive(request)
 
     def _limit_wait(self, ticket: Ticket, now: float) -> None:
         self._time_outs.append(
@@ -307,76 +256,62 @@ class _Simulation:
             heappush(self._heap, self._time_outs[0])
 
     def _leave(self, now: float, ticket: Ticket, error: MuxError | None = None) -> None:
-        group = self._scheduler.of_model.get(ticket.model)
-        if group and ticket in group.queues[ticket.model]:
-            driver = self._drivers[group]
-            driver.group.give_up(ticket, now, error)
+        if self._scheduler.is_waiting(ticket):
+            effects = self._scheduler.abandoned(ticket, now, error)
             self._waiting -= 1
             self._end(ticket, now)
-            self._ask(driver, now)
-
-    def _end(self, ticket: Ticket, now: float) -> None:
-        self._open -= 1
-        self._follow_up(now, ticket.wake)
+            self._carry_out(effects, now)
 
     def _go_on(self, ticket: Ticket, now: float) -> None:
-        """A ticket ended: its request is served, or over."""
+        """A ticket ended waiting: its request is served, or over."""
         if ticket.backend and ticket.leases:
             self._at(now + ticket.wake.seconds, self._release, ticket)
         else:
             self._end(ticket, now)
 
     def _release(self, now: float, ticket: Ticket) -> None:
-        if ticket.severed:
-            return
-        if ticket.model not in self._scheduler.of_model:
+        if not ticket.severed:
+            effects = self._scheduler.released(ticket, now)
             self._end(ticket, now)
+            self._carry_out(effects, now)
+
+    def _end(self, ticket: Ticket, now: float) -> None:
+        self._open -= 1
+        self._follow_up(now, ticket.wake)
+
+    def _follow_up(self, now: float, request: Request) -> None:
+        """The request has ended."""
+        if self._follow:
+            for later in self._follow(request, now):
+                self._open += 1
+                self._at(later.at, self._arrive_late, later)
+
+    # Effects
+
+    def _carry_out(self, effects: Effects, now: float) -> None:
+        for ticket in effects.woken:
+            self._waiting -= 1
+            self._go_on(ticket, now)
+        for ticket in effects.cut:
+            if not ticket.taken_back:  # else it is the proxy, no part of this, that sends it again
+                self._end(ticket, now)
+        for step in effects.steps:
+            self._begin(step, now)
+        if effects.ask_at is not None:
+            self._ask_at = effects.ask_at
+            self._wind_up()
+
+    def _begin(self, step: Step, now: float) -> None:
+        outcome = self._perform(step, self._steps[step.backend])
+        self._steps[step.backend] += 1
+        if isinstance(step, Cancel):
+            self._cut_short(step.backend, outcome, now)
             return
-        driver = self._driver(ticket.model)
-        ask = driver.group.release(ticket, now)
-        self._end(ticket, now)
-        self._take_settled(driver, now)
-        if ask:
-            self._ask(driver, now)
-
-    # Steps
-
-    def _ask(self, driver: _Driver, now: float) -> None:
-        self._ask_alone(driver, now)
-        if self._host.budget is not None:
-            self._ask_others(now)
-
-    def _ask_others(self, now: float) -> None:
-        """What one GPU group does with the host's memory concerns all."""
-        while self._host.changes != self._host_seen:
-            self._host_seen = self._host.changes
-            for each in tuple(self._drivers.values()):
-                self._ask_alone(each, now)
-
-    def _ask_alone(self, driver: _Driver, now: float) -> None:
-        place = self._scheduler.settle(driver.group, now)
-        if place is not driver.group:
-            del self._drivers[driver.group]
-            self._move(driver, place)
-        while True:
-            step = place.next_step(now)
-            self._take_settled(driver, now)
-            if isinstance(step, Wait):
-                break
-            if isinstance(step, Stop):
-                for ticket in step.severed:
-                    self._end(ticket, now)
-            outcome = self._perform(step, self._steps[step.backend])
-            self._steps[step.backend] += 1
-            if isinstance(step, Cancel):
-                self._cut_short(step.backend, outcome, now)
-                continue
-            self._open += 1
-            what, ends = (step, outcome), now + outcome.seconds
-            if isinstance(step, Start):
-                self._loads[step.backend] = ends, what
-            self._at(ends, self._performed, what)
-        self._set_alarm(driver, step.until)
+        self._open += 1
+        what, ends = (step, outcome), now + outcome.seconds
+        if isinstance(step, Start):
+            self._loads[step.backend] = ends, what
+        self._at(ends, self._performed, what)
 
     def _cut_short(self, backend: str, outcome: Outcome, now: float) -> None:
         ends, (start, _) = self._loads[backend]
@@ -386,48 +321,40 @@ class _Simulation:
             self._loads[backend] = sooner, what
             self._at(sooner, self._performed, what)
 
-    def _take_settled(self, driver: _Driver, now: float) -> None:
-        settled = driver.group.settled
-        if settled:
-            for ticket in settled:
-                self._waiting -= 1
-                self._go_on(ticket, now)
-            settled.clear()
-
-    def _set_alarm(self, driver: _Driver, moment: float) -> None:
-        driver.alarm = moment
-        if moment < driver.rings:
-            driver.rings = moment
-            self._at(moment, self._ring, driver)
-
-    def _ring(self, now: float, driver: _Driver) -> None:
-        if now != driver.rings:
-            return  # it rang at an earlier moment instead
-        driver.rings = FOREVER
-        if now < driver.alarm:
-            self._set_alarm(driver, driver.alarm)
-        else:
-            self._ask(driver, now)
-
     def _performed(self, now: float, what: _Performed) -> None:
-        if isinstance(what[0], Start) and self._loads[what[0].backend][1] is not what:
+        step, outcome = what
+        if isinstance(step, Start) and self._loads[step.backend][1] is not what:
             return  # it was cancelled
-        step, (_, error, how, residual, host_bytes) = what
-        driver = self._drivers[self._scheduler.of_backend[step.backend]]
-        how = how or (step.to if isinstance(step, Demote) else step.how)
         self._open -= 1
-        group = driver.group
+        self._carry_out(self._report(step, outcome, now), now)
+
+    def _report(self, step: Start | Stop | Demote, outcome: Outcome, now: float) -> Effects:
+        error = outcome.error
+        how = outcome.how or (step.to if isinstance(step, Demote) else step.how)
         if error is None and isinstance(step, Start):
-            group.loaded(step.backend, now, how)
-        elif error is None:
-            group.evicted(step.backend, now, residual, how, host_bytes)
-        elif isinstance(error, Cancelled):
-            group.load_cancelled(step.backend, now)
-        elif isinstance(step, Start) and isinstance(error, LoadError):
-            group.load_failed(step.backend, now, error)
+            return self._scheduler.loaded(step, now, how)
+        if error is None:
+            left = {"residual": outcome.residual, "how": how, "host_bytes": outcome.host_bytes}
+            return self._scheduler.evicted(step, now, **left)
+        if isinstance(error, Cancelled):
+            return self._scheduler.load_cancelled(step, now)
+        if isinstance(step, Start) and isinstance(error, LoadError):
+            return self._scheduler.load_failed(step, now, error)
+        return self._scheduler.evict_failed(step, now, error.message)
+
+    def _wind_up(self) -> None:
+        if self._ask_at < self._rings:
+            self._rings = self._ask_at
+            self._at(self._rings, self._ring, None)
+
+    def _ring(self, now: float, _: object) -> None:
+        if now != self._rings:
+            return  # it rang at an earlier moment instead
+        self._rings = FOREVER
+        if now < self._ask_at:
+            self._wind_up()
         else:
-            group.evict_failed(step.backend, now, error.message)
-        self._ask(driver, now)
+            self._carry_out(self._scheduler.time_passed(now), now)
 
 
 def check(

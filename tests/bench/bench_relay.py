@@ -415,7 +415,7 @@ def measure_admission() -> Run:
 def admit(*, hold: bool) -> tuple[float, int]:
     """Seconds from the load's end until the last waiting request had its lease; how many never had one."""
     from anvil_mux.config.config import Backend, Config, Gpu
-    from anvil_mux.multiplexer import Multiplexer
+    from anvil_mux.multiplexer.multiplexer import Multiplexer
 
     mechanism, admitted, over = GatedLoad(), [], threading.Event()
     config = Config(backends=(Backend(MODEL, MODEL, gpus=("0",)),), gpus=(Gpu("0"),))

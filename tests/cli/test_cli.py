@@ -1113,7 +1113,7 @@ def test_who_hangs_and_is_aborted_tells_what_its_threads_were_at(state: Path) ->
     running.tells("^  curl")  # no request: a thread that ends just then ends the telling
     assert running.stop(signal.SIGABRT) == -signal.SIGABRT
     assert "Fatal Python error: Aborted" in running.output
-    assert any("in _next_step" in line for line in running.output)
+    assert any("in _run" in line for line in running.output)
 
 
 def test_requests_that_outlast_the_drain_are_cut_and_counted(state: Path) -> None:

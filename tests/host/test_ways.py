@@ -24,7 +24,7 @@ from anvil_mux.host.freed import PATIENCE
 from anvil_mux.host.gpu import Gpus
 from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.host.swap import Evicted, Loaded, Swapper, sleeps_first
-from anvil_mux.multiplexer import Multiplexer
+from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve import program as serve
 from tests.fake_cuda import FakeCuda

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -69,12 +71,37 @@ def logs(process: subprocess.Popen[str]) -> Iterator[Log]:
 def compare(made: Iterable[World], before: Iterable[Log], now: Iterable[Log]) -> int:
     """How many worlds have different logs; each is shown."""
     different = 0
-    for world, frozen, current in zip(made, before, now, strict=True):
+    for world, *both in zip(made, before, now, strict=True):
+        frozen, current = both
+        if frozen != current and "config" in world:
+            frozen, current = (in_order(log, world) for log in both)
         position = first_difference(frozen, current)
         if position is not None:
             different += 1
             show(world["name"], frozen, current, position)
     return different
+
+
+def in_order(log: Log, world: World) -> Log:
+    """The log with what several GPU groups do at one moment in the order of the groups.
+
+    The frozen commit asked them in the order in which they had been made, and we do by their names.
+    """
+    configs = [(0.0, world["config"])]
+    configs += [(entry[0], entry[2]) for entry in world["trace"] if entry[1] == "reload"]
+    until = [moment for moment, _ in configs[1:]] + [math.inf]
+    groups = [groups_of([config for _, config in configs[: n + 1]]) for n in range(len(configs))]
+    return sorted(log, key=lambda event: (event[0], groups[bisect_right(until, event[0])].get(event[2], -1)))
+
+
+def groups_of(configs: Iterable[dict[str, Any]]) -> dict[str, int]:
+    """Model -> a number that it has in common with all models which shared a GPU with it up to now."""
+    ties = [{each["model"], *map("gpu {}".format, each["gpus"])} for c in configs for each in c["backends"]]
+    groups: list[set[str]] = []
+    for tie in ties:
+        together = [group for group in groups if group & tie]
+        groups = [group for group in groups if group not in together] + [tie.union(*together)]
+    return {name: number for number, group in enumerate(groups) for name in group}
 
 
 def first_difference(one: Log, other: Log) -> int | None:

@@ -799,7 +799,7 @@ def test_a_neighbour_that_gets_bytes_is_proof_of_life_whatever_the_engine_says(
     streaming.read_until(b"data: 2\n\n\r\n")
     may_answer.set()
     assert client.read().status == 502
-    assert seen(lambda: rig.mux._doubts, lambda doubts: not doubts) == {}
+    assert seen(lambda: rig.mux._doubts._open, lambda doubts: not doubts) == {}
     assert rig.events.of("draining") == []
 
 

@@ -530,11 +530,10 @@ def test_who_cannot_make_way_is_not_waited_for():
 class Audited(_Simulation):
     """Adds up what is held after everything that happens."""
 
-    def _ask_alone(self, driver, now):
-        super()._ask_alone(driver, now)
-        groups = {id(each): each.group for each in self._drivers.values()}.values()
-        slots = [slot for group in groups for slot in group.slots.values()]
-        for group in groups:
+    def _carry_out(self, effects, now):
+        super()._carry_out(effects, now)
+        slots = list(self._scheduler.slots)
+        for group in self._scheduler.groups:
             for gpu, capacity in group._placement.capacity.items():
                 used = sum(slot.occupies.get(gpu, 0) for slot in group.slots.values())
                 assert used <= capacity or capacity == 1, (now, gpu)
@@ -549,8 +548,8 @@ def test_what_all_hold_never_exceeds_gpu_or_host(layout):
         config, trace, engines = world(layout, "eager", seed)
         audited = Audited(config, engines, None, None)
         audited.most = 0
-        for name, way in itertools.product(audited._host._slots, LEVELS[:-1]):
-            audited._host._footprints.learn(name, way, {}, {}, host_bytes=4)
+        for name, way in itertools.product(audited._scheduler.memory._slots, LEVELS[:-1]):
+            audited._scheduler.memory._footprints.learn(name, way, {}, {}, host_bytes=4)
         audited.run(trace)
         assert audited.most <= config.host_memory, seed
         most.append(audited.most)

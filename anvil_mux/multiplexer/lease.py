@@ -1,0 +1,114 @@
+"""One request's hold on a resident backend, and the run of an engine that it is held on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import Severed
+from anvil_mux.scheduler.causes import Cause, Severance
+from anvil_mux.scheduler.steps import Crash, Ticket
+
+Usage = tuple[int | None, int | None]
+"""Tokens of a request's input, and how many of them were cached, as its engine said; None: it did not."""
+NO_USAGE: Usage = (None, None)
+
+
+class Run:
+    """One run of an engine, since it was ready. Compared by identity: the next at its address is another."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
+
+
+class Lessor(Protocol):
+    """What a lease reports to, from any thread."""
+
+    def released(self, ticket: Ticket, usage: Usage, *, whole: bool) -> None: ...
+    def first_byte(self, ticket: Ticket) -> bool: ...
+
+
+class Lease:
+    """One request's hold on a resident backend. A context manager; leaving it releases, once."""
+
+    __slots__ = ("_lessor", "address", "backend", "prefill", "run", "ticket", "waited", "why")
+
+    def __init__(self, lessor: Lessor, ticket: Ticket, backend: Backend, run: Run) -> None:
+        self._lessor = lessor
+        self.ticket = ticket
+        self.backend = backend
+        self.run = run
+        self.address = run.address
+        self.why = ticket.choice.why if ticket.choice else ""
+        """Why this backend, where the model has several."""
+        self.waited = 0.0
+        """Seconds in the queue."""
+        self.prefill: Lease | None = None
+        """Of the first stage, where the request is to be served in two; it may be left before this one."""
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, kind: object = None, *exc: object) -> None:
+        self.release(whole=kind is None)
+
+    def release(self, *, whole: bool = False, usage: Usage = NO_USAGE) -> None:
+        """Any number of times; the first counts. ``whole``: the engine gave its answer to the end.
+
+        ``usage`` is of use where ``is_routed``.
+        """
+        if self.prefill:
+            self.prefill.release()
+        self._lessor.released(self.ticket, usage, whole=whole)
+        # It leads back to this lease: without a cycle nothing is left for the garbage collector.
+        self.ticket.cut = None
+
+    @property
+    def foreseen(self) -> float | None:
+        """The part of its input that is thought to be cached there; None where nobody thought of that."""
+        choice, tokens = self.ticket.choice, self.ticket.work.tokens
+        return choice.hit_tokens / tokens if choice and tokens and not self.prefill else None
+
+    @property
+    def is_routed(self) -> bool:
+        """Its backend was chosen among several replicas, and what becomes of it counts for later choices."""
+        return self.ticket.choice is not None
+
+    def first_byte(self) -> bool:
+        """The answer begins to come. False: the request was taken back before; nothing of it may be shown.
+
+        Called once, by any thread, before a byte is shown to the client.
+        """
+        return self.ticket.choice is None or self._lessor.first_byte(self.ticket)
+
+    @property
+    def severed(self) -> bool:
+        """The drain ended before this request did; whatever it still does is cut."""
+        return self.ticket.severed is not None
+
+    @property
+    def taken_back(self) -> bool:
+        """It was severed because a better replica became free: the request has to be leased anew."""
+        return self.ticket.taken_back
+
+    @property
+    def crash(self) -> Crash | None:
+        """The backend ended under it."""
+        return self.ticket.crash
+
+    def on_severed(self, cut: Callable[[], None]) -> None:
+        """``cut`` is called from another thread, outside the lock, when the lease is severed.
+
+        It may be called a second time by this thread if that happens right now, so it must be idempotent.
+        """
+        self.ticket.cut = cut
+        if self.ticket.severed:
+            cut()
+
+    def severed_error(self) -> Severed:
+        # Where nobody severed it, the thread that moves streams has ended.
+        severance = self.ticket.severed or Severance(Cause("shutdown"))
+        return Severed(f"{severance.sentence(self.ticket.model)}. Send it again.")

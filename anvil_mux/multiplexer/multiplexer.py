@@ -1,0 +1,798 @@
+"""One lock, a lease per request, and threads that perform the scheduler's steps.
+
+``with mux.lease(model) as lease:`` is the whole interface of the serve path. Under the lock the scheduler is
+told a fact and returns ``Effects``; the model's queue is entered, or a lease is had at once. Outside of the
+lock the effects are carried out: threads of requests that ended waiting are woken by a latch of their own,
+leases are cut, and then the steps are handed to the workers (stop a container, start one, wait until it
+answers: minutes, if need be), which report how each has ended.
+
+Threads wait in three functions: ``_wait_for_lease`` (requests, without the lock: a queue of hundreds that is
+admitted at once must not queue up for it), the one thread of ``Workers`` that waits for jobs, and where an
+engine is in doubt (``doubts.py``). Nothing slow happens while the lock is held. Any thread may call any
+public method.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from anvil_mux.clock import Clock, Latch
+from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.keys import Key
+from anvil_mux.errors import (
+    Cancelled,
+    ClientGone,
+    Draining,
+    LoadError,
+    MuxError,
+    Overloaded,
+    TooManyRequests,
+    UnknownModel,
+    WaitedTooLong,
+)
+from anvil_mux.host.swap import Evicted, Loaded
+from anvil_mux.multiplexer.doubts import Doubts
+from anvil_mux.multiplexer.lease import Lease, Run, Usage
+from anvil_mux.multiplexer.workers import Workers
+from anvil_mux.routing.in_flight import Load, Report
+from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.costs import Cost, Costs
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.footprint import Footprint, Footprints
+from anvil_mux.scheduler.group import LOADING, GpuGroup
+from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.scheduler.progress import Progress, Said, progress
+from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.status import Status, Waiter, gpu_state, model_state
+from anvil_mux.scheduler.steps import (
+    NO_WORK,
+    NOTHING,
+    Cancel,
+    Crash,
+    Demote,
+    Effects,
+    Start,
+    Step,
+    Stop,
+    Ticket,
+)
+from anvil_mux.scheduler.wait_estimate import WaitEstimate, wait_estimate
+
+log = logging.getLogger(__name__)
+
+TEND_SECONDS = 0.25
+"""How often a waiting request looks at its client."""
+
+Tend = Callable[[float], None]
+
+
+class Mechanism(Protocol):
+    """What performs steps and looks at engines, without the lock. See swap.Swapper."""
+
+    def load(self, backend: Backend, how: str, cancelled: Latch) -> Loaded: ...
+    def evict(self, backend: Backend, how: str) -> Evicted: ...
+    def demote(self, backend: Backend, how: str, to: str) -> Evicted: ...
+    def ended(self, backend: Backend) -> str | None: ...
+    def answers(self, backend: Backend, limit: float) -> bool | None: ...
+    def last_words(self, backend: Backend) -> list[str]: ...
+
+
+class _Job(NamedTuple):
+    """A step, and what it is performed on."""
+
+    step: Step
+    backend: Backend
+    cancelled: Latch | None = None
+    """Of a load: set when it is to end before its time."""
+
+
+class Multiplexer:
+    """Leases backends to requests; its workers swap them.
+
+    ``log`` takes every event, under the lock; without ``log_leases`` none of leases that begin and end.
+    ``has_heard(address, since)``: whether an engine has sent anybody a part of an answer since that moment.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mechanism: Mechanism,
+        *,
+        log: Callable[[Event], object],
+        log_leases: bool = True,
+        costs: Iterable[Cost] = (),
+        footprints: Iterable[Footprint] = (),
+        clock: Clock | None = None,
+        has_heard: Callable[[tuple[str, int], float], bool] = lambda address, since: False,
+    ) -> None:
+        self._mechanism = mechanism
+        self._has_heard = has_heard
+        self._log = log
+        self._clock = clock or Clock()
+        # Replaced as a whole, under the lock, and never altered: whoever only reads them needs none.
+        self._backends = {each.name: each for each in config.backends}  # as last started; those that went too
+        self._take(config)
+        # The lock guards everything below it. It is held for microseconds: no I/O, no engine, no Docker.
+        self._lock = self._clock.lock()
+        self._scheduler = Scheduler(config, log, Costs(costs), Footprints(footprints), emit_leases=log_leases)
+        self._runs: dict[str, Run] = {}  # backend -> the last that was seen of it
+        self._said: dict[str, Said] = {}  # backend -> what its log says of the load that is under way
+        self._cancelled: dict[str, Latch] = {}  # backend -> set when its load, the last one, is cancelled
+        self._tickets = 0
+        self._waiting = 0
+        self._requests: Counter[Key] = Counter()  # of keys that have a limit; and how many of them wait
+        self._waiters: Counter[Key] = Counter()
+        self._closing: MuxError | None = None
+        self._workers = Workers[_Job](
+            clock=self._clock,
+            lock=self._lock,
+            perform=self._perform,
+            failed=self._not_begun,
+            time_passed=self._time_passed,
+            name=lambda job: job.step.backend,
+        )
+        self._doubts = Doubts(
+            clock=self._clock,
+            lock=self._lock,
+            slot=self._scheduler.slot,
+            observer=mechanism,
+            outcome=self,
+            limit=lambda: self._config.upstream_timeout,
+        )
+
+    def _take(self, config: Config) -> None:
+        self._config = config
+        self._replicas = Counter(backend.model for backend in config.backends)
+        self._names = config.names
+
+    def __repr__(self) -> str:
+        with self._lock:
+            return f"<Multiplexer {self._scheduler.groups}>"
+
+    def _group(self, model: str) -> GpuGroup:
+        """Under the lock. UnknownModel if it was served until a moment ago."""
+        try:
+            return self._scheduler.of_model[model]
+        except KeyError:
+            raise UnknownModel(model, self._replicas) from None
+
+    # Facts and effects
+
+    def _apply(self, fact: Callable[[float], Effects]) -> Effects:
+        """Tells the scheduler that something is so since now, and carries out what follows from it."""
+        with self._lock:
+            effects = fact(self._clock.now())
+            jobs = self._noted(effects)
+        self._carry_out(effects, jobs)
+        return effects
+
+    def _noted(self, effects: Effects) -> Sequence[_Job]:
+        """Under the lock: what the multiplexer keeps of effects, and the jobs that their steps are."""
+        if effects is NOTHING:
+            return ()
+        for ticket in effects.woken:
+            self._count_waiting(ticket, -1)
+        if effects.ask_at is not None:
+            self._workers.ask_at(effects.ask_at)
+        return [self._job(step) for step in effects.steps]
+
+    def _job(self, step: Step) -> _Job:
+        slot = self._scheduler.slot(step.backend)
+        assert slot is not None, step
+        if isinstance(step, Cancel):
+            return _Job(step, slot.backend, self._cancelled[step.backend])
+        self._said.pop(step.backend, None)
+        if not isinstance(step, Start):
+            return _Job(step, slot.backend)
+        if self._backends.get(step.backend) is not slot.backend:
+            self._backends = {**self._backends, step.backend: slot.backend}
+        self._cancelled[step.backend] = self._clock.latch()
+        return _Job(step, slot.backend, self._cancelled[step.backend])
+
+    def _carry_out(self, effects: Effects, jobs: Sequence[_Job]) -> None:
+        """Without the lock, in this order: nobody is cut after the engine was told to go."""
+        for ticket in effects.woken:
+            ticket.wake.set()
+        for ticket in effects.cut:
+            _cut(ticket)
+        for job in jobs:
+            if isinstance(job.step, Cancel) and job.cancelled:
+                job.cancelled.set()
+        begun = [job for job in jobs if not isinstance(job.step, Cancel)]
+        if begun:
+            self._workers.submit(begun)
+
+    def _time_passed(self) -> None:
+        self._apply(self._scheduler.time_passed)
+
+    # The serve path
+
+    def resolve(self, name: str) -> str:
+        """The model that a client's name or alias stands for; UnknownModel lists the known ones."""
+        try:
+            return self._names[name]
+        except KeyError:
+            raise UnknownModel(name, self._replicas) from None
+
+    def is_ready(self, model: str) -> bool:
+        """Whether it is resident; its requests may have to wait for a place all the same."""
+        with self._lock:
+            return self._group(model).is_ready(model)
+
+    def backend(self, name: str) -> Backend | None:
+        """As it was last started or is to be, also if the configuration has it no longer."""
+        return self._backends.get(name)
+
+    def leaving(self) -> list[Backend]:
+        """Those that go because the configuration has changed, and have not gone yet."""
+        with self._lock:
+            return [slot.backend for slot in self._scheduler.leaving]
+
+    def bytes_per_token(self, model: str) -> float:
+        """Of a model with several backends."""
+        return self._group(model).bytes_per_token(model)
+
+    def explain(
+        self, model: str, work: Work = NO_WORK, *, staged: bool = False
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Stage -> what would be made of each replica of ``model``; empty where it has but one backend."""
+        if self._replicas[model] == 1:
+            return {}
+        with self._lock:
+            return self._group(model).explain(model, work, self._clock.now(), staged=staged)
+
+    def has_another(self, lease: Lease) -> bool:
+        """Whether a request may be sent to another backend of its model without waiting for a load."""
+        with self._lock:
+            group = self._scheduler.of_model.get(lease.backend.model)
+            slots = group.slots_of(lease.backend.model) if group else ()
+            return any(slot.state == "ready" and slot.name != lease.backend.name for slot in slots)
+
+    @contextmanager
+    def counted(self, key: Key) -> Iterator[None]:
+        """One of the requests that ``key`` may have at once, until the end; TooManyRequests."""
+        with self._lock:
+            count = self._requests[key]
+            if key.requests is not None and count >= key.requests:
+                raise TooManyRequests(f"This API key has {count} requests under way, and may not have more.")
+            self._requests[key] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._requests[key] -= 1
+
+    def lease(
+        self,
+        model: str,
+        tend: Tend | None = None,
+        work: Work = NO_WORK,
+        *,
+        key: Key | None = None,
+        staged: bool = False,
+        crashes: tuple[Crash, ...] = (),
+    ) -> Lease:
+        """Blocks until ``model`` is resident and has a place, then holds it. Raises MuxError.
+
+        ``work`` is what is known of the request, where the model has several backends, and ``key`` whose it
+        is. ``staged``: it may be served in two stages, by a prefill and a decode backend that are leased
+        together. ``crashes``: those that the request was there at, under other leases.
+
+        ``tend(now)`` is called without the lock a few times a second while the request waits. What it raises
+        ends the wait and propagates; ClientGone is how it says that nobody wants the answer any more.
+        """
+        ticket = self._ask_for(model, tend, leases=True, work=work, key=key, staged=staged, crashes=crashes)
+        lease = self._lease(ticket)
+        if ticket.wake:
+            lease.waited = self._clock.now() - ticket.since
+        if ticket.prefill and ticket.prefill.backend:
+            lease.prefill = self._lease(ticket.prefill)
+        return lease
+
+    def _lease(self, ticket: Ticket) -> Lease:
+        assert ticket.backend is not None
+        return Lease(self, ticket, self._backends[ticket.backend], self._runs[ticket.backend])
+
+    def load(self, model: str, tend: Tend | None = None) -> None:
+        """Blocks until ``model`` is resident without leasing it; waits and fails like a request."""
+        self._ask_for(model, tend, leases=False)
+
+    def _ask_for(
+        self,
+        model: str,
+        tend: Tend | None,
+        *,
+        leases: bool,
+        work: Work = NO_WORK,
+        key: Key | None = None,
+        staged: bool = False,
+        crashes: tuple[Crash, ...] = (),
+    ) -> Ticket:
+        with self._lock:
+            now = self._clock.now()
+            if self._closing:
+                raise self._closing.with_traceback(None)
+            if model not in self._replicas:
+                raise UnknownModel(model, self._replicas)
+            if self._waiting >= self._config.max_queue and not self._scheduler.takes(model, work.owner):
+                raise Overloaded(f"overloaded: {self._waiting} requests wait for models already. Try again.")
+            if key and key.waiting is not None and not self._scheduler.takes(model, work.owner):
+                self._check_waiters(key, key.waiting)
+            self._tickets += 1
+            first = self._first_stage(model, now, work) if staged else None
+            ticket = Ticket(self._tickets, model, now, leases, work, first, key, crashes)
+            effects = self._scheduler.requested(ticket, now)
+            if ticket.backend is None and ticket.error is None:
+                ticket.wake = self._clock.latch()
+                self._count_waiting(ticket, 1)
+            jobs = self._noted(effects)
+        if effects is not NOTHING:
+            self._carry_out(effects, jobs)
+        if ticket.wake:
+            self._wait(ticket, tend)
+        if ticket.error:
+            # One error may end a whole queue: each thread raises it without the others' frames.
+            raise ticket.error.with_traceback(None)
+        return ticket
+
+    def _first_stage(self, model: str, now: float, work: Work) -> Ticket:
+        """Its input is computed without a stream, so nothing of it is seen before it is done."""
+        self._tickets += 1
+        return Ticket(self._tickets - 1, model, now, work=work._replace(infer_type="prefill", stream=False))
+
+    def _check_waiters(self, key: Key, limit: int) -> None:
+        count = self._waiters[key]
+        if count >= limit:
+            raise TooManyRequests(f"This API key has {count} requests waiting, and may not have more.")
+
+    def _count_waiting(self, ticket: Ticket, change: int) -> None:
+        """Under the lock: a ticket waits, or waits no longer."""
+        self._waiting += change
+        if isinstance(ticket.sender, Key) and ticket.sender.waiting is not None:
+            self._waiters[ticket.sender] += change
+
+    def _wait(self, ticket: Ticket, tend: Tend | None) -> None:
+        pause = TEND_SECONDS if tend else FOREVER
+        try:
+            while not self._wait_for_lease(ticket, pause):
+                assert tend is not None
+                tend(self._clock.now())
+        except BaseException as error:
+            if ticket.prefill:
+                self._apply(partial(self._scheduler.released, ticket.prefill, whole=False))
+            self._apply(partial(self._abandon, ticket, error))
+            raise
+
+    def _wait_for_lease(self, ticket: Ticket, pause: float) -> bool:
+        """Waits until the ticket ends, at most ``pause`` seconds, and never past ``queue_timeout``."""
+        limit = self._config.queue_timeout
+        deadline = ticket.since + limit
+        now = self._clock.now()
+        if ticket.wake.wait(min(deadline, now + pause) - now):
+            return True
+        if self._clock.now() < deadline:
+            return False
+        self._apply(partial(self._give_up, ticket, limit))
+        return True
+
+    def _give_up(self, ticket: Ticket, limit: float, now: float) -> Effects:
+        if ticket.settled:
+            return NOTHING
+        group = self._scheduler.of_model.get(ticket.model)
+        what = (
+            "had no place for this request"
+            if group and group.is_ready(ticket.model)
+            else "did not become resident"
+        )
+        return self._leave_queue(ticket, now, WaitedTooLong(f"{ticket.model} {what} within {limit:g} s."))
+
+    def _abandon(self, ticket: Ticket, error: BaseException, now: float) -> Effects:
+        """The request's thread stops waiting because ``tend`` raised."""
+        if ticket.backend:
+            return self._scheduler.released(ticket, now, whole=False)
+        if ticket.error:
+            return NOTHING
+        known = isinstance(error, MuxError) and not isinstance(error, ClientGone)
+        return self._leave_queue(ticket, now, error if known else None)  # type: ignore[arg-type]
+
+    def _leave_queue(self, ticket: Ticket, now: float, error: MuxError | None) -> Effects:
+        self._count_waiting(ticket, -1)
+        return self._scheduler.abandoned(ticket, now, error)
+
+    def cancel(self, number: int) -> bool:
+        """Ends the wait of one request, which is told so; False if no ticket of that number waits."""
+        found: list[Ticket] = []
+
+        def fact(now: float) -> Effects:
+            waiting = (t for model in self._scheduler.of_model for t in self._scheduler.waiting(model))
+            found.extend(islice((ticket for ticket in waiting if ticket.id == number), 1))
+            if not found:
+                return NOTHING
+            error = Cancelled(f"This request for {found[0].model} was taken out of its queue.")
+            return self._leave_queue(found[0], now, error)
+
+        self._apply(fact)
+        for ticket in found:
+            ticket.wake.set()
+        return bool(found)
+
+    def released(self, ticket: Ticket, usage: Usage, *, whole: bool) -> None:
+        """A lease ended; see Lease.release."""
+        with self._lock:
+            effects = self._scheduler.released(ticket, self._clock.now(), usage, whole=whole)
+            jobs = self._noted(effects)
+        if effects is not NOTHING:
+            self._carry_out(effects, jobs)
+
+    def first_byte(self, ticket: Ticket) -> bool:
+        """See Lease.first_byte."""
+        with self._lock:
+            return self._scheduler.first_byte(ticket)
+
+    # Facts from outside
+
+    def loaded_at(self, backend: str) -> float | None:
+        """When the backend was last loaded, which tells its runs apart."""
+        with self._lock:
+            slot = self._scheduler.slot(backend)
+            return slot.loaded if slot else None
+
+    def died(self, backend: str, why: str, log: Iterable[str] = (), *, loaded: float | None = None) -> None:
+        """The backend's service ended, and nobody here told it to.
+
+        ``log``: what it had printed last. ``loaded``: nothing has happened if it was loaded anew since then.
+        """
+
+        def fact(now: float) -> Effects:
+            slot = self._scheduler.slot(backend)
+            if slot is None or (loaded is not None and slot.loaded != loaded):
+                return NOTHING
+            return self._scheduler.died(backend, now, why, log)
+
+        self._apply(fact)
+        self._doubts.settle(backend)
+
+    def unanswering(self, backend: str, *, loaded: float) -> None:
+        """The engine answers nobody; nothing follows if it was loaded anew since ``loaded``."""
+
+        def fact(now: float) -> Effects:
+            slot = self._scheduler.slot(backend)
+            is_same = slot is not None and slot.loaded == loaded
+            return self._scheduler.unanswering(backend, now) if is_same else NOTHING
+
+        self._apply(fact)
+
+    def unreachable(self, lease: Lease) -> Crash | None:
+        """A request got no whole answer: how its backend ended under it, if it has."""
+        return self._doubts.raised_by(lease.ticket, lease.backend)
+
+    def is_heard(self, backend: str, since: float) -> bool:
+        """Whether any request got a part of an answer from the backend since a moment."""
+        with self._lock:
+            slot = self._scheduler.slot(backend)
+            answered = slot.answered if slot else -FOREVER
+        return answered > since or self._has_heard(self._runs[backend].address, since)
+
+    def last_words(self, backend: str) -> tuple[str, ...]:
+        """What the engine of a backend printed before it failed; () once it is loaded again."""
+        with self._lock:
+            slot = self._scheduler.slot(backend)
+            return slot.log if slot else ()
+
+    def memory_seen(self, held: Mapping[str, int]) -> None:
+        """Other processes hold so many bytes of these GPUs."""
+        self._apply(partial(self._scheduler.memory_seen, held))
+
+    def resident_replicas(self) -> list[tuple[Backend, tuple[str, int]]]:
+        """Those that may be leased, of models with several backends, and where they listen."""
+        with self._lock:
+            several = {model for model, number in self._replicas.items() if number > 1}
+            slots = [s for s in self._scheduler.slots if s.state == "ready" and s.model in several]
+            return [(slot.backend, self._runs[slot.name].address) for slot in slots]
+
+    def observed(self, backend: str, load: Load | None) -> None:
+        """The engine of a replica said this of itself; None: it answered, and has no figures."""
+        self._apply(partial(self._scheduler.observed, backend, load))
+
+    def silent(self, backend: str) -> None:
+        """The engine of a replica does not answer."""
+        self._apply(partial(self._scheduler.silent, backend))
+
+    def reports(self) -> dict[str, Report]:
+        """What other anvil-mux are told of the replicas that are shared with them."""
+        with self._lock:
+            return self._scheduler.reports(self._clock.now())
+
+    def hear(self, told: Mapping[str, Sequence[Report]]) -> None:
+        """What all other anvil-mux tell of the replicas that are shared with them."""
+        self._apply(partial(self._scheduler.heard, told))
+
+    def unload_idle(self, model: str) -> bool:
+        """Evicts ``model`` once nobody uses it, unless somebody asks for it before; True: that is now.
+
+        Whoever has just read the last byte of an answer holds its lease for a moment longer.
+        """
+        return self._unload(model, when_idle=True)
+
+    def unload(self, model: str) -> bool:
+        """Evicts ``model`` after its drain, and stops one on standby; False if there is nothing to be done.
+
+        One that is being loaded is so no longer, and who waits for it is told that.
+        """
+        return self._unload(model, when_idle=False)
+
+    def _unload(self, model: str, *, when_idle: bool) -> bool:
+        def fact(now: float) -> Effects:
+            self._group(model)
+            return self._scheduler.unload_asked(model, now, when_idle=when_idle)
+
+        return self._apply(fact) is not NOTHING
+
+    def pin(self, model: str, pinned: bool) -> None:
+        """Whether ``model``, once it is resident, is kept from being evicted for others."""
+
+        def fact(now: float) -> Effects:
+            self._group(model)
+            return self._scheduler.pinned(model, now, pinned)
+
+        self._apply(fact)
+
+    def expect(self, backends: Iterable[str]) -> None:
+        """They may run already: nothing is begun beside them until each was adopted or ``looked_at``."""
+        self._apply(lambda now: self._scheduler.expected(backends))
+
+    def looked_at(self, backends: Iterable[str]) -> None:
+        """It is known of them whether they ran; what was not adopted holds nothing (any more)."""
+        for name in backends:
+            self._apply(partial(self._scheduler.looked_at, name))
+
+    @property
+    def unseen(self) -> list[str]:
+        """The backends of which it is not known yet whether they run."""
+        with self._lock:
+            return self._scheduler.unseen
+
+    def adopt(self, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None) -> list[str]:
+        """Takes over backends that run already (name -> URL), or are on standby; returns what cannot stay."""
+        refused = [name for name, url in running.items() if not self._adopt(name, _address(url))]
+        return refused + [name for name, left in (standby or {}).items() if not self._adopt(name, None, left)]
+
+    def _adopt(self, name: str, address: tuple[str, int] | None, left: Evicted | None = None) -> bool:
+        def fact(now: float) -> Effects:
+            slot = self._scheduler.slot(name)
+            if slot is None or slot.state != "stopped":
+                return Effects()
+            if address:
+                self._runs[name] = Run(address)
+                return self._scheduler.adopted(name, now)
+            assert left is not None
+            return self._scheduler.adopted_standby(name, now, left.how, left.residual, left.host_bytes)
+
+        return self._apply(fact) is not NOTHING
+
+    def reconfigure(
+        self, config: Config, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None
+    ) -> list[str]:
+        """From now on ``config`` holds, and requests that run go on; the rest is as with ``adopt``."""
+        found = [*running, *(standby or {})]
+
+        def fact(now: float) -> Effects:
+            self._take(config)
+            effects = self._scheduler.reconfigured(config, now, expected=found)
+            self._backends = {**self._backends, **{slot.name: slot.backend for slot in self._scheduler.slots}}
+            return effects
+
+        self._apply(fact)
+        refused = self.adopt(running, standby)
+        self.looked_at(found)
+        return refused
+
+    def tell(self, kind: str, cause: Cause) -> None:
+        """Something happened to the whole program."""
+        with self._lock:
+            self._log(Event(self._clock.now(), kind, "", cause=cause))
+
+    # Steps
+
+    def start(self) -> None:
+        """Starts the thread that has steps performed; its threads run on the CPUs of this one."""
+        self._workers.start()
+
+    def _perform(self, job: _Job) -> None:
+        """Performs a step and reports how it ended; the life of a worker's thread."""
+        step, backend, cancelled = job
+        match step:
+            case Start(_, how) if cancelled:
+                self._load(step, backend, how, cancelled)
+            case Stop(_, how):
+                self._evict(step, partial(self._mechanism.evict, backend, how))
+            case Demote(_, how, to):
+                self._evict(step, partial(self._mechanism.demote, backend, how, to))
+
+    def _load(self, step: Start, backend: Backend, how: str, cancelled: Latch) -> None:
+        try:
+            loaded = self._mechanism.load(backend, how, cancelled)
+            address = _address(loaded.url)
+        except Cancelled:
+            self._apply(lambda now: self._scheduler.load_cancelled(step, now))
+        except LoadError as error:
+            failed = error
+            self._apply(lambda now: self._scheduler.load_failed(step, now, failed))
+        except Exception as error:
+            why = _text(error)
+            self._apply(lambda now: self._scheduler.evict_failed(step, now, why))
+        else:
+            self._apply(partial(self._loaded, step, address, loaded.how))
+
+    def _loaded(self, step: Start, address: tuple[str, int], how: str, now: float) -> Effects:
+        effects = self._scheduler.loaded(step, now, how)
+        if effects is not NOTHING:
+            self._runs[step.backend] = Run(address)
+        return effects
+
+    def _evict(self, step: Stop | Demote, perform: Callable[[], Evicted]) -> None:
+        try:
+            evicted = perform()
+        except Exception as error:
+            why = _text(error)
+            self._apply(lambda now: self._scheduler.evict_failed(step, now, why))
+            return
+        left = {
+            "residual": evicted.residual,
+            "how": evicted.how,
+            "host_bytes": evicted.host_bytes,
+            "freed": evicted.freed,
+            "died": evicted.died,
+            "log": evicted.log,
+        }
+        self._apply(lambda now: self._scheduler.evicted(step, now, **left))
+
+    def _not_begun(self, job: _Job, why: str) -> None:
+        """Reports a step that nobody could begin."""
+        step = job.step
+        if isinstance(step, Start):
+            self._apply(lambda now: self._scheduler.load_failed(step, now, LoadError(why)))
+        else:
+            self._apply(lambda now: self._scheduler.evict_failed(step, now, why))
+
+    # The end
+
+    def refuse(self) -> None:
+        """From now on every request, waiting or new, is refused: the program is shutting down."""
+        error = Draining("anvil-mux is shutting down. Try again when it is back.")
+
+        def fact(now: float) -> Effects:
+            self._closing = error
+            return self._scheduler.refused(error, now)
+
+        self._apply(fact)
+
+    def sever(self) -> int:
+        """Cuts every request that still runs, and says how many."""
+        return len(self._apply(self._scheduler.severed).cut)
+
+    def close(self) -> None:
+        """Begins no step any more; those under way go on. What is resident stays resident."""
+        with self._lock:
+            self._scheduler.closed()
+            self._doubts.close()
+            self._workers.close()
+
+    # State
+
+    def wall(self, moment: float) -> float:
+        """The Unix time of a moment of its events and its status."""
+        return self._clock.wall(moment)
+
+    def eta(self, model: str) -> float | None:
+        """Seconds until ``model`` is resident if its load takes as long as the last; None if never loaded.
+
+        Not more than a guess: what it waits for before its load begins is not in it.
+        """
+        with self._lock:
+            now = self._clock.now()
+            group = self._group(model)
+            slots = group.slots_of(model)
+            far = self._progress(group, model, now)
+            if far and far.seconds_left is not None:
+                return far.seconds_left
+            left = [
+                slot.load_seconds - (now - slot.since if slot.state == "loading" else 0.0)
+                for slot in slots
+                if slot.load_seconds is not None
+            ]
+        return min(left, default=None)
+
+    def how_far(self, model: str) -> str:
+        """How far the load of ``model`` is, or how long it waits for one, in a few words for its clients."""
+        with self._lock:
+            group, now = self._group(model), self._clock.now()
+            far = self._progress(group, model, now)
+            if far:
+                return far.words
+            left = wait_estimate(group, model, now, self._config.drain_timeout).seconds
+        return "" if left is None else f"about {left:.0f} s left"
+
+    def wait_estimate(self, model: str) -> WaitEstimate:
+        """What a request for ``model`` would wait for now."""
+        with self._lock:
+            group, now = self._group(model), self._clock.now()
+            far = self._progress(group, model, now)
+            return wait_estimate(group, model, now, self._config.drain_timeout, far)
+
+    def report(self, backend: str, said: Said) -> None:
+        """What the log of a backend says of its load."""
+        with self._lock:
+            self._said[backend] = said
+
+    def _progress(self, group: GpuGroup, model: str, now: float) -> Progress | None:
+        """Under the lock: how far the load of ``model`` is, if there is one and it is not resident too."""
+        slots = [slot for slot in group.slots_of(model) if slot.state == "loading"]
+        if not slots or group.is_ready(model):
+            return None
+        slot = slots[0]
+        return progress(now - slot.since, group.expected_load(slot), self._said.get(slot.name))
+
+    def costs(self) -> list[Cost]:
+        """What swaps cost, as far as was learned."""
+        with self._lock:
+            return list(self._scheduler.costs)
+
+    def footprints(self) -> list[Footprint]:
+        """What backends held, and kept while they evicted, as it was measured."""
+        with self._lock:
+            return list(self._scheduler.footprints)
+
+    def waiters(self, most: int) -> list[Waiter]:
+        """The first ``most`` requests of each queue."""
+        with self._lock:
+            queues = [self._scheduler.waiting(model) for model in self._scheduler.of_model]
+            return [Waiter(t.id, t.model, t.since) for queue in queues for t in islice(queue, most)]
+
+    def loading(self, *, anew: bool = False) -> list[str]:
+        """The backends that are being loaded; ``anew``: only those that were stopped before."""
+        with self._lock:
+            found = [(group, slot) for group in self._scheduler.groups for slot in group.slots.values()]
+            loading = [(group, slot) for group, slot in found if slot.state in LOADING]
+            return [s.name for group, s in loading if not anew or group.way_back(s) == "stop"]
+
+    def status(self) -> Status:
+        """A consistent picture, from memory."""
+        with self._lock:
+            now = self._clock.now()
+            groups = self._scheduler.groups
+            models = tuple(
+                model_state(r, m, now, self._progress(r, m, now), self._scheduler.footprints)
+                for r in groups
+                for m in r.queues
+            )
+            known = {gpu.id: gpu for gpu in self._config.gpus}
+            gpus = tuple(gpu_state(r, known.get(id) or Gpu(id), now) for r in groups for id in r.gpus)
+        waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
+        return Status(now, models, gpus, waiting, leases)
+
+
+def _cut(ticket: Ticket) -> None:
+    cut = ticket.cut  # the lease may end just now
+    try:
+        if cut:
+            cut()
+    except Exception:  # a worker must not end
+        log.exception("cutting a severed request for %s", ticket.model)
+
+
+def _address(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    return parts.hostname or "127.0.0.1", parts.port or 80
+
+
+def _text(error: Exception) -> str:
+    return error.message if isinstance(error, MuxError) else f"{type(error).__name__}: {error}"
