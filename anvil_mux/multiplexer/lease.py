@@ -34,7 +34,7 @@ class Lessor(Protocol):
 class Lease:
     """One request's hold on a resident backend. A context manager; leaving it releases, once."""
 
-    __slots__ = ("_lessor", "address", "backend", "prefill", "run", "ticket", "waited", "why")
+    __slots__ = ("_lessor", "address", "backend", "is_routed", "prefill", "run", "ticket", "waited", "why")
 
     def __init__(self, lessor: Lessor, ticket: Ticket, backend: Backend, run: Run) -> None:
         self._lessor = lessor
@@ -72,17 +72,12 @@ class Lease:
         choice, tokens = self.ticket.choice, self.ticket.work.tokens
         return choice.hit_tokens / tokens if choice and tokens and not self.prefill else None
 
-    @property
-    def is_routed(self) -> bool:
-        """Its backend was chosen among several replicas, and what becomes of it counts for later choices."""
-        return self.ticket.choice is not None
-
     def first_byte(self) -> bool:
         """The answer begins to come. False: the request was taken back before; nothing of it may be shown.
 
-        Called once, by any thread, before a byte is shown to the client.
+        Called once, by any thread, before a byte is shown to the client; of use where ``is_routed``.
         """
-        return self.ticket.choice is None or self._lessor.first_byte(self.ticket)
+        return self._lessor.first_byte(self.ticket)
 
     @property
     def severed(self) -> bool:

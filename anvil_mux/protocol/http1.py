@@ -80,9 +80,9 @@ class Request(NamedTuple):
     fields: dict[bytes, bytes]
     """Lower-case name -> value; repeated ones joined by a comma."""
     keep_alive: bool
-    length: int | None
     chunked: bool
     expect_continue: bool
+    length: int | None
 
 
 class Response(NamedTuple):
@@ -95,10 +95,10 @@ class Response(NamedTuple):
     fields: dict[bytes, bytes]
     body: str
     """How the body ends: none (there is no body), length, chunked, close."""
-    length: int | None
-    """The declared length; answers to HEAD and 304 may have one without a body."""
     keep_alive: bool
     """Whether the engine's connection may be used again after the body."""
+    length: int | None
+    """The declared length; answers to HEAD and 304 may have one without a body."""
 
 
 def request_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
@@ -143,9 +143,9 @@ def parse_request(head: bytes) -> Request:
         headers,
         fields,
         _keep_alive(fields, minor),
-        length,
         chunked,
         minor and b"expect" in fields and _expects_continue(fields[b"expect"]),
+        length,
     )
 
 
@@ -184,7 +184,7 @@ def parse_response(head: bytes, method: str, *, upgrade: bool = False) -> Respon
         body = "chunked" if chunked else "close" if length is None else "length"
     keep_alive = body != "close" and _keep_alive(fields, minor)
     version = (1, 1) if minor else (1, 0)
-    return Response(version, status, line[3] or b"", headers, fields, body, length, keep_alive)
+    return Response(version, status, line[3] or b"", headers, fields, body, keep_alive, length)
 
 
 def forward_request_head(
@@ -248,7 +248,7 @@ def stream_head(
     status: int, headers: Iterable[Field], *, chunked: bool, connection: bytes | None = None
 ) -> bytes:
     """The head of a stream that we begin ourselves, before an engine answers."""
-    own = Response((1, 1), status, b"", list(headers), {}, "close", None, True)
+    own = Response((1, 1), status, b"", list(headers), {}, "close", True, None)
     return forward_response_head(own, chunked=chunked, connection=connection)
 
 

@@ -14,7 +14,7 @@ While the model is not ready the thread waits for its lease and looks at its cli
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -41,7 +41,8 @@ SESSION = b"x-session-id"
 """The header by which a client says which conversation a request belongs to."""
 
 
-class _Terms(NamedTuple):
+@dataclass(slots=True)
+class _Terms:
     """What leases for one request are asked for with."""
 
     work: Work
@@ -92,7 +93,7 @@ class Dispatcher:
         asked, translation = question.asked, question.translation
         assert translation is not None
         if translation.path:
-            self.answer(question._replace(translation=replace(translation, unloads=False)), reply, record)
+            self.answer(replace(question, translation=replace(translation, unloads=False)), reply, record)
         else:
             reply.whole(200, [JSON], translation.answer.whole(b"", time.time()))
         if asked.key is None or asked.key.admin:
@@ -114,13 +115,23 @@ class Dispatcher:
             left -= 1
             if failure.taken_back:
                 work = work._replace(stream=False)  # once is enough
-            terms = terms._replace(work=work, crashes=crashes)
+            terms = replace(terms, work=work, crashes=crashes)
         return None
 
     def _try(self, question: Question, terms: _Terms, reply: Reply, record: Served) -> _Failure | None:
-        lease = self._lease(question, terms, record)
+        asked, model = question.asked, question.target.model
+        staged = model in asked.access.staged and _may_be_staged(question)
+        since = time.monotonic()
+        try:
+            lease = self._mux.lease(
+                model, terms.tend, terms.work, key=asked.key, staged=staged, crashes=terms.crashes
+            )
+        except MuxError:
+            record.waited += time.monotonic() - since
+            raise
         whole, record.said = False, b""
         try:  # as `with lease` does, in half the time
+            record.waited += lease.waited
             backend = record.backend = lease.backend.name
             reply.routed = f"{backend}; {lease.why}" if lease.why else ""
             record.foreseen = lease.foreseen if lease.why else None
@@ -137,20 +148,6 @@ class Dispatcher:
         finally:
             usage = api.tokens_said(record.said)[1:] if lease.is_routed else NO_USAGE
             lease.release(whole=whole, usage=usage)
-
-    def _lease(self, question: Question, terms: _Terms, record: Served) -> Lease:
-        asked, model = question.asked, question.target.model
-        staged = model in asked.access.staged and _may_be_staged(question)
-        since = time.monotonic()
-        try:
-            lease = self._mux.lease(
-                model, terms.tend, terms.work, key=asked.key, staged=staged, crashes=terms.crashes
-            )
-        except MuxError:
-            record.waited += time.monotonic() - since
-            raise
-        record.waited += lease.waited
-        return lease
 
     def _tend(self, question: Question, reply: Reply, waiting: list[Waiting], now: float) -> None:
         """``waiting``: made at the first call."""

@@ -106,7 +106,8 @@ class Forwarder:
         asked = question.asked
         exchange = Exchange(self._relay, lease, reply.client.socket)
         try:
-            head = heads.request_head(question, lease, _length(body), reply.client.last_head)
+            length = len(body) if body is question.body else _length(body)
+            head = heads.request_head(question, lease, length, reply.client.last_head)
             response = exchange.ask(asked.request.method, head, body)
             record.first_byte = time.monotonic() - asked.since
             if asked.route.translated and response.status in LACKING:
@@ -117,8 +118,8 @@ class Forwarder:
                 self._continue(question, exchange, response, reply, record)
             elif exchange.whole:
                 record.said = data = exchange.data
-                length = None if response.body == "none" else len(data)
-                head = heads.response_head(reply, response, exchange.last_head, length=length)
+                declared = None if response.body == "none" else len(data)
+                head = heads.response_head(reply, response, exchange.last_head, length=declared)
                 reply.pass_on(response.status, head + data, "cut")
             else:
                 self._stream(question, exchange, response, reply, record)
@@ -275,8 +276,8 @@ class Forwarder:
         except (ValueError, RecursionError) as error:
             raise BackendError(f"{backend.name} gave no answer that can be read: {error}.") from None
         if translation:
-            return question._replace(translation=replace(translation, question=asked)), None
-        return question._replace(body=written(asked)), None
+            return replace(question, translation=replace(translation, question=asked)), None
+        return replace(question, body=written(asked)), None
 
 
 def _is_events(response: http1.Response) -> bool:

@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
@@ -30,12 +31,13 @@ from anvil_mux.proxy.questions import Questions
 from anvil_mux.proxy.relay import Relay
 from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.proxy.reply import Reply
+from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.stored_responses import StoredResponses
 from anvil_mux.proxy.waiting import Patience
 from anvil_mux.telemetry.accesslog import Served, Sink
 from anvil_mux.telemetry.feed import Feed
 
-UNREAD = http1.Request("-", b"", "", "", (1, 1), [], {}, False, None, False, False)
+UNREAD = http1.Request("-", b"", "", "", (1, 1), [], {}, False, False, False, None)
 """Stands for what could not be read as a request."""
 
 log = logging.getLogger(__name__)
@@ -107,11 +109,17 @@ class Handler:
             if found is None:
                 entry = access.check(request, entry)
                 client.last_head.note(access, entry)
-                asked = asked._replace(key=entry.key)
+                asked = replace(asked, key=entry.key)
             if asked.route is api.NO_ROUTE:
                 self.local.answer(asked, reply, record)
             else:
-                self._ask(asked, reply, record)
+                question = self._questions.read(asked, client)
+                record.model, record.stream = question.target.model, question.stream
+                try:
+                    self._dispatcher.answer(question, reply, record)
+                finally:
+                    if isinstance(question.body, Spool):
+                        question.body.close()
         except ClientGone as gone:
             reply.keep, reply.status, reply.code = False, gone.status, gone.code
         except Unauthorized as error:
@@ -123,15 +131,6 @@ class Handler:
             reply.refuse(MuxError("anvil-mux made a mistake; its log says more."))
         self._record(record, asked, reply)
         return reply.keep
-
-    def _ask(self, asked: Asked, reply: Reply, record: Served) -> None:
-        """Of an engine."""
-        question = self._questions.read(asked, reply.client)
-        record.model, record.stream = question.target.model, question.stream
-        try:
-            self._dispatcher.answer(question, reply, record)
-        finally:
-            question.close()
 
     def refuse_unread(self, client: Client, error: MuxError) -> None:
         """Answers something that could not be read as a request."""

@@ -110,8 +110,8 @@ def response_head(
     chunked: bool = False,
 ) -> bytes:
     """The head for the client: but for its last two lines the same for all answers with the same head."""
-    connection = reply.connection
-    if length is None or reply.varies:
+    asked, connection = reply.asked, reply.connection
+    if length is None or reply.routed or asked.reader or asked.api == "anthropic":
         return http1.forward_response_head(
             response, length=length, chunked=chunked, connection=connection, extra=reply.own_headers
         )
@@ -119,7 +119,7 @@ def response_head(
     if constant is None:
         constant = http1.forward_response_head(response, connection=connection, drop=_OWN)[:-2]
         last.note(connection, constant)
-    return b"%bX-Request-ID: %b\r\nContent-Length: %d\r\n\r\n" % (constant, reply.id, length)
+    return b"%bX-Request-ID: %b\r\nContent-Length: %d\r\n\r\n" % (constant, asked.id.encode("ascii"), length)
 
 
 def switched_head(reply: Reply, response: http1.Response) -> bytes:

@@ -6,6 +6,8 @@ one model come to is the same for all of them under one configuration (``asked.T
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BadRequest, NotFound, UnknownModel
 from anvil_mux.host.engine import find_engine
@@ -88,7 +90,7 @@ class Questions:
                 raise NotFound(f"{request.method} {path} is not offered of the engine of {model}.")
             if request.method == "GET" and not self._mux.is_ready(model):
                 raise BadRequest(f"{model} is not loaded, and a GET does not load it", status=409)
-            asked = asked._replace(route=api.Route("openai", "upstream", path=path))
+            asked = replace(asked, route=api.Route("openai", "upstream", path=path))
             return Question(asked, _target(asked, model), _read(asked, client))
         raise _no_upstream(asked)
 

@@ -101,6 +101,7 @@ class Exchange:
         "_upstream",
         "aligned",
         "data",
+        "last_head",
         "lease",
         "passed",
         "streamed",
@@ -122,8 +123,10 @@ class Exchange:
         """What came of the body with the head."""
         self.whole = False
         """``data`` is all of the body."""
-        self._has_begun = False
-        """A byte of the answer has come that may be shown."""
+        self._has_begun = not lease.is_routed
+        """A byte of the answer has come that may be shown; or nobody has to know."""
+        self.last_head: LastHead[http1.Response]
+        """Of the connection that the answer comes on."""
         self._chunked = False
         self._body: Body | None = None
         self.passed = Passed()
@@ -187,15 +190,10 @@ class Exchange:
         if self.whole:
             if len(self.data) != length:
                 self._read_whole(length or 0)
-            self._begin()
+            if not self._has_begun:
+                self._begin()
             self._reusable = response.keep_alive
         return response
-
-    @property
-    def last_head(self) -> LastHead[http1.Response]:
-        """Of the connection that the answer comes on."""
-        assert self._upstream is not None
-        return self._upstream.last_head
 
     @property
     def _name(self) -> str:
@@ -282,7 +280,7 @@ class Exchange:
 
     def _read_head(self, method: str, data: bytes, upgrade: bool) -> http1.Response:
         assert self._upstream is not None
-        last_head = self._upstream.last_head
+        self.last_head = last_head = self._upstream.last_head
         response = last_head.again(data) if method != "HEAD" else None
         if response is not None:
             self.data = data[last_head.end :]

@@ -30,11 +30,11 @@ all."""
 class Reply:
     """Writes the answer to one request. Used by the request's thread."""
 
-    __slots__ = ("_asked", "_last", "answered", "client", "code", "form", "keep", "routed", "sent", "status")
+    __slots__ = ("_last", "answered", "asked", "client", "code", "form", "keep", "routed", "sent", "status")
 
     def __init__(self, client: Client, asked: Asked, *, keep: bool) -> None:
         self.client = client
-        self._asked = asked
+        self.asked = asked
         self.keep = keep
         """Whether the connection can be used again."""
         self.form: Form = "answer"
@@ -51,35 +51,25 @@ class Reply:
     # Heads
 
     @property
-    def id(self) -> bytes:
-        """The request's, which its answer carries."""
-        return self._asked.id.encode("ascii")
-
-    @property
     def chunked(self) -> bool:
         """The client understands chunks."""
-        return self._asked.request.version == (1, 1)
+        return self.asked.request.version == (1, 1)
 
     @property
     def connection(self) -> bytes | None:
         """The Connection header of the answer, where one is needed."""
         if not self.keep:
             return b"close"
-        return None if self._asked.request.version == (1, 1) else b"keep-alive"
-
-    @property
-    def varies(self) -> bool:
-        """``own_headers`` are more than the request's id."""
-        asked = self._asked
-        return bool(self.routed or asked.reader) or asked.api == "anthropic"
+        return None if self.asked.request.version == (1, 1) else b"keep-alive"
 
     @property
     def own_headers(self) -> list[Field]:
         """What every answer carries."""
-        asked = self._asked
-        headers = [(b"X-Request-ID", self.id)]
+        asked = self.asked
+        id = asked.id.encode("ascii")
+        headers = [(b"X-Request-ID", id)]
         if asked.api == "anthropic":
-            headers.append((b"request-id", self.id))
+            headers.append((b"request-id", id))
         if self.routed:
             headers.append((b"X-Anvil-Backend", self.routed.encode("ascii", "replace")))
         if asked.reader:
@@ -96,7 +86,8 @@ class Reply:
         """Sends the head of an engine's answer, and what is here of its body; ``then`` is how errors are
         told."""
         self.status, self.form = status, then
-        self.send(data)
+        self.client.send(data)
+        self.sent += len(data)
 
     def whole(self, status: int, headers: Sequence[Field], body: bytes) -> None:
         """Sends an answer that no engine made."""
@@ -104,7 +95,7 @@ class Reply:
         connection = self.connection
         if connection is not None:
             headers = [*headers, (b"Connection", connection)]
-        head_only = self._asked.request.method == "HEAD"
+        head_only = self.asked.request.method == "HEAD"
         self.send(http1.response(status, [*headers, *self.own_headers], body, head_only=head_only))
 
     # Streams of our own
@@ -113,7 +104,7 @@ class Reply:
         """Sends the head of a stream of our own; from now on failures are told within it."""
         self.keep = self.keep and self.chunked
         self.form, self.status = "event", 200
-        headers = [(b"Content-Type", api.stream_type(self._asked.api)), *UNBUFFERED, *self.own_headers]
+        headers = [(b"Content-Type", api.stream_type(self.asked.api)), *UNBUFFERED, *self.own_headers]
         self.send(http1.stream_head(200, headers, chunked=self.chunked, connection=self.connection))
 
     def event(self, data: bytes) -> None:
@@ -149,10 +140,10 @@ class Reply:
         try:
             match self.form:
                 case "answer":
-                    body = api.error_body(self._asked.api, error, self._asked.id)
+                    body = api.error_body(self.asked.api, error, self.asked.id)
                     self.whole(error.status, [JSON, *api.error_headers(error), *headers], body)
                 case "event":
-                    asked = self._asked
+                    asked = self.asked
                     event = api.error_event(asked.api, asked.route.beat, error, asked.id)
                     self.event(event if _ends_event(self._last) else b"\n\n" + event)
                 case "frame":

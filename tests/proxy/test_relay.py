@@ -468,9 +468,7 @@ def test_a_request_whose_engine_resets_the_connection_when_it_is_severed_is_not_
 
     class Lease:
         backend, address, run = Backend("a", "a"), ("127.0.0.1", 0), object()
-
-        def first_byte(self) -> bool:
-            return True
+        is_routed = False
 
         @property
         def severed(self) -> bool:
