@@ -3,6 +3,16 @@
 Clients and engines send the same head again and again, but for the number in its Content-Length line. If a
 head comes again, two comparisons find its end and tell all of it; nothing is read anew, and what was found
 for it need not be found again. Nothing is shared between connections.
+
+What each brings, as CPU of anvil-mux for one request (``bin/bench-relay --only ns16``, pinned to a CPU;
+medians of three interleaved runs), where a request with all of them takes 50 us:
+
+    the client's head read again (and with it all that was found for it)   39 us less
+    the engine's head read again (and with it the answer's head)           16 us
+    found: the route, the key and the origin (``access.Entry``)             9 us
+    found: the head for the engine (``heads.request_head``)                 8 us
+    found: the head for the client (``heads.response_head``)                5 us
+    found: the model that a name stands for (``asked.Target``)              3 us
 """
 
 from __future__ import annotations
