@@ -109,7 +109,8 @@ class Handler:
             if found is None:
                 entry = access.check(request, entry)
                 client.last_head.note(access, entry)
-                asked = replace(asked, key=entry.key)
+                if entry.key:
+                    asked = replace(asked, key=entry.key)
             if asked.route is api.NO_ROUTE:
                 self.local.answer(asked, reply, record)
             else:
