@@ -13,7 +13,8 @@ from typing import NamedTuple, Protocol
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host import compose
-from anvil_mux.host.docker import Engine, base_url
+from anvil_mux.host.container import base_url
+from anvil_mux.host.docker import Engine
 from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import api_key, listen_port
 

@@ -24,17 +24,9 @@ from functools import partial
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import compose, gpu
+from anvil_mux.host.container import ALIVE, HALF_REMOVED, Container, base_url, how_it_ended
 from anvil_mux.host.deaths import Deaths
-from anvil_mux.host.docker import (
-    ALIVE,
-    HALF_REMOVED,
-    Container,
-    Engine,
-    Missing,
-    Refused,
-    base_url,
-    how_it_ended,
-)
+from anvil_mux.host.docker import Engine, Missing, Refused
 from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import listen_port
 from anvil_mux.host.project import Project
@@ -43,7 +35,7 @@ LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
 FOLLOWED_LINES = 100
 STOPS_TIMEOUT = 60.0
-"""How long a start waits for each stop that an anvil-mux before it has asked for."""
+"""How long a start waits for stops that an anvil-mux before it has asked for."""
 
 
 class Gone(BackendError):

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from anvil_mux.errors import MuxError
-from anvil_mux.host.docker import ALIVE, Container, Engine, Stream, how_it_ended, read_death
+from anvil_mux.host.container import ALIVE, Container, how_it_ended
+from anvil_mux.host.docker import Engine, Stream, read_death
 from anvil_mux.host.project import Project
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0

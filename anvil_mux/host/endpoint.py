@@ -205,7 +205,9 @@ class Connection(http.client.HTTPConnection):
 
     def _unreachable(self, error: Exception, advice: str) -> Unreachable:
         why = (isinstance(error, OSError) and error.strerror) or error
-        return Unreachable(f"Docker cannot be reached at {self._endpoint.address}: {why}. {advice}")
+        return Unreachable(
+            f"Cannot connect to the Docker daemon at {self._endpoint.address}: {why}. {advice}"
+        )
 
 
 def ssh_command(address: str) -> list[str]:

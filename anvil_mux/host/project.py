@@ -10,12 +10,14 @@ What the engine reports is believed rather than what a request's answer says: ``
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, MuxError
-from anvil_mux.host.docker import ALIVE, Container, Engine
+from anvil_mux.host.container import ALIVE, Container
+from anvil_mux.host.docker import Engine
 from anvil_mux.host.endpoint import Unreachable
 
 
@@ -85,10 +87,11 @@ class Project:
     def await_stops(self, timeout: float) -> None:
         """Wait for those of our containers that somebody is stopping now."""
         told = self._engine.told_to_end(self.config.project)
+        deadline = time.monotonic() + timeout
         for container in self.alive().values() if told else ():
             if container.status != "restarting" and told.get(container.id, 0.0) > container.started:
                 with suppress(Unreachable):
-                    self._engine.await_end(container.id, timeout)
+                    self._engine.await_end(container.id, max(deadline - time.monotonic(), 0.1))
 
     def put_down(self, container: Container, grace: float | None) -> None:
         """Stop (unless there is no grace), kill, remove: up to the first after which it does not run."""

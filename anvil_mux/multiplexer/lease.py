@@ -42,6 +42,8 @@ class Lease:
         self.backend = backend
         self.run = run
         self.address = run.address
+        self.is_routed = ticket.choice is not None
+        """Its backend was chosen among several replicas, and what becomes of it counts for later choices."""
         self.why = ticket.choice.why if ticket.choice else ""
         """Why this backend, where the model has several."""
         self.waited = 0.0

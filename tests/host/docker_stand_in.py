@@ -11,7 +11,7 @@ import re
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -319,9 +319,10 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         lines: queue.Queue[str] = queue.Queue()
         self.server.docker.events.put(lines)
-        while line := lines.get(timeout=PATIENCE):
-            self.wfile.write(f"{len(line) + 1:x}\r\n{line}\n\r\n".encode())
-        self.wfile.write(b"0\r\n\r\n")
+        with suppress(BrokenPipeError):  # nobody listens any more
+            while line := lines.get(timeout=PATIENCE):
+                self.wfile.write(f"{len(line) + 1:x}\r\n{line}\n\r\n".encode())
+            self.wfile.write(b"0\r\n\r\n")
 
     def log_message(self, *_: object) -> None:
         pass

@@ -4,127 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from anvil_mux.errors import BackendError
-from anvil_mux.host.docker import (
-    Conflict,
-    Container,
-    Engine,
-    Missing,
-    Refused,
-    base_url,
-    how_it_ended,
-    read_container,
-    read_death,
-)
+from anvil_mux.host.docker import Conflict, Engine, Missing, Refused, read_death
 from anvil_mux.host.endpoint import Endpoint, Unreachable
 from tests.host.docker_stand_in import AWAY, Docker
-
-# What Docker says
-
-INSPECTED = {
-    "Id": "0f95e31e3d91",
-    "Name": "/p-a-1",
-    "State": {
-        "Status": "running",
-        "Running": True,
-        "OOMKilled": False,
-        "ExitCode": 0,
-        "Error": "",
-        "StartedAt": "2026-11-21T13:38:31.55644524Z",
-        "FinishedAt": "0001-01-01T00:00:00Z",
-    },
-    "HostConfig": {
-        "NetworkMode": "p_default",
-        "PortBindings": {
-            "8080/tcp": [{"HostIp": "127.0.0.1", "HostPort": "81"}],
-            "1/udp": [{"HostPort": ""}],
-        },
-        "DeviceRequests": [{"Driver": "nvidia"}],
-    },
-    "Config": {
-        "Tty": True,
-        "Labels": {
-            "com.docker.compose.config-hash": "58a4aa18",
-            "com.docker.compose.container-number": "1",
-            "com.docker.compose.project": "p",
-            "com.docker.compose.service": "a",
-        },
-    },
-    "NetworkSettings": {
-        "Ports": {"8080/tcp": [{"HostIp": "127.0.0.1", "HostPort": "32775"}], "9090/tcp": None},
-        "Networks": {"p_default": {"IPAddress": "172.21.0.2"}, "other": {"IPAddress": ""}},
-    },
-}
-
-
-def test_inspect_is_read():
-    assert read_container(INSPECTED) == Container(
-        id="0f95e31e3d91",
-        service="a",
-        number=1,
-        status="running",
-        started_at="2026-11-21T13:38:31.55644524Z",
-        network_mode="p_default",
-        ports=(("8080/tcp", "127.0.0.1", 32775),),
-        ips=("172.21.0.2",),
-        tty=True,
-        wants_ports=(("127.0.0.1", 81),),
-        wants_devices=True,
-    )
-
-
-def test_a_container_that_was_never_started_is_read():
-    bare = {"Id": "c1", "State": {"Status": "created"}, "Config": {"Labels": None}}
-    assert read_container(bare) == Container(id="c1", service="", number=1, status="created", started_at="")
-
-
-RUNNING = Container(id="c1", service="a", number=1, status="running", started_at="T1")
-
-
-@pytest.mark.parametrize(
-    ("special", "url"),
-    [
-        ({"ports": (("8080/tcp", "127.0.0.1", 32775),)}, "http://127.0.0.1:32775"),
-        ({"ports": (("8080/tcp", "0.0.0.0", 81), ("8080/tcp", "::", 81))}, "http://127.0.0.1:81"),
-        ({"ports": (("8080/tcp", "::", 81),)}, "http://[::1]:81"),
-        ({"ports": (("8080/tcp", "10.1.1.1", 81),)}, "http://10.1.1.1:81"),
-        ({"ports": (("8080/udp", "127.0.0.1", 81),), "ips": ("172.21.0.2",)}, "http://172.21.0.2:8080"),
-        ({"ips": ("172.21.0.2",)}, "http://172.21.0.2:8080"),
-        ({"network_mode": "host"}, "http://127.0.0.1:8080"),
-        ({}, None),
-    ],
-)
-def test_where_an_engine_is_reached(special: dict[str, Any], url: str | None):
-    assert base_url(replace(RUNNING, **special), 8080) == url
-
-
-@pytest.mark.parametrize(
-    ("special", "how"),
-    [
-        ({}, None),
-        ({"status": "paused"}, None),
-        ({"status": "exited", "exit_code": 1}, "exited with code 1"),
-        ({"status": "exited", "exit_code": 137}, "was killed (code 137)"),
-        ({"status": "exited", "exit_code": 139}, "exited with code 139 (SIGSEGV)"),
-        ({"status": "exited", "exit_code": 255}, "exited with code 255"),
-        ({"status": "created"}, "has not been started"),
-        ({"status": "created", "error": "no device"}, "has not been started (no device)"),
-        ({"status": "restarting", "exit_code": 2}, "exited with code 2, and Docker is restarting it"),
-    ],
-)
-def test_how_a_container_ended(special: dict[str, Any], how: str | None):
-    assert how_it_ended(replace(RUNNING, **special)) == how
-
-
-def test_out_of_memory_is_said_plainly():
-    how = how_it_ended(replace(RUNNING, status="exited", exit_code=137, oom_killed=True))
-    assert how is not None
-    assert "out of memory (OOM)" in how
 
 
 @pytest.mark.parametrize(

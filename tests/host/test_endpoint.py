@@ -120,7 +120,7 @@ def test_podman_is_found_where_docker_is_not(home: Path):
 )
 def test_what_cannot_be_reached_says_why_and_what_to_do(address: str, why: str):
     with pytest.raises(
-        Unreachable, match=f"Docker cannot be reached at {address}: {why}.*or set DOCKER_HOST"
+        Unreachable, match=f"Cannot connect to the Docker daemon at {address}: {why}.*or set DOCKER_HOST"
     ):
         Engine(Endpoint(address)).ping()
 
@@ -267,5 +267,5 @@ def test_what_ssh_says_is_told(docker: Docker, tmp_path: Path, monkeypatch: pyte
 
 def test_a_machine_without_ssh_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unreachable, match="Docker cannot be reached at ssh://gpu: No such file"):
+    with pytest.raises(Unreachable, match="Cannot connect to the Docker daemon at ssh://gpu: No such file"):
         Engine(Endpoint("ssh://gpu")).ping()

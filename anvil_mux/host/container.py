@@ -1,0 +1,117 @@
+"""One container, as the answer to an inspect describes it: its state, its address, how it ended."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+ALIVE = frozenset({"running", "paused", "restarting", "stopping"})
+HALF_REMOVED = frozenset({"removing", "dead"})
+LABEL = "com.docker.compose"
+MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)")
+"""Docker's moments are UTC to the nanosecond; Podman's are of its time zone."""
+ANYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What an engine says of one container."""
+
+    id: str
+    service: str
+    number: int
+    status: str
+    started_at: str
+    exit_code: int = 0
+    oom_killed: bool = False
+    error: str = ""
+    network_mode: str = ""
+    ports: tuple[tuple[str, str, int], ...] = ()
+    """(port inside, such as 8080/tcp; address; port outside)"""
+    ips: tuple[str, ...] = ()
+    tty: bool = False
+    wants_ports: tuple[tuple[str, int], ...] = ()
+    """(address, port) on the host that its description names."""
+    wants_devices: bool = False
+    """Its description asks for GPUs or their like."""
+
+    @property
+    def run(self) -> tuple[str, str]:
+        """Differs between any two runs."""
+        return self.id, self.started_at
+
+    @property
+    def started(self) -> float:
+        """Unix time of its start; 0 if that is not told."""
+        told = MOMENT.fullmatch(self.started_at)
+        if told is None:
+            return 0.0
+        zone = "+00:00" if told[3] == "Z" else told[3]
+        return datetime.fromisoformat(told[1] + zone).timestamp() + float(f"0{told[2] or ''}")
+
+
+def base_url(container: Container, port: int) -> str | None:
+    """Where the engine that listens on ``port`` inside is reached from this host."""
+    if container.network_mode == "host":
+        return f"http://127.0.0.1:{port}"
+    published = [(ip, outside) for inside, ip, outside in container.ports if inside == f"{port}/tcp"]
+    published.sort(key=lambda each: ":" in each[0])
+    for ip, outside in published:
+        host = ANYWHERE.get(ip, ip)
+        return f"http://[{host}]:{outside}" if ":" in host else f"http://{host}:{outside}"
+    return f"http://{container.ips[0]}:{port}" if container.ips else None
+
+
+def how_it_ended(container: Container) -> str | None:
+    """None while it runs, else for people."""
+    if container.status in ("running", "paused", "stopping"):
+        return None
+    if container.status == "created":
+        return f"has not been started{f' ({container.error})' if container.error else ''}"
+    how = f"exited with code {container.exit_code}"
+    if container.oom_killed:
+        how = "was killed because the machine or its memory limit ran out of memory (OOM)"
+    elif container.exit_code == 137:
+        how = "was killed (code 137)"
+    elif container.exit_code > 128:
+        with suppress(ValueError):
+            how += f" ({signal.Signals(container.exit_code - 128).name})"
+    return f"{how}, and Docker is restarting it" if container.status == "restarting" else how
+
+
+def read_container(found: Mapping[str, Any]) -> Container:
+    """What the answer to an inspect says."""
+    state, config, host = found["State"], found["Config"], found.get("HostConfig") or {}
+    labels, network = config.get("Labels") or {}, found.get("NetworkSettings") or {}
+    number = labels.get(f"{LABEL}.container-number", "1")
+    bound, wanted = network.get("Ports") or {}, host.get("PortBindings") or {}
+    return Container(
+        id=found["Id"],
+        service=labels.get(f"{LABEL}.service", ""),
+        number=int(number) if number.isdigit() else 1,
+        status=state["Status"],
+        started_at=state.get("StartedAt", ""),
+        exit_code=state.get("ExitCode", 0),
+        oom_killed=state.get("OOMKilled", False),
+        error=state.get("Error", ""),
+        network_mode=host.get("NetworkMode", ""),
+        ports=tuple(_bindings(bound)),
+        ips=tuple(
+            each["IPAddress"] for each in (network.get("Networks") or {}).values() if each.get("IPAddress")
+        ),
+        tty=bool(config.get("Tty")),
+        wants_ports=tuple((ip, port) for _, ip, port in _bindings(wanted) if port),
+        wants_devices=bool(host.get("DeviceRequests")),
+    )
+
+
+def _bindings(ports: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+    for inside, bindings in ports.items():
+        for binding in bindings or ():
+            if binding.get("HostPort", "").isdecimal():
+                yield inside, binding.get("HostIp", ""), int(binding["HostPort"])
