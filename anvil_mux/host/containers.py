@@ -232,11 +232,12 @@ class ContainerRuntime:
     # What is there
 
     def running(self) -> dict[str, str]:
-        if not self._looked:
-            self._project.await_stops(STOPS_TIMEOUT)
-            self._looked = True
+        alive = self._project.alive()
+        if not self._looked and self._project.await_stops(alive.values(), STOPS_TIMEOUT):
+            alive = self._project.alive()
+        self._looked = True
         urls = {}
-        for name, container in self._project.alive().items():
+        for name, container in alive.items():
             backend = self._project.backend(name)
             if backend is None:
                 continue

@@ -84,14 +84,21 @@ class Project:
         places = self._places([container for container in found if container.status in ALIVE])
         return {name: places[name] for name in self._backends if name in places}
 
-    def await_stops(self, timeout: float) -> None:
-        """Wait for those of our containers that somebody is stopping now."""
+    def await_stops(self, containers: Iterable[Container], timeout: float) -> bool:
+        """Wait for those that somebody is stopping now; whether there were any."""
         told = self._engine.told_to_end(self.config.project)
         deadline = time.monotonic() + timeout
-        for container in self.alive().values() if told else ():
-            if container.status != "restarting" and told.get(container.id, 0.0) > container.started:
-                with suppress(Unreachable):
-                    self._engine.await_end(container.id, max(deadline - time.monotonic(), 0.1))
+        # Podman says itself that it is stopping one.
+        ending = [
+            each.id
+            for each in containers
+            if each.status == "stopping"
+            or (told.get(each.id, 0.0) > each.started and each.status != "restarting")
+        ]
+        for id in ending:
+            with suppress(Unreachable):
+                self._engine.await_end(id, max(deadline - time.monotonic(), 0.1))
+        return bool(ending)
 
     def put_down(self, container: Container, grace: float | None) -> None:
         """Stop (unless there is no grace), kill, remove: up to the first after which it does not run."""

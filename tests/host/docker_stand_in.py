@@ -309,8 +309,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Libpod-Api-Version", "4.3.1")
         if status not in (204, 304):
             self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with suppress(BrokenPipeError):  # of a ping the head is enough
+            self.end_headers()
+            self.wfile.write(body)
 
     def tell_events(self) -> None:
         self.close_connection = True

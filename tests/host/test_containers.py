@@ -458,6 +458,12 @@ def test_what_a_killed_anvil_mux_is_stopping_is_waited_for_once(docker: Docker, 
     assert runtime.running() == {"b": URL}
 
 
+def test_a_stop_that_podman_is_at_is_waited_for(docker: Docker, runtime: ContainerRuntime):
+    docker.add("c1", "a", status="stopping")
+    assert runtime.ended(A) is None
+    assert runtime.running() == {}
+
+
 def test_a_service_that_runs_without_an_address_is_listed_all_the_same(
     docker: Docker, runtime: ContainerRuntime
 ):
