@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence, Set
 from functools import partial
 
 from anvil_mux.config import loading
-from anvil_mux.config.plugins import Plugins, Problem
+from anvil_mux.config.plugins import Plugins
+from anvil_mux.config.settings import Problem
 from anvil_mux.routing import pipeline
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.policies import build_policy

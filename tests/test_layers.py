@@ -1,6 +1,8 @@
 """Imports go downwards only, without circles, and what decides knows neither threads nor time."""
 
 import ast
+import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -94,3 +96,34 @@ def test_serving_does_not_import_the_simulator(module):
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if package(m) in PURE))
 def test_what_decides_knows_neither_threads_nor_time_nor_io(module):
     assert {name.partition(".")[0] for name in imported(module)} & FORBIDDEN == set()
+
+
+STILL_TWICE = {
+    "Body": {"proxy.delivery", "proxy.pump", "proxy.relay"},
+    "Driver": {"host.driver", "multiplexer", "sim.simulate"},
+    "Request": {"protocol.http1", "sim.simulate"},
+    "Run": {"host.compose", "multiplexer"},
+    "Sight": {"host.engine", "host.gpu_monitor"},
+    "Step": {"host.checkpoint", "scheduler.steps"},
+    "Stop": {"host.swap", "scheduler.steps"},
+    "Way": {"host.swap", "proxy.tunnel"},
+}
+"""Type names that mean several things. None is added."""
+
+
+def types(module):
+    """The names of a module's classes and type aliases, without underscores in front."""
+    tree = ast.parse(MODULES[module].read_text())
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and not isinstance(node.value, (ast.Call, ast.Constant)):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {name.lstrip("_") for name in names if re.match("_*[A-Z][a-z]", name)}
+
+
+def test_each_type_name_means_one_thing():
+    homes = defaultdict(set)
+    for module in MODULES:
+        for name in types(module):
+            homes[name].add(module)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == STILL_TWICE

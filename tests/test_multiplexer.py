@@ -30,7 +30,7 @@ from anvil_mux.scheduler import group
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.scheduler.progress import Progress, Said
+from anvil_mux.scheduler.progress import LogProgress, Progress
 from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Start, Stop
 from anvil_mux.sim.simulate import Death, Engines, Outcome, Reload, Request, Unloading, check, simulate
 from tests.baton import BatonClock, Deadlock
@@ -996,7 +996,7 @@ def test_how_far_a_load_is_is_known_from_the_last_one_and_from_what_its_log_says
         stage.request(0.0, "a")
         stage.clock.sleep(1.0)
         assert (far()["a"], far()["b"]) == (Progress(None, None, ""), None)
-        stage.mux.report("a", Said("reading weights", 0.5, 3.0))
+        stage.mux.report("a", LogProgress("reading weights", 0.5, 3.0))
         assert stage.mux.how_far("a") == "50%, 3 s left, reading weights"
         stage.request(4.0, "b")
         stage.clock.sleep(14.0)

@@ -317,10 +317,10 @@ def events(given: argparse.Namespace) -> int:
 
 def top(given: argparse.Namespace) -> int:
     """Draws the picture anew whenever something has changed; once, where it is no terminal."""
-    from anvil_mux.cli.screen import Picture
+    from anvil_mux.cli.screen import TopScreen
     from anvil_mux.serve import remote
 
-    picture, live = Picture(), sys.stdout.isatty()
+    picture, live = TopScreen(), sys.stdout.isatty()
     for kind, data in remote.events(_url(given)):
         picture.take(kind, data)
         if given.json:

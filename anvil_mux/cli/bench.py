@@ -33,7 +33,7 @@ from socket import socketpair
 from urllib.parse import urlsplit
 
 from anvil_mux.cli.byhand import Asker, Docker, Hand
-from anvil_mux.cli.tally import Burst, Swap, Told, phases
+from anvil_mux.cli.tally import Burst, TimedPhase, TimedSwap, phases
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host import gpu
@@ -65,12 +65,12 @@ _Measured = tuple[dict[str, float], int | None]
 
 def measure(
     config: Config, repeat: int, say: Callable[[str], object], *, burst: int = 0
-) -> tuple[list[Swap], list[Burst], list[str]]:
+) -> tuple[list[TimedSwap], list[Burst], list[str]]:
     """Every swap, and bursts after it, ``repeat`` times, and what could not be measured.
 
     CannotServe while an anvil-mux serves the project.
     """
-    swaps: list[Swap] = []
+    swaps: list[TimedSwap] = []
     bursts: list[Burst] = []
     failed: list[str] = []
     with locked(config) as lock, _ended_by_sigterm():
@@ -188,13 +188,13 @@ class _Ring:
         self.bursts: list[Burst] = []
         # Of the swap that is being measured:
         self._log: list[Event] = []
-        self._told: list[Told] = []
+        self._told: list[TimedPhase] = []
         self._missing: set[str] = set()
         self._under_way = threading.Event()
 
-    def run(self, repeat: int, burst: int = 0) -> list[Swap]:
+    def run(self, repeat: int, burst: int = 0) -> list[TimedSwap]:
         pairs = list(zip([self._members[-1], *self._members], self._members, strict=False))
-        swaps: list[Swap] = []
+        swaps: list[TimedSwap] = []
         self._mux.start()
         with ThreadPoolExecutor(1, "bench") as pool:
             try:
@@ -213,7 +213,7 @@ class _Ring:
                 raise BackendError(f"{swap.backend} had to be started anew: it did not wake by {self._way}")
         return counted
 
-    def _round(self, number: int, pairs: Sequence[_Pair], pool: ThreadPoolExecutor) -> list[Swap]:
+    def _round(self, number: int, pairs: Sequence[_Pair], pool: ThreadPoolExecutor) -> list[TimedSwap]:
         if number % 2:
             by_hand = [self._swap_by_hand(*pair) for pair in pairs]
             by_mux = [self._swap(*pair, pool) for pair in pairs]
@@ -221,11 +221,13 @@ class _Ring:
             by_mux = [self._swap(*pair, pool) for pair in pairs]
             by_hand = [self._swap_by_hand(*pair) for pair in pairs]
         return [
-            Swap(after.name, before.name, self._way, number, took, seconds, taken, self._buses[after.name])
+            TimedSwap(
+                after.name, before.name, self._way, number, took, seconds, taken, self._buses[after.name]
+            )
             for (before, after), (took, taken), seconds in zip(pairs, by_mux, by_hand, strict=True)
         ]
 
-    def _tell_progress(self, number: int, repeat: int, swaps: Iterable[Swap]) -> None:
+    def _tell_progress(self, number: int, repeat: int, swaps: Iterable[TimedSwap]) -> None:
         took = ", ".join(f"{s.backend} {s.total_seconds:.2f} s ({s.by_hand_seconds:.2f})" for s in swaps)
         what = f"round {number} of {repeat}" if number else "to warm up"
         self._say(f"{self._way}, {what}: {took}")
@@ -272,7 +274,7 @@ class _Ring:
 
     def _tell(self, backend: Backend, phase: str, seconds: float) -> None:
         """Called by a worker."""
-        self._told.append(Told(time.monotonic(), phase, seconds))
+        self._told.append(TimedPhase(time.monotonic(), phase, seconds))
 
     def _ask_multiplexer(self, backend: Backend) -> float:
         with self._mux.lease(backend.name) as lease:

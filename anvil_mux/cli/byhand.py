@@ -17,13 +17,12 @@ from anvil_mux.host.container import base_url
 from anvil_mux.host.docker import Engine
 from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import api_key, listen_port
+from anvil_mux.proxy.connections import Address
 
 ASK_PAUSE = 0.01
 """Between two attempts to get an answer."""
 CONNECT_SECONDS = 1.0
 DOCKER_SECONDS = 60.0
-
-Address = tuple[str, int]
 
 
 class Hand(Protocol):

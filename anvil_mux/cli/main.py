@@ -39,7 +39,7 @@ from anvil_mux.errors import BackendError, ConfigError, MuxError
 
 if TYPE_CHECKING:
     from anvil_mux.config.config import Backend, Config
-    from anvil_mux.serve.remote import Place
+    from anvil_mux.serve.remote import RunningMux
 
 EXIT_CODES = {
     0: "done",
@@ -304,9 +304,9 @@ def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:
 def _slow_loads(config: Config) -> list[str]:
     """A warning for each model whose load, as it was learned, takes longer than a request may wait."""
     from anvil_mux.host.process import state_folder
-    from anvil_mux.serve.learned import Learned
+    from anvil_mux.serve.learned import LearnedFile
 
-    known = Learned(state_folder(config.project, os.environ), say).read(config)
+    known = LearnedFile(state_folder(config.project, os.environ), say).read(config)
     slowest: dict[str, float] = {}
     for cost in known.costs:
         slowest[cost.target] = max(cost.load_seconds, slowest.get(cost.target, 0.0))
@@ -463,7 +463,7 @@ def _logs(given: argparse.Namespace) -> int:
     return 0
 
 
-def _place(url: str) -> Place | None:
+def _place(url: str) -> RunningMux | None:
     """The anvil-mux at this address, if it says that it runs here."""
     from anvil_mux.host.process import state_folder
     from anvil_mux.serve import remote
@@ -541,9 +541,9 @@ def _version(given: argparse.Namespace) -> int:
 
 
 Add = Callable[[argparse.ArgumentParser], None]
-Run = Callable[[argparse.Namespace], int]
+Command = Callable[[argparse.Namespace], int]
 
-COMMANDS: dict[str, tuple[str, Run, Add]] = {
+COMMANDS: dict[str, tuple[str, Command, Add]] = {
     "serve": ("Serve the models of a compose file (the default)", _serve, _add_serve),
     "check": ("List the models, GPUs and ports of a compose file and every problem", _check, _add_check),
     "config": ("Show the settings in effect", _config, _add_config),

@@ -61,7 +61,7 @@ class Streamed:
         return (moments[-1] - moments[0]) / (len(moments) - 1) / in_each
 
 
-class Refused(BackendError):
+class PromptRefused(BackendError):
     """The engine does not take this request, and might take another."""
 
 
@@ -123,7 +123,7 @@ class Profiler:
             with connection.getresponse() as response:
                 if response.status != 200:
                     text = response.read(2000).decode("utf-8", "replace")
-                    kind = Refused if response.status in (400, 413, 422) else BackendError
+                    kind = PromptRefused if response.status in (400, 413, 422) else BackendError
                     raise kind(f"{self.model} answered {response.status}: {text}")
                 self._check_backend(response.headers.get("X-Anvil-Backend", ""))
                 for event in _events(response):
@@ -211,7 +211,7 @@ def _taken(profiler: Profiler, say: Callable[[str], None], lengths: Sequence[int
         try:
             profiler.ask(profiler.prompt(taken[-1]), output)
             break
-        except Refused as refusal:
+        except PromptRefused as refusal:
             if len(taken) == 1:
                 raise
             refused, why = taken.pop(), refusal.message
@@ -230,7 +230,7 @@ def _longest(profiler: Profiler, taken: int, refused: int, output: int) -> int:
         try:
             profiler.ask(profiler.prompt(middle), output)
             taken = middle
-        except Refused:
+        except PromptRefused:
             refused = middle
     return max(least, taken - taken // 64)
 
@@ -252,7 +252,7 @@ def _each_batch(
         for length in lengths:
             try:
                 row = _batch(profiler, batch, length, repeat)
-            except Refused as refusal:
+            except PromptRefused as refusal:
                 say(f"{batch} at once with {length} tokens each are left out: {refusal.message}")
                 break
             tpot.append(row)

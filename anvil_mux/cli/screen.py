@@ -23,7 +23,7 @@ COLOURS = {
     "stuck": "31",
 }
 
-Told = Mapping[str, Any]
+StatusJson = Mapping[str, Any]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -54,7 +54,7 @@ def state_cell(state: str) -> str:
     return paint(state, COLOURS.get(state, ""))
 
 
-def model_row(name: str, model: Told) -> tuple[str, ...]:
+def model_row(name: str, model: StatusJson) -> tuple[str, ...]:
     """A model's row in ``ps`` and ``top``."""
     seconds, far = model["load_seconds"], model.get("progress")
     error = (model["last_error"] or "").partition("\n")[0]
@@ -74,7 +74,7 @@ def model_row(name: str, model: Told) -> tuple[str, ...]:
     )
 
 
-def last_lines(models: Mapping[str, Told], most: int = 5) -> Iterator[str]:
+def last_lines(models: Mapping[str, StatusJson], most: int = 5) -> Iterator[str]:
     """What happened to the backends that failed, in full, and what their engines printed last."""
     for model in models.values():
         for name, backend in model["backends"].items():
@@ -87,7 +87,7 @@ def last_lines(models: Mapping[str, Told], most: int = 5) -> Iterator[str]:
 MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "UNTIL", "LAST ERROR")
 
 
-def _until(model: Told, seconds: float | None) -> str:
+def _until(model: StatusJson, seconds: float | None) -> str:
     """How long a model stays where it is."""
     if model["state"] in ("draining", "evicting", "cancelling"):
         return "leaving"
@@ -100,14 +100,14 @@ def _until(model: Told, seconds: float | None) -> str:
     return f"{seconds:.0f} s from now" if seconds < 120 else f"{seconds / 60:.0f} min from now"
 
 
-class Picture:
+class TopScreen:
     """What ``top`` shows: the last state and the last events of a stream of messages."""
 
     def __init__(self) -> None:
-        self._state: Told = {}
+        self._state: StatusJson = {}
         self._events: deque[str] = deque(maxlen=LAST)
 
-    def take(self, kind: str, data: Told) -> None:
+    def take(self, kind: str, data: StatusJson) -> None:
         """Takes a message of ``GET /events``."""
         if kind in ("snapshot", "state"):
             self._state = data
@@ -131,13 +131,13 @@ class Picture:
         return [*shown, "", *self._events]
 
 
-def _gpu_row(gpu: str, about: Told) -> tuple[str, ...]:
+def _gpu_row(gpu: str, about: StatusJson) -> tuple[str, ...]:
     drain = about["draining"]
     note = f"makes room for {drain['target']}, {drain['seconds_left']:.0f} s left" if drain else ""
     return gpu, state_cell(about["state"]), ", ".join(about["residents"]), note
 
 
-def event_line(event: Told) -> str:
+def event_line(event: StatusJson) -> str:
     """An event as ``anvil-mux events`` prints it."""
     clock = time.strftime("%H:%M:%S", time.localtime(event["at"]))
     return f"{clock} {event['model'] or 'anvil-mux'}: {event['text']}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from anvil_mux.sim import study
-    from anvil_mux.sim.fleet import Engine
+    from anvil_mux.sim.fleet import SimulatedEngine
 from anvil_mux.cli.arguments import add_json, configuration, read_counts, read_positive, read_value
 from anvil_mux.cli.output import FAILED, PROGRESS_SECONDS, complain, opened, print_json, print_table, say
 
@@ -101,7 +101,7 @@ def _profiles(names: str) -> tuple[str, ...]:
     return read_value(study.choose_profiles, names)
 
 
-def _engine(settings: str) -> Engine:
+def _engine(settings: str) -> SimulatedEngine:
     from anvil_mux.sim import contest
 
     return read_value(contest.read_engine, settings)
@@ -166,7 +166,7 @@ def _simulate_routing(given: argparse.Namespace) -> int:
         given.refuse("--routing replays prompts: it takes --trace, and neither --profile nor --log")
     own = configuration(given.files).routing_policies if given.files else {}
     policies = _policies(given, lambda names: contest.choose_policies(names, own))
-    engine, replicas = given.engine or fleet.Engine(), given.replicas or 8
+    engine, replicas = given.engine or fleet.SimulatedEngine(), given.replicas or 8
     drawn = list(contest.draw(given.trace, given.sessions or (), range(given.seeds), replicas, engine))
     with ExitStack() as outputs:
         # Whether they can be written is known before the long work begins.
@@ -202,7 +202,7 @@ def _progress(what: str) -> Callable[[int], None]:
     return tell
 
 
-def _blame(runs: Iterable[study.Run]) -> int:
+def _blame(runs: Iterable[study.StudyRun]) -> int:
     """Says what is broken, if something is; the exit code."""
     code = 0
     for run in runs:

@@ -44,7 +44,7 @@ MOVING = ("load", "ready")
 GIB = 1 << 30
 
 
-class Told(NamedTuple):
+class TimedPhase(NamedTuple):
     """A part of a step, as the mechanism told of it when it was over."""
 
     at: float
@@ -53,7 +53,7 @@ class Told(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Swap:
+class TimedSwap:
     """One swap, and the same one by hand."""
 
     backend: str
@@ -114,7 +114,7 @@ class BurstFigures:
 
 
 @dataclass(frozen=True)
-class Figures:
+class SwapFigures:
     """The medians over all swaps to one backend that rests in one way."""
 
     backend: str
@@ -136,7 +136,7 @@ class Figures:
 
 
 def phases(
-    log: Iterable[Event], answered: float, told: Iterable[Told] = (), way: str = "stop"
+    log: Iterable[Event], answered: float, told: Iterable[TimedPhase] = (), way: str = "stop"
 ) -> dict[str, float]:
     """The seconds of one swap by phase: its events from the last lease's end on, and the first byte.
 
@@ -166,21 +166,21 @@ def _next(events: Iterator[Event], *kinds: str) -> Event:
     raise BackendError(f"the log of a swap has no event {' or '.join(kinds)}")
 
 
-def figures(swaps: Iterable[Swap]) -> list[Figures]:
+def figures(swaps: Iterable[TimedSwap]) -> list[SwapFigures]:
     """One line for each backend and way."""
-    groups: defaultdict[tuple[str, str], list[Swap]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str], list[TimedSwap]] = defaultdict(list)
     for swap in swaps:
         groups[swap.backend, swap.way].append(swap)
     back = {key: median([swap.in_seconds for swap in group]) for key, group in groups.items()}
     return [_figures(group, back.get((group[0].backend, "stop"))) for group in groups.values()]
 
 
-def _figures(group: Sequence[Swap], cold_seconds: float | None) -> Figures:
+def _figures(group: Sequence[TimedSwap], cold_seconds: float | None) -> SwapFigures:
     first = group[0]
     own = [swap.own_share_seconds for swap in group]
     quarters = quantiles(own, n=4, method="inclusive") if len(own) > 1 else own * 3
     taken = _known(swap.bytes for swap in group)
-    return Figures(
+    return SwapFigures(
         first.backend,
         first.replaces,
         first.way,
@@ -228,13 +228,13 @@ def _known(values: Iterable[float | None]) -> float | None:
     return median(known) if known else None
 
 
-def names(measured: Iterable[Swap | Figures]) -> list[str]:
+def names(measured: Iterable[TimedSwap | SwapFigures]) -> list[str]:
     """The phases that occur, in order."""
     found = set(chain.from_iterable(each.phases for each in measured))
     return [*(phase for phase in PHASES if phase in found), *sorted(found - set(PHASES))]
 
 
-def table(rows: Sequence[Figures]) -> list[tuple[str, ...]]:
+def table(rows: Sequence[SwapFigures]) -> list[tuple[str, ...]]:
     """For people: seconds, the own share in milliseconds; columns for memory where that is known."""
     columns = names(rows)
     head = ["BACKEND", "REPLACES", "WAY", *(name.upper().replace("_", "-") for name in columns)]
@@ -252,7 +252,7 @@ def table(rows: Sequence[Figures]) -> list[tuple[str, ...]]:
     return lines
 
 
-def _own(row: Figures) -> tuple[str, str]:
+def _own(row: SwapFigures) -> tuple[str, str]:
     low, high = row.own_share_quartiles
     return f"{1000 * row.own_share_seconds:.0f} ms", f"{1000 * low:.0f}..{1000 * high:.0f} ms"
 
@@ -261,7 +261,7 @@ def _gib(amount: float | None) -> str:
     return "" if amount is None else f"{amount / GIB:.2f}"
 
 
-def write_csv(swaps: Sequence[Swap], file: TextIO) -> None:
+def write_csv(swaps: Sequence[TimedSwap], file: TextIO) -> None:
     """A line for each swap."""
     columns = names(swaps)
     write = csv.writer(file).writerow

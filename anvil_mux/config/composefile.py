@@ -40,7 +40,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ComposeOutput:
     """What the Compose program left behind."""
 
     code: int
@@ -48,7 +48,7 @@ class Answer:
     err: str
 
 
-Compose = Callable[[Sequence[str], Mapping[str, str]], "Answer | None"]
+Compose = Callable[[Sequence[str], Mapping[str, str]], "ComposeOutput | None"]
 """Runs a command; None where there is no such program."""
 
 
@@ -86,7 +86,7 @@ def compose_config(files: Iterable[Path]) -> list[str]:
     return ["docker", "compose", "--ansi", "never", *words, "--profile", "*", "config"]
 
 
-def run_compose(argv: Sequence[str], environ: Mapping[str, str]) -> Answer | None:
+def run_compose(argv: Sequence[str], environ: Mapping[str, str]) -> ComposeOutput | None:
     try:
         child = subprocess.Popen(
             argv,
@@ -109,10 +109,10 @@ def run_compose(argv: Sequence[str], environ: Mapping[str, str]) -> Answer | Non
             raise ConfigError([f"`{' '.join(argv)}` did not end within {COMPOSE_TIMEOUT:g} s"]) from None
     if child.returncode and re.search(r"is not a docker command|unknown (shorthand )?(flag|command)", err):
         return None
-    return Answer(child.returncode, out, err)
+    return ComposeOutput(child.returncode, out, err)
 
 
-def _composed(file: Path, answer: Answer) -> Content:
+def _composed(file: Path, answer: ComposeOutput) -> Content:
     said, warnings = [], []
     for line in answer.err.splitlines():
         if warning := re.search(r'level=warning msg="(.*)"\s*$', line):

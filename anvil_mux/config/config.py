@@ -17,7 +17,7 @@ from typing import Any
 from anvil_mux.config import hooks, service, settings
 from anvil_mux.config.profile import Profile
 from anvil_mux.config.rewrite import check_strip, read_set
-from anvil_mux.config.settings import Kind, Setting
+from anvil_mux.config.settings import Setting, ValueKind
 
 DEFAULT_ROUTING = "least_delay"
 """The routing policy of models that name none."""
@@ -204,7 +204,7 @@ class Config:
 def _read_gpus(value: Any) -> tuple[Gpu, ...]:
     if not isinstance(value, dict):
         return tuple(Gpu(id) for id in settings.NAMES.read(value))
-    gpus = settings.Parts(value, value)
+    gpus = settings.MappingReader(value, value)
     made = [gpus.read(id, partial(_read_gpu, id), Gpu(id)) for id in value]
     return tuple(gpus.make(made))
 
@@ -212,7 +212,7 @@ def _read_gpus(value: Any) -> tuple[Gpu, ...]:
 def _read_gpu(id: str, about: Any) -> Gpu:
     if not isinstance(about, dict):
         raise ValueError('must hold its memory, as in gpus: {"0": {vram: 24GiB, reserve: 1GiB}}')
-    sizes = settings.Parts(about, ("vram", "reserve"))
+    sizes = settings.MappingReader(about, ("vram", "reserve"))
     vram = sizes.read("vram", settings.MEMORY.read)
     reserve = sizes.read("reserve", settings.MEMORY.read, 0)
     if vram is not None and vram <= reserve:
@@ -265,7 +265,7 @@ def _read_routing(value: Any) -> Routed:
     if not isinstance(value, dict):
         return settings.TEXT.read(value), {}, "lite", ""
     # What a variable leaves empty says nothing.
-    parts = settings.Parts({key: each or None for key, each in value.items()}, ROUTING)
+    parts = settings.MappingReader({key: each or None for key, each in value.items()}, ROUTING)
     default = parts.read("default", settings.TEXT.read, DEFAULT_ROUTING)
     mode = parts.read("mode", MODE.read, "lite")
     policies = parts.read("policies", _read_policies, {})
@@ -302,15 +302,17 @@ SETTINGS: dict[str, Setting] = {
     "runtime": Setting(
         settings.one_of("compose", "process"), "Services as containers or as local processes."
     ),
-    "project": Setting(Kind("text", _read_project), "The Compose project; by default as Compose names it."),
+    "project": Setting(
+        ValueKind("text", _read_project), "The Compose project; by default as Compose names it."
+    ),
     "gpus": Setting(
-        Kind("list of ids, or {id: {vram, reserve}}", _read_gpus),
+        ValueKind("list of ids, or {id: {vram, reserve}}", _read_gpus),
         "The GPUs that may be used, with their memory and what of it no model gets.",
     ),
     "policy": Setting(settings.CHOSEN, "When a swap is worth its cost."),
     "eviction": Setting(settings.CHOSEN, "Whom to evict."),
     "routing": Setting(
-        Kind(
+        ValueKind(
             "name, or {default, mode: lite or full, policies: {name: policy}, store}",
             _read_routing,
         ),
@@ -349,12 +351,12 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "model": Setting(TEXT, "What clients call it; by default the service's name. Equal: replicas."),
     "aliases": Setting(settings.NAMES, "Other names for the model."),
     "gpus": Setting(
-        Kind("list of ids, or all", _read_used_gpus),
+        ValueKind("list of ids, or all", _read_used_gpus),
         "The GPUs it needs, all of them; by default those that the service reserves. "
         "A scaled process may have a list for each replica.",
     ),
     "vram": Setting(
-        Kind("size, or measured", _read_vram),
+        ValueKind("size, or measured", _read_vram),
         "What it holds on each of its GPUs; measured: what it held when it last left; by default all of it.",
     ),
     "engine": Setting(settings.one_of(*ENGINES), "The program inside; by default what the image says."),
@@ -375,7 +377,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     ),
     "node": Setting(TEXT, "The machine it is on. The filter failover can take out all of a machine."),
     "failure_domain": Setting(TEXT, "The group of replicas it is in, for the filter failover too."),
-    "profile": Setting(Kind("file", TEXT.read), "How fast it is, as `anvil-mux profile` measured it."),
+    "profile": Setting(ValueKind("file", TEXT.read), "How fast it is, as `anvil-mux profile` measured it."),
     "load_timeout": Setting(SECONDS, "How long a load may take."),
     "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),
     "evict_to": Setting(
@@ -389,14 +391,14 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "ram": Setting(settings.MEMORY, "Host memory that it needs while it runs; by default as measured."),
     "preload": Setting(settings.FLAG, "The same as at the top level, for this model."),
     "strip": Setting(
-        Kind("list of names", lambda value: check_strip(settings.NAMES.read(value))),
+        ValueKind("list of names", lambda value: check_strip(settings.NAMES.read(value))),
         "Fields of JSON requests that its engine does not get.",
     ),
     "set": Setting(
-        Kind("{name: value}", read_set), "Fields of JSON requests, and what its engine gets for them."
+        ValueKind("{name: value}", read_set), "Fields of JSON requests, and what its engine gets for them."
     ),
     "upstream": Setting(
-        Kind("list of paths", _read_paths),
+        ValueKind("list of paths", _read_paths),
         "What else may be asked of the engine, below /upstream/MODEL; /sdapi/ means all below that.",
     ),
     "concurrency": Setting(COUNT, "How many requests it is given at once; more wait in line, key by key."),

@@ -33,7 +33,7 @@ def read(value: Any) -> tuple[Hook, ...]:
     """The hooks as the compose file says them; ValueError."""
     if not isinstance(value, list):
         return (_read_one(value),)
-    parts = settings.Parts({}, ())
+    parts = settings.MappingReader({}, ())
     made = [parts.take(str(number), each, _read_one) for number, each in enumerate(value)]
     return tuple(parts.make(made))
 
@@ -42,7 +42,7 @@ def _read_one(value: Any) -> Hook:
     example = "{on: [failed], run: [notify-send, anvil]} or {url: http://...}"
     if not isinstance(value, dict) or (value.get("run") is None) == (value.get("url") is None):
         raise ValueError(f"must be hooks such as {example}, not {settings.show(value)}")
-    parts = settings.Parts(value, _KEYS)
+    parts = settings.MappingReader(value, _KEYS)
     made: Hook = parts.make(
         Hook(
             parts.read("on", settings.listed(OCCASIONS, {}).read, OCCASIONS),
@@ -66,4 +66,4 @@ def _read_url(value: Any) -> str:
     return str(value)
 
 
-KIND = settings.Kind("list of {on, run or url, timeout}", read)
+KIND = settings.ValueKind("list of {on, run or url, timeout}", read)

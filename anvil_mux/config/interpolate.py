@@ -23,7 +23,7 @@ import yaml
 
 from anvil_mux.errors import ConfigError
 
-Key = tuple[str, ...]
+KeyPath = tuple[str, ...]
 """The way to a value: services, a, ports, 0."""
 
 MOST_NODES = 100_000
@@ -41,15 +41,15 @@ class Document:
 
     file: Path
     content: dict[str, Any]
-    lines: Mapping[Key, int]
-    tags: tuple[tuple[Key, str], ...] = ()
+    lines: Mapping[KeyPath, int]
+    tags: tuple[tuple[KeyPath, str], ...] = ()
     """YAML tags that we do not know, such as Compose's !reset."""
 
-    def knows(self, key: Key) -> int:
+    def knows(self, key: KeyPath) -> int:
         """How much of ``key`` stands in this file."""
         return next(length for length in range(len(key), -1, -1) if key[:length] in self.lines)
 
-    def where(self, key: Key) -> str:
+    def where(self, key: KeyPath) -> str:
         """FILE:LINE: key, with the line of its nearest parent that stands in this file."""
         line = self.lines[key[: self.knows(key)]]
         return f"{self.file}:{line}" + (f": {'.'.join(key)}" if key else "")
@@ -87,7 +87,7 @@ def resolve(document: Document, environ: Mapping[str, str]) -> tuple[dict[str, A
     problems += [f"{document.where(key)}: {NEED_COMPOSE}" for key in _other_files(document.content)]
     scope = Scope(environment(document.file.parent, environ))
 
-    def fill(value: Any, key: Key) -> Any:
+    def fill(value: Any, key: KeyPath) -> Any:
         match value:
             case str():
                 try:
@@ -235,7 +235,7 @@ def _closing(text: str, at: int) -> int:
     raise ValueError(f"${text[at:]} does not end; write $$ for a $ that stands for itself")
 
 
-def _other_files(content: Mapping[str, Any]) -> Iterator[Key]:
+def _other_files(content: Mapping[str, Any]) -> Iterator[KeyPath]:
     if content.get("include"):
         yield ("include",)
     services = content.get("services")
@@ -279,13 +279,13 @@ class _Walk:
     """Visits every node as often as it is referred to: lines, tags, and what Compose would not accept."""
 
     def __init__(self, file: Path) -> None:
-        self.lines: dict[Key, int] = {(): 1}
-        self.tags: list[tuple[Key, str]] = []
+        self.lines: dict[KeyPath, int] = {(): 1}
+        self.tags: list[tuple[KeyPath, str]] = []
         self.problems: list[str] = []
         self._file = file
         self._nodes = 0
 
-    def visit(self, node: yaml.Node | None, key: Key) -> None:
+    def visit(self, node: yaml.Node | None, key: KeyPath) -> None:
         if node is None:
             return
         self._nodes += 1
@@ -301,7 +301,7 @@ class _Walk:
                     self._note((*key, str(index)), item)
                     self.visit(item, (*key, str(index)))
 
-    def _visit_mapping(self, node: yaml.MappingNode, key: Key) -> None:
+    def _visit_mapping(self, node: yaml.MappingNode, key: KeyPath) -> None:
         seen: dict[str, int] = {}
         for name, value in node.value:
             line = name.start_mark.line + 1
@@ -319,8 +319,8 @@ class _Walk:
                 self._note(inner, name)
                 self.visit(value, inner)
 
-    def _note(self, key: Key, node: yaml.Node) -> None:
+    def _note(self, key: KeyPath, node: yaml.Node) -> None:
         self.lines.setdefault(key, node.start_mark.line + 1)
 
-    def _complain(self, line: int, key: Key, text: str) -> None:
+    def _complain(self, line: int, key: KeyPath, text: str) -> None:
         self.problems.append(f"{self._file}:{line}: {'.'.join(key)}: {text}")

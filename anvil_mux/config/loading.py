@@ -42,7 +42,7 @@ from anvil_mux.config.config import (
     Service,
     default_of,
 )
-from anvil_mux.config.interpolate import Document, Key
+from anvil_mux.config.interpolate import Document, KeyPath
 from anvil_mux.config.plugins import Plugins
 from anvil_mux.config.profile import Profile, read
 from anvil_mux.config.settings import Setting, gib
@@ -76,10 +76,10 @@ def load(
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return _Loading(documents, plugins, environ, present or {}, overrides or {}, judge).load(compose)
+    return _ConfigReader(documents, plugins, environ, present or {}, overrides or {}, judge).load(compose)
 
 
-class _Loading:
+class _ConfigReader:
     """One reading: what was found so far, good and bad."""
 
     def __init__(
@@ -190,7 +190,9 @@ class _Loading:
             tell(str(error))
             return {}
 
-    def _take(self, table: Mapping[str, Setting], given: Any, key: Key, prefix: str = "") -> dict[str, Any]:
+    def _take(
+        self, table: Mapping[str, Setting], given: Any, key: KeyPath, prefix: str = ""
+    ) -> dict[str, Any]:
         """What ``given`` says in terms of ``table``; an empty value says nothing."""
         if given is not None and not isinstance(given, dict):
             self._problem(key, f"must hold settings such as {next(iter(table))}, not {settings.show(given)}")
@@ -540,10 +542,10 @@ class _Loading:
         common = set(one.gpus) & set(other.gpus)
         return any(not _fit((one, other), _room(self._gpus[gpu])) for gpu in common)
 
-    def _problem(self, key: Key, text: str) -> None:
+    def _problem(self, key: KeyPath, text: str) -> None:
         self._problems.append(f"{self._where(key)}: {text}")
 
-    def _problem_within(self, key: Key, text: str, *path: str) -> None:
+    def _problem_within(self, key: KeyPath, text: str, *path: str) -> None:
         self._problem((*key, *path), text)
 
     def _problem_of_setting(self, key: str, text: str, *path: str) -> None:
@@ -557,7 +559,7 @@ class _Loading:
             case _:
                 self._problem(("x-anvil", key, *path), text)
 
-    def _where(self, key: Key) -> str:
+    def _where(self, key: KeyPath) -> str:
         return max(reversed(self._documents), key=lambda document: document.knows(key)).where(key)
 
 

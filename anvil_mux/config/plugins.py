@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from anvil_mux.config.settings import Problem
+
 Settings = Mapping[str, object]
-Problem = tuple[tuple[str, ...], str]
-"""(the way to the value within the policy, what is wrong with it)"""
 
 
 @dataclass(frozen=True, slots=True)

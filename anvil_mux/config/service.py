@@ -31,7 +31,7 @@ IMAGES: tuple[tuple[str, str], ...] = (
 
 ALL = "all"
 
-Service = Mapping[str, Any]
+RawService = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Port:
     address: str = ""
 
 
-def argv(service: Service) -> tuple[str, ...]:
+def argv(service: RawService) -> tuple[str, ...]:
     """entrypoint + command."""
     return (*_words(service, "entrypoint"), *_words(service, "command"))
 
 
-def environment(service: Service, environ: Mapping[str, str]) -> dict[str, str]:
+def environment(service: RawService, environ: Mapping[str, str]) -> dict[str, str]:
     """The service's variables; one without a value is taken from ``environ``, and left out if not there."""
     found = {}
     for name, value in _mapping(service, "environment", None).items():
@@ -58,7 +58,7 @@ def environment(service: Service, environ: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def labels(service: Service, prefix: str) -> dict[str, str]:
+def labels(service: RawService, prefix: str) -> dict[str, str]:
     """The labels that begin with ``prefix``, without it."""
     if not isinstance(service, Mapping):
         raise ValueError("must be a mapping")
@@ -66,7 +66,7 @@ def labels(service: Service, prefix: str) -> dict[str, str]:
     return {name[len(prefix) :]: _text(value) for name, value in found if name.startswith(prefix)}
 
 
-def digest(service: Service, prefix: str) -> str:
+def digest(service: RawService, prefix: str) -> str:
     """Equal for descriptions that differ at most in extensions, labels with ``prefix``, and their scale."""
     said = {n: value for n, value in service.items() if not str(n).startswith("x-") and n != "scale"}
     if isinstance(deploy := said.get("deploy"), Mapping):
@@ -83,16 +83,16 @@ def _by_name(value: Any) -> Any:
     return [_by_name(each) for each in value] if isinstance(value, list) else value
 
 
-def profiles(service: Service) -> tuple[str, ...]:
+def profiles(service: RawService) -> tuple[str, ...]:
     return tuple(str(each) for each in _list(service, "profiles"))
 
 
-def published(service: Service) -> list[Port]:
+def published(service: RawService) -> list[Port]:
     """The TCP ports that the host can reach."""
     return [port for each in _list(service, "ports") for port in _published(each)]
 
 
-def listens_on(service: Service) -> int | None:
+def listens_on(service: RawService) -> int | None:
     """The port that the service says its engine listens on, if it does."""
     for ports in (
         [port.inside for port in published(service)],
@@ -108,12 +108,12 @@ def listens_on(service: Service) -> int | None:
     return commanded_port(service)
 
 
-def commanded_port(service: Service) -> int | None:
+def commanded_port(service: RawService) -> int | None:
     ports = [value for value in flag_values(argv(service), "--port") if value.isdigit()]
     return int(ports[-1]) if ports else None
 
 
-def copies(service: Service) -> int:
+def copies(service: RawService) -> int:
     """How many containers Compose makes of it."""
     deploy = service.get("deploy")
     asked = deploy.get("replicas") if isinstance(deploy, Mapping) else None
@@ -121,7 +121,7 @@ def copies(service: Service) -> int:
     return int(given) if given.isdigit() else 1
 
 
-def engine(service: Service) -> str:
+def engine(service: RawService) -> str:
     """The engine family by the image, or by the program where there is none that says it."""
     image = str(service.get("image") or "").partition("@")[0]
     repository = re.sub(r":[^/]*$", "", image).lower()
@@ -136,7 +136,7 @@ def engine(service: Service) -> str:
     return "openai"
 
 
-def served_model(service: Service, engine: str) -> tuple[str, ...]:
+def served_model(service: RawService, engine: str) -> tuple[str, ...]:
     """The ids under which the engine knows its model, as far as its command says so."""
     words = argv(service)
     match engine:
@@ -163,7 +163,7 @@ def _names_given(words: Sequence[str]) -> tuple[str, ...]:
     return ()
 
 
-def _models_given(service: Service) -> Iterator[str]:
+def _models_given(service: RawService) -> Iterator[str]:
     """--model, --model-path, or the word after `vllm serve`, which may be the image's own entrypoint."""
     words = argv(service)
     if "serve" in words:
@@ -187,7 +187,7 @@ def flag_values(words: Sequence[str], flag: str) -> Iterator[str]:
 # GPUs
 
 
-def gpus(service: Service, variables: Mapping[str, str]) -> str | tuple[str, ...] | None:
+def gpus(service: RawService, variables: Mapping[str, str]) -> str | tuple[str, ...] | None:
     """``ALL``, or ids of the GPUs that the service asks for; None where it asks for none.
 
     ``variables`` is its environment. CUDA_VISIBLE_DEVICES counts where it cannot mean "the second of those
@@ -206,7 +206,7 @@ def gpus(service: Service, variables: Mapping[str, str]) -> str | tuple[str, ...
     return given
 
 
-def reserves_gpu(service: Service) -> bool:
+def reserves_gpu(service: RawService) -> bool:
     """Whether Docker would give the container any GPU."""
     return _reserved(service) is not None or service.get("runtime") == "nvidia"
 
@@ -216,7 +216,7 @@ def sees_only(gpus: Sequence[str]) -> dict[str, str]:
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
-def _reserved(service: Service) -> str | tuple[str, ...] | None:
+def _reserved(service: RawService) -> str | tuple[str, ...] | None:
     requests = [*_deployed(service), *_short(service), *_cdi(service)]
     if not requests:
         return None
@@ -225,7 +225,7 @@ def _reserved(service: Service) -> str | tuple[str, ...] | None:
     return tuple(dict.fromkeys(id for request in requests for id in request))
 
 
-def _deployed(service: Service) -> Iterator[str | tuple[str, ...]]:
+def _deployed(service: RawService) -> Iterator[str | tuple[str, ...]]:
     inner: Any = service
     for key in ("deploy", "resources", "reservations"):
         inner = inner.get(key) or {}
@@ -238,7 +238,7 @@ def _deployed(service: Service) -> Iterator[str | tuple[str, ...]]:
             yield _request(device)
 
 
-def _short(service: Service) -> Iterator[str | tuple[str, ...]]:
+def _short(service: RawService) -> Iterator[str | tuple[str, ...]]:
     if service.get("gpus") == ALL:
         yield ALL
         return
@@ -259,7 +259,7 @@ def _request(request: Mapping[str, Any]) -> str | tuple[str, ...]:
     return tuple(str(index) for index in range(int(count)))
 
 
-def _cdi(service: Service) -> Iterator[str | tuple[str, ...]]:
+def _cdi(service: RawService) -> Iterator[str | tuple[str, ...]]:
     for device in _list(service, "devices"):
         source = device.get("source") if isinstance(device, Mapping) else device
         vendor, equals, id = str(source).partition("=")
@@ -291,7 +291,7 @@ UNIFIED_MEMORY = "GGML_CUDA_ENABLE_UNIFIED_MEMORY"
 """Makes llama.cpp allocate memory that the CUDA driver moves to and fro."""
 
 
-def cannot_evict_to(service: Service, variables: Mapping[str, str], engine: str, way: str) -> str:
+def cannot_evict_to(service: RawService, variables: Mapping[str, str], engine: str, way: str) -> str:
     """Why the service cannot leave its GPUs by this way, as far as it says; "" if it can."""
     if way == "freeze" and reserves_gpu(service):
         return "what is frozen keeps its GPU memory"
@@ -315,7 +315,7 @@ def cannot_evict_to(service: Service, variables: Mapping[str, str], engine: str,
     return ""
 
 
-def lightest_levels(service: Service, variables: Mapping[str, str], engine: str) -> tuple[str, ...]:
+def lightest_levels(service: RawService, variables: Mapping[str, str], engine: str) -> tuple[str, ...]:
     """How a service leaves its GPUs if nobody says how: asleep if its owner gave it what that takes."""
     told = set(SLEEP_FLAGS.get(engine, ())) <= set(argv(service))
     sleeps = engine in ("vllm", "sglang", "ollama") and told
@@ -339,7 +339,7 @@ ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 LLAMACPP_PORT = "LLAMA_ARG_PORT"
 
 
-def bites(service: Service, engine: str, port: int | None, gpus: Sequence[str]) -> Iterator[str]:
+def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str]) -> Iterator[str]:
     """What Docker would do with this service that its owner hardly wants, and what to do about it."""
     restart = str(service.get("restart", "no"))
     if restart in ("always", "unless-stopped"):
@@ -368,13 +368,13 @@ def bites(service: Service, engine: str, port: int | None, gpus: Sequence[str]) 
     yield from _unpublished(service, port)
 
 
-def process_bites(service: Service, port: int | None) -> Iterator[str]:
+def process_bites(service: RawService, port: int | None) -> Iterator[str]:
     """The same of a local process. Your own program may read PORT from its environment; engines do not."""
     if engine(service) != "openai" and port is None and not any("PORT" in word for word in argv(service)):
         yield "its command does not say where it is to listen; add --port $$PORT"
 
 
-def _unheard(service: Service, engine: str, port: int | None) -> Iterator[str]:
+def _unheard(service: RawService, engine: str, port: int | None) -> Iterator[str]:
     """Whether the engine may listen somewhere else than at the port that is published."""
     inside, told = [each.inside for each in published(service)], commanded_port(service)
     if told is not None:
@@ -387,7 +387,7 @@ def _unheard(service: Service, engine: str, port: int | None) -> Iterator[str]:
         )
 
 
-def _unpublished(service: Service, port: int | None) -> Iterator[str]:
+def _unpublished(service: RawService, port: int | None) -> Iterator[str]:
     inside = [each.inside for each in published(service)]
     if service.get("network_mode") == "host" or (inside and (port is None or port in inside)):
         return
@@ -404,7 +404,7 @@ def _unpublished(service: Service, port: int | None) -> Iterator[str]:
 # Short and long forms
 
 
-def _words(service: Service, key: str) -> list[str]:
+def _words(service: RawService, key: str) -> list[str]:
     value = service.get(key)
     if isinstance(value, str):
         try:
@@ -423,7 +423,7 @@ def _list(service: Mapping[str, Any], key: str) -> list[Any]:
     return value
 
 
-def _mapping(service: Service, key: str, nothing: str | None) -> dict[str, Any]:
+def _mapping(service: RawService, key: str, nothing: str | None) -> dict[str, Any]:
     """A mapping, or a list of NAME=VALUE; ``nothing`` for a name alone."""
     value = service.get(key)
     if isinstance(value, list):

@@ -16,7 +16,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     name: str
     """As the documentation calls it."""
     read: Callable[[Any], Any]
@@ -24,7 +24,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    kind: Kind
+    kind: ValueKind
     doc: str
     """One line."""
 
@@ -42,7 +42,7 @@ class Wrong(ValueError):
         self.rest = rest
 
 
-class Parts:
+class MappingReader:
     """A mapping that is read key by key, so that what is wrong with one hides nothing of another."""
 
     def __init__(self, value: Mapping[str, Any], known: Collection[str]) -> None:
@@ -81,16 +81,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
 
 
-def one_of(*known: str) -> Kind:
+def one_of(*known: str) -> ValueKind:
     def read(value: Any) -> str:
         if value not in known:
             raise ValueError(f"must be one of {', '.join(known)}, not {show(value)}")
         return str(value)
 
-    return Kind(" | ".join(known), read)
+    return ValueKind(" | ".join(known), read)
 
 
-def whole_number(least: int, most: float = math.inf) -> Kind:
+def whole_number(least: int, most: float = math.inf) -> ValueKind:
     def read(value: Any) -> int:
         if isinstance(value, str) and re.fullmatch(r"-?[0-9]+", value):
             value = int(value)
@@ -99,7 +99,7 @@ def whole_number(least: int, most: float = math.inf) -> Kind:
             raise ValueError(f"must be a whole number {limits}, not {show(value)}")
         return value
 
-    return Kind("whole number", read)
+    return ValueKind("whole number", read)
 
 
 SIZES = {unit + "iB": 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
@@ -107,7 +107,7 @@ SIZES |= {unit + "B": 1000**power for power, unit in enumerate("KMGT", 1)}
 SIZES |= {"kB": 1000, "B": 1, "": 1}
 
 
-def size(least: int = 0) -> Kind:
+def size(least: int = 0) -> ValueKind:
     """Bytes; 0 passes as well as anything of at least ``least``."""
 
     def read(value: Any) -> int:
@@ -121,7 +121,7 @@ def size(least: int = 0) -> Kind:
             raise ValueError(f"is only {amount} bytes; write {found[1]}GiB if you mean that")
         return amount
 
-    return Kind("size", read)
+    return ValueKind("size", read)
 
 
 DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|us|m|s)")
@@ -213,7 +213,7 @@ def _read_chosen_setting(value: Any) -> object:
         return FLAGS.get(value.lower(), value)
 
 
-def listed(known: Collection[str], aliases: Mapping[str, str]) -> Kind:
+def listed(known: Collection[str], aliases: Mapping[str, str]) -> ValueKind:
     def read(value: Any) -> tuple[str, ...]:
         names = tuple(dict.fromkeys(aliases.get(name, name) for name in _read_names(value)))
         for name in names:
@@ -223,7 +223,7 @@ def listed(known: Collection[str], aliases: Mapping[str, str]) -> Kind:
             raise ValueError("must name at least one")
         return names
 
-    return Kind("list of " + " | ".join(known), read)
+    return ValueKind("list of " + " | ".join(known), read)
 
 
 def show(value: Any) -> str:
@@ -250,13 +250,13 @@ def plain(value: object) -> str:
     return str(value)
 
 
-SECONDS = Kind("seconds", read_seconds)
-TEXT = Kind("text", _read_text)
-NAMES = Kind("list of names", _read_names)
-ORIGINS = Kind("list of origins", _read_origins)
-FLAG = Kind("true | false", _read_flag)
-LISTEN = Kind("ADDRESS:PORT", _read_listen)
-CHOSEN = Kind("name, or {name: ..., its settings}", _read_chosen)
+SECONDS = ValueKind("seconds", read_seconds)
+TEXT = ValueKind("text", _read_text)
+NAMES = ValueKind("list of names", _read_names)
+ORIGINS = ValueKind("list of origins", _read_origins)
+FLAG = ValueKind("true | false", _read_flag)
+LISTEN = ValueKind("ADDRESS:PORT", _read_listen)
+CHOSEN = ValueKind("name, or {name: ..., its settings}", _read_chosen)
 PORT = whole_number(1, 65535)
 SIZE = size()
 MEMORY = size(least=1 << 20)

@@ -41,7 +41,7 @@ from anvil_mux.host.swap import Evicted, Loaded
 from anvil_mux.multiplexer.doubts import Doubts
 from anvil_mux.multiplexer.lease import Lease, Run, Usage
 from anvil_mux.multiplexer.workers import Workers
-from anvil_mux.routing.in_flight import Load, Report
+from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Cost, Costs
@@ -49,7 +49,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint, Footprints
 from anvil_mux.scheduler.group import LOADING, GpuGroup
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.progress import Progress, Said, progress
+from anvil_mux.scheduler.progress import LogProgress, Progress, progress
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.status import Status, Waiter, gpu_state, model_state
 from anvil_mux.scheduler.steps import (
@@ -124,7 +124,7 @@ class Multiplexer:
         self._lock = self._clock.lock()
         self._scheduler = Scheduler(config, log, Costs(costs), Footprints(footprints), emit_leases=log_leases)
         self._runs: dict[str, Run] = {}  # backend -> the last that was seen of it
-        self._said: dict[str, Said] = {}  # backend -> what its log says of the load that is under way
+        self._said: dict[str, LogProgress] = {}  # backend -> what its log says of the load that is under way
         self._cancelled: dict[str, Latch] = {}  # backend -> set when its load, the last one, is cancelled
         self._tickets = 0
         self._waiting = 0
@@ -498,7 +498,7 @@ class Multiplexer:
             slots = [s for s in self._scheduler.slots if s.state == "ready" and s.model in several]
             return [(slot.backend, self._runs[slot.name].address) for slot in slots]
 
-    def observed(self, backend: str, load: Load | None) -> None:
+    def observed(self, backend: str, load: EngineLoad | None) -> None:
         """The engine of a replica said this of itself; None: it answered, and has no figures."""
         self._apply(partial(self._scheduler.observed, backend, load))
 
@@ -728,7 +728,7 @@ class Multiplexer:
             far = self._progress(group, model, now)
             return wait_estimate(group, model, now, self._config.drain_timeout, far)
 
-    def report(self, backend: str, said: Said) -> None:
+    def report(self, backend: str, said: LogProgress) -> None:
         """What the log of a backend says of its load."""
         with self._lock:
             self._said[backend] = said

@@ -16,9 +16,9 @@ from typing import Any
 from anvil_mux.errors import BackendError, BadRequest
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import (
+    ChunkReader,
     Ending,
     Part,
-    Parts,
     Text,
     Thinking,
     ToolArguments,
@@ -196,7 +196,7 @@ class _Message:
     def __init__(self, model: str) -> None:
         self._model = model
         self._id = ""
-        self._parts = Parts()
+        self._parts = ChunkReader()
         self._started = False
         self._block = ""
         """The type of the block that is open."""
@@ -204,7 +204,7 @@ class _Message:
 
     def begun(self, now: float, waited: float) -> None:
         self._id = f"msg_{int(now * 1e9):x}"
-        self._parts = Parts()
+        self._parts = ChunkReader()
 
     def whole(self, body: bytes, now: float) -> bytes:
         parts, ending = parts_of(body)

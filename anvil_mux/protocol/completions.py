@@ -2,7 +2,7 @@
 
 Pure. A client's API that its engine does not speak is turned into a question that every engine understands
 (``Translation``): OpenAI's chat completions, completions or embeddings. The answer comes back whole or as a
-stream of events; ``parts_of`` and ``Parts`` read both into the same few parts, and the client's API
+stream of events; ``parts_of`` and ``ChunkReader`` read both into the same few parts, and the client's API
 (ollama.py, anthropic.py) says them in its own words.
 
 Engines differ in small things, all of which are taken: reasoning is called ``reasoning_content`` or
@@ -68,7 +68,7 @@ class Ending:
     completion_seconds: float | None = None
 
 
-class Answer(Protocol):
+class AnswerTranslation(Protocol):
     """An engine's answer in the words of the client's API; moments are Unix time."""
 
     def begun(self, now: float, waited: float) -> None:
@@ -94,7 +94,7 @@ class Translation:
     """What to ask the engine for; empty: nothing, the model is only loaded or unloaded."""
     question: dict[str, Any]
     """The body, but for the model."""
-    answer: Answer
+    answer: AnswerTranslation
     stream: bool = False
     unloads: bool = False
     """The model is evicted afterwards, if nobody else uses it."""
@@ -197,7 +197,7 @@ def parts_of(body: bytes) -> tuple[list[Part], Ending]:
 # Streams
 
 
-class Parts:
+class ChunkReader:
     """Reads a stream of chunks as its bytes come."""
 
     def __init__(self) -> None:

@@ -50,7 +50,7 @@ _MAX_KEY = 6 * len("stream") + 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _NamedModel:
     start: int
     """Just past the opening brace."""
     model: tuple[int, int] | None
@@ -199,7 +199,7 @@ def _check_utf8(body: bytes | bytearray) -> None:
         raise BadRequest("the body is not UTF-8", param="body") from None
 
 
-def _scan(body: bytes | bytearray) -> _Found:
+def _scan(body: bytes | bytearray) -> _NamedModel:
     """Finds the top-level ``model`` and ``stream`` without building anything (see the module's text)."""
     opening = _START.match(body)
     if opening is None:
@@ -212,7 +212,7 @@ def _scan(body: bytes | bytearray) -> _Found:
             model = start, _string_value(body, start)
         elif key == "stream":
             stream = body.startswith(b"true", start)
-    return _Found(opening.end(), model, stream)
+    return _NamedModel(opening.end(), model, stream)
 
 
 def _top_level_keys(body: bytes | bytearray, position: int) -> Iterator[tuple[str, int]]:

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 from anvil_mux.errors import BackendError, BadRequest
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import (
+    ChunkReader,
     Ending,
     Part,
-    Parts,
     Text,
     Thinking,
     ToolArguments,
@@ -266,13 +266,13 @@ class _Spoken(_Words):
 
     def __init__(self, model: str, done: str) -> None:
         super().__init__(model, done)
-        self._parts = Parts()
+        self._parts = ChunkReader()
         self._calls: list[tuple[str, str, list[str]]] = []
         """Id, name and the pieces of the arguments."""
 
     def begun(self, now: float, waited: float) -> None:
         super().begun(now, waited)
-        self._parts, self._calls = Parts(), []
+        self._parts, self._calls = ChunkReader(), []
 
     def whole(self, body: bytes, now: float) -> bytes:
         if not body:

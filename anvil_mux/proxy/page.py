@@ -24,7 +24,7 @@ from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.reply import Reply
 from anvil_mux.scheduler.events import Event
 from anvil_mux.telemetry.accesslog import Served
-from anvil_mux.telemetry.feed import Feed, Place
+from anvil_mux.telemetry.feed import Feed, FeedPosition
 from anvil_mux.telemetry.journal import told
 
 LOOK_SECONDS = 1.0
@@ -58,7 +58,7 @@ class Page:
             reply.end()
 
     def _watch(self, reply: Reply) -> None:
-        news, shown = self._feed.news(Place()), self._picture()
+        news, shown = self._feed.news(FeedPosition()), self._picture()
         events = [self._event(event) for event in news.events]
         requests = [_request(served) for served in news.requests]
         reply.event(_message("snapshot", {**shown, "events": events, "requests": requests}))

@@ -31,7 +31,16 @@ from typing import Any, NamedTuple
 
 from anvil_mux.config.profile import Profile
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN, Prefixes
-from anvil_mux.routing.routing import KV_TOKENS, Choice, Memory, Replica, Routing, Work, choose, explain
+from anvil_mux.routing.routing import (
+    KV_TOKENS,
+    Choice,
+    Replica,
+    Routing,
+    RoutingMemory,
+    Work,
+    choose,
+    explain,
+)
 
 LEARN = 0.1
 """The weight of one answer in the mean length of a token."""
@@ -54,7 +63,7 @@ class Member(NamedTuple):
     profile: Profile | None = None
 
 
-class Load(NamedTuple):
+class EngineLoad(NamedTuple):
     """What an engine says of itself."""
 
     running: int
@@ -64,10 +73,10 @@ class Load(NamedTuple):
     """How full its cache is, from 0 to 1; None: it does not say."""
 
 
-class Said(NamedTuple):
+class EngineFigures(NamedTuple):
     """What an engine said of itself last, in the mode full."""
 
-    load: Load | None
+    load: EngineLoad | None
     """None: nothing yet."""
     age_seconds: float
     """Since then, or since it was first looked at."""
@@ -81,7 +90,7 @@ class Report(NamedTuple):
     prefill_tokens: int = 0
     decode_tokens: int = 0
     num_tokens: int = 0
-    load: Load | None = None
+    load: EngineLoad | None = None
     age_seconds: float = 0.0
     """Of ``load``."""
 
@@ -119,7 +128,7 @@ class _Account:
     surprises: int = 0
     others: Report = NOTHING
     """What other anvil-mux have there, all together."""
-    load: Load | None = None
+    load: EngineLoad | None = None
     heard: float | None = None
     """When its engine last said something of itself, or else when it was first looked at."""
     ended: int = 0
@@ -128,7 +137,7 @@ class _Account:
     def __post_init__(self) -> None:
         self.kv_tokens = self.kv_tokens or self.member.kv_tokens or KV_TOKENS
 
-    def says(self, load: Load | None, at: float) -> None:
+    def says(self, load: EngineLoad | None, at: float) -> None:
         self.load, self.heard, self.ended = load, at, 0
 
 
@@ -142,7 +151,7 @@ class InFlightTracker:
         self._where: dict[Hashable, str] = {}
         self._prefill_tokens = 0  # of all accounts
         self._kv_tokens = KV_TOKENS  # of those caches of which nobody says
-        self._memory = Memory(replicas=len(self._accounts))
+        self._memory = RoutingMemory(replicas=len(self._accounts))
         self.bytes_per_token = BYTES_PER_TOKEN
         """Written as all here; whoever only reads it needs no lock."""
         self.prefixes = Prefixes(self._accounts)
@@ -164,14 +173,18 @@ class InFlightTracker:
     def __repr__(self) -> str:
         return f"<InFlightTracker {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"
 
-    def observe(self, backend: str, load: Load | None, now: float) -> None:
+    def observe(self, backend: str, load: EngineLoad | None, now: float) -> None:
         """Its engine said this of itself; None: it answered, and has no figures."""
         self._accounts[backend].says(load, now)
 
-    def said(self, backend: str, now: float) -> Said | None:
+    def said(self, backend: str, now: float) -> EngineFigures | None:
         """What its engine said last; None where engines are not read, or this one was not yet."""
         account = self._accounts[backend]
-        return Said(account.load, now - account.heard) if self._full and account.heard is not None else None
+        return (
+            EngineFigures(account.load, now - account.heard)
+            if self._full and account.heard is not None
+            else None
+        )
 
     def reports(self, now: float) -> dict[str, Report]:
         """What others are told."""
@@ -448,7 +461,7 @@ class InFlightTracker:
         return account, account.entries[key]
 
 
-def told(said: Said | None) -> dict[str, Any] | None:
+def told(said: EngineFigures | None) -> dict[str, Any] | None:
     """As JSON has it."""
     if said is None:
         return None

@@ -22,13 +22,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from anvil_mux.config.config import INFER_TYPES, ROUTING_NAME
-from anvil_mux.config.settings import nearest, show
+from anvil_mux.config.settings import Problem, nearest, show
 from anvil_mux.routing import routing
 from anvil_mux.routing.routing import Filter, Metric, Pipeline, Routing, Selector, Sweep
 
 Path = tuple[str, ...]
-Problem = tuple[Path, str]
-"""(the way to the value within the policy, what is wrong with it)"""
 
 PARTS = ("metrics", "filters", "selector")
 
@@ -59,7 +57,7 @@ def build(name: str, own: Mapping[str, object] | None = None) -> Routing:
 
 def compile(name: str, written: object) -> tuple[Routing, list[Problem]]:
     """The policy as far as it could be read, and all that is wrong with it."""
-    reading = _Reading()
+    reading = _PolicyReader()
     pipelines: dict[str, Pipeline] = {}
     if not isinstance(written, Mapping) or not written:
         reading.problem((), f"must hold metrics, filters and a selector, not {show(written)}")
@@ -75,7 +73,7 @@ def compile(name: str, written: object) -> tuple[Routing, list[Problem]]:
 
 
 @dataclass
-class _Reading:
+class _PolicyReader:
     """One policy being read."""
 
     problems: list[Problem] = field(default_factory=list)

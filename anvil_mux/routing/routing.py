@@ -5,8 +5,8 @@ out, a **selector** takes one of those that are left. All filters of a replica r
 at all replicas at once (``failover``). If nobody is left the filters run again without those that may be
 skipped (a threshold on load, say): the fallback pass. If nobody is left then, there is no choice.
 
-Everything here is pure: literal ``Replica``s and a ``Memory`` in, a ``Choice`` out, and the same again for
-the same arguments. Who asks (in-flight tracker.py) notes the choice in the memory and charges the replica
+Everything here is pure: literal ``Replica``s and a ``RoutingMemory`` in, a ``Choice`` out, and the same again
+for the same arguments. The caller (in_flight.py) notes the choice in the memory and charges the replica
 before the next request looks. Ties go to the replica that was picked longest ago, then to the first. The pick
 of ``top_k`` and ``power_of_two`` looks random, and is a hash of the number of the choice.
 
@@ -108,7 +108,7 @@ class Choice(NamedTuple):
 
 
 @dataclass(slots=True)
-class Memory:
+class RoutingMemory:
     """What some selectors remember between choices; the choices themselves only read it."""
 
     choices: int = 0
@@ -393,11 +393,11 @@ SWEEPS: dict[str, Callable[..., Set[str]]] = {
 # Selectors: one of those that are left, and why.
 
 
-class Field(NamedTuple):
+class SelectionContext(NamedTuple):
     """What a selector may look at beside those that are left."""
 
     replicas: Sequence[Replica]
-    memory: Memory
+    memory: RoutingMemory
 
 
 Pick = tuple[Replica, str]
@@ -408,13 +408,13 @@ class Selector:
     """A selector with its settings."""
 
     name: str
-    pick: Callable[[Work, Sequence[Replica], Field], Pick]
+    pick: Callable[[Work, Sequence[Replica], SelectionContext], Pick]
 
 
 def by_metric(
     work: Work,
     left: Sequence[Replica],
-    seen: Field,
+    seen: SelectionContext,
     *,
     by: tuple[Metric, ...],
     top_k: int = 1,
@@ -433,13 +433,13 @@ def by_metric(
     return best, ", ".join([f"{metric.name} {metric.of(work, best):.10g}" for metric in by])
 
 
-def round_robin(work: Work, left: Sequence[Replica], seen: Field) -> Pick:
+def round_robin(work: Work, left: Sequence[Replica], seen: SelectionContext) -> Pick:
     """The one that was picked longest ago."""
     picked = seen.memory.picked
     return min(left, key=lambda replica: picked.get(replica.backend, 0)), "its turn"
 
 
-def fixed_preference(work: Work, left: Sequence[Replica], seen: Field) -> Pick:
+def fixed_preference(work: Work, left: Sequence[Replica], seen: SelectionContext) -> Pick:
     """The same one for as long as it is left."""
     for replica in left:
         if replica.backend == seen.memory.last:
@@ -447,7 +447,7 @@ def fixed_preference(work: Work, left: Sequence[Replica], seen: Field) -> Pick:
     return left[0], "the first"
 
 
-def power_of_two(work: Work, left: Sequence[Replica], seen: Field, *, by: Metric) -> Pick:
+def power_of_two(work: Work, left: Sequence[Replica], seen: SelectionContext, *, by: Metric) -> Pick:
     """The better of two that are drawn."""
     first = seen.memory.draw(len(left))
     second = (first + 1 + seen.memory.draw(len(left) - 1, 1)) % len(left) if len(left) > 1 else first
@@ -458,7 +458,7 @@ def power_of_two(work: Work, left: Sequence[Replica], seen: Field, *, by: Metric
 def sticky(
     work: Work,
     left: Sequence[Replica],
-    seen: Field,
+    seen: SelectionContext,
     *,
     otherwise: Selector,
     min_hit_ratio: float = 0.0,
@@ -476,7 +476,7 @@ def sticky(
     return otherwise.pick(work, left, seen)
 
 
-def adaptive_prefill(work: Work, left: Sequence[Replica], seen: Field, *, by: Metric) -> Pick:
+def adaptive_prefill(work: Work, left: Sequence[Replica], seen: SelectionContext, *, by: Metric) -> Pick:
     """The best by the metric; among equals one that does nothing but prefill."""
 
     def order(replica: Replica) -> tuple[float, bool, int]:
@@ -488,7 +488,7 @@ def adaptive_prefill(work: Work, left: Sequence[Replica], seen: Field, *, by: Me
 
 
 def adaptive_decode(
-    work: Work, left: Sequence[Replica], seen: Field, *, by: Metric, threshold: float, ties: Metric
+    work: Work, left: Sequence[Replica], seen: SelectionContext, *, by: Metric, threshold: float, ties: Metric
 ) -> Pick:
     """The fullest below `threshold`, of those that only decode if there are any; else the emptiest of all."""
 
@@ -578,7 +578,7 @@ class Routing:
         )
 
 
-def choose(routing: Routing, work: Work, replicas: Sequence[Replica], memory: Memory) -> Choice | None:
+def choose(routing: Routing, work: Work, replicas: Sequence[Replica], memory: RoutingMemory) -> Choice | None:
     """One of ``replicas`` for ``work``, and why; None if none is left."""
     pipeline = routing.pipeline(work.infer_type)
     passed = "normal"
@@ -589,14 +589,14 @@ def choose(routing: Routing, work: Work, replicas: Sequence[Replica], memory: Me
     left = [replica for replica in replicas if replica.backend not in removed] if removed else replicas
     if not left:
         return None
-    chosen, reason = pipeline.selector.pick(work, left, Field(replicas, memory))
+    chosen, reason = pipeline.selector.pick(work, left, SelectionContext(replicas, memory))
     name = pipeline.selector.name
     others = [(r.backend, removed.get(r.backend, name)) for r in replicas if r.backend != chosen.backend]
     return Choice(chosen.backend, routing.name, passed, reason, tuple(others), chosen.hit_tokens)
 
 
 def explain(
-    routing: Routing, work: Work, replicas: Sequence[Replica], memory: Memory
+    routing: Routing, work: Work, replicas: Sequence[Replica], memory: RoutingMemory
 ) -> list[dict[str, Any]]:
     """What the metrics of the policy say of each replica, and which step removes it; nothing is changed."""
     choice = choose(routing, work, replicas, memory)

@@ -76,7 +76,7 @@ from anvil_mux.errors import (
     UnknownModel,
     with_log,
 )
-from anvil_mux.routing.in_flight import Load, Report, Said
+from anvil_mux.routing.in_flight import EngineFigures, EngineLoad, Report
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.causes import ADOPTED, POLICY, Cause, Leaving, Severance, ending, is_cause
@@ -424,13 +424,13 @@ class GpuGroup:
             self._routed[ticket.model].in_flight.first_byte(ticket)
         return not ticket.severed
 
-    def observed(self, backend: str, load: Load | None, now: float) -> None:
+    def observed(self, backend: str, load: EngineLoad | None, now: float) -> None:
         """The engine of a replica said this of itself; None: it answered, and has no figures."""
         routed = self._routed.get(self.slots[backend].model)
         if routed:
             routed.in_flight.observe(backend, load, now)
 
-    def said(self, backend: str, now: float) -> Said | None:
+    def said(self, backend: str, now: float) -> EngineFigures | None:
         """What the engine of a replica said of itself last, in the mode full."""
         routed = self._routed.get(self.slots[backend].model)
         return routed.in_flight.said(backend, now) if routed else None

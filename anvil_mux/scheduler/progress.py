@@ -17,7 +17,7 @@ NEARLY = 0.99
 READING, COMPILING, CAPTURING, WARMING = "reading weights", "compiling", "capturing CUDA graphs", "warming up"
 
 
-class Said(NamedTuple):
+class LogProgress(NamedTuple):
     """What an engine's log says of the stage that it is in."""
 
     stage: str
@@ -64,7 +64,7 @@ _TOLD = [(re.compile(pattern), stage) for pattern, stage in _WORDS]
 _DOTS = re.compile(r"\.{2,}")
 
 
-def said(lines: Sequence[str]) -> Said | None:
+def said(lines: Sequence[str]) -> LogProgress | None:
     """What the last line of a log says that says something."""
     for line in reversed(lines):
         found = _of_line(line)
@@ -73,18 +73,18 @@ def said(lines: Sequence[str]) -> Said | None:
     return None
 
 
-def _of_line(line: str) -> Said | None:
+def _of_line(line: str) -> LogProgress | None:
     if _DOTS.fullmatch(line.strip()):
-        return Said(READING, min(len(line.strip()) / 100, 1.0))
+        return LogProgress(READING, min(len(line.strip()) / 100, 1.0))
     for pattern, stage in _FOUND:
         bars = pattern.findall(line)
         if bars:
             percent, left = bars[-1]
-            return Said(stage, int(percent) / 100, _seconds(left))
+            return LogProgress(stage, int(percent) / 100, _seconds(left))
     for pattern, stage in _TOLD:
         told = pattern.search(line)
         if told:
-            return Said(stage, float(told[1]) if pattern.groups else None)
+            return LogProgress(stage, float(told[1]) if pattern.groups else None)
     return None
 
 
@@ -98,7 +98,7 @@ def _seconds(clock: str) -> float | None:
     return total
 
 
-def progress(elapsed: float, expected: float | None, told: Said | None) -> Progress:
+def progress(elapsed: float, expected: float | None, told: LogProgress | None) -> Progress:
     """How far a load is that has taken ``elapsed`` and was ``expected`` to take so long."""
     stage = told.stage if told else ""
     if expected is None:

@@ -27,7 +27,7 @@ from typing import Any
 from anvil_mux.config.change import compare
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import LoadError, MuxError
-from anvil_mux.routing.in_flight import Load, Report
+from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.scheduler.causes import Cause, Leaving
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
@@ -232,7 +232,7 @@ class Scheduler:
         """The engine of a replica was asked for its figures, and did not answer."""
         return self._told(backend, now, lambda group: group.silent(backend, now))
 
-    def observed(self, backend: str, load: Load | None, now: float) -> Effects:
+    def observed(self, backend: str, load: EngineLoad | None, now: float) -> Effects:
         """The engine of a replica said this of itself; None: it answered, and has no figures."""
         if group := self.of_backend.get(backend):
             group.observed(backend, load, now)

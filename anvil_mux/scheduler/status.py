@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from anvil_mux.config.config import Gpu
-from anvil_mux.routing.in_flight import Said
+from anvil_mux.routing.in_flight import EngineFigures
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup, idle_until
@@ -42,7 +42,7 @@ class BackendState:
     error: str
     log: tuple[str, ...]
     """The engine's last queues, if its load failed or it died."""
-    engine: Said | None = None
+    engine: EngineFigures | None = None
     """What its engine said of itself last, where engines are read."""
 
 
@@ -159,7 +159,9 @@ def _deferral(group: GpuGroup, model: str, now: float) -> Deferral | None:
     return Deferral(max(stay.until - now, 0.0), stay.cause)
 
 
-def _backend_state(slot: Slot, now: float, measured: Mapping[str, int], said: Said | None) -> BackendState:
+def _backend_state(
+    slot: Slot, now: float, measured: Mapping[str, int], said: EngineFigures | None
+) -> BackendState:
     idle = slot.state == "ready" and not slot.holders
     unload_at = idle_until(slot)
     takes = measured or ({} if slot.whole else slot.holds)

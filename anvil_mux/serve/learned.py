@@ -29,7 +29,7 @@ class Known:
     footprints: Sequence[Footprint] = ()
 
 
-class Learned:
+class LearnedFile:
     """The file ``learned`` in ``folder``. Used by one thread at a time; ``complain`` is told once."""
 
     def __init__(self, folder: Path, complain: Callable[[str], object]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from anvil_mux.clock import Worker
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.progress import Said, said
+from anvil_mux.scheduler.progress import LogProgress, said
 
 LOOK_SECONDS = 1.0
 LINES = 40
@@ -19,7 +19,7 @@ class LoadLogs:
         self,
         loading: Callable[[], Iterable[str]],
         tail: Callable[[str, int], Sequence[str]],
-        report: Callable[[str, Said], object],
+        report: Callable[[str, LogProgress], object],
     ) -> None:
         self._loading = loading
         """The backends that are being loaded, from nothing: others say nothing."""

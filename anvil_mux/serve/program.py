@@ -58,10 +58,10 @@ from anvil_mux.proxy.server import Server
 from anvil_mux.proxy.tls import build_context
 from anvil_mux.scheduler.causes import Cause, sentence
 from anvil_mux.scheduler.events import Event
-from anvil_mux.serve.learned import Known, Learned
+from anvil_mux.serve.learned import Known, LearnedFile
 from anvil_mux.serve.load_logs import LoadLogs
 from anvil_mux.serve.notify import Notifier
-from anvil_mux.serve.remote import Place, announced
+from anvil_mux.serve.remote import RunningMux, announced
 from anvil_mux.serve.scraper import Scraper
 from anvil_mux.serve.signals import RELOAD, Signals
 from anvil_mux.serve.store import RedisStore, Sharing, StoreError
@@ -149,12 +149,12 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
     signals, notifier = Signals(), Notifier(os.environ)
     with locked(config) as lock, _access_log(options) as access, _event_log(options) as events:
         reading = partial(_reloading, notifier)
-        program = Program(
+        program = AnvilMux(
             config, options, access, events, keys=keys, tls=tls, lock=lock, read=read, reloading=reading
         )
         watch = Watch(program.files)
         program.start()
-        place = Place(program.url, tuple(os.path.abspath(file) for file in config.files))
+        place = RunningMux(program.url, tuple(os.path.abspath(file) for file in config.files))
         with announced(state_folder(config.project, os.environ), place):
             with _while_the_terminal_is_open():
                 _print_banner(config, program.url, options, with_key=bool(keys))
@@ -183,7 +183,7 @@ def _reloading(notifier: Notifier) -> Iterator[None]:
         notifier.tell(READY="1")
 
 
-class Program:
+class AnvilMux:
     """All the rooms, connected. Used by the main thread."""
 
     def __init__(
@@ -212,7 +212,7 @@ class Program:
             sight=lambda: self._gpu_monitor.sight(),
         )
         state = state_folder(config.project, os.environ)
-        self._learned, self._notes = Learned(state, self._say), Notes(state)
+        self._learned, self._notes = LearnedFile(state, self._say), Notes(state)
         with _pinned(options.pin):
             relay = Relay(timeout=config.upstream_timeout, client_timeout=config.client_timeout)
             self._pool = relay.pool

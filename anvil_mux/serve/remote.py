@@ -35,7 +35,7 @@ class NotRunning(MuxError):
 # Where it is
 
 
-class Place(NamedTuple):
+class RunningMux(NamedTuple):
     """One that serves on this machine."""
 
     url: str
@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 @contextmanager
-def announced(folder: Path, place: Place) -> Iterator[None]:
+def announced(folder: Path, place: RunningMux) -> Iterator[None]:
     """While the body runs, commands find the address in the state ``folder`` of the project."""
     file = folder / "address"
     try:
@@ -57,13 +57,13 @@ def announced(folder: Path, place: Place) -> Iterator[None]:
         file.unlink(missing_ok=True)
 
 
-def places(home: Path) -> list[Place]:
+def places(home: Path) -> list[RunningMux]:
     """Those whose state folders are under ``home`` and whose locks are held."""
     found = []
     for file in sorted(home.glob("*/address")):
         try:
             told = json.loads(file.read_text())
-            place = Place(str(told["url"]), tuple(map(str, told["files"])))
+            place = RunningMux(str(told["url"]), tuple(map(str, told["files"])))
             with open(file.with_name("lock")) as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -73,7 +73,7 @@ def places(home: Path) -> list[Place]:
     return found
 
 
-def choose(found: Sequence[Place], files: Sequence[str | Path]) -> str | None:
+def choose(found: Sequence[RunningMux], files: Sequence[str | Path]) -> str | None:
     """The one that serves ``files``; without files the only one; None if there is none."""
     wanted = {os.path.abspath(file) for file in files}
     fit = [place for place in found if not wanted or wanted & set(place.files)]

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
 from anvil_mux.host.engine import api_key
-from anvil_mux.routing.in_flight import Load
+from anvil_mux.proxy.connections import Address
+from anvil_mux.routing.in_flight import EngineLoad
 
 EVERY_SECONDS = 1.0
 TIMEOUT = 2.0
@@ -38,10 +39,8 @@ NAMES = {
 }
 LINE = re.compile(r"^([A-Za-z_:]+)(?:\{.*\})? ([0-9.eE+-]+)", re.M)
 
-Address = tuple[str, int]
 
-
-def load_of(text: str) -> Load | None:
+def load_of(text: str) -> EngineLoad | None:
     """The figures in a /metrics page, over all engines in it; None if it does not count requests."""
     found: dict[str, list[float]] = {}
     for name, value in LINE.findall(text):
@@ -53,18 +52,18 @@ def load_of(text: str) -> Load | None:
         return None
     usage = found.get("usage")
     share = sum(usage) / len(usage) if usage else None
-    return Load(round(sum(found["running"])), round(sum(found["waiting"])), share)
+    return EngineLoad(round(sum(found["running"])), round(sum(found["waiting"])), share)
 
 
-def load_of_slots(text: str) -> Load | None:
+def load_of_slots(text: str) -> EngineLoad | None:
     """The figures in the /slots of a llama.cpp, which do not say who waits; None if it is none."""
     try:
-        return Load(sum([slot["is_processing"] is True for slot in json.loads(text)]))
+        return EngineLoad(sum([slot["is_processing"] is True for slot in json.loads(text)]))
     except (ValueError, TypeError, KeyError):
         return None
 
 
-Page = tuple[str, Callable[[str], Load | None]]
+Page = tuple[str, Callable[[str], EngineLoad | None]]
 """Where an engine says something, and how that is read."""
 METRICS: Page = ("/metrics", load_of)
 PAGES: dict[str, tuple[Page, ...]] = {"llamacpp": (METRICS, ("/slots", load_of_slots))}
@@ -77,7 +76,7 @@ class Scraper:
     def __init__(
         self,
         replicas: Callable[[], Iterable[tuple[Backend, Address]]],
-        observed: Callable[[str, Load | None], object],
+        observed: Callable[[str, EngineLoad | None], object],
         silent: Callable[[str], object],
         every: float = EVERY_SECONDS,
     ) -> None:
@@ -101,7 +100,7 @@ class NoAnswer(Exception):
     """An engine does not answer."""
 
 
-def ask(backend: Backend, address: Address) -> Load | None:
+def ask(backend: Backend, address: Address) -> EngineLoad | None:
     """What an engine says now; None if it answers and has no figures."""
     for path, read in PAGES.get(backend.engine, (METRICS,)):
         if load := read(_get(address, path, api_key(backend.service))):

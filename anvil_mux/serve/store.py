@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 from anvil_mux.clock import Worker
-from anvil_mux.routing.in_flight import Load, Report
+from anvil_mux.routing.in_flight import EngineLoad, Report
 
 EVERY_SECONDS = 0.25
 EXPIRES_SECONDS = 5.0
@@ -118,8 +118,8 @@ def _report(
     return Report(int(requests), int(waiting), int(prefill), int(decode), int(tokens), said, float(age))
 
 
-def _load(running: Any, waiting: Any, usage: Any) -> Load:
-    return Load(
+def _load(running: Any, waiting: Any, usage: Any) -> EngineLoad:
+    return EngineLoad(
         int(running), None if waiting is None else int(waiting), None if usage is None else float(usage)
     )
 

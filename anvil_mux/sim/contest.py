@@ -1,7 +1,7 @@
 """Routing policies under recorded prompts, side by side: what `anvil-mux simulate --routing` runs and tells.
 
-A ``Field`` is a set of requests and the replicas that they meet; it is fixed before any policy runs, so the
-policies compare request by request. The router is the program's own: its in-flight tracker, prefixes and
+A ``Scenario`` is a set of requests and the replicas that they meet; it is fixed before any policy runs, so
+the policies compare request by request. The router is the program's own: its in-flight tracker, prefixes and
 pipelines, in virtual time; only the engines are a model (fleet.py), and so are all latencies that come out.
 """
 
@@ -22,7 +22,7 @@ from anvil_mux.routing.in_flight import InFlightTracker, Member
 from anvil_mux.routing.routing import Work
 from anvil_mux.sim import prompts
 from anvil_mux.sim.figures import quantile
-from anvil_mux.sim.fleet import Answer, Engine, simulate
+from anvil_mux.sim.fleet import PromptOutcome, SimulatedEngine, simulate
 from anvil_mux.sim.prompts import Prompt, Trace
 
 ROUTER_BLOCK_TOKENS = 512
@@ -36,7 +36,7 @@ class BadContest(MuxError):
 
 
 @dataclass(frozen=True)
-class Field:
+class Scenario:
     """The requests of one run, and what they meet."""
 
     trace: str
@@ -46,7 +46,7 @@ class Field:
     prompts: Sequence[Prompt]
     block_tokens: int
     replicas: int
-    engine: Engine
+    engine: SimulatedEngine
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Result:
-    """One field under one policy."""
+    """One scenario under one policy."""
 
-    field: Field
+    field: Scenario
     policy: str
-    answers: Sequence[Answer]
+    answers: Sequence[PromptOutcome]
     latencies: Latencies
 
     def row(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Result:
 class InFlightRouter:
     """The router of the program, as fleet.py asks it."""
 
-    def __init__(self, policy: str, field: Field, own: Mapping[str, object] | None = None) -> None:
+    def __init__(self, policy: str, field: Scenario, own: Mapping[str, object] | None = None) -> None:
         names = [f"replica-{number}" for number in range(field.replicas)]
         members = [Member(name, kv_tokens=field.engine.kv_tokens) for name in names]
         self._in_flight = InFlightTracker(pipeline.build(policy, own), members)
@@ -134,9 +134,9 @@ def _missing(policy: str, own: Mapping[str, object] | None) -> list[str]:
     return sorted(pipeline.build(policy, own).needs - {"kv_tokens"})
 
 
-def read_engine(settings: str) -> Engine:
+def read_engine(settings: str) -> SimulatedEngine:
     """The default engine, but for ``kv_tokens=100000,step_tokens=2048`` or the like; or ValueError."""
-    kinds = {name: type(value) for name, value in asdict(Engine()).items()}
+    kinds = {name: type(value) for name, value in asdict(SimulatedEngine()).items()}
     given: dict[str, Any] = {}
     for setting in filter(None, settings.split(",")):
         name, _, value = setting.partition("=")
@@ -148,19 +148,23 @@ def read_engine(settings: str) -> Engine:
             raise ValueError(f"{name} must be a number, not {value!r}") from None
         if not 0 <= given[name] < math.inf:
             raise ValueError(f"{name} must be 0 or more, not {value}")
-    return Engine(**given)
+    return SimulatedEngine(**given)
 
 
 def draw(
-    traces: Iterable[str], sessions: Sequence[int], seeds: Iterable[int], replicas: int, engine: Engine
-) -> Iterator[Field]:
+    traces: Iterable[str],
+    sessions: Sequence[int],
+    seeds: Iterable[int],
+    replicas: int,
+    engine: SimulatedEngine,
+) -> Iterator[Scenario]:
     """A field for each trace, number of sessions and seed; without sessions nothing is drawn: one."""
     for name in traces:
         trace = prompts.read(prompts.find(name))
         for count in (sessions or (len(trace.sessions),)) if trace.sessions else (0,):
             for seed in seeds if trace.sessions else (0,):
                 drawn = _drawn(trace, seed, count)
-                yield Field(trace.name, seed, count, drawn, trace.block_tokens, replicas, engine)
+                yield Scenario(trace.name, seed, count, drawn, trace.block_tokens, replicas, engine)
 
 
 def _drawn(trace: Trace, seed: int, sessions: int) -> list[Prompt]:
@@ -173,13 +177,13 @@ def _drawn(trace: Trace, seed: int, sessions: int) -> list[Prompt]:
 # Running it
 
 
-def run(field: Field, policy: str, own: Mapping[str, object] | None = None) -> Result:
+def run(field: Scenario, policy: str, own: Mapping[str, object] | None = None) -> Result:
     router = InFlightRouter(policy, field, own)
     answers = simulate(field.prompts, router, field.replicas, field.block_tokens, field.engine)
     return Result(field, policy, answers, latencies(answers, field.replicas))
 
 
-def latencies(answers: Sequence[Answer], replicas: int) -> Latencies:
+def latencies(answers: Sequence[PromptOutcome], replicas: int) -> Latencies:
     firsts = sorted([_first_ms(answer) for answer in answers])
     lasts = sorted([(answer.finished - answer.arrived) * 1e3 for answer in answers])
     paces = sorted([_pace_ms(answer) for answer in answers if answer.prompt.output > 1])
@@ -201,7 +205,7 @@ def latencies(answers: Sequence[Answer], replicas: int) -> Latencies:
     )
 
 
-def classes(answers: Iterable[Answer]) -> dict[str, dict[str, float]]:
+def classes(answers: Iterable[PromptOutcome]) -> dict[str, dict[str, float]]:
     """Of each input-length class how many requests it has, and their time to the first byte."""
     grouped: dict[str, list[float]] = {name: [] for name in CLASSES}
     for answer in answers:
@@ -215,11 +219,11 @@ def _class(firsts: Sequence[float]) -> dict[str, float]:
     return told | {f"ttft_p{part}_ms": quantile(firsts, part / 100) for part in (50, 90, 99)}
 
 
-def _first_ms(answer: Answer) -> float:
+def _first_ms(answer: PromptOutcome) -> float:
     return (answer.first_byte - answer.arrived) * 1e3
 
 
-def _pace_ms(answer: Answer) -> float:
+def _pace_ms(answer: PromptOutcome) -> float:
     return (answer.finished - answer.first_byte) / (answer.prompt.output - 1) * 1e3
 
 

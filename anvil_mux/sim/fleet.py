@@ -28,11 +28,11 @@ from anvil_mux.errors import MuxError
 from anvil_mux.sim.prompts import Prompt
 
 
-class DoesNotFit(MuxError):
+class PromptTooLarge(MuxError):
     """A request needs more KV blocks than a replica has."""
 
 
-class Answer(NamedTuple):
+class PromptOutcome(NamedTuple):
     """What became of a request."""
 
     prompt: Prompt
@@ -53,7 +53,7 @@ class Router(Protocol):
 
 
 @dataclass(frozen=True)
-class Engine:
+class SimulatedEngine:
     """What a replica can do; the defaults are Qwen3-Coder-30B-A3B in bf16 on an H20 with 96 GB."""
 
     ingress_seconds: float = 0.030
@@ -170,10 +170,10 @@ class _Job:
         self.replica = 0
 
 
-class _Replica:
+class _SimulatedReplica:
     """One engine; who holds the heap calls ``come``, ``end_step`` and, after either, ``begin_step``."""
 
-    def __init__(self, engine: Engine, block_tokens: int) -> None:
+    def __init__(self, engine: SimulatedEngine, block_tokens: int) -> None:
         self.engine = engine
         self.blocks = Blocks(engine.kv_tokens // block_tokens)
         self.waiting: deque[_Job] = deque()
@@ -291,28 +291,32 @@ def blocks_of(prompt: Prompt, block_tokens: int) -> int:
 
 
 def simulate(
-    prompts: Iterable[Prompt], router: Router, replicas: int, block_tokens: int, engine: Engine | None = None
-) -> list[Answer]:
+    prompts: Iterable[Prompt],
+    router: Router,
+    replicas: int,
+    block_tokens: int,
+    engine: SimulatedEngine | None = None,
+) -> list[PromptOutcome]:
     """What becomes of ``prompts``, in the order in which they arrived."""
-    fleet = _Fleet(router, replicas, block_tokens, engine or Engine())
+    fleet = _Fleet(router, replicas, block_tokens, engine or SimulatedEngine())
     return fleet.run(prompts)
 
 
 class _Fleet:
-    def __init__(self, router: Router, replicas: int, block_tokens: int, engine: Engine) -> None:
+    def __init__(self, router: Router, replicas: int, block_tokens: int, engine: SimulatedEngine) -> None:
         self._router = router
         self._engine = engine
         self._block_tokens = block_tokens
-        self._replicas = [_Replica(engine, block_tokens) for _ in range(replicas)]
+        self._replicas = [_SimulatedReplica(engine, block_tokens) for _ in range(replicas)]
         self._ends = [math.inf] * replicas
         """When the step of each ends; what the heap says of another moment is void."""
         self._heap: list[tuple[float, int, Callable[[float, Any], None], Any]] = []
         self._order = count()
         self._keys = count()
         self._rest: dict[str, deque[Prompt]] = {}
-        self._answers: list[tuple[int, Answer]] = []
+        self._answers: list[tuple[int, PromptOutcome]] = []
 
-    def run(self, prompts: Iterable[Prompt]) -> list[Answer]:
+    def run(self, prompts: Iterable[Prompt]) -> list[PromptOutcome]:
         for prompt in sorted(prompts, key=lambda prompt: prompt.at):
             self._check_fit(prompt)
             rest = self._rest.get(prompt.session) if prompt.session else None
@@ -330,7 +334,7 @@ class _Fleet:
     def _check_fit(self, prompt: Prompt) -> None:
         need, there = blocks_of(prompt, self._block_tokens), self._engine.kv_tokens // self._block_tokens
         if need > there:
-            raise DoesNotFit(
+            raise PromptTooLarge(
                 f"a request of {prompt.tokens} + {prompt.output} tokens needs {need} KV blocks of "
                 f"{self._block_tokens} tokens; a replica has {there}: raise kv_tokens"
             )
@@ -369,7 +373,7 @@ class _Fleet:
 
     def _finish(self, now: float, job: _Job) -> None:
         self._router.ended(job.key, now, job.cached)
-        answer = Answer(job.prompt, job.replica, job.arrived, job.first_byte, now, job.cached)
+        answer = PromptOutcome(job.prompt, job.replica, job.arrived, job.first_byte, now, job.cached)
         self._answers.append((job.key, answer))
         rest = self._rest.get(job.prompt.session)
         if rest:

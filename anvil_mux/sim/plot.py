@@ -70,7 +70,7 @@ class Bar(NamedTuple):
     until: float
 
 
-class Wait(NamedTuple):
+class PlottedWait(NamedTuple):
     """A request arrived at a moment and waited for its model."""
 
     at: float
@@ -93,7 +93,7 @@ class History:
         self.bars: list[Bar] = []
         self.lengths: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         """Model -> (moment, how many wait from then on)."""
-        self.waits: dict[int, Wait] = {}
+        self.waits: dict[int, PlottedWait] = {}
         """By ticket."""
         self._states: dict[str, tuple[str, float]] = {}
         self._queued: defaultdict[str, set[int]] = defaultdict(set)
@@ -118,7 +118,7 @@ class History:
                     self._queued[event.model].remove(event.ticket)
                     self.lengths[event.model].append((now, len(self._queued[event.model])))
                 end = "leased" if event.kind == "leased" else "unserved"
-                self.waits[event.ticket] = Wait(now - event.seconds, event.seconds, event.model, end)
+                self.waits[event.ticket] = PlottedWait(now - event.seconds, event.seconds, event.model, end)
             case "severed" if event.ticket in self.waits:
                 self.waits[event.ticket] = self.waits[event.ticket]._replace(end="severed")
             case kind if kind in _MOVES:
@@ -147,7 +147,7 @@ def draw(runs: Iterable[Drawn], path: str | os.PathLike[str]) -> None:
     if not runs:
         raise CannotDraw("there is nothing to draw")
     with picture(path) as figure:
-        _Picture(figure, runs).draw()
+        _Panels(figure, runs).draw()
 
 
 @contextmanager
@@ -251,7 +251,7 @@ _STYLE: Any = {
 _UNDATED: dict[str, dict[str, Any]] = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
 
 
-class _Picture:
+class _Panels:
     """The panels and what they have in common: colours and scales."""
 
     def __init__(self, figure: Figure, runs: Sequence[Drawn]) -> None:
@@ -348,7 +348,7 @@ class _Picture:
         axes.broken_barh(wide, at, facecolor=face, edgecolor=colour, hatch=hatch, linewidth=0)
 
     def _draw_waits(self, axes: Axes, history: History) -> None:
-        dots: defaultdict[tuple[str, str], defaultdict[tuple[int, int], list[Wait]]]
+        dots: defaultdict[tuple[str, str], defaultdict[tuple[int, int], list[PlottedWait]]]
         dots = defaultdict(lambda: defaultdict(list))
         for wait in history.waits.values():
             cell = (int(wait.at / self._end * COLUMNS), int(wait.seconds / (self._slowest or 1.0) * ROWS))

@@ -12,7 +12,7 @@ from anvil_mux.scheduler.causes import ADOPTED
 from anvil_mux.scheduler.events import Event
 from anvil_mux.sim.simulate import Request
 from anvil_mux.sim.workload import Workload
-from anvil_mux.telemetry.eventlog import BadLog, Run, whole
+from anvil_mux.telemetry.eventlog import BadLog, LoggedRun, whole
 from anvil_mux.telemetry.situation import Situation
 
 OTHER_LOAD_SECONDS = 10.0
@@ -21,7 +21,7 @@ BEYOND_SECONDS = 2**-10
 """What a severed request is held to have lacked."""
 
 
-def replay(runs: Iterable[Run], name: str = "log") -> Workload:
+def replay(runs: Iterable[LoggedRun], name: str = "log") -> Workload:
     """The clients of a log and what loading cost them.
 
     Every request arrives when it arrived and takes as long as it took, also if the answer of another policy
@@ -30,7 +30,7 @@ def replay(runs: Iterable[Run], name: str = "log") -> Workload:
     keep their patience. Deaths and unloading by hand are left out. What was under way when a log begins
     arrives at its beginning.
     """
-    learned = _Learned()
+    learned = _LearnedClients()
     began, now = None, 0.0
     for run in whole(runs):
         if run.events:
@@ -49,7 +49,7 @@ _Order = tuple[float, int, int]
 """When a request arrived, in which run, and its ticket: many may arrive at once."""
 
 
-class _Learned:
+class _LearnedClients:
     """A fold over the events of runs."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class _Learned:
         self._leases: Counter[str] = Counter()
         self._stopping: dict[str, float] = {}
 
-    def read(self, run: Run, begins: float, origin: float) -> None:
+    def read(self, run: LoggedRun, begins: float, origin: float) -> None:
         """``begins``: the moment of the workload at which the run does."""
         self._runs += 1
         self._begins, self._origin = begins, origin

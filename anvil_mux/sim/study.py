@@ -1,7 +1,7 @@
 """Workloads under policies, side by side: what `anvil-mux simulate` runs and tells.
 
-A ``Case`` is a workload and the configuration that it meets, a ``Run`` that case under one policy. The log of
-every run is checked against the invariants of group.py; what it breaks stands in ``Run.wrong``.
+A ``Case`` is a workload and the configuration that it meets, a ``StudyRun`` that case under one policy. The
+log of every run is checked against the invariants of group.py; what it breaks stands in ``StudyRun.wrong``.
 
 A compose file says which backends a trace or an event log meets and how its own policy is set. A profile
 brings its own models, so that its figures can be compared; of a compose file it takes the settings only.
@@ -41,7 +41,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Run:
+class StudyRun:
     """One case under one policy."""
 
     profile: str
@@ -121,7 +121,7 @@ def _serving(made: Workload, name: str, config: Config) -> Config:
 # Running it
 
 
-def study(cases: Iterable[Case], policies: Sequence[str], keep_logs: bool = False) -> Iterator[Run]:
+def study(cases: Iterable[Case], policies: Sequence[str], keep_logs: bool = False) -> Iterator[StudyRun]:
     """Every case under every policy."""
     for case in cases:
         for policy in policies:
@@ -129,13 +129,13 @@ def study(cases: Iterable[Case], policies: Sequence[str], keep_logs: bool = Fals
             yield done if keep_logs else replace(done, log=())
 
 
-def run(case: Case, policy: str) -> Run:
+def run(case: Case, policy: str) -> StudyRun:
     made, config = case.workload, _under(policy, case)
     ends = _Ends(made)
     engines, resident = made.engines(config), made.residents(config)
     costs = engines.costs(config)
     log = simulate(config, made.requests, engines, resident=resident, follow=ends, costs=costs)
-    return Run(made.name, policy, case.seed, config, log, figures(log, ends.count), check(log, config))
+    return StudyRun(made.name, policy, case.seed, config, log, figures(log, ends.count), check(log, config))
 
 
 def _under(policy: str, case: Case) -> Config:
@@ -174,7 +174,7 @@ class Recording:
     """The event log of a running program."""
 
     name: str
-    runs: Sequence[eventlog.Run]
+    runs: Sequence[eventlog.LoggedRun]
     config: Config | None
     """In place of the configurations that the log tells of."""
 
@@ -183,17 +183,17 @@ class Recording:
         made = replay.replay(self.runs, self.name)
         return Case(made, _serving(made, self.name, self._config_of(self.runs[-1])))
 
-    def run(self, *, checked: bool) -> Run:
+    def run(self, *, checked: bool) -> StudyRun:
         """What the program itself did."""
         wrong = [line for one in self.runs for line in self._check(one)] if checked else None
         log, begins = _joined(eventlog.whole(self.runs)), self.runs[0].begins
         come_to = figures(log, begins=begins)
-        return Run(self.name, LOGGED, 0, self._config_of(self.runs[-1]), log, come_to, wrong, begins)
+        return StudyRun(self.name, LOGGED, 0, self._config_of(self.runs[-1]), log, come_to, wrong, begins)
 
-    def _check(self, one: eventlog.Run) -> list[str]:
+    def _check(self, one: eventlog.LoggedRun) -> list[str]:
         return check(one.events, self._config_of(one), SLACK_SECONDS, one.begins)
 
-    def _config_of(self, one: eventlog.Run) -> Config:
+    def _config_of(self, one: eventlog.LoggedRun) -> Config:
         return self.config or eventlog.config_of(one.header)
 
 
@@ -204,7 +204,7 @@ def read_log(path: str, config: Config | None, warn: Callable[[str], object]) ->
     return Recording(Path(path).name, runs, config)
 
 
-def _joined(runs: Sequence[eventlog.Run]) -> list[Event]:
+def _joined(runs: Sequence[eventlog.LoggedRun]) -> list[Event]:
     """One log of several runs, each of which counts seconds and tickets from its own beginning."""
     log: list[Event] = []
     tickets = 0
@@ -225,9 +225,9 @@ HEAD = (
 )  # fmt: skip
 
 
-def table(runs: Iterable[Run]) -> Iterator[tuple[str, ...]]:
+def table(runs: Iterable[StudyRun]) -> Iterator[tuple[str, ...]]:
     """A row for each profile and policy: means over the seeds; of ``LONGEST`` the longest of all."""
-    groups: dict[tuple[str, str], list[Run]] = {}
+    groups: dict[tuple[str, str], list[StudyRun]] = {}
     for one in runs:
         groups.setdefault((one.profile, one.policy), []).append(one)
     for names, group in groups.items():
@@ -251,6 +251,6 @@ def _short(mean: float) -> str:
     return f"{mean:.1f}".removesuffix(".0")
 
 
-def _violations(group: Sequence[Run]) -> str:
+def _violations(group: Sequence[StudyRun]) -> str:
     wrong = [one.wrong for one in group if one.wrong is not None]
     return str(sum(map(len, wrong))) if wrong else ""

@@ -229,7 +229,7 @@ def find_among(folder: Path, what: str, name: str) -> Path:
 
 def read(path: Path) -> Workload:
     """The workload of a file; BadWorkload names the line that cannot be used."""
-    reading = _Reading()
+    reading = _WorkloadReader()
     try:
         for line in lines(path):
             reading.take(line)
@@ -250,7 +250,7 @@ def _parsed(line: str) -> dict[str, Any]:
     return said
 
 
-class _Reading:
+class _WorkloadReader:
     """What the lines read so far come to."""
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class BadLog(MuxError):
     """A file that is no event log, or not a whole one."""
 
 
-class Run(NamedTuple):
+class LoggedRun(NamedTuple):
     """What one program wrote between its start and its end."""
 
     header: Mapping[str, Any]
@@ -312,9 +312,9 @@ def lines(path: str | os.PathLike[str]) -> Iterator[str]:
         yield from text
 
 
-def read(path: str | os.PathLike[str], warn: Callable[[str], object] = log.warning) -> list[Run]:
+def read(path: str | os.PathLike[str], warn: Callable[[str], object] = log.warning) -> list[LoggedRun]:
     """The runs of a file, which may be compressed with gzip. BadLog names the line that cannot be read."""
-    runs: list[Run] = []
+    runs: list[LoggedRun] = []
     broken = ""  # the last line, if it could not be read: fine where a run ends
     for number, text in enumerate(_lines(path), 1):
         where = f"{os.fspath(path)}:{number}"
@@ -346,7 +346,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
     return entry if isinstance(entry, dict) else None
 
 
-def _add(runs: list[Run], entry: dict[str, Any], where: str, warn: Callable[[str], object]) -> None:
+def _add(runs: list[LoggedRun], entry: dict[str, Any], where: str, warn: Callable[[str], object]) -> None:
     if entry.get("kind") == HEAD:
         runs.append(_begun(entry, where))
     elif not runs:
@@ -357,8 +357,8 @@ def _add(runs: list[Run], entry: dict[str, Any], where: str, warn: Callable[[str
         runs[-1].events.append(_event(entry, where))
 
 
-def _begun(head: dict[str, Any], where: str) -> Run:
-    run = Run(head, [])
+def _begun(head: dict[str, Any], where: str) -> LoggedRun:
+    run = LoggedRun(head, [])
     if not isinstance(head.get("began"), (int, float)) or not head.get("backends"):
         raise BadLog(f"{where}: the {HEAD} lacks `began` or `backends`")
     try:
@@ -368,12 +368,12 @@ def _begun(head: dict[str, Any], where: str) -> Run:
     return run
 
 
-def whole(runs: Iterable[Run]) -> list[Run]:
+def whole(runs: Iterable[LoggedRun]) -> list[LoggedRun]:
     """The runs with those joined that one program wrote under several configurations."""
-    joined: list[Run] = []
+    joined: list[LoggedRun] = []
     for run in runs:
         if joined and run.begins and run.header["began"] == joined[-1].header["began"]:
-            joined[-1] = Run(joined[-1].header, [*joined[-1].events, *run.events])
+            joined[-1] = LoggedRun(joined[-1].header, [*joined[-1].events, *run.events])
         else:
             joined.append(run)
     return joined

@@ -26,7 +26,7 @@ BY_HAND = ("/models/", "/api/show")
 """Paths of what names a model and asks it nothing."""
 
 
-class Place(NamedTuple):
+class FeedPosition(NamedTuple):
     """How far somebody has read: the numbers of the last event and the last request."""
 
     event: int = 0
@@ -40,7 +40,7 @@ class News(NamedTuple):
     requests: list[Served]
     missed: int
     """Events that are in the ring no more."""
-    place: Place
+    place: FeedPosition
 
 
 class Feed:
@@ -93,16 +93,18 @@ class Feed:
             with self._bell:
                 self._watchers -= 1
 
-    def news(self, after: Place, seconds: float | None = 0.0) -> News:
+    def news(self, after: FeedPosition, seconds: float | None = 0.0) -> News:
         """What came after ``after``; waits for something to come for at most ``seconds`` (None: for ever)."""
         if seconds != 0.0:
             with self._bell:
                 self._bell.wait_for(lambda: self._closed or self._is_news(after), seconds)
         events, last_event = _after(self._events, after.event)
         requests, last_request = _after(self._requests, after.request)
-        return News(events, requests, last_event - after.event - len(events), Place(last_event, last_request))
+        return News(
+            events, requests, last_event - after.event - len(events), FeedPosition(last_event, last_request)
+        )
 
-    def _is_news(self, after: Place) -> bool:
+    def _is_news(self, after: FeedPosition) -> bool:
         return _last(self._events) > after.event or _last(self._requests) > after.request
 
     def pause(self, seconds: float) -> None:

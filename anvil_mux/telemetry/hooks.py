@@ -19,7 +19,7 @@ from typing import Any
 from anvil_mux.clock import Worker
 from anvil_mux.config.hooks import Hook
 from anvil_mux.telemetry import journal
-from anvil_mux.telemetry.feed import Feed, Place
+from anvil_mux.telemetry.feed import Feed, FeedPosition
 
 SAID = 200
 """Characters of what a command says that are repeated."""
@@ -92,7 +92,7 @@ class Telling:
 
     def worker(self, name: str, feed: Feed, wall: Callable[[float], float]) -> Worker:
         """The thread that tells what comes in ``feed``, until that is closed."""
-        place = Place()
+        place = FeedPosition()
 
         def turn() -> float | None:
             nonlocal place

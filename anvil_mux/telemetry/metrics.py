@@ -106,7 +106,7 @@ class Histograms(dict[Labels, Histogram]):
 
 
 @dataclass(eq=False, slots=True)
-class _Leaving:
+class _LeavingBackend:
     """A backend on its way out: since when, and when it was told to stop."""
 
     model: str
@@ -118,11 +118,11 @@ class _Leaving:
 
 
 @dataclass(eq=False, slots=True)
-class _Loading:
+class _LoadingBackend:
     model: str
     since: float
     way: str
-    victims: list[_Leaving] = field(default_factory=list)
+    victims: list[_LeavingBackend] = field(default_factory=list)
 
     @property
     def begun(self) -> float:
@@ -166,8 +166,8 @@ class Metrics:
         self._reloads: Counter[Labels] = Counter({("ok",): 0, ("failed",): 0})
         self._held: dict[str, tuple[int, float]] = {}  # model -> the first of its line, held back since
         self._demoting: set[str] = set()
-        self._leaving: dict[str, _Leaving] = {}
-        self._loading: dict[str, _Loading] = {}
+        self._leaving: dict[str, _LeavingBackend] = {}
+        self._loading: dict[str, _LoadingBackend] = {}
         self._swap_seconds |= {(result,): Histogram() for result in RESULTS}
         self.know(config)
         self.registry = CollectorRegistry()
@@ -242,7 +242,7 @@ class Metrics:
     def _on_starting(self, event: Event) -> None:
         self._end_hold(event.model, event.at)
         victims = self._leaving_for(event.model)
-        self._loading[event.backend] = _Loading(event.model, event.at, event.way, victims)
+        self._loading[event.backend] = _LoadingBackend(event.model, event.at, event.way, victims)
 
     def _on_ready(self, event: Event) -> None:
         loading = self._loading.pop(event.backend, None)
@@ -256,13 +256,13 @@ class Metrics:
         loading = self._loading.pop(event.backend, None)
         if loading:
             self._end_load(loading, "cancelled", event.at)
-            self._leaving[event.backend] = _Leaving(event.model, "", "cancelled", event.at, event.at)
+            self._leaving[event.backend] = _LeavingBackend(event.model, "", "cancelled", event.at, event.at)
 
     def _on_draining(self, event: Event) -> None:
         cause = "swap" if event.target else event.cause.kind if event.cause else UNKNOWN
         if event.target:
             self._end_hold(event.target, event.at)
-        self._leaving[event.backend] = _Leaving(event.model, event.target, cause, event.at)
+        self._leaving[event.backend] = _LeavingBackend(event.model, event.target, cause, event.at)
 
     def _on_stopping(self, event: Event) -> None:
         leaving = self._leaving.get(event.backend)
@@ -340,7 +340,7 @@ class Metrics:
         if held:
             self.took(Phase(target, "cooldown", now - held[1]))
 
-    def _leaving_for(self, target: str) -> list[_Leaving]:
+    def _leaving_for(self, target: str) -> list[_LeavingBackend]:
         """Takes out the victims of the swap to ``target``."""
         names = [name for name, each in self._leaving.items() if each.target == target]
         return [self._leaving.pop(name) for name in names]
@@ -352,7 +352,7 @@ class Metrics:
             others = self._leaving_for(leaving.target)
             self._swaps[_source([leaving, *others]), leaving.target, NONE, result] += 1
 
-    def _end_load(self, loading: _Loading, result: str, now: float) -> None:
+    def _end_load(self, loading: _LoadingBackend, result: str, now: float) -> None:
         self._loads[loading.model, result] += 1
         self._load_seconds[loading.model, result].observe(now - loading.since)
         self._swaps[_source(loading.victims), loading.model, loading.way or NONE, result] += 1
@@ -458,7 +458,7 @@ class Metrics:
         )
 
 
-def _source(victims: list[_Leaving]) -> str:
+def _source(victims: list[_LeavingBackend]) -> str:
     models = {victim.model for victim in victims}
     return NONE if not models else models.pop() if len(models) == 1 else SEVERAL
 

@@ -33,7 +33,7 @@ from anvil_mux.host import checkpoint, process
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES
-from anvil_mux.serve.learned import Known, Learned
+from anvil_mux.serve.learned import Known, LearnedFile
 from anvil_mux.serve.program import CannotServe, _short, locked, open_address
 from anvil_mux.sim import plot, study
 from anvil_mux.sim.simulate import Engines, Request, simulate
@@ -221,7 +221,7 @@ def test_check_warns_of_a_load_that_has_taken_longer_than_requests_may_wait(
     folder = process.state_folder("waits", os.environ)
     folder.mkdir(parents=True)
     slow, quick = Cost("b", "a", "stop", 1.0, 651.0, 1), Cost("a", "b", "stop", 1.0, 649.0, 1)
-    Learned(folder, print).save(Known([slow, quick]))
+    LearnedFile(folder, print).save(Known([slow, quick]))
     assert main(["check", "--json", str(file)]) == 0
     (warning,) = json.loads(capsys.readouterr().out)["warnings"]
     assert warning.startswith("the load of a has taken 651 s, and queue_timeout is 650 s")

@@ -19,7 +19,7 @@ from anvil_mux.cli.profiler import OUTPUT, Profiler, Streamed, measure
 from anvil_mux.config import profile
 from anvil_mux.errors import BackendError
 from anvil_mux.routing import pipeline, routing
-from anvil_mux.routing.routing import Memory, Replica, Work
+from anvil_mux.routing.routing import Replica, RoutingMemory, Work
 
 MADE = profile.Profile(
     ttft=((0.0, 0.0), (1000.0, 100.0), (2000.0, 300.0)),
@@ -129,15 +129,15 @@ def test_slo_refuses_what_would_come_too_late_and_takes_the_quickest_of_the_othe
     slow = MADE._replace(ttft=((0.0, 0.0), (2000.0, 5200.0)))
     fast, late = Replica("fast", profile=MADE), Replica("late", profile=slow)
     policy, work = pipeline.build("slo"), Work(tokens=800)
-    choice = routing.choose(policy, work, (late, fast), Memory())
+    choice = routing.choose(policy, work, (late, fast), RoutingMemory())
     assert choice is not None
     assert (choice.backend, choice.reason) == ("fast", "predicted_ttft 80, num_requests 0")
     busy = late._replace(prefill_tokens=1300)
-    choice = routing.choose(policy, work, (busy, fast), Memory())
+    choice = routing.choose(policy, work, (busy, fast), RoutingMemory())
     assert choice is not None
     assert choice.removed == (("late", "metric predicted_ttft"),)
     crowded = fast._replace(decode_batch=4, decode_tokens=400)
-    assert routing.choose(policy, work, (busy, crowded), Memory()) is None
+    assert routing.choose(policy, work, (busy, crowded), RoutingMemory()) is None
 
 
 # Measuring

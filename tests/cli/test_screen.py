@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.cli.screen import LAST, MODEL_HEAD, Picture, last_lines, model_row, paint, table, width
+from anvil_mux.cli.screen import LAST, MODEL_HEAD, TopScreen, last_lines, model_row, paint, table, width
 
 BACKEND: dict[str, Any] = {"size": None, "unload_seconds": None}
 MODEL: dict[str, Any] = {
@@ -41,12 +41,12 @@ def event(number: int) -> dict[str, Any]:
     return {"at": float(number), "model": "a", "text": f"event {number}"}
 
 
-def rows(picture: Picture, now: float = 0.0) -> list[list[str]]:
+def rows(picture: TopScreen, now: float = 0.0) -> list[list[str]]:
     return [line.split() for line in picture.lines(now)]
 
 
 def test_a_picture_shows_gpus_models_and_lines() -> None:
-    picture = Picture()
+    picture = TopScreen()
     picture.take("snapshot", state(lines=[{"ticket": 7, "model": "b", "since": 100.0}], events=[]))
     shown = rows(picture, 112.0)
     assert shown[0] == ["anvil-mux", "1.0:", "ok,", "2", "in", "flight,", "1", "waiting"]
@@ -64,7 +64,7 @@ def test_what_happened_to_a_backend_that_failed_is_shown_in_full_with_its_engine
 
 
 def test_a_picture_follows_the_state_and_keeps_the_last_events() -> None:
-    picture = Picture()
+    picture = TopScreen()
     picture.take("snapshot", state(events=[event(0)]))
     for number in range(1, LAST + 3):
         picture.take("event", event(number))

@@ -8,7 +8,7 @@ import io
 import pytest
 
 from anvil_mux.cli import tally
-from anvil_mux.cli.tally import Swap, Told
+from anvil_mux.cli.tally import TimedPhase, TimedSwap
 from anvil_mux.errors import BackendError
 from anvil_mux.scheduler.events import Event
 
@@ -34,11 +34,11 @@ def test_phases_follow_each_other_from_the_last_leases_end_to_the_first_byte() -
 
 def test_what_the_mechanism_tells_is_taken_out_of_the_phase_in_which_it_happened() -> None:
     told = [
-        Told(11.0, "evict", 0.5),
-        Told(12.0, "verify", 1.0),
-        Told(13.0, "load", 1.0),
-        Told(17.0, "ready", 4.0),
-        Told(20.0, "probe", 3.0),
+        TimedPhase(11.0, "evict", 0.5),
+        TimedPhase(12.0, "verify", 1.0),
+        TimedPhase(13.0, "load", 1.0),
+        TimedPhase(17.0, "ready", 4.0),
+        TimedPhase(20.0, "probe", 3.0),
     ]
     found = tally.phases(LOG, 21.0, told)
     assert found == {
@@ -65,8 +65,8 @@ def test_half_a_swap_is_none() -> None:
         tally.phases(LOG[:-3], 21.0)
 
 
-def swap(number: int, way: str, load: float, by_hand: float, **told: float) -> Swap:
-    return Swap("b", "a", way, number, {"evict": 1.0, "load": load, **told}, by_hand)
+def swap(number: int, way: str, load: float, by_hand: float, **told: float) -> TimedSwap:
+    return TimedSwap("b", "a", way, number, {"evict": 1.0, "load": load, **told}, by_hand)
 
 
 def test_figures_are_medians_and_the_own_share_that_of_the_differences() -> None:
@@ -116,10 +116,10 @@ def test_the_table_has_a_column_for_each_phase_that_occurs() -> None:
 
 def test_memory_that_came_back_is_weighed_against_the_bus() -> None:
     swaps = [
-        Swap("b", "a", "sleep", n, {"evict": 9.0, "load": 2.0, "ready": 1.0}, 9.0, 24 * GIB, 64e9)
+        TimedSwap("b", "a", "sleep", n, {"evict": 9.0, "load": 2.0, "ready": 1.0}, 9.0, 24 * GIB, 64e9)
         for n in (1, 2)
     ]
-    swaps.append(Swap("b", "a", "sleep", 3, {"load": 9.0}, 9.0))
+    swaps.append(TimedSwap("b", "a", "sleep", 3, {"load": 9.0}, 9.0))
     rows = tally.figures(swaps)
     assert (rows[0].bytes, rows[0].bytes_per_second, rows[0].bus_bytes_per_second) == (
         24 * GIB,

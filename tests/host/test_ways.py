@@ -784,7 +784,7 @@ def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
 ) -> None:
     shop.open()
     monkeypatch.setattr(serve, "Checkpointer", lambda: shop.checkpointer)
-    program = serve.Program(shop.config, serve.Options(access_log="off"), None)
+    program = serve.AnvilMux(shop.config, serve.Options(access_log="off"), None)
     program.start()
     ready = requests.get(f"{program.url}/readyz", timeout=GUARD)
     assert ready.status_code == 503
@@ -801,10 +801,10 @@ def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
     program._pool.close()
 
 
-def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> serve.Program:
+def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> serve.AnvilMux:
     """What a new anvil-mux does with what it finds."""
     monkeypatch.setattr(serve, "Checkpointer", lambda: shop.checkpointer)
-    program = serve.Program(shop.config, serve.Options(access_log="off"), None)
+    program = serve.AnvilMux(shop.config, serve.Options(access_log="off"), None)
     program.adopt()
     program.start()
     program.stop()

@@ -8,8 +8,8 @@ import pytest
 
 from anvil_mux.errors import BackendError, BadRequest
 from anvil_mux.protocol.completions import (
+    ChunkReader,
     Ending,
-    Parts,
     Text,
     Thinking,
     ToolArguments,
@@ -36,7 +36,7 @@ def test_a_stream_is_read_in_whatever_pieces_it_comes() -> None:
     )
     sent += b"data: [DONE]\n\n"
     for size in (1, 7, len(sent)):
-        parts = Parts()
+        parts = ChunkReader()
         pieces = (sent[start : start + size] for start in range(0, len(sent), size))
         assert [part for piece in pieces for part in parts.feed(piece)] == [Text("Grüße")]
         assert parts.finish() == Ending("stop", prompt_tokens=3, completion_tokens=1)
@@ -44,11 +44,11 @@ def test_a_stream_is_read_in_whatever_pieces_it_comes() -> None:
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
 def test_thinking_has_two_names(key: str) -> None:
-    assert list(Parts().feed(chunk({key: "hm", "content": None}))) == [Thinking("hm")]
+    assert list(ChunkReader().feed(chunk({key: "hm", "content": None}))) == [Thinking("hm")]
 
 
 def test_calls_of_tools_come_in_fragments() -> None:
-    parts = Parts()
+    parts = ChunkReader()
     begin: dict[str, object] = {
         "tool_calls": [{"index": 0, "id": "x", "function": {"name": "f", "arguments": ""}}]
     }
@@ -65,7 +65,7 @@ def test_calls_of_tools_come_in_fragments() -> None:
 
 
 def test_a_stream_without_a_reason_to_end_has_broken_off() -> None:
-    parts = Parts()
+    parts = ChunkReader()
     list(parts.feed(chunk({"content": "Hel"}) + b"data: [DONE]\n\n"))
     with pytest.raises(BackendError, match="broke off"):
         parts.finish()
@@ -81,13 +81,13 @@ def test_a_stream_without_a_reason_to_end_has_broken_off() -> None:
 )
 def test_an_error_in_a_stream_is_an_error(said: str) -> None:
     with pytest.raises(BackendError, match="no memory"):
-        list(Parts().feed(f"data: {said}\n\n".encode()))
+        list(ChunkReader().feed(f"data: {said}\n\n".encode()))
 
 
 def test_an_event_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anvil_mux.protocol.completions.MAX_LINE", 10)
     with pytest.raises(BackendError, match="more than 10 bytes"):
-        list(Parts().feed(b"data: " + b"x" * 20))
+        list(ChunkReader().feed(b"data: " + b"x" * 20))
 
 
 def test_a_whole_answer_has_the_same_parts() -> None:
@@ -109,7 +109,7 @@ def test_the_sequence_that_ended_it_is_told_as_vllm_tells_it() -> None:
 @pytest.mark.parametrize("timings", ['{"prompt_ms":20,"predicted_ms":3.5}', '{"prompt_ms":"x"}', "[1]"])
 def test_what_llama_cpp_measured_is_read_from_both(timings: str) -> None:
     known = (0.02, 0.0035) if "20" in timings else (None, None)
-    parts = Parts()
+    parts = ChunkReader()
     list(parts.feed(chunk({}, "stop") + f'data: {{"choices":[],"timings":{timings}}}\n\n'.encode()))
     body = f'{{"choices":[{{"text":"a"}}],"timings":{timings}}}'.encode()
     for ending in (parts.finish(), parts_of(body)[1]):

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from anvil_mux.routing import pipeline
-from anvil_mux.routing.in_flight import InFlightTracker, Load, Member
+from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker, Member
 from anvil_mux.routing.routing import Replica, Work, kv_cache_usage_ratio_projected
 
 NAMES = ("a", "b", "c")
@@ -311,7 +311,7 @@ def full(policy: str = "num_requests", **settings: int) -> InFlightTracker:
 def test_what_an_engine_says_is_merged_with_what_was_sent_since() -> None:
     made = full(kv_tokens=1000)
     made.choose(1, SHORT, ("a",), now=1.0)
-    made.observe("a", Load(running=3, waiting=2, usage=0.7), 2.0)
+    made.observe("a", EngineLoad(running=3, waiting=2, usage=0.7), 2.0)
     made.choose(2, SHORT, ("a",), now=3.0)
     seen = made.view(SHORT, ("a",), now=4.0)[0]
     assert (seen.num_requests, seen.num_waiting_requests, seen.decode_batch) == (6, 3, 3)
@@ -323,7 +323,7 @@ def test_what_an_engine_says_of_our_own_requests_is_no_news() -> None:
     """A prompt that it computes is no answer under way, and what ended is not there because it was."""
     made = full()
     made.choose(1, SHORT, ("a",), now=0.0)
-    made.observe("a", Load(running=1, waiting=0), 1.0)
+    made.observe("a", EngineLoad(running=1, waiting=0), 1.0)
     seen = made.view(SHORT, ("a",), now=1.5)[0]
     assert (seen.num_requests, seen.num_waiting_requests, seen.decode_batch) == (1, 1, 0)
     made.first_byte(1)
@@ -333,7 +333,7 @@ def test_what_an_engine_says_of_our_own_requests_is_no_news() -> None:
     made.ended(1)
     seen = made.view(SHORT, ("a",), now=1.7)[0]
     assert (seen.num_requests, seen.decode_batch) == (0, 0)
-    made.observe("a", Load(running=1, waiting=0), 2.0)  # somebody else's
+    made.observe("a", EngineLoad(running=1, waiting=0), 2.0)  # somebody else's
     seen = made.view(SHORT, ("a",), now=2.0)[0]
     assert (seen.num_requests, seen.decode_batch) == (1, 1)
 
@@ -343,7 +343,7 @@ def test_of_what_an_engine_does_not_say_our_own_counts_hold() -> None:
     for key in (1, 2):
         made.choose(key, SHORT, ("a",), now=1.0)
     made.first_byte(1)
-    made.observe("a", Load(running=3), 2.0)
+    made.observe("a", EngineLoad(running=3), 2.0)
     seen = made.view(SHORT, ("a",), now=3.0)[0]
     assert (seen.num_requests, seen.num_waiting_requests, seen.decode_batch) == (3, 1, 2)
     made.observe("a", None, 100.0)
@@ -356,7 +356,7 @@ def test_in_the_mode_lite_nobody_is_stale_and_in_full_whoever_is_silent() -> Non
     lite, strict = in_flight("load_balance"), full("load_balance")
     for made in (lite, strict):
         assert made.choose(1, SHORT, NAMES, now=0.0)
-    strict.observe("b", Load(0, 0), 50.0)
+    strict.observe("b", EngineLoad(0, 0), 50.0)
     assert lite.choose(2, SHORT, NAMES, now=100.0)
     choice = strict.choose(2, SHORT, NAMES, now=100.0)
     assert choice is not None

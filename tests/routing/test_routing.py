@@ -12,7 +12,7 @@ import yaml
 
 from anvil_mux.config.profile import Profile
 from anvil_mux.routing import pipeline, routing
-from anvil_mux.routing.routing import Choice, Memory, Metric, Replica, Work, choose, explain
+from anvil_mux.routing.routing import Choice, Metric, Replica, RoutingMemory, Work, choose, explain
 
 WORK = Work(tokens=1000, session="s")
 PROFILE = Profile(
@@ -30,7 +30,7 @@ FLEET = tuple(replica._replace(profile=PROFILE) for replica in (BUSY, WARM, COLD
 
 
 def pick(policy: str, replicas: tuple[Replica, ...] = FLEET, work: Work = WORK, **memory: object) -> str:
-    choice = choose(pipeline.build(policy), work, replicas, Memory(**memory))  # type: ignore[arg-type]
+    choice = choose(pipeline.build(policy), work, replicas, RoutingMemory(**memory))  # type: ignore[arg-type]
     assert choice is not None
     return choice.backend
 
@@ -147,7 +147,9 @@ def test_the_same_fleet_and_memory_give_the_same_choice_and_are_left_as_they_wer
     rng = random.Random(policy)
     for _ in range(50):
         replicas = fleet(rng)
-        memory = Memory(choices=rng.randrange(9), last="r3", owners={"s": "r2"}, picked={"r1": 3, "r4": 2})
+        memory = RoutingMemory(
+            choices=rng.randrange(9), last="r3", owners={"s": "r2"}, picked={"r1": 3, "r4": 2}
+        )
         before = repr((replicas, memory))
         choices = [choose(pipeline.build(policy), WORK, replicas, memory) for _ in range(2)]
         assert choices[0] == choices[1]
@@ -156,7 +158,7 @@ def test_the_same_fleet_and_memory_give_the_same_choice_and_are_left_as_they_wer
 
 @pytest.mark.parametrize("policy", pipeline.shipped())
 def test_a_choice_names_a_reason_and_a_step_for_every_other_replica(policy: str) -> None:
-    choice = choose(pipeline.build(policy), WORK, FLEET, Memory())
+    choice = choose(pipeline.build(policy), WORK, FLEET, RoutingMemory())
     assert choice is not None
     assert choice.reason
     assert sorted(name for name, _ in choice.removed) == sorted({r.backend for r in FLEET} - {choice.backend})
@@ -179,7 +181,7 @@ def test_metrics_order_replicas_strictly() -> None:
 def test_idle_replicas_with_nothing_cached_take_turns() -> None:
     replicas = tuple(Replica(name) for name in "abc")
     for policy in ("least_prefill_work", "num_requests", "round_robin", "lmetric_plus_one"):
-        memory, found = Memory(), []
+        memory, found = RoutingMemory(), []
         for _ in range(7):
             choice = choose(pipeline.build(policy), WORK, replicas, memory)
             assert choice is not None
@@ -263,7 +265,7 @@ def test_kappa_of_nothing_is_least_prefill_work() -> None:
     rng = random.Random(5)
     for _ in range(100):
         replicas = fleet(rng)
-        choice = choose(policy, WORK, replicas, Memory())
+        choice = choose(policy, WORK, replicas, RoutingMemory())
         assert choice is not None
         assert choice.backend == pick("least_prefill_work", replicas)
 
@@ -283,7 +285,7 @@ GUARDED = {
 
 
 def test_thresholds_leave_out_what_is_at_or_above_them() -> None:
-    choice = choose(made(GUARDED), WORK, (BUSY, WARM, COLD, IDLE), Memory())
+    choice = choose(made(GUARDED), WORK, (BUSY, WARM, COLD, IDLE), RoutingMemory())
     assert choice is not None
     assert (choice.backend, choice.passed) == ("idle", "normal")
     assert dict(choice.removed) == {
@@ -294,12 +296,12 @@ def test_thresholds_leave_out_what_is_at_or_above_them() -> None:
 
 
 def test_the_fallback_pass_drops_the_thresholds_that_may_be_dropped_and_no_other_filter() -> None:
-    choice = choose(made(GUARDED), WORK, (BUSY, WARM, COLD), Memory())
+    choice = choose(made(GUARDED), WORK, (BUSY, WARM, COLD), RoutingMemory())
     assert choice is not None
     assert (choice.backend, choice.passed) == ("warm", "fallback")
     assert dict(choice.removed) == {"busy": "metric", "cold": "metric num_tokens"}
-    assert choose(made(GUARDED), WORK, (COLD, IDLE._replace(schedulable=False)), Memory()) is None
-    assert choose(made(GUARDED), WORK, (), Memory()) is None
+    assert choose(made(GUARDED), WORK, (COLD, IDLE._replace(schedulable=False)), RoutingMemory()) is None
+    assert choose(made(GUARDED), WORK, (), RoutingMemory()) is None
 
 
 def test_of_a_metric_of_which_more_is_better_the_threshold_is_the_least() -> None:
@@ -310,7 +312,7 @@ def test_of_a_metric_of_which_more_is_better_the_threshold_is_the_least() -> Non
         }
     )
     more = Replica("more", hit_tokens=901)
-    choice = choose(policy, WORK, (WARM, more), Memory())
+    choice = choose(policy, WORK, (WARM, more), RoutingMemory())
     assert choice is not None
     assert choice.removed == (("warm", "metric kv_cache_hit_len"),)
 
@@ -324,7 +326,7 @@ def test_all_filters_see_all_replicas_even_those_that_are_out() -> None:
     """A replica that is over its threshold and cannot serve still takes its node with it."""
     broken = BUSY._replace(schedulable=False, node="n1")
     choice = choose(
-        made(GUARDED), WORK, (IDLE._replace(node="n1"), broken, WARM._replace(node="n2")), Memory()
+        made(GUARDED), WORK, (IDLE._replace(node="n1"), broken, WARM._replace(node="n2")), RoutingMemory()
     )
     assert choice is not None
     assert (choice.backend, dict(choice.removed)["idle"]) == ("warm", "failover")
@@ -431,7 +433,7 @@ def test_among_equals_one_that_only_computes_prompts_gets_them() -> None:
 
 
 def pick_or_none(kind: str, *replicas: Replica) -> Choice | None:
-    return choose(pipeline.build("slo_adaptive"), WORK._replace(infer_type=kind), replicas, Memory())
+    return choose(pipeline.build("slo_adaptive"), WORK._replace(infer_type=kind), replicas, RoutingMemory())
 
 
 # Selectors
@@ -441,7 +443,7 @@ def test_of_the_best_few_any_may_be_taken_and_none_else() -> None:
     policy = made({"selector": {"metric": {"by": ["num_requests"], "top_k": 2}}})
     found = set()
     for number in range(40):
-        choice = choose(policy, WORK, FLEET, Memory(choices=number))
+        choice = choose(policy, WORK, FLEET, RoutingMemory(choices=number))
         assert choice is not None
         found.add(choice.backend)
     assert found == {"idle", "cold"}
@@ -472,14 +474,14 @@ def test_a_session_leaves_a_replica_that_is_overloaded_or_knows_little_of_it() -
 
 def test_the_memory_of_sessions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routing, "MAX_SESSIONS", 2)
-    memory = Memory()
+    memory = RoutingMemory()
     for session in "abac":
         memory.note(Work(session=session), routing.Choice("r", "p", "normal", ""))
     assert list(memory.owners) == ["a", "c"]
 
 
 def test_an_explanation_shows_the_metrics_and_who_removed_whom() -> None:
-    rows = explain(pipeline.build("least_prefill_work"), WORK, (BUSY, WARM), Memory())
+    rows = explain(pipeline.build("least_prefill_work"), WORK, (BUSY, WARM), RoutingMemory())
     assert rows == [
         {
             "backend": "busy",
@@ -505,7 +507,7 @@ def test_a_shipped_policy_survives_being_written_and_read(policy: str) -> None:
     mine, shipped = made(written), pipeline.build(policy)
     rng = random.Random(11)
     for _ in range(50):
-        replicas, memory = fleet(rng), Memory(choices=rng.randrange(100), owners={"s": "r1"})
+        replicas, memory = fleet(rng), RoutingMemory(choices=rng.randrange(100), owners={"s": "r1"})
         one, other = choose(mine, WORK, replicas, memory), choose(shipped, WORK, replicas, memory)
         assert one is not None
         assert one._replace(policy=policy) == other
@@ -579,7 +581,7 @@ def test_numbers_and_flags_may_come_from_variables_as_text() -> None:
             "selector": {"metric": {"by": [{"kappa_work": {"kappa": "1e-3"}}], "top_k": "1"}},
         }
     )
-    assert choose(policy, WORK, (BUSY,), Memory()) is None
+    assert choose(policy, WORK, (BUSY,), RoutingMemory()) is None
 
 
 def test_a_policy_says_which_settings_of_a_service_it_needs() -> None:

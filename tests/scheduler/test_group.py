@@ -10,7 +10,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.profile import Profile
 from anvil_mux.errors import DoesNotFit, LoadError, Overloaded, Stuck, WaitedTooLong
-from anvil_mux.routing.in_flight import Load
+from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.costs import Costs
@@ -1830,7 +1830,7 @@ def silent(*answering):
 
 def test_who_waits_at_a_replica_leaves_when_it_turns_stale_and_who_is_answered_stays():
     driver, (first, _, third, _) = silent(0)
-    driver.core.observed("b", Load(2, 0, None), 60.0)
+    driver.core.observed("b", EngineLoad(2, 0, None), 60.0)
     driver.core.silent("a", 60.9)
     assert driver.core.taken_back == []
     driver.core.silent("a", 61.0)

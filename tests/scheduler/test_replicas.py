@@ -17,7 +17,7 @@ import yaml
 
 from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend, Gpu
-from anvil_mux.routing.in_flight import Load, Report
+from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.scheduler.causes import Cause
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 from tests.running import serving
@@ -174,7 +174,7 @@ def test_the_command_why_shows_it_as_a_table(rig: Rig, capsys: pytest.CaptureFix
 def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys: pytest.CaptureFixture[str]) -> None:
     rig = fleet("num_requests", routing_mode="full")
     try:
-        rig.mux.observed("a", Load(running=3, waiting=1, usage=0.5))
+        rig.mux.observed("a", EngineLoad(running=3, waiting=1, usage=0.5))
         a, b = explained(rig)["stages"]["neutral"]
         assert b["engine"]["running"] is None
         assert (a["removed_by"], a["metrics"]) == ("metric", {"num_requests": 4})
@@ -192,7 +192,7 @@ def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys: pytest.Captu
 
 
 def test_without_the_mode_full_nothing_is_told_of_engines(rig: Rig) -> None:
-    rig.mux.observed("a", Load(running=3, waiting=1))
+    rig.mux.observed("a", EngineLoad(running=3, waiting=1))
     assert "engine" not in explained(rig)["stages"]["neutral"][0]
     backends = json.loads(rig.client().get(b"/healthz").body)["models"]["m"]["backends"]
     assert backends["a"]["engine"] is None
@@ -382,7 +382,7 @@ def test_a_request_without_a_byte_moves_when_its_replica_turns_stale(body: bytes
         client = ask(rig, body)
         asked = rig.engine.next()
         rig.mux.silent("a")
-        rig.mux.hear({"a": [Report(load=Load(1, 0, None), age_seconds=61.0)]})
+        rig.mux.hear({"a": [Report(load=EngineLoad(1, 0, None), age_seconds=61.0)]})
         rig.mux.silent("a")
         rig.other.next().send(JSON_OK)
         assert asked.was_left()

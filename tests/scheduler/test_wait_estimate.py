@@ -6,14 +6,14 @@ import pytest
 
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.policies import build_policy
-from anvil_mux.scheduler.progress import Said, progress
+from anvil_mux.scheduler.progress import LogProgress, progress
 from anvil_mux.scheduler.wait_estimate import WaitEstimate, span, wait_estimate
 from tests.scheduler.test_group import DEBOUNCE, TEN, A, B, C, Driver, backend
 
 DRAIN = 30.0
 
 
-def ask(driver: Driver, model: str, at: float, said: Said | None = None) -> WaitEstimate:
+def ask(driver: Driver, model: str, at: float, said: LogProgress | None = None) -> WaitEstimate:
     before = repr(driver.core), len(driver.log), repr(driver.core.queues)
     loading = [slot for slot in driver.core.slots_of(model) if slot.state == "loading"]
     far = progress(at - loading[0].since, driver.core.expected_load(loading[0]), said) if loading else None
@@ -105,7 +105,7 @@ def test_what_the_engine_says_of_its_first_load_is_better_than_a_guess() -> None
     because = "it has been loading for 4.0 s{}; it was never loaded before."
     found = ask(driver, "a", 4.0)
     assert (found.seconds, found.at_most, found.because) == (None, 596.0, because.format(""))
-    found = ask(driver, "a", 4.0, Said("reading weights", 0.25, 30.0))
+    found = ask(driver, "a", 4.0, LogProgress("reading weights", 0.25, 30.0))
     said = " (25%, 30 s left, reading weights)"
     assert (found.seconds, found.because) == (30.0, because.format(said))
 

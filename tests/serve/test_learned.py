@@ -7,7 +7,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.serve.learned import Known, Learned
+from anvil_mux.serve.learned import Known, LearnedFile
 from tests.cli.test_cli import compose
 from tests.running import serving
 
@@ -21,28 +21,28 @@ def forbidden(text):
 
 
 def test_what_was_saved_is_read_by_the_next_start(tmp_path):
-    Learned(tmp_path, forbidden).save(Known([TO_B, TO_A]))
-    assert Learned(tmp_path, forbidden).read(AB) == Known([TO_B, TO_A], [])
+    LearnedFile(tmp_path, forbidden).save(Known([TO_B, TO_A]))
+    assert LearnedFile(tmp_path, forbidden).read(AB) == Known([TO_B, TO_A], [])
 
 
 def test_nothing_is_known_before_the_first_swap(tmp_path):
-    assert Learned(tmp_path, forbidden).read(AB) == Known()
+    assert LearnedFile(tmp_path, forbidden).read(AB) == Known()
 
 
 def test_models_that_are_served_no_longer_are_forgotten(tmp_path):
-    Learned(tmp_path, forbidden).save(Known([TO_B, Cost("a", "gone", "stop", 0.0, 1.0, 1)]))
-    assert Learned(tmp_path, forbidden).read(AB) == Known([TO_B], [])
+    LearnedFile(tmp_path, forbidden).save(Known([TO_B, Cost("a", "gone", "stop", 0.0, 1.0, 1)]))
+    assert LearnedFile(tmp_path, forbidden).read(AB) == Known([TO_B], [])
 
 
 def test_what_backends_held_is_read_by_the_next_start(tmp_path):
     known = Known([TO_B], [Footprint("a", "sleep", {"0": 18}, {"0": 1}, 16, 2), Footprint("b", "stop")])
-    Learned(tmp_path, forbidden).save(known)
-    assert Learned(tmp_path, forbidden).read(AB) == known
+    LearnedFile(tmp_path, forbidden).save(known)
+    assert LearnedFile(tmp_path, forbidden).read(AB) == known
 
 
 def test_a_file_without_footprints_is_read(tmp_path):
     (tmp_path / "learned").write_text('{"version": 1, "costs": []}')
-    assert Learned(tmp_path, forbidden).read(AB) == Known([], [])
+    assert LearnedFile(tmp_path, forbidden).read(AB) == Known([], [])
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_a_file_without_footprints_is_read(tmp_path):
     ids=["gone", "on other GPUs", "negative", "without residual"],
 )
 def test_what_no_backend_can_hold_is_forgotten(tmp_path, odd):
-    Learned(tmp_path, forbidden).save(Known([], [odd]))
-    assert Learned(tmp_path, forbidden).read(AB).footprints == []
+    LearnedFile(tmp_path, forbidden).save(Known([], [odd]))
+    assert LearnedFile(tmp_path, forbidden).read(AB).footprints == []
 
 
 def test_what_has_not_changed_is_not_written_again(tmp_path):
-    learned = Learned(tmp_path, forbidden)
+    learned = LearnedFile(tmp_path, forbidden)
     learned.save(Known([TO_B]))
     (tmp_path / "learned").unlink()
     learned.save(Known([TO_B]))
@@ -87,21 +87,21 @@ def test_what_has_not_changed_is_not_written_again(tmp_path):
 def test_a_file_that_cannot_be_read_is_said_once_and_replaced(tmp_path, content):
     (tmp_path / "learned").write_text(content)
     said = []
-    learned = Learned(tmp_path, said.append)
+    learned = LearnedFile(tmp_path, said.append)
     assert learned.read(AB) == Known()
     learned.save(Known([TO_B]))
     assert [text for text in said if "learned anew" in text] == said != []
-    assert Learned(tmp_path, forbidden).read(AB) == Known([TO_B], [])
+    assert LearnedFile(tmp_path, forbidden).read(AB) == Known([TO_B], [])
 
 
 def test_a_file_of_another_version_is_passed_over(tmp_path):
     (tmp_path / "learned").write_text('{"version": 99, "costs": "otherwise"}')
-    assert Learned(tmp_path, forbidden).read(AB) == Known()
+    assert LearnedFile(tmp_path, forbidden).read(AB) == Known()
 
 
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
     said = []
-    learned = Learned(tmp_path / "missing", said.append)
+    learned = LearnedFile(tmp_path / "missing", said.append)
     learned.save(Known([TO_B]))
     learned.save(Known([TO_A]))
     assert len(said) == 1

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.progress import Said
+from anvil_mux.scheduler.progress import LogProgress
 from anvil_mux.serve import load_logs
 from anvil_mux.serve.load_logs import LoadLogs
 
@@ -19,9 +19,9 @@ def test_logs_are_read_only_while_something_loads(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(load_logs, "LOOK_SECONDS", 0.0)
     asked, told, told_again = threading.Event(), threading.Event(), threading.Event()
     loading: list[str] = []
-    reports: list[tuple[str, Said]] = []
+    reports: list[tuple[str, LogProgress]] = []
 
-    def report(backend: str, what: Said) -> None:
+    def report(backend: str, what: LogProgress) -> None:
         reports.append((backend, what))
         (told_again if told.is_set() else told).set()
         loading.clear()

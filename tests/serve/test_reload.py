@@ -233,7 +233,7 @@ def test_a_mistake_in_a_reload_does_not_end_what_runs(
     def mistake() -> Change:
         raise ZeroDivisionError
 
-    program = serve_room.Program.__new__(serve_room.Program)
+    program = serve_room.AnvilMux.__new__(serve_room.AnvilMux)
     program._reloads = Reloads(idle, lambda config: Change(), pytest.fail, lambda: 0.0)
     monkeypatch.setattr(program._reloads, "reload", mistake)
     program.reload()

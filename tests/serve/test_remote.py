@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.serve.remote import NotRunning, Place, announced, choose, places, query
+from anvil_mux.serve.remote import NotRunning, RunningMux, announced, choose, places, query
 
-ONE = Place("http://127.0.0.1:1", ("/x/compose.yaml",))
-TWO = Place("http://127.0.0.1:2", ("/y/compose.yaml", "/y/more.yaml"))
+ONE = RunningMux("http://127.0.0.1:1", ("/x/compose.yaml",))
+TWO = RunningMux("http://127.0.0.1:2", ("/y/compose.yaml", "/y/more.yaml"))
 
 
 @contextmanager
-def serving(home: Path, name: str, place: Place) -> Iterator[None]:
+def serving(home: Path, name: str, place: RunningMux) -> Iterator[None]:
     folder = home / name
     folder.mkdir(parents=True)
     with open(folder / "lock", "w") as lock:

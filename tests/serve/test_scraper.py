@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from anvil_mux.config.config import Backend, Gpu, Service
-from anvil_mux.routing.in_flight import Load
+from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.serve.scraper import NoAnswer, Scraper, ask, load_of, load_of_slots
 from tests.fake_engine import GUARD, Asked, FakeEngine, Rig
 
@@ -28,16 +28,16 @@ LLAMACPP = "llamacpp:requests_processing 1\nllamacpp:requests_deferred 7\n"
 @pytest.mark.parametrize(
     ("text", "load"),
     [
-        (VLLM, Load(4, 2, 0.5)),
-        (VLLM.replace("kv_cache", "gpu_cache"), Load(4, 2, 0.5)),
-        (SGLANG, Load(4, 5, 0.5)),
-        (LLAMACPP, Load(1, 7)),
+        (VLLM, EngineLoad(4, 2, 0.5)),
+        (VLLM.replace("kv_cache", "gpu_cache"), EngineLoad(4, 2, 0.5)),
+        (SGLANG, EngineLoad(4, 5, 0.5)),
+        (LLAMACPP, EngineLoad(1, 7)),
         (LLAMACPP.replace("7", "NaN"), None),
         ("up 1\n", None),
         ("", None),
     ],
 )
-def test_the_figures_of_a_page(text: str, load: Load | None) -> None:
+def test_the_figures_of_a_page(text: str, load: EngineLoad | None) -> None:
     assert load_of(text) == load
 
 
@@ -48,9 +48,15 @@ def page(text: str, status: bytes = b"200 OK") -> bytes:
 
 @pytest.mark.parametrize(
     ("text", "load"),
-    [(SLOTS, Load(2)), ("[]", Load(0)), ('{"error": 1}', None), ('[{"id": 0}]', None), ("<p>", None)],
+    [
+        (SLOTS, EngineLoad(2)),
+        ("[]", EngineLoad(0)),
+        ('{"error": 1}', None),
+        ('[{"id": 0}]', None),
+        ("<p>", None),
+    ],
 )
-def test_the_figures_of_slots(text: str, load: Load | None) -> None:
+def test_the_figures_of_slots(text: str, load: EngineLoad | None) -> None:
     assert load_of_slots(text) == load
 
 
@@ -61,7 +67,7 @@ def test_an_engine_that_answers_may_have_no_figures() -> None:
             engine.answer = lambda asked, answer=answer: answer  # type: ignore[misc]
             assert ask(Backend("a", "m"), engine.address) is None
         engine.answer = lambda asked: page(SGLANG)
-        assert ask(Backend("a", "m"), engine.address) == Load(4, 5, 0.5)
+        assert ask(Backend("a", "m"), engine.address) == EngineLoad(4, 5, 0.5)
         engine.answer = lambda asked: b"HTTP/1.1 nonsense\r\n\r\n"
         with pytest.raises(NoAnswer):
             ask(Backend("a", "m"), engine.address)
@@ -80,7 +86,7 @@ def test_an_engine_with_a_key_is_asked_with_it() -> None:
 
     try:
         engine.answer = answer
-        assert ask(Backend("a", "m", engine="llamacpp", service=service), engine.address) == Load(1, 7)
+        assert ask(Backend("a", "m", engine="llamacpp", service=service), engine.address) == EngineLoad(1, 7)
         assert ask(Backend("a", "m", engine="llamacpp"), engine.address) is None
     finally:
         engine.close()
@@ -94,7 +100,7 @@ def test_a_llamacpp_without_metrics_says_by_its_slots_how_many_run() -> None:
 
     try:
         engine.answer = answer
-        assert ask(Backend("a", "m", engine="llamacpp"), engine.address) == Load(2)
+        assert ask(Backend("a", "m", engine="llamacpp"), engine.address) == EngineLoad(2)
         assert ask(Backend("a", "m", engine="vllm"), engine.address) is None
     finally:
         engine.close()
@@ -109,10 +115,10 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
         rig.mux.adopt({"a": rig.engine.url, "b": rig.other.url, "c": rig.other.url})
         rig.engine.answer = lambda asked: page(SGLANG)
         rig.other.answer = lambda asked: page(LLAMACPP.replace("7", "0"))
-        told: dict[str, Load | None] = {}
+        told: dict[str, EngineLoad | None] = {}
         both = threading.Event()
 
-        def observed(backend: str, load: Load | None) -> None:
+        def observed(backend: str, load: EngineLoad | None) -> None:
             rig.mux.observed(backend, load)
             told[backend] = load
             if len(told) == 2:

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from anvil_mux.config.config import Backend, Gpu
-from anvil_mux.routing.in_flight import InFlightTracker, Load, Member, Report
+from anvil_mux.routing.in_flight import EngineLoad, InFlightTracker, Member, Report
 from anvil_mux.routing.pipeline import build
 from anvil_mux.routing.routing import Work
 from anvil_mux.serve import store
@@ -22,9 +22,9 @@ from tests.fake_engine import GUARD, Rig
 from tests.running import seen, serving
 
 PROGRAM = shutil.which("redis-server")
-BUSY = Report(3, 2, 4000, 100, 4100, Load(5, 1, 0.5), 1.0)
+BUSY = Report(3, 2, 4000, 100, 4100, EngineLoad(5, 1, 0.5), 1.0)
 IDLE = Report()
-NO_METRICS = Report(load=Load(2), age_seconds=1.0)
+NO_METRICS = Report(load=EngineLoad(2), age_seconds=1.0)
 WORK = Work(tokens=1000)
 
 
@@ -231,10 +231,10 @@ def test_what_others_have_is_not_told_as_our_own() -> None:
 
 def test_the_latest_word_of_an_engine_counts_whoever_heard_it() -> None:
     ours = in_flight(full=True)
-    ours.observe("a", Load(1, 0), 10.0)
-    ours.hear({"a": [Report(load=Load(9, 9), age_seconds=3.0)]}, 12.0)
+    ours.observe("a", EngineLoad(1, 0), 10.0)
+    ours.hear({"a": [Report(load=EngineLoad(9, 9), age_seconds=3.0)]}, 12.0)
     assert ours.view(WORK, ["a"], now=12.0)[0].num_requests == 1
-    ours.hear({"a": [Report(load=Load(7, 0), age_seconds=0.5)]}, 12.0)
+    ours.hear({"a": [Report(load=EngineLoad(7, 0), age_seconds=0.5)]}, 12.0)
     assert ours.view(WORK, ["a"], now=12.0)[0].num_requests == 7
 
 

@@ -12,16 +12,16 @@ import pytest
 
 from anvil_mux.config.config import DEFAULT_ROUTING
 from anvil_mux.sim import contest
-from anvil_mux.sim.contest import Field, draw, run
-from anvil_mux.sim.fleet import Answer, Engine
+from anvil_mux.sim.contest import Scenario, draw, run
+from anvil_mux.sim.fleet import PromptOutcome, SimulatedEngine
 from anvil_mux.sim.prompts import Prompt
 
 
-def fields(trace: str, sessions: int = 0, seeds: int = 1) -> list[Field]:
-    return list(draw([trace], (sessions,) if sessions else (), range(seeds), 8, Engine()))
+def fields(trace: str, sessions: int = 0, seeds: int = 1) -> list[Scenario]:
+    return list(draw([trace], (sessions,) if sessions else (), range(seeds), 8, SimulatedEngine()))
 
 
-def mean_ttft(policy: str, every: list[Field]) -> float:
+def mean_ttft(policy: str, every: list[Scenario]) -> float:
     return fmean(run(field, policy).latencies.ttft_mean_ms for field in every)
 
 
@@ -77,8 +77,10 @@ def test_a_trace_without_sessions_is_run_once_whatever_the_seeds() -> None:
 # Figures
 
 
-def answer(ttft: float, tokens: int = 100, output: int = 11, replica: int = 0, cached: int = 0) -> Answer:
-    return Answer(Prompt(0.0, tokens, output), replica, 10.0, 10.0 + ttft, 11.0 + ttft, cached)
+def answer(
+    ttft: float, tokens: int = 100, output: int = 11, replica: int = 0, cached: int = 0
+) -> PromptOutcome:
+    return PromptOutcome(Prompt(0.0, tokens, output), replica, 10.0, 10.0 + ttft, 11.0 + ttft, cached)
 
 
 def test_latencies_are_those_of_the_answers() -> None:
@@ -171,4 +173,4 @@ def test_a_trace_that_has_nothing_in_time_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "late.jsonl"
     file.write_text('{"trace": "late", "block_tokens": 64, "seconds": 10}\n{"at": 20, "in": 5, "out": 1}\n')
     with pytest.raises(contest.BadContest, match="late has no request within 10 s"):
-        list(draw([str(file)], (), range(1), 2, Engine()))
+        list(draw([str(file)], (), range(1), 2, SimulatedEngine()))

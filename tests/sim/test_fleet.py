@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from anvil_mux.sim.fleet import Blocks, DoesNotFit, Engine, simulate
+from anvil_mux.sim.fleet import Blocks, PromptTooLarge, SimulatedEngine, simulate
 from anvil_mux.sim.prompts import Prompt
 
-PLAIN = Engine(
+PLAIN = SimulatedEngine(
     ingress_seconds=0.0,
     ingress_token_seconds=0.0,
     step_seconds=1.0,
@@ -48,7 +48,7 @@ class Told:
 
 
 def times(
-    prompts: Sequence[Prompt], engine: Engine = PLAIN, block_tokens: int = 10
+    prompts: Sequence[Prompt], engine: SimulatedEngine = PLAIN, block_tokens: int = 10
 ) -> list[tuple[float, float]]:
     answers = simulate(prompts, Told(0), 1, block_tokens, engine)
     return [(pytest.approx(answer.first_byte), pytest.approx(answer.finished)) for answer in answers]
@@ -74,18 +74,18 @@ def test_a_request_waits_for_the_end_of_the_step_that_it_comes_in() -> None:
 
 
 def test_the_answers_under_way_slow_each_other_down_by_their_number_and_their_context() -> None:
-    engine = Engine(**{**vars(PLAIN), "decode_seconds": 0.1, "context_token_seconds": 0.001})
+    engine = SimulatedEngine(**{**vars(PLAIN), "decode_seconds": 0.1, "context_token_seconds": 0.001})
     # Prompt 1.1 s; then two steps with a context of 11 and of 12 tokens.
     assert times([Prompt(0.0, 10, 3)], engine) == [(1.1, 1.1 + 1.1 + 0.011 + 1.1 + 0.012)]
 
 
 def test_a_prompt_costs_more_the_longer_it_is() -> None:
-    engine = Engine(**{**vars(PLAIN), "attention_seconds": 0.0001})
+    engine = SimulatedEngine(**{**vars(PLAIN), "attention_seconds": 0.0001})
     assert times([Prompt(0.0, 150, 1)], engine) == [(2 + 1.5 + 0.0001 * 150**2, 5.75)]
 
 
 def test_getting_to_the_engine_takes_time_by_tokens() -> None:
-    engine = Engine(**{**vars(PLAIN), "ingress_seconds": 0.5, "ingress_token_seconds": 0.1})
+    engine = SimulatedEngine(**{**vars(PLAIN), "ingress_seconds": 0.5, "ingress_token_seconds": 0.1})
     assert times([Prompt(0.0, 10, 1)], engine) == [(0.5 + 1.0 + 1.1, 2.6)]
 
 
@@ -137,7 +137,7 @@ def test_a_request_waits_until_its_whole_input_and_output_fit() -> None:
 
 
 def test_what_never_fits_is_refused() -> None:
-    with pytest.raises(DoesNotFit, match="needs 101 KV blocks of 10 tokens; a replica has 100"):
+    with pytest.raises(PromptTooLarge, match="needs 101 KV blocks of 10 tokens; a replica has 100"):
         simulate([Prompt(0.0, 1000, 1)], Told(0), 1, 10, PLAIN)
 
 

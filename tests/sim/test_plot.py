@@ -15,7 +15,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.sim import plot
-from anvil_mux.sim.plot import Bar, CannotDraw, History, Wait, draw
+from anvil_mux.sim.plot import Bar, CannotDraw, History, PlottedWait, draw
 from anvil_mux.sim.simulate import Engines, Request, simulate
 from anvil_mux.sim.workload import PROFILES
 from tests.sim.test_simulate import LAYOUTS, world
@@ -91,9 +91,9 @@ def test_a_wait_stands_at_its_arrival_and_says_how_it_ended() -> None:
         ]
     )
     assert told.waits == {
-        1: Wait(0.0, 4.0, "a", "severed"),
-        2: Wait(0.0, 2.0, "a", "unserved"),
-        3: Wait(4.0, 0.0, "a"),
+        1: PlottedWait(0.0, 4.0, "a", "severed"),
+        2: PlottedWait(0.0, 2.0, "a", "unserved"),
+        3: PlottedWait(4.0, 0.0, "a"),
     }
 
 

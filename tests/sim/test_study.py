@@ -11,7 +11,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES, Stay
 from anvil_mux.sim import study
 from anvil_mux.sim.simulate import Engines, Request, simulate
-from anvil_mux.sim.study import Recording, Run
+from anvil_mux.sim.study import Recording, StudyRun
 from anvil_mux.sim.workload import PROFILES, SHIPPED, BadWorkload, two_clients
 from anvil_mux.telemetry import eventlog
 
@@ -206,7 +206,7 @@ def test_what_is_shipped_runs_soundly(name):
 
 def one(policy, seed, waits, *, wrong=(), profile="mixed"):
     log = [Event(float(n), "leased", "a", "a", n, 0, wait) for n, wait in enumerate(waits, 1)]
-    return Run(profile, policy, seed, Config(()), log, study.figures(log), wrong)
+    return StudyRun(profile, policy, seed, Config(()), log, study.figures(log), wrong)
 
 
 def test_a_row_has_every_figure_by_its_name():
@@ -251,7 +251,7 @@ def test_logs_are_kept_only_for_those_who_want_them():
 
 
 def recorded(*logs, config, apart=1000.0):
-    runs = [eventlog.Run(eventlog.header(config, 5.0 + n * apart), log) for n, log in enumerate(logs)]
+    runs = [eventlog.LoggedRun(eventlog.header(config, 5.0 + n * apart), log) for n, log in enumerate(logs)]
     return Recording("week", runs, None)
 
 

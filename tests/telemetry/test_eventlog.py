@@ -29,8 +29,8 @@ from anvil_mux.telemetry import eventlog
 from anvil_mux.telemetry.eventlog import (
     BadLog,
     EventLog,
+    LoggedRun,
     Rotation,
-    Run,
     config_of,
     header,
     read,
@@ -373,7 +373,7 @@ def test_busy_logs_with_impatient_clients_are_made_again_event_by_event() -> Non
         requests = tuple(entry for entry in trace if isinstance(entry, Request))
         workload = Workload("w", {"a": 2.5, "b": 4.25}, requests, stop_seconds=0.5)
         before = simulated(workload, config)
-        learned = replay([Run(header(config, 0.0), before)])
+        learned = replay([LoggedRun(header(config, 0.0), before)])
         after = simulated(learned, config)
         assert [event._replace(at=event.at + before[0].at) for event in after] == before, seed
         assert (learned.load_seconds, learned.stop_seconds) == ({"a": 2.5, "b": 4.25}, 0.5)
@@ -386,7 +386,7 @@ def leased(at: float, model: str, ticket: int, waited: float = 0.0, size: int = 
 
 
 def replayed(*events: Event, began: float = 0.0) -> Workload:
-    return replay([Run(header(AB, began), list(events))])
+    return replay([LoggedRun(header(AB, began), list(events))])
 
 
 def test_loads_and_stops_take_their_median_and_adopted_models_are_loaded_at_the_start() -> None:
@@ -455,9 +455,9 @@ def test_who_only_asked_for_a_load_holds_no_lease() -> None:
 
 def test_runs_follow_each_other_as_on_the_clock_on_the_wall() -> None:
     runs = [
-        Run(header(AB, 1000.0), [leased(50.0, "a", 1), Event(60.0, "released", "a", "a", 1)]),
-        Run(header(AB, 1095.0), [leased(5.0, "b", 1), Event(6.0, "released", "b", "b", 1)]),
-        Run(header(AB, 400.0), [leased(1.0, "a", 1), Event(2.0, "released", "a", "a", 1)]),
+        LoggedRun(header(AB, 1000.0), [leased(50.0, "a", 1), Event(60.0, "released", "a", "a", 1)]),
+        LoggedRun(header(AB, 1095.0), [leased(5.0, "b", 1), Event(6.0, "released", "b", "b", 1)]),
+        LoggedRun(header(AB, 400.0), [leased(1.0, "a", 1), Event(2.0, "released", "a", "a", 1)]),
     ]
     assert [(request.at, request.model) for request in replay(runs).requests] == [
         (0.0, "a"),
@@ -565,7 +565,7 @@ def test_a_log_that_begins_amid_requests_is_a_trace_of_them_from_there_on() -> N
         Event(15.0, "released", "b", "b", 4, 0),
     ]
     begins = led_to(BUSY)
-    learned = replay([Run({**header(AB, 0.0), "state": begins}, rest)])
+    learned = replay([LoggedRun({**header(AB, 0.0), "state": begins}, rest)])
     assert learned.resident == ("a",)
     assert learned.requests == (
         Request(0.0, "a", 1.0),
@@ -583,12 +583,12 @@ def test_a_log_that_begins_amid_requests_is_a_trace_of_them_from_there_on() -> N
 
 def test_what_one_program_wrote_under_two_configurations_is_one_trace() -> None:
     reloaded = Event(2.0, "reloaded", "")
-    first = Run(header(AB, 5.0), [leased(1.0, "a", 1), reloaded, leased(3.0, "a", 2, size=2)])
-    second = Run(
+    first = LoggedRun(header(AB, 5.0), [leased(1.0, "a", 1), reloaded, leased(3.0, "a", 2, size=2)])
+    second = LoggedRun(
         {**header(AB, 5.0), "state": led_to(first.events)},
         [Event(4.0, "released", "a", "a", 1, 1), Event(6.0, "released", "a", "a", 2, 0)],
     )
-    other = Run(header(AB, 50.0), [leased(1.0, "b", 1), Event(2.0, "released", "b", "b", 1)])
+    other = LoggedRun(header(AB, 50.0), [leased(1.0, "b", 1), Event(2.0, "released", "b", "b", 1)])
     assert [len(run.events) for run in whole([first, second, other])] == [5, 2]
     assert replay([first, second, other]).requests == (
         Request(0.0, "a", 3.0),

@@ -8,7 +8,7 @@ import pytest
 
 from anvil_mux.errors import Overloaded
 from anvil_mux.scheduler.events import Event
-from anvil_mux.telemetry.feed import EVENTS, REQUESTS, WATCHERS, Feed, Place
+from anvil_mux.telemetry.feed import EVENTS, REQUESTS, WATCHERS, Feed, FeedPosition
 from tests.telemetry.test_metrics import record
 
 GUARD = 20.0
@@ -21,7 +21,7 @@ def event(number: int) -> Event:
 def test_news_are_what_came_after_a_place() -> None:
     feed = Feed()
     feed.tell(event(1))
-    first = feed.news(Place())
+    first = feed.news(FeedPosition())
     feed.tell(event(2))
     feed.ended(record(request_id="r"))
     second = feed.news(first.place)
@@ -32,7 +32,7 @@ def test_news_are_what_came_after_a_place() -> None:
 
 def test_one_that_looks_seldom_is_told_how_many_events_it_missed() -> None:
     feed = Feed()
-    place = feed.news(Place()).place
+    place = feed.news(FeedPosition()).place
     for number in range(EVENTS + 7):
         feed.tell(event(number))
     news = feed.news(place)
@@ -46,14 +46,16 @@ def test_only_the_last_requests_are_kept_and_only_those_for_a_model() -> None:
         feed.ended(record(request_id=str(number)))
         feed.ended(record(request_id="probe", model="", path="/healthz"))
         feed.ended(record(request_id="hand", model="a", path="/models/pin"))
-    assert [r.request_id for r in feed.news(Place()).requests] == [str(n) for n in range(1, REQUESTS + 1)]
+    assert [r.request_id for r in feed.news(FeedPosition()).requests] == [
+        str(n) for n in range(1, REQUESTS + 1)
+    ]
 
 
 def test_the_bell_wakes_those_who_wait() -> None:
     feed, came = Feed(), threading.Event()
 
     def look() -> None:
-        assert feed.news(Place(), GUARD).events == [event(1)]
+        assert feed.news(FeedPosition(), GUARD).events == [event(1)]
         came.set()
 
     thread = threading.Thread(target=look)
@@ -69,7 +71,7 @@ def test_its_end_wakes_those_who_wait_and_lets_nobody_wait_again() -> None:
     waits = threading.Event()
     wait_for = feed._bell.wait_for
     feed._bell.wait_for = lambda *how: waits.set() or wait_for(*how)  # type: ignore[method-assign]
-    thread = threading.Thread(target=feed.news, args=(Place(), None), daemon=True)
+    thread = threading.Thread(target=feed.news, args=(FeedPosition(), None), daemon=True)
     thread.start()
     assert waits.wait(GUARD)
     feed.close()

@@ -11,7 +11,7 @@ from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.host.gpu import OtherProcess
 from anvil_mux.host.gpu_monitor import Seen
 from anvil_mux.protocol import api
-from anvil_mux.routing.in_flight import Load, Said
+from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
 from anvil_mux.scheduler.causes import Cause, Kind
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
@@ -531,12 +531,17 @@ def test_each_backend_has_a_state_of_its_own() -> None:
 
 
 def test_what_engines_say_of_themselves_is_shown_with_its_age() -> None:
-    def backend(name: str, said: Said | None) -> BackendState:
+    def backend(name: str, said: EngineFigures | None) -> BackendState:
         return BackendState(
             name, "ready", None, ("0",), 0, "", None, None, None, None, 0.0, "", (), engine=said
         )
 
-    engines = {"a": Said(Load(3, 2, 0.25), 0.5), "b": Said(Load(1, 0), 70.0), "c": Said(None, 9.0), "d": None}
+    engines = {
+        "a": EngineFigures(EngineLoad(3, 2, 0.25), 0.5),
+        "b": EngineFigures(EngineLoad(1, 0), 70.0),
+        "c": EngineFigures(None, 9.0),
+        "d": None,
+    }
     backends = tuple(backend(name, said) for name, said in engines.items())
     model = ModelState("a", "ready", "a", ("0",), (), 0, 0, "", None, backends=backends)
     seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))

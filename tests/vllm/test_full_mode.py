@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import requests
 
-from anvil_mux.routing.in_flight import Load
+from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.serve import scraper
 from tests.running import seen
 from tests.vllms import GUARD, MARKS, Scene, loaded, service, write_compose, write_model
@@ -87,7 +87,7 @@ def test_every_name_that_is_looked_for_is_on_vllms_page(scene: Scene) -> None:
         if name.startswith("vllm:") and name not in OLDER:
             assert f"# TYPE {name} gauge" in lines
             assert any(line.startswith(f'{name}{{engine="0",model_name="m"}} ') for line in lines)
-    assert scraper.load_of("\n".join(lines)) == Load(0, 0, 0.0)
+    assert scraper.load_of("\n".join(lines)) == EngineLoad(0, 0, 0.0)
 
 
 def test_requests_go_where_an_engine_says_that_others_ask_less_of_it(scene: Scene) -> None:
