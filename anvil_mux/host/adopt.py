@@ -1,14 +1,13 @@
 """What to make of an engine that runs already: take it over as it is, or stop it.
 
     awake       it answers for its model
-    on standby      it sleeps, or the CUDA driver has its memory, or it is frozen: then it rests on as it is,
-    and
+    in standby  it sleeps, or the CUDA driver has its memory, or it is frozen: then it stays as it is, and
                 the next request for its model wakes it
     unfit       anything else; it is stopped, and the next request for its model loads it anew
 
-An engine that sleeps does not say how deep. ``Notes`` remember by which way each backend was last told to
-rest; where there is no note, weights that are read anew are right in any case. What NVML says of a sleeper's
-memory counts more than what it says itself: who holds more than a context is none.
+An engine that sleeps does not say how deep. ``Notes`` remember which standby level each backend was last told
+to take; where there is no note, weights that are read anew are right in any case. What NVML says of a
+sleeper's memory counts more than what it says itself: who holds more than a context is none.
 
 Nobody can ask the driver about a frozen process, so it is thawed for that; the memory is off the GPU, and its
 own threads wait for it. Afterwards it is frozen again.
@@ -58,14 +57,15 @@ Found = Awake | Evicted | Unfit
 class Notes:
     """What a later start has to know of each backend, in files of its own: a killed program leaves them.
 
-    By which way it was last told to rest, and whether it is to be replaced since it is described otherwise.
+    The standby level that it was last told to take, and whether it is to be replaced since it is described
+    otherwise.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def note(self, backend: str, way: str) -> None:
-        """``way`` "": it rests no longer. Called before it is told, by the worker that will."""
+        """``way`` "": it is in standby no longer. Called before it is told, by the worker that will."""
         file = self._file(backend)
         try:
             if way:
@@ -74,7 +74,7 @@ class Notes:
                 file.unlink(missing_ok=True)
                 self._outdated(backend).unlink(missing_ok=True)
         except OSError as error:
-            log.warning("%s: how it rests cannot be noted: %s", backend, error)
+            log.warning("%s: its standby level cannot be noted: %s", backend, error)
 
     def outdate(self, backend: str) -> None:
         """What runs of it is not what is described any more, until it is loaded the next time."""
@@ -155,19 +155,19 @@ class Adopter:
             asleep = True
         if not asleep:
             return None
-        # On its way to a checkpoint it may have slept at any level that it may rest at.
+        # On its way to a checkpoint it may have slept at any level that it may take.
         light = noted == "sleep" or (noted == "checkpoint" and "sleep-2" not in backend.evict_to)
         deepens = control.UNKNOWN in control.CONTROLS[backend.engine].levels
         return self._rested(backend, "sleep-2" if deepens and not light else "sleep")
 
     def _rested(self, backend: Backend, how: str) -> Found:
-        """It rests, unless it holds its GPUs all the same."""
+        """It is in standby, unless it holds its GPUs all the same."""
         pids = self._runtime.pids(backend)
         held = self._memory.held(backend, lambda: pids, resident=False)
         full = [gpu for gpu, amount in held.bytes.items() if amount > CONTEXT]
         if full and how != "pause":
             amounts = ", ".join(f"{gib(held.bytes[gpu])} of GPU {gpu}" for gpu in full)
-            return Unfit(f"it rests, and holds {amounts} all the same")
+            return Unfit(f"it is in standby, and holds {amounts} all the same")
         return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))
 
     def _awake(self, backend: Backend, url: str) -> Found:

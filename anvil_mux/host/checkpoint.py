@@ -11,7 +11,7 @@ Invariants:
    be made about what an earlier anvil-mux left behind.
 3. A call that fails counts by the state that it leaves: an unlock may report an error of a running process.
 4. If ``park`` fails, those checkpointed are restored and those locked are unlocked. If ``restore`` fails,
-   those restored are unlocked, so that they can end by themselves; nothing is on standby again. Either way
+   those restored are unlocked, so that they can end by themselves; nothing is checkpointed again. Either way
    what does not run then is lost, and can only be killed.
 5. A frozen process is left alone: its own threads do the driver's work, so that even questions would hang.
 
@@ -61,7 +61,7 @@ PASSING = ("checkpointing", "restoring")
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """Processes whose GPU memory rests in host memory."""
+    """Processes whose GPU memory is in host memory."""
 
     pids: tuple[int, ...]
     bytes: int = 0
@@ -90,7 +90,8 @@ class Checkpointer:
         self._wait = wait
 
     def why_not(self, gpus: Sequence[str], *, insist: bool = False) -> str | None:
-        """The reason, for people, why a service on these GPUs cannot be on standby; None if nothing is known.
+        """The reason, for people, why a service on these GPUs cannot be checkpointed; None if nothing is
+        known.
 
         ``insist`` allows several GPUs.
         """
@@ -114,7 +115,7 @@ class Checkpointer:
             return tuple(pid for pid in wanted if driver.uses_cuda(pid))
 
     def find_standby(self, pids: Iterable[int]) -> Parked | None:
-        """What was on standby, wholly or half, by an anvil-mux before this one; the processes are thawed."""
+        """What an anvil-mux before this one has checkpointed, wholly or half; the processes are thawed."""
         with self._connect() as driver:
             users = [pid for pid in sorted(set(pids)) if driver.uses_cuda(pid)]
             states = {pid: self._state_if_known(driver, pid) for pid in users}

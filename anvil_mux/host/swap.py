@@ -1,12 +1,12 @@
 """HOW a backend takes and leaves its GPUs.
 
-a standby level is an object with ``load`` and ``evict``, made with the ``Tools`` that all share; ``WAYS``
+A standby level is an object with ``load`` and ``evict``, made with the ``Tools`` that all share; ``WAYS``
 names them. ``Stop`` is the one that every engine and runtime can do. ``Swapper`` puts the same guarantee
 around all of them:
 
 A load ends in a backend that answers for its model, or the backend is gone again, or the caller is told that
-it may still hold its GPUs. One that does not come back by the way it rests is stopped and started anew within
-the same load.
+it may still hold its GPUs. One that does not come back from its standby level is stopped and started anew
+within the same load.
 
 An eviction ends in GPUs that are free, as far as they can be read (freed.py): what an engine says is not
 believed. Where a way fails, or frees nothing, the next harder one is taken: stop, then kill. What even that
@@ -135,7 +135,7 @@ class Evicted:
     residual: Mapping[str, int] = field(default_factory=dict)
     """GPU id -> bytes that it still holds there, as far as is known."""
     host_bytes: int = 0
-    """Host memory that it keeps while it rests; 0 when stopped or unknown."""
+    """Host memory that it keeps in standby; 0 when stopped or unknown."""
     freed: Mapping[str, int] = field(default_factory=dict, compare=False)
     """GPU id -> bytes that it gave back there, measured; empty where that cannot be read."""
     died: str = ""
@@ -150,7 +150,7 @@ class Loaded:
 
     url: str
     how: str
-    """The way that worked: the one by which it evicted, or ``stop`` for a cold start."""
+    """The way that worked: the standby level it came back from, or ``stop`` for a cold start."""
 
 
 Told = Callable[[Backend, str, float], object]
@@ -371,8 +371,7 @@ WAYS: dict[str, Callable[[Tools], Way]] = {
 
 
 def sleeps_first(backend: Backend) -> bool:
-    """Whether it goes to sleep before its memory is moved: its standby levels has that, or its command allows
-    it.
+    """Whether it sleeps before its memory is moved: its standby levels say so, or its command allows it.
 
     Only engines that keep their weights then; the others would have to read them again.
     """
@@ -399,7 +398,7 @@ class Swapper:
     evict(backend, how) returns when the GPUs are free; BackendError if they may not be. Of an engine that had
     ended by itself before, how that was is reported, and not that it went into no standby.
     ``probe`` reads the GPUs (gpu.probe); None: evictions are believed. ``told`` learns what phases took.
-    ``note`` is told a backend's name and the way by which it is about to rest, "" before it is to come back.
+    ``note`` is told a backend's name and the standby level that it is about to take, "" before its load.
     """
 
     def __init__(
@@ -423,7 +422,7 @@ class Swapper:
         self._seconds: dict[tuple[str, str], float] = {}  # one worker at a time writes a backend's entries
 
     def load(self, backend: Backend, how: str = "stop", cancelled: Latch | None = None) -> Loaded:
-        """``how``: the way by which it rests. ``cancelled`` may be set at any time, by any thread."""
+        """``how``: its standby level. ``cancelled`` may be set at any time, by any thread."""
         with self._tools.cancelled_by(backend, cancelled):
             try:
                 return self._load_somehow(backend, how)
@@ -476,7 +475,7 @@ class Swapper:
         return replace(self._put_down(backend, held), died=died or "", log=said)
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
-        """From resting by ``how`` to resting by ``to`` without waking; where that fails it is stopped.
+        """From the standby level ``how`` to the level ``to`` without waking; where that fails it is stopped.
 
         Who sleeps can be checkpointed as it is; to go to a deeper sleep it would have to be woken.
         """
@@ -489,7 +488,7 @@ class Swapper:
             except Exception as error:
                 log.warning("%s could not be checkpointed and is stopped: %s", backend.name, _reason(error))
         elif to != "stop":
-            log.warning("%s rests by %s and cannot go over to %s: stopped", backend.name, how, to)
+            log.warning("%s cannot be demoted from %s to %s: stopped", backend.name, how, to)
         return self._put_down(backend, held)
 
     def ended(self, backend: Backend) -> str | None:

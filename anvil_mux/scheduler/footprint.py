@@ -1,4 +1,4 @@
-"""What backends hold, and what they keep while they rest, as it was measured when they left.
+"""What backends hold, and what they keep in standby, as it was measured when they were evicted.
 
 A footprint belongs to a backend and a standby level. It is that of the last time, no average: what an engine
 takes is settled by its settings, and a mean of before and after a change of them was never true. What could
@@ -20,9 +20,9 @@ class Footprint:
     held: Mapping[str, int] = field(default_factory=dict)
     """GPU id -> what it held while it was resident."""
     residual: Mapping[str, int] = field(default_factory=dict)
-    """GPU id -> what it held still while it evicted; for the same GPUs."""
+    """GPU id -> what it held still in standby; for the same GPUs."""
     host_bytes: int = 0
-    """What it kept in host memory while it evicted; 0 where that is not known."""
+    """What it kept in host memory in standby; 0 where that is not known."""
     times: int = 0
     """How often it was measured."""
 
@@ -61,7 +61,7 @@ class Footprints:
         return self._held.get(backend, {})
 
     def resting(self, backend: str, way: str) -> Footprint | None:
-        """What it keeps while it rests by this way, as of the last time."""
+        """What it keeps at this standby level, as of the last time."""
         return self._known.get((backend, way))
 
     def _remember(self, footprint: Footprint) -> None:

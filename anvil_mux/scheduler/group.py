@@ -8,21 +8,21 @@ and no I/O; calls must not overlap.
 
 Each backend of the GPU group has one state; TRANSITIONS is the whole table and ``_enter`` its only writer:
 
-    empty --load--> starting --started--> ready --swap--> draining --stop--> stopping --> empty | on standby
-                       |                    ^-----reprieve---'
-                       '--cancel--> cancelling --> empty
-    on standby --demote--> demoting --> empty | on standby
+    stopped --load--> loading --loaded--> ready --drain--> draining --evict--> evicting --> stopped | standby
+                        |                   ^-----reprieve----'
+                        '--cancel--> cancelling --> stopped
+    standby --demote--> demoting --> stopped | standby
 
 A ``_Swap`` ties a target to the victims that make room for it. Its GPUs are in no other swap until it ends.
 After each eviction it is asked again who is in the way: nobody goes who need not.
 
 What no queue waits for is a preload: a load into free room that prepares a backend, or brings the stage
-(prefill or decode) that a model in use lacks, or wakes one on its way to a deeper rest (standby.py), or is
-another replica of a busy model. It is begun only while no queue waits.
+(prefill or decode) that a model in use lacks, or wakes one on its way to a deeper standby level (standby.py),
+or is another replica of a busy model. It is begun only while no queue waits.
 
 Invariants:
  1. The GPUs a backend needs are its own from ``Start`` until its ``stopped``; the sum of what residents and
-    on standby residuals hold never exceeds a GPU. Without declared memory a backend needs the whole GPU.
+    standby residuals hold never exceeds a GPU. Without declared memory a backend needs the whole GPU.
  2. A lease is granted only in ready. Draining closes the gate; later requests queue behind the swap.
  3. Every ticket ends exactly once: leased, failed or gone.
  4. A drain lasts at most ``drain_timeout``; what is left is severed, counted, logged.
@@ -46,7 +46,7 @@ Invariants:
 10. While it is not known of some backend whether it runs already (``expected``), nothing is begun.
 
 A backend that the configuration has no longer, or not as it is (``retired``), is leaving: it gets no new
-leases, is drained and stopped, whatever its standby levels says, and its slot is left for good. Its queue
+leases, is drained and stopped, whatever its standby levels are, and its slot is left for good. Its queue
 waits on for whoever takes that slot; scheduler.py builds the GPU group that takes this one's place then.
 
 After a failed start there is no rollback: the backend is empty, and the next question serves whoever waits.
@@ -526,9 +526,10 @@ class GpuGroup:
         return tuple(ticket for slot in self.slots.values() for ticket in self._sever(slot, now, cause))
 
     def unload_requested(self, model: str, now: float) -> bool:
-        """Put out what serves ``model`` after its drain; False: nothing to evict.
+        """Evict what serves ``model`` after its drain; False: there is nothing to evict.
 
-        What rests already is stopped, and what is being loaded is so no more; who waits for that is told so.
+        What is in standby already is stopped, and what is being loaded is so no more; who waits for that is
+        told so.
         """
         slots = self._replicas[model]
         ready = [slot for slot in slots if slot.state == "ready"]
@@ -563,7 +564,7 @@ class GpuGroup:
             self._swaps.append(_Swap(None, going, now, swap.cause, swap.severs, begun=True))
 
     def unload_when_idle(self, model: str, now: float) -> bool:
-        """Put out what serves ``model`` once nobody uses it, unless it is asked for before; True: now.
+        """Evict what serves ``model`` once nobody uses it, unless it is asked for before; True: now.
 
         That is so of one that is being loaded too: who waits for it will use it.
         """
@@ -666,7 +667,7 @@ class GpuGroup:
     def adopt_standby(
         self, name: str, now: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
     ) -> bool:
-        """The backend rested by the way ``how`` before we came; False if what it keeps has no room."""
+        """The backend is in standby at ``how`` since before us; False if what it keeps has no room."""
         slot = self.slots[name]
         if self._placement.crowds(residual):
             return False
@@ -742,7 +743,7 @@ class GpuGroup:
         died: str = "",
         log: Iterable[str] = (),
     ) -> None:
-        """The backend left its GPUs by the way ``how``; unless it was stopped it is on standby.
+        """The backend left its GPUs by the way ``how``; unless it was stopped it is in standby.
 
         It holds nothing then but its ``residual`` (bytes by GPU) and ``host_bytes`` of the host's memory.
         ``freed`` is what it gave back, where that was read. ``died``: how it had ended before it was told to,
@@ -774,7 +775,7 @@ class GpuGroup:
     def evict_failed(self, name: str, now: float, why: str) -> None:
         """The backend may still hold its GPUs; nothing is started there until a later stop succeeds.
 
-        One that was on standby holds what it held, and stays so.
+        One that was in standby holds what it held, and stays so.
         """
         slot = self.slots[name]
         slot.failed_starts += slot.state == "loading"
@@ -814,9 +815,7 @@ class GpuGroup:
             self._fail_refused(now)
 
     def unanswering(self, name: str, now: float) -> None:
-        """The engine of a backend answers nobody: it is stopped without a drain, whatever its standby levels
-        is.
-        """
+        """The engine of a backend answers nobody: it is stopped without a drain or standby."""
         slot = self.slots[name]
         if slot.state == "ready":
             slot.next_level = "stop"
@@ -931,7 +930,7 @@ class GpuGroup:
         return Cancel(slot.name)
 
     def _evict_next(self, swap: _Swap, now: float) -> Step | None:
-        """The next victim, once its leases are gone or its drain is over; the ones on standby come last."""
+        """The next victim, once its leases are gone or its drain is over; those in standby come last."""
         draining = [victim for victim in swap.victims if victim.state == "draining"]
         if draining and swap.target and self._may_spare(swap.target) and self._fits(swap.target):
             for victim in draining:  # those before them freed more than was known
@@ -984,12 +983,12 @@ class GpuGroup:
         return None
 
     def _may_be_stopped(self, slot: Slot) -> bool:
-        """Whether it is on standby and nobody waits for it as it is."""
+        """Whether it is in standby and nobody waits for it as it is."""
         wanted = self.queues[slot.model] and not slot.leaving
         return slot.state == "standby" and not slot.coming and not wanted
 
     def _demote_next(self, now: float) -> Step | None:
-        """a backend on standby that rests too high for too long, or for the host's memory."""
+        """Demote a backend that has been at its level for too long, or whose host memory is needed."""
         slot = self._host.yields(now) if self._host.budget is not None else None
         if slot is not None and slot is self.slots.get(slot.name):
             return self._demote(slot, now, Cause("host_memory_short"), to=self._host.lower(slot))
@@ -1007,7 +1006,7 @@ class GpuGroup:
     def _begin_preload(self, waiting: list[Ticket], now: float) -> bool:
         """Begins to load the next backend that is to be prepared, if nothing else is to be done.
 
-        Nobody who has had work is evicted for that, and nobody who rests is stopped.
+        Nobody who has had work is evicted for that, and none in standby is stopped.
         """
         while self._preloads and not waiting and not self._swaps:
             slot = self._preloads[0]
@@ -1040,7 +1039,7 @@ class GpuGroup:
         return bool(lacking)
 
     def _is_calm(self, slot: Slot) -> bool:
-        """Whether nobody has or wants the GPUs of a backend on standby, or the host's memory that it runs
+        """Whether nobody has or wants the GPUs of a backend in standby, or the host's memory that it runs
         in.
         """
         return not self._swaps and not self._waiting() and self._fits(slot) and self._host.has_room(slot)
@@ -1628,7 +1627,7 @@ class GpuGroup:
         return self._demand[slot.model].rate(now) * self._cost("", slot, way).load_seconds
 
     def _worth(self, slot: Slot, now: float) -> tuple[bool, int, float, float]:
-        """How much it deserves to rest high: see standby.HostMemory."""
+        """How much it deserves a light standby level: see standby.HostMemory."""
         cold = self._cost("", slot, "stop").load_seconds
         loss = self._demand[slot.model].rate(now) * cold
         return bool(self.queues[slot.model]), slot.backend.priority, loss, slot.used
@@ -1736,7 +1735,7 @@ def _has_had_work(slot: Slot) -> bool:
 
 
 def _stays_until(slot: Slot) -> float:
-    """Until when it is not evict for a queue that is not overdue."""
+    """Until when it is not evicted for a queue that is not overdue."""
     return slot.loaded + slot.backend.min_residency
 
 

@@ -40,15 +40,15 @@ class Slot:
     holders: dict[Any, float] = field(default_factory=dict)
     """The tickets that lease it, in order of admission, and since when."""
     residual: dict[str, int] = field(default_factory=dict)
-    """GPU id -> bytes it holds while on standby."""
+    """GPU id -> bytes it holds in standby."""
     level: str = "stop"
-    """The way by which it rests while it is not resident, and has to be brought back."""
+    """Its standby level while it is not resident, from which it has to be brought back."""
     next_level: str = ""
-    """The way by which it is to leave next; "": as high on its standby levels as host memory allows."""
+    """The way by which it is to leave next; "": as light as host memory allows."""
     coming: bool = False
     """It is the target of a swap."""
     pinned: bool = False
-    """While it is resident it is not evict for another model."""
+    """While it is resident it is not evicted for another model."""
     leaving: Leaving = ""
     """Why it goes for good: the configuration has it no longer, or not as it is."""
     whole: bool = True
@@ -56,7 +56,7 @@ class Slot:
     ram: int = 0
     """Bytes of host memory that it needs while it runs, as far as is known."""
     host_bytes: int = 0
-    """Bytes of host memory that it keeps while on standby."""
+    """Bytes of host memory that it keeps in standby."""
     failed_starts: int = 0
     """In a row."""
     crashes: int = 0
@@ -136,7 +136,7 @@ class Placement:
     def missing(self, target: Slot, without: Collection[Slot] = ()) -> dict[str, int]:
         """GPU id -> bytes that must be freed before ``target`` fits; negative: room to spare.
 
-        Whoever needs a GPU whole takes what other processes and those that are on standby there leave of it.
+        Whoever needs a GPU whole takes what other processes and those that are in standby there leave of it.
         Those that it is to be ``without`` count as gone.
         """
         used = {gpu: 0 if self._needs_whole(target, gpu) else self.others.get(gpu, 0) for gpu in target.holds}
@@ -150,7 +150,7 @@ class Placement:
         return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
 
     def crowds(self, residual: Mapping[str, int]) -> bool:
-        """Whether what another one keeps while it is on standby would not fit beside those that are here."""
+        """Whether what another one keeps in standby would not fit beside those that are here."""
         for gpu, amount in residual.items():
             others = [slot for slot in self.slots.values() if gpu in slot.occupies]
             shared = sum(s.occupies[gpu] for s in others if s.state not in HOLDING or s.backend.vram)
@@ -168,7 +168,7 @@ class Placement:
     ) -> list[Slot] | None:
         """Who must go so that ``target`` fits, touching no ``busy`` GPU; None if that cannot be now.
 
-        Residents go, and those on standby ones whose residual is in the way. Backends that are ``staying``
+        Residents go, and those in standby whose residual is in the way. Backends that are ``staying``
         may not go, nor pinned residents. Those that it is to be ``without`` are as good as gone. ``loss``:
         see eviction.Candidate.
         """

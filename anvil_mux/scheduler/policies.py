@@ -156,7 +156,7 @@ class SwapTo:
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """Put ``model`` out although nobody waits for its GPUs."""
+    """Evict ``model`` although nobody waits for its GPUs."""
 
     model: str
     cause: Cause = POLICY

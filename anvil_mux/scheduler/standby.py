@@ -1,17 +1,16 @@
-"""HOW DEEP: how far down its standby levels a backend rests, and what all of them may keep of the host's
-memory.
+"""HOW DEEP: at which standby level a backend is, and how much of the host's memory all of them may keep.
 
-A backend's ``evict_to`` lists its standby levels. It leaves its GPUs by the first standby level, and is taken
-one standby level down when it has rested for ``demote_after``, or when host memory is short and no other
-sleeper is worth less. The last standby level is always ``stop``. A sleeper that is often called rests for
-short times and is worth much, so it stays high.
+A backend's ``evict_to`` lists its standby levels. It leaves its GPUs by the first, and is demoted by one
+when it has been there for ``demote_after``, or when host memory is short and no other
+sleeper is worth less. The last level is always ``stop``. A sleeper that is often called is in standby
+for short times and is worth much, so it stays at a light level.
 
 Not every standby level can be reached from the one above without waking: ``DESCENTS`` has those that can be
-reached at all, and whether the backend needs its GPUs for it. Those standby levels are passed over while
-others have the GPUs.
+reached at all, and whether the backend needs its GPUs for it. Those are passed over while others have the
+GPUs.
 
-``HostMemory`` counts what engines keep of the host's memory, running and on standby, over all GPU groups. Its
-invariant: what is on standby is never on standby so high that the sum exceeds the budget. What runs on other
+``HostMemory`` counts what engines keep of the host's memory, running and in standby, over all GPU groups. Its
+invariant: no backend is in standby at so light a level that the sum exceeds the budget. What runs on other
 GPU groups yields to a queue that is overdue, if nobody uses it; a load that would not fit beside the rest is
 refused before anything is drained.
 """
@@ -31,7 +30,7 @@ DESCENTS: dict[tuple[str, str], bool] = {
     ("sleep", "checkpoint"): False,
     ("sleep-2", "checkpoint"): False,
 }
-"""(way by which it rests, deeper way) -> whether it is woken for that. Everything can be stopped as it is."""
+"""(its standby level, a deeper one) -> whether it is woken for that. Everything can be stopped as it is."""
 
 KEEPS_WEIGHTS = frozenset(("sleep", "checkpoint"))
 """Ways that move GPU memory to host memory."""
@@ -40,7 +39,7 @@ PINS = frozenset(("sleep",))
 """Ways after which an engine keeps the host memory even when it is awake again (vLLM)."""
 
 Worth = Callable[[Slot, float], Any]
-"""What it is worth at a moment that a backend rests as high as it does; the least yields first."""
+"""What it is worth at a moment that a backend is at so light a level; the least valuable is demoted first."""
 
 
 def levels(backend: Backend) -> tuple[str, ...]:
@@ -49,12 +48,12 @@ def levels(backend: Backend) -> tuple[str, ...]:
 
 
 def below(slot: Slot, *, may_wake: bool) -> str:
-    """The next standby level for a backend on standby; ``may_wake``: its GPUs are free for it."""
+    """The next standby level for a backend in standby; ``may_wake``: its GPUs are free for it."""
     return next(_descents(slot, may_wake=may_wake))
 
 
 def _descents(slot: Slot, *, may_wake: bool) -> Iterator[str]:
-    """The levels that a backend on standby can be taken to, the lightest first; the last is ``stop``."""
+    """The levels that a backend in standby can be taken to, the lightest first; the last is ``stop``."""
     all_levels = levels(slot.backend)
     for way in all_levels[all_levels.index(slot.level) + 1 :] if slot.level in all_levels else ():
         wakes = DESCENTS.get((slot.level, way))
@@ -64,7 +63,7 @@ def _descents(slot: Slot, *, may_wake: bool) -> Iterator[str]:
 
 
 def demoted_at(slot: Slot) -> float | None:
-    """When a backend on standby has evicted long enough; None: it may rest as it does."""
+    """When a backend has been at its standby level for long enough; None: it may stay there."""
     after = slot.backend.demote_after
     return None if after is None or slot.state != "standby" else max(slot.since + after, slot.retry_at)
 
@@ -146,7 +145,7 @@ class HostMemory:
         return next((way for way in levels(slot.backend) if self._kept_on(slot, way) <= room), "stop")
 
     def makes_way(self, slot: Slot, now: float) -> bool:
-        """Whether a backend that leaves its GPUs rests higher once sleepers that are worth less have gone."""
+        """Whether an evicted backend gets a lighter level once sleepers that are worth less have gone."""
         if self.budget is None or (next_level := self.level_for(slot)) == slot.backend.evict_to[0]:
             return False
         worth = self._slots[slot.name][1](slot, now)
@@ -169,9 +168,7 @@ class HostMemory:
         return others + max(target.ram, target.host_bytes) <= self.budget
 
     def yields(self, now: float) -> Slot | None:
-        """The backend on standby that must go down its standby levels, because host memory is or will be
-        short.
-        """
+        """The backend that must be demoted, because host memory is short or will be."""
         if self.budget is None:
             return None
         excess = sum(self._promised(slot) for slot, _ in self._slots.values()) - self.budget
@@ -184,15 +181,13 @@ class HostMemory:
             slot, _ = self._slots[name]
             if slot.state == "standby":
                 return slot
-            excess -= self._promised(
-                slot
-            )  # it takes a lower standby level by itself when its drain has ended
+            excess -= self._promised(slot)  # it takes a deeper level by itself when its drain has ended
             if excess <= 0:
                 return None
         return None
 
     def lower(self, slot: Slot) -> str:
-        """The next standby level on which a backend on standby keeps less of the host's memory than now."""
+        """The next standby level at which a backend in standby keeps less of the host's memory than now."""
         ways = _descents(slot, may_wake=False)
         return next((way for way in ways if self._kept_on(slot, way) < slot.host_bytes), "stop")
 
@@ -215,7 +210,7 @@ class HostMemory:
         return self._claimed(slot)
 
     def _kept_on(self, slot: Slot, way: str) -> int:
-        """Bytes that a backend keeps while it rests: as last measured, or else what it takes along."""
+        """Bytes that a backend keeps in standby: as last measured, or else what it takes along."""
         if way == "stop":
             return 0
         last = self._footprints.resting(slot.name, way)

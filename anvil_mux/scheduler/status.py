@@ -29,7 +29,7 @@ class BackendState:
     gpus: tuple[str, ...]
     leases: int
     standby_level: str
-    """The way by which it rests while it is on standby, else ""."""
+    """Its standby level while it is in standby, else ""."""
     size: int | None
     """Bytes of GPU memory that it takes, declared or as it was measured; None: not known."""
     idle_seconds: float | None
@@ -70,7 +70,7 @@ class ModelState:
     last_error: str
     load_seconds: float | None
     pinned: bool = False
-    """Once it is resident it is not evict for other models."""
+    """Once it is resident it is not evicted for other models."""
     progress: Progress | None = None
     """Of its load, if it is being loaded."""
     oldest_wait: float | None = None
@@ -97,7 +97,7 @@ class GpuState:
     reserve: int = 0
     """Bytes that no backend gets."""
     residuals: tuple[tuple[str, int], ...] = ()
-    """Backends that rest, and the bytes that they hold here still."""
+    """Backends in standby, and the bytes that they hold here still."""
     reserved_for: tuple[str, ...] = ()
     """The models that a swap under way keeps it for."""
 

@@ -77,9 +77,9 @@ class Outcome(NamedTuple):
     how: str | None = None
     """The way that was really taken; None: the one asked for."""
     residual: Mapping[str, int] = MappingProxyType({})
-    """GPU id -> bytes that it still holds, if it was on standby."""
+    """GPU id -> bytes that it still holds, if it went into standby."""
     host_bytes: int = 0
-    """Host memory that it keeps, if it was on standby."""
+    """Host memory that it keeps, if it went into standby."""
 
 
 Perform = Callable[[Step, int], Outcome]

@@ -284,7 +284,7 @@ class Metrics:
         if loading:
             self._end_load(loading, "failed", event.at)
         elif leaving is None or leaving.stopping is None:
-            self._evictions[event.model, "died"] += event.kind == "stopped"  # else it was found on standby
+            self._evictions[event.model, "died"] += event.kind == "stopped"  # else it was in standby
             self._leaving.pop(event.backend, None)
         else:
             self._evictions[event.model, leaving.cause] += 1

@@ -5,10 +5,10 @@ of them and comes with their checksum, so that a byte that was lost on the way i
 repetition new engines
 
   cold                start: interpreter, PyTorch, CUDA, weights from ordinary host memory (no disk is read)
-  checkpoint          are on standby by the driver and frozen, thawed and restored, as anvil-mux does it
+  checkpoint          are moved by the driver and frozen, thawed and restored, as anvil-mux does it
   offload             copy the weights to pinned host memory, free them and take them back, as engines do in
                       a light sleep; the first time, which has to get that memory, is first_offload
-  offload+checkpoint  do both: what an offload leaves on the GPU is on standby too
+  offload+checkpoint  do both: what an offload leaves on the GPU is moved too
 
 Seconds are medians over the repetitions. "out" is until the GPU's memory is given up, "back" until the first
 answer after that. "used" and "left" are the bytes of the whole GPU that are used before and after the way

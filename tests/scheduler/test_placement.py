@@ -125,7 +125,7 @@ def test_the_victims_are_those_that_the_eviction_names_among_all_that_can_go():
             for gpu, amount in placement.capacity.items():
                 stay = [s for s in others if s.name not in gone and gpu in s.holds]
                 held = sum(s.holds[gpu] for s in stay if s.state in HOLDING)
-                if target.holds.get(gpu, amount) < amount:  # else it takes what those on standby there leave
+                if target.holds.get(gpu, amount) < amount:  # else it takes what those in standby there leave
                     held += sum(s.residual.get(gpu, 0) for s in stay if s.state not in HOLDING)
                 assert gpu not in target.holds or held + target.holds[gpu] <= amount, seed
 

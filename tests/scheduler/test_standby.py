@@ -1,4 +1,4 @@
-"""How deep what is on standby rests, and who yields the memory of the host."""
+"""Which standby level a backend takes, and which one is demoted for the memory of the host."""
 
 import itertools
 
@@ -618,7 +618,7 @@ def test_requests_go_before_preparing():
     assert driver.steps(0.0) == ["start b"]
     driver.core.loaded("b", 1.0)
     driver.core.release(next(iter(driver.core.slots["b"].holders)), 2.0)
-    assert driver.steps(2.0) == [], "who has had work is not evict for it"
+    assert driver.steps(2.0) == [], "who has had work is not evicted for it"
 
 
 def test_every_replica_is_prepared_for_the_same_reason():
