@@ -259,7 +259,7 @@ class _Ring:
 
     def _taken(self, backend: Backend) -> int | None:
         """The GPU memory that came back with it, as NVML tells or as declared; None where nobody knows."""
-        if self._way == "pause":
+        if self._way == "freeze":
             return None
         held = self._memory.held(backend, lambda: self._runtime.pids(backend), resident=True)
         amount = sum(held.bytes.values()) or (backend.vram or 0) * len(backend.gpus)

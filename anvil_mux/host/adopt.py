@@ -165,7 +165,7 @@ class Adopter:
         pids = self._runtime.pids(backend)
         held = self._memory.held(backend, lambda: pids, resident=False)
         full = [gpu for gpu, amount in held.bytes.items() if amount > CONTEXT]
-        if full and how != "pause":
+        if full and how != "freeze":
             amounts = ", ".join(f"{gib(held.bytes[gpu])} of GPU {gpu}" for gpu in full)
             return Unfit(f"it is in standby, and holds {amounts} all the same")
         return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **held.bytes}, host_bytes(pids))

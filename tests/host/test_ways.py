@@ -187,6 +187,16 @@ def test_a_paused_service_is_frozen_and_let_go_on_and_keeps_what_it_holds(scene:
     assert scene.house.calls == ["pause a", "resume a"]
 
 
+def test_a_frozen_service_that_is_found_at_the_start_stays_so_whatever_it_holds(
+    scene: Scene, tmp_path: Path
+) -> None:
+    backend = replace(A, evict_to=("freeze", "stop"))
+    url = scene.resident(backend).url
+    scene.swapper.evict(backend, "freeze")
+    found = Adopter(scene.house, Notes(tmp_path), probe=scene.house.ledger.probe).look(backend, url)
+    assert found == Evicted("freeze", {"0": 18 * GIB + CONTEXT})
+
+
 def test_a_slow_first_sleep_is_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "SLEEP_TIMEOUT", GUARD)
     engine = scene.resident(A)
