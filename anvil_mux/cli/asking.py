@@ -124,10 +124,10 @@ def unload(given: argparse.Namespace) -> int:
     if told.get("resident", True):
         return _done(
             given,
-            "leaves once its requests have ended (drain_timeout aborts those that take longer), or is not "
+            "is evicted once its requests have ended (drain_timeout aborts those that take longer), or is not "
             "loaded any further",
         )
-    return _done(given, "is not resident, or leaves already")
+    return _done(given, "is not resident, or is already being evicted")
 
 
 def pin(given: argparse.Namespace) -> int:
@@ -137,7 +137,7 @@ def pin(given: argparse.Namespace) -> int:
 
 def unpin(given: argparse.Namespace) -> int:
     ask_mux(given, "POST", "/models/unpin", {"model": given.model})
-    return _done(given, "makes room for others again")
+    return _done(given, "may be evicted for others again")
 
 
 def reload(given: argparse.Namespace) -> int:

@@ -46,7 +46,7 @@ EXIT_CODES = {
     FAILED: "it failed; standard error says why",
     2: "wrong usage",
     3: "no anvil-mux answers",
-    BAD_CONFIG: "the configuration cannot be used; every problem is told",
+    BAD_CONFIG: "the configuration cannot be used; every problem is named",
     INTERRUPTED: "interrupted",
 }
 VARIABLES = {
@@ -221,8 +221,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE", help="draw the phases (needs matplotlib)")
     add_json(command)
     command.epilog = (
-        "Swaps between all backends of the file that cannot stay side by side, in each way that they may "
-        "rest, through a multiplexer and by hand in turn. It stops what runs of the project, and leaves "
+        "Swaps between all backends of the file that cannot stay side by side, by each of their "
+        "standby levels, through a multiplexer and by hand in turn. It stops what runs of the project, and leaves "
         "nothing running. Times are medians in seconds, from the last lease's end to the first byte of the "
         "next answer. OWN-SHARE is what a swap took longer than by hand, and half of the swaps are within "
         "HALF-WITHIN: the machine's noise. COLD/BACK is a cold start over the way back, both until that "
@@ -549,7 +549,7 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
     "config": ("Show the settings in effect", _config, _add_config),
     "ps": ("Show the models of a running anvil-mux", asking.ps, asking.add_address),
     "top": (
-        "Show the same as it changes, with GPUs, lines and the last events",
+        "Show the same as it changes, with GPUs, queues and the last events",
         asking.top,
         asking.add_address,
     ),
@@ -566,7 +566,7 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
         asking.add_model,
     ),
     "pin": ("Keep a model, once it is resident, from being evicted for others", asking.pin, asking.add_model),
-    "unpin": ("Let a pinned model make room for others again", asking.unpin, asking.add_model),
+    "unpin": ("Let a pinned model be evicted for others again", asking.unpin, asking.add_model),
     "reload": ("Put the compose files into effect as they are now", asking.reload, asking.add_address),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
     "simulate": ("Run traffic under each policy in virtual time", studying.run, studying.add_arguments),

@@ -67,7 +67,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     add(
         "--plot",
         metavar="FILE",
-        help="draw who was resident, the lines and the waits, or with --routing the means of each policy "
+        help="draw who was resident, the queues and the waits, or with --routing the means of each policy "
         "(needs matplotlib)",
     )
     add("--replicas", type=read_positive, metavar="N", help="with --routing: how many replicas (default 8)")

@@ -310,7 +310,7 @@ SETTINGS: dict[str, Setting] = {
         "The GPUs that may be used, with their memory and what of it no model gets.",
     ),
     "policy": Setting(settings.CHOSEN, "When a swap is worth its cost."),
-    "eviction": Setting(settings.CHOSEN, "Whom to evict."),
+    "eviction": Setting(settings.CHOSEN, "Which models are evicted first."),
     "routing": Setting(
         ValueKind(
             "name, or {default, mode: lite or full, policies: {name: policy}, store}",
@@ -321,7 +321,7 @@ SETTINGS: dict[str, Setting] = {
     "drain_timeout": Setting(SECONDS, "How long a swap waits for requests that run; 0: not at all."),
     "queue_timeout": Setting(SECONDS, "The longest wait of a request for its model."),
     "max_wait": Setting(SECONDS, "A queue gets its swap after this at the latest, whatever the policy says."),
-    "max_queue": Setting(COUNT, "Waiting requests over all models; more are told that it is overloaded."),
+    "max_queue": Setting(COUNT, "Requests that may wait, over all models; more are refused as overloaded."),
     "max_connections": Setting(COUNT, "Clients connected at once."),
     "upstream_timeout": Setting(SECONDS, "The longest silence of an engine, before or within an answer."),
     "client_timeout": Setting(
@@ -330,7 +330,7 @@ SETTINGS: dict[str, Setting] = {
     "loading_grace": Setting(SECONDS, "Silence before the keep-alive lines of a waiting stream begin."),
     "max_body": Setting(SIZE, "The largest JSON request."),
     "max_upload": Setting(SIZE, "The largest multipart request (audio, images)."),
-    "default_model": Setting(TEXT, "Who serves requests that name no model."),
+    "default_model": Setting(TEXT, "The model of requests that name none."),
     "host_memory": Setting(
         settings.MEMORY,
         "Host memory for all engines, also in standby; by default 9/10 of the machine's.",
@@ -344,7 +344,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "cors": Setting(settings.ORIGINS, "Other web sites whose pages may use this address; see security."),
     "on_exit": Setting(settings.one_of("keep", "stop"), "What happens to running engines at exit."),
-    "hooks": Setting(hooks.KIND, "Commands or web addresses that are told of what happens to models."),
+    "hooks": Setting(hooks.KIND, "Commands or web addresses that get the events of models."),
 }
 
 SERVICE_SETTINGS: dict[str, Setting] = {
@@ -364,8 +364,8 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         settings.PORT, "Where the engine listens; by default the service's port, or the engine's."
     ),
     "served_model": Setting(TEXT, "The id that the engine itself uses; by default what its command says."),
-    "pin": Setting(settings.FLAG, "Never evict for another model."),
-    "priority": Setting(PRIORITY, "The higher, the earlier its line is served and the later it is evicted."),
+    "pin": Setting(settings.FLAG, "It is never evicted for another model."),
+    "priority": Setting(PRIORITY, "The higher, the earlier its queue is served and the later it is evicted."),
     "ttl": Setting(SECONDS, "Idle time after which it is evicted though nobody waits; by default never."),
     "min_residency": Setting(SECONDS, "How long it stays after a load, unless a queue is overdue."),
     "max_wait": Setting(SECONDS, "The same as at the top level, for this model."),
@@ -382,11 +382,11 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),
     "evict_to": Setting(
         settings.listed(WAYS, WAY_ALIASES),
-        "How it leaves its GPUs, from the lightest way down (sleep-1 is sleep); by default what its command "
-        "allows: sleep, stop or just stop.",
+        "Its standby levels, from the lightest down (sleep-1 is sleep); by default what its command allows: "
+        "sleep, stop or just stop.",
     ),
     "demote_after": Setting(
-        SECONDS, "Rest on one standby level of `evict_to` before it is taken to the next; or never."
+        SECONDS, "Time at one standby level of `evict_to`, after which it is demoted to the next; or never."
     ),
     "ram": Setting(settings.MEMORY, "Host memory that it needs while it runs; by default as measured."),
     "preload": Setting(settings.FLAG, "The same as at the top level, for this model."),
@@ -401,7 +401,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         ValueKind("list of paths", _read_paths),
         "What else may be asked of the engine, below /upstream/MODEL; /sdapi/ means all below that.",
     ),
-    "concurrency": Setting(COUNT, "How many requests it is given at once; more wait in line, key by key."),
+    "concurrency": Setting(COUNT, "How many requests it is given at once; more are queued, fairly between API keys."),
     "checkpoint_anyway": Setting(
         settings.FLAG, "Checkpoint it although it holds several GPUs, from which engines often do not return."
     ),

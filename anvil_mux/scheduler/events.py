@@ -62,7 +62,7 @@ KINDS = {
     "cancelling": "a load is ended before its time, for a `cause`; the queue of `target` needs its GPUs",
     "ready": "a backend may be leased; `seconds` is what the load took",
     "pinned": "a model is evicted for no other one from now on, once it is resident",
-    "unpinned": "a model makes room for others again",
+    "unpinned": "a model may be evicted for others again",
     "reloaded": "another configuration holds from now on; the `detail` of its `cause` is what is different",
     "reload_failed": "another configuration was refused for a `cause`, and nothing has changed",
 }

@@ -110,7 +110,7 @@ MAX_COOL_DOWN_SECONDS = 300.0
 STUCK_RETRY_SECONDS = 5.0
 MAX_STUCK_RETRY_SECONDS = 60.0
 SHORTEST_DEFERRAL = 1.0
-"""Seconds before which the moment of a swap that was put off is not announced again."""
+"""Seconds before which the moment of a swap that is held back is not announced again."""
 FIRST_SERVICE_SECONDS = 10.0
 """What a lease is held for, of a model that has not answered yet."""
 SOON_SECONDS = 30.0
@@ -244,7 +244,7 @@ class GpuGroup:
         """When the policy is asked again; and until when the plans are the same, unless a state changes or a
         queue begins or loses a request."""
         self._announced: tuple[Ticket | None, float] = None, FOREVER
-        """The first of the queue whose swap was said to be put off, and when that has to be said again."""
+        """The first of the queue whose swap was said to be held back, and when that has to be said again."""
         self._ready_of = {model: _those_ready(slots) for model, slots in self._replicas.items()}
         self._ready = _those_ready(self.slots.values())
         self._routed = {m: Replicas(slots, config) for m, slots in self._replicas.items() if len(slots) > 1}
@@ -1315,7 +1315,7 @@ class GpuGroup:
             return Stay(cause=Cause("policy_failed", detail=repr(error)))
 
     def _defer(self, model: str, stay: Stay, now: float) -> None:
-        """The swap is put off: announced once for each queue, and again when the moment has passed."""
+        """The swap is held back: announced once for each queue, and again when the moment has passed."""
         self.deferred = model, stay
         first = next(iter(self.queues[model]))
         if first is not self._announced[0] or now >= self._announced[1]:

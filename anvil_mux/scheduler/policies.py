@@ -127,7 +127,7 @@ class Snapshot(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """The swap is put off, until ``until`` at the latest if nothing changes."""
+    """The swap is held back, until ``until`` at the latest if nothing changes."""
 
     until: float = FOREVER
     cause: Cause = POLICY

@@ -28,7 +28,7 @@ def of_models(status: Status) -> Iterator[Metric]:
     inflight: Samples = {(m.model,): float(m.leases) for m in models}
     yield _gauge("anvil_inflight_requests", "Requests that hold a lease.", "model", inflight)
     queued: Samples = {(m.model,): float(m.waiting) for m in models}
-    yield _gauge("anvil_queued_requests", "Requests that wait in a line.", "model", queued)
+    yield _gauge("anvil_queued_requests", "Requests that are queued.", "model", queued)
     states: Samples = {(m.model, state): float(m.state == state) for m in models for state in STATES}
     yield _gauge("anvil_model_state", "1 for the state that the model is in.", "model state", states)
     far = [(m.model, m.progress.fraction) for m in models if m.progress]
@@ -48,7 +48,7 @@ def of_models(status: Status) -> Iterator[Metric]:
     text = "How full the engine's cache is, as it says itself."
     yield _gauge("anvil_engine_cache_usage_ratio", text, "backend", usage)
     ages: Samples = {(name,): each.age_seconds for name, each in said.items()}
-    text = "How long ago the engine last said something of itself."
+    text = "How old the engine's last figures are."
     yield _gauge("anvil_engine_figures_age_seconds", text, "backend", ages)
 
 
@@ -68,9 +68,9 @@ def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
     reserve = {gpu.gpu: gpu.reserve for gpu in gpus}
     yield _bytes("anvil_gpu_memory_reserve_bytes", "What no backend is given of it.", reserve)
     foreign = {gpu: sum(s.used or 0 for s in each.others) for gpu, each in seen.items() if gpu in sight}
-    yield _bytes("anvil_gpu_memory_other_bytes", "What processes hold that are none of ours.", foreign)
+    yield _bytes("anvil_gpu_memory_other_bytes", "What other processes hold.", foreign)
     kept = {gpu.gpu: sum(amount for _, amount in gpu.residuals) for gpu in gpus}
-    yield _bytes("anvil_gpu_memory_residual_bytes", "What backends that rest hold still.", kept)
+    yield _bytes("anvil_gpu_memory_residual_bytes", "What backends in standby still hold.", kept)
 
 
 def of_costs(costs: Iterable[Cost], models: Container[str]) -> Iterator[Metric]:
@@ -97,9 +97,9 @@ def of_footprints(footprints: Iterable[Footprint]) -> Iterator[Metric]:
             host[key] = float(each.host_bytes)
     text = "What a backend held of a GPU when it last left it."
     yield _gauge("anvil_backend_memory_bytes", text, "backend gpu", held)
-    text = "What a backend held of a GPU still when it last evicted this way."
+    text = "What a backend still held of a GPU when it was last in standby."
     yield _gauge("anvil_backend_residual_bytes", text, "backend way gpu", kept)
-    text = "What a backend kept in host memory when it last evicted this way."
+    text = "What a backend kept in host memory when it was last in standby."
     yield _gauge("anvil_backend_host_bytes", text, "backend way", host)
 
 

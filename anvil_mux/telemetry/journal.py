@@ -264,7 +264,7 @@ def story(event: Event) -> str:
         case "draining":
             busy = f"; waits up to {seconds:g} s for {requests(size)}" if size else ""
             goal = f" for {event.target}" if event.target else ""
-            return f"leaves{goal} ({reason}){busy}"
+            return f"draining{goal} ({reason}){busy}"
         case "evicting":
             cut = f", {requests(size)} severed after {seconds:.1f} s" if size else ""
             return f"evicting{cut}" + (f": {reason}" if cause and cause.kind == "standby_full" else "")
@@ -276,7 +276,7 @@ def story(event: Event) -> str:
             return f"{_deeper(event.way)}: {reason}"
         case "deferred":
             until = f" for up to {seconds:.1f} s" if seconds < float("inf") else ""
-            return f"its swap is put off{until}: {reason}"
+            return f"its swap is held back{until}: {reason}"
         case "severed" if cause:
             return f"severed #{event.ticket}: {Severance(cause, seconds).sentence(event.model)}"
         case kind if kind in _PLAIN:
@@ -289,16 +289,16 @@ def story(event: Event) -> str:
 _PLAIN = {
     "loading": "loading ({reason})",
     "cancelling": "its load is cancelled: {reason}",
-    "stuck": "may still hold its GPUs, and is told to stop again later: {reason}",
+    "stuck": "may still hold its GPUs, and will be stopped again later: {reason}",
     "pinned": "pinned: once it is resident no other model evicts it",
-    "unpinned": "unpinned: it makes room for others again",
+    "unpinned": "unpinned: it may be evicted for others again",
     "reloaded": "configuration reloaded: {reason}",
     "reload_failed": "configuration refused, nothing has changed: {reason}",
 }
 
 
 def _deeper(way: str) -> str:
-    return "is stopped where it rests" if way == "stop" else "goes to a deeper rest" + (way and f" by {way}")
+    return "stopped from standby" if way == "stop" else f"demoted to {way}" if way else "demoted"
 
 
 def requests(count: int) -> str:

@@ -380,7 +380,7 @@ class Metrics:
         )
         yield _histogram(
             "anvil_queue_wait_seconds",
-            "Time in the line, for a model to become resident.",
+            "Time in the queue, until the model was resident.",
             "model",
             self._waits,
         )
@@ -441,18 +441,18 @@ class Metrics:
             self._stalled,
         )
         yield _counter(
-            "anvil_severed_requests", "Requests cut because a drain ended.", "model", self._severed
+            "anvil_severed_requests", "Requests that were severed, because their drain ended first.", "model", self._severed
         )
         yield _counter(
-            "anvil_deferrals", "Swaps that were put off, by cause.", "model cause", self._deferrals
+            "anvil_deferrals", "Swaps that were held back, by cause.", "model cause", self._deferrals
         )
         yield _counter(
-            "anvil_evictions", "Models that left their GPUs, by cause.", "model cause", self._evictions
+            "anvil_evictions", "Models that were evicted, by cause.", "model cause", self._evictions
         )
         yield _counter("anvil_reloads", "Other configurations, by result.", "result", self._reloads)
         yield _counter(
             "anvil_demotions",
-            "Backends at rest that were taken further down, by how they rest then.",
+            "Backends that were demoted, by their standby level afterwards.",
             "model way",
             self._demotions,
         )

@@ -742,7 +742,7 @@ def test_events_tell_what_happened_and_why(url: str, capsys: pytest.CaptureFixtu
 
     eventually(lambda: "b: ready after" in told())
     lines = [line.partition(" ")[2] for line in told().splitlines()]
-    assert any(line.startswith("a: leaves for b (") for line in lines)
+    assert any(line.startswith("a: draining for b (") for line in lines)
     assert any(line.startswith("b: loading (") for line in lines)
     assert {line.split()[1] for line in told("a").splitlines()} == {"a:"}
     assert {json.loads(line)["model"] for line in told("b", "--json").splitlines()} == {"b"}
@@ -809,7 +809,7 @@ def test_unload_puts_a_model_out(mux: Running, url: str, capsys: pytest.CaptureF
     assert mux.get("/healthz")["models"]["a"]["state"] == "stopped"
     capsys.readouterr()
     assert main(["unload", "a", "--url", url]) == 0
-    assert capsys.readouterr().err == "anvil-mux: a is not resident, or leaves already\n"
+    assert capsys.readouterr().err == "anvil-mux: a is not resident, or is already being evicted\n"
 
 
 def test_unload_says_that_the_drain_timeout_aborts_requests(
@@ -833,7 +833,7 @@ def test_unload_of_a_model_that_is_loading_ends_its_process(
         waiting = pool.submit(mux.chat, "a")
         mux.tells("a: loading")
         assert main(["unload", "a", "--url", url]) == 0
-        assert capsys.readouterr().err.startswith("anvil-mux: a leaves once its requests have ended")
+        assert capsys.readouterr().err.startswith("anvil-mux: a is evicted once its requests have ended")
         status, _, text = waiting.result(TIMEOUT)
         assert (status, json.loads(text)["error"]["code"]) == (503, "cancelled")
         mux.tells("a: stopped")

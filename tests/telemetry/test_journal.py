@@ -129,7 +129,7 @@ def test_events_are_told_in_the_order_in_which_they_came(
     journal.add(Event(33.0, "ready", "a", "a", seconds=12.34))
     journal.flush()
     told = [line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()]
-    assert told[0] == "a: leaves for b (1 waiting, oldest first); waits up to 30 s for 2 requests"
+    assert told[0] == "a: draining for b (1 waiting, oldest first); waits up to 30 s for 2 requests"
     assert told[1].endswith("between")
     assert told[2:] == ["a: evicting, 1 request severed after 30.0 s", "a: stopped", "a: ready after 12.3 s"]
 
@@ -249,11 +249,11 @@ SHORT = Cause("host_memory_short")
 @pytest.mark.parametrize(
     ("kind", "more", "said"),
     [
-        ("demoting", {"cause": SHORT, "way": "stop"}, "is stopped where it rests: host memory is short"),
+        ("demoting", {"cause": SHORT, "way": "stop"}, "stopped from standby: host memory is short"),
         (
             "demoting",
             {"cause": SHORT, "way": "sleep:2"},
-            "goes to a deeper rest by sleep:2: host memory is short",
+            "demoted to sleep:2: host memory is short",
         ),
         ("standby", {"way": "sleep"}, "standby (sleep)"),
         (
@@ -270,7 +270,7 @@ SHORT = Cause("host_memory_short")
         ),
         ("failed", {"cause": Cause("error", detail="load_failed")}, "failed #0 load_failed"),
         ("pinned", {}, "pinned: once it is resident no other model evicts it"),
-        ("unpinned", {}, "unpinned: it makes room for others again"),
+        ("unpinned", {}, "unpinned: it may be evicted for others again"),
         ("ready", {"cause": Cause("reprieved")}, "stays after all: it need not make room any more"),
     ],
 )
