@@ -185,7 +185,7 @@ class Severed(MuxError):
 
 
 class Cancelled(MuxError):
-    """Whoever runs anvil-mux took the request out of its line, or ended the load that it waited for."""
+    """The request was cancelled by hand while it waited, or the load that it waited for was."""
 
     status, code = 503, "cancelled"
     retry = False

@@ -124,8 +124,8 @@ def unload(given: argparse.Namespace) -> int:
     if told.get("resident", True):
         return _done(
             given,
-            "is evicted once its requests have ended (drain_timeout aborts those that take longer), or is not "
-            "loaded any further",
+            "is evicted once its requests have ended (drain_timeout aborts those that take longer), or is "
+            "not loaded any further",
         )
     return _done(given, "is not resident, or is already being evicted")
 

@@ -401,7 +401,9 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         ValueKind("list of paths", _read_paths),
         "What else may be asked of the engine, below /upstream/MODEL; /sdapi/ means all below that.",
     ),
-    "concurrency": Setting(COUNT, "How many requests it is given at once; more are queued, fairly between API keys."),
+    "concurrency": Setting(
+        COUNT, "How many requests it is given at once; more are queued, fairly between API keys."
+    ),
     "checkpoint_anyway": Setting(
         settings.FLAG, "Checkpoint it although it holds several GPUs, from which engines often do not return."
     ),

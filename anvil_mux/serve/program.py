@@ -76,7 +76,7 @@ from anvil_mux.telemetry.metrics import Metrics
 log = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 2.0
-"""How long the clients of requests that are cut off may take to be told."""
+"""How long the clients of severed requests may take to be told."""
 COMMANDS_SECONDS = 60.0
 """How long a start waits for what one that was killed has Docker do."""
 ENGINE_SECONDS = 60.0
@@ -555,7 +555,7 @@ class AnvilMux:
         if leases := self._mux.status().leases:
             self._say(f"waiting up to {grace:g} s for {requests(leases)} (again to end at once)")
         if not self._server.drain(grace):
-            self._say(f"cut off after {grace:g} s: {requests(self._mux.sever())}")
+            self._say(f"severed after {grace:g} s: {requests(self._mux.sever())}")
             self._server.drain(FAREWELL_SECONDS)
         self._mux.close()
         self._load_logs.worker.close()

@@ -38,7 +38,7 @@ class Figures:
     failed: int
     """Requests that ended without their model."""
     severed: int
-    """Requests cut off in service, by a drain that ended or a backend that died."""
+    """Requests severed in service, by a drain that ended or a backend that died."""
 
 
 def figures(log: Sequence[Event], sent: int = 0, begins: Mapping[str, Any] = MappingProxyType({})) -> Figures:
@@ -73,7 +73,7 @@ def _answers(event: Event) -> bool:
 
 
 def _cut(event: Event) -> int:
-    """How many requests it cut off in service."""
+    """How many requests it severed in service."""
     return event.size if event.kind in ("severed", "stopped") else 0
 
 

@@ -401,7 +401,7 @@ _SCALES: Sequence[tuple[float, str, Sequence[float]]] = (
 )
 _MEAN: Any = {"color": INK, "linewidth": 1.0, "linestyle": (0, (4, 2))}
 _STATES = {"loading": "loading", "draining": "draining", "evicting": "evicting", "stuck": "stuck"}
-_ENDS = {"severed": "cut off later", "unserved": "never served"}
+_ENDS = {"severed": "severed later", "unserved": "never served"}
 _MARKS = {"leased": "o", "severed": "x", "unserved": "+"}
 
 

@@ -60,7 +60,7 @@ class Workload:
     def config(self) -> Config:
         """Without a compose file: every model is one backend of the same name, and has GPU 0 to itself.
 
-        No drain is cut short: a policy must not look good because it cut off more requests than another.
+        No drain is cut short: a policy must not look good because it severed more requests than another.
         """
         backends = tuple([Backend(model, model, ("0",)) for model in self.load_seconds])
         return Config(backends, drain_timeout=math.inf)

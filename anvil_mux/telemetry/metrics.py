@@ -441,7 +441,10 @@ class Metrics:
             self._stalled,
         )
         yield _counter(
-            "anvil_severed_requests", "Requests that were severed, because their drain ended first.", "model", self._severed
+            "anvil_severed_requests",
+            "Requests that were severed, because their drain ended first.",
+            "model",
+            self._severed,
         )
         yield _counter(
             "anvil_deferrals", "Swaps that were held back, by cause.", "model cause", self._deferrals

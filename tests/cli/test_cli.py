@@ -1120,7 +1120,7 @@ def test_requests_that_outlast_the_drain_are_cut_and_counted(state: Path) -> Non
     running = serve(compose(state, tokens_per_second=1), "--drain-timeout", "0", state=state)
     with stream(running, "a", 1000):
         assert running.stop() == 0
-    assert any("cut off after 0 s: 1 request" in line for line in running.output)
+    assert any("severed after 0 s: 1 request" in line for line in running.output)
 
 
 def test_on_exit_stop_stops_the_engines(state: Path) -> None:
