@@ -221,15 +221,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE", help="draw the phases (needs matplotlib)")
     add_json(command)
     command.epilog = (
-        "Swaps between all backends of the file that cannot stay side by side, by each of their "
-        "standby levels, through a multiplexer and by hand in turn. It stops what runs of the project, and "
-        "leaves nothing running. Times are medians in seconds, from the last lease's end to the first byte of the "
+        "Swaps between all backends of the file that cannot stay side by side, by each of their standby "
+        "levels, through a multiplexer and by hand in turn. It stops what runs of the project, and leaves "
+        "nothing running. Times are medians in seconds, from the last lease's end to the first byte of the "
         "next answer. OWN-SHARE is what a swap took longer than by hand, and half of the swaps are within "
         "HALF-WITHIN: the machine's noise. COLD/BACK is a cold start over the way back, both until that "
-        "byte. GIB is the GPU memory that came back, BUS what the GPU's link could carry in a second. "
-        "A burst is measured from the moment at which the model is ready until all are answered; DIRECT are "
-        "as many requests at once to an engine just started, each on a connection of its own. "
-        "Exit code 1: something could not be measured."
+        "byte. GIB is the GPU memory that came back, BUS what the GPU's link could carry in a second. A "
+        "burst is measured from the moment at which the model is ready until all are answered; DIRECT are "
+        "as many requests at once to an engine just started, each on a connection of its own. Exit code 1: "
+        "something could not be measured."
     )
 
 

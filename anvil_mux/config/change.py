@@ -1,4 +1,4 @@
-"""What a new configuration means for what runs: who goes on, who is replaced, who comes and who goes.
+"""The difference between two configurations: the backends that go on, are replaced, come or go.
 
 A backend goes on as it is, with the streams that it serves, if only settings of it changed that steer us and
 not its engine (``OURS``). Anything else makes it another one: it is drained, stopped as it was described when
@@ -58,7 +58,7 @@ LATER = (
     "hooks",
 )
 TLS = ("tls_cert", "tls_key")
-"""Other files may take the place of those in use, but encryption itself is not begun or ended."""
+"""The files of TLS: others may take their place, but encryption itself is not begun or ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,9 @@ class Change:
     removed: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
-    """Of the whole, or of backends that are kept (as NAME.KEY); they hold from now on."""
+    """The settings, also of backends that are kept (as NAME.KEY), that hold from now on."""
     later: tuple[str, ...] = ()
-    """They hold from the next start on."""
+    """The settings that hold from the next start on."""
 
     def __str__(self) -> str:
         parts = {
@@ -87,7 +87,7 @@ class Change:
 
 
 def compare(old: Config, new: Config) -> Change:
-    """What becomes of ``old`` when ``new`` takes its place."""
+    """Compare ``old`` with ``new``, which takes its place."""
     before = {backend.name: backend for backend in old.backends}
     after = {backend.name: backend for backend in new.backends}
     common = [name for name in before if name in after]
@@ -111,7 +111,7 @@ def compare(old: Config, new: Config) -> Change:
 
 
 def within(old: Config, new: Config) -> Config:
-    """``new`` as far as it can take effect in a program that was started with ``old``."""
+    """Return ``new`` as far as it can take effect in a program that was started with ``old``."""
     fixed = {name: getattr(old, name) for name in LATER}
     if (old.tls_cert is None) != (new.tls_cert is None):
         fixed |= {name: getattr(old, name) for name in TLS}
@@ -121,7 +121,7 @@ def within(old: Config, new: Config) -> Config:
 
 
 def _resized(old: Config, new: Config) -> set[str]:
-    """The GPUs of which another memory is known now."""
+    """The GPUs whose memory is known to be another now."""
     before = {gpu.id: gpu for gpu in old.gpus}
     return {gpu.id for gpu in new.gpus if before.get(gpu.id, gpu) != gpu}
 

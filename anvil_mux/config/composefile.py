@@ -1,4 +1,4 @@
-"""compose files -> one mapping, through the Compose program or without it.
+"""Compose files -> one mapping, through the Compose program or without it.
 
 ``docker compose config`` knows every form that Compose knows, so it is asked where it can be; it needs no
 Docker Engine. Where it is missing, or where the caller wants none of it, interpolate.py reads one file.
@@ -28,7 +28,7 @@ COMPOSE_TIMEOUT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What the files say together."""
+    """The files' content, taken together."""
 
     services: Any
     settings: Any
@@ -36,12 +36,12 @@ class Content:
     project: str
     warnings: tuple[str, ...]
     plain: bool
-    """Read without the Compose program."""
+    """Whether it was read without the Compose program."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComposeOutput:
-    """What the Compose program left behind."""
+    """The exit code and the output of the Compose program."""
 
     code: int
     out: str

@@ -1,4 +1,4 @@
-"""What may be configured, and what it comes to: one frozen ``Config``.
+"""The settings, and what they come to: one frozen ``Config``.
 
 The compose file is the configuration: ``x-anvil`` at its top level and on services, which Compose ignores. A
 service without it (or a label ``anvil.*``, which says the same more weakly) is none of ours. The tables
@@ -22,7 +22,7 @@ from anvil_mux.config.settings import Setting, ValueKind
 DEFAULT_ROUTING = "least_delay"
 """The routing policy of models that name none."""
 ROUTING_NAME = re.compile(r"[A-Za-z0-9._+-]+")
-"""Of a routing policy and of a metric: both appear in headers."""
+"""The pattern for names of routing policies and metrics, which appear in headers."""
 STAGES = ("prefill", "decode")
 INFER_TYPES = ("neutral", *STAGES)
 EITHER = "either"
@@ -36,30 +36,30 @@ class Gpu:
     id: str
     vram: int | None = None
     reserve: int = 0
-    """Never given to a backend."""
+    """Bytes that are never given to a backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the runtimes need to know of a compose service, interpolated."""
+    """The part of a compose service that the runtimes need, interpolated."""
 
     name: str = ""
-    """Of a scaled one; empty: the backend's."""
+    """The name of a scaled service; empty: the backend's."""
     number: int = 1
-    """Which of its containers, as Compose counts them."""
+    """The number of its container, as Compose counts them."""
     scale: int = 1
     """How many it has."""
     image: str | None = None
     command: tuple[str, ...] = ()
-    """entrypoint + command as one argv (process runtime)."""
+    """The entrypoint and the command as one argv (process runtime)."""
     environment: tuple[tuple[str, str], ...] = ()
     working_dir: str | None = None
     """Absolute (resolved against the compose file's folder); None: that folder."""
     profiles: tuple[str, ...] = ()
     user: str = ""
-    """Of its processes, as the compose file has it; empty: the image's, or ours."""
+    """The user of its processes, as the compose file has it; empty: the image's, or ours."""
     digest: str = field(default="", compare=False)
-    """Of the whole description, in the words of whatever read it."""
+    """A digest of the whole description, as it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,45 +74,45 @@ class Backend:
     vram: int | None = None
     """Bytes that it holds on each of its GPUs; None: it needs them whole."""
     vram_measured: bool = False
-    """It needs what it held when it last left its GPUs; whole GPUs until that is known."""
+    """Whether it needs what it held when it last left its GPUs; whole GPUs until that is known."""
     engine: str = "openai"
     port: int | None = None
-    """Where it listens, inside the container (None: the engine's own port) or on loopback (None: $PORT)."""
+    """The port that it listens on, in the container (None: the engine's own) or on loopback (None: $PORT)."""
     served_model: str | None = None
     """The model id that the engine itself reports and expects, if it differs from ``model``."""
     aliases: tuple[str, ...] = ()
     pin: bool = False
-    """Never evict for another model."""
+    """Whether it is never evicted for another model."""
     priority: int = 0
-    """The higher, the earlier its line is served and the later it is evicted."""
+    """The higher, the earlier its queue is served and the later it is evicted."""
     ttl: float | None = None
     """Idle seconds after which it is evicted although nobody needs its GPUs; None: never."""
     min_residency: float = 0.0
-    """Seconds after its load in which it is not evict for a line that is not overdue."""
+    """Seconds after its load in which it is not evicted for a queue that is not overdue."""
     max_wait: float | None = None
-    """Its line's own ``Config.max_wait``."""
+    """The ``Config.max_wait`` of its own queue."""
     routing: str | None = None
     """The policy by which its model's replicas are chosen; None: ``Config.routing``."""
     kv_tokens: int | None = None
     """How many tokens its engine's cache holds; None: not known."""
     infer_type: str = "neutral"
-    """prefill, decode: which of two stages in which its model's requests are served; either: any of them."""
+    """The stage that it serves of its model's requests, prefill or decode; either: any of them."""
     node: str = ""
     failure_domain: str = ""
-    """What it fails with: a machine, and a group of services; empty: nothing but itself."""
+    """The machine, and the group of services, with which it fails; empty: nothing but itself."""
     profile: Profile | None = None
     """How fast it was measured to be."""
     load_timeout: float = 600.0
     stop_timeout: float = 10.0
-    """Grace before SIGKILL."""
+    """Seconds between the signal to stop and SIGKILL."""
     evict_to: tuple[str, ...] = ("stop",)
-    """Ways to leave the GPU, from the lightest to the deepest: see swap.py and standby.py."""
+    """Its standby levels, from the lightest to the deepest: see swap.py and standby.py."""
     demote_after: float | None = None
-    """Seconds on one standby level of ``evict_to`` after which it is taken to the next; None: it may stay."""
+    """Seconds at one standby level after which it is demoted to the next; None: it may stay."""
     ram: int | None = None
-    """Bytes of host memory that it needs while it runs; None: as was measured, if it was."""
+    """Bytes of host memory that it needs while it runs; None: as measured, if they were."""
     preload: bool = False
-    """Loaded once at the start, before anybody asks for it."""
+    """Whether it is loaded once at the start, before anybody asks for it."""
     strip: tuple[str, ...] = ()
     """Fields that are left out of the JSON that it is asked."""
     set: tuple[tuple[str, str], ...] = ()
@@ -120,20 +120,20 @@ class Backend:
     upstream: tuple[str, ...] = ()
     """Paths of the engine that may be asked for below /upstream/; a trailing slash means all below."""
     concurrency: int | None = None
-    """How many requests it is given at once; more wait in line. None: as many as come."""
+    """How many requests it is given at once; more are queued. None: as many as come."""
     checkpoint_anyway: bool = False
     """Whether it may be checkpointed although it holds several GPUs."""
     service: Service = Service()
 
     @property
     def service_name(self) -> str:
-        """As the compose file has it."""
+        """The service's name, as the compose file has it."""
         return self.service.name or self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Everything that one anvil-mux process is told; moments and durations in seconds."""
+    """The whole configuration of one anvil-mux process; moments and durations in seconds."""
 
     backends: tuple[Backend, ...]
     gpus: tuple[Gpu, ...] = ()
@@ -141,16 +141,16 @@ class Config:
     """The compose project's name; containers are recognised by it."""
     files: tuple[str, ...] = ()
     runtime: str = "compose"
-    """compose | process"""
+    """The kind of runtime: compose or process."""
     policy: str = "adaptive"
     policy_settings: dict[str, object] = field(default_factory=dict)
     eviction: str = "cost"
     eviction_settings: dict[str, object] = field(default_factory=dict)
     routing: str = DEFAULT_ROUTING
     routing_policies: dict[str, Any] = field(default_factory=dict)
-    """Those of the compose file, as they are written."""
+    """The routing policies of the compose file, as they are written."""
     routing_mode: str = "lite"
-    """lite: what we count; full: what engines say of themselves as well."""
+    """The figures that routing uses. lite: our own counts; full: those of the engines as well."""
     routing_store: str = ""
     """The address of the Redis by which several anvil-mux before the same engines know of each other."""
     host: str = "127.0.0.1"
@@ -158,27 +158,27 @@ class Config:
     drain_timeout: float = 30.0
     queue_timeout: float = 600.0
     max_wait: float = 60.0
-    """A line older than this, at the latest, is overdue: its swap begins whatever the policy says."""
+    """The age at which a queue is overdue at the latest: its swap begins whatever the policy says."""
     max_queue: int = 1000
-    """Waiting requests over all models; more get 503 overloaded."""
+    """The most requests that may wait, over all models; more get 503 overloaded."""
     max_connections: int = 2048
     upstream_timeout: float = 600.0
     """The longest silence of an engine, before or within an answer."""
     client_timeout: float = 60.0
     """How long a client may take nothing of what waits for it."""
     loading_grace: float = 5.0
-    """Silence before the keep-alive lines of a waiting stream begin."""
+    """Seconds of silence before the keep-alive lines of a waiting stream begin."""
     max_body: int = 64 << 20
     """Bytes of a JSON request body."""
     max_upload: int = 512 << 20
     """Bytes of a multipart request body, spooled to disk."""
     default_model: str | None = None
     host_memory: int | None = None
-    """Bytes of host memory for all engines, running and in standby; None: as much as there is."""
+    """Bytes of host memory for all engines, running and in standby; None: all there is."""
     preload: bool = False
     """Whether every backend is loaded once at the start, unless it says otherwise."""
     key_file: str | None = None
-    """Absolute."""
+    """The absolute path of the file with API keys."""
     tls_cert: str | None = None
     tls_key: str | None = None
     hosts: tuple[str, ...] = ()
@@ -186,10 +186,10 @@ class Config:
     cors: tuple[str, ...] = ()
     """Origins of other web sites whose pages may use it."""
     on_exit: str = "keep"
-    """keep | stop: what happens to running engines at exit."""
+    """The fate of running engines at exit: keep or stop."""
     hooks: tuple[hooks.Hook, ...] = ()
     warnings: tuple[str, ...] = ()
-    """What `check` warns of."""
+    """The warnings of `check`."""
     origins: dict[str, str] = field(default_factory=dict)
     """Key of ``SETTINGS`` -> default, FILE:LINE, the environment variable, or flag."""
     said: dict[str, str] = field(default_factory=dict)
@@ -258,7 +258,7 @@ MODE = settings.one_of("lite", "full")
 
 
 Routed = tuple[str, dict[str, Any], str, str]
-"""(the default policy, the file's own policies, mode, store)"""
+"""The setting ``routing``: (the default policy, the file's own policies, mode, store)."""
 
 
 def _read_routing(value: Any) -> Routed:
@@ -287,11 +287,11 @@ def _read_store(value: Any) -> str:
 
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
 WAYS = ("sleep", "sleep-2", "checkpoint", "freeze", "stop")
-"""Ways to leave a GPU; swap.py has them."""
+"""The standby levels, and ``stop``; swap.py performs them."""
 WAY_ALIASES = {"sleep-1": "sleep"}
 
 Judge = Callable[[Sequence[str], bool], str | None]
-"""(GPUs, whether several are allowed): why a service on them cannot be checkpointed here; None if it can."""
+"""Says for GPUs, and whether several are allowed, why no service on them can be checkpointed; or None."""
 
 SECONDS, TEXT, SIZE = settings.SECONDS, settings.TEXT, settings.SIZE
 COUNT = settings.whole_number(1)
@@ -411,7 +411,8 @@ SERVICE_SETTINGS: dict[str, Setting] = {
 
 LABEL = "anvil."
 SERVICE_NAME = re.compile(r"[a-zA-Z0-9._-]+")
-"""As Compose has it. Files are named after services, so a slash would lead out of their folder."""
+"""The pattern for names of services, as in Compose. Files are named after services, so a slash would lead out
+of their folder."""
 
 
 def describe(table: Mapping[str, Setting]) -> Iterator[tuple[str, str, str, str]]:

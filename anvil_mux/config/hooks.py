@@ -1,4 +1,4 @@
-"""Commands and web addresses that are told when something happens to a model: how a compose file names them.
+"""Hooks in a compose file: commands and web addresses that get the events of models.
 
 telemetry/hooks.py tells them.
 """
@@ -16,11 +16,11 @@ _KEYS = ("on", "run", "url", "timeout")
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """Whom to tell, and of what."""
+    """A command or an address, and the occasions that it is for."""
 
     on: tuple[str, ...] = OCCASIONS
     run: tuple[str, ...] = ()
-    """A command and its arguments; no shell."""
+    """The command and its arguments; no shell."""
     url: str = ""
     timeout: float = 10.0
 

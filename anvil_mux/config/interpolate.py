@@ -27,7 +27,7 @@ KeyPath = tuple[str, ...]
 """The way to a value: services, a, ports, 0."""
 
 MOST_NODES = 100_000
-"""Of a file whose aliases are written out: a small file can stand for a huge one."""
+"""The most nodes of a file whose aliases are written out: a small file can stand for a huge one."""
 DEEPEST = 50
 
 OTHER_FILES = ("extends", "label_file")
@@ -82,7 +82,7 @@ def read(file: Path) -> Document:
 
 
 def resolve(document: Document, environ: Mapping[str, str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The content with its variables put in, and the names of those that are not set; ConfigError."""
+    """The content with its variables replaced, and the names of those that are not set; ConfigError."""
     problems = [f"{document.where(key)}: {tag} {NEED_COMPOSE}" for key, tag in document.tags]
     problems += [f"{document.where(key)}: {NEED_COMPOSE}" for key in _other_files(document.content)]
     scope = Scope(environment(document.file.parent, environ))
@@ -107,7 +107,7 @@ def resolve(document: Document, environ: Mapping[str, str]) -> tuple[dict[str, A
 
 
 def environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` over the variables of ``folder/.env``."""
+    """Merge ``environ`` over the variables of ``folder/.env``."""
     file = folder / ".env"
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -168,7 +168,7 @@ class Scope:
         self.unset: dict[str, None] = {}
 
     def fill(self, text: str) -> str:
-        """``text`` with its variables put in; ValueError says what is wrong with it."""
+        """Replace the variables in ``text``; ValueError says what is wrong with it."""
         return "".join(self._parts(text))
 
     def _parts(self, text: str) -> Iterator[str]:
@@ -215,7 +215,7 @@ class Scope:
 
 
 def _closing(text: str, at: int) -> int:
-    """Where the brace that opens at ``at`` closes, in the same line."""
+    """The index of the brace that closes the one at ``at``, in the same line."""
     depth = 1
     for found in re.finditer(r"\$?\{|\}|\n", text[at + 1 :]):
         match found[0]:
@@ -245,7 +245,9 @@ def _other_files(content: Mapping[str, Any]) -> Iterator[KeyPath]:
 
 
 class Loader(yaml.SafeLoader):
-    """Plain values become what they become for Compose; unknown tags are left out of account."""
+    """A YAML loader for which plain values become what they become for Compose; unknown tags are left out of
+    account.
+    """
 
     yaml_implicit_resolvers: dict[str, Any] = {}
 

@@ -28,26 +28,26 @@ from anvil_mux.errors import ConfigError, Unauthorized
 VARIABLE = "ANVIL_API_KEYS"
 SHORTEST = 8
 FIELDS = (b"authorization", b"x-api-key", b"api-key")
-"""Where clients show their keys; no engine sees these."""
+"""The header fields in which clients show their keys; no engine sees these."""
 
 _PLAIN = re.compile(r"[!-+\--:<-~]+")
-"""Printable, without comma and semicolon, which people separate keys by."""
+"""The pattern for keys: printable, without comma and semicolon, which people separate keys by."""
 _COUNT = re.compile(r"[1-9][0-9]{0,5}")
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What one key may do."""
+    """One API key and its rights."""
 
     digest: bytes
     name: str = ""
     models: frozenset[str] | None = None
-    """Ids or aliases; None: all."""
+    """Ids or aliases of the models that it may use; None: all."""
     state: bool = True
-    """Sees the state of the whole: the status page and its stream, /healthz, /metrics, /why."""
+    """Whether it sees the state of the whole: the status page and its stream, /healthz, /metrics, /why."""
     admin: bool = True
-    """Loads and unloads, and everything else there is."""
+    """Whether it may load and unload, and do everything else there is."""
     requests: int | None = None
     """How many it may have at once, waiting or running."""
     waiting: int | None = None

@@ -1,4 +1,4 @@
-"""compose files -> one frozen ``Config``.
+"""Compose files -> one frozen ``Config``.
 
 Flags win over the environment (``ANVIL_*``), that over the file, that over the default.
 
@@ -80,7 +80,7 @@ def load(
 
 
 class _ConfigReader:
-    """One reading: what was found so far, good and bad."""
+    """The reading of some files: what was found so far, good and bad."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ class _ConfigReader:
         return self._read(key, setting, value, partial(self._problem_of_setting, key))
 
     def _read(self, key: str, setting: Setting, value: Any, tell: Callable[..., None]) -> dict[str, Any]:
-        """What the setting comes to, as far as it can be read; ``tell`` is called with each problem's way."""
+        """The value of a setting, as far as it can be read; ``tell`` is called with each problem's way."""
         try:
             return {key: setting.kind.read(value)}
         except settings.Wrong as wrong:
@@ -193,7 +193,7 @@ class _ConfigReader:
     def _take(
         self, table: Mapping[str, Setting], given: Any, key: KeyPath, prefix: str = ""
     ) -> dict[str, Any]:
-        """What ``given`` says in terms of ``table``; an empty value says nothing."""
+        """Read the settings in ``given`` by ``table``; an empty value counts as none."""
         if given is not None and not isinstance(given, dict):
             self._problem(key, f"must hold settings such as {next(iter(table))}, not {settings.show(given)}")
             return {}
@@ -285,7 +285,7 @@ class _ConfigReader:
         return backend
 
     def _fill_in(self, name: str, described: dict[str, Any], given: dict[str, Any]) -> str:
-        """What the service itself says of settings that are not given; its engine."""
+        """Fill in settings that are not given by what the service says; return its engine."""
         model = given.setdefault("model", settings.TEXT.read(name))
         engine = given.setdefault("engine", service.engine(described))
         names = service.served_model(described, engine)
@@ -346,7 +346,7 @@ class _ConfigReader:
     def _gpus_of(
         self, name: str, used: str | tuple[str, ...] | list[tuple[str, ...]] | None
     ) -> tuple[str, ...]:
-        """Those of the service, or of its first replica where each has its own."""
+        """The GPUs of the service, or of its first replica where each has its own."""
         if not isinstance(used, list):
             return self._used(name, used)
         if not self._process:
@@ -432,7 +432,7 @@ class _ConfigReader:
                     )
 
     def _needs(self, name: str, written: object, shipped: Container[str]) -> Set[str]:
-        """What a policy of the file's own needs of a service; its problems are told."""
+        """The settings that a policy of the file's own needs of a service; its problems are noted."""
         key = ("x-anvil", "routing", "policies", name)
         if name in shipped:
             self._problem(key, "is the name of a policy that is shipped; call it otherwise")
@@ -500,7 +500,7 @@ class _ConfigReader:
                 )
 
     def _check_waits(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
-        """Whether requests may wait for long enough to be served."""
+        """Check that requests may wait for long enough to be served."""
         limit, most = (values.get(key, default_of(Config, key)) for key in ("queue_timeout", "max_wait"))
         for longest in dict.fromkeys([most if b.max_wait is None else b.max_wait for b in backends]):
             if limit < longest:
@@ -536,7 +536,7 @@ class _ConfigReader:
         return f'publish any, "127.0.0.1::{backend.port or "PORT"}", or a range'
 
     def _take_turns(self, one: Backend, other: Backend) -> bool:
-        """Whether they never run at once; whoever rests without being stopped keeps its port."""
+        """Whether two backends never run at once; one in standby keeps its port."""
         if {*one.evict_to, *other.evict_to} != {"stop"} or one.vram_measured or other.vram_measured:
             return False
         common = set(one.gpus) & set(other.gpus)
@@ -549,7 +549,7 @@ class _ConfigReader:
         self._problem((*key, *path), text)
 
     def _problem_of_setting(self, key: str, text: str, *path: str) -> None:
-        """Blames the flag or the variable where one of them gave the setting."""
+        """Name the flag or the variable where one of them gave the setting."""
         way = ".".join(path) + ": " if path else ""
         match self._origins[key]:
             case "flag":
@@ -575,7 +575,7 @@ def _room(gpu: Gpu) -> int | None:
 
 
 def _fit(backends: Sequence[Backend], room: int | None) -> bool:
-    """Whether they can be on a GPU with this much room at once."""
+    """Whether backends can be on a GPU with this much room at once."""
     if len(backends) < 2:
         return True
     needs = [backend.vram for backend in backends]
@@ -583,7 +583,7 @@ def _fit(backends: Sequence[Backend], room: int | None) -> bool:
 
 
 def _structure(text: str) -> object:
-    """An environment variable may hold a YAML list or mapping."""
+    """Read the YAML list or mapping that an environment variable may hold."""
     if text[0] not in "[{":
         return text
     try:

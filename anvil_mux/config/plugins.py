@@ -1,4 +1,4 @@
-"""What a compose file may name that is code: policies of swapping, eviction and routing.
+"""The code that a compose file may name: policies of swapping, eviction and routing.
 
 The registries stand in the packages that use them, below this one, so the loader is handed them. It only asks
 whether what is named can be built.
@@ -23,4 +23,4 @@ class Plugins:
     shipped_routing: Callable[[], Mapping[str, Set[str]]]
     """Name of a routing policy that is shipped -> the settings that it needs every service to have."""
     read_routing: Callable[[str, object], tuple[Set[str], Sequence[Problem]]]
-    """What a routing policy of the file's own needs, and all that is wrong with it."""
+    """Says which settings a routing policy of the file's own needs, and all that is wrong with it."""

@@ -27,7 +27,7 @@ Line = tuple[tuple[float, float], ...]
 
 
 class Profile(NamedTuple):
-    """Milliseconds, as measured."""
+    """The times of an engine in milliseconds, as measured."""
 
     ttft: Line
     """Tokens of a prompt -> until its first token."""
@@ -36,14 +36,16 @@ class Profile(NamedTuple):
     chunk: int = CHUNK
 
     def first_token(self, tokens: float, batch: float, batch_tokens: float) -> float:
-        """For ``tokens`` that are to be computed, in chunks, each beside the answers under way."""
+        """Predict the first token for ``tokens`` that are to be computed, in chunks, beside the answers under
+        way.
+        """
         whole, rest = divmod(tokens, self.chunk)
         beside = self.next_token(batch, batch_tokens / batch) if batch else 0.0
         steps = whole * (_on(self.ttft, self.chunk) + beside) if whole else 0.0
         return steps + (_on(self.ttft, rest) + beside if rest else 0.0)
 
     def next_token(self, batch: float, tokens_each: float) -> float:
-        """While ``batch`` requests of so many tokens each are answered."""
+        """Predict each further token while ``batch`` requests of so many tokens each are answered."""
         sizes = [size for size, _ in self.tpot]
         right = bisect_left(sizes, batch)
         if right == len(sizes):

@@ -1,4 +1,4 @@
-"""What whoever runs the program has changed of the questions that a model gets: ``strip`` and ``set``.
+"""Changes to the questions that a model gets, by the settings ``strip`` and ``set``.
 
 Only a backend that says so has its JSON bodies changed, and of these only the members that are named: the
 bytes of all others are passed on as they came, in their order. So numbers keep their digits and text its
@@ -15,14 +15,14 @@ from typing import Any
 from anvil_mux.errors import BadRequest
 
 UNTOUCHED = ("model", "stream")
-"""These decide who answers, and in which form."""
+"""The fields that decide who answers, and in which form."""
 
 _decode = json.JSONDecoder().raw_decode
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def rewritten(body: bytes | bytearray, strip: Collection[str], put: Mapping[str, str]) -> bytes:
-    """``body`` without the members in ``strip``, and with those in ``put`` (name -> JSON) as they say."""
+    """Return ``body`` without the members in ``strip``, and with those in ``put`` (name -> JSON)."""
     missing = dict(put)
     kept = []
     for name, written, value in _members(body):

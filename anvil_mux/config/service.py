@@ -1,4 +1,4 @@
-"""What a compose service says, in whichever of its spellings it says it.
+"""The meaning of a compose service, in whichever spelling it is written.
 
 Compose accepts most things in a short and a long form, and prints the long one; without the Compose program
 the file's own form is what we get. Functions take the service's mapping and give one form; ValueError says
@@ -44,7 +44,7 @@ class Port:
 
 
 def argv(service: RawService) -> tuple[str, ...]:
-    """entrypoint + command."""
+    """The entrypoint and the command as one list."""
     return (*_words(service, "entrypoint"), *_words(service, "command"))
 
 
@@ -67,7 +67,7 @@ def labels(service: RawService, prefix: str) -> dict[str, str]:
 
 
 def digest(service: RawService, prefix: str) -> str:
-    """Equal for descriptions that differ at most in extensions, labels with ``prefix``, and their scale."""
+    """A digest of the description without extensions, labels with ``prefix``, and scale."""
     said = {n: value for n, value in service.items() if not str(n).startswith("x-") and n != "scale"}
     if isinstance(deploy := said.get("deploy"), Mapping):
         said["deploy"] = {name: value for name, value in deploy.items() if name != "replicas"}
@@ -149,7 +149,7 @@ def served_model(service: RawService, engine: str) -> tuple[str, ...]:
 
 
 def _names_given(words: Sequence[str]) -> tuple[str, ...]:
-    """What follows --served-model-name: vLLM takes several names."""
+    """The names after --served-model-name: vLLM takes several."""
     for index, word in enumerate(words):
         if word.startswith("--served-model-name="):
             return (word.partition("=")[2],)
@@ -292,7 +292,7 @@ UNIFIED_MEMORY = "GGML_CUDA_ENABLE_UNIFIED_MEMORY"
 
 
 def cannot_evict_to(service: RawService, variables: Mapping[str, str], engine: str, way: str) -> str:
-    """Why the service cannot leave its GPUs by this way, as far as it says; "" if it can."""
+    """Why the service cannot take this standby level, as far as it says; "" if it can."""
     if way == "freeze" and reserves_gpu(service):
         return "what is frozen keeps its GPU memory"
     if way == "checkpoint" and UNIFIED_MEMORY in variables:
@@ -316,7 +316,7 @@ def cannot_evict_to(service: RawService, variables: Mapping[str, str], engine: s
 
 
 def lightest_levels(service: RawService, variables: Mapping[str, str], engine: str) -> tuple[str, ...]:
-    """How a service leaves its GPUs if nobody says how: asleep if its owner gave it what that takes."""
+    """The standby levels of a service that names none: asleep if its owner gave it what that takes."""
     told = set(SLEEP_FLAGS.get(engine, ())) <= set(argv(service))
     sleeps = engine in ("vllm", "sglang", "ollama") and told
     return (
@@ -340,7 +340,7 @@ LLAMACPP_PORT = "LLAMA_ARG_PORT"
 
 
 def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str]) -> Iterator[str]:
-    """What Docker would do with this service that its owner hardly wants, and what to do about it."""
+    """Warnings of what Docker would do with this service that its owner hardly wants, with remedies."""
     restart = str(service.get("restart", "no"))
     if restart in ("always", "unless-stopped"):
         yield f"`restart: {restart}` brings the engine back onto the GPU after it was evicted; take it away"
@@ -369,13 +369,16 @@ def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str
 
 
 def process_bites(service: RawService, port: int | None) -> Iterator[str]:
-    """The same of a local process. Your own program may read PORT from its environment; engines do not."""
+    """The same warnings for a local process.
+
+    Your own program may read PORT from its environment; engines do not.
+    """
     if engine(service) != "openai" and port is None and not any("PORT" in word for word in argv(service)):
         yield "its command does not say where it is to listen; add --port $$PORT"
 
 
 def _unheard(service: RawService, engine: str, port: int | None) -> Iterator[str]:
-    """Whether the engine may listen somewhere else than at the port that is published."""
+    """A warning if the engine may listen somewhere else than at the port that is published."""
     inside, told = [each.inside for each in published(service)], commanded_port(service)
     if told is not None:
         if port in inside and told not in inside:

@@ -18,7 +18,7 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class ValueKind:
     name: str
-    """As the documentation calls it."""
+    """The name that the documentation gives it."""
     read: Callable[[Any], Any]
 
 
@@ -26,15 +26,15 @@ class ValueKind:
 class Setting:
     kind: ValueKind
     doc: str
-    """One line."""
+    """Its meaning, in one line."""
 
 
 Problem = tuple[tuple[str, ...], str]
-"""(the way to a part of a value, what is wrong with it)"""
+"""The way to a part of a value, and what is wrong with it."""
 
 
 class Wrong(ValueError):
-    """Parts of a value are wrong; ``evict_to`` is what it comes to without them."""
+    """Parts of a value are wrong; ``rest`` is what it comes to without them."""
 
     def __init__(self, problems: Sequence[Problem], rest: Any) -> None:
         super().__init__("; ".join([": ".join((".".join(path), text)) for path, text in problems]))
@@ -68,14 +68,14 @@ class MappingReader:
             return default
 
     def make(self, value: Any) -> Any:
-        """What was made of the parts, if nothing is wrong with them."""
+        """Return what was made of the parts, if nothing is wrong with them."""
         if self.problems:
             raise Wrong(self.problems, value)
         return value
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """What to say of an unknown word."""
+    """A hint at the known word that is nearest to an unknown one."""
     known = tuple(known)
     close = get_close_matches(word, known, 1, 0.6)
     return f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
@@ -206,7 +206,7 @@ def _read_chosen(value: Any) -> tuple[str, dict[str, object]]:
 
 
 def _read_chosen_setting(value: Any) -> object:
-    """Variables, times and flags may come as text; a setting is a number or a flag where it can be."""
+    """Read a policy and its settings, which are numbers or flags where they can be, also from text."""
     try:
         return read_seconds(value) if isinstance(value, str) else value
     except ValueError:

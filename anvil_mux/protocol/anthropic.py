@@ -82,7 +82,7 @@ def _conversation(said: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _blocks(said: Mapping[str, Any], key: str) -> list[Block]:
-    """Content is a string or a list of blocks."""
+    """The blocks of a content, which is a string or a list of them."""
     found = said.get(key)
     return [{"type": "text", "text": found}] if isinstance(found, str) else objects(said, key)
 
@@ -110,7 +110,10 @@ def _tool_call(block: Block) -> dict[str, Any]:
 
 
 def _from_user(role: str, blocks: list[Block]) -> Iterator[dict[str, Any]]:
-    """Results of tools stand first, as engines want them right behind their calls."""
+    """The messages of a user's turn.
+
+    Results of tools stand first, as engines want them right behind their calls.
+    """
     content: list[dict[str, Any]] = []
     for block in blocks:
         if block.get("type") == "tool_result":
@@ -263,7 +266,7 @@ class _Message:
 
 
 class _Count:
-    """How many tokens a question has."""
+    """The answer that says how many tokens a question has."""
 
     def begun(self, now: float, waited: float) -> None:
         pass

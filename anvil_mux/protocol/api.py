@@ -1,4 +1,4 @@
-"""What differs between client APIs: routes, error shapes, beats, model lists.
+"""The differences between client APIs: routes, error shapes, beats, model lists.
 
 Pure. The routes are an allow-list of exact raw paths, so no encoding, dot segment or doubled slash leads to
 an engine's control routes: what is not written here does not exist.
@@ -28,24 +28,24 @@ class Route:
     """One way to ask an engine."""
 
     api: str
-    """Whose shapes to answer with: openai, anthropic, llamacpp, ollama."""
+    """The API in whose shapes it is answered: openai, anthropic, llamacpp, ollama."""
     model_in: str
-    """Where the model's name sits: json, session (further in), multipart, query, path, upstream, or with an
+    """The place of the model's name: json, session (further in), multipart, query, path, upstream, or with an
     earlier answer."""
     beat: str = "none"
-    """chat, completion, messages, responses; with none a stream takes comments only."""
+    """The kind of its beats: chat, completion, messages, responses; or none, and only comments."""
     streams: bool = False
     """Whether ``stream: true`` gives server-sent events, into which comments and beats may be written."""
     path: str = ""
-    """What to ask the engine for; versionless variants get their /v1 here."""
+    """The path that the engine is asked for; versionless variants get their /v1 here."""
     translated: str = ""
-    """always: no engine is asked for it. missing: where the engine does not have it."""
+    """When it is translated. always: no engine has it. missing: where the engine does not have it."""
     upgrades: bool = False
-    """A websocket."""
+    """Whether it becomes a websocket."""
 
 
 NO_ROUTE = Route("openai", "none")
-"""Of a request that goes to no engine."""
+"""The route of a request that goes to no engine."""
 
 
 _POST: tuple[tuple[Route, str], ...] = (
@@ -103,7 +103,8 @@ _REFUSED = re.compile(
 
 
 def _routes() -> dict[str, dict[str, Route]]:
-    """path -> method -> route. ``/x`` and ``/v/x`` mean ``/v1/x`` unless the table has them itself.
+    """The table as path -> method -> route. ``/x`` and ``/v/x`` mean ``/v1/x`` unless the table has them
+    itself.
 
     (So /completions and /embeddings are OpenAI's, as for a client whose base address lacks its /v1.)
     """
@@ -172,7 +173,7 @@ def is_route(path: str) -> bool:
 
 
 def _upstream(path: str) -> list[tuple[str, str]]:
-    """Every way to take it apart, the shortest model first."""
+    """Every way to take the path apart, the shortest model first."""
     if not path.startswith(_UPSTREAM):
         return []
     parts = path[len(_UPSTREAM) :].split("/")
@@ -195,7 +196,7 @@ def model_in_path(path: str) -> str:
 
 
 def no_route(method: str, path: str) -> tuple[MuxError, list[Field]]:
-    """What to answer, and with which headers, where ``match`` found nothing: 501, 405 or 404."""
+    """The error for a path in which ``match`` found nothing (501, 405 or 404), and its headers."""
     methods = ROUTES.get(path)
     if methods is not None:
         allowed = ", ".join(sorted(methods))
@@ -207,7 +208,7 @@ def no_route(method: str, path: str) -> tuple[MuxError, list[Field]]:
 
 
 def api_of(path: str) -> str:
-    """Whose error shape a path gets, also when no route matches."""
+    """The API whose error shape a path gets, also when no route matches."""
     if re.match(r"(/v1?)?/messages(/|$)", path):
         return "anthropic"
     return "ollama" if re.match(r"/api/(?!v[01]/)", path) else "openai"
@@ -231,7 +232,7 @@ def error_body(api: str, error: MuxError, request_id: str) -> bytes:
 
 
 def error_headers(error: MuxError) -> list[Field]:
-    """When, and whether, to come again."""
+    """The headers that say when, and whether, to come again."""
     headers: list[Field] = []
     if error.retry_after is not None:
         headers.append((b"Retry-After", b"%d" % math.ceil(error.retry_after)))
@@ -241,7 +242,7 @@ def error_headers(error: MuxError) -> list[Field]:
 
 
 def error_event(api: str, beat: str, error: MuxError, request_id: str = "") -> bytes:
-    """``error`` for a client whose stream has begun; the connection is cut after it."""
+    """The event that says ``error`` in a stream that has begun; the connection is cut after it."""
     said = _error(api, error, request_id)
     if api == "anthropic":
         return b"event: error\ndata: %b\n\n" % written(said)
@@ -289,15 +290,15 @@ def error_said(body: bytes) -> dict[str, object] | None:
 
 
 Tokens = tuple[int | None, int | None, int | None]
-"""What an answer took: of the answer, of all its input, and of the input what was cached; None: not said."""
+"""The tokens of an answer, of all its input, and of its input that was cached; None: not reported."""
 NO_TOKENS: Tokens = (None, None, None)
 USAGE_BYTES = 2048
-"""Of an answer's end, where its usage stands."""
+"""The length of the end of an answer in which its usage stands."""
 _SAID = re.compile(rb'"([a-z_]*(?:_tokens|cache_n))"[ \t]*:[ \t]*(\d{1,9})(?!\d)')
 
 
 def tokens_said(body: bytes) -> Tokens:
-    """What the end of an answer says.
+    """Read the usage in the end of an answer.
 
     OpenAI and most engines count what was cached as part of the input, Anthropic beside it.
     """
@@ -366,14 +367,14 @@ _STATUS_VALUES = {
 
 
 def model_status(state: str, *, failed: bool = False) -> dict[str, object]:
-    """A GPU group's word as llama.cpp says it; ``failed``: so did its last load."""
+    """A state in llama.cpp's words; ``failed``: so did the last load."""
     value = _STATUS_VALUES.get(state, "unloaded")
     has_failed = value == "unloaded" and (failed or state == "stuck")
     return {"value": value, "failed": True} if has_failed else {"value": value}
 
 
 def status_event(model: str, status: dict[str, object]) -> bytes:
-    """``status`` as llama.cpp's router tells it to those who follow."""
+    """The event by which llama.cpp's router announces ``status``."""
     data = {"status": status["value"], **{key: status[key] for key in status if key != "value"}}
     return b"data: %b\n\n" % written({"model": model, "event": "model_status", "data": data})
 
@@ -437,5 +438,5 @@ def request_id(given: bytes | None, generate: Callable[[], str]) -> str:
 
 
 def written(value: object) -> bytes:
-    """``value`` as JSON."""
+    """Write ``value`` as JSON."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")

@@ -1,4 +1,4 @@
-"""Bodies that come compressed, unpacked within a limit.
+"""Compressed bodies, unpacked within a limit.
 
 Pure. Few clients compress what they send, but those that do cannot be told otherwise: Codex sends zstd. A
 body may unpack to a thousand times its size, so no more is unpacked than is allowed, and it must end where
@@ -16,7 +16,7 @@ from anvil_mux.errors import BadRequest, TooLarge
 
 
 class Unpacker(Protocol):
-    """What zlib's and zstd's decompressors have in common."""
+    """The common interface of zlib's and zstd's decompressors."""
 
     @property
     def eof(self) -> bool: ...
@@ -43,7 +43,7 @@ CODINGS: dict[str, Callable[[], Unpacker] | None] = {
 
 
 def unpacked(body: bytes | bytearray, coding: str, limit: int) -> bytes:
-    """``body`` without its coding; BadRequest 415 or 400, or TooLarge above ``limit`` bytes."""
+    """Unpack ``body``; BadRequest 415 or 400, or TooLarge above ``limit`` bytes."""
     make = CODINGS.get(coding.strip().lower())
     if make is None:
         needs = " (install anvil-mux[zstd])" if coding.lower() == "zstd" else ""

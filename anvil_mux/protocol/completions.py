@@ -1,4 +1,4 @@
-"""What engines answer to chat completions, told in parts, for APIs that are translated.
+"""Answers of engines to chat completions, in parts, for APIs that are translated.
 
 Pure. A client's API that its engine does not speak is turned into a question that every engine understands
 (``Translation``): OpenAI's chat completions, completions or embeddings. The answer comes back whole or as a
@@ -59,7 +59,7 @@ class Ending:
     """Why an answer ended, and what it took; counts are None where the engine did not tell."""
 
     reason: str
-    """stop, length, tool_calls, content_filter."""
+    """One of stop, length, tool_calls, content_filter."""
     stop_sequence: str | None = None
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -72,16 +72,20 @@ class AnswerTranslation(Protocol):
     """An engine's answer in the words of the client's API; moments are Unix time."""
 
     def begun(self, now: float, waited: float) -> None:
-        """An engine is asked, ``waited`` seconds after the request came; what another said is forgotten."""
+        """Note that an engine is asked, ``waited`` seconds after the request came; another one's answer is
+        forgotten.
+        """
 
     def whole(self, body: bytes, now: float) -> bytes:
-        """All of an answer, or what to say when nothing was asked; BackendError when it cannot be read."""
+        """Translate a whole answer, or write one where no engine was asked; BackendError when it cannot be
+        read.
+        """
 
     def feed(self, data: bytes, now: float) -> bytes:
-        """What to send for the next bytes of a stream; BackendError when the engine reports an error."""
+        """Translate the next bytes of a stream; BackendError when the engine reports an error."""
 
     def finish(self, now: float) -> bytes:
-        """What to send at the end of the engine's stream; BackendError when it broke off."""
+        """Write the end of the stream; BackendError when the engine's broke off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +93,15 @@ class Translation:
     """A request in words that every engine understands."""
 
     model: str | None
-    """As the client named it."""
+    """The model's name, as the client has it."""
     path: str
-    """What to ask the engine for; empty: nothing, the model is only loaded or unloaded."""
+    """The path that the engine is asked for; empty: none, the model is only loaded or unloaded."""
     question: dict[str, Any]
     """The body, but for the model."""
     answer: AnswerTranslation
     stream: bool = False
     unloads: bool = False
-    """The model is evicted afterwards, if nobody else uses it."""
+    """Whether the model is unloaded afterwards, if nobody else uses it."""
 
     def body(self, model: str) -> bytes:
         return written({"model": model, **self.question})
@@ -122,7 +126,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """``value`` without numbers that JSON does not have."""
+    """Return ``value`` without the numbers that JSON does not have."""
     match value:
         case dict():
             return {key: finite(each) for key, each in value.items()}
@@ -134,7 +138,7 @@ def finite(value: Any) -> Any:
 
 
 def arguments_of(call: str) -> dict[str, Any]:
-    """What a tool is called with; engines pass on what the model wrote, which need not be JSON."""
+    """The arguments of a tool call; engines pass on what the model wrote, which need not be JSON."""
     try:
         found = json.loads(call or "{}")
     except (ValueError, RecursionError):
@@ -296,7 +300,7 @@ def _ending(choice: dict[str, Any], usage: object, timings: object, *, called: b
 
 
 def _seconds(timings: object, key: str) -> float | None:
-    """What llama.cpp measured."""
+    """A time that llama.cpp measured."""
     found = timings.get(key) if isinstance(timings, dict) else None
     return found / 1000 if isinstance(found, (int, float)) else None
 

@@ -70,13 +70,14 @@ class Request(NamedTuple):
 
     method: str
     target: bytes
-    """As it was sent."""
+    """The request target, as it was sent."""
     path: str
     """Still percent-encoded, without the query."""
     query: str
     version: tuple[int, int]
     headers: list[Field]
-    """In the order they came, values stripped, without Content-Length (which is ``length``)."""
+    """The fields in the order in which they came, values stripped, without Content-Length (which is
+    ``length``)."""
     fields: dict[bytes, bytes]
     """Lower-case name -> value; repeated ones joined by a comma."""
     keep_alive: bool
@@ -150,7 +151,7 @@ def parse_request(head: bytes) -> Request:
 
 
 def response_head_end(buffer: bytes | bytearray, start: int = 0) -> int | None:
-    """As ``request_head_end``, for an engine's answer; BackendError."""
+    """The same as ``request_head_end``, for an engine's answer; BackendError."""
     end = _find_end(buffer, start)
     if end is None and len(buffer) > MAX_HEAD:
         raise BackendError(f"the engine's answer has a head larger than {MAX_HEAD} bytes")
@@ -301,11 +302,11 @@ class ChunkCounter:
 
     @property
     def between_chunks(self) -> bool:
-        """Whole chunks have passed, so one of our own could follow."""
+        """Whether whole chunks have passed, so that one of our own could follow."""
         return not (self._left or self._held or self._trailer)
 
     def _pause(self, data: bytes, position: int, end: int) -> None:
-        """The payload, or its CRLF, goes on after ``data``."""
+        """Note that the payload, or its CRLF, goes on after ``data``."""
         size = len(data)
         if end - size == 1 and size > position:
             self._held, self._left = data[-1:], 2
@@ -335,7 +336,7 @@ class ChunkDecoder:
 
     def __init__(self, limit: int | None = None, error: type[MuxError] = BackendError) -> None:
         self.rest = b""
-        """What followed the body in the last data fed."""
+        """The bytes that followed the body in the last data fed."""
         self._counter = ChunkCounter(error)
         self._limit = limit
         self._taken = 0
@@ -378,7 +379,7 @@ def _has_bare_lf(buffer: bytes | bytearray, start: int) -> bool:
 
 
 def _without_blank_line(head: bytes) -> bytes:
-    """Some clients send a stray line end after a body (RFC 9112, 2.2)."""
+    """Drop the stray line end that some clients send after a body (RFC 9112, 2.2)."""
     return head[2:] if head[:2] == EMPTY_LINE else head
 
 
@@ -395,7 +396,10 @@ def _parse_request_line(head: bytes) -> re.Match[bytes]:
 
 
 def _parse_fields(head: bytes, start: int, error: type[MuxError]) -> list[Field]:
-    """Every line must be one match, so that as many matches as lines means that all of them are sound."""
+    """Read the header lines.
+
+    Every line must be one match, so that as many matches as lines means that all of them are sound.
+    """
     found = _FIELD.findall(head, start)
     if len(found) != head.count(b"\n", start) - 1 or not head.endswith(b"\n\r\n"):
         raise error(
@@ -526,7 +530,7 @@ def _written(
 
 
 def _checked(lines: bytes, ends: int) -> bytes:
-    """``lines`` if they have just as many line ends; ValueError if some were smuggled in, or NUL."""
+    """Return ``lines`` if they have just as many line ends; ValueError if some were smuggled in, or NUL."""
     if lines.count(b"\n") != ends or lines.count(b"\r") != ends or b"\0" in lines:
         raise ValueError("a header value holds a line end or NUL")
     return lines

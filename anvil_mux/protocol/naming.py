@@ -1,4 +1,4 @@
-"""Which model a request names, wherever the name sits: JSON, a multipart form, or a query.
+"""The model that a request names, wherever the name stands: JSON, a multipart form, or a query.
 
 The name of the model is read without changing a byte of the body. Small JSON is parsed; large JSON (images in
 base64) is scanned: between two strings only brackets matter, so the depth at each string is a count, and a
@@ -27,7 +27,8 @@ MAX_PARTS = 1000
 
 
 def media(content_type: bytes, body: bytes | bytearray) -> str:
-    """json or multipart; JSON sent as a form or as nothing (plain ``curl -d``) is known by its first byte."""
+    """The kind of a body, json or multipart; JSON sent as a form or as nothing (plain ``curl -d``) is known
+    by its first byte."""
     kind = content_type.partition(b";")[0].strip().lower()
     if kind == b"application/json" or kind.endswith(b"+json"):
         return "json"
@@ -46,15 +47,15 @@ _EMPTY = re.compile(rb"[ \t\r\n]*\}")
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 _RUN = re.compile(rb'[^"\\]*(?:\\.[^"\\]*){0,500}', re.DOTALL)
 _MAX_KEY = 6 * len("stream") + 2
-"""Every character escaped, and the quotes."""
+"""The longest key of interest, with every character escaped, and its quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _NamedModel:
     start: int
-    """Just past the opening brace."""
+    """The index just past the opening brace."""
     model: tuple[int, int] | None
-    """Where the model's value stands, quotes included."""
+    """The span of the model's value, quotes included."""
     stream: bool
 
 
@@ -75,7 +76,7 @@ def model_and_stream(body: bytes | bytearray) -> tuple[str | None, bool]:
 
 
 def _scanned(body: bytes | bytearray) -> tuple[str | None, bool]:
-    """As above, of a large body, of which no objects are made."""
+    """The same as above, for a large body, of which no objects are made."""
     _check_utf8(body)
     found = _scan(body)
     if found.model is None:
@@ -127,7 +128,8 @@ def _value_span(body: bytes | bytearray, keys: tuple[str, ...]) -> Span | None:
 def model_replaced(
     body: bytes | bytearray, new: str, span: Span | None = None
 ) -> tuple[bytes | memoryview, ...]:
-    """``body`` in pieces, with ``new`` as its model, every other byte as it was; copies nothing large.
+    """Return ``body`` in pieces, with ``new`` as its model and every other byte as it was; copies nothing
+    large.
 
     ``span``: where the model stands, if not at the top.
     """
@@ -283,7 +285,7 @@ def model_in_query(query: str) -> str | None:
 
 
 def model_replaced_in_query(query: str, model: str) -> str:
-    """``query`` with the name that the engine knows its model by; all else as it was."""
+    """Return ``query`` with the name that the engine knows its model by; all else as it was."""
     if model_in_query(query) in (None, model):
         return query
     parts = query.split("&")
@@ -294,7 +296,7 @@ def model_replaced_in_query(query: str, model: str) -> str:
 
 
 def may_load(query: str) -> bool:
-    """What ``?autoload=`` says, as llama.cpp's router reads it: whether a request may load its model."""
+    """Whether a request may load its model, by ``?autoload=`` as llama.cpp's router reads it."""
     if "autoload=" not in query:
         return True
     return parse_qs(query).get("autoload", ["true"])[0] in ("true", "1")
@@ -305,7 +307,7 @@ _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]"
 
 
 def boundary(content_type: bytes) -> bytes:
-    """What separates the parts of a multipart body."""
+    """The line that separates the parts of a multipart body."""
     named = [quoted or bare for name, quoted, bare in _parameters(content_type) if name == b"boundary"]
     if len(named) != 1 or not _BOUNDARY.fullmatch(named[0]):
         raise BadRequest("multipart/form-data needs one valid `boundary`")
@@ -323,7 +325,7 @@ class MultipartModelScanner:
         self.model: str | None = None
         self.stream = False
         self.span: tuple[int, int] | None = None
-        """Where the model's value stands in the whole body."""
+        """The span of the model's value in the whole body."""
         self._delimiter = b"\r\n--" + boundary
         self._held = b"\r\n"
         self._offset = -2
@@ -338,7 +340,7 @@ class MultipartModelScanner:
             pass
 
     def finish(self) -> None:
-        """The body has ended: BadRequest unless it was whole."""
+        """Note that the body has ended; BadRequest unless it was whole."""
         if self._step != self._epilogue:
             raise BadRequest("the form ends before its closing boundary", param="body")
 
@@ -409,7 +411,9 @@ class MultipartModelScanner:
 
 
 def _field_name(head: bytes) -> str:
-    """model or stream when a part's head says so and it is no file; else nothing."""
+    """The name of a field, model or stream, if a part's head has one of these and it is no file; else
+    nothing.
+    """
     for name, value in parse_fields(head):
         if name.lower() == b"content-disposition":
             parameters = _parameters(value)

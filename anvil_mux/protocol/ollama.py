@@ -128,7 +128,7 @@ def name_in(said: Mapping[str, Any]) -> str | None:
 
 
 def _is_zero(said: Mapping[str, Any]) -> bool:
-    """``keep_alive`` says to unload at once."""
+    """Whether ``keep_alive`` says to unload at once."""
     given = said.get("keep_alive")
     if isinstance(given, str):
         return bool(given) and _ZERO.fullmatch(given) is not None
@@ -139,7 +139,7 @@ def _is_zero(said: Mapping[str, Any]) -> bool:
 
 
 def _wishes(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What is to be said how: options, format, thinking."""
+    """The settings of an answer: options, format, thinking."""
     options = said.get("options") or {}
     if not isinstance(options, dict):
         raise BadRequest("`options` must be an object", param="options")
@@ -190,7 +190,7 @@ class _Messages:
     def __init__(self) -> None:
         self._calls = 0
         self._open: list[tuple[str, str]] = []
-        """(id, name) of the calls whose results have not come yet."""
+        """The calls whose results have not come yet, as (id, name)."""
 
     def all(self, said: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [self._message(each) for each in said]
@@ -236,12 +236,12 @@ class _Messages:
 
 
 class _Words:
-    """What all answers have in common. Moments are Unix time, durations are told in nanoseconds."""
+    """The common part of all answers. Moments are Unix time, durations are told in nanoseconds."""
 
     def __init__(self, model: str, done: str) -> None:
         self._model = model
         self._done = done
-        """What was done when nothing was asked: load or unload."""
+        """The deed when nothing was asked: load or unload."""
         self._began = self._waited = 0.0
         self._first: float | None = None
 
@@ -296,7 +296,7 @@ class _Spoken(_Words):
         return called + self._line(now, [], {"done": True, **self._end(ending, now)})
 
     def _gather(self, part: Part) -> bool:
-        """Keeps what belongs to a call of a tool: that is told at once."""
+        """Keep what belongs to a tool call, which is sent whole."""
         match part:
             case ToolBegin(id, name):
                 self._calls.append((id, name, []))
@@ -399,7 +399,7 @@ def running(models: Mapping[str, float | None], now: float) -> bytes:
 
 
 def show(name: str, since: float) -> bytes:
-    """What /api/show tells of a model: what may be passed on to it."""
+    """The answer of /api/show: what may be passed on to the model."""
     about = {
         "modelfile": "",
         "parameters": "",

@@ -15,7 +15,7 @@ from typing import Any
 from anvil_mux.protocol.api import written
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
-"""What can be asked in stages."""
+"""The paths that can be served in two stages."""
 TRANSFER = "kv_transfer_params"
 REMOTE_DECODE = {
     "do_remote_decode": True,
@@ -26,11 +26,11 @@ REMOTE_DECODE = {
     "remote_port": None,
 }
 WITHOUT = ("stream_options", "min_tokens", "min_completion_tokens")
-"""What does not go with a single token in one piece."""
+"""The fields that do not go with a single token in one piece."""
 
 
 def first(asked: dict[str, Any], model: str) -> bytes:
-    """What the prefill engine is asked."""
+    """The body for the prefill engine."""
     kept = {key: value for key, value in asked.items() if key not in WITHOUT}
     if "max_completion_tokens" in kept:
         kept["max_completion_tokens"] = 1
@@ -38,7 +38,7 @@ def first(asked: dict[str, Any], model: str) -> bytes:
 
 
 def second(asked: dict[str, Any], said: bytes) -> dict[str, Any]:
-    """What the decode engine is asked, given what the prefill engine answered; ValueError if that is none."""
+    """The body for the decode engine, with the prefill engine's answer; ValueError if that is none."""
     answer = json.loads(said)
     if not isinstance(answer, dict):
         raise ValueError("it is not an object")
