@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class Condition(Protocol):
-    """What the multiplexer uses of ``threading.Condition``; its lock is held around every call."""
+    """The part of ``threading.Condition`` that the multiplexer uses; its lock is held around every call."""
 
     def wait(self, timeout: float | None = None) -> bool: ...
     def notify(self, n: int = 1) -> None: ...
@@ -33,7 +33,7 @@ class Condition(Protocol):
 
 
 class Latch(Protocol):
-    """What one thread waits for and another sets, once."""
+    """A gate at which one thread waits until another opens it, once."""
 
     def wait(self, timeout: float) -> bool: ...
     def set(self) -> None: ...

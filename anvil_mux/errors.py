@@ -111,7 +111,7 @@ class DoesNotFit(MuxError):
 
 
 class GpuMemoryShort(MuxError):
-    """Programs that are none of ours hold the GPU memory that a load would need."""
+    """Other processes hold the GPU memory that a load would need."""
 
     status, code = 503, "gpu_memory_short"
     retry_after = 30.0
@@ -146,7 +146,7 @@ class Draining(MuxError):
 
 
 def with_log(message: str, log: Iterable[str]) -> str:
-    """``message``, and below it what an engine printed last, if there is anything."""
+    """Return ``message``, and below it what an engine printed last, if there is anything."""
     lines = tuple(log)
     return f"{message}\nLast lines of the engine's log:\n" + "\n".join(lines) if lines else message
 
@@ -171,14 +171,14 @@ class ModelLoading(MuxError):
 
 
 class WaitedTooLong(MuxError):
-    """``queue_timeout`` passed before the model became resident."""
+    """The model did not become resident within ``queue_timeout``."""
 
     status, code = 504, "waited_too_long"
     retry_after = 30.0
 
 
 class Severed(MuxError):
-    """The drain ended before this request did, and its engine went; the message says what for."""
+    """The drain ended before this request did, and its engine was evicted; the message says what for."""
 
     status, code = 503, "severed"
     retry_after = 5.0
@@ -247,6 +247,6 @@ class ClientGone(MuxError):
 
 
 class ClientStalled(ClientGone):
-    """For `client_timeout` the client took nothing of what waited for it; seen in logs and metrics only."""
+    """The client took nothing of what waited for it for `client_timeout`; seen in logs and metrics only."""
 
     code = "client_stalled"

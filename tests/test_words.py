@@ -189,3 +189,35 @@ def test_what_the_glossary_names_exists(word: str, names: str) -> None:
 
 def test_the_glossary_has_each_state() -> None:
     assert NAMED["state"] <= set(re.findall(r"`(\w+)`", GLOSSARY))
+
+
+UNFINISHED = ("host", "multiplexer", "proxy", "scheduler", "sim/simulate")
+"""Whose docstrings are still to be rewritten."""
+
+NO_SUBJECT = re.compile(
+    r"(Who|Whoever|Whom|Whose|What|Whatever|Which|Those|These|It|Its|They|Nobody|Somebody|Of|As|With|By|At|In|To"
+    r"|From|Under|Where|Among|Between|For|Such|So|Told|Said)\b|[a-z(]"
+)
+
+
+def documentation(file: Path) -> Iterator[str]:
+    """The docstrings of a module, also those below its names."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        file
+        for file in sorted((ROOT / "anvil_mux").rglob("*.py"))
+        if not str(file.relative_to(ROOT / "anvil_mux")).startswith(UNFINISHED)
+    ],
+    ids=lambda file: str(file.relative_to(ROOT / "anvil_mux")),
+)
+def test_a_docstring_begins_with_what_it_is_about(file: Path) -> None:
+    lost = [
+        text for text in documentation(file) if NO_SUBJECT.match(text) and not text.startswith("anvil-mux")
+    ]
+    assert not lost

@@ -63,7 +63,7 @@ def read_positive(text: str) -> int:
 def configuration(
     files: Sequence[str], overrides: Mapping[str, object] | None = None, *, here: bool = False
 ) -> Config:
-    """``here``: it has to work on this machine."""
+    """Load the configuration; ``here``: it has to work on this machine."""
     from anvil_mux import plugins
     from anvil_mux.config import composefile, config
 

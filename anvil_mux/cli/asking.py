@@ -85,7 +85,7 @@ def ps(given: argparse.Namespace) -> int:
 
 
 def load(given: argparse.Namespace) -> int:
-    """Waits in this thread and asks in another, so that it can tell what happens meanwhile."""
+    """Load a model: ask in another thread, and tell in this one what happens meanwhile."""
     answers: list[Any] = []
 
     def ask() -> None:
@@ -152,7 +152,7 @@ def reload(given: argparse.Namespace) -> int:
 
 
 def logs(given: argparse.Namespace) -> int:
-    """Of an anvil-mux that may run elsewhere; the command looks at the engines of one that runs here."""
+    """Print the logs of an anvil-mux elsewhere; of one that runs here the engines themselves are read."""
     from anvil_mux.serve import remote
 
     if given.follow:
@@ -172,7 +172,7 @@ def logs(given: argparse.Namespace) -> int:
 
 
 def print_log(given: argparse.Namespace, service: str, lines: Iterable[str], *, headed: bool) -> None:
-    """``headed``: its name goes before, since others follow."""
+    """Print the log of a backend; ``headed``: under its name, since others follow."""
     if headed and not given.json:
         say(f"==> {service}")
     for line in lines:
@@ -214,7 +214,7 @@ def ask_mux(given: argparse.Namespace, method: str, path: str, body: object = No
 
 
 def _url(given: argparse.Namespace) -> str:
-    """Where it is: as told, where one says that it serves the file at hand, what that says, the usual."""
+    """The address: as given, of the one that serves the file at hand, by that file, or the default."""
     from anvil_mux.config.composefile import find_files
     from anvil_mux.host.process import state_folder
     from anvil_mux.serve import remote
@@ -236,7 +236,7 @@ def with_scheme(url: str) -> str:
 
 
 def _configured_url(files: Sequence[str]) -> str | None:
-    """What the compose file says, read lightly: the rest of it is not asked for here, right or wrong."""
+    """The address in the compose file, of which nothing else is read, right or wrong."""
     from anvil_mux.config import interpolate
     from anvil_mux.config.composefile import find_files
     from anvil_mux.config.config import SETTINGS
@@ -287,7 +287,7 @@ def _print_explained(stage: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _of_engine(said: Mapping[str, Any] | None) -> str:
-    """What it said of itself, and when."""
+    """The figures of an engine, and their age."""
     if not said:
         return ""
     age = f"{said['age_seconds']:g} s"

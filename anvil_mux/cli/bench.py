@@ -1,4 +1,4 @@
-"""What a swap takes, phase by phase, and how much of that is ours: ``anvil-mux bench swap``.
+"""The times of swaps, phase by phase, and how much of that is ours: ``anvil-mux bench swap``.
 
 Backends that evict each other form a ring, and a round swaps to each of them in turn: through a real
 ``Multiplexer`` on the real runtime, and by hand. Either begins and ends with the same backend in place, so
@@ -50,12 +50,12 @@ from anvil_mux.serve.program import build_runtime, locked
 SLACK_SECONDS = 60.0
 BUSY_PAUSE = 0.1
 BURST_TOKENS = 8
-"""Of each answer in a burst: they overlap, as answers do."""
+"""The tokens of each answer in a burst: they overlap, as answers do."""
 MOST_BYTES = 1 << 20
-"""Of an answer in a burst."""
+"""The most bytes of an answer in a burst."""
 
 _Pair = tuple[Backend, Backend]
-"""One that goes and one that comes."""
+"""The victim and the target of a swap."""
 _Measured = tuple[dict[str, float], int | None]
 """The phases of a swap, and the bytes of GPU memory that were taken."""
 
@@ -95,7 +95,7 @@ def measure(
 
 
 def rings(config: Config) -> list[tuple[str, list[Backend]]]:
-    """Ways, each with backends that allow it and of which none can stay beside another."""
+    """Standby levels, each with backends that allow it and of which none can stay beside another."""
     found: list[tuple[str, list[Backend]]] = []
     for backend in config.backends:
         for way in dict.fromkeys((*backend.evict_to, "stop")):
@@ -133,7 +133,7 @@ def _plain(backend: Backend, way: str) -> Backend:
 
 
 def _bus(backend: Backend) -> float | None:
-    """What the buses of its GPUs carry together; None where one of them is unknown."""
+    """Bytes per second that the buses of its GPUs carry together; None where one of them is unknown."""
     known, found = gpu.buses(), gpu.probe()
     links = [known.get(reading.id) for each in backend.gpus if (reading := found.find(each))]
     return sum(link or 0.0 for link in links) if links and all(links) else None
@@ -141,7 +141,7 @@ def _bus(backend: Backend) -> float | None:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does, so that it cleans up."""
+    """Let SIGTERM end the command as Ctrl-C does, so that it cleans up."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -150,7 +150,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 class _Ring:
-    """Backends that take turns on the same GPUs and rest in the same way."""
+    """Backends that take turns on the same GPUs, by the same standby level."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class _Ring:
         probe = gpu.probe if gpu.probe().readings else None
         self._memory = Memory(probe)
         self._residual: dict[str, int] = {}
-        """Backend -> the GPU memory that it still held at rest."""
+        """Backend -> the GPU memory that it still held in standby."""
         self._swapper = Swapper(runtime, probe=probe, told=self._tell)
         self._hand: Hand = Docker(config.project) if config.runtime == "compose" else runtime
         self._asker = Asker()
@@ -266,14 +266,14 @@ class _Ring:
         return max(amount - self._residual.get(backend.name, 0), 0) or None
 
     def _observe(self, event: Event) -> None:
-        """Called under the multiplexer's lock."""
+        """Note an event, under the multiplexer's lock."""
         self._log.append(event)
         self._missing.discard(event.kind)
         if not self._missing:
             self._under_way.set()
 
     def _tell(self, backend: Backend, phase: str, seconds: float) -> None:
-        """Called by a worker."""
+        """Note a phase, in a worker's thread."""
         self._told.append(TimedPhase(time.monotonic(), phase, seconds))
 
     def _ask_multiplexer(self, backend: Backend) -> float:

@@ -1,4 +1,4 @@
-"""What a person needs for a swap, without anvil-mux: Docker's commands, and a request that is answered."""
+"""A swap by hand, without anvil-mux: Docker's commands, and a request that is answered."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from anvil_mux.host.engine import api_key, listen_port
 from anvil_mux.proxy.connections import Address
 
 ASK_PAUSE = 0.01
-"""Between two attempts to get an answer."""
+"""Seconds between two attempts to get an answer."""
 CONNECT_SECONDS = 1.0
 DOCKER_SECONDS = 60.0
 
 
 class Hand(Protocol):
-    """What stops and starts a service; every swap.Runtime can."""
+    """A hand that stops and starts a service; every swap.Runtime is one."""
 
     def stop(self, backend: Backend) -> None: ...
     def start(self, backend: Backend) -> str: ...

@@ -39,7 +39,7 @@ complete -c anvil-mux -n "__fish_seen_subcommand_from %(models)s" -f \
 
 
 def script(shell: str, parsers: Mapping[str, argparse.ArgumentParser]) -> str:
-    """What a shell has to read; ``parsers`` are those of the commands."""
+    """The script that a shell has to read; ``parsers`` are those of the commands."""
     models = [name for name, parser in parsers.items() if _takes_model(parser)]
     if shell == "fish":
         lines = [_FISH % {"commands": " ".join(parsers), "models": " ".join(models)}]

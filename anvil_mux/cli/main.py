@@ -257,7 +257,7 @@ def _serve(given: argparse.Namespace) -> int:
 
 
 def _configuration_served(given: argparse.Namespace) -> Config:
-    """As it is now, with what the command line says."""
+    """The configuration as it is now, with what the command line says."""
     overrides = {
         "drain_timeout": given.drain_timeout,
         "queue_timeout": given.queue_timeout,
@@ -473,7 +473,7 @@ def _place(url: str) -> RunningMux | None:
 
 
 def _files_served() -> Sequence[str]:
-    """Where no compose file is at hand, those of the one anvil-mux that runs here."""
+    """The files of the one anvil-mux that runs here, where no compose file is at hand."""
     from anvil_mux.config.composefile import find_files
     from anvil_mux.host.process import state_folder
     from anvil_mux.serve import remote

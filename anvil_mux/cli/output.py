@@ -1,4 +1,4 @@
-"""What the commands print and write, and how they end."""
+"""The output of the commands, and how they end."""
 
 from __future__ import annotations
 

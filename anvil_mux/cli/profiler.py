@@ -45,7 +45,7 @@ class Streamed:
     moments: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     tokens: int = 0
-    """In the answer; 0: the engine does not say."""
+    """Tokens of the answer; 0: not reported."""
 
     @property
     def first(self) -> float:
@@ -80,12 +80,12 @@ class Profiler:
         self._backend = ""
 
     def prompt(self, tokens: int) -> str:
-        """About so many tokens that nobody has seen."""
+        """A prompt of about so many tokens that nobody has seen."""
         words = max(round(tokens / self._tokens_per_word), 1)
         return " ".join(str(self._random.randrange(100, 1000)) for _ in range(words))
 
     def warm_up(self) -> None:
-        """What is slow only once; and how many tokens a word has."""
+        """Do what is slow only once, and learn how many tokens a word has."""
         words = 64
         prompt = self.prompt(round(words * self._tokens_per_word))
         if tokens := self.ask(prompt, 2).prompt_tokens:
@@ -141,7 +141,7 @@ class Profiler:
         return found
 
     def _check_backend(self, told: str) -> None:
-        """``told``: who answered, and why, where several could have."""
+        """Check that one backend answers; ``told``: which one, and why, where several could have."""
         backend, _, why = told.partition(";")
         _, in_stages, prefill = why.rpartition("; prefill by ")
         if in_stages:
@@ -204,7 +204,7 @@ def measure(
 
 
 def _taken(profiler: Profiler, say: Callable[[str], None], lengths: Sequence[int], output: int) -> list[int]:
-    """Of ``lengths`` those of prompts that the engine takes, and the longest that it does for the others."""
+    """The ``lengths`` of prompts that the engine takes, and the longest that it takes for the others."""
     taken = sorted(lengths)
     refused, why = 0, ""
     while True:

@@ -1,4 +1,4 @@
-"""Tables, colours and the picture of ``anvil-mux top``: text for a terminal. Pure but for ``paint``."""
+"""Tables, colours and the screen of ``anvil-mux top``: text for a terminal. Pure but for ``paint``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from anvil_mux.config.settings import gib
 
 LAST = 8
-"""Events that a picture shows."""
+"""How many events the screen shows."""
 COLOURS = {
     "ready": "32",
     "loading": "33",
@@ -37,7 +37,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """``text`` in a colour, for those who can see it."""
+    """Paint ``text`` in a colour, on terminals."""
     stream = stream or sys.stdout
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not stream.isatty()
     if not colour or (plain and not os.environ.get("FORCE_COLOR")):
@@ -46,7 +46,7 @@ def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
 
 
 def width(cell: str) -> int:
-    """What it takes on the screen, without its colours."""
+    """The width of a text on the screen, without its colours."""
     return len(cell) - 9 * cell.count("\x1b[0m")
 
 
@@ -75,7 +75,7 @@ def model_row(name: str, model: StatusJson) -> tuple[str, ...]:
 
 
 def last_lines(models: Mapping[str, StatusJson], most: int = 5) -> Iterator[str]:
-    """What happened to the backends that failed, in full, and what their engines printed last."""
+    """The errors of backends that failed, in full, and the last lines of their engines."""
     for model in models.values():
         for name, backend in model["backends"].items():
             if backend["error"]:
@@ -88,7 +88,7 @@ MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN"
 
 
 def _until(model: StatusJson, seconds: float | None) -> str:
-    """How long a model stays where it is."""
+    """How long a model stays in its state."""
     if model["state"] in ("draining", "evicting", "cancelling"):
         return "leaving"
     if model["state"] != "ready":
@@ -101,7 +101,7 @@ def _until(model: StatusJson, seconds: float | None) -> str:
 
 
 class TopScreen:
-    """What ``top`` shows: the last state and the last events of a stream of messages."""
+    """The screen of ``top``: the last state and the last events of a stream of messages."""
 
     def __init__(self) -> None:
         self._state: StatusJson = {}

@@ -190,7 +190,7 @@ def _simulate_routing(given: argparse.Namespace) -> int:
 
 
 def _progress(what: str) -> Callable[[int], None]:
-    """Whoever sees that it takes long is told how far it is."""
+    """Show on a terminal how far a long run is."""
     told = time.monotonic()
 
     def tell(done: int) -> None:
@@ -203,7 +203,7 @@ def _progress(what: str) -> Callable[[int], None]:
 
 
 def _blame(runs: Iterable[study.StudyRun]) -> int:
-    """Says what is broken, if something is; the exit code."""
+    """Print the broken invariants, if there are any; the exit code."""
     code = 0
     for run in runs:
         for line in (run.wrong or ())[:BROKEN_SHOWN]:

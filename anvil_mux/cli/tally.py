@@ -1,15 +1,15 @@
-"""What measured swaps come to: the phases of each, medians over all of them, a table.
+"""Figures of measured swaps: the phases of each, medians over all of them, a table.
 
-A swap begins when the last lease of the model that must go ends, while a request for the other already waits,
+A swap begins when the last lease of the victim ends, while a request for the other already waits,
 and ends with the first byte of that request's answer. Its phases follow each other without a gap:
 
-    drain        until the model is told to go
+    drain        until the eviction begins
     evict        until its GPUs are free
     load         until the next one is ready
     first_token  until the first byte of the answer
 
-What the mechanism tells of its own parts (``verify``, ``ready``, ``probe``, ...) is taken out of the phase in
-which it happened.
+What the mechanism reports of its own parts (``verify``, ``ready``, ``probe``, ...) is taken out of the phase
+in which it happened.
 
 Every swap is compared with the same one done by hand in the same round, and a way back with a cold start.
 Where it is known how much GPU memory comes back, so is how fast, beside what the bus could carry.
@@ -29,7 +29,7 @@ from anvil_mux.errors import BackendError
 from anvil_mux.scheduler.events import Event
 
 PHASES = ("drain", "evict", "verify", "freeze", "load", "ready", "probe", "first_token")
-"""In this order they are shown; others that a mechanism tells of follow."""
+"""The phases in the order in which they are shown; others that a mechanism reports follow."""
 ENDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("drain", ("evicting",)),
     ("evict", ("stopped", "standby")),
@@ -38,14 +38,14 @@ ENDS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Phases that follow each other, and the events with which they end."""
 OUT = frozenset(("drain", "evict", "verify", "freeze"))
-"""Those of the model that goes."""
+"""The phases of the victim."""
 MOVING = ("load", "ready")
-"""Those in which memory is filled."""
+"""The phases in which memory is filled."""
 GIB = 1 << 30
 
 
 class TimedPhase(NamedTuple):
-    """A part of a step, as the mechanism told of it when it was over."""
+    """A part of a step, as the mechanism reported it when it was over."""
 
     at: float
     phase: str
@@ -54,7 +54,7 @@ class TimedPhase(NamedTuple):
 
 @dataclass(frozen=True)
 class TimedSwap:
-    """One swap, and the same one by hand."""
+    """One swap, and the same by hand."""
 
     backend: str
     replaces: str
@@ -63,7 +63,7 @@ class TimedSwap:
     phases: Mapping[str, float]
     by_hand_seconds: float
     bytes: int | None = None
-    """GPU memory that the backend took back; None where nobody knows."""
+    """GPU memory that the backend took back; None: not known."""
     bus: float | None = None
     """Bytes per second that its GPUs could be sent."""
 
@@ -77,7 +77,7 @@ class TimedSwap:
 
     @property
     def in_seconds(self) -> float:
-        """From free GPUs to the first byte."""
+        """Seconds from free GPUs to the first byte."""
         return sum(seconds for phase, seconds in self.phases.items() if phase not in OUT)
 
     @property
@@ -110,12 +110,12 @@ class BurstFigures:
     seconds: float
     direct_seconds: float
     ratio: float
-    """Of the two medians."""
+    """The ratio of the two medians."""
 
 
 @dataclass(frozen=True)
 class SwapFigures:
-    """The medians over all swaps to one backend that rests in one way."""
+    """The medians over all swaps to one backend by one standby level."""
 
     backend: str
     replaces: str
@@ -140,7 +140,7 @@ def phases(
 ) -> dict[str, float]:
     """The seconds of one swap by phase: its events from the last lease's end on, and the first byte.
 
-    BackendError if the model that went did not rest in the way that was wanted.
+    BackendError if the victim did not take the standby level that was wanted.
     """
     events = iter(log)
     since = _next(events, "released", "severed").at
@@ -167,7 +167,7 @@ def _next(events: Iterator[Event], *kinds: str) -> Event:
 
 
 def figures(swaps: Iterable[TimedSwap]) -> list[SwapFigures]:
-    """One line for each backend and way."""
+    """One row for each backend and standby level."""
     groups: defaultdict[tuple[str, str], list[TimedSwap]] = defaultdict(list)
     for swap in swaps:
         groups[swap.backend, swap.way].append(swap)
@@ -198,7 +198,7 @@ def _figures(group: Sequence[TimedSwap], cold_seconds: float | None) -> SwapFigu
 
 
 def burst_figures(bursts: Iterable[Burst]) -> list[BurstFigures]:
-    """One line for each backend."""
+    """One row for each backend."""
     groups: defaultdict[str, list[Burst]] = defaultdict(list)
     for burst in bursts:
         groups[burst.backend].append(burst)
@@ -214,7 +214,7 @@ def _burst_figures(group: Sequence[Burst]) -> BurstFigures:
 
 
 def burst_table(rows: Sequence[BurstFigures]) -> list[tuple[str, ...]]:
-    """For people: seconds."""
+    """A table for people: seconds."""
     lines: list[tuple[str, ...]] = [("BURST", "REPLACES", "REQUESTS", "SECONDS", "DIRECT", "RATIO")]
     for row in rows:
         figures = f"{row.seconds:.3f}", f"{row.direct_seconds:.3f}", f"{row.ratio:.2f}"
@@ -235,7 +235,7 @@ def names(measured: Iterable[TimedSwap | SwapFigures]) -> list[str]:
 
 
 def table(rows: Sequence[SwapFigures]) -> list[tuple[str, ...]]:
-    """For people: seconds, the own share in milliseconds; columns for memory where that is known."""
+    """A table for people: seconds, the own share in milliseconds; columns for memory where that is known."""
     columns = names(rows)
     head = ["BACKEND", "REPLACES", "WAY", *(name.upper().replace("_", "-") for name in columns)]
     head += ["TOTAL", "BY-HAND", "OWN-SHARE", "HALF-WITHIN", "COLD/BACK"]

@@ -106,7 +106,7 @@ class Backend:
     stop_timeout: float = 10.0
     """Seconds between the signal to stop and SIGKILL."""
     evict_to: tuple[str, ...] = ("stop",)
-    """Its standby levels, from the lightest to the deepest: see swap.py and standby.py."""
+    """The standby levels, from the lightest to the deepest: see swap.py and standby.py."""
     demote_after: float | None = None
     """Seconds at one standby level after which it is demoted to the next; None: it may stay."""
     ram: int | None = None

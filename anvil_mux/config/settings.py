@@ -26,7 +26,7 @@ class ValueKind:
 class Setting:
     kind: ValueKind
     doc: str
-    """Its meaning, in one line."""
+    """The meaning, in one line."""
 
 
 Problem = tuple[tuple[str, ...], str]

@@ -1,4 +1,4 @@
-"""What each replica of one model has to do, as counted from our own leases and streams.
+"""The work that each replica of one model has to do, as counted from our own leases and streams.
 
 A choice charges its replica at once, so that the next request sees it. The input that a replica has not in
 its cache counts as prefill until the first byte of the answer, and all its tokens as decode from then on
@@ -46,13 +46,13 @@ LEARN = 0.1
 """The weight of one answer in the mean length of a token."""
 BYTES_LEAST, BYTES_MOST = 1.0, 16.0
 SURPRISES = 3
-"""So many answers in a row that found less cached than was thought make the cache thought smaller."""
+"""Answers in a row that find less cached than expected, after which the cache is taken for smaller."""
 LEAST_TOKENS, MOST_TOKENS = 1 << 14, 1 << 24
-"""That caches are thought to hold of which nobody says."""
+"""The bounds of what caches of unknown size are thought to hold."""
 
 
 class Member(NamedTuple):
-    """What does not change of a replica."""
+    """The part of a replica that does not change."""
 
     backend: str
     infer_type: str = "neutral"
@@ -64,26 +64,26 @@ class Member(NamedTuple):
 
 
 class EngineLoad(NamedTuple):
-    """What an engine says of itself."""
+    """The requests and the cache of an engine, by its own figures."""
 
     running: int
     waiting: int | None = None
-    """None: it does not say."""
+    """Requests that wait there; None: not reported."""
     usage: float | None = None
-    """How full its cache is, from 0 to 1; None: it does not say."""
+    """How full its cache is, from 0 to 1; None: not reported."""
 
 
 class EngineFigures(NamedTuple):
-    """What an engine said of itself last, in the mode full."""
+    """The last figures of an engine, in the mode full."""
 
     load: EngineLoad | None
-    """None: nothing yet."""
+    """The figures; None: there were none yet."""
     age_seconds: float
-    """Since then, or since it was first looked at."""
+    """Seconds since they came, or since the engine was first looked at."""
 
 
 class Report(NamedTuple):
-    """What one anvil-mux has at a replica, and what it last heard of its engine."""
+    """The requests of one anvil-mux at a replica, and the last figures of its engine."""
 
     num_requests: int = 0
     num_waiting_requests: int = 0
@@ -92,7 +92,7 @@ class Report(NamedTuple):
     num_tokens: int = 0
     load: EngineLoad | None = None
     age_seconds: float = 0.0
-    """Of ``load``."""
+    """The age of ``load``."""
 
 
 NOTHING = Report()
@@ -115,7 +115,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Account:
-    """What a replica has to do."""
+    """The account of a replica: its requests and their tokens."""
 
     member: Member
     entries: dict[Hashable, _Entry] = field(default_factory=dict)
@@ -127,12 +127,12 @@ class _Account:
     """How many tokens its cache is thought to hold."""
     surprises: int = 0
     others: Report = NOTHING
-    """What other anvil-mux have there, all together."""
+    """The requests of all other anvil-mux there, together."""
     load: EngineLoad | None = None
     heard: float | None = None
-    """When its engine last said something of itself, or else when it was first looked at."""
+    """When its engine last reported figures, or else when it was first looked at."""
     ended: int = 0
-    """Requests that it had then, and that are over since."""
+    """Requests that it had then, and that have ended since."""
 
     def __post_init__(self) -> None:
         self.kv_tokens = self.kv_tokens or self.member.kv_tokens or KV_TOKENS
@@ -153,11 +153,11 @@ class InFlightTracker:
         self._kv_tokens = KV_TOKENS  # of those caches of which nobody says
         self._memory = RoutingMemory(replicas=len(self._accounts))
         self.bytes_per_token = BYTES_PER_TOKEN
-        """Written as all here; whoever only reads it needs no lock."""
+        """The mean bytes of a token. Reading it needs no lock."""
         self.prefixes = Prefixes(self._accounts)
 
     def go_on_from(self, before: InFlightTracker) -> None:
-        """What ``before`` knows of the replicas that are here too; members and routing may be others."""
+        """Take over what ``before`` knows of the replicas that are here; members and routing may differ."""
         for name in self._accounts.keys() & before._accounts.keys():
             account, member = before._accounts[name], self._accounts[name].member
             if account.member.kv_tokens != member.kv_tokens:
@@ -174,11 +174,11 @@ class InFlightTracker:
         return f"<InFlightTracker {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"
 
     def observe(self, backend: str, load: EngineLoad | None, now: float) -> None:
-        """Its engine said this of itself; None: it answered, and has no figures."""
+        """Note the figures of a replica's engine; None: it answered, and has none."""
         self._accounts[backend].says(load, now)
 
     def said(self, backend: str, now: float) -> EngineFigures | None:
-        """What its engine said last; None where engines are not read, or this one was not yet."""
+        """The last figures of a replica's engine; None where engines are not read, or not yet."""
         account = self._accounts[backend]
         return (
             EngineFigures(account.load, now - account.heard)
@@ -187,7 +187,7 @@ class InFlightTracker:
         )
 
     def reports(self, now: float) -> dict[str, Report]:
-        """What others are told."""
+        """The reports for other anvil-mux."""
         return {
             name: Report(
                 len(each.entries),
@@ -202,7 +202,7 @@ class InFlightTracker:
         }
 
     def hear(self, told: Mapping[str, Sequence[Report]], now: float) -> None:
-        """What all others are known to have; who is not in it has nothing any more."""
+        """Take over the reports of all other anvil-mux; a replica without one has nothing of theirs."""
         for name, account in self._accounts.items():
             reports = told.get(name, ())
             self._prefill_tokens -= account.others.prefill_tokens
@@ -231,7 +231,7 @@ class InFlightTracker:
         return replicas
 
     def _observed(self, ours: Replica, now: float) -> Replica:
-        """With what its engine says."""
+        """The replica, with its engine's figures."""
         account = self._accounts[ours.backend]
         if account.heard is None:
             account.heard = now
@@ -278,7 +278,7 @@ class InFlightTracker:
         )
 
     def waiting(self, backend: str) -> list[Hashable]:
-        """The requests that it does not answer yet, in the order in which they came.
+        """The requests that a replica does not answer yet, in the order in which they came.
 
         Those whose input another one computes wait for that one.
         """
@@ -292,7 +292,9 @@ class InFlightTracker:
         failed: Sequence[str] = (),
         now: float = 0.0,
     ) -> Choice | None:
-        """One of ``among``, charged with ``work`` under ``key`` until it ended; None if none is left."""
+        """Choose one of ``among`` and charge it with ``work`` under ``key`` until that ends; None if none is
+        left.
+        """
         choice = choose(self.routing, work, self.view(work, among, failed, now), self._memory)
         if choice:
             self._memory.note(work, choice)
@@ -302,7 +304,7 @@ class InFlightTracker:
     def explain(
         self, work: Work, among: Sequence[str], failed: Sequence[str] = (), now: float = 0.0
     ) -> list[dict[str, Any]]:
-        """What ``choose`` would go by; nothing is changed."""
+        """Explain what ``choose`` would go by; nothing is changed."""
         rows = explain(self.routing, work, self.view(work, among, failed, now), self._memory)
         if self._full:
             for row in rows:
@@ -310,7 +312,9 @@ class InFlightTracker:
         return rows
 
     def left_waiting(self, backend: str, among: Sequence[str], now: float) -> list[Hashable]:
-        """Requests that it does not answer, if the policy takes it for stale and has another for them."""
+        """The requests that a replica does not answer, if the policy takes it for stale and has another for
+        them.
+        """
         found = []
         for key in self.waiting(backend):
             work = self._accounts[backend].entries[key].work
@@ -320,7 +324,7 @@ class InFlightTracker:
         return found
 
     def better_off(self, to: str, among: Sequence[str]) -> list[Hashable]:
-        """Requests that wait elsewhere behind others, and that the policy would send ``to`` now.
+        """The requests that wait elsewhere behind others, and that the policy would send ``to`` now.
 
         The last of each line first, and never more than are left. What is not streamed may be nearly done: it
         stays.
@@ -375,7 +379,7 @@ class InFlightTracker:
         self._prefill_tokens += tokens
 
     def first_byte(self, key: Hashable) -> None:
-        """Its prefill is done."""
+        """Note the first byte of an answer: its prefill is done."""
         account, entry = self._find(key)
         if account and entry and not entry.answering:
             self._add_prefill(account, -entry.missing)
@@ -389,7 +393,7 @@ class InFlightTracker:
     def ended(
         self, key: Hashable, cached_tokens: int | None = None, prompt_tokens: int | None = None
     ) -> None:
-        """Whatever the end was; the tokens are what the engine says of the input."""
+        """Note the end of a request, whatever it was; the tokens are those of its input, by its engine."""
         account, entry = self._find(key)
         if account is None or entry is None:
             return
@@ -412,7 +416,7 @@ class InFlightTracker:
             self.bytes_per_token += LEARN * (measured - self.bytes_per_token)
 
     def _compare(self, account: _Account, entry: _Entry, cached_tokens: int) -> None:
-        """A cache that repeatedly held less than was thought is smaller than was thought."""
+        """Compare what was cached with what was thought: a cache that held less repeatedly is smaller."""
         block, unforeseen = entry.work.block_tokens, cached_tokens - entry.hit
         held = self.prefixes.size(account.member.backend) * block
         if (
@@ -433,7 +437,9 @@ class InFlightTracker:
             self.prefixes.use(account.member.backend, (), account.kv_tokens // block)
 
     def _learn_room(self, tokens: int) -> None:
-        """A cache of which all that it is thought to hold was remembered had so many more, or less."""
+        """Learn the size of a cache that had so many tokens more, or less, than all that it was thought to
+        hold.
+        """
         before = self._kv_tokens
         after = min(max(before + max(tokens, -before // 16), LEAST_TOKENS), MOST_TOKENS)
         self._kv_tokens = after
@@ -442,7 +448,7 @@ class InFlightTracker:
                 each.kv_tokens = after
 
     def forget(self, backend: str) -> None:
-        """It stopped, slept, was swapped or died: it has nothing to do, and nothing in its cache."""
+        """Forget a replica that stopped, slept or died: it has nothing to do, and nothing in its cache."""
         account = self._accounts[backend]
         for key in account.entries:
             del self._where[key]
@@ -462,7 +468,7 @@ class InFlightTracker:
 
 
 def told(said: EngineFigures | None) -> dict[str, Any] | None:
-    """As JSON has it."""
+    """The figures as JSON."""
     if said is None:
         return None
     running, waiting, usage = said.load or (None, None, None)

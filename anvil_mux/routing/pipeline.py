@@ -1,4 +1,4 @@
-"""What users write of a routing policy -> ``routing.Routing``; all problems at once.
+"""Routing policies as users write them -> ``routing.Routing``; all problems at once.
 
 A policy is a mapping: ``filters`` (a list of steps), ``selector`` (one step), and ``metrics``: names of its
 own for metrics with settings, or a list of metrics to be shown when a choice is explained. A step is its
@@ -38,7 +38,7 @@ def text() -> str:
 
 @cache
 def shipped() -> dict[str, Any]:
-    """The same, read."""
+    """The same policies, read."""
     found = yaml.safe_load(text())
     assert isinstance(found, dict)
     return found
@@ -260,7 +260,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, tuple[Any, bool]]:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Variables give text: the number or the flag that it means, if ``kind`` is one."""
+    """Read the number or the flag that a text means, if ``kind`` is one: variables give text."""
     if isinstance(value, str) and kind in (bool, int, float):
         try:
             return {"true": True, "false": False}[value] if kind is bool else kind(value)
@@ -270,7 +270,7 @@ def _plain(value: Any, kind: Any) -> Any:
 
 
 def _misfit(value: Any, kind: Any) -> str:
-    """What ``value`` should be, if it is not."""
+    """Say what ``value`` should be, if it is not."""
     if get_origin(kind) is Literal:
         return "" if value in get_args(kind) else "one of " + ", ".join(get_args(kind))
     if kind is bool:

@@ -1,4 +1,4 @@
-"""What the caches of a model's replicas hold, as far as can be told from what was sent to them.
+"""A model of the replicas' caches, as far as can be told from what was sent to them.
 
 ``Prefixes`` is one picture for all replicas of a model: block -> a mask of the replicas that hold it, so that
 one walk along a request's blocks says how much each of them has, and stops at the first that nobody has. Each
@@ -22,17 +22,17 @@ from anvil_mux.routing.routing import Work
 
 BLOCK_BYTES = 2048
 BYTES_PER_TOKEN = 4.0
-"""Until engines' own counts teach better."""
+"""The bytes of a token, until engines' own counts teach better."""
 PARTS = ("tools", "functions", "system", "instructions", "messages", "input", "prompt")
-"""What of a request gets into the prompt, of all APIs."""
+"""The parts of a request that get into the prompt, of all APIs."""
 SALTS = ("cache_salt", "lora", "lora_path")
-"""What makes engines keep equal prompts apart."""
+"""The fields by which engines keep equal prompts apart."""
 MEDIA = re.compile(rb"[A-Za-z0-9+/]{4096,}={0,2}")
 """Images and sound in base64: few tokens, however long."""
 
 
 def read(model: str, body: bytes | bytearray, bytes_per_token: float, session: str = "") -> Work:
-    """A JSON request as the router sees it; of what is none only the length counts."""
+    """Read a JSON request as the router sees it; of any other only the length counts."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):
@@ -85,7 +85,7 @@ def _chain(root: bytes, prompt: bytes) -> Iterator[int]:
 
 
 def _session(document: dict[str, Any]) -> str:
-    """Which conversation it belongs to, as far as its client says: OpenAI's key, Anthropic's user."""
+    """The conversation of a request, as far as its client says: OpenAI's key, Anthropic's user."""
     found = document.get("prompt_cache_key")
     if found is None and isinstance(document.get("metadata"), dict):
         found = document["metadata"].get("user_id")
@@ -100,7 +100,7 @@ class Prefixes:
         self._holders: dict[int, int] = {}
         """Block -> the bits of those that hold it."""
         self._used: dict[str, dict[int, None]] = {name: {} for name in self._bits}
-        """Of each replica its blocks, the one used longest ago first."""
+        """The blocks of each replica, the one used longest ago first."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -109,7 +109,7 @@ class Prefixes:
         return len(self._used[replica])
 
     def hits(self, blocks: Sequence[int], among: Iterable[str]) -> dict[str, int]:
-        """How many of ``blocks``, from the first on, each holds; who holds none is left out."""
+        """How many of ``blocks``, from the first on, each replica holds; without those that hold none."""
         bits = {self._bits[name]: name for name in among}
         mask, found = sum(bits), {}
         for length, block in enumerate(blocks):
@@ -124,7 +124,7 @@ class Prefixes:
         return found
 
     def use(self, replica: str, blocks: Sequence[int], capacity: int) -> None:
-        """``blocks`` are sent to ``replica``, whose cache holds ``capacity`` of them."""
+        """Note that ``blocks`` are sent to ``replica``, whose cache holds ``capacity`` of them."""
         used, holders, bit = self._used[replica], self._holders, self._bits[replica]
         for block in reversed(blocks):
             if block in used:
@@ -136,18 +136,18 @@ class Prefixes:
             self._drop(replica, next(iter(used)))
 
     def go_on_from(self, before: Prefixes, replica: str) -> None:
-        """``replica`` holds what it held before."""
+        """Take over what ``replica`` held before."""
         blocks = list(before._used[replica])
         self.use(replica, blocks[::-1], len(blocks))
 
     def cut(self, replica: str, blocks: Iterable[int]) -> None:
-        """``replica`` turned out not to hold these."""
+        """Note that ``replica`` turned out not to hold these."""
         for block in blocks:
             if block in self._used[replica]:
                 self._drop(replica, block)
 
     def clear(self, replica: str) -> None:
-        """It holds nothing any more: it was stopped, put to sleep, or died."""
+        """Forget the blocks of a replica that was stopped, put to sleep, or died."""
         for block in list(self._used[replica]):
             self._drop(replica, block)
 

@@ -26,30 +26,30 @@ from anvil_mux.config.config import EITHER
 from anvil_mux.config.profile import Profile
 
 MAX_SESSIONS = 10_000
-"""Sessions whose replica is remembered."""
+"""The most sessions whose replica is remembered."""
 HORIZON = 16
-"""For each replica so many choices are remembered of where requests went and what they had to compute."""
+"""The latest choices that are remembered for each replica: where requests went, and what they computed."""
 KV_TOKENS = 131_072
-"""What a cache is taken to hold where nobody says."""
+"""The tokens that a cache of unknown size is taken to hold."""
 
 
 class Work(NamedTuple):
     """One request as the router sees it."""
 
     tokens: int = 0
-    """Of its input; an estimate."""
+    """Tokens of its input; an estimate."""
     blocks: tuple[int, ...] = ()
     """Chained hashes of the full blocks of its input, from the first on."""
     block_tokens: int = 512
     session: str = ""
     infer_type: str = "neutral"
-    """Which stage is to be placed: neutral (all of it), prefill or decode."""
+    """The stage that is to be placed: neutral (all of it), prefill or decode."""
     size: int = 0
     """Bytes of its input; 0: not known."""
     stream: bool = False
-    """The first byte of its answer says that its prefill is done."""
+    """Whether the first byte of its answer says that its prefill is done."""
     owner: str = ""
-    """The replica that alone has what it refers to: it goes there if it can, whatever the policy says."""
+    """The only replica that has what it refers to: it goes there if it can, whatever the policy says."""
 
 
 class Replica(NamedTuple):
@@ -59,12 +59,12 @@ class Replica(NamedTuple):
     infer_type: str = "neutral"
     schedulable: bool = True
     age_seconds: float = 0.0
-    """Of what its engine said of itself; 0 where all numbers are our own."""
+    """The age of its engine's figures; 0 where all numbers are our own."""
     node: str = ""
     failure_domain: str = ""
     num_requests: int = 0
     num_waiting_requests: int = 0
-    """Those of which no byte of an answer has come."""
+    """Requests of which no byte of an answer has come."""
     prefill_tokens: int = 0
     """Input of the waiting requests that is not in its cache."""
     decode_tokens: int = 0
@@ -74,34 +74,34 @@ class Replica(NamedTuple):
     num_tokens: int = 0
     """Tokens in all its requests."""
     hit_tokens: int = 0
-    """Of this request's input, how many are in its cache."""
+    """Tokens of this request's input that are in its cache."""
     kv_tokens: int = 0
     """How many its cache holds; 0: not known."""
     profile: Profile | None = None
     """How fast it was measured to be."""
     kv_usage: float | None = None
-    """How full its cache is, as its engine says; None: it does not."""
+    """How full its cache is, by its engine's figures; None: not reported."""
     heat: float = 1.0
-    """Its part of the latest requests, times the number of replicas."""
+    """The part of the latest requests that it had, times the number of replicas."""
     usual_tokens: float = 0.0
-    """Of the latest requests' input, the mean that was not cached where they went; 0: not known."""
+    """The mean of the latest requests' input that was not cached where they went; 0: not known."""
     fleet_prefill_tokens: int = 0
-    """``prefill_tokens`` of all replicas of the model together."""
+    """The ``prefill_tokens`` of all replicas of the model together."""
 
 
 class Choice(NamedTuple):
     backend: str
     policy: str
     passed: str
-    """normal, or fallback: the thresholds had left nobody."""
+    """The pass: normal, or fallback, where the thresholds had left nobody."""
     reason: str
     removed: tuple[tuple[str, str], ...] = ()
-    """(every other replica, the step that removed it)"""
+    """Every other replica, with the step that removed it."""
     hit_tokens: int = 0
 
     @property
     def why(self) -> str:
-        """In one line."""
+        """The choice and its reasons, in one line."""
         passed = "" if self.passed == "normal" else f" ({self.passed})"
         others = ", ".join([f"{backend} ({step})" for backend, step in self.removed])
         return f"{self.policy}{passed}: {self.reason}" + (f"; not {others}" if others else "")
@@ -109,7 +109,7 @@ class Choice(NamedTuple):
 
 @dataclass(slots=True)
 class RoutingMemory:
-    """What some selectors remember between choices; the choices themselves only read it."""
+    """The memory of some selectors between choices; the choices themselves only read it."""
 
     choices: int = 0
     picked: dict[str, int] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class RoutingMemory:
                 del self.owners[next(iter(self.owners))]
 
     def forget(self, backend: str) -> None:
-        """Its cache is gone, so nothing ties a session to it."""
+        """Forget the sessions of a replica whose cache is gone."""
         self.owners = {session: owner for session, owner in self.owners.items() if owner != backend}
         self.heats[backend] = 1.0, self.choices
 
@@ -163,10 +163,10 @@ class Metric:
     name: str
     of: Callable[[Work, Replica], float]
     higher: bool = False
-    """The higher, the better."""
+    """Whether a higher value is better."""
 
     def rank(self, work: Work, replica: Replica) -> float:
-        """The lower, the better; what is not a number is the worst."""
+        """The rank of a replica, the lower the better; what is not a number is the worst."""
         value = self.of(work, replica)
         if value != value:
             return math.inf
@@ -319,24 +319,24 @@ NEEDS = {
 
 
 def schedulability(work: Work, replica: Replica) -> bool:
-    """Out if it cannot serve now; its failure domain is out by `failover`."""
+    """Removes a replica that cannot serve now; `failover` removes its failure domain."""
     return replica.schedulable
 
 
 def staleness(work: Work, replica: Replica, *, seconds: float = 60.0) -> bool:
-    """Out if its engine did not answer for longer than `seconds`; its failure domain too."""
+    """Removes a replica whose engine did not answer for longer than `seconds`, and its failure domain."""
     return int(replica.age_seconds) <= seconds
 
 
 def below(
     work: Work, replica: Replica, *, metric: Metric, threshold: float, in_fallback: bool = False
 ) -> bool:
-    """Out unless `metric` is below `threshold` (above it, where more is better)."""
+    """Removes a replica unless `metric` is below `threshold` (above it, where more is better)."""
     return metric.rank(work, replica) < (-threshold if metric.higher else threshold)
 
 
 def infer_type(work: Work, replica: Replica, *, type: str = "") -> bool:
-    """Out unless it is of this `type`, or of either; by default of the one that is to be placed."""
+    """Removes a replica unless it is of this `type`, or of either; by default of the stage to be placed."""
     return replica.infer_type in (type or work.infer_type, EITHER)
 
 
@@ -360,7 +360,7 @@ Domain = Literal["instance", "node", "failure-domain", "node-failure-domain"]
 
 
 def failover(replicas: Sequence[Replica], failed: Set[str], *, domain: Domain = "instance") -> Set[str]:
-    """Out are all in the failure domain of one that has failed."""
+    """Removes all in the failure domain of a replica that has failed."""
     gone = {replica.backend for replica in replicas if replica.backend in failed}
     if gone and domain.startswith("node"):
         gone |= _sharing(replicas, gone, "node")
@@ -372,14 +372,14 @@ def failover(replicas: Sequence[Replica], failed: Set[str], *, domain: Domain = 
 def failover_migration_source(
     replicas: Sequence[Replica], failed: Set[str], *, domain: Domain = "instance"
 ) -> Set[str]:
-    """Out are all that no failure domain holds: what is left is where requests are to be taken away."""
+    """Removes all that are in no failed failure domain: requests are to be taken away from those left."""
     return {replica.backend for replica in replicas} - failover(replicas, failed, domain=domain)
 
 
 def _sharing(
     replicas: Sequence[Replica], gone: Set[str], what: Literal["node", "failure_domain"]
 ) -> Set[str]:
-    """Who has the same node (or failure domain) as one of ``gone``; to have none is not to have the same."""
+    """The replicas with the node (or failure domain) of one of ``gone``; those without one share none."""
     names = {getattr(replica, what) for replica in replicas if replica.backend in gone} - {""}
     return {replica.backend for replica in replicas if getattr(replica, what) in names}
 
@@ -394,7 +394,7 @@ SWEEPS: dict[str, Callable[..., Set[str]]] = {
 
 
 class SelectionContext(NamedTuple):
-    """What a selector may look at beside those that are left."""
+    """The context of a selector, beside the replicas that are left."""
 
     replicas: Sequence[Replica]
     memory: RoutingMemory
@@ -464,7 +464,7 @@ def sticky(
     min_hit_ratio: float = 0.0,
     overload_factor: float = math.inf,
 ) -> Pick:
-    """Where its session was before, unless little of it is cached there or that has too much to do."""
+    """The replica that had its session before, unless little is cached there or it has too much to do."""
     owner = seen.memory.owners.get(work.session, "") if work.session else ""
     for replica in left if owner else ():
         if replica.backend != owner:
@@ -570,7 +570,7 @@ class Routing:
     """Settings of a service without which it cannot work."""
 
     def pipeline(self, infer_type: str) -> Pipeline:
-        """For what is to be placed; what the policy does not say is as for neutral, or as it says first."""
+        """The pipeline for the stage that is to be placed; by default that of neutral, or the first."""
         return (
             self.pipelines.get(infer_type)
             or self.pipelines.get("neutral")
@@ -598,7 +598,7 @@ def choose(routing: Routing, work: Work, replicas: Sequence[Replica], memory: Ro
 def explain(
     routing: Routing, work: Work, replicas: Sequence[Replica], memory: RoutingMemory
 ) -> list[dict[str, Any]]:
-    """What the metrics of the policy say of each replica, and which step removes it; nothing is changed."""
+    """Explain what each metric says of each replica, and which step removes it; nothing is changed."""
     choice = choose(routing, work, replicas, memory)
     pipeline = routing.pipeline(work.infer_type)
     steps = dict(choice.removed) if choice else pipeline.removed(work, replicas)

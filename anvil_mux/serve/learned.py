@@ -1,4 +1,4 @@
-"""What was learned, kept across restarts: what swaps cost, and what backends hold.
+"""Learned figures, kept across restarts: the costs of swaps, and the memory of backends.
 
 One file in the state folder, replaced as a whole, so that a program that is killed leaves the old one. If it
 cannot be read, that is said and forgotten: everything in it can be learned again. It holds JSON, but lacks
@@ -23,7 +23,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the file says."""
+    """The content of the file."""
 
     costs: Sequence[Cost] = ()
     footprints: Sequence[Footprint] = ()
@@ -38,7 +38,7 @@ class LearnedFile:
         self._saved = Known()
 
     def read(self, config: Config) -> Known:
-        """What is known of models and backends that are still served, on the GPUs that they still have."""
+        """Read what is known of backends that are still served, on the GPUs that they still have."""
         try:
             content = json.loads(self._file.read_text())
             if content["version"] == VERSION:

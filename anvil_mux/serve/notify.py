@@ -1,4 +1,4 @@
-"""What systemd is told, where it started us: ready, stopping, how it goes, and that we do not hang.
+"""Notices to systemd, where it started us: ready, stopping, how it goes, and that we do not hang.
 
 The protocol is a datagram of lines to the socket that NOTIFY_SOCKET names, see sd_notify(3). The variables
 are taken out of the environment, so that no engine and no command speaks in our place.
@@ -18,7 +18,7 @@ from contextlib import suppress
 from anvil_mux.clock import Worker
 
 EVERY_SECONDS = 5.0
-"""Between two looks, if the watchdog does not want them more often."""
+"""Seconds between two looks, if the watchdog does not want them more often."""
 SEND_SECONDS = 1.0
 
 

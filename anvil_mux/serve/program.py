@@ -1,11 +1,11 @@
-"""The running program: puts the rooms together, takes over what runs, and ends in order.
+"""The running program: builds its parts, takes over what runs, and ends in order.
 
 At the start the state folder is locked (two of us on one project would evict each other's engines) and the
 address bound, so that whatever prevents serving is said before anything is touched. Engines that run already
-are adopted if they answer for their model, or rest; those that do neither, that cannot stay beside the others
-or that the configuration no longer has are stopped. Requests are accepted meanwhile: each engine serves as
-soon as it is adopted, and nothing is loaded on GPUs while it is not known who holds them. /readyz and systemd
-are told that we are ready when all of that is known.
+are adopted if they answer for their model, or are in standby; those that do neither, that cannot stay beside
+the others or that the configuration no longer has are stopped. Requests are accepted meanwhile: each engine
+serves as soon as it is adopted, and nothing is loaded on GPUs while it is not known who holds them. /readyz
+and systemd are told that we are ready when all of that is known.
 
 The first SIGTERM or SIGINT drains: requests that run are finished within ``drain_timeout``, new ones refused.
 The second ends the program at once. Engines run on or are stopped, as ``on_exit`` says, but one that is still
@@ -80,22 +80,22 @@ FAREWELL_SECONDS = 2.0
 COMMANDS_SECONDS = 60.0
 """How long a start waits for what one that was killed has Docker do."""
 ENGINE_SECONDS = 60.0
-"""What runtimes may take around an engine's own time to stop."""
+"""Seconds that runtimes may take around an engine's own time to stop."""
 
 T = TypeVar("T")
 Adopt = Callable[[Mapping[str, str], Mapping[str, Evicted]], list[str]]
-"""Takes over what runs (name -> URL) and what rests; the names of those that cannot stay."""
+"""Takes over what runs (name -> URL) and what is in standby; returns the names of those that cannot stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What only the command line says."""
+    """The options that only the command line has."""
 
     access_log: str = "-"
     """A file, - for standard error, or off."""
     event_log: str | None = None
     event_log_size: int = eventlog.SIZE
-    """After so many bytes a new file is begun; 0: never."""
+    """Bytes after which a new file is begun; 0: never."""
     log_format: str = "human"
     pin: bool | None = None
     """Whether the threads of connections stay on one CPU; None: while it is better (affinity.py)."""
@@ -110,7 +110,7 @@ class CannotServe(MuxError):
 
 
 def build_runtime(config: Config, lock: int | None = None) -> Runtime:
-    """``lock``: the project's, which commands that outlive us go on to hold."""
+    """Build the runtime; ``lock``: the project's, which commands that outlive us go on to hold."""
     if config.runtime == "process":
         return ProcessRuntime(config)
     from anvil_mux.host.containers import ContainerRuntime
@@ -129,7 +129,7 @@ def say(text: str, form: str = "human") -> None:
 
 @contextmanager
 def _while_the_terminal_is_open() -> Iterator[None]:
-    """What is printed on a terminal that was just closed is lost; SIGHUP follows, and ends the program."""
+    """Ignore what is printed on a terminal that was just closed; SIGHUP follows, and ends the program."""
     try:
         yield
     except OSError as error:
@@ -175,7 +175,7 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
 
 @contextmanager
 def _reloading(notifier: Notifier) -> Iterator[None]:
-    """systemd is told that a reload has begun, and that it is over, however it ended."""
+    """Tell systemd that a reload has begun, and that it is over, however it ended."""
     notifier.tell(RELOADING="1", MONOTONIC_USEC=str(time.monotonic_ns() // 1000))
     try:
         yield
@@ -184,7 +184,7 @@ def _reloading(notifier: Notifier) -> Iterator[None]:
 
 
 class AnvilMux:
-    """All the rooms, connected. Used by the main thread."""
+    """The running program: all its parts, connected. Used by the main thread."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class AnvilMux:
             )
             self._mux.expect(backend.name for backend in config.backends)
             self._all_seen = threading.Event()
-            """It is known what ran before we did."""
+            """Set once it is known what ran before we did."""
             used = {id for backend in config.backends for id in backend.gpus}
             self._gpu_monitor = GpuMonitor(used, self._runtime.owner, tell=self._mux.memory_seen)
             self._scraper = Scraper(self._mux.resident_replicas, self._mux.observed, self._mux.silent)
@@ -318,7 +318,7 @@ class AnvilMux:
             raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
 
     def _observe(self) -> Callable[[Event], object]:
-        """What the multiplexer tells its events to, under its lock."""
+        """The observers of the multiplexer's events, which are called under its lock."""
         takers: list[Callable[[Event], object]] = [self._journal.observe, self._load_logs.observe]
         if self._event_log is not None:
             takers.append(self._event_log.append)
@@ -330,13 +330,13 @@ class AnvilMux:
         return tell_all
 
     def _keep_house(self) -> None:
-        """Now and then while something happens, in the journal's thread."""
+        """Tidy up and save what was learned, now and then, in the journal's thread."""
         self._pool.sweep()
         self._affinity.look(time.monotonic())
         self._learned.save(Known(self._mux.costs(), self._mux.footprints()))
 
     def _last_words(self, backend: str, lines: int = 20) -> Sequence[str]:
-        """Of an engine that failed: as they were kept then, since it may have been started anew by now."""
+        """The last lines of an engine, kept from its failure: it may have been started anew by now."""
         return self._mux.last_words(backend) or self._log_tail(backend, lines)
 
     def _log_tail(self, backend: str, lines: int = 20) -> list[str]:
@@ -384,7 +384,10 @@ class AnvilMux:
     # Engines that run already
 
     def adopt(self) -> None:
-        """Takes over what answers or rests, stops what is left. Called once, while requests come already."""
+        """Takes over what answers or is in standby, and stops what is left.
+
+        Called once, while requests come already.
+        """
         self._stop_orphans()
         backends = {backend.name: backend for backend in self._config.backends}
         running = self._running(backends)
@@ -395,7 +398,7 @@ class AnvilMux:
             self._gpu_monitor.worker.start()
 
     def _adopt_one(self, adopter: Adopter, backend: Backend, url: str) -> None:
-        """Its GPUs are not given to others before it serves, rests, or was stopped."""
+        """Adopt one backend: its GPUs go to no other before it serves, is in standby, or was stopped."""
         match adopter.look(backend, url):
             case Awake(url):
                 refused = self._mux.adopt({backend.name: url})
@@ -409,7 +412,7 @@ class AnvilMux:
         self._mux.looked_at([backend.name])
 
     def _take_over(self, backends: Iterable[Backend], adopt: Adopt) -> None:
-        """Those of ``backends`` that run already; ``adopt`` is called whether any does or not."""
+        """Take over the ``backends`` that run already; ``adopt`` is called whether any does or not."""
         found = self._look_at({backend.name: backend for backend in backends})
         unfit = [(backend, each.why) for backend, each in found if isinstance(each, Unfit)]
         self._stop_engines([(b, f"{why}; the next request for {b.model} loads it anew") for b, why in unfit])
@@ -426,7 +429,7 @@ class AnvilMux:
         return [(backend, each) for (backend, _), each in zip(pairs, found, strict=True)]
 
     def _running(self, backends: Mapping[str, Backend]) -> dict[str, str]:
-        """Those of ``backends`` that run, and where."""
+        """The ``backends`` that run, and their addresses."""
         try:
             running = self._runtime.running() if backends else {}
         except MuxError as error:
@@ -439,12 +442,12 @@ class AnvilMux:
         return Adopter(self._runtime, self._notes, probe=probe, checkpointer=Checkpointer())
 
     def _stop_engines(self, pairs: Sequence[tuple[Backend, str]]) -> None:
-        """Side by side, each for a reason."""
+        """Stop engines side by side, each for a reason."""
         self._each(self._stop_engine, pairs)
 
     @staticmethod
     def _each(do: Callable[[Backend, str], T], pairs: Sequence[tuple[Backend, str]]) -> list[T]:
-        """Side by side; each may take long."""
+        """Call a function for each item, side by side; each may take long."""
         with ThreadPoolExecutor(len(pairs) or 1) as pool:
             return list(pool.map(lambda pair: do(*pair), pairs))
 
@@ -461,7 +464,9 @@ class AnvilMux:
         write_whole(note, "\n".join(sorted(known | left)))
 
     def _note_services(self, config: Config) -> None:
-        """Those of before are known still: should this end before they have, the next start stops them."""
+        """Note the services that are ours, also those of before: should this end first, the next start stops
+        them.
+        """
         note = state_folder(config.project, os.environ) / "services"
         with suppress(OSError):
             known = {*note.read_text().split(), *map(_noted, config.backends)}
@@ -470,7 +475,9 @@ class AnvilMux:
     # Another configuration
 
     def reload(self) -> None:
-        """Nobody waits for what comes of it, which is told as any other event is; every problem is said."""
+        """Reload without anybody waiting for it: its events tell what came of it, and every problem is
+        printed.
+        """
         try:
             self._reloads.reload()
         except ConfigError as error:
@@ -488,7 +495,7 @@ class AnvilMux:
         return LOOK_SECONDS
 
     def files(self) -> list[str]:
-        """Whatever the configuration was read from, as far as it is known here."""
+        """The files that the configuration was read from, as far as they are known here."""
         config = self._config
         named = [each for each in (config.key_file, config.tls_cert, config.tls_key) if each]
         return [*config.files, os.path.join(os.path.dirname(config.files[0]), ".env"), *named]
@@ -540,7 +547,7 @@ class AnvilMux:
 
     @property
     def stop_seconds(self) -> float:
-        """What ``stop`` may take."""
+        """Seconds that ``stop`` may take."""
         engines = max(backend.stop_timeout for backend in self._config.backends)
         return self._config.drain_timeout + FAREWELL_SECONDS + engines + ENGINE_SECONDS
 
@@ -594,7 +601,7 @@ def spare_memory() -> int | None:
 
 
 def _complete(config: Config) -> Config:
-    """With what the machine says where nobody else does, and what the files say that are read here."""
+    """Complete the configuration by what the machine says, and by the files that are read here."""
     config = replace(config, said=_said(config))
     return config if config.host_memory is not None else replace(config, host_memory=spare_memory())
 
@@ -617,7 +624,7 @@ def _secrets(config: Config, options: Options) -> tuple[Keyring, ssl.SSLContext 
 
 
 def secrets(config: Config) -> tuple[Keyring, ssl.SSLContext | None]:
-    """What other files hold; ConfigError tells all that is wrong with them."""
+    """Read the keys and certificates in other files; ConfigError names all that is wrong with them."""
     problems: list[str] = []
     keys, tls = Keyring(), None
     try:
@@ -649,7 +656,7 @@ def open_address(config: Config, keys: Keyring) -> str:
 
 
 def _refuse_missing_images(config: Config, names: Collection[str]) -> None:
-    """Of backends that are about to take the place of others."""
+    """Refuse a reload whose new backends lack their images."""
     if config.runtime == "compose":
         from anvil_mux.host.containers import missing_images
 
@@ -753,7 +760,7 @@ def _event_log(options: Options) -> Iterator[int | None]:
 
 
 def _rotation(options: Options) -> eventlog.Rotation | None:
-    """None where there is nothing to set aside: a pipe or a device."""
+    """The rotation of the event log; None where there is nothing to set aside: a pipe or a device."""
     path, size = options.event_log, options.event_log_size
     return eventlog.Rotation(path, size) if path and size and os.path.isfile(path) else None
 

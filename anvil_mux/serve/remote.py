@@ -40,12 +40,12 @@ class RunningMux(NamedTuple):
 
     url: str
     files: tuple[str, ...]
-    """Its compose files, as absolute paths."""
+    """The absolute paths of its compose files."""
 
 
 @contextmanager
 def announced(folder: Path, place: RunningMux) -> Iterator[None]:
-    """While the body runs, commands find the address in the state ``folder`` of the project."""
+    """Announce the address in the state ``folder`` of the project, where commands find it, for the body."""
     file = folder / "address"
     try:
         write_whole(file, json.dumps(place._asdict()))
@@ -58,7 +58,7 @@ def announced(folder: Path, place: RunningMux) -> Iterator[None]:
 
 
 def places(home: Path) -> list[RunningMux]:
-    """Those whose state folders are under ``home`` and whose locks are held."""
+    """The anvil-mux whose state folders are under ``home`` and whose locks are held."""
     found = []
     for file in sorted(home.glob("*/address")):
         try:
@@ -107,7 +107,7 @@ def query(path: str, **values: str) -> str:
 
 
 def events(url: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What it tells from now on, after a snapshot: (kind, data), without an end of its own."""
+    """The messages from now on, after a snapshot: (kind, data), without an end of their own."""
     with _asked(url, "GET", "/events", None, SILENT_SECONDS) as response:
         if response.status != 200:
             _answer(url, response.status, response.read(), ())

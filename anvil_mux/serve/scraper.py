@@ -1,4 +1,4 @@
-"""What engines say of themselves: their /metrics, read by one thread for all replicas (routing mode full).
+"""The engines' own figures: their /metrics, read by one thread for all replicas (routing mode full).
 
 ``load_of`` knows the names that vLLM, SGLang and llama.cpp give to the same three figures (SGLang if it was
 started with --enable-metrics, llama.cpp with --metrics): the requests that run, those that wait, and how full
@@ -64,7 +64,7 @@ def load_of_slots(text: str) -> EngineLoad | None:
 
 
 Page = tuple[str, Callable[[str], EngineLoad | None]]
-"""Where an engine says something, and how that is read."""
+"""A page of an engine's figures, and how it is read."""
 METRICS: Page = ("/metrics", load_of)
 PAGES: dict[str, tuple[Page, ...]] = {"llamacpp": (METRICS, ("/slots", load_of_slots))}
 """Engine -> what it is asked for until it says something; others have METRICS alone."""
@@ -101,7 +101,7 @@ class NoAnswer(Exception):
 
 
 def ask(backend: Backend, address: Address) -> EngineLoad | None:
-    """What an engine says now; None if it answers and has no figures."""
+    """Ask an engine for its figures; None if it answers and has none."""
     for path, read in PAGES.get(backend.engine, (METRICS,)):
         if load := read(_get(address, path, api_key(backend.service))):
             return load

@@ -35,16 +35,16 @@ class StoreError(Exception):
 
 class Store(Protocol):
     def publish(self, owner: str, reports: Reports) -> None:
-        """In place of what ``owner`` published before."""
+        """Publish reports in place of those that ``owner`` published before."""
 
     def others(self, owner: str) -> list[Reports]:
-        """What each of the others published last, with its age as it is now."""
+        """The last reports of each of the others, with their age as it is now."""
 
     def close(self) -> None: ...
 
 
 class RedisStore:
-    """In Redis, below keys of the ``project``. For one thread."""
+    """A store in Redis, below keys of the ``project``. For one thread."""
 
     def __init__(self, url: str, project: str) -> None:
         try:

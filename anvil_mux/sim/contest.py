@@ -26,18 +26,18 @@ from anvil_mux.sim.fleet import PromptOutcome, SimulatedEngine, simulate
 from anvil_mux.sim.prompts import Prompt, Trace
 
 ROUTER_BLOCK_TOKENS = 512
-"""What the router counts in; an engine's blocks are as small as the trace tells them."""
+"""The block size of the router; an engine's blocks are as small as the trace has them."""
 CLASSES = {"warm": 5_000, "med": 20_000, "heavy": 50_000, "heavy_plus": math.inf}
 """Input-length class -> below so many tokens."""
 
 
 class BadContest(MuxError):
-    """What is to be compared cannot be."""
+    """The policies, traces or engines that are to be compared cannot be."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The requests of one run, and what they meet."""
+    """The requests of one run, and the replicas that they meet."""
 
     trace: str
     seed: int
@@ -51,7 +51,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Latencies:
-    """Of one run, in ms: to the first byte (ttft), to the last (e2e), and from token to token (tpot)."""
+    """Latencies of one run in ms: to the first byte (ttft), to the last (e2e), from token to token (tpot)."""
 
     requests: int
     ttft_mean_ms: float
@@ -90,7 +90,7 @@ class Result:
 
 
 class InFlightRouter:
-    """The router of the program, as fleet.py asks it."""
+    """The router of the program, by the interface of fleet.py."""
 
     def __init__(self, policy: str, field: Scenario, own: Mapping[str, object] | None = None) -> None:
         names = [f"replica-{number}" for number in range(field.replicas)]
@@ -158,7 +158,7 @@ def draw(
     replicas: int,
     engine: SimulatedEngine,
 ) -> Iterator[Scenario]:
-    """A field for each trace, number of sessions and seed; without sessions nothing is drawn: one."""
+    """A scenario for each trace, number of sessions and seed; without sessions nothing is drawn: one."""
     for name in traces:
         trace = prompts.read(prompts.find(name))
         for count in (sessions or (len(trace.sessions),)) if trace.sessions else (0,):
@@ -206,7 +206,7 @@ def latencies(answers: Sequence[PromptOutcome], replicas: int) -> Latencies:
 
 
 def classes(answers: Iterable[PromptOutcome]) -> dict[str, dict[str, float]]:
-    """Of each input-length class how many requests it has, and their time to the first byte."""
+    """Input-length class -> how many requests it has, and their time to the first byte."""
     grouped: dict[str, list[float]] = {name: [] for name in CLASSES}
     for answer in answers:
         name = next(name for name, below in CLASSES.items() if answer.prompt.tokens < below)
@@ -271,7 +271,7 @@ def _against(runs: Sequence[Latencies], default: Sequence[Latencies] | None) -> 
 
 
 def panels(results: Iterable[Result]) -> dict[str, dict[str, list[float]]]:
-    """What a picture shows: title -> policy -> mean seconds to the first byte, of each run."""
+    """The panels of a picture: title -> policy -> mean seconds to the first byte, of each run."""
     shown: dict[str, dict[str, list[float]]] = {}
     for one in results:
         sessions = f", {one.field.sessions} sessions" if one.field.sessions else ""

@@ -1,4 +1,4 @@
-"""What a log comes to: waits, swaps and idleness as numbers, a fold over its events.
+"""Figures of a log: waits, swaps and idleness as numbers, a fold over its events.
 
 It reads the log of a simulation and of a running program alike. What had not ended when the log did, a load
 or an answer, counts as far as the log tells of it.
@@ -21,18 +21,18 @@ class Figures:
     """The numbers of one run. A wait is that of a request that got its model: 0 if it was loaded."""
 
     requests: int
-    """All that arrived, whatever became of them."""
+    """All requests that arrived, whatever became of them."""
     swaps: int
     """Loads that began."""
     makespan_seconds: float
-    """From the first arrival to the last answer."""
+    """Seconds from the first arrival to the last answer."""
     wait_mean_seconds: float
     wait_p50_seconds: float
     """The shortest wait that half of the requests did not exceed; likewise the others."""
     wait_p95_seconds: float
     wait_max_seconds: float
     swap_seconds: float
-    """What all evictions and loads took together, without the drains before them."""
+    """Seconds of all evictions and loads together, without the drains before them."""
     busy_fraction: float
     """The part of the makespan in which at least one request was in service."""
     failed: int

@@ -33,7 +33,7 @@ class PromptTooLarge(MuxError):
 
 
 class PromptOutcome(NamedTuple):
-    """What became of a request."""
+    """The outcome of a request."""
 
     prompt: Prompt
     replica: int
@@ -45,7 +45,7 @@ class PromptOutcome(NamedTuple):
 
 
 class Router(Protocol):
-    """Chooses replicas by number, and is told how its requests fare; by a key of each."""
+    """A router that chooses replicas by number, and is told how its requests fare, each by a key."""
 
     def choose(self, key: int, prompt: Prompt, now: float) -> int: ...
     def first_byte(self, key: int, now: float) -> None: ...
@@ -54,33 +54,37 @@ class Router(Protocol):
 
 @dataclass(frozen=True)
 class SimulatedEngine:
-    """What a replica can do; the defaults are Qwen3-Coder-30B-A3B in bf16 on an H20 with 96 GB."""
+    """The speed and the cache of a replica; the defaults are Qwen3-Coder-30B-A3B in bf16 on an H20 with 96
+    GB.
+    """
 
     ingress_seconds: float = 0.030
-    """From the router to the engine's line, of any request; and of each token of its input."""
+    """Seconds from the router to the engine's queue, for each request; and for each token of its input."""
     ingress_token_seconds: float = 1.1e-6
     step_seconds: float = 6e-3
-    """Of any step."""
+    """Seconds of any step."""
     token_seconds: float = 47e-6
-    """Of each token of a prompt that a step computes."""
+    """Seconds for each token of a prompt that a step computes."""
     attention_seconds: float = 2.86e-9
-    """Of a prompt that grows from p to q computed tokens: times q**2 - p**2."""
+    """Seconds for a prompt that grows from p to q computed tokens, times q**2 - p**2."""
     decode_seconds: float = 0.3e-3
-    """Of each request that decodes."""
+    """Seconds for each request that decodes."""
     context_token_seconds: float = 2.46e-8
-    """Of each token in the context of requests that decode."""
+    """Seconds for each token in the context of requests that decode."""
     step_tokens: int = 8192
     """The most tokens that a step computes."""
     max_running: int = 256
     kv_tokens: int = 281_600
 
     def prefill_seconds(self, computed: int, tokens: int) -> float:
-        """Of the next ``tokens`` of a prompt of which ``computed`` are there, apart from the step itself."""
+        """Seconds for the next ``tokens`` of a prompt of which ``computed`` are there, without the step
+        itself.
+        """
         after = computed + tokens
         return tokens * self.token_seconds + (after * after - computed * computed) * self.attention_seconds
 
     def decode_step_seconds(self, requests: int, context_tokens: int) -> float:
-        """Of a step, apart from prompts."""
+        """Seconds of a step without its prompts."""
         shares = requests * self.decode_seconds + context_tokens * self.context_token_seconds
         return self.step_seconds + shares
 
@@ -124,7 +128,7 @@ class Blocks:
         return True
 
     def share(self, blocks: Iterable[int]) -> list[int]:
-        """Private blocks that are computed become shared; which did: others were there already."""
+        """Share private blocks that are computed; returns those that were not there already."""
         fresh = [block for block in blocks if block not in self._pins]
         for block in fresh:
             self._idle.pop(block, None)
@@ -171,7 +175,7 @@ class _Job:
 
 
 class _SimulatedReplica:
-    """One engine; who holds the heap calls ``come``, ``end_step`` and, after either, ``begin_step``."""
+    """One engine; the holder of the heap calls ``come``, ``end_step`` and, after either, ``begin_step``."""
 
     def __init__(self, engine: SimulatedEngine, block_tokens: int) -> None:
         self.engine = engine
@@ -219,7 +223,7 @@ class _SimulatedReplica:
         return self._until(low)
 
     def end_step(self, now: float) -> tuple[list[_Job], list[_Job]]:
-        """Who has the first token now, and whose answer is complete."""
+        """End a step: the jobs that have their first token now, and those whose answers are complete."""
         self._steps += self._ahead
         self._context += self._ahead * len(self._decoding)
         done = []
@@ -286,7 +290,7 @@ class _SimulatedReplica:
 
 
 def blocks_of(prompt: Prompt, block_tokens: int) -> int:
-    """What its input and its output take."""
+    """The blocks that a prompt's input and output take."""
     return -(-(prompt.tokens + prompt.output) // block_tokens)
 
 
@@ -297,7 +301,7 @@ def simulate(
     block_tokens: int,
     engine: SimulatedEngine | None = None,
 ) -> list[PromptOutcome]:
-    """What becomes of ``prompts``, in the order in which they arrived."""
+    """Simulate ``prompts``: their outcomes, in the order in which they arrived."""
     fleet = _Fleet(router, replicas, block_tokens, engine or SimulatedEngine())
     return fleet.run(prompts)
 

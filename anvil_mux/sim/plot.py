@@ -38,15 +38,15 @@ Drawn = tuple[str, Sequence[Event], Config, Mapping[str, Any]]
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito's, which colour-blind people tell apart as well."""
 OTHER = "#999999"
-"""Of all models beyond those."""
+"""The colour of all models beyond those."""
 GREY = "#D0D0D0"
 INK = "#333333"
 
 PANEL_INCHES = (3.5, 3.5)
 MOST_COLUMNS = 3
-"""More, and nobody could read them on a page."""
+"""The most panels side by side that can be read on a page."""
 LEGEND_INCHES = (0.65, 0.075)
-"""What an entry takes, and each of its letters."""
+"""The width of an entry of a legend, and of each of its letters."""
 DOT = 7.0
 """Square points of a request's wait."""
 COLUMNS, ROWS = 800, 200
@@ -62,7 +62,7 @@ class CannotDraw(MuxError):
 
 
 class Bar(NamedTuple):
-    """A backend was in a state that holds its GPUs."""
+    """The time in which a backend was in a state that holds its GPUs."""
 
     backend: str
     state: str
@@ -71,13 +71,13 @@ class Bar(NamedTuple):
 
 
 class PlottedWait(NamedTuple):
-    """A request arrived at a moment and waited for its model."""
+    """The wait of a request for its model."""
 
     at: float
     seconds: float
     model: str
     end: str = "leased"
-    """Or severed, after that; or unserved: it failed, or its client left."""
+    """How it ended: leased, severed after that, or unserved, because it failed or its client left."""
 
 
 _HOLDING = ("loading", "cancelling", "ready", "draining", "evicting", "stuck")
@@ -94,7 +94,7 @@ class History:
         self.lengths: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
         """Model -> (moment, how many wait from then on)."""
         self.waits: dict[int, PlottedWait] = {}
-        """By ticket."""
+        """The waits by ticket."""
         self._states: dict[str, tuple[str, float]] = {}
         self._queued: defaultdict[str, set[int]] = defaultdict(set)
         situation = Situation.parse(begins)
@@ -461,7 +461,7 @@ def _lane_name(gpu: str) -> str:
 def _spans(
     bars: Iterable[Bar], models: Mapping[str, str]
 ) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """(state, model) -> (since, width) of each bar."""
+    """Bars by (state, model): since when, and how wide."""
     spans: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for bar in bars:
         spans[bar.state, models.get(bar.backend, "")].append((bar.since, bar.until - bar.since))
@@ -471,7 +471,7 @@ def _spans(
 def _stack(
     lengths: Mapping[str, Sequence[tuple[float, int]]], models: Iterable[str], end: float
 ) -> tuple[list[float], list[list[int]]]:
-    """Moments, and for each model the length of its line from each of them on."""
+    """Moments, and for each model the length of its queue from each of them on."""
     moments = sorted({0.0, end, *[moment for steps in lengths.values() for moment, _ in steps]})
     if len(moments) > COLUMNS:
         moments = [end * part / COLUMNS for part in range(COLUMNS + 1)]

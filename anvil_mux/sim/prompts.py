@@ -32,7 +32,10 @@ SHIPPED = Path(__file__).parent / "traces"
 
 
 class Prompt(NamedTuple):
-    """A request. In a session it comes no sooner than the answer to the one before."""
+    """One request: a prompt and the length of its answer.
+
+    In a session it comes no sooner than the answer to the one before.
+    """
 
     at: float
     tokens: int
@@ -44,13 +47,13 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What one file holds."""
+    """The requests of one file."""
 
     name: str
     block_tokens: int
     seconds: float
     sessions: tuple[tuple[Prompt, ...], ...]
-    """Of each the requests in their order, with moments from its beginning on."""
+    """The requests of each session in their order, with moments from its beginning on."""
     alone: tuple[Prompt, ...]
     """Requests without a session."""
 

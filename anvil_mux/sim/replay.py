@@ -1,4 +1,4 @@
-"""Makes of an event log the workload that its clients were: what would another policy have done with it?"""
+"""Turns an event log into the workload of its clients: what would another policy have done with it?"""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from anvil_mux.telemetry.eventlog import BadLog, LoggedRun, whole
 from anvil_mux.telemetry.situation import Situation
 
 OTHER_LOAD_SECONDS = 10.0
-"""Of a model that no event of the log loads, in a log without any load."""
+"""Seconds to load a model, where the log has no load at all."""
 BEYOND_SECONDS = 2**-10
-"""What a severed request is held to have lacked."""
+"""The service that a severed request is held to have lacked."""
 
 
 def replay(runs: Iterable[LoggedRun], name: str = "log") -> Workload:
@@ -55,7 +55,7 @@ class _LearnedClients:
     def __init__(self) -> None:
         self.requests: list[tuple[_Order, Request]] = []
         self._loads: defaultdict[str, list[float]] = defaultdict(list)
-        """By model."""
+        """The loads by model."""
         self._stops: list[float] = []
         self._resident: tuple[str, ...] | None = None
         # Of the run that is being read: the workload's moment 0, and what is under way.

@@ -26,9 +26,9 @@ from anvil_mux.sim.workload import PROFILES, SEEDED, BadWorkload, Workload
 from anvil_mux.telemetry import eventlog
 
 LOGGED = "(as logged)"
-"""In place of a policy: what the running program itself did."""
+"""The name, in place of a policy's, of what the running program itself did."""
 SLACK_SECONDS = 1.0
-"""What the threads of a running program may be late."""
+"""Seconds that the threads of a running program may be late."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _needs_nothing(policy: str) -> bool:
 
 
 def profiles(names: Iterable[str], seeds: int, config: Config | None = None) -> Iterator[Case]:
-    """What differs by seed comes once for each of 0 .. ``seeds`` - 1."""
+    """The cases of profiles; those that differ by seed once for each of 0 .. ``seeds`` - 1."""
     for name in names:
         for seed in range(seeds if name in SEEDED else 1):
             made = PROFILES[name](seed)
@@ -139,7 +139,7 @@ def run(case: Case, policy: str) -> StudyRun:
 
 
 def _under(policy: str, case: Case) -> Config:
-    """The settings that a configuration has for its own policy are not for another."""
+    """The case's configuration under ``policy``, without the settings of another one."""
     config = case.config
     if policy != config.policy:
         config = replace(config, policy=policy, policy_settings={})
@@ -176,15 +176,15 @@ class Recording:
     name: str
     runs: Sequence[eventlog.LoggedRun]
     config: Config | None
-    """In place of the configurations that the log tells of."""
+    """A configuration in place of those in the log."""
 
     def case(self) -> Case:
-        """Its clients, with the backends of its last run."""
+        """The clients of the log, with the backends of its last run."""
         made = replay.replay(self.runs, self.name)
         return Case(made, _serving(made, self.name, self._config_of(self.runs[-1])))
 
     def run(self, *, checked: bool) -> StudyRun:
-        """What the program itself did."""
+        """The run of the program itself."""
         wrong = [line for one in self.runs for line in self._check(one)] if checked else None
         log, begins = _joined(eventlog.whole(self.runs)), self.runs[0].begins
         come_to = figures(log, begins=begins)

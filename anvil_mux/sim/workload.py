@@ -1,4 +1,4 @@
-"""Who asks for which model, and when.
+"""Workloads: which model is asked for, when and by whom.
 
 A ``Workload`` knows nothing of a compose file: it names models, says when requests for them arrive, how long
 each is served, and how long the models load. It comes from ``PROFILES`` (traffic made to order), from a file,
@@ -44,13 +44,13 @@ class BadWorkload(MuxError):
 
 @dataclass(frozen=True)
 class Workload:
-    """Who asks for what and when, and what loading costs; independent of any compose file."""
+    """The requests of clients, and the costs of loads; independent of any compose file."""
 
     name: str
     load_seconds: Mapping[str, float]
-    """By model, of every model that is asked for."""
+    """The seconds of a load, of every model that is asked for."""
     requests: tuple[Request, ...]
-    """Those whose moments are known, in their order."""
+    """The requests whose moments are known, in their order."""
     follow: Callable[[], Follow] | None = None
     """Makes a fresh ``follow`` for one run: the requests that depend on answers."""
     resident: tuple[str, ...] = ()
@@ -58,7 +58,7 @@ class Workload:
     stop_seconds: float = 0.0
 
     def config(self) -> Config:
-        """Without a compose file: every model is one backend of the same name, and has GPU 0 to itself.
+        """The configuration without a compose file: every model is one backend, and has GPU 0 to itself.
 
         No drain is cut short: a policy must not look good because it severed more requests than another.
         """
@@ -66,7 +66,7 @@ class Workload:
         return Config(backends, drain_timeout=math.inf)
 
     def engines(self, config: Config) -> Engines:
-        """What loading costs on the backends of ``config``."""
+        """The engines that load as the workload says, for the backends of ``config``."""
         loads = {b.name: self.load_seconds[b.model] for b in config.backends if b.model in self.load_seconds}
         return Engines(loads, stop_seconds=self.stop_seconds)
 
@@ -251,11 +251,11 @@ def _parsed(line: str) -> dict[str, Any]:
 
 
 class _WorkloadReader:
-    """What the lines read so far come to."""
+    """The workload of the lines read so far."""
 
     def __init__(self) -> None:
         self.number = 0
-        """Of the last line."""
+        """The number of the last line."""
         self._header: dict[str, Any] = {}
         self._load_seconds: dict[str, float] = {}
         self._requests: list[Request] = []

@@ -1,4 +1,4 @@
-"""What is recorded of each request, and its line in the access log.
+"""The record of each request, and its line in the access log.
 
 A handler hands one record to its ``Sink`` and goes on; journal.py counts it and writes the line from a thread
 of its own. Bodies, keys and query strings are never logged, and probes that are answered well make no line.
@@ -14,7 +14,7 @@ from typing import Protocol
 from anvil_mux.protocol import api
 
 PROBES = frozenset(["/health", "/healthz", "/livez", "/logs", "/metrics", "/readyz", "/why"])
-"""What programs, and the open page, ask for again and again."""
+"""The paths that programs, and the open page, ask for again and again."""
 
 
 @dataclass(slots=True)  # frozen ones take three times as long to make
@@ -43,11 +43,11 @@ class Served:
     seconds: float = 0.0
     sent: int = 0
     tokens: int = 0
-    """Of the answer: the events of its stream, unless its engine says; 0: nobody knows."""
+    """Tokens of the answer: the events of its stream, unless its engine reports them; 0: not known."""
     prompt_tokens: int = 0
-    """Of the input, as its engine said."""
+    """Tokens of the input, as its engine reported."""
     cached_tokens: int = 0
-    """Of these, those that the engine had in its cache."""
+    """Tokens of the input that the engine had in its cache."""
     foreseen: float | None = None
     """The part of the input that its replica was thought to have cached; None: nobody knows if it was."""
     said: bytes = b""
@@ -67,7 +67,7 @@ class Served:
 
 
 class Sink(Protocol):
-    """Where handlers put their records; never blocks."""
+    """A sink for the records of handlers; it never blocks."""
 
     def add(self, entry: Served) -> object: ...
 

@@ -44,7 +44,7 @@ GATHER_SECONDS = 0.1
 GROUP = 256
 """Events written in one system call."""
 KEEP_BYTES = 1 << 20
-"""What is kept in memory while it cannot be written."""
+"""Bytes that are kept in memory while they cannot be written."""
 SIZE = 128 << 20
 """Bytes after which a new file is begun, unless the user says another number."""
 KEPT = 3
@@ -58,7 +58,7 @@ class BadLog(MuxError):
 
 
 class LoggedRun(NamedTuple):
-    """What one program wrote between its start and its end."""
+    """The log of one program between its start and its end."""
 
     header: Mapping[str, Any]
     events: list[Event]
@@ -89,7 +89,9 @@ _NOT_OF_BACKEND = ("service", "strip", "set")
 
 
 def header(config: Config, began: float) -> dict[str, Any]:
-    """``began``: the Unix time of moment 0, to which the events' moments are to be added."""
+    """The first line of a run; ``began``: the Unix time of moment 0, to which the events' moments are to be
+    added.
+    """
     gpus = [_changed(gpu, ()) for gpu in config.gpus]
     backends = [_changed(backend, _NOT_OF_BACKEND) for backend in config.backends]
     told = {key: getattr(config, key) for key in _OF_CONFIG}
@@ -104,7 +106,7 @@ def _changed(thing: Backend | Gpu, without: Sequence[str]) -> dict[str, Any]:
 
 
 def config_of(header: Mapping[str, Any]) -> Config:
-    """What the program that wrote the header was told, as far as events depend on it."""
+    """The configuration of the program that wrote the header, as far as events depend on it."""
     return Config(
         backends=tuple([_made(Backend, about) for about in header["backends"]]),
         gpus=tuple([_made(Gpu, about) for about in header.get("gpus", ())]),
@@ -255,7 +257,7 @@ class EventLog:
 
 
 def _line_end(descriptor: int) -> bytes:
-    """What the half line needs that a killed program left."""
+    """The line end that the half line of a killed program needs."""
     try:
         size = os.fstat(descriptor).st_size
         if not size:
@@ -300,7 +302,7 @@ def _line(event: Event) -> str:
 
 
 UNREADABLE = (OSError, EOFError, zlib.error)
-"""What ``lines`` may raise."""
+"""The errors that ``lines`` may raise."""
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What happened lately, for those who look: the status page, ``anvil-mux events`` and ``top``.
+"""The latest events and requests, for the status page, ``anvil-mux events`` and ``top``.
 
 Two rings, of events and of requests that ended. Who looks on is no more than a place in each ring, so a slow
 one holds up nobody and costs nothing: what left the ring before it came is counted as missed, and it is told
@@ -27,14 +27,14 @@ BY_HAND = ("/models/", "/api/show")
 
 
 class FeedPosition(NamedTuple):
-    """How far somebody has read: the numbers of the last event and the last request."""
+    """The position of a reader: the numbers of the last event and the last request."""
 
     event: int = 0
     request: int = 0
 
 
 class News(NamedTuple):
-    """What came after a place."""
+    """The events and requests after a position."""
 
     events: list[Event]
     requests: list[Served]
@@ -94,7 +94,7 @@ class Feed:
                 self._watchers -= 1
 
     def news(self, after: FeedPosition, seconds: float | None = 0.0) -> News:
-        """What came after ``after``; waits for something to come for at most ``seconds`` (None: for ever)."""
+        """Return the news after ``after``; wait for some for at most ``seconds`` (None: for ever)."""
         if seconds != 0.0:
             with self._bell:
                 self._bell.wait_for(lambda: self._closed or self._is_news(after), seconds)
@@ -121,6 +121,6 @@ def _last(ring: deque[tuple[int, _T]]) -> int:
 
 
 def _after(ring: deque[tuple[int, _T]], place: int) -> tuple[list[_T], int]:
-    """What stands in a ring after a place, and the number of the last."""
+    """The items of a ring after a position, and the number of the last."""
     entries = [(number, entry) for number, entry in ring.copy() if number > place]
     return [entry for _, entry in entries], entries[-1][0] if entries else place

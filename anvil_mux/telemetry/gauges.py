@@ -1,4 +1,4 @@
-"""What is true at the moment of a scrape, as metric families.
+"""The state at the moment of a scrape, as metric families.
 
 Pure: everything comes from a ``Status``, from what was learned and from what was last seen of the GPUs. What
 is not known has no sample.
@@ -20,7 +20,7 @@ STATES = sorted({state for state, _ in TRANSITIONS} | set(TRANSITIONS.values()))
 NONE, SEVERAL = "none", "several"
 
 Samples = dict[tuple[str, ...], float]
-"""By label values."""
+"""Values by the values of their labels."""
 
 
 def of_models(status: Status) -> Iterator[Metric]:
@@ -74,7 +74,7 @@ def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
 
 
 def of_costs(costs: Iterable[Cost], models: Container[str]) -> Iterator[Metric]:
-    """Where several make room, only the dearest direction stands for all."""
+    """The costs of swaps; where there are several victims, only the dearest direction stands for all."""
     dearest: Samples = {}
     for cost in costs:
         source = cost.source if cost.source in models else SEVERAL if cost.source else NONE
@@ -104,7 +104,7 @@ def of_footprints(footprints: Iterable[Footprint]) -> Iterator[Metric]:
 
 
 def _bytes(name: str, text: str, values: Mapping[str, int | None]) -> Metric:
-    """By GPU, without those of which it is not known."""
+    """A gauge by GPU, without those of which it is not known."""
     return _gauge(name, text, "gpu", {(gpu,): float(n) for gpu, n in values.items() if n is not None})
 
 

@@ -1,4 +1,4 @@
-"""What /healthz tells of models and GPUs, as JSON objects; whoever asks a running mux reads the same."""
+"""The JSON objects of /healthz for models and GPUs; the commands read the same."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SAID = 200
 
 
 def occasion(told: Mapping[str, Any]) -> str:
-    """Of which occasion an event tells; "" for none."""
+    """The occasion of an event; "" for none."""
     kind, cause = told["kind"], told["cause"]
     if kind in ("severed", "stuck"):
         return "severed" if kind == "severed" else "failed"
@@ -81,14 +81,14 @@ def _run(hook: Hook, message: bytes) -> str:
 
 
 class Telling:
-    """What one hook is told, one thing after another. Used by one thread."""
+    """The events for one hook, one after another. Used by one thread."""
 
     def __init__(self, hook: Hook, complain: Callable[[str], object]) -> None:
         self._hook = hook
         self._complain = complain
         self._fails = False
         self._gone: set[str] = set()
-        """Backends that were told of as unloaded; one that then rests more deeply is no news."""
+        """Backends that were reported as unloaded; one that is demoted then is no news."""
 
     def worker(self, name: str, feed: Feed, wall: Callable[[float], float]) -> Worker:
         """The thread that tells what comes in ``feed``, until that is closed."""

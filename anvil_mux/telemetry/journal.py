@@ -1,4 +1,4 @@
-"""What happened, written behind everybody's backs: one thread, one deque.
+"""The journal of what happened, written in the background: one thread, one deque.
 
 The multiplexer appends events under its lock and handlers append the records of finished requests. One thread
 takes what has gathered, in the order in which it came, folds it into the metrics and writes it in few system
@@ -40,7 +40,7 @@ QUIET, NORMAL, VERBOSE = -1, 0, 1
 
 
 class Journal:
-    """``access``: where lines of requests go, None for nowhere. ``form``: human or json."""
+    """The journal; ``access``: where lines of requests go, None for nowhere. ``form``: human or json."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Journal:
         self._tail = tail
         """Backend -> the last lines of its engine."""
         self._housekeeping = housekeeping
-        """Called after each batch and a while after the last one."""
+        """A function that is called after each batch and a while after the last one."""
         self._access = access
         self._request_line = json_line if form == "json" else human_line
         self._event_text = _json_event if form == "json" else _human_event
@@ -171,7 +171,7 @@ class Journal:
             self._lines.append(f"journal: {entry}\n{traceback.format_exc()}")
 
     def _tell(self, event: Event) -> str:
-        """What is to be told of an event. An engine's last lines may take a while, so nothing is held."""
+        """The text of an event. An engine's last lines may take a while, so nothing is held."""
         try:
             if _level(event) > self._verbosity:
                 return ""
@@ -198,7 +198,7 @@ _NORMAL = _MOVES | {"deferred", "pinned", "unpinned", "reloaded"}
 
 
 def _is_failure(event: Event) -> bool:
-    """A backend failed to load, died or could not be stopped."""
+    """Whether a backend failed to load, died or could not be stopped."""
     return event.kind == "stuck" or (event.kind == "stopped" and event.cause is not None)
 
 

@@ -58,10 +58,10 @@ BUCKETS = (
 UNKNOWN = "unknown"
 TOKENS = ("prompt", "cached", "completion")
 FORECASTS = ("hit", "missing", "unforeseen")
-"""Of tokens that a replica was thought to have cached, or had: both, only thought, only had."""
+"""The kinds of tokens that a replica was thought to have cached, or had: both, only thought, only had."""
 """Each token is of one kind: what was cached of a prompt is no longer counted as ``prompt``."""
 RESULTS = ("ok", "failed", "stuck", "cancelled")
-"""Of loads."""
+"""The results of loads."""
 
 Labels = tuple[str, ...]
 _BOUNDS = [floatToGoString(bound) for bound in (*BUCKETS, math.inf)]  # type: ignore[no-untyped-call]
@@ -98,7 +98,7 @@ class Histogram:
 
 
 class Histograms(dict[Labels, Histogram]):
-    """By label values; one that is missing begins empty."""
+    """Histograms by label values; one that is missing begins empty."""
 
     def __missing__(self, labels: Labels) -> Histogram:
         made = self[labels] = Histogram()
@@ -182,7 +182,8 @@ class Metrics:
         return content_type, encode(self.registry)
 
     def know(self, config: Config) -> None:
-        """Its models are served from now on; those of before are known still, since their requests go on.
+        """Note the models that are served from now on; those of before stay known, since their requests go
+        on.
 
         What a rate is asked of must be there before it first grows, or Prometheus misses that.
         """
@@ -404,7 +405,7 @@ class Metrics:
         yield from gauges.of_gpus(status, self._sight())
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: registering must not ask for the status of a multiplexer that is not there yet."""
+        """Describe nothing: registering must not ask a multiplexer that is not there yet for its status."""
         return ()
 
     def _of_swaps(self) -> Iterator[Metric]:
@@ -491,7 +492,7 @@ _L = TypeVar("_L", bound=Labels)
 
 
 def _by_kind(kinds: Sequence[str], counts: Mapping[str, Sequence[int]]) -> dict[Labels, int]:
-    """(model, kind) -> count; another thread may add models meanwhile."""
+    """Counts by (model, kind); another thread may add models meanwhile."""
     each = [(model, zip(kinds, of, strict=True)) for model, of in list(counts.items())]
     return {(model, kind): count for model, of in each for kind, count in of}
 
