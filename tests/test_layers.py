@@ -127,3 +127,17 @@ def test_each_type_name_means_one_thing():
         for name in types(module):
             homes[name].add(module)
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == STILL_TWICE
+
+
+POSITIONAL = ("host", "multiplexer", "proxy", "scheduler", "sim.simulate")
+"""Where calls with more than five positional arguments are still to be named."""
+
+HOT = {"protocol.http1": {"Request", "Response"}}
+"""Made for each request: by name a head takes 0.26 us longer (of 0.75)."""
+
+
+@pytest.mark.parametrize("module", sorted(m for m in MODULES if not m.startswith(POSITIONAL)))
+def test_more_than_five_arguments_are_named(module):
+    calls = [node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call)]
+    long = {ast.unparse(call.func) for call in calls if len(call.args) > 5}
+    assert long <= HOT.get(module, set())

@@ -110,7 +110,14 @@ def rings(config: Config) -> list[tuple[str, list[Backend]]]:
 
 def _stay_together(config: Config, a: Backend, b: Backend) -> bool:
     pair = [_plain(backend, "stop") for backend in (a, b)]
-    group = GpuGroup("pair", config, pair, Eager(), LeastRecentlyUsed(), lambda event: None)
+    group = GpuGroup(
+        name="pair",
+        config=config,
+        backends=pair,
+        policy=Eager(),
+        eviction=LeastRecentlyUsed(),
+        emit=lambda event: None,
+    )
     return group.adopt(a.name, 0.0) and group.adopt(b.name, 0.0)
 
 
@@ -222,7 +229,14 @@ class _Ring:
             by_hand = [self._swap_by_hand(*pair) for pair in pairs]
         return [
             TimedSwap(
-                after.name, before.name, self._way, number, took, seconds, taken, self._buses[after.name]
+                backend=after.name,
+                replaces=before.name,
+                way=self._way,
+                round=number,
+                phases=took,
+                by_hand_seconds=seconds,
+                bytes=taken,
+                bus=self._buses[after.name],
             )
             for (before, after), (took, taken), seconds in zip(pairs, by_mux, by_hand, strict=True)
         ]
@@ -287,7 +301,14 @@ class _Ring:
             through = self._burst_through(before, after, count, pool)
             direct = self._burst_by_hand(after, count, pool)
         self._say(f"burst of {count} to {after.name}: {through:.2f} s ({direct:.2f})")
-        return Burst(after.name, before.name, count, number, through, direct)
+        return Burst(
+            backend=after.name,
+            replaces=before.name,
+            requests=count,
+            round=number,
+            seconds=through,
+            direct_seconds=direct,
+        )
 
     def _burst_through(self, before: Backend, after: Backend, count: int, pool: ThreadPoolExecutor) -> float:
         relay, (near, far) = Relay(after.load_timeout), socketpair()

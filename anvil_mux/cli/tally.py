@@ -181,19 +181,19 @@ def _figures(group: Sequence[TimedSwap], cold_seconds: float | None) -> SwapFigu
     quarters = quantiles(own, n=4, method="inclusive") if len(own) > 1 else own * 3
     taken = _known(swap.bytes for swap in group)
     return SwapFigures(
-        first.backend,
-        first.replaces,
-        first.way,
-        len(group),
-        {phase: median([s.phases.get(phase, 0.0) for s in group]) for phase in names(group)},
-        median([swap.total_seconds for swap in group]),
-        median([swap.by_hand_seconds for swap in group]),
-        median(own),
-        (quarters[0], quarters[-1]),
-        cold_seconds and cold_seconds / median([swap.in_seconds for swap in group]),
-        None if taken is None else int(taken),
-        _known(swap.bytes_per_second for swap in group),
-        first.bus,
+        backend=first.backend,
+        replaces=first.replaces,
+        way=first.way,
+        swaps=len(group),
+        phases={phase: median([s.phases.get(phase, 0.0) for s in group]) for phase in names(group)},
+        total_seconds=median([swap.total_seconds for swap in group]),
+        by_hand_seconds=median([swap.by_hand_seconds for swap in group]),
+        own_share_seconds=median(own),
+        own_share_quartiles=(quarters[0], quarters[-1]),
+        cold_start_ratio=cold_seconds and cold_seconds / median([swap.in_seconds for swap in group]),
+        bytes=None if taken is None else int(taken),
+        bytes_per_second=_known(swap.bytes_per_second for swap in group),
+        bus_bytes_per_second=first.bus,
     )
 
 
@@ -209,7 +209,13 @@ def _burst_figures(group: Sequence[Burst]) -> BurstFigures:
     first = group[0]
     seconds, direct = median([b.seconds for b in group]), median([b.direct_seconds for b in group])
     return BurstFigures(
-        first.backend, first.replaces, first.requests, len(group), seconds, direct, seconds / direct
+        backend=first.backend,
+        replaces=first.replaces,
+        requests=first.requests,
+        bursts=len(group),
+        seconds=seconds,
+        direct_seconds=direct,
+        ratio=seconds / direct,
     )
 
 

@@ -76,7 +76,14 @@ def load(
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return _ConfigReader(documents, plugins, environ, present or {}, overrides or {}, judge).load(compose)
+    return _ConfigReader(
+        documents=documents,
+        plugins=plugins,
+        environ=environ,
+        present=present or {},
+        overrides=overrides or {},
+        judge=judge,
+    ).load(compose)
 
 
 class _ConfigReader:

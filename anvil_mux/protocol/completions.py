@@ -290,12 +290,13 @@ def _ending(choice: dict[str, Any], usage: object, timings: object, *, called: b
     counts = usage if isinstance(usage, dict) else {}
     details = counts.get("prompt_tokens_details")
     return Ending(
-        "tool_calls" if called and reason == "stop" else reason,
-        sequence if isinstance(sequence, str) else None,
-        counts.get("prompt_tokens"),
-        counts.get("completion_tokens"),
-        details.get("cached_tokens") if isinstance(details, dict) else None,
-        *(_seconds(timings, key) for key in ("prompt_ms", "predicted_ms")),
+        reason="tool_calls" if called and reason == "stop" else reason,
+        stop_sequence=sequence if isinstance(sequence, str) else None,
+        prompt_tokens=counts.get("prompt_tokens"),
+        completion_tokens=counts.get("completion_tokens"),
+        cached_tokens=details.get("cached_tokens") if isinstance(details, dict) else None,
+        prompt_seconds=_seconds(timings, "prompt_ms"),
+        completion_seconds=_seconds(timings, "predicted_ms"),
     )
 
 

@@ -190,13 +190,13 @@ class InFlightTracker:
         """The reports for other anvil-mux."""
         return {
             name: Report(
-                len(each.entries),
-                len(each.entries) - each.decode_batch,
-                each.prefill_tokens,
-                each.decode_tokens,
-                each.num_tokens,
-                each.load,
-                0.0 if each.heard is None else now - each.heard,
+                num_requests=len(each.entries),
+                num_waiting_requests=len(each.entries) - each.decode_batch,
+                prefill_tokens=each.prefill_tokens,
+                decode_tokens=each.decode_tokens,
+                num_tokens=each.num_tokens,
+                load=each.load,
+                age_seconds=0.0 if each.heard is None else now - each.heard,
             )
             for name, each in self._accounts.items()
         }
@@ -257,21 +257,23 @@ class InFlightTracker:
         total = len(account.entries) + others.num_requests
         waiting = len(account.entries) - account.decode_batch + others.num_waiting_requests
         return Replica(
-            name,
-            member.infer_type,
-            True,
-            0.0,
-            member.node,
-            member.failure_domain,
-            total,
-            waiting,
-            account.prefill_tokens + others.prefill_tokens,
-            account.decode_tokens + others.decode_tokens,
-            total - waiting,
-            account.num_tokens + others.num_tokens,
-            work.tokens if work.infer_type == "decode" else min(blocks * work.block_tokens, work.tokens),
-            member.kv_tokens or 0,
-            member.profile,
+            backend=name,
+            infer_type=member.infer_type,
+            schedulable=True,
+            age_seconds=0.0,
+            node=member.node,
+            failure_domain=member.failure_domain,
+            num_requests=total,
+            num_waiting_requests=waiting,
+            prefill_tokens=account.prefill_tokens + others.prefill_tokens,
+            decode_tokens=account.decode_tokens + others.decode_tokens,
+            decode_batch=total - waiting,
+            num_tokens=account.num_tokens + others.num_tokens,
+            hit_tokens=work.tokens
+            if work.infer_type == "decode"
+            else min(blocks * work.block_tokens, work.tokens),
+            kv_tokens=member.kv_tokens or 0,
+            profile=member.profile,
             heat=self._memory.heat(name),
             usual_tokens=self._memory.usual_tokens,
             fleet_prefill_tokens=self._prefill_tokens,

@@ -592,7 +592,14 @@ def choose(routing: Routing, work: Work, replicas: Sequence[Replica], memory: Ro
     chosen, reason = pipeline.selector.pick(work, left, SelectionContext(replicas, memory))
     name = pipeline.selector.name
     others = [(r.backend, removed.get(r.backend, name)) for r in replicas if r.backend != chosen.backend]
-    return Choice(chosen.backend, routing.name, passed, reason, tuple(others), chosen.hit_tokens)
+    return Choice(
+        backend=chosen.backend,
+        policy=routing.name,
+        passed=passed,
+        reason=reason,
+        removed=tuple(others),
+        hit_tokens=chosen.hit_tokens,
+    )
 
 
 def explain(

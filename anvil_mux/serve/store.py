@@ -115,7 +115,15 @@ def _report(
     requests: Any, waiting: Any, prefill: Any, decode: Any, tokens: Any, load: Any, age: Any
 ) -> Report:
     said = None if load is None else _load(*load)
-    return Report(int(requests), int(waiting), int(prefill), int(decode), int(tokens), said, float(age))
+    return Report(
+        num_requests=int(requests),
+        num_waiting_requests=int(waiting),
+        prefill_tokens=int(prefill),
+        decode_tokens=int(decode),
+        num_tokens=int(tokens),
+        load=said,
+        age_seconds=float(age),
+    )
 
 
 def _load(running: Any, waiting: Any, usage: Any) -> EngineLoad:

@@ -164,7 +164,15 @@ def draw(
         for count in (sessions or (len(trace.sessions),)) if trace.sessions else (0,):
             for seed in seeds if trace.sessions else (0,):
                 drawn = _drawn(trace, seed, count)
-                yield Scenario(trace.name, seed, count, drawn, trace.block_tokens, replicas, engine)
+                yield Scenario(
+                    trace=trace.name,
+                    seed=seed,
+                    sessions=count,
+                    prompts=drawn,
+                    block_tokens=trace.block_tokens,
+                    replicas=replicas,
+                    engine=engine,
+                )
 
 
 def _drawn(trace: Trace, seed: int, sessions: int) -> list[Prompt]:

@@ -377,7 +377,14 @@ class _Fleet:
 
     def _finish(self, now: float, job: _Job) -> None:
         self._router.ended(job.key, now, job.cached)
-        answer = PromptOutcome(job.prompt, job.replica, job.arrived, job.first_byte, now, job.cached)
+        answer = PromptOutcome(
+            prompt=job.prompt,
+            replica=job.replica,
+            arrived=job.arrived,
+            first_byte=job.first_byte,
+            finished=now,
+            cached_tokens=job.cached,
+        )
         self._answers.append((job.key, answer))
         rest = self._rest.get(job.prompt.session)
         if rest:

@@ -135,7 +135,15 @@ def run(case: Case, policy: str) -> StudyRun:
     engines, resident = made.engines(config), made.residents(config)
     costs = engines.costs(config)
     log = simulate(config, made.requests, engines, resident=resident, follow=ends, costs=costs)
-    return StudyRun(made.name, policy, case.seed, config, log, figures(log, ends.count), check(log, config))
+    return StudyRun(
+        profile=made.name,
+        policy=policy,
+        seed=case.seed,
+        config=config,
+        log=log,
+        figures=figures(log, ends.count),
+        wrong=check(log, config),
+    )
 
 
 def _under(policy: str, case: Case) -> Config:

@@ -275,12 +275,12 @@ class _WorkloadReader:
         if not self._requests:
             raise ValueError("holds no request" if self._header else "is empty")
         return Workload(
-            str(self._header["workload"]),
-            self._load_seconds,
-            tuple(sorted(self._requests, key=lambda request: request.at)),
-            partial(Sessions, self._sessions) if self._sessions else None,
-            tuple(self._header.get("resident", ())),
-            _seconds(self._header, "stop_seconds", 0.0),
+            name=str(self._header["workload"]),
+            load_seconds=self._load_seconds,
+            requests=tuple(sorted(self._requests, key=lambda request: request.at)),
+            follow=partial(Sessions, self._sessions) if self._sessions else None,
+            resident=tuple(self._header.get("resident", ())),
+            stop_seconds=_seconds(self._header, "stop_seconds", 0.0),
         )
 
     def _take_header(self, said: dict[str, Any]) -> None:
