@@ -44,10 +44,10 @@ WORD = re.compile("|".join(rf"(?P<_{n}>\b{pattern}\b)" for n, pattern in enumera
 ALLOWED = re.compile(
     r"""
     # a line of text, of a file, of a table
-    (command|comment|header|request|status|changelog|keep-alive|first|last|several|this|_|request's)\ lines?
+    (command|comment|header|request|status|changelog|keep-alive|first|last|several|this|on\ a|_)\ lines?
     | lines?\ (come|end|ends|in|of\ JSON|of\ an\ event\ log)\b | end\ of\ its\ line | file\ and\ line
     | one\ line | (a|one)\ line\ (for\ each|to\ paste) | (one|key)\ to\ a\ line | overrides\ a\ line
-    | in\ line$ | ^line\)
+    | in\ line$ | ^line\) | request's\ line
     # an engine that broke off
     | stream\ was\ cut\ off
     # what is left

@@ -54,7 +54,7 @@ class Service:
     """The entrypoint and the command as one argv (process runtime)."""
     environment: tuple[tuple[str, str], ...] = ()
     working_dir: str | None = None
-    """Absolute (resolved against the compose file's folder); None: that folder."""
+    """An absolute path (resolved against the compose file's folder); None: that folder."""
     profiles: tuple[str, ...] = ()
     user: str = ""
     """The user of its processes, as the compose file has it; empty: the image's, or ours."""

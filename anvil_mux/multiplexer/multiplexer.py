@@ -523,7 +523,7 @@ class Multiplexer:
         return self._unload(model, when_idle=True)
 
     def unload(self, model: str) -> bool:
-        """Evicts ``model`` after its drain, and stops one on standby; False if there is nothing to be done.
+        """Evicts ``model`` after its drain, and stops one in standby; False if there is nothing to be done.
 
         One that is being loaded is so no longer, and who waits for it is told that.
         """
@@ -561,7 +561,7 @@ class Multiplexer:
             return self._scheduler.unseen
 
     def adopt(self, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None) -> list[str]:
-        """Takes over backends that run already (name -> URL), or are on standby; returns what cannot stay."""
+        """Takes over backends that run already (name -> URL), or are in standby; returns what cannot stay."""
         refused = [name for name, url in running.items() if not self._adopt(name, _address(url))]
         return refused + [name for name, left in (standby or {}).items() if not self._adopt(name, None, left)]
 
@@ -747,7 +747,7 @@ class Multiplexer:
             return list(self._scheduler.costs)
 
     def footprints(self) -> list[Footprint]:
-        """What backends held, and kept while they evicted, as it was measured."""
+        """What backends held, and kept in standby, as it was measured."""
         with self._lock:
             return list(self._scheduler.footprints)
 

@@ -99,7 +99,7 @@ NOTHING = Report()
 
 
 @dataclass(slots=True)
-class _Entry:
+class _Charge:
     """One request at its replica."""
 
     work: Work
@@ -118,7 +118,7 @@ class _Account:
     """The account of a replica: its requests and their tokens."""
 
     member: Member
-    entries: dict[Hashable, _Entry] = field(default_factory=dict)
+    entries: dict[Hashable, _Charge] = field(default_factory=dict)
     prefill_tokens: int = 0
     decode_tokens: int = 0
     decode_batch: int = 0
@@ -351,7 +351,7 @@ class InFlightTracker:
                 moved = _with(moved, entry.work, target.hit_tokens)
         return found
 
-    def _without(self, name: str, entry: _Entry, gone: Sequence[Hashable]) -> Replica:
+    def _without(self, name: str, entry: _Charge, gone: Sequence[Hashable]) -> Replica:
         """The replica of ``entry`` as it would be if that, and those that are ``gone``, were not there."""
         replica = self._replica(name, entry.work, 0)._replace(hit_tokens=entry.hit)
         entries = self._accounts[name].entries
@@ -366,7 +366,7 @@ class InFlightTracker:
 
     def _charge(self, key: Hashable, work: Work, choice: Choice, now: float) -> None:
         account = self._accounts[choice.backend]
-        entry = _Entry(work, choice.hit_tokens, now)
+        entry = _Charge(work, choice.hit_tokens, now)
         account.entries[key] = entry
         self._add_prefill(account, entry.missing)
         if work.infer_type == "decode":
@@ -387,7 +387,7 @@ class InFlightTracker:
             self._add_prefill(account, -entry.missing)
             self._begin_decode(account, entry)
 
-    def _begin_decode(self, account: _Account, entry: _Entry) -> None:
+    def _begin_decode(self, account: _Account, entry: _Charge) -> None:
         entry.answering = True
         account.decode_tokens += entry.work.tokens
         account.decode_batch += 1
@@ -417,7 +417,7 @@ class InFlightTracker:
             measured = min(max(work.size / prompt_tokens, BYTES_LEAST), BYTES_MOST)
             self.bytes_per_token += LEARN * (measured - self.bytes_per_token)
 
-    def _compare(self, account: _Account, entry: _Entry, cached_tokens: int) -> None:
+    def _compare(self, account: _Account, entry: _Charge, cached_tokens: int) -> None:
         """Compare what was cached with what was thought: a cache that held less repeatedly is smaller."""
         block, unforeseen = entry.work.block_tokens, cached_tokens - entry.hit
         held = self.prefixes.size(account.member.backend) * block
@@ -461,7 +461,7 @@ class InFlightTracker:
         self._memory.forget(backend)
         self.prefixes.clear(backend)
 
-    def _find(self, key: Hashable) -> tuple[_Account | None, _Entry | None]:
+    def _find(self, key: Hashable) -> tuple[_Account | None, _Charge | None]:
         backend = self._where.get(key)
         if backend is None:
             return None, None

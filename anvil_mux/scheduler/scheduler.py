@@ -209,7 +209,7 @@ class Scheduler:
     def adopted_standby(
         self, backend: str, now: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
     ) -> Effects:
-        """The backend was on standby, at the level ``how``; NOTHING if there is no room for ``residual``."""
+        """The backend was in standby, at the level ``how``; NOTHING if there is no room for ``residual``."""
 
         def fact(group: GpuGroup) -> bool:
             return group.adopt_standby(backend, now, how, residual, host_bytes)

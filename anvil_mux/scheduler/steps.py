@@ -122,7 +122,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Demote:
-    """Take a backend on standby to a deeper level, then report ``evicted`` or ``evict_failed``."""
+    """Take a backend in standby to a deeper level, then report ``evicted`` or ``evict_failed``."""
 
     backend: str
     how: str

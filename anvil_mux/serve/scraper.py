@@ -63,10 +63,10 @@ def load_of_slots(text: str) -> EngineLoad | None:
         return None
 
 
-Page = tuple[str, Callable[[str], EngineLoad | None]]
+FiguresPage = tuple[str, Callable[[str], EngineLoad | None]]
 """A page of an engine's figures, and how it is read."""
-METRICS: Page = ("/metrics", load_of)
-PAGES: dict[str, tuple[Page, ...]] = {"llamacpp": (METRICS, ("/slots", load_of_slots))}
+METRICS: FiguresPage = ("/metrics", load_of)
+PAGES: dict[str, tuple[FiguresPage, ...]] = {"llamacpp": (METRICS, ("/slots", load_of_slots))}
 """Engine -> what it is asked for until it says something; others have METRICS alone."""
 
 

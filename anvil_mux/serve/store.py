@@ -1,4 +1,4 @@
-"""What several anvil-mux tell each other of the replicas that they share: one place.
+"""The store by which several anvil-mux know of each other's requests at replicas that they share.
 
 Each of them (an *owner*) publishes again and again what it has at every replica and what the engines said
 last, and reads what all others published (``Sharing``, one thread). What an owner published is forgotten

@@ -42,7 +42,7 @@ class Figures:
 
 
 def figures(log: Sequence[Event], sent: int = 0, begins: Mapping[str, Any] = MappingProxyType({})) -> Figures:
-    """``sent``: how many requests there were, where more came than one of ``max_queue`` lets wait.
+    """Compute the figures; ``sent``: how many requests came, where ``max_queue`` may have refused some.
 
     No event tells of those that were turned away. ``begins``: the situation in which the log begins, as JSON.
     """

@@ -147,7 +147,7 @@ class Blocks:
                 self._idle[block] = None
 
 
-class _Job:
+class _PlacedPrompt:
     """A request at its replica."""
 
     __slots__ = (
@@ -180,15 +180,15 @@ class _SimulatedReplica:
     def __init__(self, engine: SimulatedEngine, block_tokens: int) -> None:
         self.engine = engine
         self.blocks = Blocks(engine.kv_tokens // block_tokens)
-        self.waiting: deque[_Job] = deque()
+        self.waiting: deque[_PlacedPrompt] = deque()
         self._block_tokens = block_tokens
-        self._prefilling: list[_Job] = []
-        self._decoding: list[tuple[int, int, _Job]] = []
+        self._prefilling: list[_PlacedPrompt] = []
+        self._decoding: list[tuple[int, int, _PlacedPrompt]] = []
         """A heap: (number of the step that completes the answer, key, job)."""
         self._context = 0
         """Tokens of the requests that decode."""
         self._steps = 0
-        self._parts: list[tuple[_Job, int]] = []
+        self._parts: list[tuple[_PlacedPrompt, int]] = []
         self._since = 0.0
         self._ahead = 0
         """Steps that are under way since then: one, or several that only decode."""
@@ -222,7 +222,7 @@ class _SimulatedReplica:
         self._ahead = low
         return self._until(low)
 
-    def end_step(self, now: float) -> tuple[list[_Job], list[_Job]]:
+    def end_step(self, now: float) -> tuple[list[_PlacedPrompt], list[_PlacedPrompt]]:
         """End a step: the jobs that have their first token now, and those whose answers are complete."""
         self._steps += self._ahead
         self._context += self._ahead * len(self._decoding)
@@ -242,7 +242,7 @@ class _SimulatedReplica:
             self.blocks.release(job.pinned, job.private)
         return first, done
 
-    def _start_answer(self, job: _Job, done: list[_Job]) -> None:
+    def _start_answer(self, job: _PlacedPrompt, done: list[_PlacedPrompt]) -> None:
         fresh = self.blocks.share(job.prompt.blocks[len(job.pinned) :])
         job.pinned += fresh
         job.private -= len(fresh)
@@ -259,7 +259,7 @@ class _SimulatedReplica:
         growth = requests * self.engine.context_token_seconds
         return self._since + steps * first + growth * (steps * (steps - 1) / 2)
 
-    def _next_parts(self) -> list[tuple[_Job, int]]:
+    def _next_parts(self) -> list[tuple[_PlacedPrompt, int]]:
         budget = self.engine.step_tokens - len(self._decoding)
         parts = []
         for job in self._prefilling:
@@ -274,7 +274,7 @@ class _SimulatedReplica:
             budget -= tokens
         return parts
 
-    def _admit(self, job: _Job) -> bool:
+    def _admit(self, job: _PlacedPrompt) -> bool:
         if len(self._prefilling) + len(self._decoding) >= self.engine.max_running:
             return False
         prompt = job.prompt
@@ -347,12 +347,12 @@ class _Fleet:
         heappush(self._heap, (moment, next(self._order), call, argument))
 
     def _arrive(self, now: float, prompt: Prompt) -> None:
-        job = _Job(next(self._keys), prompt, now)
+        job = _PlacedPrompt(next(self._keys), prompt, now)
         job.replica = self._router.choose(job.key, prompt, now)
         ingress = self._engine.ingress_seconds + prompt.tokens * self._engine.ingress_token_seconds
         self._at(now + ingress, self._come, job)
 
-    def _come(self, now: float, job: _Job) -> None:
+    def _come(self, now: float, job: _PlacedPrompt) -> None:
         replica = self._replicas[job.replica]
         replica.waiting.append(job)
         end = replica.cut_short(now) if replica.busy else replica.begin_step(now)
@@ -375,7 +375,7 @@ class _Fleet:
             self._finish(now, job)
         self._schedule(which, replica.begin_step(now))
 
-    def _finish(self, now: float, job: _Job) -> None:
+    def _finish(self, now: float, job: _PlacedPrompt) -> None:
         self._router.ended(job.key, now, job.cached)
         answer = PromptOutcome(
             prompt=job.prompt,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Drawn = tuple[str, Sequence[Event], Config, Mapping[str, Any]]
-"""A title, a log, what the program was told that made it, and the situation in which it begins, as JSON."""
+"""A title, a log, the configuration that it is of, and the situation in which it begins, as JSON."""
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito's, which colour-blind people tell apart as well."""
@@ -85,7 +85,7 @@ _MOVES = frozenset((*_HOLDING, "stopped", "standby", "demoting"))
 
 
 class History:
-    """What a picture shows of a log, with moments from its beginning on."""
+    """The part of a log that a picture shows, with moments from its beginning on."""
 
     def __init__(self, log: Sequence[Event], begins: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._origin = begins.get("at", log[0].at if log else 0.0)

@@ -67,7 +67,7 @@ class _LearnedClients:
         self._stopping: dict[str, float] = {}
 
     def read(self, run: LoggedRun, begins: float, origin: float) -> None:
-        """``begins``: the moment of the workload at which the run does."""
+        """Read a run; ``begins``: the moment of the workload at which it does."""
         self._runs += 1
         self._begins, self._origin = begins, origin
         situation = Situation.parse(run.begins)
@@ -141,7 +141,7 @@ class _LearnedClients:
         self._add(event, math.nan, patience)
 
     def _add(self, event: Event, seconds: float, patience: float = math.inf, leases: bool = True) -> None:
-        """``seconds`` of service, nan where they are not known."""
+        """Add ``seconds`` of service, nan where they are not known."""
         at = max(event.at - event.seconds - self._origin, self._begins)
         request = Request(at, event.model, seconds, patience, leases)
         self.requests.append(((at, self._runs, event.ticket), request))

@@ -51,7 +51,7 @@ class StudyRun:
     log: Sequence[Event]
     figures: Figures
     wrong: Sequence[str] | None
-    """The broken invariants; None: nobody looked."""
+    """The broken invariants; None: not checked."""
     begins: Mapping[str, Any] = field(default_factory=dict)
     """The situation in which the log begins, as JSON."""
 
@@ -196,7 +196,16 @@ class Recording:
         wrong = [line for one in self.runs for line in self._check(one)] if checked else None
         log, begins = _joined(eventlog.whole(self.runs)), self.runs[0].begins
         come_to = figures(log, begins=begins)
-        return StudyRun(self.name, LOGGED, 0, self._config_of(self.runs[-1]), log, come_to, wrong, begins)
+        return StudyRun(
+            profile=self.name,
+            policy=LOGGED,
+            seed=0,
+            config=self._config_of(self.runs[-1]),
+            log=log,
+            figures=come_to,
+            wrong=wrong,
+            begins=begins,
+        )
 
     def _check(self, one: eventlog.LoggedRun) -> list[str]:
         return check(one.events, self._config_of(one), SLACK_SECONDS, one.begins)

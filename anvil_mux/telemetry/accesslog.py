@@ -19,7 +19,7 @@ PROBES = frozenset(["/health", "/healthz", "/livez", "/logs", "/metrics", "/read
 
 @dataclass(slots=True)  # frozen ones take three times as long to make
 class Served:
-    """What becomes known of a request, until its end. Moments are Unix time, durations seconds.
+    """The record of a request, until its end. Moments are Unix time, durations seconds.
 
     The thread that serves the request fills it in and hands it to the ``Sink``; from then on nobody alters it
     but ``count``, which the ``Sink`` calls once.
@@ -34,12 +34,12 @@ class Served:
     backend: str = ""
     status: int = 0
     code: str = ""
-    """Of the error; empty when there was none."""
+    """The code of the error; empty when there was none."""
     stream: bool = False
     waited: float = 0.0
-    """Queued, for the model to become ready."""
+    """Seconds in the queue, until the model was ready."""
     first_byte: float = 0.0
-    """From the request's head to the first byte of the engine's answer; 0: none came."""
+    """Seconds from the request's head to the first byte of the engine's answer; 0: none came."""
     seconds: float = 0.0
     sent: int = 0
     tokens: int = 0

@@ -171,7 +171,7 @@ class EventLog:
         self._worker.wake()
 
     def head(self, header: Mapping[str, Any]) -> None:
-        """What runs from the next reload on begin with."""
+        """Set the header with which runs begin from the next reload on."""
         self._next_header = {**header, "began": self._header["began"]}
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class EventLog:
         self._write(())
 
     def _group(self) -> list[Event]:
-        """What is written at once, up to where a run is to begin."""
+        """The events that are written at once, up to where a run is to begin."""
         group: list[Event] = []
         while self._events and len(group) < GROUP:
             event = self._events.popleft()
@@ -202,7 +202,7 @@ class EventLog:
 
     @property
     def _is_anew(self) -> bool:
-        """After a reload: whatever is not as the new configuration has it has left."""
+        """Whether, after a reload, all that is not as the new configuration has it has left."""
         if self._reloaded >= self._situation.at:
             return False
         return self._situation.is_about({backend["name"] for backend in self._header["backends"]})

@@ -1,4 +1,4 @@
-"""What a log has led to so far: the state of backends, queues and leases, as data.
+"""The situation to which a log has led: the state of backends, queues and leases, as data.
 
 A fold over events. The event log writes it at the head of a file, so that the file can be read without those
 before it; whoever reads a log starts from there. ``simulate.check`` judges each event by it.
@@ -20,7 +20,7 @@ NEVER = -math.inf
 
 @dataclass(slots=True)
 class BackendRecord:
-    """What is so of one backend. Moments are those of the log."""
+    """The situation of one backend. Moments are those of the log."""
 
     model: str
     state: str = "stopped"
@@ -37,11 +37,11 @@ class BackendRecord:
     answered: float = NEVER
     """When it last gave a whole answer."""
     crashes: int = 0
-    """In a row, soon after a load."""
+    """Deaths in a row, soon after a load."""
     failed_starts: int = 0
-    """In a row; crashes count."""
+    """Failed loads in a row; crashes count."""
     retry_at: float = 0.0
-    """It cools down until then."""
+    """The end of its cool-down."""
 
 
 @dataclass(slots=True)
@@ -59,7 +59,10 @@ class QueueRecord:
 
 
 class Situation:
-    """``slack``: by how many seconds less than ``SOON_SECONDS`` a death after a load is soon."""
+    """The situation after some events.
+
+    ``slack``: by how many seconds less than ``SOON_SECONDS`` a death after a load is soon.
+    """
 
     def __init__(self, slack: float = 0.0) -> None:
         self.at = 0.0
@@ -78,7 +81,7 @@ class Situation:
         return [*queued, *[each.leases.keys() for each in self.backends.values()]]
 
     def is_about(self, backends: Set[str]) -> bool:
-        """Nothing moves, and no other backend than these holds anything."""
+        """Whether nothing moves, and no other backend than these holds anything."""
         states = {name: each.state for name, each in self.backends.items() if each.state != "stopped"}
         return states.keys() <= backends and set(states.values()) <= {"ready", "standby"}
 
@@ -185,7 +188,7 @@ class Situation:
 
     @classmethod
     def parse(cls, told: Mapping[str, Any], slack: float = 0.0) -> Situation:
-        """What ``to_json`` gave, {} for the beginning of everything. TypeError, ValueError or KeyError."""
+        """Read what ``to_json`` gave ({}: the beginning of everything); TypeError, ValueError or KeyError."""
         made = cls(slack)
         if told:
             made.at = float(told["at"])
