@@ -77,7 +77,7 @@ class Asker:
     """Asks backends for as little as they answer; the first question that one answers is its own."""
 
     def __init__(self) -> None:
-        self._known: dict[str, Question] = {}
+        self._known: dict[str, SampleQuestion] = {}
 
     def ask(self, backend: Backend, address: Address) -> float:
         """The moment of the answer's first byte."""
@@ -89,7 +89,7 @@ class Asker:
                 return moment
         raise BackendError(f"{backend.name} answers {status} to POST {question.path}")
 
-    def question(self, backend: Backend) -> Question:
+    def question(self, backend: Backend) -> SampleQuestion:
         """The one that it was found to answer."""
         return self._known[backend.name]
 
@@ -104,7 +104,7 @@ class Asker:
             time.sleep(ASK_PAUSE)
 
 
-class Question(NamedTuple):
+class SampleQuestion(NamedTuple):
     """A request whose answer's first byte counts as the first token."""
 
     path: str
@@ -128,7 +128,7 @@ class Question(NamedTuple):
         finally:
             connection.close()
 
-    def whole(self, tokens: int) -> Question:
+    def whole(self, tokens: int) -> SampleQuestion:
         """The same for an answer of so many tokens, if it is for text, and in one piece.
 
         llama-server closes the connection behind a stream, so only such an answer shows what idle ones do.
@@ -153,11 +153,11 @@ def _headers(backend: Backend) -> dict[str, str]:
 
 
 QUESTIONS = (
-    Question(
+    SampleQuestion(
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "stream": True},
     ),
-    Question("/v1/completions", {"prompt": "Hi", "max_tokens": 1, "stream": True}),
-    Question("/v1/embeddings", {"input": "Hi"}),
-    Question("/v1/rerank", {"query": "Hi", "documents": ["Hi"]}),
+    SampleQuestion("/v1/completions", {"prompt": "Hi", "max_tokens": 1, "stream": True}),
+    SampleQuestion("/v1/embeddings", {"input": "Hi"}),
+    SampleQuestion("/v1/rerank", {"query": "Hi", "documents": ["Hi"]}),
 )

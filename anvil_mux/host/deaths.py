@@ -1,7 +1,7 @@
 """The watch over the containers that run: whichever ends without our doing is reported.
 
 A run of a container is known by its id and start moment, so that a container which a restart policy or a new
-dockerd has revived is told from the one we started: it has lost its requests and its place, and is put down.
+dockerd has revived is told from the one we started: it has lost its requests and its place, and is stopped.
 
 The engine's events say that something ended, and an inspect says what is there now. While the engine is away
 there are none; what it took along is found by comparing when it is back.
@@ -33,7 +33,7 @@ class Deaths:
         # Guards the fields below; held for single reads and writes only.
         self._lock = threading.Lock()
         self._up: dict[str, tuple[str, str]] = {}  # backend -> its run
-        self._revived: dict[str, str] = {}  # how those ended that a restart policy revived, and we put down
+        self._revived: dict[str, str] = {}  # how those ended that a restart policy revived, and we stopped
         self._events: Stream | None = None
         self._problem = ""  # written by `watch` alone
 
@@ -107,7 +107,7 @@ class Deaths:
                     self._events = None
 
     def _judge(self, name: str, died: Callable[[str], None], code: int | None = None) -> None:
-        """Report the backend unless the run that we answer for goes on; a revived one is put down first.
+        """Report the backend unless the run that we answer for goes on; a revived one is stopped first.
 
         ``code``: with which it ended, as the engine's event has it.
         """

@@ -31,7 +31,7 @@ MAX_FIELDS = 100
 MAX_CHUNK_LINE = 300
 MAX_TRAILER = 8 * 1024
 MAX_DIGITS = 15
-"""Of a length."""
+"""The longest number in Content-Length or a chunk's head."""
 
 EMPTY_LINE = b"\r\n"
 BARE_LF = "lines end with CRLF, and one ends with a bare LF"

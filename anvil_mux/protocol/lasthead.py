@@ -23,14 +23,14 @@ from typing import Any, Generic, TypeVar
 from anvil_mux.protocol.http1 import MAX_DIGITS, Request, Response
 
 MAX_REMEMBERED = 4 * 1024
-"""Of a head."""
+"""The longest head that is remembered."""
 MAX_FOUND = 16
 
 _LENGTH_LINE = re.compile(rb"\r\nContent-Length: ([0-9]{1,15})(?=\r\n)", re.IGNORECASE)
 
 _Message = TypeVar("_Message", Request, Response)
 _new = tuple.__new__
-"""What a NamedTuple's own constructor calls, in half its time."""
+"""The call inside a NamedTuple's own constructor, in half its time."""
 
 
 class LastHead(Generic[_Message]):
@@ -52,15 +52,15 @@ class LastHead(Generic[_Message]):
         self._before = self._after = b""
         """The head around the number."""
         self._number = self._limit = 0
-        """Where the number begins, and where the head must have ended."""
+        """The index of the number, and the one at which the head must have ended."""
         self._fields: tuple[Any, ...] = ()
         """The message without its length, the last field."""
         self._may_come_again = False
         self._kind: type[_Message]
         self.end = 0
-        """Where the head ended that came again."""
+        """The index just past the head that came again."""
         self.found: dict[object, Any] = {}
-        """What was found for the head, by all that it depends on beside the head."""
+        """Findings for the head, by all that they depend on beside it."""
 
     def again(self, buffer: bytes) -> _Message | None:
         """The head that ``buffer`` begins with, if it is the last one but for its length."""
@@ -74,7 +74,7 @@ class LastHead(Generic[_Message]):
         return _new(self._kind, (*self._fields, int(length)))
 
     def remember(self, head: bytes, message: _Message) -> None:
-        """``head`` was read as ``message``; what was found for the one before is forgotten.
+        """Keep ``head``, which was read as ``message``, and forget what was found for the one before.
 
         It can come again only if that line is all that says where the body ends (which the message's length
         says: with another framing it has none, or was refused).
@@ -92,7 +92,7 @@ class LastHead(Generic[_Message]):
         self._limit = self._number + MAX_DIGITS + len(self._after)
 
     def note(self, key: object, value: object) -> None:
-        """``key``: all that ``value`` depends on beside the head."""
+        """Note a finding; ``key``: all that ``value`` depends on beside the head."""
         if len(self.found) >= MAX_FOUND:
             self.found.clear()
         self.found[key] = value
