@@ -59,15 +59,8 @@ ALLOWED = re.compile(
 )
 
 NAMES = {
-    *(
-        "line",
-        "lines",
-        "--lines",
-        "/lines/cancel",
-        "/events /lines/cancel /logs /reload /why",
-    ),  # of a log; keys
+    *("line", "lines", "--lines"),  # of a log
     "rest",  # an attribute
-    *("keepers", "keeper-"),  # to be renamed with the workers
 }
 """Names that stand in the program as strings."""
 

@@ -125,8 +125,8 @@ class TopScreen:
             ("GPU", "STATE", "RESIDENT", ""), map(_gpu_row, *zip(*state["gpus"].items(), strict=True))
         )
         shown += ["", *table(MODEL_HEAD, (model_row(*pair) for pair in state["models"].items()))]
-        if state["lines"]:
-            rows = [(f"#{w['ticket']}", w["model"], f"{now - w['since']:.0f} s") for w in state["lines"]]
+        if state["queued"]:
+            rows = [(f"#{w['ticket']}", w["model"], f"{now - w['since']:.0f} s") for w in state["queued"]]
             shown += ["", *table(("WAITS", "FOR", "SINCE"), rows)]
         return [*shown, "", *self._events]
 

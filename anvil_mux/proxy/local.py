@@ -63,7 +63,7 @@ class Local:
         """Those that write their answer themselves."""
         self.posts: dict[str, Callable[[Asked, Reply, Served], None]] = {
             "/api/show": self._ollama_show,
-            "/lines/cancel": operations.cancel,
+            "/requests/cancel": operations.cancel,
             "/models/load": operations.load,
             "/models/pin": operations.pin,
             "/models/unload": operations.unload,

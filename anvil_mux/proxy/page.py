@@ -86,8 +86,8 @@ class Page:
         """What is so at this moment."""
         state = self._state()
         waiters = self._mux.waiters(WAITERS) if state["waiting"] else []
-        lines = [{"ticket": w.ticket, "model": w.model, "since": self._at(w.since)} for w in waiters]
-        return {"now": round(time.time(), 3), **state, "lines": lines}
+        queued = [{"ticket": w.ticket, "model": w.model, "since": self._at(w.since)} for w in waiters]
+        return {"now": round(time.time(), 3), **state, "queued": queued}
 
     def _event(self, event: Event) -> Picture:
         return told(event, self._at(event.at))

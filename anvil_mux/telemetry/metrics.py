@@ -483,7 +483,7 @@ def _route_labels() -> dict[str, str]:
         "/api/v0/models /models /models/load /models/pin /models/sse /models/unload /models/unpin /v1/models"
     )
     theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
-    seen = "/events /lines/cancel /logs /reload /why"
+    seen = "/events /logs /reload /requests/cancel /why"
     labels |= {path: path for path in f"{state} {models} {theirs} {seen}".split()}
     return labels | {"/v1/models/": "/v1/models"}
 

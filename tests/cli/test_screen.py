@@ -33,7 +33,7 @@ def state(**more: Any) -> dict[str, Any]:
     }
     drain = {"target": "b", "leases": 2, "seconds_left": 11.6}
     gpus = {"0": {"state": "draining", "residents": ["a"], "draining": drain}}
-    told = {"version": "1.0", "status": "ok", "leases": 2, "waiting": 1, "problems": {}, "lines": []}
+    told = {"version": "1.0", "status": "ok", "leases": 2, "waiting": 1, "problems": {}, "queued": []}
     return {**told, "models": models, "gpus": gpus, **more}
 
 
@@ -47,7 +47,7 @@ def rows(picture: TopScreen, now: float = 0.0) -> list[list[str]]:
 
 def test_a_picture_shows_gpus_models_and_lines() -> None:
     picture = TopScreen()
-    picture.take("snapshot", state(lines=[{"ticket": 7, "model": "b", "since": 100.0}], events=[]))
+    picture.take("snapshot", state(queued=[{"ticket": 7, "model": "b", "since": 100.0}], events=[]))
     shown = rows(picture, 112.0)
     assert shown[0] == ["anvil-mux", "1.0:", "ok,", "2", "in", "flight,", "1", "waiting"]
     assert ["0", "draining", "a", *["makes", "room", "for", "b,", "12", "s", "left"]] in shown

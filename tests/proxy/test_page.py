@@ -142,12 +142,12 @@ def test_a_waiting_request_is_explained_and_can_be_cancelled(mux: Running, page:
     thread = threading.Thread(target=lambda: answers.append(mux.chat("slow")))
     thread.start()
     page.wait("document.getElementById('reasons').textContent.includes('A request for slow waits')")
-    page.ask("document.querySelector('#lines button').focus()")
+    page.ask("document.querySelector('#queued button').focus()")
     page.press("Enter", 13)
     thread.join()
     assert answers[0][0] == 503
     assert json.loads(answers[0][2])["error"]["code"] == "cancelled"
-    page.wait("document.getElementById('lines').children.length === 0")
+    page.wait("document.getElementById('queued').children.length === 0")
 
 
 def test_the_log_of_an_engine_opens_and_closes_with_the_keyboard(mux: Running, page: Chromium) -> None:
@@ -183,7 +183,7 @@ def test_nothing_on_it_changes_while_nothing_happens(page: Chromium) -> None:
         "{subtree: true, childList: true, characterData: true, attributes: true}), null"
     )
     page.ask(
-        "watcher.takeRecords(), showGpus(), showModels(), showLines(), showSwaps(), showRequests(), null"
+        "watcher.takeRecords(), showGpus(), showModels(), showQueued(), showSwaps(), showRequests(), null"
     )
     assert page.ask("watcher.takeRecords().length") == 0
 

@@ -77,7 +77,7 @@ def test_the_first_message_is_the_whole_state(rig: Rig) -> None:
     assert seen["models"]["a"]["state"] == "stopped"
     assert [event["text"] for event in seen["events"]] == ["ready after 2.0 s"]
     assert [request["id"] for request in seen["requests"]] == ["r1"]
-    assert seen["lines"] == []
+    assert seen["queued"] == []
 
 
 def test_what_happens_is_told_when_it_happens(rig: Rig) -> None:
@@ -107,12 +107,12 @@ def test_the_state_is_told_only_when_it_has_changed(rig: Rig, monkeypatch: pytes
 
 
 def test_what_ticks_is_no_news() -> None:
-    lasting = {"leases": 1, "lines": [{"ticket": 3, "model": "a"}], "models": {"a": {"load_seconds": 2.0}}}
+    lasting = {"leases": 1, "queued": [{"ticket": 3, "model": "a"}], "models": {"a": {"load_seconds": 2.0}}}
     ticking = {
         **lasting,
         "now": 1.0,
         "uptime_seconds": 2.0,
-        "lines": [{"ticket": 3, "model": "a", "since": 9.0}],
+        "queued": [{"ticket": 3, "model": "a", "since": 9.0}],
         "models": {"a": {"load_seconds": 2.0, "idle_seconds": 3.0, "backends": [{"state_seconds": 4.0}]}},
     }
     assert page._lasting(ticking) == {**lasting, "models": {"a": {"load_seconds": 2.0, "backends": [{}]}}}
@@ -161,9 +161,9 @@ def test_a_waiting_request_can_be_taken_out_of_its_line(rig: Rig) -> None:
     ticket = rig.events.wait("queued", 2).ticket
     watcher = Watcher(rig.client())
     _, seen = watcher.next()
-    assert [(line["model"], line["ticket"]) for line in seen["lines"]][1] == ("a", ticket)
+    assert [(line["model"], line["ticket"]) for line in seen["queued"]][1] == ("a", ticket)
     boss = rig.client()
-    boss.post(b'{"ticket":%d}' % ticket, b"/lines/cancel")
+    boss.post(b'{"ticket":%d}' % ticket, b"/requests/cancel")
     assert boss.read().status == 200
     refused = other.read()
     assert (refused.status, json.loads(refused.body)["error"]["code"]) == (503, "cancelled")
@@ -171,14 +171,14 @@ def test_a_waiting_request_can_be_taken_out_of_its_line(rig: Rig) -> None:
     rig.mechanism.gate.set()
     rig.engine.next().send(JSON_OK)
     assert waiting.read().status == 200
-    boss.post(b'{"ticket":%d}' % ticket, b"/lines/cancel")
+    boss.post(b'{"ticket":%d}' % ticket, b"/requests/cancel")
     assert boss.read().status == 404
 
 
 @pytest.mark.parametrize("body", [b"[]", b"{}", b'{"ticket":"1"}', b"nonsense"])
 def test_a_cancel_that_names_no_ticket_is_refused(rig: Rig, body: bytes) -> None:
     client = rig.client()
-    client.post(body, b"/lines/cancel")
+    client.post(body, b"/requests/cancel")
     assert client.read().status == 400
 
 
@@ -188,7 +188,7 @@ def test_every_route_of_ours_has_a_label_in_the_metrics(rig: Rig) -> None:
 
 
 def test_no_other_web_site_may_act_here(rig: Rig) -> None:
-    for path in (b"/lines/cancel", b"/models/load", b"/models/unload", b"/models/pin", b"/models/unpin"):
+    for path in (b"/requests/cancel", b"/models/load", b"/models/unload", b"/models/pin", b"/models/unpin"):
         client = rig.client()
         client.post(b'{"model":"a","ticket":1}', path, b"Origin: http://evil.example\r\n")
         assert client.read().status == 403
