@@ -11,7 +11,7 @@ from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.placement import HOLDING
+from anvil_mux.scheduler.slot import HOLDING
 from anvil_mux.scheduler.steps import Cancel, Demote, Start
 from anvil_mux.sim.simulate import Death, Outcome, Request, Unloading, _Simulation, check
 
@@ -35,7 +35,7 @@ class World(_Simulation):
     def _carry_out(self, effects, now):
         super()._carry_out(effects, now)
         for group in self._scheduler.groups:
-            for gpu, capacity in group._placement.capacity.items():
+            for gpu, capacity in group.state.placement.capacity.items():
                 here = [slot for slot in group.slots.values() if gpu in slot.occupies]
                 whole = any(
                     slot.whole and slot.state in HOLDING for slot in here
@@ -130,4 +130,4 @@ def test_when_the_trouble_is_over_everybody_is_served_and_nothing_is_left_undone
             event for event in world.log if event.cause == Cause("error", detail="waited_too_long")
         ], seed
         for group in world._scheduler.groups:
-            assert not group._swaps, seed
+            assert not group.state.swaps, seed

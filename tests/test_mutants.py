@@ -34,8 +34,8 @@ MUTANTS = {
     ),
     "leases are granted while their backend drains": (
         "group",
-        "ready = self._ready_of[ticket.model]\n",
-        'ready = [s for s in self._replicas[ticket.model] if s.state in ("ready", "draining")]\n',
+        "        ready = model.ready\n",
+        '        ready = [s for s in model.slots if s.state in ("ready", "draining")]\n',
     ),
     "leases are counted, not identified": (
         "group",
@@ -45,20 +45,22 @@ MUTANTS = {
         "            since = slot.holders.popitem()[1]\n",
     ),
     "only the first of a queue is admitted": (
-        "group",
-        "(model), now)\n        self.settled += queue\n        queue.clear()\n\n    def _fill_places(",
-        "(model), now)\n            break\n        self.settled += list(queue)[:1]\n"
-        "        queue.pop(next(iter(queue), None), None)\n\n    def _fill_places(",
+        "admission",
+        "                self.lease(model, model.ready[0], ticket, now)\n"
+        "        self._state.settled += queue.tickets\n        queue.clear()\n",
+        "                self.lease(model, model.ready[0], ticket, now)\n            break\n"
+        "        self._state.settled += list(queue)[:1]\n"
+        "        queue.tickets.pop(next(iter(queue), None), None)\n",
     ),
     "a place that becomes free is left free": (
         "group",
-        "            self._fill_places(ticket.model, now)\n        if routed",
-        "            pass\n        if routed",
+        "            self._admission.fill_places(model, now)\n",
+        "            pass\n",
     ),
     "those who wait for a place are taken as they came": (
-        "group",
-        "self._admit_one(ticket, places, now)",
-        "self._admit_one(next(iter(queue)), places, now)",
+        "queue",
+        "            del self.tickets[ticket]\n        return ticket",
+        "            ticket = self.first\n            del self.tickets[ticket]\n        return ticket",
     ),
     "a request that gets a place is not woken": (
         "scheduler",
@@ -101,24 +103,23 @@ MUTANTS = {
         "while False:",
     ),
     "a load that nobody waits for any more is finished all the same": (
-        "group",
-        "or self._cancel_unwanted(waiting, now)",
+        "decider",
+        "or self._cancel_unwanted(models, now)",
         "",
     ),
     "a load that was cancelled counts as failed": (
-        "group",
-        '        self._enter(slot, "cancelled", now)\n',
-        '        self._enter(slot, "cancelled", now)\n'
-        "        slot.failed_starts += 1\n        slot.retry_at = now + cool_down(slot.failed_starts)\n",
+        "outcomes",
+        '        self._moves.enter(slot, "cancelled", now)\n',
+        '        self._moves.enter(slot, "cancelled", now)\n        slot.note_load_failed(now, "", ())\n',
     ),
     "who waits for a place waits for a load": (
-        "group",
-        "        if self._fair:\n            firsts =",
-        "        if False:\n            firsts =",
+        "planner",
+        "    if state.limited:\n        models =",
+        "    if False:\n        models =",
     ),
     "a swap for nobody is not reprieved": (
-        "group",
-        "if swap.target and not (swap.begun or swap.preload or self.queues[swap.target.model]):\n",
+        "group_swaps",
+        "if target and not (swap.begun or swap.preload or self._is_wanted(target)):\n",
         "if False:\n",
     ),
     "the moment at which another replica is worth its load is forgotten": (
@@ -127,18 +128,18 @@ MUTANTS = {
         "return decision if",
     ),
     "a replica that was evicted keeps its requests in the in-flight tracker": (
-        "group",
-        "            self._routed[slot.model].in_flight.forget(slot.name)\n",
+        "moves",
+        "            model.replicas.in_flight.forget(slot.name)\n",
         "            pass\n",
     ),
     "a drain has no end": (
-        "group",
+        "group_swaps",
         "if now >= swap.until or not (victim.holders or",
         "if not (victim.holders or",
     ),
     "a load does not wait for sleepers that yield": (
-        "group",
-        "elif self._host.has_room(swap.target):",
+        "group_swaps",
+        "elif self._state.memory.has_room(target):",
         "else:",
     ),
     "a sleeper that cannot be stopped counts as gone": (
@@ -147,13 +148,13 @@ MUTANTS = {
         "return 0",
     ),
     "a victim does not wait for those that make way": (
-        "group",
-        " or self._host.makes_way(victim, now))",
+        "group_swaps",
+        " or self._state.memory.makes_way(victim, now))",
         ")",
     ),
     "a sleeper that could not be stopped is left alone": (
-        "group",
-        'if slot.next_level == "stop" and self._may_be_stopped(slot):',
+        "upkeep",
+        'if slot.next_level == "stop" and may_be_stopped(self._state, slot):',
         "if False:",
     ),
     "the most valuable sleeper yields": (
@@ -162,80 +163,78 @@ MUTANTS = {
         "for _, name in sorted(leaving, reverse=True):",
     ),
     "nobody is demoted while its time goes by": (
-        "group",
-        "moments += [until for slot in self._sleepers if (until := demoted_at(slot)) is not None]",
-        "",
+        "upkeep",
+        "return demotions + [",
+        "return [",
     ),
     "a preload may evict who has had work": (
-        "group",
-        'if failed or any(v.state == "standby" or _has_had_work(v) for v in victims or ()):',
+        "preloads",
+        'if failed or any(each.state == "standby" or each.has_had_work for each in found or ()):',
         "if failed:",
     ),
     "the moment of an overdue queue is forgotten": (
-        "group",
-        "moments = [self._overdue_at(first) for first in waiting]",
+        "decider",
+        "moments = [model.queue.overdue_at for model in models]",
         "moments = []",
     ),
     "a backend that could not be stopped is taken for gone": (
-        "placement",
+        "slot",
         '"evicting", "stuck"))',
         '"evicting"))',
     ),
     "a cool-down is not kept": (
-        "group",
-        "        slot.failed_starts += 1\n        slot.retry_at = now + cool_down(slot.failed_starts)\n",
+        "slot",
+        "        self.failed_starts += 1\n        self.retry_at = now + cool_down(self.failed_starts)\n",
         "",
     ),
     "a queue that is overdue is loaded too late for its queue_timeout": (
-        "group",
-        "return max(min(self._max_wait[model], left), 0.0)",
-        "return self._max_wait[model]",
+        "planner",
+        "return max(min(model.max_wait, left), 0.0)",
+        "return model.max_wait",
     ),
     "the GPUs of an overdue queue are not kept for it": (
-        "group",
+        "decider",
         "                busy.update(slot.holds)\n",
         "                pass\n",
     ),
     "a model's own max_wait is ignored": (
-        "group",
+        "model",
         "own = config.max_wait if slot.backend.max_wait is None else slot.backend.max_wait",
         "own = config.max_wait",
     ),
     "an idle model is evicted while it is leased": (
-        "group",
-        'slot.state != "ready" or slot.holders or slot.backend.ttl is None',
-        'slot.state != "ready" or slot.backend.ttl is None',
+        "slot",
+        'self.state != "ready" or self.holders or self.backend.ttl is None',
+        'self.state != "ready" or self.backend.ttl is None',
     ),
     "the moment at which an idle model goes is forgotten": (
-        "group",
-        "moments.append(idle_until(slot))",
-        "pass",
+        "upkeep",
+        " + [slot.idle_until for slot in self.idlers]",
+        "",
     ),
     "a release does not set the timer of a ttl": (
         "group",
-        ' or slot.state == "draining" or slot.backend.ttl is not None',
-        ' or slot.state == "draining"',
+        '(slot.state == "draining" or slot.backend.ttl is not None)',
+        'slot.state == "draining"',
     ),
     "a min_residency holds overdue queues as well": (
-        "group",
-        "            if plan := self._plan(first.model, busy, now):\n"
-        "                self._begin(plan.target, plan.victims, now,",
-        "            stay = {s.name for s in self._stayers if _stays_until(s) > now}\n"
-        "            if plan := self._plan(first.model, busy, now, stay):\n"
-        "                self._begin(plan.target, plan.victims, now,",
+        "decider",
+        "            if found := plan(state, model, busy, now):\n                self._swaps.begin(",
+        "            if found := plan(state, model, busy, now, state.staying(now)):\n"
+        "                self._swaps.begin(",
     ),
     "a min_residency is counted from the last use": (
-        "group",
-        "return slot.loaded + slot.backend.min_residency",
-        "return slot.used + slot.backend.min_residency",
+        "slot",
+        "return self.loaded + self.backend.min_residency",
+        "return self.used + self.backend.min_residency",
     ),
     "the moment at which a min_residency ends is forgotten": (
-        "group",
-        "moments.append(_stays_until(slot))",
+        "decider",
+        "moments.append(slot.stays_until)",
         "pass",
     ),
     "the queue with the lowest priority goes first": (
-        "group",
+        "snapshot",
         "key=lambda queue: -queue.priority",
         "key=lambda queue: queue.priority",
     ),
@@ -245,18 +244,18 @@ MUTANTS = {
         "return (-one.priority, one.leases > 0,",
     ),
     "plans are kept though another queue has begun": (
-        "group",
-        "            self._plans_hold_until = -FOREVER\n            self._note_pause(",
-        "            self._note_pause(",
+        "admission",
+        "            self._state.changed()\n            most =",
+        "            most =",
     ),
     "a cost includes the drain": (
-        "group",
+        "group_swaps",
         "swap.evict_seconds = max(now - swap.emptied, 0.0)",
-        "swap.evict_seconds = max(now - (swap.until - self._config.drain_timeout), 0.0)",
+        "swap.evict_seconds = max(now - (swap.until - self._state.config.drain_timeout), 0.0)",
     ),
     "nothing is learned from a swap": (
-        "group",
-        "        self._learn(slot, how)\n",
+        "outcomes",
+        "        self._swaps.learn(slot, way, seconds)\n",
         "",
     ),
     "costs are learned without their direction": (

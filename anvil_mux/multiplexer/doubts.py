@@ -13,7 +13,7 @@ from typing import Protocol
 
 from anvil_mux.clock import Clock, Latch, Lock
 from anvil_mux.config.config import Backend
-from anvil_mux.scheduler.placement import Slot
+from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.steps import Crash, Ticket
 
 KNOWN_SECONDS = 2.0

@@ -47,10 +47,11 @@ from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint, Footprints
-from anvil_mux.scheduler.group import LOADING, GpuGroup
+from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.progress import LogProgress, Progress, progress
 from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.slot import LOADING
 from anvil_mux.scheduler.status import Status, Waiter, gpu_state, model_state
 from anvil_mux.scheduler.steps import (
     NO_WORK,

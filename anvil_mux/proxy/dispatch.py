@@ -33,7 +33,7 @@ from anvil_mux.proxy.stored_responses import StoredResponses, previous
 from anvil_mux.proxy.waiting import Patience, Waiting
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.group import MOST_CRASHES
+from anvil_mux.scheduler.refusals import MOST_CRASHES
 from anvil_mux.scheduler.steps import NO_WORK, Crash
 from anvil_mux.telemetry.accesslog import Served
 

@@ -182,6 +182,7 @@ _SEVERED: dict[Kind, str] = {
 """The same, of the model of a request that was severed."""
 
 ADOPTED = Cause("adopted")
+UNLOADED = Cause("unloaded")
 POLICY = Cause("policy")
 """Of a policy that says no more."""
 

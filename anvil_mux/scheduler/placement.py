@@ -2,98 +2,18 @@
 
 The arithmetic of a GPU group. Memory is counted in bytes per GPU; a GPU of unknown size counts as one unit
 that every backend needs whole, and so does a backend without declared ``vram`` on any GPU. Nothing here
-changes state: ``Slot.state`` is written by the GPU group alone.
+changes a state.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.config.settings import gib
 from anvil_mux.scheduler import eviction as whom
-from anvil_mux.scheduler.causes import Leaving
-
-HOLDING = frozenset(("loading", "cancelling", "ready", "draining", "evicting", "stuck"))
-"""States in which a backend's GPUs are its own."""
-STAYING = frozenset(("loading", "ready"))
-"""States in which a pinned backend has its GPUs for good."""
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """One backend's place in its GPU group."""
-
-    backend: Backend
-    holds: dict[str, int]
-    """GPU id -> bytes it holds while its state is one of HOLDING."""
-    state: str = "stopped"
-    since: float = -math.inf
-    """When it entered its state."""
-    loaded: float = -math.inf
-    """When it last became resident."""
-    last_used: float = -math.inf
-    holders: dict[Any, float] = field(default_factory=dict)
-    """The tickets that lease it, in order of admission, and since when."""
-    residual: dict[str, int] = field(default_factory=dict)
-    """GPU id -> bytes it holds in standby."""
-    level: str = "stop"
-    """Its standby level while it is not resident, from which it has to be brought back."""
-    next_level: str = ""
-    """The way by which it is to leave next; "": as light as host memory allows."""
-    coming: bool = False
-    """It is the target of a swap."""
-    pinned: bool = False
-    """While it is resident it is not evicted for another model."""
-    leaving: Leaving = ""
-    """Why it goes for good: the configuration has it no longer, or not as it is."""
-    whole: bool = True
-    """It needs its GPUs to itself."""
-    ram: int = 0
-    """Bytes of host memory that it needs while it runs, as far as is known."""
-    host_bytes: int = 0
-    """Bytes of host memory that it keeps in standby."""
-    failed_starts: int = 0
-    """In a row."""
-    crashes: int = 0
-    """Ends soon after it was loaded, in a row: without one whole answer since the first of them."""
-    answered: float = -math.inf
-    """When it last gave a whole answer."""
-    failed_stops: int = 0
-    """In a row."""
-    retry_at: float = -math.inf
-    """End of the cool-down (empty) or of the pause before the next attempt to stop it (stuck)."""
-    error: str = ""
-    log: tuple[str, ...] = ()
-    load_seconds: float | None = None
-    name: str = field(init=False)
-    model: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.name, self.model = self.backend.name, self.backend.model
-        self.pinned = self.backend.pin
-        self.whole = self.backend.vram is None
-        self.ram = self.backend.ram or 0
-
-    @property
-    def occupies(self) -> dict[str, int]:
-        """GPU id -> bytes it holds now."""
-        return self.holds if self.state in HOLDING else self.residual
-
-    @property
-    def full(self) -> bool:
-        """It has as many requests as it takes at once."""
-        limit = self.backend.concurrency
-        return limit is not None and len(self.holders) >= limit
-
-    @property
-    def used(self) -> float:
-        """When it last had work, or became resident."""
-        return self.last_used if self.last_used > self.loaded else self.loaded
+from anvil_mux.scheduler.slot import HOLDING, STAYING, Slot
 
 
 class Placement:

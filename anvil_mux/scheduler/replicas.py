@@ -16,7 +16,7 @@ from anvil_mux.errors import Overloaded
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.in_flight import InFlightTracker, Member
 from anvil_mux.routing.routing import Work
-from anvil_mux.scheduler.placement import Slot
+from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.steps import Ticket
 
 

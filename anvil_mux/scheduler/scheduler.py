@@ -34,8 +34,9 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.placement import Slot, gpu_groups
+from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.policies import FOREVER, build_policy
+from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.steps import NOTHING, Cancel, Effects, Step, Stop, Ticket, Wait
 

@@ -23,7 +23,7 @@ from typing import Any
 from anvil_mux.config.config import Backend
 from anvil_mux.config.settings import gib
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.placement import HOLDING, Slot
+from anvil_mux.scheduler.slot import HOLDING, Slot
 
 DESCENTS: dict[tuple[str, str], bool] = {
     ("sleep", "sleep-2"): True,

@@ -12,10 +12,10 @@ from anvil_mux.config.config import Gpu
 from anvil_mux.routing.in_flight import EngineFigures
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.group import GpuGroup, idle_until
-from anvil_mux.scheduler.placement import HOLDING, Slot
+from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.progress import Progress
+from anvil_mux.scheduler.slot import HOLDING, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _backend_state(
     slot: Slot, now: float, measured: Mapping[str, int], said: EngineFigures | None
 ) -> BackendState:
     idle = slot.state == "ready" and not slot.holders
-    unload_at = idle_until(slot)
+    unload_at = slot.idle_until
     takes = measured or ({} if slot.whole else slot.holds)
     return BackendState(
         backend=slot.name,

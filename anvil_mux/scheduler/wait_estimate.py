@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from anvil_mux.scheduler.causes import sentence
-from anvil_mux.scheduler.group import Awaited, GpuGroup
-from anvil_mux.scheduler.placement import HOLDING, Slot
+from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.policies import FOREVER, Stay, SwapTo
 from anvil_mux.scheduler.progress import Progress
+from anvil_mux.scheduler.slot import HOLDING, Slot
+from anvil_mux.scheduler.snapshot import Awaited
 
 
 class WaitEstimate(NamedTuple):

@@ -27,10 +27,11 @@ from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.group import max_waits
-from anvil_mux.scheduler.placement import HOLDING, Placement, gpu_groups
+from anvil_mux.scheduler.model import max_waits
+from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.slot import HOLDING
 from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Start, Step, Stop, Ticket
 from anvil_mux.telemetry.situation import Situation
 

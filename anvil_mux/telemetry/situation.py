@@ -13,7 +13,7 @@ from typing import Any
 
 from anvil_mux.scheduler.causes import DEATHS
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.group import LOADING, SOON_SECONDS, cool_down
+from anvil_mux.scheduler.slot import LOADING, SOON_SECONDS, cool_down
 
 NEVER = -math.inf
 

@@ -14,13 +14,17 @@ from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.decider import SHORTEST_DEFERRAL
 from anvil_mux.scheduler.demand import Demand
 from anvil_mux.scheduler.events import TRANSITIONS
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.group import SHORTEST_DEFERRAL, SOON_SECONDS, GpuGroup
+from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.placement import gpu_groups
+from anvil_mux.scheduler.planner import plan
 from anvil_mux.scheduler.policies import POLICIES, Stay, SwapTo, Unload, build_policy
+from anvil_mux.scheduler.slot import SOON_SECONDS
+from anvil_mux.scheduler.snapshot import snapshot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.steps import Start, Stop, Ticket, Wait
 from anvil_mux.sim.simulate import Engines, Request, check, simulate
@@ -265,7 +269,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_cancelled_for_a_line_that_need
 
 def test_it_is_cancelled_too_if_the_line_was_there_before_and_whatever_the_policy_says():
     driver, first = loading("a", policy=None)
-    driver.core._policy = Never()
+    driver.core.state.policy = Never()
     waiting = driver.request("b", 1.0)
     assert driver.steps(1.0) == []
     driver.core.give_up(first, 2.0)
@@ -420,7 +424,7 @@ class Unloading:
             lambda core: core.unanswering("a", 2.0),
             Severance(Cause("silent")),
         ),
-        (lambda core: setattr(core, "_policy", Unloading()), Severance(Cause("policy"), 5.0)),
+        (lambda core: setattr(core.state, "policy", Unloading()), Severance(Cause("policy"), 5.0)),
         (lambda core: core.sever_all(2.0), Severance(Cause("shutdown"))),
     ],
     ids=lambda value: value.cause.kind if isinstance(value, Severance) else "",
@@ -2768,7 +2772,7 @@ def test_who_could_not_be_put_out_is_stopped_and_not_asked_to_sleep_again():
 def test_a_swap_is_learned_under_the_way_that_really_brought_the_model_back(how):
     costs = Costs()
     driver = Driver(backend("a", evict_to=("sleep",)), B)
-    driver.core._costs = costs
+    driver.core.state.costs = costs
     driver.request("a", 0.0)
     driver.steps(0.0)
     driver.core.loaded("a", 7.0, how)
@@ -2777,9 +2781,10 @@ def test_a_swap_is_learned_under_the_way_that_really_brought_the_model_back(how)
 
 def test_what_a_standby_model_costs_to_bring_back_is_what_its_way_costs():
     driver = evicted("sleep")
-    driver.core._costs.learn("b", "a", "sleep", 1.0, 0.5)
-    driver.core._costs.learn("b", "a", "stop", 1.0, 60.0)
+    driver.core.state.costs.learn("b", "a", "sleep", 1.0, 0.5)
+    driver.core.state.costs.learn("b", "a", "stop", 1.0, 60.0)
     driver.request("a", 4.0)
-    (line,) = driver.core.snapshot(4.0, {"a": driver.core._plan("a", set(), 4.0)}).queues
+    state = driver.core.state
+    (line,) = snapshot(state, 4.0, {"a": plan(state, state.models["a"], set(), 4.0)}).queues
     assert line.evicts == ("b",)
     assert line.load_seconds == 0.5

@@ -6,7 +6,8 @@ import pytest
 
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.scheduler.eviction import Candidate, LeastRecentlyUsed, victims
-from anvil_mux.scheduler.placement import HOLDING, Placement, gpu_groups
+from anvil_mux.scheduler.placement import Placement, gpu_groups
+from anvil_mux.scheduler.slot import HOLDING
 
 
 def one(name, *gpus, model=None, **fields):

@@ -9,9 +9,8 @@ from anvil_mux.errors import LoadError, Overloaded, WaitedTooLong
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.fair_queue import FairQueue
-from anvil_mux.scheduler.group import SOON_SECONDS
 from anvil_mux.scheduler.policies import Stay, SwapTo
+from anvil_mux.scheduler.slot import SOON_SECONDS
 from anvil_mux.scheduler.wait_estimate import wait_estimate
 from anvil_mux.sim.simulate import Engines, Request, check, simulate
 from tests.scheduler.test_group import Driver, backend
@@ -187,25 +186,6 @@ def test_places_go_round_the_senders_and_each_senders_requests_keep_their_order(
     driver.sound()
 
 
-def test_who_comes_back_comes_last_and_who_leaves_takes_nobodys_turn():
-    turns = FairQueue()
-
-    def anybody(ticket):
-        return True
-
-    for sender, ticket in ("a1", "a2", "b1", "c1"):
-        turns.join(sender, ticket)
-    assert turns.take(anybody) == "1"
-    turns.leave("b", "1")
-    turns.leave("b", "never there")
-    turns.join("b", "2")
-    assert [turns.take(anybody) for _ in range(3)] == ["1", "2", "2"]
-    turns.join("x", "1")
-    turns.clear()
-    turns.join("y", "9")
-    assert turns.take(anybody) == "9"
-
-
 def test_a_hundred_requests_of_one_sender_hold_up_the_first_of_another_by_one():
     driver, (first,) = full(ONE, places=1)
     for _ in range(100):
@@ -304,15 +284,6 @@ def test_waiting_for_a_place_has_an_end_and_a_full_queue_is_full_for_a_resident_
     assert isinstance(late.error, WaitedTooLong)
     assert "no place" in late.error.message
     assert isinstance(refused.error, Overloaded)
-
-
-def test_a_turn_goes_to_the_first_that_can_use_it():
-    turns = FairQueue()
-    for sender, ticket in ("a1", "b2", "a3"):
-        turns.join(sender, ticket)
-    assert turns.take(lambda ticket: ticket == "9") is None
-    assert [turns.take(lambda ticket: ticket > "1") for _ in range(3)] == ["3", "2", None]
-    assert turns.take(lambda ticket: True) == "1"
 
 
 # Requests that only one replica can serve

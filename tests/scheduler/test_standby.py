@@ -7,7 +7,7 @@ import pytest
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
 from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.placement import HOLDING, Slot
+from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory, below, levels
 from anvil_mux.scheduler.steps import Demote, Start, Stop
 from anvil_mux.sim.simulate import Engines, Outcome, Request, _Simulation, check, simulate
@@ -332,7 +332,7 @@ def test_a_line_that_other_drivers_leave_no_host_memory_is_refused_when_it_is_ov
     host.join(other, lambda slot, now: 0.0)
     driver = short(10, b)
     host.join(driver.core.slots["b"], lambda slot, now: 0.0)
-    driver.core._host = host
+    driver.core.state.memory = host
     ticket = driver.request("b", 1.0)
     assert driver.steps(1.0) == []
     assert ticket.error is None
@@ -516,7 +516,7 @@ def test_a_swap_waits_for_that_no_longer_than_for_a_drain():
 def test_nobody_makes_way_for_one_that_is_worth_less():
     driver = often_called()
     for at in range(90, 200):
-        driver.core._demand["a"].arrived(at / 10)
+        driver.core.state.models["a"].demand.arrived(at / 10)
     assert driver.core.next_step(20.0) == Stop("b", "stop")
 
 
@@ -534,7 +534,7 @@ class Audited(_Simulation):
         super()._carry_out(effects, now)
         slots = list(self._scheduler.slots)
         for group in self._scheduler.groups:
-            for gpu, capacity in group._placement.capacity.items():
+            for gpu, capacity in group.state.placement.capacity.items():
                 used = sum(slot.occupies.get(gpu, 0) for slot in group.slots.values())
                 assert used <= capacity or capacity == 1, (now, gpu)
         kept = sum(slot.ram if slot.state in HOLDING else slot.host_bytes for slot in slots)

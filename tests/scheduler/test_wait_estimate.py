@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from anvil_mux.errors import LoadError
-from anvil_mux.scheduler.policies import build_policy
+from anvil_mux.scheduler.policies import Snapshot, Stay, build_policy
 from anvil_mux.scheduler.progress import LogProgress, progress
 from anvil_mux.scheduler.wait_estimate import WaitEstimate, span, wait_estimate
 from tests.scheduler.test_group import DEBOUNCE, TEN, A, B, C, Driver, backend
@@ -170,7 +170,7 @@ def test_a_policy_that_fails_does_no_harm() -> None:
             raise ZeroDivisionError
 
     driver = Driver(A, B).with_resident("a")
-    driver.core._policy = Broken()
+    driver.core.state.policy = Broken()
     assert "the policy failed: ZeroDivisionError()" in ask(driver, "b", 1.0).sentence
 
 
@@ -191,3 +191,26 @@ def test_every_policy_gives_a_sentence(policy: str) -> None:
 )
 def test_lengths_of_time_are_for_people(seconds: float, text: str) -> None:
     assert span(seconds) == text
+
+
+def test_the_policy_is_shown_the_request_as_if_it_had_come_and_no_queue_has_it() -> None:
+    class Looks:
+        """Remembers what it was shown, and how long the queues were then."""
+
+        def decide(self, seen: Snapshot) -> Stay:
+            queues = {model: len(queue) for model, queue in driver.core.queues.items()}
+            shown.append(([(each.model, each.waiting, each.oldest) for each in seen.queues], queues))
+            return Stay()
+
+    shown: list[object] = []
+    driver = Driver(A, B, C).with_resident("a")
+    driver.core.state.policy = Looks()
+    driver.request("b", 1.0)
+    driver.steps(1.0)
+    shown.clear()
+    ask(driver, "c", 1.5)
+    ask(driver, "b", 1.5)
+    assert shown == [
+        ([("b", 1, 1.0), ("c", 1, 1.5)], {"a": 0, "b": 1, "c": 0}),
+        ([("b", 1, 1.0)], {"a": 0, "b": 1, "c": 0}),
+    ]

@@ -10,8 +10,8 @@ from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.decider import Decider
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.policies import POLICIES as REGISTRY
 from anvil_mux.scheduler.policies import Stay, SwapTo, Unload
 from anvil_mux.scheduler.steps import Cancel, Start
@@ -229,7 +229,7 @@ def world(layout, policy, seed, requests=60):
 def test_plans_that_were_kept_are_those_that_would_be_made_anew(policy, monkeypatch):
     worlds = [world(layout, policy, seed) for layout in LAYOUTS for seed in range(4)]
     kept = [simulate(*each) for each in worlds]
-    monkeypatch.setattr(GpuGroup, "_plans_can_hold", lambda self: False)
+    monkeypatch.setattr(Decider, "_plans_can_hold", lambda self: False)
     assert [simulate(*each) for each in worlds] == kept
 
 

@@ -1,0 +1,201 @@
+"""How a request comes to its backend: it is leased, waits in its model's queue, or fails.
+
+When a model becomes ready its whole queue is leased at once, or as much of it as there are places; so is the
+next in queue whenever a place becomes free. Each ticket ends exactly once: leased, failed or gone. Those that
+had waited are ``settled``; the driver wakes them. Of the parts of a GPU group this is the only one that
+writes queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from anvil_mux.errors import MuxError
+from anvil_mux.scheduler.causes import Cause, Severance
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.planner import bound, needed, spill
+from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.scheduler.preloads import complete
+from anvil_mux.scheduler.refusals import refusal
+from anvil_mux.scheduler.replicas import nobody_takes
+from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.steps import Ticket
+from anvil_mux.scheduler.swap import coming
+
+
+class Admission:
+    """The ends of tickets, and the queues of a GPU group."""
+
+    def __init__(self, state: GroupState) -> None:
+        self._state = state
+        self._emit, self._emit_leases = state.emit, state.emit_leases
+
+    def takes(self, model: Model, owner: str = "") -> bool:
+        """Whether a request would be leased at once; one that needs ``owner`` waits for it."""
+        if owner and (only := needed(self._state, owner)):
+            return not only.full
+        if model.replicas:
+            return model.replicas.take_one_more()
+        return any(not slot.full for slot in model.ready)
+
+    # Leases
+
+    def route(self, model: Model, ready: list[Slot], ticket: Ticket, now: float) -> Slot | None:
+        """The backend that a request is sent to; None: the policy lets none of them take it."""
+        if not model.replicas or not ticket.leases:
+            return ready[0]
+        slot, prefill = model.replicas.route(ready, ticket, now)
+        if prefill:
+            assert ticket.prefill is not None
+            self.lease(model, prefill, ticket.prefill, now)
+        return slot
+
+    def lease(self, model: Model, slot: Slot, ticket: Ticket, now: float) -> None:
+        ticket.backend = slot.name
+        model.unload_when_idle = False
+        if ticket.leases:
+            slot.holders[ticket] = now
+            slot.last_used = now
+        if self._emit_leases:
+            size, waited = len(slot.holders), now - ticket.since
+            cause = Cause("routed", detail=ticket.choice.why) if ticket.choice else None
+            self._emit(Event(now, "leased", ticket.model, slot.name, ticket.id, size, waited, cause))
+
+    def wants_more(self, model: Model, ticket: Ticket, now: float) -> bool:
+        """Whether more of its model's backends are to be loaded now that a request was leased."""
+        completes = complete(self._state, model, now)
+        return completes or (ticket.leases and spill(self._state, model, now) is not None)
+
+    def take_back(self, idle: Slot, now: float) -> None:
+        """Requests that wait behind others, and would be better off at ``idle``, are sent anew."""
+        replicas = self._state.models[idle.model].replicas
+        if replicas:
+            self.send_anew(replicas.take_back(idle), Cause("moved", backend=idle.name), now)
+
+    def send_anew(self, found: Iterable[tuple[Ticket, Slot]], cause: Cause, now: float) -> None:
+        for ticket, slot in found:
+            del slot.holders[ticket]
+            ticket.severed = Severance(cause)
+            self._state.taken_back.append(ticket)
+            if self._emit_leases:
+                size = len(slot.holders)
+                self._emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, cause=cause))
+
+    # Queues
+
+    def wait_for_load(self, model: Model, ticket: Ticket, now: float) -> bool:
+        """A request arrived for a model that is not ready; whether the next step is to be asked for."""
+        if not model.queue.tickets:  # a queue that nobody can serve any more has failed already
+            if error := refusal(self._state, model, now):
+                self.fail(ticket, error, now)
+                return False
+            self._note_pause(model, now)
+        self.enqueue(model, ticket, now)
+        if self._state.deferred is not None:
+            return True
+        return len(model.queue.tickets) == 1 and model.name not in coming(self._state.swaps)
+
+    def _note_pause(self, model: Model, now: float) -> None:
+        """A request for a model that was evicted: its client's pause, unless another's answer brought it."""
+        used = max(slot.last_used for slot in model.slots)
+        if model.is_used or used == -FOREVER:
+            return
+        if all(slot.loaded <= used for slot in self._state.slots.values()):
+            model.demand.returned(now - used)
+
+    def enqueue(
+        self,
+        model: Model,
+        ticket: Ticket,
+        now: float,
+        *,
+        only: Slot | None = None,
+        cause: Cause | None = None,
+    ) -> None:
+        """``only``: the one backend that can serve it."""
+        queue, most = model.queue, FOREVER
+        if not queue.tickets:
+            self._state.changed()
+            most = queue.bound = bound(self._state, model, now)
+        queue.join(ticket)
+        name, size = only.name if only else "", len(queue.tickets)
+        self._emit(Event(now, "queued", ticket.model, name, ticket.id, size, cause=cause, bound=most))
+
+    def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
+        """A waiting request ended by itself: its client left, or ``error`` says why it fails."""
+        queue = self._state.models[ticket.model].queue
+        if ticket not in queue.tickets:
+            return
+        self._state.changed()
+        queue.leave(ticket)
+        if error:
+            self.fail(ticket, error, now)
+        else:
+            waited = now - ticket.since
+            self._emit(Event(now, "gone", ticket.model, ticket=ticket.id, seconds=waited))
+
+    def admit(self, model: Model, now: float) -> None:
+        """The model is ready: its queue is leased."""
+        queue = model.queue
+        if queue.tickets:
+            model.demand.admitted(len(queue), now - queue.first.since)
+            complete(self._state, model, now)
+        if queue.limited:
+            for ticket in [ticket for ticket in queue if not ticket.leases]:
+                queue.leave(ticket)
+                self._admit_one(model, ticket, model.ready, now)
+            self.fill_places(model, now)
+            return
+        for ticket in queue.tickets:
+            if model.replicas:
+                self._lease_or_fail(model, ticket, model.ready, now)
+            else:
+                self.lease(model, model.ready[0], ticket, now)
+        self._state.settled += queue.tickets
+        queue.clear()
+
+    def fill_places(self, model: Model, now: float) -> None:
+        """As many of a queue are leased as there are places at the backends that are ready."""
+        queue = model.queue
+        while queue.tickets and self.takes(model):
+            ticket = queue.take(lambda ticket: self.takes(model, ticket.work.owner))
+            if ticket is None:
+                return
+            places = [slot for slot in model.ready if not slot.full]
+            self._admit_one(model, ticket, places, now)
+
+    def _admit_one(self, model: Model, ticket: Ticket, ready: list[Slot], now: float) -> None:
+        self._lease_or_fail(model, ticket, ready, now)
+        self._state.settled.append(ticket)
+
+    def _lease_or_fail(self, model: Model, ticket: Ticket, ready: list[Slot], now: float) -> None:
+        if slot := self.route(model, ready, ticket, now):
+            self.lease(model, slot, ticket, now)
+        else:
+            self.fail(ticket, nobody_takes(model.name), now)
+
+    # Failures
+
+    def fail(self, ticket: Ticket, error: MuxError, now: float) -> None:
+        ticket.error = error
+        waited = now - ticket.since
+        cause = Cause("error", detail=error.code)
+        self._emit(Event(now, "failed", ticket.model, "", ticket.id, 0, waited, cause))
+
+    def fail_queue(self, model: Model, error: MuxError, now: float) -> None:
+        """Every request that waits for ``model`` fails with ``error``."""
+        self._state.changed()
+        queue = model.queue
+        for ticket in queue.tickets:
+            self.fail(ticket, error, now)
+        self._state.settled += queue.tickets
+        queue.clear()
+
+    def fail_refused(self, now: float) -> None:
+        """The queues fail that no backend can serve any more."""
+        for model in self._state.models.values():
+            error = refusal(self._state, model, now) if model.queue.tickets else None
+            if error:
+                self.fail_queue(model, error, now)

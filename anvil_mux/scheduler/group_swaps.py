@@ -1,0 +1,214 @@
+"""How swaps begin, go on and end.
+
+After each eviction of a swap it is asked again who is in the way: no backend goes that need not. A swap that
+only drains is dissolved as soon as nobody waits for its target, and its victims are reprieved; one begun is
+finished, unless its load is cancelled. After a failed load there is no rollback: the backend is stopped, and
+the next question serves whoever waits.
+"""
+
+from __future__ import annotations
+
+from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.costs import source_of
+from anvil_mux.scheduler.moves import Moves
+from anvil_mux.scheduler.planner import victims
+from anvil_mux.scheduler.slot import LOADING, Slot
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.steps import Step
+from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus
+
+
+class GroupSwaps:
+    """The swaps of one GPU group."""
+
+    def __init__(self, state: GroupState, moves: Moves) -> None:
+        self._state = state
+        self._moves = moves
+
+    # Begin
+
+    def begin(
+        self,
+        target: Slot | None,
+        leaving: list[Slot],
+        now: float,
+        cause: Cause,
+        *,
+        drain_timeout: float | None = None,
+        preload: bool = False,
+        severs: Cause | None = None,
+    ) -> None:
+        """``severs``: why requests are severed, where that is neither for the target nor for ``cause``."""
+        if severs is None:
+            severs = Cause("evicted", target.model) if target else cause
+        self._state.changed()
+        drain = self._state.config.drain_timeout if drain_timeout is None else drain_timeout
+        swap = SwapInProgress(target, [*leaving], now + drain, cause, severs, preload=preload)
+        self._state.swaps.append(swap)
+        if target:
+            target.coming = True
+            self._state.memory.changes += 1
+        self._drain(swap, leaving, now, drain)
+
+    def evict(self, slot: Slot, now: float, cause: Cause, *, severs: Cause | None = None) -> None:
+        """Begin to evict a resident for no target on this GPU group."""
+        self.begin(None, [slot], now, cause, severs=severs)
+
+    def begin_leaving(self, slot: Slot, now: float, drain_timeout: float | None = None) -> None:
+        """It goes for good, once its leases have ended."""
+        assert slot.leaving
+        self.begin(None, [slot], now, Cause(slot.leaving), drain_timeout=drain_timeout)
+
+    def _drain(self, swap: SwapInProgress, leaving: list[Slot], now: float, seconds: float) -> None:
+        """Close the gates of the victims that are resident."""
+        target = swap.target.model if swap.target else ""
+        for victim in leaving:
+            if victim.state == "ready":
+                self._moves.drain(victim, now, swap.cause, seconds=seconds, target=target)
+
+    # Go on
+
+    def advance(self, now: float) -> Step | None:
+        """The next step of the swaps under way."""
+        for swap in tuple(self._state.swaps):
+            target = swap.target
+            if target and not (swap.begun or swap.preload or self._is_wanted(target)):
+                self.dissolve(swap, now)
+                continue
+            if step := self._cancel(swap, now) or self._evict_next(swap, now):
+                return step
+            if swap.victims:
+                continue
+            if target is None:
+                self._end(swap)
+            elif target.state not in LOADING:
+                if not self._has_room(swap, target, now):
+                    if step := self._evict_next(swap, now):
+                        return step
+                elif self._state.memory.has_room(target):  # else a sleeper yields first
+                    return self._load(swap, target, now)
+        return None
+
+    def _is_wanted(self, target: Slot) -> bool:
+        return bool(self._state.models[target.model].queue.tickets)
+
+    def _load(self, swap: SwapInProgress, target: Slot, now: float) -> Step:
+        swap.begun = True
+        swap.evict_seconds = max(now - swap.emptied, 0.0)
+        swap.way = target.level
+        return self._moves.load(target, now, swap.cause)
+
+    def _cancel(self, swap: SwapInProgress, now: float) -> Step | None:
+        """End a load that is to be cancelled, unless it was asked for again meanwhile."""
+        slot = swap.target
+        if not (swap.cancel and slot and slot.state == "loading"):
+            return None
+        if self._is_wanted(slot):
+            swap.cancel = None
+            return None
+        return self._moves.cancel(slot, now, swap.cancel)
+
+    def _evict_next(self, swap: SwapInProgress, now: float) -> Step | None:
+        """Evict the next victim whose leases are gone or whose drain is over; those in standby come last."""
+        draining = [victim for victim in swap.victims if victim.state == "draining"]
+        if draining and swap.target and self._may_spare(swap.target) and self._state.fits(swap.target):
+            for victim in draining:  # those before them freed more than was known
+                swap.victims.remove(victim)
+                self.reprieve(victim, now)
+            return None
+        for victim in draining:
+            if now >= swap.until or not (victim.holders or self._state.memory.makes_way(victim, now)):
+                swap.begun = True
+                swap.emptied = now
+                return self._moves.evict(victim, now, swap.cause, swap)
+        if draining or swap.target is None:
+            return None
+        return self._demote_next(swap, swap.target, now)
+
+    def _demote_next(self, swap: SwapInProgress, target: Slot, now: float) -> Step | None:
+        """Demote the next victim in standby, if what it keeps is still in the way."""
+        for victim in [victim for victim in swap.victims if victim.state == "standby"]:
+            if not self._state.fits(target):
+                swap.begun = True
+                return self._moves.demote(victim, now, Cause("memory_needed"), target=target.model)
+            swap.victims.remove(victim)
+        return None
+
+    def _may_spare(self, target: Slot) -> bool:
+        """Whether a victim may stay after all: whoever takes its GPUs whole needs all of them to go."""
+        return not target.whole or self._state.memory.budget is not None
+
+    def _has_room(self, swap: SwapInProgress, target: Slot, now: float) -> bool:
+        """Whether the target fits now that its victims are gone; if not, others must go as well."""
+        state = self._state
+        if state.fits(target):
+            return True
+        busy = busy_gpus(state.swaps, but=swap)
+        more = None if swap.preload else victims(state, target, busy, frozenset(), now)
+        if more is None:
+            self.dissolve(swap, now)
+        else:
+            swap.until = now + state.config.drain_timeout
+            swap.victims += more
+            self._drain(swap, more, now, state.config.drain_timeout)
+        return False
+
+    # End
+
+    def dissolve(self, swap: SwapInProgress, now: float) -> None:
+        """End a swap before its target was loaded; victims that only drained stay resident."""
+        self._end(swap)
+        if swap.target:
+            swap.target.next_level = ""
+        for victim in swap.victims:
+            if victim.state == "draining":
+                self.reprieve(victim, now)
+
+    def call_off(self, swap: SwapInProgress, now: float) -> None:
+        """The target of a swap is not to be loaded. Victims that are being evicted are waited for."""
+        going = [victim for victim in swap.victims if victim.state == "evicting"]
+        self.dissolve(swap, now)
+        if going:
+            rest = SwapInProgress(None, going, now, swap.cause, swap.severs, begun=True)
+            self._state.swaps.append(rest)
+
+    def reprieve(self, victim: Slot, now: float) -> None:
+        """A victim that only drained need not go; unless it is leaving: then it drains on."""
+        if victim.leaving:
+            left = victim.since + self._state.config.drain_timeout - now
+            self.begin_leaving(victim, now, max(left, 0.0))
+        else:
+            self._moves.reprieve(victim, now)
+
+    def spare(self, slot: Slot, now: float) -> None:
+        """No swap evicts it for another model any more, although that has begun."""
+        for swap in self._state.swaps:
+            if swap.target and slot in swap.victims and slot.state == "draining":
+                swap.victims.remove(slot)
+                self.reprieve(slot, now)
+
+    def left(self, victim: Slot) -> None:
+        """A victim has left its GPUs."""
+        for swap in self._state.swaps:
+            if victim in swap.victims:
+                swap.victims.remove(victim)
+                swap.gone.append(victim.model)
+
+    def learn(self, target: Slot, way: str, seconds: float) -> None:
+        """The swap to ``target`` took so long, whose load came from the standby level ``way``."""
+        for swap in self._state.swaps:
+            if swap.target is target:
+                source = source_of(swap.gone)
+                self._state.costs.learn(source, target.model, way, swap.evict_seconds, seconds)
+
+    def end_to(self, slot: Slot) -> None:
+        """The load of ``slot`` has ended, one way or another."""
+        for swap in [swap for swap in self._state.swaps if swap.target is slot]:
+            self._end(swap)
+
+    def _end(self, swap: SwapInProgress) -> None:
+        self._state.changed()
+        self._state.swaps.remove(swap)
+        if swap.target:
+            swap.target.coming = False
+            self._state.memory.changes += 1

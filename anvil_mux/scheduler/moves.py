@@ -1,0 +1,108 @@
+"""How backends move: each method here has a slot enter a state, emits its event, and returns its step.
+
+``enter`` is the only caller of ``Slot.enter``. What follows from it for the rest of the GPU group is done at
+once: who is ready, what the in-flight tracker knows, who has a place, and that everybody is asked again.
+"""
+
+from __future__ import annotations
+
+from anvil_mux.scheduler.admission import Admission
+from anvil_mux.scheduler.causes import Cause, Severance
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.model import ready_slots
+from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.standby import below, levels
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.steps import Cancel, Demote, Start, Stop, Ticket
+from anvil_mux.scheduler.swap import SwapInProgress
+
+
+class Moves:
+    """The moves of the backends of one GPU group."""
+
+    def __init__(self, state: GroupState, admission: Admission) -> None:
+        self._state = state
+        self._admission = admission
+
+    def enter(self, slot: Slot, what: str, now: float) -> None:
+        """Have a slot enter a state, with all that hangs on it."""
+        state, before, model = self._state, slot.state, self._state.models[slot.model]
+        slot.enter(what, now)
+        leaves_ready = before == "ready"
+        if leaves_ready and model.queue.limited:
+            model.queue.left = now
+        if leaves_ready or slot.state == "ready":
+            state.ready = ready_slots(state.slots.values())
+            model.ready = [each for each in state.ready if each.model == slot.model]
+        state.changed()
+        state.memory.changes += 1
+        if leaves_ready and model.queue.limited:
+            self._admission.fill_places(model, now)  # who needed just this one has nothing to wait for
+        if model.replicas and slot.state not in ("ready", "draining"):
+            model.replicas.in_flight.forget(slot.name)
+
+    def load(self, slot: Slot, now: float, cause: Cause) -> Start:
+        self.enter(slot, "load", now)
+        way, slot.level, slot.residual, slot.host_bytes = slot.level, "stop", {}, 0
+        if slot.next_level == "stop":  # it was to be stopped, and is wanted after all
+            slot.next_level = ""
+        self._state.emit(Event(now, "loading", slot.model, slot.name, cause=cause, way=way))
+        return Start(slot.name, way)
+
+    def cancel(self, slot: Slot, now: float, cause: Cause) -> Cancel:
+        self.enter(slot, "cancel", now)
+        self._state.emit(Event(now, "cancelling", slot.model, slot.name, cause=cause, target=cause.model))
+        return Cancel(slot.name)
+
+    def demote(self, slot: Slot, now: float, cause: Cause, *, target: str = "", to: str = "") -> Demote:
+        """``target``: the model that it makes room for. ``to``: the level; "": the next below."""
+        to = "stop" if slot.next_level == "stop" else to or below(slot, may_wake=False)
+        self.enter(slot, "demote", now)
+        slot.next_level = to
+        self._state.emit(Event(now, "demoting", slot.model, slot.name, cause=cause, target=target, way=to))
+        return Demote(slot.name, slot.level, to)
+
+    def drain(self, slot: Slot, now: float, cause: Cause, *, seconds: float, target: str) -> None:
+        """Close the gate of a resident; it has so many seconds until what still runs is severed."""
+        self.enter(slot, "drain", now)
+        size = len(slot.holders)
+        self._state.emit(Event(now, "draining", slot.model, slot.name, 0, size, seconds, cause, target))
+
+    def reprieve(self, slot: Slot, now: float) -> None:
+        """What drained is ready again: it need not make room any more."""
+        self.enter(slot, "reprieve", now)
+        self._state.emit(Event(now, "ready", slot.model, slot.name, cause=Cause("reprieved")))
+        self._admission.admit(self._state.models[slot.model], now)
+
+    def evict(self, slot: Slot, now: float, cause: Cause, swap: SwapInProgress | None = None) -> Stop:
+        """``swap``: whose victim it is; one that is stuck is nobody's, and has no leases."""
+        drained = now - slot.since if slot.state == "draining" else 0.0
+        for_good = slot.state == "stuck" or slot.leaving
+        way = "stop" if for_good else slot.next_level or self._level(slot, swap.target if swap else None)
+        if not (for_good or slot.next_level) and way != slot.backend.evict_to[0]:
+            cause = Cause("standby_full", way=slot.backend.evict_to[0])
+        self.enter(slot, "evict", now)
+        slot.next_level = way
+        severed = self.sever(slot, now, swap.severs, drained) if swap else ()
+        self._state.emit(Event(now, "evicting", slot.model, slot.name, 0, len(severed), drained, cause))
+        return Stop(slot.name, way, severed)
+
+    def _level(self, slot: Slot, target: Slot | None) -> str:
+        """As high as the host has room, but not where it kept too much beside ``target`` the last time."""
+        state, ways = self._state, levels(slot.backend)
+        for way in ways[ways.index(state.memory.level_for(slot)) :]:
+            last = state.footprints.resting(slot.name, way)
+            if not (target and last and state.placement.excludes(last.residual, target)):
+                return way
+        return "stop"
+
+    def sever(self, slot: Slot, now: float, cause: Cause, drained: float = 0.0) -> tuple[Ticket, ...]:
+        """End the leases that have outlasted a drain; whoever performs the next step cuts them."""
+        severed, target = tuple(slot.holders), cause.model
+        for ticket in severed:
+            ticket.severed = Severance(cause, drained)
+            self._state.emit(
+                Event(now, "severed", ticket.model, slot.name, ticket.id, 1, drained, cause, target)
+            )
+        slot.holders.clear()
+        return severed

@@ -1,0 +1,189 @@
+"""What became of backends: how steps ended, which backends died, and which ran before we came."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from anvil_mux.errors import LoadError
+from anvil_mux.scheduler.admission import Admission
+from anvil_mux.scheduler.causes import ADOPTED, UNLOADED, Cause, ending
+from anvil_mux.scheduler.events import TRANSITIONS, Event
+from anvil_mux.scheduler.group_swaps import GroupSwaps
+from anvil_mux.scheduler.moves import Moves
+from anvil_mux.scheduler.slot import LOADING, Slot
+from anvil_mux.scheduler.standby import PINS
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.steps import Crash
+
+
+class Outcomes:
+    """The facts about the backends of one GPU group."""
+
+    def __init__(self, state: GroupState, admission: Admission, moves: Moves, swaps: GroupSwaps) -> None:
+        self._state = state
+        self._admission = admission
+        self._moves = moves
+        self._swaps = swaps
+
+    # Before we came
+
+    def adopt(self, slot: Slot, now: float) -> bool:
+        """It ran before we did; False if it cannot stay beside those already adopted."""
+        if any(amount > 0 for amount in self._state.placement.missing(slot).values()):
+            return False
+        self._moves.enter(slot, "adopt", now)
+        self._state.unseen.discard(slot.name)
+        slot.last_used = now  # how long it has been resident, nobody knows
+        self._state.emit(Event(now, "ready", slot.model, slot.name, cause=ADOPTED))
+        model = self._state.model_of(slot)
+        if model.queue.tickets:
+            self._admission.admit(model, now)
+        if slot.pinned:
+            self._admission.fail_refused(now)
+        return True
+
+    def adopt_standby(
+        self, slot: Slot, now: float, way: str, residual: Mapping[str, int], host_bytes: int
+    ) -> bool:
+        """It was in standby before we came; False if what it keeps has no room."""
+        if self._state.placement.crowds(residual):
+            return False
+        self._moves.enter(slot, "adopt_standby", now)
+        self._state.unseen.discard(slot.name)
+        slot.level, slot.residual, slot.host_bytes = way, dict(residual), host_bytes
+        if way in PINS:
+            slot.ram = max(slot.ram, host_bytes)
+        self._state.emit(Event(now, "standby", slot.model, slot.name, way=way))
+        return True
+
+    # Loads
+
+    def loaded(self, slot: Slot, now: float, way: str) -> None:
+        """It answers, brought back from the standby level ``way``; its whole queue is leased."""
+        seconds, model = now - slot.since, self._state.model_of(slot)
+        wanted = bool(model.queue.tickets)
+        unwanted = any(swap.cancel == UNLOADED for swap in self._state.swaps if swap.target is slot)
+        self._moves.enter(slot, "loaded", now)
+        slot.note_loaded(now, seconds, way)
+        self._swaps.learn(slot, way, seconds)
+        self._swaps.end_to(slot)
+        self._state.emit(Event(now, "ready", slot.model, slot.name, seconds=seconds, way=way))
+        if slot.leaving:
+            self._swaps.begin_leaving(slot, now)
+            return
+        self._admission.admit(model, now)
+        if unwanted:  # it was unloaded a moment too late to be cancelled
+            self._swaps.evict(slot, now, UNLOADED)
+        elif wanted:
+            slot.next_level = ""
+        elif slot.next_level:
+            cause = Cause("wake_to_demote", way=slot.next_level)
+            self._swaps.evict(slot, now, cause, severs=Cause("idle"))
+        if slot.state == "ready" and model.replicas and not model.queue.tickets:
+            self._admission.take_back(slot, now)
+        if slot.pinned:
+            self._admission.fail_refused(now)  # what does not fit beside it
+
+    def load_failed(self, slot: Slot, now: float, error: LoadError) -> None:
+        """It did not become ready and was cleaned up."""
+        if slot.state == "cancelling":  # who knows whether it would have failed
+            self.load_cancelled(slot, now)
+            return
+        self._moves.enter(slot, "load_failed", now)
+        slot.note_load_failed(now, error.reason, error.log)
+        self._swaps.end_to(slot)
+        cause = Cause("load_failed", detail=error.reason)
+        self._state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
+        self._admission.fail_refused(now)
+
+    def load_cancelled(self, slot: Slot, now: float) -> None:
+        """Its load ended before its time, and all that it had begun was stopped."""
+        self._moves.enter(slot, "cancelled", now)
+        slot.next_level = ""
+        self._swaps.end_to(slot)
+        self._state.emit(Event(now, "stopped", slot.model, slot.name))
+
+    # Evictions
+
+    def evicted(
+        self,
+        slot: Slot,
+        now: float,
+        *,
+        residual: Mapping[str, int],
+        way: str,
+        host_bytes: int,
+        freed: Mapping[str, int],
+        died: str,
+        log: Iterable[str],
+    ) -> None:
+        """It left its GPUs by the way ``way``; see ``GpuGroup.evicted``."""
+        state, standby, cause = self._state, way != "stop", None
+        host_bytes = host_bytes if standby else 0
+        if died and not slot.failed_stops:  # else it had been told to stop before, in vain
+            cause = slot.judge_end(now, died)
+        if not slot.failed_stops:  # else an earlier attempt freed some of it
+            gave_up = freed if slot.state == "evicting" else {}  # what is demoted held less than all
+            state.footprints.learn(slot.name, way, gave_up, residual, host_bytes)
+            state.placement.measure(slot, state.footprints.held(slot.name))
+        self._moves.enter(slot, "standby" if standby else "stopped", now)
+        slot.level, slot.next_level = way, "stop" if slot.leaving else ""
+        slot.residual, slot.host_bytes = dict(residual) if standby else {}, host_bytes
+        if way in PINS:
+            slot.ram = max(slot.ram, host_bytes)
+        slot.note_left(now)
+        self._swaps.left(slot)
+        if cause:
+            slot.error, slot.log = ending(cause), tuple(log)
+        state.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=way if standby else ""))
+        if standby or slot.failed_starts:  # else nothing is refused that was not before
+            self._admission.fail_refused(now)
+
+    def evict_failed(self, slot: Slot, now: float, why: str) -> None:
+        """It may still hold its GPUs; one that was in standby holds what it held, and stays so."""
+        slot.failed_starts += slot.state == "loading"
+        self._moves.enter(slot, "evict_failed", now)
+        slot.note_stop_failed(now, why)
+        way, cause = slot.level if slot.state == "standby" else "", Cause("evict_failed", detail=why)
+        self._state.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=way))
+        for swap in [each for each in self._state.swaps if each.target is slot or slot in each.victims]:
+            self._swaps.dissolve(swap, now)
+        self._admission.fail_refused(now)
+
+    # Ends that nobody asked for
+
+    def died(self, slot: Slot, now: float, why: str, log: Iterable[str]) -> None:
+        """It ended without being told to."""
+        if (slot.state, "died") not in TRANSITIONS:
+            return  # whoever loads or stops it reports that instead
+        cause = slot.judge_end(now, why)
+        self._moves.enter(slot, "died", now)
+        slot.note_left(now)
+        self._swaps.left(slot)
+        slot.note_died(ending(cause), log)
+        size, crash = len(slot.holders), Crash(slot.name, slot.error, slot.log)
+        for ticket in slot.holders:
+            ticket.crash = crash
+        slot.holders.clear()
+        self._state.emit(Event(now, "stopped", slot.model, slot.name, size=size, cause=cause))
+        if slot.failed_starts:
+            self._admission.fail_refused(now)
+
+    def unanswering(self, slot: Slot, now: float) -> None:
+        """Its engine answers nobody: it is stopped without a drain, whatever its standby levels are."""
+        if slot.state == "ready":
+            slot.next_level = "stop"
+            self._swaps.begin(None, [slot], now, Cause("silent"), drain_timeout=0.0)
+
+    def memory_seen(self, held: Mapping[str, int]) -> bool:
+        """Programs that are none of ours hold so many bytes, by GPU; whether that is news.
+
+        Not believed while a backend comes or goes: its processes may be taken for somebody else's.
+        """
+        state = self._state
+        moving = any(slot.state in (*LOADING, "evicting", "demoting") for slot in state.slots.values())
+        if moving or held == state.placement.others:
+            return False
+        state.placement.others = held
+        state.changed()
+        return True

@@ -1,0 +1,201 @@
+"""Which backend could be loaded now, at the cost of which victims; pure functions over a GPU group's state.
+
+A ``Plan`` names a backend and the victims that make room for it: of a model's replicas the one with the
+fewest. ``None`` means that none could be loaded now, because its GPUs are in another swap, whoever has them
+may stay, or it cools down. Plans are for queues; another replica of a busy model has one too (``spill``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence, Set
+from functools import partial
+from typing import NamedTuple
+
+from anvil_mux.scheduler.costs import Cost, source_of
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.policies import Spill
+from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus, coming
+
+FIRST_SERVICE_SECONDS = 10.0
+"""What a lease is held for, of a model that has not answered yet."""
+
+
+class Plan(NamedTuple):
+    """A backend to load, and the victims that make room for it."""
+
+    target: Slot
+    victims: list[Slot]
+    evicts: tuple[str, ...]
+    """The victims' models."""
+    cost: Cost
+
+
+def waiting(state: GroupState) -> list[Model]:
+    """The models that requests wait for and which no swap under way will load, oldest queue first."""
+    models = [model for model in state.models.values() if model.queue.tickets]
+    if models and state.swaps:
+        under_way = coming(state.swaps)
+        models = [model for model in models if model.name not in under_way]
+    if state.limited:
+        models = [model for model in models if not model.ready]
+    return sorted(models, key=_age) if len(models) > 1 else models
+
+
+def _age(model: Model) -> tuple[float, int]:
+    first = model.queue.first
+    return first.since, first.id
+
+
+def plan(
+    state: GroupState, model: Model, busy: set[str], now: float, staying: Set[str] = frozenset()
+) -> Plan | None:
+    """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
+    best: tuple[Slot, list[Slot]] | None = None
+    for slot in model.loadable(now):
+        found = victims(state, slot, busy, staying, now)
+        if found is not None and (best is None or len(found) < len(best[1])):
+            best = slot, found
+    if best is None:
+        return None
+    evicts = tuple([victim.model for victim in best[1]])
+    target = best[0]
+    return Plan(target, best[1], evicts, cost(state, source_of(evicts), target, target.level))
+
+
+def victims(
+    state: GroupState,
+    target: Slot,
+    busy: set[str],
+    staying: Set[str],
+    now: float,
+    *,
+    without: Sequence[Slot] = (),
+) -> list[Slot] | None:
+    """The backends that must go so that there is room on the GPUs and in the host's memory.
+
+    Those that it is to be ``without`` are as good as gone.
+    """
+    lost = partial(loss, state, now)
+    found = state.placement.victims(target, busy, staying, lost, without)
+    if found is None or (short := state.memory.short(target, [*found, *without])) <= 0:
+        return found
+    more = state.placement.sparing_host(short, found, busy, staying, lost)
+    return None if more is None else found + more
+
+
+# What it costs
+
+
+def cost(state: GroupState, source: str, target: Slot, way: str) -> Cost:
+    return state.costs.estimate(source, target.model, way, target.backend.engine)
+
+
+def cost_of(state: GroupState, swap: SwapInProgress, target: Slot) -> Cost:
+    """What a swap under way costs."""
+    return cost(state, source_of(swap.evicts), target, swap.way or target.level)
+
+
+def loss(state: GroupState, now: float, slot: Slot) -> float:
+    """What evicting it costs: its arrivals per second, times the seconds of loading it again."""
+    way = "stop" if slot.state == "standby" else slot.backend.evict_to[0]
+    return state.models[slot.model].demand.rate(now) * cost(state, "", slot, way).load_seconds
+
+
+def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, float]:
+    """How much it deserves a light standby level: see standby.HostMemory."""
+    cold = cost(state, "", slot, "stop").load_seconds
+    model = state.models[slot.model]
+    lost = model.demand.rate(now) * cold
+    return bool(model.queue.tickets), slot.backend.priority, lost, slot.used
+
+
+# When a queue is overdue
+
+
+def bound(state: GroupState, model: Model, now: float) -> float:
+    """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
+    left = state.config.queue_timeout - _swap_seconds(state, model, now)
+    return max(min(model.max_wait, left), 0.0)
+
+
+def _swap_seconds(state: GroupState, model: Model, now: float) -> float:
+    """What having ``model`` will take, drain included, as far as is known."""
+    found = None if model.ready else plan(state, model, busy_gpus(state.swaps), now)
+    if found:
+        return _drain_seconds(state, found.victims) + found.cost.seconds
+    return min([_swap_seconds_later(state, slot) for slot in model.slots])
+
+
+def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
+    """The same for one backend, once those that are coming have come, and have to go again."""
+    goals = [swap.target for swap in state.swaps if swap.target and swap.target is not slot]
+    others = [goal for goal in goals if goal.holds.keys() & slot.holds.keys()]
+    way = slot.level if slot.state in ("stopped", "standby") else slot.backend.evict_to[0]
+    swapped = cost(state, source_of(other.model for other in others), slot, way)
+    return _drain_seconds(state, others) + swapped.seconds
+
+
+def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
+    """About the longest of their leases."""
+    longest = 0.0
+    for victim in leaving:
+        service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
+        longest = max(longest, service * (1.0 + math.log(max(len(victim.holders), 1))))
+    return min(longest, state.config.drain_timeout)
+
+
+# Another replica of a busy model
+
+
+def spills(state: GroupState, now: float) -> dict[str, tuple[Plan, Spill]]:
+    """Busy models of which another replica could be loaded, unless any queue waits for a load."""
+    if not state.routed or any(each.queue.tickets and not each.ready for each in state.models.values()):
+        return {}
+    found = {model.name: spill(state, model, now) for model in state.routed}
+    return {name: each for name, each in found.items() if each}
+
+
+def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | None:
+    """The next replica of a busy model, and what the policy is shown of it."""
+    if not model.loadable(now) or model.name in coming(state.swaps):
+        return None
+    behind = _behind(state, model, now)
+    if not behind:
+        return None
+    used = {slot.name for slot in state.slots.values() if slot.holders or slot.model == model.name}
+    found = plan(state, model, busy_gpus(state.swaps), now, used | state.staying(now))
+    if found is None:
+        return None
+    reload = [cost(state, "", each, each.backend.evict_to[0]).load_seconds for each in found.victims]
+    return found, Spill(
+        model=model.name,
+        backend=found.target.name,
+        waiting=len(behind),
+        waited_seconds=sum(behind),
+        evicts=found.evicts,
+        evict_seconds=found.cost.evict_seconds,
+        load_seconds=found.cost.load_seconds,
+        reload_seconds=sum(reload),
+    )
+
+
+def _behind(state: GroupState, model: Model, now: float) -> list[float]:
+    """How long each request has waited that waits behind others at a replica, or for a place at any."""
+    assert model.replicas is not None
+    in_flight = model.replicas.in_flight
+    behind = [
+        now - slot.holders[ticket]
+        for slot in model.slots
+        if slot.state == "ready"
+        for ticket in in_flight.waiting(slot.name)[1:]
+    ]
+    return behind + [now - each.since for each in model.queue if not needed(state, each.work.owner)]
+
+
+def needed(state: GroupState, owner: str) -> Slot | None:
+    """The only backend that can serve a request, if that is there: it has what the request refers to."""
+    slot = state.slots.get(owner) if owner else None
+    return slot if slot and slot.state == "ready" else None

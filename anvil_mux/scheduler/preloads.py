@@ -1,0 +1,59 @@
+"""Loads that no request waits for: backends that are prepared, and stages that a model in use lacks.
+
+They are begun only while no queue waits and no swap is under way, evict no backend that has had work, and
+stop none that is in standby. Two other loads that no request waits for are begun elsewhere: one that wakes a
+backend on its way to a deeper standby level (upkeep.py), and another replica of a busy model (decider.py).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.planner import victims
+from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.state import GroupState
+
+
+class Preload(NamedTuple):
+    """A backend to prepare now; first its victims go, if it has any."""
+
+    target: Slot
+    victims: list[Slot]
+    cause: Cause
+
+
+def next_preload(state: GroupState, now: float) -> Preload | None:
+    """The next backend that is to be prepared; those for which there is no room any more are passed over."""
+    while state.preloads:
+        slot = state.preloads[0]
+        found = victims(state, slot, set(), frozenset(), now)
+        failed = slot.state != "stopped" or slot.retry_at > now or found is None
+        if failed or any(each.state == "standby" or each.has_had_work for each in found or ()):
+            state.preloads.pop(0)
+        elif any(each.stays_until > now for each in found or ()):
+            return None
+        elif found:
+            return Preload(slot, found, Cause("make_room", slot.model))
+        else:
+            state.preloads.pop(0)
+            if state.memory.has_room(slot):
+                return Preload(slot, [], _cause(state, slot, now))
+    return None
+
+
+def _cause(state: GroupState, slot: Slot, now: float) -> Cause:
+    model = state.models[slot.model]
+    lacked = model.ready and model.replicas and slot in model.replicas.lacking(now)
+    return Cause("missing_stage" if lacked else "preload")
+
+
+def complete(state: GroupState, model: Model, now: float) -> bool:
+    """Have the stages prepared that a model in use lacks; whether there are any."""
+    found = model.replicas.lacking(now) if model.replicas else []
+    lacking = [slot for slot in found if slot not in state.preloads]
+    if lacking:
+        state.preloads += lacking
+        state.changed()
+    return bool(lacking)

@@ -1,0 +1,126 @@
+"""The queue of one model: the requests that wait for it, in order, and whose turn it is.
+
+A queue is overdue some seconds, its bound, after its first request came. The bound is fixed when the queue
+begins. Where a model takes only so many requests at once its queue is admitted in parts, and senders take
+turns (``FairQueue``): who sends a hundred requests at once makes nobody wait for them but himself; another's
+first request waits for one of his, not for a hundred. A sender who comes back after his last request was
+taken comes last. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, TypeVar
+
+from anvil_mux.scheduler.steps import Ticket
+
+_Ticket = TypeVar("_Ticket", bound=Hashable)
+
+
+class FairQueue(Generic[_Ticket]):
+    """The tickets that wait, in the order in which they are to be taken: one of each sender, in rounds."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, dict[_Ticket, None]] = {}
+        """Sender -> tickets, the oldest first; the senders in the order of their turns."""
+
+    def join(self, sender: Hashable, ticket: _Ticket) -> None:
+        self._waiting.setdefault(sender, {})[ticket] = None
+
+    def leave(self, sender: Hashable, ticket: _Ticket) -> None:
+        """It waits no longer, if it did; nobody's turn changes."""
+        tickets = self._waiting.get(sender, {})
+        tickets.pop(ticket, None)
+        if not tickets:
+            self._waiting.pop(sender, None)
+
+    def take(self, fits: Callable[[_Ticket], bool]) -> _Ticket | None:
+        """The next that ``fits``, which then has left; its sender's next turn comes after all others'."""
+        found = (
+            (sender, each) for sender, tickets in self._waiting.items() for each in tickets if fits(each)
+        )
+        sender, ticket = next(found, (None, None))
+        if ticket is None:
+            return None
+        tickets = self._waiting.pop(sender)
+        del tickets[ticket]
+        if tickets:
+            self._waiting[sender] = tickets
+        return ticket
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+
+class ModelQueue:
+    """The requests that wait for one model."""
+
+    __slots__ = ("_turns", "bound", "left", "tickets")
+
+    def __init__(self, *, limited: bool = False) -> None:
+        """``limited``: its backends take only so many at once, so it is admitted in parts."""
+        self.tickets: dict[Ticket, None] = {}
+        """Those that wait, oldest first."""
+        self.bound = math.inf
+        """After how many seconds it is overdue."""
+        self.left = -math.inf
+        """When a backend of a limited model last ceased to be ready: nobody waited for a load before."""
+        self._turns = FairQueue[Ticket]() if limited else None
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return iter(self.tickets)
+
+    def __len__(self) -> int:
+        return len(self.tickets)
+
+    def __contains__(self, ticket: object) -> bool:
+        return ticket in self.tickets
+
+    def __repr__(self) -> str:
+        return f"<ModelQueue {[ticket.id for ticket in self.tickets]}>"
+
+    @property
+    def limited(self) -> bool:
+        """Whether it may have requests although its model is resident."""
+        return self._turns is not None
+
+    @property
+    def first(self) -> Ticket:
+        return next(iter(self.tickets))
+
+    @property
+    def overdue_at(self) -> float:
+        """When its swap begins, whatever the policy says."""
+        return max(next(iter(self.tickets)).since, self.left) + self.bound
+
+    def join(self, ticket: Ticket) -> None:
+        self.tickets[ticket] = None
+        if self._turns is not None and ticket.leases:
+            self._turns.join(ticket.sender, ticket)
+
+    def leave(self, ticket: Ticket) -> None:
+        del self.tickets[ticket]
+        if self._turns is not None:
+            self._turns.leave(ticket.sender, ticket)
+
+    def take(self, fits: Callable[[Ticket], bool]) -> Ticket | None:
+        """The next whose turn it is and that ``fits``, which then has left. Of a limited model."""
+        assert self._turns is not None
+        ticket = self._turns.take(fits)
+        if ticket is not None:
+            del self.tickets[ticket]
+        return ticket
+
+    def clear(self) -> None:
+        self.tickets.clear()
+        if self._turns is not None:
+            self._turns.clear()
+
+    def go_on_from(self, before: ModelQueue, most: float) -> None:
+        """Take over who waits, under a bound of at most ``most`` seconds."""
+        self.left = max(self.left, before.left)
+        for ticket in before.tickets:
+            self.join(ticket)
+        if self.tickets:
+            self.bound = min(before.bound, most)

@@ -1,0 +1,90 @@
+"""Why no backend of a model can be loaded, or not in time: pure functions over a GPU group's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from anvil_mux.config.settings import gib
+from anvil_mux.errors import (
+    Crashed,
+    DoesNotFit,
+    GpuMemoryShort,
+    HostMemoryShort,
+    LoadError,
+    MuxError,
+    Stuck,
+    with_log,
+)
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.steps import Ticket
+
+MOST_CRASHES = 2
+"""So often backends end under one request, before that is refused."""
+
+
+def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
+    """Why no backend of ``model`` can be loaded; None if one can, or is loading or being evicted."""
+    first: MuxError | None = None
+    for slot in model.slots:
+        error = _obstacle(state, slot, now)
+        if error is None:
+            return None
+        first = first or error
+    return first
+
+
+def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
+    if slot.state not in ("stopped", "standby", "stuck") or (slot.leaving and slot.state != "stuck"):
+        return None
+    for other in state.slots.values():
+        if _is_stuck_before(state, other, slot):
+            whose = "" if other is slot else f" and holds a GPU of {slot.model}"
+            text = f"{other.name} could not be stopped{whose}: {other.error}"
+            return Stuck(text, retry_after=other.retry_at - now)
+    if slot.state == "stopped" and slot.retry_at > now:
+        pause = slot.retry_at - now
+        what = "ended" if slot.failed_starts == slot.crashes else "failed to load"
+        text = f"{slot.name} {what} and is not tried again for {pause:.0f} s: {slot.error}"
+        return LoadError(text, log=slot.log, retry_after=pause)
+    why = state.placement.never_fits(slot) or state.memory.never_fits(slot)
+    return DoesNotFit(f"{slot.name} cannot be loaded: {why}.") if why else None
+
+
+def _is_stuck_before(state: GroupState, other: Slot, slot: Slot) -> bool:
+    """Whether ``slot`` cannot be loaded because ``other`` cannot be stopped."""
+    if other.state == "standby":
+        return other is not slot and state.placement.clings(other, slot)
+    return other.state == "stuck" and (other is slot or bool(other.holds.keys() & slot.holds.keys()))
+
+
+def lack_of_memory(
+    state: GroupState, model: Model, busy: set[str], call: Callable[[Slot, int], bool]
+) -> MuxError | None:
+    """Why a queue that is overdue is not served: others than this GPU group's backends have the memory.
+
+    ``call``: asks other GPU groups to free so many bytes of host memory for a backend, and says whether they
+    will; None then too.
+    """
+    may_go = ("ready", "draining", "evicting")
+    others = [slot for slot in state.slots.values() if slot.state in may_go and not slot.pinned]
+    for slot in model.slots:
+        if slot.state not in ("stopped", "standby") or not busy.isdisjoint(slot.holds):
+            continue
+        if lack := state.placement.others_before(slot):
+            return GpuMemoryShort(f"{slot.name} cannot be loaded: {lack}.")
+        short = state.memory.short(slot, others)
+        if short > 0 and not call(slot, short):
+            who = ", ".join(f"{name} has {gib(each)}" for name, each in state.memory.insisting(slot))
+            return HostMemoryShort(f"{slot.name} lacks {gib(short)} of host memory: {who}.")
+    return None
+
+
+def of_crashes(ticket: Ticket) -> MuxError | None:
+    """Why a request is not served that was there when backends ended: it may be what ends them."""
+    if len(ticket.crashes) < MOST_CRASHES:
+        return None
+    *_, last = ticket.crashes
+    often = f"{len(ticket.crashes)} times engines ended under this request, which is not sent again"
+    return Crashed(with_log(f"{often}: {last.backend} {last.why}.", last.log))

@@ -1,0 +1,102 @@
+"""What people ask for: that a model is unloaded or pinned, and that another configuration holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from anvil_mux.errors import Cancelled, UnknownModel
+from anvil_mux.scheduler.admission import Admission
+from anvil_mux.scheduler.causes import UNLOADED, Leaving
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.group_swaps import GroupSwaps
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.slot import LOADING
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.upkeep import may_be_stopped
+
+
+class Requested:
+    """The facts about what was asked of one GPU group, requests apart."""
+
+    def __init__(self, state: GroupState, admission: Admission, swaps: GroupSwaps) -> None:
+        self._state = state
+        self._admission = admission
+        self._swaps = swaps
+
+    def unload(self, model: Model, now: float) -> bool:
+        """Evict what serves ``model`` after its drain; False: nothing to evict.
+
+        What is in standby already is stopped, and what is being loaded is so no more; who waits for that is
+        told so.
+        """
+        ready = [slot for slot in model.slots if slot.state == "ready"]
+        given_up = self._give_up_load(model, now)
+        for slot in ready:
+            self._swaps.evict(slot, now, UNLOADED)
+        standby = [] if ready else [slot for slot in model.slots if may_be_stopped(self._state, slot)]
+        for slot in standby:
+            slot.next_level = "stop"
+        return bool(ready or standby or given_up)
+
+    def _give_up_load(self, model: Model, now: float) -> bool:
+        """End what is to make ``model`` resident, and the wait for that; False if there is neither."""
+        swaps = [swap for swap in self._state.swaps if swap.target and swap.target.model == model.name]
+        for swap in swaps:
+            if swap.target and swap.target.state in LOADING:
+                swap.cancel = UNLOADED
+            else:
+                self._swaps.call_off(swap, now)
+        if model.ready:
+            return bool(swaps)
+        waits = bool(model.queue.tickets)
+        text = (
+            f"{model.name} was unloaded by hand while this request waited for it. Send it again to load it."
+        )
+        self._admission.fail_queue(model, Cancelled(text), now)
+        return bool(swaps) or waits
+
+    def unload_when_idle(self, model: Model, now: float) -> bool:
+        """Evict what serves ``model`` once nobody uses it, unless it is asked for before; True: now.
+
+        That is so of one that is being loaded too: who waits for it will use it.
+        """
+        model.unload_when_idle = False
+        if not model.ready:
+            idle = model.is_loading and not model.queue.tickets
+            return idle and self.unload(model, now)
+        if model.is_used:
+            model.unload_when_idle = True
+            return False
+        return self.unload(model, now)
+
+    def pin(self, model: Model, now: float, *, pinned: bool) -> None:
+        """Whether ``model`` is kept, once it is resident, from being evicted for others."""
+        slots = [slot for slot in model.slots if slot.pinned != pinned and not slot.leaving]
+        if not slots:
+            return
+        self._state.changed()
+        self._state.memory.changes += 1
+        self._state.emit(Event(now, "pinned" if pinned else "unpinned", model.name))
+        for slot in slots:
+            slot.pinned = pinned
+            if pinned:
+                self._swaps.spare(slot, now)
+        self._admission.fail_refused(now)
+
+    def retire(self, leaving: Mapping[str, Leaving], served: Set[str], now: float) -> None:
+        """Backends are to go for good, each for a reason; queues of models that are not ``served`` end."""
+        slots = self._state.slots.values()
+        for slot in slots:
+            slot.leaving = slot.leaving or leaving.get(slot.name, "")
+            slot.pinned = slot.pinned and not slot.leaving
+        for swap in tuple(self._state.swaps):
+            if swap.target and swap.target.leaving and swap.target.state not in LOADING:
+                self._swaps.dissolve(swap, now)
+        for slot in slots:
+            if slot.leaving and slot.state == "ready":
+                self._swaps.begin_leaving(slot, now)
+            elif slot.leaving and slot.state == "standby":
+                slot.next_level = "stop"
+        for model in self._state.models.values():
+            if model.name not in served:
+                self._admission.fail_queue(model, UnknownModel(model.name, served), now)

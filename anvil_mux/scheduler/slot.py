@@ -1,0 +1,207 @@
+"""A backend's slot in its GPU group: its state, its leases, and what is known of its last load and failures.
+
+``Slot.enter`` is the only writer of a state, and ``events.TRANSITIONS`` the whole table of what it accepts:
+
+    stopped --load--> loading --loaded--> ready --drain--> draining --evict--> evicting --> stopped | standby
+                         |                  ^----reprieve-----'
+                         '--cancel--> cancelling --> stopped
+    standby --load--> loading
+    standby --demote--> demoting --> stopped | standby
+
+What could not be stopped is ``stuck`` until a later stop succeeds; one in standby stays so. What follows from
+a new state for the rest of the group (who is ready, what is asked again) is done in group.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from anvil_mux.config.config import Backend
+from anvil_mux.scheduler.causes import Cause, Leaving
+from anvil_mux.scheduler.events import TRANSITIONS
+
+HOLDING = frozenset(("loading", "cancelling", "ready", "draining", "evicting", "stuck"))
+"""States in which a backend's GPUs are its own."""
+STAYING = frozenset(("loading", "ready"))
+"""States in which a pinned backend has its GPUs for good."""
+LOADING = ("loading", "cancelling")
+"""States of a backend whose load is under way."""
+
+COOL_DOWN_SECONDS = 5.0
+MAX_COOL_DOWN_SECONDS = 300.0
+STUCK_RETRY_SECONDS = 5.0
+MAX_STUCK_RETRY_SECONDS = 60.0
+SOON_SECONDS = 30.0
+"""A backend that ends so soon after its load, without one whole answer, counts as one that failed to load.
+
+An engine that what it is asked crashes ends while it reads the first prompts, which takes seconds. One that
+takes longer costs at most a load in so long, and each request no more than MOST_CRASHES of them.
+"""
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One backend's place in its GPU group."""
+
+    backend: Backend
+    holds: dict[str, int]
+    """GPU id -> bytes it holds while its state is one of HOLDING."""
+    state: str = "stopped"
+    since: float = -math.inf
+    """When it entered its state."""
+    loaded: float = -math.inf
+    """When it last became resident."""
+    last_used: float = -math.inf
+    holders: dict[Any, float] = field(default_factory=dict)
+    """The tickets that lease it, in order of admission, and since when."""
+    residual: dict[str, int] = field(default_factory=dict)
+    """GPU id -> bytes it holds while in standby."""
+    level: str = "stop"
+    """The standby level at which it is while it is not resident, and from which it has to be brought back."""
+    next_level: str = ""
+    """The standby level to which it goes next; "": as high as host memory allows."""
+    coming: bool = False
+    """It is the target of a swap."""
+    pinned: bool = False
+    """While it is resident it is not evicted for another model."""
+    leaving: Leaving = ""
+    """Why it goes for good: the configuration has it no longer, or not as it is."""
+    whole: bool = True
+    """It needs its GPUs to itself."""
+    ram: int = 0
+    """Bytes of host memory that it needs while it runs, as far as is known."""
+    host_bytes: int = 0
+    """Bytes of host memory that it keeps while in standby."""
+    failed_starts: int = 0
+    """In a row."""
+    crashes: int = 0
+    """Ends soon after it was loaded, in a row: without one whole answer since the first of them."""
+    answered: float = -math.inf
+    """When it last gave a whole answer."""
+    failed_stops: int = 0
+    """In a row."""
+    retry_at: float = -math.inf
+    """End of the cool-down (stopped) or of the pause before the next attempt to stop it (stuck, standby)."""
+    error: str = ""
+    log: tuple[str, ...] = ()
+    load_seconds: float | None = None
+    name: str = field(init=False)
+    model: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name, self.model = self.backend.name, self.backend.model
+        self.pinned = self.backend.pin
+        self.whole = self.backend.vram is None
+        self.ram = self.backend.ram or 0
+
+    def enter(self, what: str, now: float) -> None:
+        """Go to the state that ``what`` leads to; ValueError, and no change, if that cannot happen to it."""
+        try:
+            self.state = TRANSITIONS[self.state, what]
+        except KeyError:
+            raise ValueError(f"{self.name} is {self.state}: `{what}` cannot happen to it") from None
+        self.since = now
+        if self.state == "stopped":
+            self.ram = self.backend.ram or 0  # what it had pinned is gone
+
+    # What it holds, and how long it may stay
+
+    @property
+    def occupies(self) -> dict[str, int]:
+        """GPU id -> bytes it holds now."""
+        return self.holds if self.state in HOLDING else self.residual
+
+    @property
+    def full(self) -> bool:
+        """Whether it has as many requests as it takes at once."""
+        limit = self.backend.concurrency
+        return limit is not None and len(self.holders) >= limit
+
+    @property
+    def used(self) -> float:
+        """When it last had work, or became resident."""
+        return self.last_used if self.last_used > self.loaded else self.loaded
+
+    @property
+    def idle_until(self) -> float:
+        """When it is evicted because nobody uses it."""
+        if self.state != "ready" or self.holders or self.backend.ttl is None:
+            return math.inf
+        return self.used + self.backend.ttl
+
+    @property
+    def stays_until(self) -> float:
+        """Until when it is not evicted for a queue that is not overdue."""
+        return self.loaded + self.backend.min_residency
+
+    @property
+    def has_had_work(self) -> bool:
+        """Whether it was leased since it was loaded."""
+        return bool(self.holders) or self.last_used > self.loaded
+
+    @property
+    def is_left(self) -> bool:
+        """Whether it went for good, and holds nothing any more."""
+        return bool(self.leaving) and self.state == "stopped"
+
+    def is_loadable(self, now: float) -> bool:
+        """Whether a load of it may begin, were its GPUs free."""
+        if self.leaving:
+            return False
+        return self.state == "standby" or (self.state == "stopped" and self.retry_at <= now)
+
+    # Loads, evictions and failures
+
+    def note_loaded(self, now: float, seconds: float, way: str) -> None:
+        """It answers, brought back from the standby level ``way`` in so many seconds."""
+        self.loaded, self.load_seconds = now, seconds
+        self.failed_starts, self.failed_stops, self.error, self.log = 0, 0, "", ()
+        self.level = "stop"
+        if way == "stop":
+            self.ram = self.backend.ram or 0
+
+    def note_load_failed(self, now: float, error: str, log: tuple[str, ...]) -> None:
+        """It did not become ready, and may not be loaded again before its cool-down ends."""
+        self.failed_starts += 1
+        self.retry_at = now + cool_down(self.failed_starts)
+        self.error, self.log, self.next_level = error, log, ""
+
+    def note_left(self, now: float) -> None:
+        """It left its GPUs; a load that had failed cools down from now on."""
+        self.failed_stops = 0
+        self.retry_at = now + cool_down(self.failed_starts)
+        if not self.failed_starts:
+            self.error = ""
+
+    def note_stop_failed(self, now: float, error: str) -> None:
+        """It could not be stopped, and is stopped again after a pause."""
+        self.failed_stops += 1
+        self.retry_at = now + _pause(STUCK_RETRY_SECONDS, self.failed_stops, MAX_STUCK_RETRY_SECONDS)
+        self.error = error
+        self.next_level = "stop" if self.state == "standby" else ""
+
+    def note_died(self, error: str, log: Iterable[str]) -> None:
+        """It ended, and keeps nothing."""
+        self.error, self.residual, self.level, self.host_bytes, self.next_level = error, {}, "stop", 0, ""
+        self.log = tuple(log)
+
+    def judge_end(self, now: float, why: str) -> Cause:
+        """How it ended by itself, which counts as a failed load if it was too soon."""
+        resident = self.state in ("ready", "draining", "evicting")
+        if not resident or self.answered >= self.loaded or now - self.loaded > SOON_SECONDS:
+            return Cause("died", detail=why)
+        self.crashes += 1
+        self.failed_starts = self.crashes
+        return Cause("died_early", seconds=now - self.loaded, detail=why)
+
+
+def cool_down(failed_starts: int) -> float:
+    """Seconds until a backend may be loaded again."""
+    return _pause(COOL_DOWN_SECONDS, failed_starts, MAX_COOL_DOWN_SECONDS) if failed_starts else 0.0
+
+
+def _pause(first: float, failures: int, longest: float) -> float:
+    return min(first * 2.0 ** min(failures - 1, 10), longest)

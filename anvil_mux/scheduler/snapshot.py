@@ -1,0 +1,153 @@
+"""What a policy is shown of a GPU group, and what a request would meet if it came now.
+
+Pure functions over a GPU group's state. ``awaited`` asks the policy as if one more request waited: the queue
+that it would begin stands in the snapshot, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from anvil_mux.errors import MuxError
+from anvil_mux.scheduler.causes import Cause, is_cause
+from anvil_mux.scheduler.costs import NO_COST, Cost
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.planner import Plan, bound, cost_of, plan, waiting
+from anvil_mux.scheduler.policies import (
+    FOREVER,
+    Decision,
+    Policy,
+    Queue,
+    Resident,
+    Snapshot,
+    Spill,
+    Stay,
+    decide,
+)
+from anvil_mux.scheduler.refusals import refusal
+from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.swap import busy_gpus, coming
+
+
+def snapshot(
+    state: GroupState,
+    now: float,
+    plans: Mapping[str, Plan],
+    spills: Iterable[Spill] = (),
+    *,
+    most: float = FOREVER,
+) -> Snapshot:
+    """What the policy may know; ``plans`` are the swaps that could begin now, oldest queue first.
+
+    A queue in which nobody waits is shown as if a request had come now, whose bound were ``most``.
+    """
+    residents = [_resident(state, slot, now) for slot in state.ready]
+    queues = [_queue(state.models[name], found, now, most) for name, found in plans.items()]
+    if len(queues) > 1:
+        queues.sort(key=lambda queue: -queue.priority)
+    swaps = [swap.seen(swap.target) for swap in state.swaps if swap.target] if state.swaps else ()
+    return Snapshot(now, state.name, tuple(residents), tuple(queues), tuple(swaps), tuple(spills))
+
+
+def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
+    loaded, backend = slot.loaded, slot.backend
+    demand = state.models[slot.model].demand
+    rate, growth = demand.rates(now)
+    # By position, like the next: policies that hold swaps back ask for these tens of thousands of times.
+    return Resident(
+        slot.model,
+        slot.name,
+        loaded,
+        len(slot.holders),
+        slot.last_used if slot.last_used > loaded else loaded,
+        rate,
+        growth,
+        demand.pause_seconds,
+        demand.service_seconds,
+        state.costs.estimate("", slot.model, backend.evict_to[0], backend.engine).load_seconds,
+    )
+
+
+def _queue(model: Model, found: Plan, now: float, most: float) -> Queue:
+    tickets, demand, expected = model.queue.tickets, model.demand, found.cost
+    count, oldest, newest = 1, now, now
+    if tickets:
+        count, oldest, newest = len(tickets), next(iter(tickets)).since, next(reversed(tickets)).since
+        most = model.queue.bound
+    _, growth = demand.rates(now, count, now - oldest)
+    return Queue(
+        model.name,
+        count,
+        oldest,
+        newest,
+        found.evicts,
+        expected.evict_seconds,
+        expected.load_seconds,
+        expected.swaps > 0,
+        growth,
+        demand.service_seconds,
+        most,
+        model.priority,
+    )
+
+
+def ask(policy: Policy, seen: Snapshot) -> Decision:
+    """What the policy says; if it fails, that everything stays as it is."""
+    try:
+        decision = decide(policy, seen)
+        if not is_cause(decision.cause):
+            raise TypeError(f"its cause is {decision.cause!r}, and no Cause")
+        return decision
+    except Exception as error:  # anybody's code; max_wait serves every queue all the same
+        return Stay(cause=Cause("policy_failed", detail=repr(error)))
+
+
+class Awaited(NamedTuple):
+    """What a request would meet if it came now."""
+
+    refusal: MuxError | None = None
+    target: Slot | None = None
+    """Who will serve it, if a swap is under way to that, or could begin now."""
+    victims: Sequence[Slot] = ()
+    cost: Cost = NO_COST
+    loaded_before: bool = False
+    """By that way, so that ``cost`` is no mere guess."""
+    decision: Decision | None = None
+    """What the policy says to that swap; None: it is under way."""
+    until: float = FOREVER
+    """End of the drain under way."""
+    overdue_at: float = FOREVER
+    """When its swap begins, whatever the policy says."""
+
+
+def awaited(state: GroupState, model: Model, now: float) -> Awaited:
+    """What a request for ``model`` would meet if it came now; changes nothing."""
+    if error := refusal(state, model, now):
+        return Awaited(error)
+    for swap in state.swaps:
+        if swap.target and swap.target.model == model.name and not swap.cancel:
+            expected = cost_of(state, swap, swap.target)
+            known = state.costs.knows(model.name, expected.way)
+            return Awaited(None, swap.target, swap.victims, expected, known, until=swap.until)
+    return _planned(state, model, now)
+
+
+def _planned(state: GroupState, model: Model, now: float) -> Awaited:
+    """The same where no swap to it is under way."""
+    queue = model.queue
+    most = queue.bound if queue else bound(state, model, now)
+    overdue_at = queue.overdue_at if queue else max(now, queue.left) + most
+    models = waiting(state)
+    if not queue and model.name not in coming(state.swaps) and not (state.limited and model.ready):
+        models.append(model)
+    busy, staying = busy_gpus(state.swaps), state.staying(now)
+    found = {each.name: plan(state, each, busy, now, staying) for each in models}
+    plans = {name: each for name, each in found.items() if each}
+    if model.name not in plans:
+        return Awaited(overdue_at=overdue_at)
+    decision = ask(state.policy, snapshot(state, now, plans, most=most))
+    target, victims, _, expected = plans[model.name]
+    known = state.costs.knows(model.name, target.level)
+    return Awaited(None, target, victims, expected, known, decision, overdue_at=overdue_at)

@@ -1,0 +1,83 @@
+"""What the parts of one GPU group share: its models, slots, swaps, and what was learned of them.
+
+``GroupState`` decides nothing. Planner, refusals and snapshot read it; admission, moves, group_swaps,
+outcomes and decider write it, each its own part. ``version`` counts what may change which swap could begin:
+whoever makes such a change says ``changed()``, and answers that were computed before it hold no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from anvil_mux.config.config import Config
+from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.model import Model, ready_slots
+from anvil_mux.scheduler.placement import Placement
+from anvil_mux.scheduler.policies import Policy, Stay
+from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.standby import HostMemory
+from anvil_mux.scheduler.steps import Ticket
+from anvil_mux.scheduler.swap import SwapInProgress
+
+
+@dataclass(eq=False, slots=True)
+class GroupState:
+    """The state of one GPU group."""
+
+    name: str
+    config: Config
+    policy: Policy
+    placement: Placement
+    models: dict[str, Model]
+    memory: HostMemory
+    costs: Costs
+    footprints: Footprints
+    emit: Callable[[Event], object]
+    emit_leases: bool
+    """Whether anybody is interested in ``leased`` and ``released``; all other events are rarer."""
+    swaps: list[SwapInProgress] = field(default_factory=list)
+    preloads: list[Slot] = field(default_factory=list)
+    """The backends that are to be loaded although no request waits for them."""
+    unseen: set[str] = field(default_factory=set)
+    """The backends that may run already: until that is known nothing is begun."""
+    settled: list[Ticket] = field(default_factory=list)
+    """Tickets that ended after waiting in a queue; the driver takes and wakes them."""
+    taken_back: list[Ticket] = field(default_factory=list)
+    """Tickets that ended at a replica that had not begun with them; the driver takes and cuts them."""
+    deferred: tuple[str, Stay] | None = None
+    """The model whose swap the policy holds back, and until when and why."""
+    version: int = 0
+    slots: dict[str, Slot] = field(init=False)
+    ready: list[Slot] = field(init=False)
+    """The backends that may be leased."""
+    stayers: list[Slot] = field(init=False)
+    """The backends with a min_residency."""
+    limited: bool = field(init=False)
+    """Whether some model takes only so many requests at once."""
+    routed: list[Model] = field(init=False)
+    """The models with several backends."""
+
+    def __post_init__(self) -> None:
+        self.slots = self.placement.slots
+        self.ready = ready_slots(self.slots.values())
+        self.stayers = [slot for slot in self.slots.values() if slot.backend.min_residency]
+        self.limited = any(model.queue.limited for model in self.models.values())
+        self.routed = [model for model in self.models.values() if model.replicas]
+
+    def changed(self) -> None:
+        """Another swap may be possible, or one less."""
+        self.version += 1
+
+    def model_of(self, slot: Slot) -> Model:
+        return self.models[slot.model]
+
+    def fits(self, target: Slot) -> bool:
+        """Whether it has room, on its GPUs and in the host's memory, without anybody's going."""
+        return self.placement.fits(target) and self.memory.short(target) <= 0
+
+    def staying(self, now: float) -> set[str]:
+        """The backends that are not evicted yet for a queue that is not overdue."""
+        return {slot.name for slot in self.stayers if slot.stays_until > now}

@@ -1,0 +1,92 @@
+"""What is done with backends although no queue asks for it.
+
+Those that could not be stopped are stopped again; those in standby go down their levels when their time has
+come or host memory is short; residents that nobody uses are evicted after their ``ttl``, or for a queue of
+another GPU group that lacks host memory.
+"""
+
+from __future__ import annotations
+
+from anvil_mux.scheduler.causes import UNLOADED, Cause
+from anvil_mux.scheduler.group_swaps import GroupSwaps
+from anvil_mux.scheduler.moves import Moves
+from anvil_mux.scheduler.planner import waiting
+from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.standby import DESCENTS, below, demoted_at
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.steps import Step
+
+
+class Upkeep:
+    """The upkeep of one GPU group."""
+
+    def __init__(self, state: GroupState, moves: Moves, swaps: GroupSwaps) -> None:
+        self._state = state
+        self._moves = moves
+        self._swaps = swaps
+        self.idlers = [slot for slot in state.slots.values() if slot.backend.ttl is not None]
+        self._sleepers = [slot for slot in state.slots.values() if slot.backend.evict_to != ("stop",)]
+
+    def moments(self) -> list[float]:
+        """When something is to be done next; moments that have passed too."""
+        demotions = [until for slot in self._sleepers if (until := demoted_at(slot)) is not None]
+        return demotions + [slot.idle_until for slot in self.idlers]
+
+    def step(self, now: float) -> Step | None:
+        """The next step that is due."""
+        return self._retry_stuck(now) or self._demote_next(now)
+
+    def _retry_stuck(self, now: float) -> Step | None:
+        for slot in self._state.slots.values():
+            if now < slot.retry_at:
+                continue
+            if slot.state == "stuck":
+                return self._moves.evict(slot, now, Cause("retry_stuck"))
+            if slot.next_level == "stop" and may_be_stopped(self._state, slot):
+                why = Cause(slot.leaving) if slot.leaving else UNLOADED
+                return self._moves.demote(slot, now, Cause("retry_stuck") if slot.failed_stops else why)
+        return None
+
+    def _demote_next(self, now: float) -> Step | None:
+        """Demote a backend that is on a standby level for too long, or for the host's memory."""
+        state = self._state
+        slot = state.memory.yields(now) if state.memory.budget is not None else None
+        if slot is not None and slot is state.slots.get(slot.name):
+            return self._moves.demote(slot, now, Cause("host_memory_short"), to=state.memory.lower(slot))
+        for slot in self._sleepers:
+            until = demoted_at(slot)
+            if until is None or until > now or slot.coming or state.models[slot.model].queue.tickets:
+                continue
+            if DESCENTS.get((slot.level, to := below(slot, may_wake=self._is_calm(slot)))):
+                slot.next_level = to
+                self._swaps.begin(slot, [], now, Cause("wake_to_demote", way=to), preload=True)
+                return self._swaps.advance(now)
+            cause = Cause("demote_timer", way=slot.level, seconds=now - slot.since)
+            return self._moves.demote(slot, now, cause)
+        return None
+
+    def _is_calm(self, slot: Slot) -> bool:
+        """Whether nobody has or wants the GPUs of a backend in standby, or the host's memory that it runs
+        in.
+        """
+        state = self._state
+        return not state.swaps and not waiting(state) and state.fits(slot) and state.memory.has_room(slot)
+
+    def evict_idle(self, now: float) -> bool:
+        """Begin to evict residents that nobody uses; whether there were any."""
+        idle = [slot for slot in self.idlers if slot.idle_until <= now < FOREVER]
+        for slot in idle:
+            self._swaps.evict(slot, now, Cause("idle", seconds=slot.backend.ttl or 0.0))
+        for slot in self._state.ready if self._state.memory.budget is not None else ():
+            if model := self._state.memory.answer(slot, now):
+                cause, severs = Cause("host_memory_needed", model), Cause("evicted", model)
+                self._swaps.evict(slot, now, cause, severs=severs)
+                return True
+        return bool(idle)
+
+
+def may_be_stopped(state: GroupState, slot: Slot) -> bool:
+    """Whether it is in standby and nobody waits for it as it is."""
+    wanted = state.models[slot.model].queue.tickets and not slot.leaving
+    return slot.state == "standby" and not slot.coming and not wanted
