@@ -36,7 +36,7 @@ class Observer(Protocol):
     def last_words(self, backend: Backend) -> list[str]: ...
 
 
-class Outcome(Protocol):
+class Consequences(Protocol):
     """What a doubt leads to, without the lock; nothing if the backend was loaded anew since ``loaded``."""
 
     def died(self, backend: str, why: str, log: list[str], *, loaded: float) -> None: ...
@@ -67,7 +67,7 @@ class Doubts:
         lock: Lock,
         slot: Callable[[str], Slot | None],
         observer: Observer,
-        outcome: Outcome,
+        consequences: Consequences,
         limit: Callable[[], float],
     ) -> None:
         """``limit``: for so many seconds an engine may be silent before it is stopped."""
@@ -75,7 +75,7 @@ class Doubts:
         self._lock = lock
         self._slot = slot
         self._observer = observer
-        self._outcome = outcome
+        self._outcome = consequences
         self._limit = limit
         self._open: dict[str, _Doubt] = {}  # by backend
         self._closed = False

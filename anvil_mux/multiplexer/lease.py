@@ -10,12 +10,12 @@ from anvil_mux.errors import Severed
 from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.steps import Crash, Ticket
 
-Usage = tuple[int | None, int | None]
+TokenUsage = tuple[int | None, int | None]
 """Tokens of a request's input, and how many of them were cached, as its engine said; None: it did not."""
-NO_USAGE: Usage = (None, None)
+NO_USAGE: TokenUsage = (None, None)
 
 
-class Run:
+class EngineRun:
     """One run of an engine, since it was ready. Compared by identity: the next at its address is another."""
 
     __slots__ = ("address",)
@@ -27,7 +27,7 @@ class Run:
 class Lessor(Protocol):
     """What a lease reports to, from any thread."""
 
-    def released(self, ticket: Ticket, usage: Usage, *, whole: bool) -> None: ...
+    def released(self, ticket: Ticket, usage: TokenUsage, *, whole: bool) -> None: ...
     def first_byte(self, ticket: Ticket) -> bool: ...
 
 
@@ -36,7 +36,7 @@ class Lease:
 
     __slots__ = ("_lessor", "address", "backend", "is_routed", "prefill", "run", "ticket", "waited", "why")
 
-    def __init__(self, lessor: Lessor, ticket: Ticket, backend: Backend, run: Run) -> None:
+    def __init__(self, lessor: Lessor, ticket: Ticket, backend: Backend, run: EngineRun) -> None:
         self._lessor = lessor
         self.ticket = ticket
         self.backend = backend
@@ -57,7 +57,7 @@ class Lease:
     def __exit__(self, kind: object = None, *exc: object) -> None:
         self.release(whole=kind is None)
 
-    def release(self, *, whole: bool = False, usage: Usage = NO_USAGE) -> None:
+    def release(self, *, whole: bool = False, usage: TokenUsage = NO_USAGE) -> None:
         """Any number of times; the first counts. ``whole``: the engine gave its answer to the end.
 
         ``usage`` is of use where ``is_routed``.

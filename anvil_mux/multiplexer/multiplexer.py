@@ -39,7 +39,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.host.swap import Evicted, Loaded
 from anvil_mux.multiplexer.doubts import Doubts
-from anvil_mux.multiplexer.lease import Lease, Run, Usage
+from anvil_mux.multiplexer.lease import EngineRun, Lease, TokenUsage
 from anvil_mux.multiplexer.workers import Workers
 from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.routing.routing import Work
@@ -124,7 +124,7 @@ class Multiplexer:
         # The lock guards everything below it. It is held for microseconds: no I/O, no engine, no Docker.
         self._lock = self._clock.lock()
         self._scheduler = Scheduler(config, log, Costs(costs), Footprints(footprints), emit_leases=log_leases)
-        self._runs: dict[str, Run] = {}  # backend -> the last that was seen of it
+        self._runs: dict[str, EngineRun] = {}  # backend -> the last that was seen of it
         self._said: dict[str, LogProgress] = {}  # backend -> what its log says of the load that is under way
         self._cancelled: dict[str, Latch] = {}  # backend -> set when its load, the last one, is cancelled
         self._tickets = 0
@@ -145,7 +145,7 @@ class Multiplexer:
             lock=self._lock,
             slot=self._scheduler.slot,
             observer=mechanism,
-            outcome=self,
+            consequences=self,
             limit=lambda: self._config.upstream_timeout,
         )
 
@@ -425,7 +425,7 @@ class Multiplexer:
             ticket.wake.set()
         return bool(found)
 
-    def released(self, ticket: Ticket, usage: Usage, *, whole: bool) -> None:
+    def released(self, ticket: Ticket, usage: TokenUsage, *, whole: bool) -> None:
         """A lease ended; see Lease.release."""
         with self._lock:
             effects = self._scheduler.released(ticket, self._clock.now(), usage, whole=whole)
@@ -572,7 +572,7 @@ class Multiplexer:
             if slot is None or slot.state != "stopped":
                 return Effects()
             if address:
-                self._runs[name] = Run(address)
+                self._runs[name] = EngineRun(address)
                 return self._scheduler.adopted(name, now)
             assert left is not None
             return self._scheduler.adopted_standby(name, now, left.how, left.residual, left.host_bytes)
@@ -636,7 +636,7 @@ class Multiplexer:
     def _loaded(self, step: Start, address: tuple[str, int], how: str, now: float) -> Effects:
         effects = self._scheduler.loaded(step, now, how)
         if effects is not NOTHING:
-            self._runs[step.backend] = Run(address)
+            self._runs[step.backend] = EngineRun(address)
         return effects
 
     def _evict(self, step: Stop | Demote, perform: Callable[[], Evicted]) -> None:

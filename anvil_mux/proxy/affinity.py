@@ -40,7 +40,7 @@ CPUs = frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class CpuUsage:
     """CPU seconds used so far."""
 
     own: float
@@ -49,9 +49,9 @@ class Usage:
     """By everybody, of each CPU."""
 
 
-def usage() -> Usage:
+def usage() -> CpuUsage:
     """As the kernel says. What interrupts take is left out: most of it is the program's own traffic."""
-    return Usage(time.process_time(), _by_cpu())
+    return CpuUsage(time.process_time(), _by_cpu())
 
 
 def _by_cpu() -> dict[int, float]:
@@ -90,7 +90,7 @@ class Affinity:
         allowed: CPUs,
         *,
         adapts: bool = True,
-        usage: Callable[[], Usage] = usage,
+        usage: Callable[[], CpuUsage] = usage,
         whereabouts: Callable[[], int] = whereabouts,
         elsewhere: Callable[[], float] = lambda: 0.0,
     ) -> None:
@@ -105,7 +105,7 @@ class Affinity:
         self._adapts = adapts and len(allowed) > 1 and allowed == self._last.cpus.keys()
         self._retry_at = 0.0
 
-    def _read(self) -> Usage:
+    def _read(self) -> CpuUsage:
         usage = self._usage()
         return replace(usage, own=usage.own - self._elsewhere())
 

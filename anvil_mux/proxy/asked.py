@@ -14,7 +14,7 @@ from anvil_mux.protocol.completions import Translation
 from anvil_mux.proxy.access import Access
 from anvil_mux.proxy.spool import Spool
 
-Body = bytes | bytearray | Spool
+AskedBody = bytes | bytearray | Spool
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Question:
 
     asked: Asked
     target: Target
-    body: Body
+    body: AskedBody
     named: str | None = None
     """The model's name within ``body``, if that need not be changed for every engine."""
     span: tuple[int, int] | None = None

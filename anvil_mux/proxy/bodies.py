@@ -107,10 +107,10 @@ class _Framed:
         return framed + http1.LAST_CHUNK if self._inner.ended else framed
 
 
-Body = _Chunked | _Decoded | _Counted | _UntilClose | _Framed
+AnswerBody = _Chunked | _Decoded | _Counted | _UntilClose | _Framed
 
 
-def body_of(response: http1.Response, *, chunked: bool) -> Body:
+def body_of(response: http1.Response, *, chunked: bool) -> AnswerBody:
     """How the body of ``response`` passes to a client that gets it chunked, or else as bare bytes."""
     if response.body == "chunked":
         return _Chunked() if chunked else _Decoded()

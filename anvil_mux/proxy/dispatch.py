@@ -26,7 +26,7 @@ from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import finite
 from anvil_mux.proxy.asked import Question
 from anvil_mux.proxy.forward import Forwarder
-from anvil_mux.proxy.relay import BrokenOff, Relay, Unanswered, Unreachable
+from anvil_mux.proxy.relay import BrokenOff, EngineUnreachable, Relay, Unanswered
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.stored_responses import StoredResponses, previous
@@ -162,11 +162,11 @@ class Dispatcher:
         seen = not reply.may_go_on or not self._mux.has_another(lease)
         if crash:
             text = with_log(f"{error.message.rstrip('.')}: {crash.backend} {crash.why}.", crash.log)
-            again = isinstance(error, (Unreachable, Unanswered)) or not seen
-            return _Failure(Unreachable(text) if again else BrokenOff(text), again, (crash,))
+            again = isinstance(error, (EngineUnreachable, Unanswered)) or not seen
+            return _Failure(EngineUnreachable(text) if again else BrokenOff(text), again, (crash,))
         if lease.taken_back or (isinstance(error, Severed) and not seen):
-            return _Failure(Unreachable(error.message), reply.may_go_on, taken_back=lease.taken_back)
-        return _Failure(error, isinstance(error, Unreachable))
+            return _Failure(EngineUnreachable(error.message), reply.may_go_on, taken_back=lease.taken_back)
+        return _Failure(error, isinstance(error, EngineUnreachable))
 
     # The choice among replicas
 

@@ -29,7 +29,7 @@ from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse
 from anvil_mux.proxy import heads, stored_responses
 from anvil_mux.proxy.access import Access
-from anvil_mux.proxy.asked import Body, Question
+from anvil_mux.proxy.asked import AskedBody, Question
 from anvil_mux.proxy.pump import End
 from anvil_mux.proxy.questions import TRANSLATE
 from anvil_mux.proxy.relay import WHOLE, BrokenOff, Exchange, Failed, Relay, RequestBody, Silent
@@ -43,7 +43,7 @@ LACKING = (404, 405, 501)
 MAX_QUOTED = 2000
 """Bytes of an engine's error that an error event repeats."""
 
-Outcome = Failed | Severed | None
+ForwardFailure = Failed | Severed | None
 """How a try has ended: None when the client has its answer to the end."""
 
 
@@ -60,7 +60,7 @@ class Forwarder:
         self._found_lacking: tuple[Access | None, set[tuple[str, str]]] = (None, set())
         """Of one configuration the (backend, path) of routes that engines turned out not to have."""
 
-    def forward(self, question: Question, lease: Lease, reply: Reply, record: Served) -> Outcome:
+    def forward(self, question: Question, lease: Lease, reply: Reply, record: Served) -> ForwardFailure:
         """Asks the engine, and passes its answer to the client."""
         try:
             if lease.backend is question.target.unchanged_at:
@@ -254,7 +254,7 @@ class Forwarder:
 
     # Two stages
 
-    def prefill(self, question: Question, lease: Lease, reply: Reply) -> tuple[Question, Outcome]:
+    def prefill(self, question: Question, lease: Lease, reply: Reply) -> tuple[Question, ForwardFailure]:
         """The first of two stages: the question of the second. What fails here the client has not seen."""
         body, translation = question.body, question.translation
         assert isinstance(body, (bytes, bytearray))
@@ -305,7 +305,7 @@ def _refusal(model: str, path: str, status: int, body: bytes) -> MuxError:
     return _engine_error(model, status, body)
 
 
-def _rewritten(body: Body, backend: Backend) -> Body:
+def _rewritten(body: AskedBody, backend: Backend) -> AskedBody:
     """A body of JSON as the service of ``backend`` is to get it."""
     if not (backend.strip or backend.set) or isinstance(body, Spool):
         return body

@@ -28,7 +28,7 @@ from enum import Enum
 from socket import MSG_DONTWAIT, SHUT_RDWR, socket
 
 from anvil_mux.errors import BackendError
-from anvil_mux.proxy.bodies import Body
+from anvil_mux.proxy.bodies import AnswerBody
 from anvil_mux.proxy.sockets import Unread
 
 READ = 16384
@@ -84,7 +84,7 @@ class Passed:
         self.events += piece.count(EVENT)
 
 
-class Stream:
+class PumpedStream:
     """One body on its way from an engine to a client."""
 
     __slots__ = (
@@ -106,7 +106,7 @@ class Stream:
         self,
         upstream: socket,
         client: socket,
-        body: Body,
+        body: AnswerBody,
         passed: Passed,
         first_byte: Callable[[], bool] | None = None,
     ) -> None:
@@ -155,9 +155,9 @@ class Pump:
         self._silence = silence_timeout
         self._unread = client_timeout
         self._epoll = select.epoll()
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, PumpedStream] = {}
         """By both descriptors. The streams' threads add, the pump's thread removes."""
-        self._ended: list[Stream] = []
+        self._ended: list[PumpedStream] = []
         self._wake = os.eventfd(0)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="pump", daemon=True)
@@ -167,7 +167,7 @@ class Pump:
     def __len__(self) -> int:
         return len(self._streams) // 2
 
-    def relay(self, stream: Stream) -> End:
+    def relay(self, stream: PumpedStream) -> End:
         """Blocks until the body of ``stream`` has ended; both sockets stay open."""
         up, client = stream.upstream.fileno(), stream.client.fileno()
         stream.active = time.monotonic()
@@ -215,7 +215,7 @@ class Pump:
             while ended:
                 ended.pop().woken.release()
 
-    def _read(self, stream: Stream, now: float) -> None:
+    def _read(self, stream: PumpedStream, now: float) -> None:
         try:
             data = _content(stream)
         except BlockingIOError:
@@ -246,20 +246,20 @@ class Pump:
         if stream.body.ended:
             self._end(stream, End.COMPLETE)
 
-    def _hold(self, stream: Stream, rest: bytes) -> None:
+    def _hold(self, stream: PumpedStream, rest: bytes) -> None:
         # Unregistered, not masked: a reset engine would otherwise be reported over and over.
         self._epoll.unregister(stream.upstream)
         self._epoll.modify(stream.client, CLIENT | select.EPOLLOUT)
         stream.pending = rest
         stream.unread = Unread(stream.client, stream.active)
 
-    def _client_event(self, stream: Stream, event: int, now: float) -> None:
+    def _client_event(self, stream: PumpedStream, event: int, now: float) -> None:
         if event & LEFT:
             self._end(stream, End.CLIENT_GONE)
         elif stream.pending:
             self._write_pending(stream, now)
 
-    def _write_pending(self, stream: Stream, now: float) -> None:
+    def _write_pending(self, stream: PumpedStream, now: float) -> None:
         try:
             sent = stream.client.send(stream.pending, MSG_DONTWAIT)
         except BlockingIOError:
@@ -289,7 +289,7 @@ class Pump:
             elif now - stream.active > self._silence:
                 self._end(stream, End.STALLED)
 
-    def _end(self, stream: Stream, how: End) -> None:
+    def _end(self, stream: PumpedStream, how: End) -> None:
         for end in (stream.upstream, stream.client):
             if self._streams.pop(end.fileno(), None) is not None:
                 try:
@@ -306,7 +306,7 @@ class Pump:
             self._ended.pop().woken.release()
 
 
-def _content(stream: Stream) -> bytes:
+def _content(stream: PumpedStream) -> bytes:
     """What came of its body; BlockingIOError if nothing did, BackendError if it broke off."""
     try:
         data = stream.upstream.recv(READ, MSG_DONTWAIT)

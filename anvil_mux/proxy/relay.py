@@ -10,8 +10,8 @@ client, the lease and the clock; the path of a quick answer pays no system call 
 first, ``sever`` (a worker's thread) shuts the engine's connection down, and the blocked thread sees its end.
 
 A pooled connection may have been closed while it was idle: a request that finds it so is sent once more on a
-fresh one. A connection that cannot be made is ``Unreachable``, and nothing was sent. What else fails is the
-failure of this one request; what it says of the engine, the multiplexer looks into.
+fresh one. A connection that cannot be made is ``EngineUnreachable``, and nothing was sent. What else fails is
+the failure of this one request; what it says of the engine, the multiplexer looks into.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from anvil_mux.errors import BackendError, ClientGone, ClientStalled, MuxError
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
-from anvil_mux.proxy.bodies import Body, body_of
+from anvil_mux.proxy.bodies import AnswerBody, body_of
 from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect
-from anvil_mux.proxy.pump import End, Passed, Pump, Stream
+from anvil_mux.proxy.pump import End, Passed, Pump, PumpedStream
 from anvil_mux.proxy.sockets import has_left
 from anvil_mux.proxy.tunnel import Ended, tunnel
 
@@ -45,7 +45,7 @@ class Failed(BackendError):
     """An exchange came to no whole answer, through no fault of the request's."""
 
 
-class Unreachable(Failed):
+class EngineUnreachable(Failed):
     """Nothing of the request was sent, or its engine has ended since: it may be sent again."""
 
 
@@ -114,7 +114,7 @@ class Exchange:
         self._connections = relay.pool.of(lease.run, lease.backend)
         self._client = client
         self._upstream: Upstream | None = None
-        self._stream: Stream | None = None
+        self._stream: PumpedStream | None = None
         self._cut = False
         self._reusable = False
         self._deadline = 0.0
@@ -128,7 +128,7 @@ class Exchange:
         self.last_head: LastHead[http1.Response]
         """Of the connection that the answer comes on."""
         self._chunked = False
-        self._body: Body | None = None
+        self._body: AnswerBody | None = None
         self.passed = Passed()
         self.streamed = 0
         """Bytes that the pump sent to the client."""
@@ -206,7 +206,7 @@ class Exchange:
         except OSError as error:
             if self.lease.severed:
                 raise self.lease.severed_error() from None
-            raise Unreachable(f"{self._name} cannot be reached: {error}.") from None
+            raise EngineUnreachable(f"{self._name} cannot be reached: {error}.") from None
 
     def _try_anew(self, head: bytes, pieces: Pieces) -> bytes:
         """As ``_try``, on a connection of its own."""
@@ -411,7 +411,7 @@ class Exchange:
         end = End.COMPLETE
         if not body.ended:
             first_byte = None if self._has_begun else self.lease.first_byte
-            stream = self._stream = Stream(upstream.socket, self._client, body, self.passed, first_byte)
+            stream = self._stream = PumpedStream(upstream.socket, self._client, body, self.passed, first_byte)
             stream.cut = self._cut
             end = self._relay.pump.relay(stream)
             self.streamed = stream.relayed

@@ -41,7 +41,7 @@ PULSE_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
 
-class Connection(BaseRequestHandler):
+class ClientConnection(BaseRequestHandler):
     """One client's connection, in its own thread."""
 
     server: Server
@@ -123,7 +123,7 @@ class Server(ThreadingHTTPServer):
         self.handler = handler
         self.affinity = affinity or Affinity(CPUs(os.sched_getaffinity(0)), adapts=False)
         self.connections: set[socket.socket] = set()
-        self.busy: set[Connection] = set()
+        self.busy: set[ClientConnection] = set()
         """Connections within a request. Sets are changed by many threads, in single atomic operations."""
         self._mux = mux
         self._pulse = time.monotonic()
@@ -133,7 +133,7 @@ class Server(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         threading.stack_size(STACK_BYTES)
-        super().__init__(address, Connection)
+        super().__init__(address, ClientConnection)
         handler.only_local_hosts = _is_loopback(self.server_address[0])
 
     def server_bind(self) -> None:

@@ -80,7 +80,7 @@ class _Frames:
         return not (self._closed or self._left or self._head)
 
 
-class _Way:
+class _Direction:
     """One direction."""
 
     def __init__(self, source: socket, sink: socket, ends: tuple[Side, Side], held: bytes = b"") -> None:
@@ -147,8 +147,8 @@ def tunnel(
     ``said``: what the client has said already; ``begun``: what it was sent already. ``silence``: seconds in
     which nobody may say anything; ``unread``: in which the client may take nothing of what waits for it.
     """
-    up = _Way(client, engine, ("client", "engine"), said)
-    down = _Way(engine, client, ("engine", "client"))
+    up = _Direction(client, engine, ("client", "engine"), said)
+    down = _Direction(engine, client, ("engine", "client"))
     down.frames.follow(begun)
     by = _pass_on(client, engine, (up, down), must_end, silence, unread)
     return Ended(by, down.passed, by not in ("client", "unread") and down.frames.has_room)
@@ -157,7 +157,7 @@ def tunnel(
 def _pass_on(
     client: socket,
     engine: socket,
-    ways: tuple[_Way, _Way],
+    ways: tuple[_Direction, _Direction],
     must_end: Callable[[], bool],
     silence: float,
     patience: float,

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from anvil_mux.proxy import affinity
-from anvil_mux.proxy.affinity import LOOK_SECONDS, RETRY_SECONDS, Affinity, CPUs, Usage
+from anvil_mux.proxy.affinity import LOOK_SECONDS, RETRY_SECONDS, Affinity, CPUs, CpuUsage
 
 ALL = CPUs({0, 1, 2, 3})
 
@@ -24,7 +24,7 @@ class Machine:
         made = Affinity(
             allowed,
             adapts=adapts,
-            usage=lambda: Usage(self.own, dict(self.cpus)),
+            usage=lambda: CpuUsage(self.own, dict(self.cpus)),
             whereabouts=lambda: 2,
             elsewhere=lambda: self.pump,
         )

@@ -219,7 +219,7 @@ def test_a_client_that_does_not_read_stops_the_engine_and_gets_every_byte_later(
 ) -> None:
     hold, held = pump.Pump._hold, threading.Event()
 
-    def note(self: pump.Pump, stream: pump.Stream, rest: bytes) -> None:
+    def note(self: pump.Pump, stream: pump.PumpedStream, rest: bytes) -> None:
         hold(self, stream, rest)
         held.set()
 
@@ -286,7 +286,7 @@ def test_only_silence_ends_a_long_stream(monkeypatch: pytest.MonkeyPatch) -> Non
     client, far = socket.socketpair()
     moved = pump.Pump(silence_timeout=10.0)
     response = http1.parse_response(SSE_HEAD, "POST")
-    stream = pump.Stream(upstream, client, bodies.body_of(response, chunked=True), pump.Passed())
+    stream = pump.PumpedStream(upstream, client, bodies.body_of(response, chunked=True), pump.Passed())
     moved._streams[-1] = stream
     for now in (100.0, 109.0, 118.0):
         engine.sendall(chunk(b"data: 1\n\n"))

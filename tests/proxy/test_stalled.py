@@ -96,7 +96,7 @@ def test_an_engine_that_is_slow_is_no_stalled_client() -> None:
     near, far = socket.socketpair()
     moved = pump.Pump(silence_timeout=1e6, client_timeout=0.0)
     response = http1.parse_response(SSE_HEAD, "POST")
-    slow = pump.Stream(upstream, near, bodies.body_of(response, chunked=True), pump.Passed())
+    slow = pump.PumpedStream(upstream, near, bodies.body_of(response, chunked=True), pump.Passed())
     moved._streams[-1] = slow
     engine.sendall(chunk(b"data: 1\n\n"))
     moved._read(slow, 100.0)
