@@ -30,6 +30,7 @@ def test_swaps_of_containers_are_measured_and_none_is_left_running(
     found = [(row["backend"], row["replaces"], row["way"], row["swaps"]) for row in rows]
     assert found == [("model-1", "model-2", "stop", 2), ("model-2", "model-1", "stop", 2)]
     for row in rows:
+        assert row["phases"].pop("drain") == 0, "nobody was served: the eviction begins with the swap"
         assert min(row["total_seconds"], row["by_hand_seconds"], *row["phases"].values()) > 0
     assert len(list(csv.DictReader(table.read_text().splitlines()))) == 4
     assert seen.most == 1, seen.crowded
