@@ -11,7 +11,8 @@ from pathlib import Path
 
 from anvil_mux import errors
 from anvil_mux.cli import main as cli
-from anvil_mux.config import config
+from anvil_mux.config import settings as values
+from anvil_mux.config import table
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.host import control, engine, swap
 from anvil_mux.protocol import api
@@ -54,17 +55,17 @@ def settings() -> Iterable[str]:
         "",
         "### x-anvil at the top level",
         "",
-        *_settings(config.SETTINGS),
+        *_settings(table.SETTINGS),
         "",
         "### x-anvil on a service",
         "",
-        *_settings(config.SERVICE_SETTINGS),
+        *_settings(table.SERVICE_SETTINGS),
         "",
     ]
 
 
-def _settings(table: dict[str, config.Setting]) -> list[str]:
-    rows = config.describe(table)
+def _settings(rows_of: dict[str, values.Setting]) -> list[str]:
+    rows = table.describe(rows_of)
     return _table(("key", "value", "default", "meaning"), ((f"`{k}`", _cell(t), d, m) for k, t, d, m in rows))
 
 
@@ -98,7 +99,7 @@ def _arguments(step: Callable[..., object]) -> str:
 
 
 def _default(value: object) -> str:
-    return config.settings.plain(value) or '""'
+    return values.plain(value) or '""'
 
 
 def _sleeps(name: str) -> str:
@@ -160,7 +161,7 @@ def _registry(registry: dict[str, type]) -> list[str]:
 
 def _fields(cls: type) -> str:
     docs = _field_docs(cls)
-    return "; ".join(f"`{f.name}` ({config.settings.plain(f.default)}): {docs[f.name]}" for f in fields(cls))
+    return "; ".join(f"`{f.name}` ({values.plain(f.default)}): {docs[f.name]}" for f in fields(cls))
 
 
 def _field_docs(cls: type) -> dict[str, str]:

@@ -239,7 +239,7 @@ def _configured_url(files: Sequence[str]) -> str | None:
     """The address in the compose file, of which nothing else is read, right or wrong."""
     from anvil_mux.config import interpolate
     from anvil_mux.config.composefile import find_files
-    from anvil_mux.config.config import SETTINGS
+    from anvil_mux.config.table import SETTINGS
 
     try:
         paths = [Path(file) for file in files] or find_files(Path.cwd())

@@ -355,7 +355,7 @@ def _missing_rights(config: Config) -> list[str]:
 
 
 def _config(given: argparse.Namespace) -> int:
-    from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, describe
+    from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, describe
 
     if given.docs:
         _print_docs("x-anvil at the top level", describe(SETTINGS))

@@ -12,51 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anvil_mux.config.config import SETTINGS, Backend, Config
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, fields_of
 
-OURS = (
-    "aliases",
-    "pin",
-    "priority",
-    "ttl",
-    "min_residency",
-    "max_wait",
-    "routing",
-    "kv_tokens",
-    "node",
-    "failure_domain",
-    "profile",
-    "load_timeout",
-    "stop_timeout",
-    "demote_after",
-    "ram",
-    "preload",
-    "strip",
-    "set",
-    "upstream",
-    "concurrency",
-    "checkpoint_anyway",
-)
+OURS = tuple(fields_of(SERVICE_SETTINGS, lambda setting: setting.live))
 """Fields of a backend that may change under its leases."""
-
-FIELDS = {
-    "listen": ("host", "port"),
-    "policy": ("policy", "policy_settings"),
-    "eviction": ("eviction", "eviction_settings"),
-    "routing": ("routing", "routing_policies", "routing_mode", "routing_store"),
-}
-"""Key of a setting -> fields of ``Config``, where they differ."""
-LATER = (
-    "host",
-    "port",
-    "runtime",
-    "project",
-    "routing_mode",
-    "routing_store",
-    "upstream_timeout",
-    "client_timeout",
-    "hooks",
-)
+LATER = tuple([name for key, setting in SETTINGS.items() for name in setting.waiting(key)])
+"""Fields of the whole that change at the next start."""
 TLS = ("tls_cert", "tls_key")
 """The files of TLS: others may take their place, but encryption itself is not begun or ended."""
 
@@ -137,4 +99,4 @@ def _differ(before: Backend, after: Backend, field: str) -> bool:
 
 
 def _values(config: Config, key: str) -> list[object]:
-    return [*(getattr(config, name) for name in FIELDS.get(key, (key,))), config.said.get(key)]
+    return [*(getattr(config, name) for name in SETTINGS[key].fields_of(key)), config.said.get(key)]

@@ -1,23 +1,19 @@
-"""The settings, and what they come to: one frozen ``Config``.
+"""One frozen ``Config`` to which all settings come, with a ``Backend`` for each service that serves a model.
 
 The compose file is the configuration: ``x-anvil`` at its top level and on services, which Compose ignores. A
-service without it (or a label ``anvil.*``, which says the same more weakly) is none of ours. The tables
-``SETTINGS`` and ``SERVICE_SETTINGS`` say what may stand there; they drive reading, messages and
-documentation; loading.py reads the files.
+service without it (or a label ``anvil.*``, which says the same more weakly) is none of ours. The
+tables in table.py say what may stand there; loading.py reads the files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from functools import partial
 from typing import Any
 
-from anvil_mux.config import hooks, service, settings
+from anvil_mux.config import hooks, service
 from anvil_mux.config.profile import Profile
-from anvil_mux.config.rewrite import check_strip, read_set
-from anvil_mux.config.settings import Setting, ValueKind
 
 DEFAULT_ROUTING = "least_delay"
 """The routing policy of models that name none."""
@@ -201,90 +197,6 @@ class Config:
         return {name: each.model for each in self.backends for name in (*each.aliases, each.model)}
 
 
-def _read_gpus(value: Any) -> tuple[Gpu, ...]:
-    if not isinstance(value, dict):
-        return tuple(Gpu(id) for id in settings.NAMES.read(value))
-    gpus = settings.MappingReader(value, value)
-    made = [gpus.read(id, partial(_read_gpu, id), Gpu(id)) for id in value]
-    return tuple(gpus.make(made))
-
-
-def _read_gpu(id: str, about: Any) -> Gpu:
-    if not isinstance(about, dict):
-        raise ValueError('must hold its memory, as in gpus: {"0": {vram: 24GiB, reserve: 1GiB}}')
-    sizes = settings.MappingReader(about, ("vram", "reserve"))
-    vram = sizes.read("vram", settings.MEMORY.read)
-    reserve = sizes.read("reserve", settings.MEMORY.read, 0)
-    if vram is not None and vram <= reserve:
-        raise ValueError("reserve leaves nothing of its vram")
-    made: Gpu = sizes.make(Gpu(id, vram, reserve))
-    return made
-
-
-def _read_used_gpus(value: Any) -> str | tuple[str, ...] | list[tuple[str, ...]]:
-    if isinstance(value, list) and any(isinstance(each, list) for each in value):
-        return [settings.NAMES.read(each) for each in value]
-    return service.ALL if value == service.ALL else settings.NAMES.read(value)
-
-
-MEASURED = "measured"
-
-
-def _read_vram(value: Any) -> int | str:
-    if value == MEASURED:
-        return MEASURED
-    if amount := settings.MEMORY.read(value):
-        return int(amount)
-    raise ValueError("must be more than 0; leave it out if the model needs its GPU whole")
-
-
-def _read_paths(value: Any) -> tuple[str, ...]:
-    paths = settings.NAMES.read(value)
-    for path in paths:
-        if not re.fullmatch(r"(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+/?", path):
-            raise ValueError(f"must be paths such as /docs or /sdapi/, not {settings.show(path)}")
-    return tuple(paths)
-
-
-def _read_project(value: Any) -> str:
-    if not re.fullmatch(r"[a-z0-9][a-z0-9_-]*", str(value)):
-        raise ValueError(f"must be lower-case letters, digits, - and _, not {settings.show(value)}")
-    return str(value)
-
-
-ROUTING = ("default", "mode", "policies", "store")
-STORES = ("redis://", "rediss://", "unix://")
-MODE = settings.one_of("lite", "full")
-
-
-Routed = tuple[str, dict[str, Any], str, str]
-"""The setting ``routing``: (the default policy, the file's own policies, mode, store)."""
-
-
-def _read_routing(value: Any) -> Routed:
-    if not isinstance(value, dict):
-        return settings.TEXT.read(value), {}, "lite", ""
-    # What a variable leaves empty says nothing.
-    parts = settings.MappingReader({key: each or None for key, each in value.items()}, ROUTING)
-    default = parts.read("default", settings.TEXT.read, DEFAULT_ROUTING)
-    mode = parts.read("mode", MODE.read, "lite")
-    policies = parts.read("policies", _read_policies, {})
-    made: Routed = parts.make((default, policies, mode, parts.read("store", _read_store, "")))
-    return made
-
-
-def _read_policies(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"must hold {{name: policy}}, not {settings.show(value)}")
-    return value
-
-
-def _read_store(value: Any) -> str:
-    if value and not str(value).startswith(STORES):
-        raise ValueError("must be the address of a Redis, as redis://host:6379/0")
-    return str(value)
-
-
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))
 WAYS = ("sleep", "sleep-2", "checkpoint", "freeze", "stop")
 """The standby levels, and ``stop``; swap.py performs them."""
@@ -293,141 +205,10 @@ WAY_ALIASES = {"sleep-1": "sleep"}
 Judge = Callable[[Sequence[str], bool], str | None]
 """Says for GPUs, and whether several are allowed, why no service on them can be checkpointed; or None."""
 
-SECONDS, TEXT, SIZE = settings.SECONDS, settings.TEXT, settings.SIZE
-COUNT = settings.whole_number(1)
-PRIORITY = settings.whole_number(-100, 100)
-
-SETTINGS: dict[str, Setting] = {
-    "listen": Setting(settings.LISTEN, "Where clients connect."),
-    "runtime": Setting(
-        settings.one_of("compose", "process"), "Services as containers or as local processes."
-    ),
-    "project": Setting(
-        ValueKind("text", _read_project), "The Compose project; by default as Compose names it."
-    ),
-    "gpus": Setting(
-        ValueKind("list of ids, or {id: {vram, reserve}}", _read_gpus),
-        "The GPUs that may be used, with their memory and what of it no model gets.",
-    ),
-    "policy": Setting(settings.CHOSEN, "When a swap is worth its cost."),
-    "eviction": Setting(settings.CHOSEN, "Which models are evicted first."),
-    "routing": Setting(
-        ValueKind(
-            "name, or {default, mode: lite or full, policies: {name: policy}, store}",
-            _read_routing,
-        ),
-        "Which of a model's replicas gets a request (see docs/routing.md).",
-    ),
-    "drain_timeout": Setting(SECONDS, "How long a swap waits for requests that run; 0: not at all."),
-    "queue_timeout": Setting(SECONDS, "The longest wait of a request for its model."),
-    "max_wait": Setting(SECONDS, "A queue gets its swap after this at the latest, whatever the policy says."),
-    "max_queue": Setting(COUNT, "Requests that may wait, over all models; more are refused as overloaded."),
-    "max_connections": Setting(COUNT, "Clients connected at once."),
-    "upstream_timeout": Setting(SECONDS, "The longest silence of an engine, before or within an answer."),
-    "client_timeout": Setting(
-        SECONDS, "How long a client may take nothing of its answer, which is ended then."
-    ),
-    "loading_grace": Setting(SECONDS, "Silence before the keep-alive lines of a waiting stream begin."),
-    "max_body": Setting(SIZE, "The largest JSON request."),
-    "max_upload": Setting(SIZE, "The largest multipart request (audio, images)."),
-    "default_model": Setting(TEXT, "The model of requests that name none."),
-    "host_memory": Setting(
-        settings.MEMORY,
-        "Host memory for all engines, also in standby; by default 9/10 of the machine's.",
-    ),
-    "preload": Setting(settings.FLAG, "Load every model once at the start, before anybody asks."),
-    "key_file": Setting(TEXT, "A file of API keys, one to a line; see docs/security.md. ANVIL_API_KEYS too."),
-    "tls_cert": Setting(TEXT, "A file with the certificate (and its chain) for https; needs tls_key."),
-    "tls_key": Setting(TEXT, "A file with the certificate's private key."),
-    "hosts": Setting(
-        settings.NAMES, "Names in the Host header that are answered to besides this machine's; see security."
-    ),
-    "cors": Setting(settings.ORIGINS, "Other web sites whose pages may use this address; see security."),
-    "on_exit": Setting(settings.one_of("keep", "stop"), "What happens to running engines at exit."),
-    "hooks": Setting(hooks.KIND, "Commands or web addresses that get the events of models."),
-}
-
-SERVICE_SETTINGS: dict[str, Setting] = {
-    "model": Setting(TEXT, "What clients call it; by default the service's name. Equal: replicas."),
-    "aliases": Setting(settings.NAMES, "Other names for the model."),
-    "gpus": Setting(
-        ValueKind("list of ids, or all", _read_used_gpus),
-        "The GPUs it needs, all of them; by default those that the service reserves. "
-        "A scaled process may have a list for each replica.",
-    ),
-    "vram": Setting(
-        ValueKind("size, or measured", _read_vram),
-        "What it holds on each of its GPUs; measured: what it held when it last left; by default all of it.",
-    ),
-    "engine": Setting(settings.one_of(*ENGINES), "The program inside; by default what the image says."),
-    "port": Setting(
-        settings.PORT, "Where the engine listens; by default the service's port, or the engine's."
-    ),
-    "served_model": Setting(TEXT, "The id that the engine itself uses; by default what its command says."),
-    "pin": Setting(settings.FLAG, "It is never evicted for another model."),
-    "priority": Setting(PRIORITY, "The higher, the earlier its queue is served and the later it is evicted."),
-    "ttl": Setting(SECONDS, "Idle time after which it is evicted though nobody waits; by default never."),
-    "min_residency": Setting(SECONDS, "How long it stays after a load, unless a queue is overdue."),
-    "max_wait": Setting(SECONDS, "The same as at the top level, for this model."),
-    "routing": Setting(TEXT, "The routing policy of its model; replicas have the same."),
-    "kv_tokens": Setting(COUNT, "How many tokens its engine's cache holds, for the choice among replicas."),
-    "infer_type": Setting(
-        settings.one_of(*INFER_TYPES, EITHER),
-        "prefill, decode or either: which of two stages it serves (see docs/routing.md).",
-    ),
-    "node": Setting(TEXT, "The machine it is on. The filter failover can take out all of a machine."),
-    "failure_domain": Setting(TEXT, "The group of replicas it is in, for the filter failover too."),
-    "profile": Setting(ValueKind("file", TEXT.read), "How fast it is, as `anvil-mux profile` measured it."),
-    "load_timeout": Setting(SECONDS, "How long a load may take."),
-    "stop_timeout": Setting(SECONDS, "Grace before it is killed; by default stop_grace_period."),
-    "evict_to": Setting(
-        settings.listed(WAYS, WAY_ALIASES),
-        "Its standby levels, from the lightest down (sleep-1 is sleep); by default what its command allows: "
-        "sleep, stop or just stop.",
-    ),
-    "demote_after": Setting(
-        SECONDS, "Time at one standby level of `evict_to`, after which it is demoted to the next; or never."
-    ),
-    "ram": Setting(settings.MEMORY, "Host memory that it needs while it runs; by default as measured."),
-    "preload": Setting(settings.FLAG, "The same as at the top level, for this model."),
-    "strip": Setting(
-        ValueKind("list of names", lambda value: check_strip(settings.NAMES.read(value))),
-        "Fields of JSON requests that its engine does not get.",
-    ),
-    "set": Setting(
-        ValueKind("{name: value}", read_set), "Fields of JSON requests, and what its engine gets for them."
-    ),
-    "upstream": Setting(
-        ValueKind("list of paths", _read_paths),
-        "What else may be asked of the engine, below /upstream/MODEL; /sdapi/ means all below that.",
-    ),
-    "concurrency": Setting(
-        COUNT, "How many requests it is given at once; more are queued, fairly between API keys."
-    ),
-    "checkpoint_anyway": Setting(
-        settings.FLAG, "Checkpoint it although it holds several GPUs, from which engines often do not return."
-    ),
-}
-
 LABEL = "anvil."
 SERVICE_NAME = re.compile(r"[a-zA-Z0-9._-]+")
 """The pattern for names of services, as in Compose. Files are named after services, so a slash would lead out
 of their folder."""
-
-
-def describe(table: Mapping[str, Setting]) -> Iterator[tuple[str, str, str, str]]:
-    """Key, type, default and meaning of every setting, for the documentation."""
-    owner = Config if table is SETTINGS else Backend
-    special: dict[str, Any] = {
-        "listen": f"{default_of(Config, 'host')}:{default_of(Config, 'port')}",
-        "project": None,
-    }
-    if owner is Backend:
-        special["evict_to"] = None
-    for key, setting in table.items():
-        default = special[key] if key in special else default_of(owner, key)
-        text = f"{default >> 20}MiB" if setting.kind is SIZE else settings.plain(default)
-        yield key, setting.kind.name, text, setting.doc
 
 
 def default_of(owner: type, key: str) -> Any:

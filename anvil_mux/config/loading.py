@@ -29,11 +29,8 @@ from anvil_mux.config.config import (
     DEFAULT_ROUTING,
     EITHER,
     LABEL,
-    MEASURED,
     ROUTING_NAME,
     SERVICE_NAME,
-    SERVICE_SETTINGS,
-    SETTINGS,
     WAYS,
     Backend,
     Config,
@@ -46,6 +43,7 @@ from anvil_mux.config.interpolate import Document, KeyPath
 from anvil_mux.config.plugins import Plugins
 from anvil_mux.config.profile import Profile, read
 from anvil_mux.config.settings import Setting, gib
+from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
 
 
@@ -169,17 +167,10 @@ class _ConfigReader:
                 values |= self._given(key, setting, _structure(text), variable)
         for key, value in self._overrides.items():
             values |= self._given(key, SETTINGS[key], value, "flag")
-        for key in values.keys() & {"key_file", "tls_cert", "tls_key"}:
-            values[key] = os.path.abspath(self._documents[0].file.parent / values[key])
-        if "listen" in values:
-            values["host"], values["port"] = values.pop("listen")
-        for key in ("policy", "eviction"):
-            if key in values:
-                values[key], values[f"{key}_settings"] = values[key]
-        if "routing" in values:
-            keys = "routing", "routing_policies", "routing_mode", "routing_store"
-            values |= zip(keys, values["routing"], strict=True)
-        return values
+        for key in values:
+            if SETTINGS[key].is_file:
+                values[key] = os.path.abspath(self._documents[0].file.parent / values[key])
+        return settings.filled(SETTINGS, values)
 
     def _given(self, key: str, setting: Setting, value: object, origin: str) -> dict[str, Any]:
         self._origins[key] = origin
@@ -227,6 +218,7 @@ class _ConfigReader:
                 ours = True
                 given = self._take(SERVICE_SETTINGS, said, (*key, "labels"), LABEL)
                 given |= self._take(SERVICE_SETTINGS, described.get("x-anvil"), (*key, "x-anvil"))
+                given = settings.filled(SERVICE_SETTINGS, given)
                 backends += self._replicas(self._backend(name, described, given), described)
             except ValueError as error:
                 ours = True
@@ -270,8 +262,6 @@ class _ConfigReader:
         given.setdefault("preload", self._preload)
         given.setdefault("evict_to", service.lightest_levels(described, variables, engine))
         self._check_rest(name, described, variables, given)
-        if given.get("vram") == MEASURED:
-            given |= {"vram": None, "vram_measured": True}
         if "profile" in given:
             given["profile"] = self._profile(name, given["profile"])
         given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != given["model"])

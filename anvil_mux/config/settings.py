@@ -1,8 +1,9 @@
 """The values that settings take, and how people write them.
 
-A table of settings (key -> ``Setting``) drives everything: what is read, what is refused and how that is
-said, and the documentation. A kind's ``read`` takes what YAML, an environment variable or a flag gave (so
-numbers may come as text) and returns the value, or raises ValueError that says what it should be.
+A table of settings (table.py; key -> ``Setting``) drives what is read, what is refused and how that is said,
+the documentation, what a reload may change, and what the event log records. A kind's ``read`` takes what
+YAML, an environment variable or a flag gave (so numbers may come as text) and returns the value, or raises
+ValueError that says what it should be.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -24,9 +25,41 @@ class ValueKind:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
+    """All that depends on one key: a row of a table."""
+
     kind: ValueKind
     doc: str
     """The meaning, in one line."""
+    live: bool = field(kw_only=True)
+    """Whether a reload applies it at once. Otherwise a setting of the whole holds from the next start on, and
+    the backends of a service for which another value is set are replaced."""
+    logged: bool = False
+    """Whether the event log records it: when things happen depends on it."""
+    fills: tuple[str, ...] = ()
+    """The fields that it fills, in the order in which its kind reads them; (): the one of its own name."""
+    later: tuple[str, ...] = ()
+    """The fields of a live setting that hold from the next start on all the same."""
+    is_file: bool = False
+    """Whether it names a file that `serve` reads: with other content it is another value."""
+    default: str | None = None
+    """The default that the documentation shows, where that is not the field's."""
+
+    def fields_of(self, key: str) -> tuple[str, ...]:
+        """The fields that it fills under its key."""
+        return self.fills or (key,)
+
+    def waiting(self, key: str) -> tuple[str, ...]:
+        """The fields that a reload leaves as they are."""
+        return self.later if self.live else self.fields_of(key)
+
+
+def filled(table: Mapping[str, Setting], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Field -> value, of what was read: key -> value."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        setting = table[key]
+        found |= zip(setting.fields_of(key), value if setting.fills else (value,), strict=True)
+    return found
 
 
 Problem = tuple[tuple[str, ...], str]

@@ -41,6 +41,7 @@ from anvil_mux.config.change import Change, compare, within
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
+from anvil_mux.config.table import SETTINGS
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host import gpu
 from anvil_mux.host.adopt import Adopter, Awake, Found, Notes, Unfit
@@ -497,7 +498,7 @@ class AnvilMux:
     def files(self) -> list[str]:
         """The files that the configuration was read from, as far as they are known here."""
         config = self._config
-        named = [each for each in (config.key_file, config.tls_cert, config.tls_key) if each]
+        named = [each for each in _files(config).values() if each]
         return [*config.files, os.path.join(os.path.dirname(config.files[0]), ".env"), *named]
 
     def _reconfigure(self, config: Config) -> Change:
@@ -606,10 +607,14 @@ def _complete(config: Config) -> Config:
     return config if config.host_memory is not None else replace(config, host_memory=spare_memory())
 
 
+def _files(config: Config) -> dict[str, str | None]:
+    """Setting -> the file that it names, if it is set."""
+    return {key: getattr(config, key) for key, setting in SETTINGS.items() if setting.is_file}
+
+
 def _said(config: Config) -> dict[str, str]:
-    named = {"key_file": config.key_file, "tls_cert": config.tls_cert, "tls_key": config.tls_key}
     said = {}
-    for key, file in named.items():
+    for key, file in _files(config).items():
         with suppress(OSError):  # told by whoever needs it
             said[key] = sha256(Path(file).read_bytes()).hexdigest() if file else ""
     return said

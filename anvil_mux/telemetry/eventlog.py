@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 from anvil_mux import __version__
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, fields_of
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import parse, to_json
 from anvil_mux.scheduler.events import KINDS, Event
@@ -72,36 +73,26 @@ class LoggedRun(NamedTuple):
 
 # The header
 
-_OF_CONFIG = (
-    "project",
-    "policy",
-    "policy_settings",
-    "eviction",
-    "eviction_settings",
-    "drain_timeout",
-    "queue_timeout",
-    "max_wait",
-    "max_queue",
-    "host_memory",
-)
-_NOT_OF_BACKEND = ("service", "strip", "set")
-"""A service's environment may hold keys; the others change nothing of when things happen."""
+_OF_CONFIG = [name for name in fields_of(SETTINGS, lambda setting: setting.logged) if name != "gpus"]
+_OF_BACKEND = ("name", *fields_of(SERVICE_SETTINGS, lambda setting: setting.logged))
+"""Not the service, whose environment may hold keys."""
+_OF_GPU = tuple([field.name for field in fields(Gpu)])
 
 
 def header(config: Config, began: float) -> dict[str, Any]:
     """The first line of a run; ``began``: the Unix time of moment 0, to which the events' moments are to be
     added.
     """
-    gpus = [_changed(gpu, ()) for gpu in config.gpus]
-    backends = [_changed(backend, _NOT_OF_BACKEND) for backend in config.backends]
+    gpus = [_changed(gpu, _OF_GPU) for gpu in config.gpus]
+    backends = [_changed(backend, _OF_BACKEND) for backend in config.backends]
     told = {key: getattr(config, key) for key in _OF_CONFIG}
     named = {"kind": HEAD, "anvil_mux": __version__, "began": began}
     return {**named, **told, "gpus": gpus, "backends": backends}
 
 
-def _changed(thing: Backend | Gpu, without: Sequence[str]) -> dict[str, Any]:
-    """The fields of a dataclass that do not have their defaults."""
-    names = [field for field in fields(thing) if field.name not in without]
+def _changed(thing: Backend | Gpu, among: Sequence[str]) -> dict[str, Any]:
+    """The fields of a dataclass, among some, that do not have their defaults."""
+    names = [field for field in fields(thing) if field.name in among]
     return {f.name: getattr(thing, f.name) for f in names if getattr(thing, f.name) != f.default}
 
 

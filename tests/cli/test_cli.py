@@ -26,9 +26,10 @@ import anvil_mux.serve.program
 from anvil_mux import __version__
 from anvil_mux.cli import studying
 from anvil_mux.cli.main import COMMANDS, EXIT_CODES, VARIABLES, main
-from anvil_mux.config.config import SERVICE_SETTINGS, SETTINGS, Backend, Config
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
+from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.host import checkpoint, process
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event

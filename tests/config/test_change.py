@@ -1,12 +1,14 @@
 """What becomes of backends and settings when the configuration is another."""
 
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
-from anvil_mux.config import change
 from anvil_mux.config.change import OURS, Change, compare, within
-from anvil_mux.config.config import SETTINGS, Backend, Config, Gpu, Service
+from anvil_mux.config.config import Backend, Config, Gpu, Service
+from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.plugins import load
 
 
@@ -103,7 +105,7 @@ def test_a_file_that_says_something_else_is_told_under_the_setting_that_names_it
 
 
 def test_every_field_of_a_configuration_is_told_of_under_some_key():
-    told = {name for key in SETTINGS for name in change.FIELDS.get(key, (key,))}
+    told = {name for key, setting in SETTINGS.items() for name in setting.fields_of(key)}
     untold = {"backends", "files", "warnings", "origins", "said"}
     assert {field.name for field in fields(Config)} - told == untold
     assert {field.name for field in fields(Backend)} >= set(OURS)
@@ -138,3 +140,28 @@ def test_the_digest_has_nothing_of_what_is_said_to_us(tmp_path):
     plain = digest(tmp_path, "{command: [a], tty: true, x-anvil: {}}")
     assert plain == digest(tmp_path, "{x-anvil: {ttl: 5m}, tty: true, command: [a]}")
     assert plain == digest(tmp_path, "{command: [a], labels: {anvil.ttl: 5m}, tty: true, x-anvil: {}}")
+
+
+RUNNING = (Path(__file__).resolve().parents[2] / "docs" / "running.md").read_text()
+
+
+def test_the_documents_say_which_settings_wait_for_the_next_start():
+    (row,) = [
+        line for line in RUNNING.splitlines() if line.endswith("| at the next start; `reload` says so |")
+    ]
+    told = set(re.findall("`([a-z_]+)`", row.rpartition("| at")[0]))
+    waiting = {key for key, setting in SETTINGS.items() if not setting.live}
+    parts = {name.removeprefix("routing_") for setting in SETTINGS.values() for name in setting.later}
+    assert told == waiting | parts
+
+
+def test_the_documents_name_settings_of_services_where_they_belong():
+    steering, replacing = (
+        {key for key in re.findall("`([a-z_]+)`", line) if key in SERVICE_SETTINGS}
+        for line in RUNNING.splitlines()
+        if "the engine runs on |" in line or line.startswith("| anything else of its service changes")
+    )
+    assert steering
+    assert all(SERVICE_SETTINGS[key].live for key in steering)
+    assert replacing
+    assert not any(SERVICE_SETTINGS[key].live for key in replacing)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.config import config, service, settings
+from anvil_mux.config import config, service, settings, table
 from anvil_mux.config.composefile import ComposeOutput, compose_config, find_files, run_compose
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.config.interpolate import Scope
@@ -152,34 +152,29 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
 
 
 def test_the_tables_cover_the_dataclasses() -> None:
-    special = {
-        "host": "listen",
-        "port": "listen",
-        "policy_settings": "policy",
-        "eviction_settings": "eviction",
-        "routing_policies": "routing",
-        "routing_mode": "routing",
-        "routing_store": "routing",
-    }
-    fields = {special.get(name, name) for name in Config.__dataclass_fields__}
-    assert fields - {"backends", "files", "warnings", "origins", "said"} == set(config.SETTINGS)
-    assert set(config.Backend.__dataclass_fields__) - {"name", "service", "vram_measured"} == set(
-        config.SERVICE_SETTINGS
-    )
+    for owner, table_of in ((Config, table.SETTINGS), (config.Backend, table.SERVICE_SETTINGS)):
+        filled = [name for key, setting in table_of.items() for name in setting.fields_of(key)]
+        beside = set(owner.__dataclass_fields__) - set(filled)
+        assert len(filled) == len(set(filled)), "each field is filled by one setting"
+        assert set(filled) <= set(owner.__dataclass_fields__)
+        assert beside in (
+            {"backends", "files", "warnings", "origins", "said"},
+            {"name", "service"},
+        )
 
 
 def test_the_documentation_names_key_type_default_and_meaning() -> None:
-    rows = {key: rest for key, *rest in config.describe(config.SETTINGS)}
+    rows = {key: rest for key, *rest in table.describe(table.SETTINGS)}
     assert rows["listen"][:2] == ["ADDRESS:PORT", "127.0.0.1:9292"]
     assert rows["drain_timeout"][:2] == ["seconds", "30"]
     assert rows["max_body"][:2] == ["size", "64MiB"]
-    rows = {key: rest for key, *rest in config.describe(config.SERVICE_SETTINGS)}
+    rows = {key: rest for key, *rest in table.describe(table.SERVICE_SETTINGS)}
     assert rows["evict_to"][1] == ""
     assert rows["priority"][:2] == ["whole number", "0"]
     assert [rows[key][:2] for key in ("ttl", "max_wait")] == [["seconds", ""]] * 2
     assert rows["min_residency"][:2] == ["seconds", "0"]
     assert all(
-        doc.endswith(".") for table in (config.SETTINGS, config.SERVICE_SETTINGS) for doc in _docs(table)
+        doc.endswith(".") for table in (table.SETTINGS, table.SERVICE_SETTINGS) for doc in _docs(table)
     )
 
 
