@@ -17,7 +17,7 @@ from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.steps import Crash, Ticket
 
 KNOWN_SECONDS = 2.0
-"""What a failed request waits to learn whether its engine has ended; Docker knows some 0.1 s later."""
+"""Seconds that a failed request waits to learn whether its engine has ended; Docker knows 0.1 s later."""
 REFUSED_SECONDS = 30.0
 """After which an engine is stopped that runs, takes no connection and says nothing on those that it has.
 
@@ -29,7 +29,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 
 
 class Observer(Protocol):
-    """What is asked about a backend, without the lock. See host.swap.Swapper."""
+    """The questions about a backend, asked without the lock. See host.swap.Swapper."""
 
     def ended(self, backend: Backend) -> str | None: ...
     def answers(self, backend: Backend, limit: float) -> bool | None: ...
@@ -37,7 +37,7 @@ class Observer(Protocol):
 
 
 class Consequences(Protocol):
-    """What a doubt leads to, without the lock; nothing if the backend was loaded anew since ``loaded``."""
+    """The facts that a doubt ends with, told without the lock; none if it was loaded anew since ``loaded``."""
 
     def died(self, backend: str, why: str, log: list[str], *, loaded: float) -> None: ...
     def unanswering(self, backend: str, *, loaded: float) -> None: ...
@@ -54,7 +54,7 @@ class _Doubt:
         """Tells the runs of the backend apart."""
         self.since = since
         self.waiting: list[Latch] = []
-        """Of requests that wait for the first finding."""
+        """The latches of requests that wait for the first finding."""
 
 
 class Doubts:
@@ -101,7 +101,7 @@ class Doubts:
         return ticket.crash
 
     def settle(self, name: str) -> None:
-        """It is known what became of the backend: requests that wait for that go on."""
+        """Let requests go on that wait to learn what became of the backend: it is known."""
         self._settle(name, None)
 
     def close(self) -> None:

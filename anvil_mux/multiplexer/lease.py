@@ -25,7 +25,7 @@ class EngineRun:
 
 
 class Lessor(Protocol):
-    """What a lease reports to, from any thread."""
+    """The one that a lease reports to, from any thread."""
 
     def released(self, ticket: Ticket, usage: TokenUsage, *, whole: bool) -> None: ...
     def first_byte(self, ticket: Ticket) -> bool: ...
@@ -43,13 +43,16 @@ class Lease:
         self.run = run
         self.address = run.address
         self.is_routed = ticket.choice is not None
-        """Its backend was chosen among several replicas, and what becomes of it counts for later choices."""
+        """Whether its backend was chosen among several replicas: what becomes of it counts for later
+        choices.
+        """
         self.why = ticket.choice.why if ticket.choice else ""
         """Why this backend, where the model has several."""
         self.waited = 0.0
         """Seconds in the queue."""
         self.prefill: Lease | None = None
-        """Of the first stage, where the request is to be served in two; it may be left before this one."""
+        """The lease of the first stage, where the request is served in two; it may be left before this one.
+        """
 
     def __enter__(self) -> Lease:
         return self
@@ -88,7 +91,7 @@ class Lease:
 
     @property
     def taken_back(self) -> bool:
-        """It was severed because a better replica became free: the request has to be leased anew."""
+        """Whether it was severed because a better replica became free: the request has to be leased anew."""
         return self.ticket.taken_back
 
     @property

@@ -56,7 +56,7 @@ class Workers(Generic[_Job]):
         self._clock.spawn(self._run, "scheduler")
 
     def ask_at(self, moment: float) -> None:
-        """From now on ``time_passed`` is due at this moment. Under the lock."""
+        """Set the moment at which ``time_passed`` is due. Under the lock."""
         if moment < self._ask_at:
             self._changed.notify()
         self._ask_at = moment

@@ -46,11 +46,11 @@ class Request(NamedTuple):
     leases: bool = True
     """False: it only wants the model loaded."""
     sender: Hashable = None
-    """Whoever sends it, for ``follow``, and for queues in which senders take turns."""
+    """The sender, for ``follow``, and for queues in which senders take turns."""
 
 
 class Unloading(NamedTuple):
-    """Somebody asks for ``model`` to be evicted."""
+    """A model is asked to be unloaded."""
 
     at: float
     model: str
@@ -90,7 +90,7 @@ That of a ``Cancel`` is how long its load still takes then. One that ends before
 """
 
 Follow = Callable[[Request, float], Iterable[Request]]
-"""What the end of a request, answered or not, at a moment leads to: requests that come then or later."""
+"""The requests that the end of one, answered or not, leads to; they come at that moment or later."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Engines:
     """Steps that always succeed, in fixed times."""
 
     load_seconds: Mapping[str, float] = field(default_factory=dict)
-    """By backend."""
+    """Seconds of a load, by backend."""
     other_load_seconds: float = 10.0
     stop_seconds: float = 1.0
 
@@ -111,7 +111,7 @@ class Engines:
         return self.load_seconds.get(backend, self.other_load_seconds)
 
     def costs(self, config: Config) -> list[Cost]:
-        """What a program that has run for long knows: each model after nothing, and after each other."""
+        """List what a program that has run for long knows: each model after nothing, and after each other."""
         known = []
         for target in config.backends:
             sources = {"": 0.0} | {other.model: self.stop_seconds for other in config.backends}
@@ -156,7 +156,7 @@ def _no_collections() -> Iterator[None]:
 
 
 _Happening = tuple[float, int, Callable[[float, Any], None], Any]
-"""(moment, order, what to call with moment and argument, argument)"""
+"""An entry of the heap: (moment, order, what to call with moment and argument, argument)."""
 
 
 _Performed = tuple[Start | Stop | Demote, Outcome]
@@ -361,7 +361,7 @@ class _Simulation:
 def check(
     log: Iterable[Event], config: Config, slack: float = 0.0, begins: Mapping[str, Any] = MappingProxyType({})
 ) -> list[str]:
-    """What in ``log`` breaks an invariant. ``slack``: seconds that a real program's threads may be late.
+    """Find what in ``log`` breaks an invariant. ``slack``: seconds that a real program's threads may be late.
 
     ``begins``: the situation in which the log begins, as JSON; {} where it begins with the program. From the
     first reload on ``config`` holds no longer, and nothing is said of what comes then.
@@ -450,7 +450,7 @@ class _Checker:
         return any(self._has_place(model, each) for each in needed)
 
     def _has_place(self, model: str, backend: str = "") -> bool:
-        """At any backend that is ready, or at this one."""
+        """Whether there is a place at any backend that is ready, or at this one."""
         for name, each in self._backends.items():
             if each.model == model and backend in ("", name) and each.state == "ready":
                 limit = self._slots[name].backend.concurrency
@@ -500,7 +500,7 @@ class _Checker:
             self._claim(amount <= self._capacity[gpu], event, f"GPU {gpu} is overfull")
 
     def _is_wanted(self, model: str) -> bool:
-        """It has a queue, or a replica at which requests wait behind each other."""
+        """Whether it has a queue, or a replica at which requests wait behind each other."""
         leases = [len(b.leases) for b in self._backends.values() if b.model == model and b.state == "ready"]
         return bool(self._queues[model].tickets) or any(count > 1 for count in leases)
 
