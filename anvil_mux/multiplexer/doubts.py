@@ -37,7 +37,7 @@ class Observer(Protocol):
 
 
 class Consequences(Protocol):
-    """The facts that a doubt ends with, told without the lock; none if it was loaded anew since ``loaded``."""
+    """The facts that a doubt ends with, told without the lock; not of a backend loaded since ``loaded``."""
 
     def died(self, backend: str, why: str, log: list[str], *, loaded: float) -> None: ...
     def unanswering(self, backend: str, *, loaded: float) -> None: ...

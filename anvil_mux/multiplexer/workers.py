@@ -7,13 +7,16 @@ step for which no thread can be started has failed.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Generic, TypeVar
 
-from anvil_mux.clock import Clock, Lock
+from anvil_mux.clock import AFTER_MISTAKE_SECONDS, Clock, Lock
 from anvil_mux.scheduler.policies import FOREVER
+
+log = logging.getLogger(__name__)
 
 _Job = TypeVar("_Job")
 
@@ -81,9 +84,17 @@ class Workers(Generic[_Job]):
                     return
                 job = self._jobs.popleft() if self._jobs else None
             if job is None:
-                self._time_passed()
+                self._look()
             else:
                 self._begin(job)
+
+    def _look(self) -> None:
+        try:
+            self._time_passed()
+        except Exception:  # without this thread nothing is ever swapped again
+            log.exception("a mistake while time passed")
+            with self._lock:
+                self._ask_at = max(self._ask_at, self._clock.now() + AFTER_MISTAKE_SECONDS)
 
     def _begin(self, job: _Job) -> None:
         try:
