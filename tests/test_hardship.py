@@ -12,7 +12,7 @@ from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.slot import HOLDING
-from anvil_mux.scheduler.steps import Cancel, Demote, Start
+from anvil_mux.scheduler.steps import Cancel, Demote, Load
 from anvil_mux.sim.simulate import Death, Outcome, Request, Unloading, _Simulation, check
 
 LEVELS = (
@@ -88,7 +88,7 @@ class Troubled:
 
     def __call__(self, step, nth):
         luck = self._draw.random()
-        if isinstance(step, Start):
+        if isinstance(step, Load):
             if self.trouble and luck < 0.07:
                 return Outcome(3.0, LoadError("no") if luck < 0.05 else BackendError("no"))
             cold = step.how == "stop" or luck < 0.15

@@ -99,7 +99,7 @@ def test_what_decides_knows_neither_threads_nor_time_nor_io(module):
 
 
 STILL_TWICE = {
-    *("Engine", "Refused", "Request", "Sight", "Step", "Stop"),
+    *("Engine", "Refused", "Request", "Sight", "Step"),
 }
 """Type names that mean several things. None is added."""
 

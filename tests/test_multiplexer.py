@@ -31,7 +31,7 @@ from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.progress import LogProgress, Progress
-from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Start, Stop
+from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Evict, Load
 from anvil_mux.sim.simulate import Death, Engines, Outcome, Reload, Request, Unloading, check, simulate
 from tests.baton import BatonClock, Deadlock
 from tests.sim.test_simulate import LAYOUTS, POLICIES, one, world
@@ -53,14 +53,14 @@ class VirtualEngines:
         self.calls = []
 
     def load(self, backend, how, cancelled):
-        begun, outcome = self._clock.now(), self._begin(Start(backend.name, how))
+        begun, outcome = self._clock.now(), self._begin(Load(backend.name, how))
         if cancelled.wait(outcome.seconds):
             outcome = self._cut_short(backend.name, outcome, begun + outcome.seconds)
         self._raise(outcome)
         return Loaded(f"http://127.0.0.1:{1000 + len(self.calls)}", outcome.how or how)
 
     def evict(self, backend, how):
-        outcome = self._do(Stop(backend.name, how))
+        outcome = self._do(Evict(backend.name, how))
         return Evicted(outcome.how or how, outcome.residual, outcome.host_bytes)
 
     def demote(self, backend, how, to):
@@ -299,7 +299,7 @@ def test_who_comes_before_it_is_known_what_runs_is_served_by_that_and_starts_not
         assert stage.engines.calls == []
         stage.mux.looked_at(["b"])
         stage.clock.sleep(20.0)
-        assert stage.engines.calls == [(7.0, "stop a"), (8.0, "start b")]
+        assert stage.engines.calls == [(7.0, "evict a"), (8.0, "load b")]
         assert other.leased == 14.0
         assert stage.mux.unseen == []
 
@@ -383,7 +383,7 @@ def test_a_sleeper_is_stopped_by_hand_and_loaded_anew():
         assert not stage.mux.unload_idle("a")
 
     stage = Stage(Config(policy="eager", backends=(one("a", "0", evict_to=("sleep",)),))).play(main)
-    assert [call for _, call in stage.engines.calls] == ["start a", "stop a", "demote a", "start a", "stop a"]
+    assert [call for _, call in stage.engines.calls] == ["load a", "evict a", "demote a", "load a", "evict a"]
 
 
 def calls(stage):
@@ -402,7 +402,7 @@ def test_a_load_is_cancelled_by_hand_while_its_keeper_is_in_it_and_the_other_mod
         assert (stage.states(), other.leased) == ({"a": "stopped", "b": "ready"}, 4.5 + 6.0)
 
     stage = Stage(perform=Engines({"a": 600.0, "b": 6.0}, stop_seconds=1.0)).play(main)
-    assert stage.engines.calls == [(1.0, "start a"), (3.0, "cancel a"), (4.5, "start b")]
+    assert stage.engines.calls == [(1.0, "load a"), (3.0, "cancel a"), (4.5, "load b")]
 
 
 def test_a_load_is_cancelled_for_another_line_once_its_client_has_left():
@@ -437,7 +437,7 @@ def test_a_cancel_that_comes_when_the_load_has_succeeded_does_no_harm(late):
         assert again.leased == 13.75 + late + 4.0  # the cancel of the first load is not that of the second
 
     stage = Stage(perform=Engines({"a": 4.0}, stop_seconds=1.0)).play(main)
-    assert [call for _, call in stage.engines.calls if call != "cancel a"] == ["start a", "stop a", "start a"]
+    assert [call for _, call in stage.engines.calls if call != "cancel a"] == ["load a", "evict a", "load a"]
 
 
 def test_what_is_not_kept_goes_with_its_last_lease_unless_somebody_asks_for_it_again():
@@ -446,9 +446,9 @@ def test_what_is_not_kept_goes_with_its_last_lease_unless_somebody_asks_for_it_a
             with stage.mux.lease("a"):
                 assert not stage.mux.unload_idle("a")
             stage.clock.sleep(5.0)
-            assert calls(stage) == ["start a"]
+            assert calls(stage) == ["load a"]
         stage.clock.sleep(3.0)
-        assert calls(stage) == ["start a", "stop a"]
+        assert calls(stage) == ["load a", "evict a"]
         with stage.mux.lease("a"):
             assert not stage.mux.unload_idle("a")
             with stage.mux.lease("a"):
@@ -456,7 +456,7 @@ def test_what_is_not_kept_goes_with_its_last_lease_unless_somebody_asks_for_it_a
         stage.clock.sleep(3.0)
 
     stage = Stage(Config(policy="eager", backends=(one("a", "0"),))).play(main)
-    assert calls(stage) == ["start a", "stop a", "start a"]
+    assert calls(stage) == ["load a", "evict a", "load a"]
 
 
 def test_what_a_demotion_frees_is_not_all_that_a_backend_held():
@@ -575,7 +575,7 @@ def test_a_load_outlives_the_client_that_asked_for_it(seed):
         stage.clock.sleep(1.0)
 
     stage = Stage(seed=seed).play(main)
-    assert stage.engines.calls == [(0.0, "start a")]
+    assert stage.engines.calls == [(0.0, "load a")]
 
 
 @SEEDS
@@ -755,7 +755,7 @@ def test_a_backend_that_refuses_all_it_is_asked_is_stopped_and_loaded_anew(seed)
     stage = Stage(Config(policy="eager", backends=(replace(A, evict_to=("freeze",)), B)), seed=seed).play(
         main
     )
-    assert [call for _, call in stage.engines.calls] == ["start a", "stop a", "start a"]
+    assert [call for _, call in stage.engines.calls] == ["load a", "evict a", "load a"]
     assert [e.cause for e in stage.log if e.kind == "draining"] == [Cause("silent")]
     assert [e.at for e in stage.log if e.kind == "evicting"] == [
         pytest.approx(4.0 + REFUSED_SECONDS, abs=1.0)
@@ -850,7 +850,7 @@ def test_a_backend_that_ended_is_loaded_anew_without_a_stop(seed):
             assert stage.clock.now() == 8.0
 
     stage = Stage(seed=seed).play(main)
-    assert [call for _, call in stage.engines.calls] == ["start a", "start a"]
+    assert [call for _, call in stage.engines.calls] == ["load a", "load a"]
 
 
 @pytest.mark.parametrize("ended", [None, "killed"])
@@ -1058,14 +1058,14 @@ class GatedEngines:
         self.calls = []
 
     def load(self, backend, how, cancelled):
-        self.calls.append(f"start {backend.name}")
+        self.calls.append(f"load {backend.name}")
         self.loading[backend.name].set()
         if not self.may_load[backend.name].wait(30.0):
             raise LoadError("the gate stayed shut")
         return Loaded("http://127.0.0.1:9000", how)
 
     def evict(self, backend, how):
-        self.calls.append(f"stop {backend.name}")
+        self.calls.append(f"evict {backend.name}")
         return Evicted(how)
 
     def ended(self, backend):
@@ -1129,7 +1129,7 @@ def test_five_hundred_waiting_requests_are_admitted_by_one_load(real):
     real.engines.may_load["a"].set()
     join(threads)
     assert addresses == [("127.0.0.1", 9000)] * 500
-    assert real.engines.calls == ["start a"]
+    assert real.engines.calls == ["load a"]
     assert real.mux.status().leases == 0
 
 
@@ -1140,9 +1140,9 @@ def test_a_swap_of_real_threads_waits_for_the_lease_and_then_happens(real):
         threads = in_threads(3, lambda: real.mux.lease("b").__exit__())
         for _ in range(1 + 3):
             assert real.queued.acquire(timeout=30.0)
-        assert real.engines.calls == ["start a"]
+        assert real.engines.calls == ["load a"]
     join(threads)
-    assert real.engines.calls == ["start a", "stop a", "start b"]
+    assert real.engines.calls == ["load a", "evict a", "load b"]
 
 
 def test_nothing_but_the_load_itself_waits_for_a_load(real):

@@ -334,7 +334,7 @@ def a_lease_is_cut_before_its_engine_is_told_to_go(package):
             mux.close()
 
         clock.run(main)
-        assert [call for _, call in engines.calls] == ["start a", "cut", "stop a", "start b"]
+        assert [call for _, call in engines.calls] == ["load a", "cut", "evict a", "load b"]
 
 
 SCRIPTED = {

@@ -9,7 +9,7 @@ import pytest
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
 from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.scheduler.steps import Demote, Start, Stop
+from anvil_mux.scheduler.steps import Demote, Evict, Load
 from anvil_mux.sim.simulate import Death, Engines, Outcome, Reload, Request, Unloading, simulate
 from tests.baton import BatonClock
 from tests.sim.test_simulate import one
@@ -120,7 +120,7 @@ def test_a_reload_during_a_load_lets_it_end_and_begins_again_with_the_new_defini
 
 def test_a_load_that_fails_after_the_reload_fails_nobody_who_waits_for_the_new_definition():
     def perform(step, nth):
-        failed = isinstance(step, Start) and nth == 0
+        failed = isinstance(step, Load) and nth == 0
         return Outcome(10.0, LoadError("no") if failed else None)
 
     trace = [Request(0.0, "a", 1.0), Reload(4.0, with_backends(OTHER_A, B))]
@@ -345,7 +345,7 @@ def test_one_that_is_changed_twice_is_replaced_once_by_the_last_definition():
 
 def test_one_that_cannot_be_stopped_is_replaced_when_it_was():
     def perform(step, nth):
-        return Outcome(1.0, BackendError("it stays") if isinstance(step, Stop) and nth == 0 else None)
+        return Outcome(1.0, BackendError("it stays") if isinstance(step, Evict) and nth == 0 else None)
 
     trace = [Request(0.0, "a", 1.0), Reload(0.5, with_backends(OTHER_A, B)), Request(20.0, "a", 1.0)]
     assert story(trace, perform=perform, resident=["a"])[2:] == [
@@ -425,7 +425,7 @@ def test_one_that_is_put_to_sleep_when_it_changes_is_stopped_after_that():
     rests = replace(A, evict_to=("sleep", "stop"))
 
     def perform(step, nth):
-        return Outcome({Start: 1.5, Stop: 4.0, Demote: 1.0}[type(step)])
+        return Outcome({Load: 1.5, Evict: 4.0, Demote: 1.0}[type(step)])
 
     trace = [Request(0.0, "b", 1.0), Reload(2.0, with_backends(B))]
     told = story(trace, with_backends(rests, B), perform, resident=["a"])
@@ -601,7 +601,7 @@ def wild_history(seed):
 
     def perform(step, nth):
         kind = failures.get((step.backend, nth))
-        error = kind("no") if kind and (kind is BackendError or isinstance(step, Start)) else None
+        error = kind("no") if kind and (kind is BackendError or isinstance(step, Load)) else None
         return takes_its_time(step, nth)._replace(error=error)
 
     return start, trace, perform
@@ -610,7 +610,7 @@ def wild_history(seed):
 def takes_its_time(step, nth):
     """Never as long as another step."""
     number = [*SERVICES, "w"].index(step.backend)
-    return Outcome(5.0 * isinstance(step, Start) + 1.0 + number / 64 + nth / 4096 + 1 / 33333)
+    return Outcome(5.0 * isinstance(step, Load) + 1.0 + number / 64 + nth / 4096 + 1 / 33333)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -60,9 +60,9 @@ from anvil_mux.scheduler.steps import (
     Crash,
     Demote,
     Effects,
-    Start,
+    Evict,
+    Load,
     Step,
-    Stop,
     Ticket,
 )
 from anvil_mux.scheduler.wait_estimate import WaitEstimate, wait_estimate
@@ -191,7 +191,7 @@ class Multiplexer:
         if isinstance(step, Cancel):
             return _Job(step, slot.backend, self._cancelled[step.backend])
         self._said.pop(step.backend, None)
-        if not isinstance(step, Start):
+        if not isinstance(step, Load):
             return _Job(step, slot.backend)
         if self._backends.get(step.backend) is not slot.backend:
             self._backends = {**self._backends, step.backend: slot.backend}
@@ -611,14 +611,14 @@ class Multiplexer:
         """Performs a step and reports how it ended; the life of a worker's thread."""
         step, backend, cancelled = job
         match step:
-            case Start(_, how) if cancelled:
+            case Load(_, how) if cancelled:
                 self._load(step, backend, how, cancelled)
-            case Stop(_, how):
+            case Evict(_, how):
                 self._evict(step, partial(self._mechanism.evict, backend, how))
             case Demote(_, how, to):
                 self._evict(step, partial(self._mechanism.demote, backend, how, to))
 
-    def _load(self, step: Start, backend: Backend, how: str, cancelled: Latch) -> None:
+    def _load(self, step: Load, backend: Backend, how: str, cancelled: Latch) -> None:
         try:
             loaded = self._mechanism.load(backend, how, cancelled)
             address = _address(loaded.url)
@@ -633,13 +633,13 @@ class Multiplexer:
         else:
             self._apply(partial(self._loaded, step, address, loaded.how))
 
-    def _loaded(self, step: Start, address: tuple[str, int], how: str, now: float) -> Effects:
+    def _loaded(self, step: Load, address: tuple[str, int], how: str, now: float) -> Effects:
         effects = self._scheduler.loaded(step, now, how)
         if effects is not NOTHING:
             self._runs[step.backend] = EngineRun(address)
         return effects
 
-    def _evict(self, step: Stop | Demote, perform: Callable[[], Evicted]) -> None:
+    def _evict(self, step: Evict | Demote, perform: Callable[[], Evicted]) -> None:
         try:
             evicted = perform()
         except Exception as error:
@@ -659,7 +659,7 @@ class Multiplexer:
     def _not_begun(self, job: _Job, why: str) -> None:
         """Reports a step that nobody could begin."""
         step = job.step
-        if isinstance(step, Start):
+        if isinstance(step, Load):
             self._apply(lambda now: self._scheduler.load_failed(step, now, LoadError(why)))
         else:
             self._apply(lambda now: self._scheduler.evict_failed(step, now, why))

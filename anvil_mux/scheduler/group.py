@@ -16,7 +16,7 @@ one ``GroupState`` (state.py):
     outcomes.py    what became of steps and backends; requested.py: what people ask for
 
 Invariants:
- 1. The GPUs a backend needs are its own from ``Start`` until its ``evicted``; the sum of what residents and
+ 1. The GPUs a backend needs are its own from ``Load`` until its ``evicted``; the sum of what residents and
     standby residuals hold never exceeds a GPU. Without declared memory a backend needs the whole GPU.
  2. A lease is granted only in ready. Draining closes the gate; later requests queue behind the swap.
  3. Every ticket ends exactly once: leased, failed or gone.

@@ -13,7 +13,7 @@ from anvil_mux.scheduler.model import ready_slots
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import below, levels
 from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.steps import Cancel, Demote, Start, Stop, Ticket
+from anvil_mux.scheduler.steps import Cancel, Demote, Evict, Load, Ticket
 from anvil_mux.scheduler.swap import SwapInProgress
 
 
@@ -41,13 +41,13 @@ class Moves:
         if model.replicas and slot.state not in ("ready", "draining"):
             model.replicas.in_flight.forget(slot.name)
 
-    def load(self, slot: Slot, now: float, cause: Cause) -> Start:
+    def load(self, slot: Slot, now: float, cause: Cause) -> Load:
         self.enter(slot, "load", now)
         way, slot.level, slot.residual, slot.host_bytes = slot.level, "stop", {}, 0
         if slot.next_level == "stop":  # it was to be stopped, and is wanted after all
             slot.next_level = ""
         self._state.emit(Event(now, "loading", slot.model, slot.name, cause=cause, way=way))
-        return Start(slot.name, way)
+        return Load(slot.name, way)
 
     def cancel(self, slot: Slot, now: float, cause: Cause) -> Cancel:
         self.enter(slot, "cancel", now)
@@ -74,7 +74,7 @@ class Moves:
         self._state.emit(Event(now, "ready", slot.model, slot.name, cause=Cause("reprieved")))
         self._admission.admit(self._state.models[slot.model], now)
 
-    def evict(self, slot: Slot, now: float, cause: Cause, swap: SwapInProgress | None = None) -> Stop:
+    def evict(self, slot: Slot, now: float, cause: Cause, swap: SwapInProgress | None = None) -> Evict:
         """``swap``: whose victim it is; one that is stuck is nobody's, and has no leases."""
         drained = now - slot.since if slot.state == "draining" else 0.0
         for_good = slot.state == "stuck" or slot.leaving
@@ -85,7 +85,7 @@ class Moves:
         slot.next_level = way
         severed = self.sever(slot, now, swap.severs, drained) if swap else ()
         self._state.emit(Event(now, "evicting", slot.model, slot.name, 0, len(severed), drained, cause))
-        return Stop(slot.name, way, severed)
+        return Evict(slot.name, way, severed)
 
     def _level(self, slot: Slot, target: Slot | None) -> str:
         """As high as the host has room, but not where it kept too much beside ``target`` the last time."""

@@ -38,7 +38,7 @@ from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.policies import FOREVER, build_policy
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.steps import NOTHING, Cancel, Effects, Step, Stop, Ticket, Wait
+from anvil_mux.scheduler.steps import NOTHING, Cancel, Effects, Evict, Step, Ticket, Wait
 
 _NAME = attrgetter("name")
 NO_USAGE: tuple[int | None, int | None] = (None, None)
@@ -354,7 +354,7 @@ class Scheduler:
             return
         while not isinstance(step := group.next_step(now), Wait):
             self._collect(group, effects)
-            if isinstance(step, Stop):
+            if isinstance(step, Evict):
                 effects.cut.extend(step.severed)  # type: ignore[attr-defined]
             effects.steps.append(self._numbered(step))  # type: ignore[attr-defined]
         self._collect(group, effects)

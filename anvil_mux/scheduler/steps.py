@@ -90,7 +90,7 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class Load:
     """Load the backend, then report ``loaded``, ``load_failed``, ``load_cancelled`` or ``evict_failed``."""
 
     backend: str
@@ -109,7 +109,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Evict:
     """Take the backend off its GPUs, then report ``evicted`` or ``evict_failed``."""
 
     backend: str
@@ -138,7 +138,7 @@ class Wait(NamedTuple):
     until: float
 
 
-Step = Start | Cancel | Stop | Demote
+Step = Load | Cancel | Evict | Demote
 """What a driver performs, outside of its lock; all but ``Cancel`` are reported once they have ended."""
 
 

@@ -32,7 +32,7 @@ from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import HOLDING
-from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Start, Step, Stop, Ticket
+from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
 from anvil_mux.telemetry.situation import Situation
 
 
@@ -103,7 +103,7 @@ class Engines:
     stop_seconds: float = 1.0
 
     def __call__(self, step: Step, nth: int) -> Outcome:
-        if isinstance(step, Start):
+        if isinstance(step, Load):
             return Outcome(self._load_seconds(step.backend))
         return Outcome(self.stop_seconds)
 
@@ -159,7 +159,7 @@ _Happening = tuple[float, int, Callable[[float, Any], None], Any]
 """An entry of the heap: (moment, order, what to call with moment and argument, argument)."""
 
 
-_Performed = tuple[Start | Stop | Demote, Outcome]
+_Performed = tuple[Load | Evict | Demote, Outcome]
 
 
 class _Simulation:
@@ -310,7 +310,7 @@ class _Simulation:
             return
         self._open += 1
         what, ends = (step, outcome), now + outcome.seconds
-        if isinstance(step, Start):
+        if isinstance(step, Load):
             self._loads[step.backend] = ends, what
         self._at(ends, self._performed, what)
 
@@ -324,22 +324,22 @@ class _Simulation:
 
     def _performed(self, now: float, what: _Performed) -> None:
         step, outcome = what
-        if isinstance(step, Start) and self._loads[step.backend][1] is not what:
+        if isinstance(step, Load) and self._loads[step.backend][1] is not what:
             return  # it was cancelled
         self._open -= 1
         self._carry_out(self._report(step, outcome, now), now)
 
-    def _report(self, step: Start | Stop | Demote, outcome: Outcome, now: float) -> Effects:
+    def _report(self, step: Load | Evict | Demote, outcome: Outcome, now: float) -> Effects:
         error = outcome.error
         how = outcome.how or (step.to if isinstance(step, Demote) else step.how)
-        if error is None and isinstance(step, Start):
+        if error is None and isinstance(step, Load):
             return self._scheduler.loaded(step, now, how)
         if error is None:
             left = {"residual": outcome.residual, "how": how, "host_bytes": outcome.host_bytes}
             return self._scheduler.evicted(step, now, **left)
         if isinstance(error, Cancelled):
             return self._scheduler.load_cancelled(step, now)
-        if isinstance(step, Start) and isinstance(error, LoadError):
+        if isinstance(step, Load) and isinstance(error, LoadError):
             return self._scheduler.load_failed(step, now, error)
         return self._scheduler.evict_failed(step, now, error.message)
 

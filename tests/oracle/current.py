@@ -19,7 +19,7 @@ from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.sim import simulate, study, workload
 
-WHAT = {"Start": "load", "Cancel": "cancel", "Stop": "evict", "Demote": "demote"}
+WHAT = {"Load": "load", "Cancel": "cancel", "Evict": "evict", "Demote": "demote"}
 
 
 KINDS = {"stopped": "empty", "standby": "parked", "loading": "starting", "evicting": "stopping"}

@@ -26,7 +26,7 @@ from anvil_mux.scheduler.policies import POLICIES, Stay, SwapTo, Unload, build_p
 from anvil_mux.scheduler.slot import SOON_SECONDS
 from anvil_mux.scheduler.snapshot import snapshot
 from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.steps import Start, Stop, Ticket, Wait
+from anvil_mux.scheduler.steps import Evict, Load, Ticket, Wait
 from anvil_mux.sim.simulate import Engines, Request, check, simulate
 
 
@@ -70,7 +70,7 @@ class Driver:
         return ticket
 
     def steps(self, at):
-        """The steps handed out at a moment: "start a", "stop b"; sets ``until``."""
+        """The steps handed out at a moment: "load a", "evict b"; sets ``until``."""
         taken = []
         while not isinstance(step := self.core.next_step(at), Wait):
             taken.append(f"{type(step).__name__.lower()} {step.backend}")
@@ -79,7 +79,7 @@ class Driver:
 
     def with_resident(self, name, at=0.0):
         self.request(self.core.slots[name].model, at, leases=False)
-        assert self.steps(at) == [f"start {name}"]
+        assert self.steps(at) == [f"load {name}"]
         self.core.loaded(name, at)
         assert self.steps(at) == []
         return self
@@ -105,7 +105,7 @@ class Driver:
 def test_the_first_request_loads_and_the_second_reuses():
     driver = Driver(A)
     first = driver.request("a", 1.0)
-    assert driver.steps(1.0) == ["start a"]
+    assert driver.steps(1.0) == ["load a"]
     assert first.backend is None
     driver.core.loaded("a", 4.0)
     assert first.backend == "a"
@@ -121,10 +121,10 @@ def test_the_first_request_loads_and_the_second_reuses():
 def test_a_swap_stops_the_old_backend_before_it_starts_the_new():
     driver = Driver(A, B).with_resident("a")
     waiting = driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     assert driver.states() == {"a": "evicting", "b": "stopped"}
     driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["start b"]
+    assert driver.steps(2.0) == ["load b"]
     driver.core.loaded("b", 5.0)
     assert waiting.backend == "b"
     assert driver.steps(5.0) == []
@@ -151,7 +151,7 @@ def test_a_load_request_waits_like_a_request_but_holds_nothing():
     driver.core.release(ticket, 1.0)
     assert driver.tell("released") == []
     driver.request("b", 2.0)
-    assert driver.steps(2.0) == ["stop a"]
+    assert driver.steps(2.0) == ["evict a"]
 
 
 # Loads that are cancelled
@@ -166,7 +166,7 @@ def loading(name, *backends, **settings):
     """A GPU group on which a request has begun the load of a backend; and that request."""
     driver = Driver(*(backends or (A, B)), **settings)
     ticket = driver.request(driver.core.slots[name].model, 0.0)
-    assert driver.steps(0.0) == [f"start {name}"]
+    assert driver.steps(0.0) == [f"load {name}"]
     return driver, ticket
 
 
@@ -191,12 +191,12 @@ def test_what_was_cancelled_has_no_cool_down_and_counts_as_no_failure():
     driver, _ = loading("a")
     driver.core.load_failed("a", 1.0, LoadError("no"))
     driver.request("a", 6.0)
-    assert driver.steps(6.0) == ["start a"]
+    assert driver.steps(6.0) == ["load a"]
     driver.core.unload_requested("a", 7.0)
     assert driver.steps(7.0) == ["cancel a"]
     driver.core.load_cancelled("a", 8.0)
     again = driver.request("a", 8.0)
-    assert (again.error, driver.steps(8.0)) == (None, ["start a"])
+    assert (again.error, driver.steps(8.0)) == (None, ["load a"])
     assert driver.core.slots["a"].failed_starts == 1
     driver.core.loaded("a", 9.0)
     driver.sound()
@@ -209,7 +209,7 @@ def test_who_comes_while_a_load_is_being_cancelled_waits_for_the_next():
     late = driver.request("a", 2.0)
     assert (driver.steps(2.0), late.settled) == ([], False)
     driver.core.load_cancelled("a", 3.0)
-    assert driver.steps(3.0) == ["start a"]
+    assert driver.steps(3.0) == ["load a"]
     driver.core.loaded("a", 4.0)
     assert late.backend == "a"
     driver.sound()
@@ -233,7 +233,7 @@ def test_a_load_that_has_just_succeeded_when_it_is_cancelled_is_unloaded():
     driver.core.loaded("a", 2.0)
     assert (late.backend, driver.state("a"), driver.steps(2.0)) == ("a", "draining", [])
     driver.core.release(late, 3.0)
-    assert driver.steps(3.0) == ["stop a"]
+    assert driver.steps(3.0) == ["evict a"]
     driver.core.evicted("a", 4.0)
     assert driver.steps(4.0) == []
     driver.sound()
@@ -248,9 +248,9 @@ def test_a_load_that_fails_while_it_is_cancelled_has_no_cool_down_unless_it_cann
     assert driver.core.slots["a"].failed_starts == 0
     if failure == "load_failed":
         assert driver.request("a", 2.0).error is None
-        assert driver.steps(2.0) == ["start a"]
+        assert driver.steps(2.0) == ["load a"]
     else:
-        assert (driver.request("a", 2.0).error.code, driver.steps(7.0)) == ("stuck", ["stop a"])
+        assert (driver.request("a", 2.0).error.code, driver.steps(7.0)) == ("stuck", ["evict a"])
 
 
 def test_a_load_that_nobody_waits_for_any_more_is_cancelled_for_a_line_that_needs_its_gpu():
@@ -260,7 +260,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_cancelled_for_a_line_that_need
     waiting = driver.request("b", 2.0)
     assert driver.steps(2.0) == ["cancel a"]
     driver.core.load_cancelled("a", 3.0)
-    assert driver.steps(3.0) == ["start b"]
+    assert driver.steps(3.0) == ["load b"]
     driver.core.loaded("b", 4.0)
     assert waiting.backend == "b"
     assert [(e.at, e.target) for e in driver.log if e.kind == "cancelling"] == [(2.0, "b")]
@@ -281,7 +281,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_finished_if_nobody_needs_its_g
     driver, first = loading("a", A, backend("b", "1"), backend("t", "0", "1"))
     driver.core.give_up(first, 1.0)
     driver.request("b", 2.0)
-    assert driver.steps(2.0) == ["start b"]
+    assert driver.steps(2.0) == ["load b"]
     driver.core.loaded("a", 3.0)
     assert driver.state("a") == "ready"
 
@@ -291,10 +291,10 @@ def test_neither_what_is_pinned_nor_what_is_prepared_is_cancelled_for_another(ab
     driver = Driver(backend("a", **about), B)
     if "pin" in about:
         asked = driver.request("a", 0.0)
-        assert driver.steps(0.0) == ["start a"]
+        assert driver.steps(0.0) == ["load a"]
         driver.core.give_up(asked, 1.0)
     else:
-        assert driver.steps(0.0) == ["start a"]
+        assert driver.steps(0.0) == ["load a"]
     driver.request("b", 2.0)
     assert driver.steps(2.0) == []
     assert driver.core.unload_requested("a", 3.0)  # by hand it is
@@ -305,19 +305,19 @@ def test_a_load_is_not_cancelled_for_a_line_that_could_not_be_loaded_there_all_t
     stays = backend("a", vram=5, min_residency=500.0)
     driver = Driver(stays, backend("b", vram=5), backend("c", vram=10), gpus=TEN).with_resident("a")
     gone = driver.request("b", 0.0)
-    assert driver.steps(0.0) == ["start b"]
+    assert driver.steps(0.0) == ["load b"]
     driver.core.give_up(gone, 1.0)
     driver.request("c", 2.0)
     assert (driver.steps(2.0), driver.until) == ([], 62.0)  # then it is overdue, and a need not stay
     assert driver.steps(62.0) == ["cancel b"]
     driver.core.load_cancelled("b", 63.0)
-    assert driver.steps(63.0) == ["stop a"]
+    assert driver.steps(63.0) == ["evict a"]
 
 
 def test_all_loads_are_cancelled_that_a_line_of_several_gpus_needs():
     driver = Driver(backend("a", "0"), backend("b", "1"), backend("t", "0", "1"))
     gone = [driver.request("a", 0.0), driver.request("b", 0.0)]
-    assert driver.steps(0.0) == ["start a", "start b"]
+    assert driver.steps(0.0) == ["load a", "load b"]
     waiting = driver.request("t", 1.0)
     driver.core.give_up(gone[0], 2.0)
     assert driver.steps(2.0) == []  # b is still waited for
@@ -326,7 +326,7 @@ def test_all_loads_are_cancelled_that_a_line_of_several_gpus_needs():
     driver.core.load_cancelled("a", 4.0)
     assert driver.steps(4.0) == []
     driver.core.load_cancelled("b", 5.0)
-    assert driver.steps(5.0) == ["start t"]
+    assert driver.steps(5.0) == ["load t"]
     driver.core.loaded("t", 6.0)
     assert waiting.backend == "t"
     driver.sound()
@@ -341,7 +341,7 @@ def test_who_waits_while_its_gpu_is_being_freed_is_told_that_the_model_was_unloa
     assert (ends(driver, waiting), driver.state("a"), driver.steps(3.0)) == (["cancelled"], "ready", [])
     driver.core.release(lease, 4.0)
     driver.request("b", 5.0)
-    assert driver.steps(5.0) == ["stop a"]
+    assert driver.steps(5.0) == ["evict a"]
     assert driver.core.unload_requested("b", 6.0)
     assert driver.steps(6.0) == []
     driver.core.evicted("a", 7.0)
@@ -361,10 +361,10 @@ def test_what_nobody_keeps_is_not_loaded_on_unless_somebody_waits_for_it():
 def test_a_replica_that_is_being_loaded_is_unloaded_with_the_others():
     driver = Driver(backend("r0", "0", model="m"), backend("r1", "1", model="m"), backend("a", "1"))
     first = driver.request("m", 0.0)
-    assert driver.steps(0.0) == ["start r0"]
+    assert driver.steps(0.0) == ["load r0"]
     driver.core.loaded("r0", 1.0)
     behind = [driver.request("m", 1.0) for _ in range(30)]
-    assert driver.steps(20.0) == ["start r1"]
+    assert driver.steps(20.0) == ["load r1"]
     assert driver.core.unload_requested("m", 21.0)
     assert driver.steps(21.0) == ["cancel r1"]
     assert driver.states() == {"r0": "draining", "r1": "cancelling", "a": "stopped"}
@@ -384,7 +384,7 @@ def test_a_swap_waits_for_every_lease():
         driver.core.release(ticket, 3.0)
         assert driver.steps(3.0) == []
     driver.core.release(held[2], 4.0)
-    assert driver.steps(4.0) == ["stop a"]
+    assert driver.steps(4.0) == ["evict a"]
     assert not any(ticket.severed for ticket in held)
 
 
@@ -397,7 +397,7 @@ def test_a_drain_that_takes_too_long_severs_what_is_left():
     driver.core.release(ended, 10.0)
     assert driver.steps(31.9) == []
     step = driver.core.next_step(32.0)
-    assert step == Stop("a", "stop", (laggard,))
+    assert step == Evict("a", "stop", (laggard,))
     assert (ended.severed, laggard.severed) == (None, Severance(Cause("evicted", "b"), 30.0))
     assert [(e.ticket, e.seconds) for e in driver.log if e.kind == "severed"] == [(laggard.id, 30.0)]
     driver.core.evicted("a", 33.0)
@@ -448,7 +448,7 @@ def test_a_leaving_backend_that_is_spared_a_swap_is_severed_as_leaving():
     driver.core.retired({"a": "changed"}, {"a", "b"}, 3.0)
     driver.core.give_up(waits, 4.0)
     driver.steps(4.0)
-    assert driver.steps(7.0) == ["stop a"]
+    assert driver.steps(7.0) == ["evict a"]
     assert lease.severed == Severance(Cause("changed"), 5.0)
 
 
@@ -456,7 +456,7 @@ def test_a_drain_timeout_of_zero_severs_at_once():
     driver = Driver(A, B, drain_timeout=0.0).with_resident("a")
     lease = driver.request("a", 1.0)
     driver.request("b", 2.0)
-    assert driver.steps(2.0) == ["stop a"]
+    assert driver.steps(2.0) == ["evict a"]
     assert lease.severed
 
 
@@ -468,14 +468,14 @@ def test_a_late_request_for_the_victim_neither_extends_the_drain_nor_is_lost():
     late = driver.request("a", 3.0)
     assert not late.settled
     assert driver.steps(6.9) == []
-    assert driver.steps(7.0) == ["stop a"]
+    assert driver.steps(7.0) == ["evict a"]
     driver.core.evicted("a", 8.0)
-    assert driver.steps(8.0) == ["start b"]
+    assert driver.steps(8.0) == ["load b"]
     driver.core.loaded("b", 9.0)
     assert driver.steps(9.0) == []  # b's one request holds its lease; a waits for it
-    assert driver.steps(14.0) == ["stop b"]
+    assert driver.steps(14.0) == ["evict b"]
     driver.core.evicted("b", 15.0)
-    assert driver.steps(15.0) == ["start a"]
+    assert driver.steps(15.0) == ["load a"]
     driver.core.loaded("a", 16.0)
     assert late.backend == "a"
     driver.sound()
@@ -486,9 +486,9 @@ def test_a_release_after_the_severing_is_harmless_even_when_the_backend_is_back(
     old = driver.request("a", 1.0)
     for moment, target, victim in ((2.0, "b", "a"), (3.0, "a", "b")):
         driver.request(target, moment, leases=False)
-        assert driver.steps(moment) == [f"stop {victim}"]
+        assert driver.steps(moment) == [f"evict {victim}"]
         driver.core.evicted(victim, moment)
-        assert driver.steps(moment) == [f"start {target}"]
+        assert driver.steps(moment) == [f"load {target}"]
         driver.core.loaded(target, moment)
     new = driver.request("a", 4.0)
     driver.core.release(old, 5.0)
@@ -506,7 +506,7 @@ def test_a_severed_lease_does_not_hold_up_the_next_eviction_of_its_model():
         driver.steps(moment)
         moment += drain
         if drain:
-            assert driver.steps(moment) == [f"stop {victim}"]
+            assert driver.steps(moment) == [f"evict {victim}"]
         assert driver.state(victim) == "evicting"
         driver.core.evicted(victim, moment)
         driver.steps(moment)
@@ -531,14 +531,14 @@ def test_of_two_swaps_wanted_during_one_drain_one_wins_and_the_other_follows():
     driver.request("c", 3.0)
     assert driver.steps(3.0) == []
     driver.core.release(lease, 4.0)
-    assert driver.steps(4.0) == ["stop a"]
+    assert driver.steps(4.0) == ["evict a"]
     driver.core.evicted("a", 5.0)
-    assert driver.steps(5.0) == ["start b"]
+    assert driver.steps(5.0) == ["load b"]
     driver.core.loaded("b", 6.0)
     driver.core.release(next(iter(driver.core.slots["b"].holders)), 7.0)
-    assert driver.steps(7.0) == ["stop b"]
+    assert driver.steps(7.0) == ["evict b"]
     driver.core.evicted("b", 8.0)
-    assert driver.steps(8.0) == ["start c"]
+    assert driver.steps(8.0) == ["load c"]
     assert driver.tell("loading") == ["loading a", "loading b", "loading c"]
 
 
@@ -547,14 +547,14 @@ def test_a_victim_of_several_is_stopped_as_soon_as_it_is_idle():
     driver = Driver(*small, backend("c", vram=10), gpus=TEN).with_resident("a").with_resident("b")
     lease = driver.request("b", 1.0)
     driver.request("c", 2.0)
-    assert driver.steps(2.0) == ["stop a"]
+    assert driver.steps(2.0) == ["evict a"]
     assert driver.state("b") == "draining"
     driver.core.evicted("a", 3.0)
     assert driver.steps(3.0) == []
     driver.core.release(lease, 4.0)
-    assert driver.steps(4.0) == ["stop b"]
+    assert driver.steps(4.0) == ["evict b"]
     driver.core.evicted("b", 5.0)
-    assert driver.steps(5.0) == ["start c"]
+    assert driver.steps(5.0) == ["load c"]
 
 
 # Batches and order
@@ -563,14 +563,14 @@ def test_a_victim_of_several_is_stopped_as_soon_as_it_is_idle():
 def test_forty_alternating_requests_cost_two_loads():
     driver = Driver(A, B)
     tickets = [driver.request("ab"[n % 2], 0.0) for n in range(40)]
-    assert driver.steps(0.0) == ["start a"]
+    assert driver.steps(0.0) == ["load a"]
     driver.core.loaded("a", 3.0)
     for ticket in tickets[::2]:
         assert ticket.backend == "a"
         driver.core.release(ticket, 4.0)
-    assert driver.steps(4.0) == ["stop a"]
+    assert driver.steps(4.0) == ["evict a"]
     driver.core.evicted("a", 5.0)
-    assert driver.steps(5.0) == ["start b"]
+    assert driver.steps(5.0) == ["load b"]
     driver.core.loaded("b", 6.0)
     assert all(ticket.backend for ticket in tickets)
     assert len(driver.tell("loading")) == 2
@@ -652,7 +652,7 @@ def test_an_overdue_line_is_served_whatever_the_policy_says(policy):
             driver.request("b", 2.0)
         assert driver.steps(moment + 0.5) == []
     assert driver.until == 62.0
-    assert driver.steps(62.0) == ["stop a"]
+    assert driver.steps(62.0) == ["evict a"]
 
 
 @pytest.mark.parametrize(
@@ -675,7 +675,7 @@ def test_a_line_is_overdue_at_the_very_moment_that_was_announced():
         driver.core.adopt("a", 0.0)
         driver.request("b", since)
         assert driver.steps(since) == []
-        assert driver.steps(driver.until) == ["stop a"]
+        assert driver.steps(driver.until) == ["evict a"]
 
 
 def asks_without_end(model, clients, until):
@@ -707,7 +707,7 @@ def test_the_bound_of_a_line_leaves_time_for_drain_eviction_and_load(queue_timeo
     assert [e.bound for e in driver.log if e.kind == "queued" and e.model == "b"] == [bound, inf]
     if bound:
         assert (driver.steps(11.0), driver.until) == ([], 10.0 + bound)
-    assert driver.steps(10.0 + bound) == ["stop a"]
+    assert driver.steps(10.0 + bound) == ["evict a"]
 
 
 @pytest.mark.parametrize(("drain_timeout", "drain"), [(30.0, 10.0), (4.0, 4.0)])
@@ -742,7 +742,7 @@ def test_the_policy_is_asked_again_at_the_moment_it_named_even_if_nobody_waits()
     driver.core.release(lease, 7.0)
     assert driver.steps(11.0) == []
     assert driver.until == 12.0
-    assert driver.steps(12.0) == ["stop a"]
+    assert driver.steps(12.0) == ["evict a"]
     driver.core.evicted("a", 13.0)
     assert driver.steps(13.0) == []
     assert driver.until == inf
@@ -764,9 +764,9 @@ def test_a_pinned_model_is_kept_until_it_is_unpinned():
     assert driver.steps(100.0) == []
     driver.core.pin_requested("a", 101.0, False)
     waits = driver.request("b", 102.0)
-    assert driver.steps(102.0) == ["stop a"]
+    assert driver.steps(102.0) == ["evict a"]
     driver.core.evicted("a", 103.0)
-    assert driver.steps(103.0) == ["start b"]
+    assert driver.steps(103.0) == ["load b"]
     driver.core.loaded("b", 104.0)
     assert waits.backend == "b"
     assert driver.tell("pinned", "unpinned") == ["pinned a", "unpinned a"]
@@ -777,7 +777,7 @@ def test_what_the_file_pins_can_be_unpinned_too():
     driver = Driver(backend("a", pin=True), B).with_resident("a")
     driver.core.pin_requested("a", 1.0, False)
     driver.request("b", 2.0)
-    assert driver.steps(2.0) == ["stop a"]
+    assert driver.steps(2.0) == ["evict a"]
 
 
 def test_pinning_what_is_pinned_changes_nothing():
@@ -791,9 +791,9 @@ def test_a_model_may_be_pinned_before_it_is_resident():
     driver = Driver(A, B).with_resident("b")
     driver.core.pin_requested("a", 1.0, True)
     shut_out = driver.request("a", 2.0)
-    assert driver.steps(2.0) == ["stop b"]
+    assert driver.steps(2.0) == ["evict b"]
     driver.core.evicted("b", 3.0)
-    assert driver.steps(3.0) == ["start a"]
+    assert driver.steps(3.0) == ["load a"]
     assert isinstance(driver.request("b", 3.5).error, DoesNotFit)
     driver.core.loaded("a", 4.0)
     assert shut_out.backend == "a"
@@ -835,12 +835,12 @@ def test_a_pinned_model_that_rests_makes_room_by_its_memory():
     resting = backend("a", vram=8, evict_to=("sleep", "stop"), pin=True)
     driver = Driver(resting, backend("b", vram=8), gpus=TEN).with_resident("a")
     driver.core.unload_requested("a", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.evicted("a", 2.0, {"0": 3}, "sleep")
     waits = driver.request("b", 3.0)
     assert driver.steps(3.0) == ["demote a"]
     driver.core.evicted("a", 4.0)
-    assert driver.steps(4.0) == ["start b"]
+    assert driver.steps(4.0) == ["load b"]
     driver.core.loaded("b", 5.0)
     assert waits.backend == "b"
     driver.sound()
@@ -855,9 +855,9 @@ def test_a_pinned_model_that_was_told_to_go_is_waited_for():
     driver.core.pin_requested("a", 3.5, True)  # that it is kept from others spares it nothing here
     assert driver.steps(3.5) == []
     driver.core.release(lease, 4.0)
-    assert driver.steps(4.0) == ["stop a"]
+    assert driver.steps(4.0) == ["evict a"]
     driver.core.evicted("a", 5.0)
-    assert driver.steps(5.0) == ["start b"]
+    assert driver.steps(5.0) == ["load b"]
     assert waits.error is None
 
 
@@ -871,7 +871,7 @@ def test_a_held_swap_is_announced_for_each_line_and_when_the_moment_has_passed_a
     assert driver.until == 3.0
     assert driver.steps(3.0) == []
     assert driver.until == 4.5
-    assert driver.steps(4.5) == ["stop a"]
+    assert driver.steps(4.5) == ["evict a"]
     assert [(e.at, e.seconds) for e in driver.log if e.kind == "deferred"] == [(1.0, 2.0), (3.0, 1.5)]
 
 
@@ -888,7 +888,7 @@ def test_a_lone_request_is_told_anew_whenever_the_moment_of_its_swap_has_passed(
         now += 0.25
         driver.core.release(lease, now)
     driver.request("b", now)
-    while driver.steps(now) != ["stop a"]:
+    while driver.steps(now) != ["evict a"]:
         assert now < driver.until < now + 60.0
         now = driver.until
     told = [(event.at, event.at + event.seconds) for event in driver.log if event.kind == "deferred"]
@@ -907,7 +907,7 @@ def test_a_policy_that_puts_off_by_moments_writes_a_line_a_second():
     driver.core.adopt("a", 0.0)
     driver.request("b", 1.0)
     now = 1.0
-    while driver.steps(now) != ["stop a"]:
+    while driver.steps(now) != ["evict a"]:
         now = driver.until
     assert now == 9.0
     assert [event.at for event in driver.log if event.kind == "deferred"] == [float(n) for n in range(1, 9)]
@@ -924,7 +924,7 @@ def held_back():
 def test_a_held_line_goes_at_once_when_the_resident_has_died():
     driver, waiting = held_back()
     driver.core.died("a", 1.5, "killed")
-    assert driver.steps(1.5) == ["start b"]
+    assert driver.steps(1.5) == ["load b"]
     driver.core.loaded("b", 2.0)
     assert waiting.backend == "b"
     driver.sound()
@@ -933,10 +933,10 @@ def test_a_held_line_goes_at_once_when_the_resident_has_died():
 def test_a_held_line_goes_at_once_when_the_resident_was_unloaded():
     driver, _ = held_back()
     driver.core.unload_requested("a", 1.5)
-    assert driver.steps(1.5) == ["stop a"]
+    assert driver.steps(1.5) == ["evict a"]
     assert driver.steps(1.75) == []
     driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["start b"]
+    assert driver.steps(2.0) == ["load b"]
 
 
 def test_a_line_that_begins_while_another_is_held_back_is_decided_with_it():
@@ -947,9 +947,9 @@ def test_a_line_that_begins_while_another_is_held_back_is_decided_with_it():
     assert (driver.steps(1.5), driver.until) == ([], 3.5)
     driver.request("b", 2.0)
     assert (driver.steps(2.0), driver.until) == ([], 3.5)
-    assert driver.steps(3.5) == ["stop a"]
+    assert driver.steps(3.5) == ["evict a"]
     driver.core.evicted("a", 4.0)
-    assert driver.steps(4.0) == ["start c"]
+    assert driver.steps(4.0) == ["load c"]
 
 
 def test_a_held_swap_is_decided_anew_when_its_line_grows():
@@ -957,7 +957,7 @@ def test_a_held_swap_is_decided_anew_when_its_line_grows():
     driver.request("b", 2.5)
     assert (driver.steps(2.5), driver.until) == ([], 3.0)  # what was announced is corrected then
     assert (driver.steps(3.0), driver.until) == ([], 4.5)
-    assert driver.steps(4.5) == ["stop a"]
+    assert driver.steps(4.5) == ["evict a"]
 
 
 def test_a_request_for_the_old_model_in_mid_swap_does_not_skip_the_policy():
@@ -980,12 +980,12 @@ def test_the_timer_of_a_held_swap_survives_a_failed_one():
     driver = Driver(A, B, C, policy=DEBOUNCE).with_resident("a")
     driver.request("b", 1.0)
     driver.steps(1.0)
-    assert driver.steps(3.0) == ["stop a"]
+    assert driver.steps(3.0) == ["evict a"]
     driver.core.evicted("a", 4.0)
-    assert driver.steps(4.0) == ["start b"]
+    assert driver.steps(4.0) == ["load b"]
     driver.request("a", 4.5)
     driver.core.load_failed("b", 5.0, LoadError("no"))
-    assert driver.steps(5.0) == ["start a"]  # there is room: nothing to hold back
+    assert driver.steps(5.0) == ["load a"]  # there is room: nothing to hold back
     driver.core.loaded("a", 6.0)
     driver.request("c", 6.5)
     assert driver.steps(6.5) == []
@@ -1024,10 +1024,10 @@ def test_a_victim_that_only_drains_is_reprieved_when_nobody_waits_any_more():
 def test_a_swap_that_has_begun_is_finished_even_for_nobody():
     driver = Driver(A, B).with_resident("a")
     waiting = driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.give_up(waiting, 2.0)
     driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["start b"]
+    assert driver.steps(3.0) == ["load b"]
     driver.core.loaded("b", 4.0)
     assert driver.steps(4.0) == []
     driver.sound()
@@ -1049,15 +1049,15 @@ def test_a_waiter_that_leaves_leaves_no_trace_in_the_line():
 def test_after_a_failed_start_its_waiters_fail_and_the_others_are_served():
     driver = Driver(A, B).with_resident("a")
     broken = driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     other = driver.request("a", 1.5)
     driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["start b"]
+    assert driver.steps(2.0) == ["load b"]
     driver.core.load_failed("b", 4.0, LoadError("exited with code 1", log=("bad weights",)))
     assert (broken.error.status, broken.error.code) == (503, "load_failed")
     assert "exited with code 1" in broken.error.message
     assert "bad weights" in broken.error.message
-    assert driver.steps(4.0) == ["start a"]
+    assert driver.steps(4.0) == ["load a"]
     driver.core.loaded("a", 5.0)
     assert other.backend == "a"
     driver.sound()
@@ -1067,14 +1067,14 @@ def test_when_every_start_fails_the_driver_is_empty_and_a_later_request_tries_ag
     driver = Driver(A, B)
     for now, name in enumerate("ab"):
         ticket = driver.request(name, now)
-        assert driver.steps(now) == [f"start {name}"]
+        assert driver.steps(now) == [f"load {name}"]
         driver.core.load_failed(name, now + 1, LoadError("no"))
         assert ticket.error
         assert driver.steps(now + 1) == []
     assert set(driver.states().values()) == {"stopped"}
     later = driver.request("a", 6.0)
     assert not later.settled
-    assert driver.steps(6.0) == ["start a"]
+    assert driver.steps(6.0) == ["load a"]
     driver.core.loaded("a", 7.0)
     assert later.backend == "a"
     driver.sound()
@@ -1085,12 +1085,12 @@ def test_ten_requests_for_a_broken_model_put_the_resident_out_once():
     for n in range(10):
         ticket = driver.request("b", n / 4)
         for step in driver.steps(n / 4):
-            assert step == "stop a"
+            assert step == "evict a"
             driver.core.evicted("a", n / 4)
-            assert driver.steps(n / 4) == ["start b"]
+            assert driver.steps(n / 4) == ["load b"]
             driver.core.load_failed("b", n / 4, LoadError("no"))
             driver.request("a", n / 4, leases=False)
-            assert driver.steps(n / 4) == ["start a"]
+            assert driver.steps(n / 4) == ["load a"]
             driver.core.loaded("a", n / 4)
         assert ticket.error.code == "load_failed"
         assert 1.0 <= ticket.error.retry_after <= 5.0
@@ -1103,7 +1103,7 @@ def test_the_cool_down_doubles_up_to_five_minutes_and_a_success_ends_it():
     now, pauses = 0.0, []
     for _ in range(9):
         driver.request("a", now)
-        assert driver.steps(now) == ["start a"]
+        assert driver.steps(now) == ["load a"]
         driver.core.load_failed("a", now, LoadError("no"))
         pauses.append(driver.core.slots["a"].retry_at - now)
         now = driver.core.slots["a"].retry_at
@@ -1118,7 +1118,7 @@ def test_the_cool_down_doubles_up_to_five_minutes_and_a_success_ends_it():
 def test_nothing_is_started_on_top_of_a_backend_that_could_not_be_stopped():
     driver = Driver(A, B).with_resident("a")
     waiting = driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.evict_failed("a", 2.0, "docker does not answer")
     assert driver.steps(2.0) == []
     assert (waiting.error.status, waiting.error.code) == (503, "stuck")
@@ -1140,11 +1140,11 @@ def test_a_stuck_backend_is_stopped_again_until_it_works():
         assert driver.steps(now) == []
         now += pause
         assert driver.until == now
-        assert driver.steps(now) == ["stop a"]
+        assert driver.steps(now) == ["evict a"]
     late = driver.request("b", now)
     assert not late.settled
     driver.core.evicted("a", now)
-    assert driver.steps(now) == ["start b"]
+    assert driver.steps(now) == ["load b"]
     driver.core.loaded("b", now)
     driver.sound()
 
@@ -1166,7 +1166,7 @@ def test_a_start_that_could_not_be_cleaned_up_is_stuck():
     driver.core.evict_failed("a", 1.0, "half started")
     assert waiting.error.code == "stuck"
     assert driver.request("b", 2.0).error.code == "stuck"
-    assert driver.steps(6.0) == ["stop a"]
+    assert driver.steps(6.0) == ["evict a"]
     early = driver.request("a", 6.5)
     driver.core.evicted("a", 7.0)
     assert driver.request("b", 8.0).error is None
@@ -1178,12 +1178,12 @@ def test_broken_models_that_cannot_be_cleaned_up_at_once_cool_down_all_the_same(
     now, pauses = 0.0, []
     for _ in range(4):
         driver.request("a", now)
-        assert driver.steps(now) == ["start a"]
+        assert driver.steps(now) == ["load a"]
         driver.core.evict_failed("a", now, "half started")
         driver.steps(now)
         assert driver.until == now + 5.0
         now += 5.0
-        assert driver.steps(now) == ["stop a"]
+        assert driver.steps(now) == ["evict a"]
         driver.core.evicted("a", now)
         pauses.append(driver.core.slots["a"].retry_at - now)
         now += pauses[-1]
@@ -1200,7 +1200,7 @@ def test_a_stuck_backend_that_dies_is_gone_and_may_be_loaded_at_once():
     driver.steps(2.0)
     driver.core.died("a", 3.0, "killed")
     driver.request("a", 3.5)
-    assert driver.steps(3.5) == ["start a"]
+    assert driver.steps(3.5) == ["load a"]
 
 
 def test_victims_that_only_drain_are_reprieved_when_another_is_stuck():
@@ -1208,7 +1208,7 @@ def test_victims_that_only_drain_are_reprieved_when_another_is_stuck():
     driver = Driver(*small, backend("c", vram=10), gpus=TEN).with_resident("a").with_resident("b")
     driver.request("b", 1.0)
     driver.request("c", 2.0)
-    assert driver.steps(2.0) == ["stop a"]
+    assert driver.steps(2.0) == ["evict a"]
     late = driver.request("b", 2.5)
     driver.core.evict_failed("a", 3.0, "no")
     assert driver.states() == {"a": "stuck", "b": "ready", "c": "stopped"}
@@ -1225,7 +1225,7 @@ def test_the_resident_that_died_is_loaded_again_for_the_next_request():
     assert not driver.core.slots["a"].holders
     driver.core.release(lease, 2.5)
     later = driver.request("a", 3.0)
-    assert driver.steps(3.0) == ["start a"]
+    assert driver.steps(3.0) == ["load a"]
     driver.core.loaded("a", 4.0)
     assert later.backend == "a"
     driver.sound()
@@ -1237,7 +1237,7 @@ def test_the_last_words_of_who_died_are_kept_until_it_is_back():
     driver.core.died("a", 2.0, "exited with code 137", ["no more memory"])
     assert driver.core.slots["a"].log == ("no more memory",)
     driver.request("a", 3.0)
-    assert driver.steps(3.0) == ["start a"]
+    assert driver.steps(3.0) == ["load a"]
     driver.core.died("a", 3.5, "killed", ["of an earlier run"])
     assert driver.core.slots["a"].log == ("no more memory",)
     driver.core.loaded("a", 4.0)
@@ -1250,7 +1250,7 @@ def test_the_last_words_of_who_died_are_kept_until_it_is_back():
 def loaded(driver, at, name="a"):
     """A request, which has ``name`` loaded."""
     ticket = driver.request(name, at)
-    assert driver.steps(at) == [f"start {name}"]
+    assert driver.steps(at) == [f"load {name}"]
     driver.core.loaded(name, at)
     return ticket
 
@@ -1294,7 +1294,7 @@ def test_one_whole_answer_since_the_load_is_enough_to_be_loaded_again_at_once(an
     driver.core.release(first, 1.0, whole=answered)
     driver.core.died("a", 2.0, "killed")
     assert (driver.request("a", 2.0).error is None) is answered
-    assert driver.steps(2.0) == (["start a"] if answered else [])
+    assert driver.steps(2.0) == (["load a"] if answered else [])
     driver.core.release(other, 3.0, whole=False)
     assert [e.cause for e in driver.log if e.kind == "released"] == [
         None if answered else Cause("incomplete")
@@ -1313,7 +1313,7 @@ def test_a_whole_answer_between_two_such_ends_begins_the_count_anew():
     driver.core.died("a", 9.0, "killed")
     assert driver.core.slots["a"].retry_at == 14.0
     driver.request("a", 14.0)
-    assert driver.steps(14.0) == ["start a"]
+    assert driver.steps(14.0) == ["load a"]
     assert check(driver.log, driver.config) == []
 
 
@@ -1322,7 +1322,7 @@ def test_who_ends_long_after_its_load_is_loaded_again_at_once_whether_it_answere
     loaded(driver, 0.0)
     driver.core.died("a", SOON_SECONDS + 0.5, "killed")
     driver.request("a", SOON_SECONDS + 0.5)
-    assert driver.steps(SOON_SECONDS + 0.5) == ["start a"]
+    assert driver.steps(SOON_SECONDS + 0.5) == ["load a"]
     assert check(driver.log, driver.config) == []
 
 
@@ -1330,9 +1330,9 @@ def test_an_end_soon_after_a_wake_counts_and_that_of_one_that_rests_does_not():
     driver = Driver(backend("a", evict_to=("sleep",)), B).with_resident("a")
     driver.core.release(driver.request("a", 0.0), 0.0)
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.evicted("a", 1.0, how="sleep")
-    assert driver.steps(1.0) == ["start b"]
+    assert driver.steps(1.0) == ["load b"]
     driver.core.loaded("b", 2.0)
     driver.core.died("a", 3.0, "killed")
     assert driver.core.slots["a"].retry_at <= 3.0
@@ -1343,12 +1343,12 @@ def test_how_one_ended_that_was_about_to_be_stopped_is_kept_and_told():
     driver = Driver(A, B).with_resident("a")
     driver.core.release(driver.request("a", 0.0), 0.0)
     waiting = driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.evicted("a", 2.0, died="exited with code 139", log=["segmentation fault"])
     slot = driver.core.slots["a"]
     assert (slot.error, slot.log) == ("exited with code 139", ("segmentation fault",))
     assert driver.log[-1].cause == Cause("died", detail="exited with code 139")
-    assert driver.steps(2.0) == ["start b"]
+    assert driver.steps(2.0) == ["load b"]
     driver.core.loaded("b", 3.0)
     assert waiting.backend == "b"
     driver.sound()
@@ -1357,7 +1357,7 @@ def test_how_one_ended_that_was_about_to_be_stopped_is_kept_and_told():
 def test_one_that_ended_too_soon_and_was_about_to_be_stopped_cools_down_all_the_same():
     driver = Driver(A, B).with_resident("a")
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.evicted("a", 2.0, died="exited with code 139")
     assert "exited with code 139" in driver.request("a", 3.0).error.message
     assert check(driver.log, driver.config) == []
@@ -1366,9 +1366,9 @@ def test_one_that_ended_too_soon_and_was_about_to_be_stopped_cools_down_all_the_
 def test_an_end_that_a_stop_brought_about_late_is_no_death():
     driver = Driver(A).with_resident("a")
     driver.core.unload_requested("a", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.evict_failed("a", 2.0, "no")
-    assert driver.steps(7.0) == ["stop a"]
+    assert driver.steps(7.0) == ["evict a"]
     driver.core.evicted("a", 8.0, died="was killed (code 137)")
     assert (driver.core.slots["a"].error, driver.log[-1].cause) == ("", None)
     assert not driver.request("a", 9.0).settled
@@ -1380,7 +1380,7 @@ def test_the_checker_sees_a_load_before_the_cool_down_of_who_ended_too_soon():
     driver.core.died("a", 1.0, "killed")
     driver.core.slots["a"].retry_at = 0.0
     driver.request("a", 2.0)
-    assert driver.steps(2.0) == ["start a"]
+    assert driver.steps(2.0) == ["load a"]
     assert check(driver.log, driver.config) == ["2.000000 loading a: before its cool-down ended"]
 
 
@@ -1389,7 +1389,7 @@ def test_a_request_that_was_there_when_two_engines_ended_is_not_leased_a_third_t
     before = ()
     for now in (0.0, 60.0):
         held = driver.request("a", now, crashes=before)
-        assert driver.steps(now) == ["start a"]
+        assert driver.steps(now) == ["load a"]
         driver.core.loaded("a", now)
         other = driver.request("a", now)
         driver.core.release(other, now + 1.0)
@@ -1411,7 +1411,7 @@ def test_a_victim_that_dies_in_its_drain_makes_room_at_once():
     driver.request("b", 2.0)
     assert driver.steps(2.0) == []
     driver.core.died("a", 3.0, "killed")
-    assert driver.steps(3.0) == ["start b"]
+    assert driver.steps(3.0) == ["load b"]
     driver.core.loaded("b", 4.0)
     driver.sound()
 
@@ -1434,7 +1434,7 @@ def test_a_load_that_can_never_fit_is_refused_and_disturbs_nobody():
 def test_a_swap_is_credited_with_the_memory_of_those_it_puts_out():
     driver = Driver(backend("a", vram=8), backend("b", vram=9), gpus=TEN).with_resident("a")
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
 
 
 def test_nobody_is_put_out_for_a_model_that_does_not_fit_beside_a_pinned_one():
@@ -1448,16 +1448,16 @@ def test_a_line_that_a_pinned_load_shut_out_is_refused_and_blocks_nobody():
     pinned, small, large = backend("p", vram=6, pin=True), backend("s", vram=4), backend("l", vram=5)
     driver = Driver(pinned, small, large, gpus=TEN)
     driver.request("p", 0.0)
-    assert driver.steps(0.0) == ["start p"]
+    assert driver.steps(0.0) == ["load p"]
     # Already in line when the pinned one arrives:
     driver = Driver(pinned, small, large, gpus=TEN, policy=PinnedFirst())
     shut_out = driver.request("l", 0.0)
     driver.request("p", 1.0)
-    assert driver.steps(1.0) == ["start p"]
+    assert driver.steps(1.0) == ["load p"]
     driver.core.loaded("p", 2.0)
     assert isinstance(shut_out.error, DoesNotFit)
     other = driver.request("s", 100.0)
-    assert driver.steps(100.0) == ["start s"]
+    assert driver.steps(100.0) == ["load s"]
     driver.core.loaded("s", 101.0)
     assert other.backend == "s"
     driver.sound()
@@ -1469,7 +1469,7 @@ def test_who_joins_a_line_while_a_pinned_load_is_under_way_shares_its_fate(loads
     driver = Driver(pinned, large, gpus=TEN, policy=PinnedFirst())
     line = [driver.request("l", 0.0)]
     driver.request("p", 1.0)
-    assert driver.steps(1.0) == ["start p"]
+    assert driver.steps(1.0) == ["load p"]
     line.append(driver.request("l", 1.5))
     assert not any(ticket.settled for ticket in line)
     if loads:
@@ -1478,7 +1478,7 @@ def test_who_joins_a_line_while_a_pinned_load_is_under_way_shares_its_fate(loads
         return
     driver.core.load_failed("p", 2.0, LoadError("no"))
     assert not any(ticket.settled for ticket in line)
-    assert driver.steps(60.0) == ["start l"]  # overdue: this policy would not
+    assert driver.steps(60.0) == ["load l"]  # overdue: this policy would not
     driver.core.loaded("l", 61.0)
     assert [ticket.backend for ticket in line] == ["l", "l"]
     driver.sound()
@@ -1498,9 +1498,9 @@ def test_models_with_declared_memory_are_resident_together_as_long_as_they_fit()
     driver.with_resident("a", 0.0).with_resident("b", 1.0)
     assert driver.states() == {"a": "ready", "b": "ready", "c": "stopped"}
     driver.request("c", 2.0)
-    assert driver.steps(2.0) == ["stop a"]  # used longest ago
+    assert driver.steps(2.0) == ["evict a"]  # used longest ago
     driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["start c"]
+    assert driver.steps(3.0) == ["load c"]
     driver.core.loaded("c", 4.0)
     driver.sound()
 
@@ -1511,13 +1511,13 @@ def test_the_idle_one_of_two_residents_is_put_out():
     driver.request("a", 2.0)
     driver.core.release(driver.request("b", 3.0), 4.0)
     driver.request("c", 5.0)
-    assert driver.steps(5.0) == ["stop b"]
+    assert driver.steps(5.0) == ["evict b"]
 
 
 def test_a_model_without_declared_memory_needs_the_whole_gpu():
     driver = Driver(backend("a", vram=1), B, gpus=TEN).with_resident("a")
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
 
 
 def test_a_model_that_needs_no_gpu_is_loaded_beside_everything():
@@ -1550,7 +1550,7 @@ def test_another_replica_is_loaded_once_the_waiting_have_waited_together_for_a_l
     driver, _ = busy()
     assert driver.steps(0.0) == []
     assert driver.until == 5.0  # two wait behind the first
-    assert driver.steps(5.0) == ["start r1"]
+    assert driver.steps(5.0) == ["load r1"]
     assert driver.log[-1].cause == Cause("replicas_busy", waiting=2)
     driver.core.loaded("r1", 15.0)
     assert driver.request("m", 15.0).backend == "r1"
@@ -1587,11 +1587,11 @@ def test_no_backend_with_requests_is_put_out_for_another_replica():
     other = driver.request("b", 0.0)
     assert driver.steps(1000.0) == []
     driver.core.release(other, 1000.0)
-    assert driver.steps(1000.0) == ["stop b"]
+    assert driver.steps(1000.0) == ["evict b"]
     driver.core.evicted("b", 1001.0)
     for ticket in held:
         driver.core.release(ticket, 1001.0)
-    assert driver.steps(1001.0) == ["start r1"]  # what is begun is finished
+    assert driver.steps(1001.0) == ["load r1"]  # what is begun is finished
 
 
 def test_putting_out_an_idle_model_costs_its_load_too():
@@ -1616,7 +1616,7 @@ def test_requests_that_wait_behind_others_are_taken_back_when_another_replica_co
     driver = Driver(backend("r0", "0", model="m"), backend("r1", "1", model="m"))
     driver.core.adopt("r0", 0.0)
     first, second, third = streamed(driver, 0.0, "r0", "r0", "r0")
-    assert driver.steps(5.0) == ["start r1"]
+    assert driver.steps(5.0) == ["load r1"]
     driver.core.loaded("r1", 15.0)
     assert driver.core.taken_back == [third]
     assert third.severed == Severance(Cause("moved", backend="r1"))
@@ -1661,7 +1661,7 @@ def test_a_pinned_model_is_not_put_out_for_another_replica():
 def test_a_line_goes_before_another_replica():
     driver, _ = busy(backend("b", "1"))
     driver.request("b", 1000.0)
-    assert driver.steps(1000.0) == ["start b"]
+    assert driver.steps(1000.0) == ["load b"]
     driver.core.loaded("b", 1010.0)
     assert driver.steps(1010.0) == []
 
@@ -1674,7 +1674,7 @@ def test_a_policy_may_ask_for_another_replica_itself():
             return SwapTo(seen.spills[0].model, mine) if seen.spills else Stay()
 
     driver, _ = busy(policy=AtOnce())
-    assert driver.steps(0.0) == ["start r1"]
+    assert driver.steps(0.0) == ["load r1"]
     assert driver.log[-1].cause == mine
 
 
@@ -1682,10 +1682,10 @@ def test_the_replica_that_puts_nobody_out_is_loaded():
     driver = Driver(backend("r0", "0", model="m"), backend("r1", "1", model="m"), backend("a", "0"))
     driver.core.adopt("a", 0.0)
     driver.request("m", 1.0)
-    assert driver.steps(1.0) == ["start r1"]
+    assert driver.steps(1.0) == ["load r1"]
     driver.core.load_failed("r1", 2.0, LoadError("no"))
     assert driver.core.queues["m"]  # the other one can still serve it
-    assert driver.steps(2.0) == ["stop a"]
+    assert driver.steps(2.0) == ["evict a"]
 
 
 def test_an_overdue_line_is_overtaken_on_no_gpu_that_one_of_its_replicas_could_use():
@@ -1695,17 +1695,17 @@ def test_an_overdue_line_is_overtaken_on_no_gpu_that_one_of_its_replicas_could_u
     for name in ("a", "c"):
         driver.core.adopt(name, 0.0)
     driver.request("b", 0.5)
-    assert driver.steps(0.5) == ["stop a"]
+    assert driver.steps(0.5) == ["evict a"]
     driver.request("m", 1.0)
-    assert driver.steps(1.0) == ["start r0"]
+    assert driver.steps(1.0) == ["load r0"]
     driver.core.load_failed("r0", 2.0, LoadError("no"))
     assert driver.steps(2.0) == []  # GPU 1 is in a swap
-    assert driver.steps(8.0) == ["start r0"]
+    assert driver.steps(8.0) == ["load r0"]
     driver.core.load_failed("r0", 9.0, LoadError("no"))
     driver.request("d", 12.5)
     assert driver.steps(12.5) == []  # GPU 2 is kept for r1
     driver.core.evicted("a", 13.0)
-    assert driver.steps(13.0) == ["start b"]
+    assert driver.steps(13.0) == ["load b"]
 
 
 def test_two_gpus_of_an_driver_swap_side_by_side():
@@ -1715,10 +1715,10 @@ def test_two_gpus_of_an_driver_swap_side_by_side():
     driver.core.adopt("c", 0.0)
     driver.request("b", 1.0)
     driver.request("d", 1.0)
-    assert driver.steps(1.0) == ["stop a", "stop c"]
+    assert driver.steps(1.0) == ["evict a", "evict c"]
     assert driver.request("d", 1.5).settled is False
     driver.core.evicted("c", 2.0)
-    assert driver.steps(2.0) == ["start d"]
+    assert driver.steps(2.0) == ["load d"]
     driver.core.loaded("d", 3.0)
     assert driver.request("d", 3.5).backend == "d"
     assert driver.state("a") == "evicting"
@@ -1730,18 +1730,18 @@ def test_a_set_over_two_gpus_puts_both_residents_out_and_back():
     driver.core.adopt("a", 0.0)
     driver.core.adopt("b", 0.0)
     driver.request("t", 1.0)
-    assert driver.steps(1.0) == ["stop a", "stop b"]
+    assert driver.steps(1.0) == ["evict a", "evict b"]
     driver.core.evicted("a", 2.0)
     assert driver.steps(2.0) == []
     driver.core.evicted("b", 3.0)
-    assert driver.steps(3.0) == ["start t"]
+    assert driver.steps(3.0) == ["load t"]
     driver.request("b", 4.0)
     assert driver.steps(4.0) == []
     driver.core.loaded("t", 5.0)
     driver.core.release(next(iter(driver.core.slots["t"].holders)), 6.0)
-    assert driver.steps(6.0) == ["stop t"]
+    assert driver.steps(6.0) == ["evict t"]
     driver.core.evicted("t", 7.0)
-    assert driver.steps(7.0) == ["start b"]
+    assert driver.steps(7.0) == ["load b"]
     driver.core.loaded("b", 8.0)
     driver.sound()
 
@@ -1751,13 +1751,13 @@ def test_an_overdue_set_over_two_gpus_is_not_overtaken_by_younger_singles():
     driver = Driver(*singles, backend("t", "0", "1"), max_wait=10.0)
     driver.core.adopt("a", 0.0)
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.request("t", 2.0)
     assert driver.steps(2.0) == []  # GPU 0 is in a swap
     driver.request("c", 13.0)
     assert driver.steps(13.0) == []  # GPU 1 is kept for t
     driver.core.evicted("a", 14.0)
-    assert driver.steps(14.0) == ["start b"]
+    assert driver.steps(14.0) == ["load b"]
     driver.core.loaded("b", 15.0)
     assert driver.steps(15.0) == []
     assert driver.state("b") == "draining"
@@ -1795,7 +1795,7 @@ def served(driver, lone, engines):
         now = min(moments)
         for moment, done in [pair for pair in due if pair[0] == now]:
             due.remove((moment, done))
-            (driver.core.loaded if isinstance(done, Start) else driver.core.evicted)(done.backend, now)
+            (driver.core.loaded if isinstance(done, Load) else driver.core.evicted)(done.backend, now)
         if now % 0.5 == 0:
             driver.request("a", now)
         assert now < 1000.0
@@ -1860,9 +1860,9 @@ def staged(*others):
     """Both stages are resident at 2.0: the first request has brought the second one too."""
     driver = Driver(P, D, *others)
     driver.request("m", 0.0, leases=False)
-    assert driver.steps(0.0) == ["start prefill"]
+    assert driver.steps(0.0) == ["load prefill"]
     driver.core.loaded("prefill", 1.0)
-    assert driver.steps(1.0) == ["start decode"]
+    assert driver.steps(1.0) == ["load decode"]
     driver.core.loaded("decode", 2.0)
     assert driver.steps(2.0) == []
     return driver
@@ -1876,7 +1876,7 @@ def test_a_stage_that_died_is_loaded_again_once_its_model_is_asked():
     driver.core.died("prefill", 3.0, "killed")
     assert driver.steps(3.0) == []
     assert driver.core.request(Ticket(9, "m", 4.0), 4.0)  # the next step is to be asked for
-    assert driver.steps(4.0) == ["start prefill"]
+    assert driver.steps(4.0) == ["load prefill"]
     assert driver.log[-1].cause == Cause("missing_stage")
     assert not driver.core.request(Ticket(10, "m", 5.0), 5.0)
     driver.sound()
@@ -1885,9 +1885,9 @@ def test_a_stage_that_died_is_loaded_again_once_its_model_is_asked():
 def test_who_has_had_work_stays_when_a_stage_could_have_its_place():
     driver = staged(B)
     driver.request("b", 3.0)
-    assert driver.steps(3.0) == ["stop prefill"]
+    assert driver.steps(3.0) == ["evict prefill"]
     driver.core.evicted("prefill", 3.0)
-    assert driver.steps(3.0) == ["start b"]
+    assert driver.steps(3.0) == ["load b"]
     driver.core.loaded("b", 4.0)
     driver.request("m", 5.0)
     assert driver.steps(5.0) == []
@@ -1901,9 +1901,9 @@ def test_a_stage_that_could_not_be_loaded_cools_down():
     driver.request("m", 4.0)
     assert driver.steps(4.0) == []
     driver.request("m", 8.0)
-    assert driver.steps(8.0) == ["start prefill"]
+    assert driver.steps(8.0) == ["load prefill"]
     driver.core.load_failed("prefill", 9.0, LoadError("no"))
-    for at, steps in ((10.0, []), (18.0, []), (19.0, ["start prefill"])):
+    for at, steps in ((10.0, []), (18.0, []), (19.0, ["load prefill"])):
         driver.request("m", at)
         assert driver.steps(at) == steps
 
@@ -2017,7 +2017,7 @@ def test_one_that_died_is_loaded_again_once_its_model_is_asked_so_that_there_are
     assert engines.driver.steps(1.0) == []  # two are left
     core.died("e0", 1.0, "killed")
     assert core.request(Ticket(91, "m", 2.0), 2.0)
-    assert engines.driver.steps(2.0) == ["start e1"]
+    assert engines.driver.steps(2.0) == ["load e1"]
     assert engines.driver.log[-1].cause == Cause("missing_stage")
     core.request(Ticket(92, "m", 3.0), 3.0)
     assert engines.driver.steps(3.0) == []
@@ -2032,7 +2032,7 @@ def test_one_that_died_is_loaded_again_also_if_the_other_may_take_no_more():
     ticket = Ticket(90, "m", 2.0, work=Work(tokens=1000))
     assert engines.driver.core.request(ticket, 2.0)
     assert isinstance(ticket.error, Overloaded)
-    assert engines.driver.steps(2.0) == ["start e1"]
+    assert engines.driver.steps(2.0) == ["load e1"]
 
 
 # Settings per model: idle time-outs
@@ -2042,7 +2042,7 @@ def test_an_idle_model_is_put_out_when_its_ttl_ends_although_nobody_comes():
     driver = Driver(backend("a", ttl=10.0), B).with_resident("a")
     assert driver.until == 10.0
     assert driver.steps(9.9) == []
-    assert driver.steps(10.0) == ["stop a"]
+    assert driver.steps(10.0) == ["evict a"]
     assert driver.log[-1].cause == Cause("idle", seconds=10.0)
     driver.core.evicted("a", 11.0)
     assert (driver.steps(11.0), driver.until) == ([], inf)
@@ -2060,26 +2060,26 @@ def test_a_ttl_counts_from_the_last_answer_and_never_ends_during_one():
     late = driver.request("a", 89.0)
     assert (driver.steps(90.0), driver.until) == ([], inf)
     driver.core.release(late, 91.0)
-    assert driver.steps(101.0) == ["stop a"]
+    assert driver.steps(101.0) == ["evict a"]
 
 
 def test_a_ttl_of_zero_puts_a_model_out_after_its_last_answer():
     driver = Driver(backend("a", ttl=0.0))
     first = driver.request("a", 1.0)
-    assert driver.steps(1.0) == ["start a"]
+    assert driver.steps(1.0) == ["load a"]
     driver.core.loaded("a", 4.0)
     assert (driver.steps(4.0), first.backend) == ([], "a")
     driver.core.release(first, 5.0)
-    assert driver.steps(5.0) == ["stop a"]
+    assert driver.steps(5.0) == ["evict a"]
 
 
 def test_each_of_two_co_residents_has_its_own_ttl():
     driver = Driver(backend("a", vram=5, ttl=10.0), backend("b", vram=5, ttl=30.0), gpus=TEN)
     driver.with_resident("a").with_resident("b")
     assert driver.until == 10.0
-    assert (driver.steps(10.0), driver.until) == (["stop a"], 30.0)
+    assert (driver.steps(10.0), driver.until) == (["evict a"], 30.0)
     driver.core.evicted("a", 11.0)
-    assert driver.steps(30.0) == ["stop b"]
+    assert driver.steps(30.0) == ["evict b"]
 
 
 def test_when_the_ttl_of_the_resident_ends_the_line_that_the_policy_holds_back_has_room_and_goes():
@@ -2087,10 +2087,10 @@ def test_when_the_ttl_of_the_resident_ends_the_line_that_the_policy_holds_back_h
     driver = Driver(backend("a", ttl=10.0), B, policy=patient).with_resident("a")
     waiting = driver.request("b", 5.0)
     assert (driver.steps(5.0), driver.until) == ([], 10.0)
-    assert driver.steps(10.0) == ["stop a"]
+    assert driver.steps(10.0) == ["evict a"]
     assert driver.steps(10.0) == []  # the GPU is not free yet
     driver.core.evicted("a", 11.0)
-    assert driver.steps(11.0) == ["start b"]
+    assert driver.steps(11.0) == ["load b"]
     assert driver.log[-1].cause == Cause("room_free", waiting=1)
     driver.core.loaded("b", 12.0)
     assert waiting.backend == "b"
@@ -2103,7 +2103,7 @@ def test_a_request_during_the_stop_of_an_idle_model_loads_it_again():
     again = driver.request("a", 10.5)
     assert driver.steps(10.5) == []
     driver.core.evicted("a", 11.0)
-    assert driver.steps(11.0) == ["start a"]
+    assert driver.steps(11.0) == ["load a"]
     driver.core.loaded("a", 12.0)
     assert again.backend == "a"
     driver.sound()
@@ -2113,7 +2113,7 @@ def test_the_ttl_of_a_model_that_ran_before_counts_from_its_adoption():
     driver = Driver(backend("a", ttl=10.0))
     driver.core.adopt("a", 3.0)
     assert (driver.steps(3.0), driver.until) == ([], 13.0)
-    assert driver.steps(13.0) == ["stop a"]
+    assert driver.steps(13.0) == ["evict a"]
 
 
 # Settings per model: the shortest stay
@@ -2132,7 +2132,7 @@ def test_a_model_stays_for_its_min_residency_and_the_line_that_waits_for_it_is_t
     assert driver.core.deferred[0] == "b"
     assert driver.request("a", 6.0, leases=False).backend == "a"
     assert driver.steps(22.9) == []
-    assert driver.steps(23.0) == ["stop a"]
+    assert driver.steps(23.0) == ["evict a"]
     assert driver.tell("deferred") == ["deferred b"]
 
 
@@ -2141,7 +2141,7 @@ def test_an_overdue_line_breaks_a_min_residency():
     driver.request("b", 5.0)
     assert (driver.steps(5.0), driver.until) == ([], 15.0)
     assert [event.seconds for event in driver.log if event.kind == "deferred"] == [10.0]
-    assert driver.steps(15.0) == ["stop a"]
+    assert driver.steps(15.0) == ["evict a"]
     assert driver.log[-1].cause == Cause("overdue")
 
 
@@ -2149,22 +2149,22 @@ def test_a_min_residency_holds_nobody_up_who_has_room():
     driver = Driver(backend("a", vram=4, min_residency=100.0), backend("b", vram=4), gpus=TEN)
     driver.with_resident("a")
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["start b"]
+    assert driver.steps(1.0) == ["load b"]
 
 
 def test_another_goes_in_place_of_one_that_may_stay():
     backends = backend("a", vram=5, min_residency=20.0), backend("b", vram=5), backend("c", vram=5)
     driver = Driver(*backends, gpus=TEN).with_resident("a").with_resident("b", 1.0)
     driver.request("c", 2.0)
-    assert driver.steps(2.0) == ["stop b"]  # although a was used longer ago
+    assert driver.steps(2.0) == ["evict b"]  # although a was used longer ago
 
 
 def test_a_min_residency_neither_forbids_an_unload_nor_outlasts_a_ttl():
     driver = Driver(backend("a", min_residency=100.0, ttl=10.0), B).with_resident("a")
-    assert driver.steps(10.0) == ["stop a"]
+    assert driver.steps(10.0) == ["evict a"]
     driver = Driver(backend("a", min_residency=100.0), B).with_resident("a")
     assert driver.core.unload_requested("a", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
 
 
 def test_the_stay_that_is_told_is_that_of_who_is_in_the_way():
@@ -2172,7 +2172,7 @@ def test_the_stay_that_is_told_is_that_of_who_is_in_the_way():
     driver = Driver(backend("a", "0", min_residency=30.0), backend("b", "0"), far, pair)
     for name in "ac":
         driver.request(name, 0.0, leases=False)
-    assert driver.steps(0.0) == ["start a", "start c"]
+    assert driver.steps(0.0) == ["load a", "load c"]
     for name in "ac":
         driver.core.loaded(name, 0.0)
     driver.request("b", 2.0)
@@ -2186,7 +2186,7 @@ def test_a_model_that_ran_before_counts_as_resident_for_long():
     driver = Driver(backend("a", min_residency=100.0), B, policy=watched)
     driver.core.adopt("a", 50.0)
     driver.request("b", 51.0)
-    assert driver.steps(51.0) == ["stop a"]
+    assert driver.steps(51.0) == ["evict a"]
     assert [(r.model, r.since, r.last_used) for r in watched.seen[0].residents] == [("a", -inf, 50.0)]
 
 
@@ -2195,7 +2195,7 @@ def test_no_policy_lets_a_model_that_ran_before_have_its_stay_once_more(policy):
     driver = Driver(A, B, policy=build_policy(policy))
     driver.core.adopt("a", 50.0)
     tickets = [driver.request("b", 51.0) for _ in range(10)]
-    assert driver.steps(51.0) == ["stop a"]
+    assert driver.steps(51.0) == ["evict a"]
     assert not any(ticket.settled for ticket in tickets)
 
 
@@ -2221,11 +2221,11 @@ def test_the_policy_is_not_asked_where_there_is_nothing_to_load_and_nothing_to_p
     assert driver.steps(0.0) == []
     driver.core.adopt("a", 0.0)
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     asked = len(watched.seen)
     driver.request("a", 2.0)
     driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["start b"]
+    assert driver.steps(3.0) == ["load b"]
     assert len(watched.seen) == asked == 1
     driver.core.loaded("b", 4.0)
     assert driver.steps(4.0) == []
@@ -2273,7 +2273,7 @@ def two_lines(policy=None):
     policy = policy or build_policy("eager")
     driver = Driver(backend("low", priority=-1), backend("high", priority=7), C, policy=policy)
     held = driver.request("c", 1.0)
-    assert driver.steps(1.0) == ["start c"]
+    assert driver.steps(1.0) == ["load c"]
     driver.request("low", 2.0)
     driver.request("high", 3.0)
     driver.core.loaded("c", 5.0)
@@ -2284,9 +2284,9 @@ def test_of_two_lines_that_with_the_higher_priority_goes_first():
     driver, held = two_lines()
     driver.steps(5.0)
     driver.core.release(held, 6.0)
-    assert driver.steps(6.0) == ["stop c"]
+    assert driver.steps(6.0) == ["evict c"]
     driver.core.evicted("c", 7.0)
-    assert driver.steps(7.0) == ["start high"]
+    assert driver.steps(7.0) == ["load high"]
 
 
 def test_a_policy_sees_the_lines_in_the_order_of_priority_and_those_alike_in_that_of_age():
@@ -2327,7 +2327,7 @@ def test_a_model_has_the_highest_priority_and_the_shortest_max_wait_of_its_repli
     driver.request("m", 2.0)
     driver.steps(2.0)
     assert [(line.model, line.max_wait) for line in watched.lines()] == [("m", 7.0), ("c", 60.0)]
-    assert driver.steps(9.0) == ["stop a"]
+    assert driver.steps(9.0) == ["evict a"]
 
 
 @pytest.mark.parametrize("own", [5.0, 200.0])
@@ -2337,7 +2337,7 @@ def test_a_line_is_overdue_by_the_max_wait_of_its_own_model(own):
     driver.request("b", 1.0)
     assert (driver.steps(1.0), driver.until) == ([], 1.0 + own)
     assert driver.steps(driver.until - 0.1) == []
-    assert driver.steps(1.0 + own) == ["stop a"]
+    assert driver.steps(1.0 + own) == ["evict a"]
 
 
 def test_a_younger_line_that_is_overdue_goes_before_an_older_one_that_is_not():
@@ -2346,9 +2346,9 @@ def test_a_younger_line_that_is_overdue_goes_before_an_older_one_that_is_not():
     driver.request("b", 1.0)
     driver.request("c", 2.0)
     assert driver.steps(2.0) == []
-    assert driver.steps(7.0) == ["stop a"]
+    assert driver.steps(7.0) == ["evict a"]
     driver.core.evicted("a", 8.0)
-    assert driver.steps(8.0) == ["start c"]
+    assert driver.steps(8.0) == ["load c"]
 
 
 def test_no_line_that_may_still_wait_takes_a_gpu_that_is_kept_for_an_overdue_one():
@@ -2361,12 +2361,12 @@ def test_no_line_that_may_still_wait_takes_a_gpu_that_is_kept_for_an_overdue_one
     driver.request("c", 1.0)
     driver.request("t", 6.0)
     assert driver.steps(6.0) == []
-    assert driver.steps(15.0) == ["stop a"]  # for b
+    assert driver.steps(15.0) == ["evict a"]  # for b
     assert driver.steps(16.0) == []  # GPU 1 is kept for t, though c is older and was held for long enough
     driver.core.evicted("a", 17.0)
-    assert driver.steps(17.0) == ["start b"]
+    assert driver.steps(17.0) == ["load b"]
     driver.core.loaded("b", 18.0)
-    assert driver.steps(18.0) == ["stop d"]
+    assert driver.steps(18.0) == ["evict d"]
     assert driver.core.drains()["b"] == ("t", 48.0)
 
 
@@ -2384,9 +2384,9 @@ def test_what_a_swap_cost_is_its_eviction_and_its_load_without_the_drain_and_wha
     for moment in (1.0, 3.0):  # deferred, then a drains
         assert driver.steps(moment) == []
     driver.core.release(lease, 9.0)
-    assert driver.steps(9.0) == ["stop a"]
+    assert driver.steps(9.0) == ["evict a"]
     driver.core.evicted("a", 11.0)
-    assert driver.steps(11.0) == ["start b"]
+    assert driver.steps(11.0) == ["load b"]
     driver.core.loaded("b", 17.0)
     assert learned(driver) == {("", "a"): (0.0, 0.0, 1), ("a", "b"): (2.0, 6.0, 1)}
 
@@ -2396,12 +2396,12 @@ def test_the_eviction_of_several_victims_lasts_from_the_end_of_the_last_drain_un
     driver = Driver(*small, backend("c", vram=10), gpus=TEN).with_resident("a").with_resident("b")
     lease = driver.request("b", 1.0)
     driver.request("c", 2.0)
-    assert driver.steps(2.0) == ["stop a"]
+    assert driver.steps(2.0) == ["evict a"]
     driver.core.evicted("a", 3.0)
     driver.core.release(lease, 5.0)
-    assert driver.steps(5.0) == ["stop b"]
+    assert driver.steps(5.0) == ["evict b"]
     driver.core.evicted("b", 6.5)
-    assert driver.steps(6.5) == ["start c"]
+    assert driver.steps(6.5) == ["load c"]
     driver.core.loaded("c", 10.5)
     assert learned(driver)["a+b", "c"] == (1.5, 4.0, 1)
 
@@ -2425,10 +2425,10 @@ def test_a_line_is_seen_with_what_its_own_swap_would_cost_first_as_an_estimate_a
     for name, load in (("a", 30.0), ("b", 8.0), ("a", 20.0), ("b", 4.0)):
         lease = driver.request(name, moment)
         for step in driver.steps(moment):
-            if step.startswith("stop"):
+            if step.startswith("evict"):
                 moment += 2.0
-                driver.core.evicted(step.removeprefix("stop "), moment)
-                assert driver.steps(moment) == [f"start {name}"]
+                driver.core.evicted(step.removeprefix("evict "), moment)
+                assert driver.steps(moment) == [f"load {name}"]
         (line,) = watched.lines()
         seen.append((line.evicts, line.evict_seconds, line.load_seconds, line.learned))
         moment += load
@@ -2521,7 +2521,7 @@ def test_an_unload_drains_and_leaves_the_gpu_empty():
     assert driver.core.unload_requested("a", 2.0)
     assert driver.steps(2.0) == []
     driver.core.release(lease, 3.0)
-    assert driver.steps(3.0) == ["stop a"]
+    assert driver.steps(3.0) == ["evict a"]
     driver.core.evicted("a", 4.0)
     assert driver.steps(4.0) == []
     assert not driver.core.unload_requested("a", 5.0)
@@ -2532,11 +2532,11 @@ def test_an_unload_drains_and_leaves_the_gpu_empty():
 def test_a_request_during_an_unload_is_served_after_it():
     driver = Driver(A).with_resident("a")
     driver.core.unload_requested("a", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     ticket = driver.request("a", 2.0)
     assert not ticket.settled
     driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["start a"]
+    assert driver.steps(3.0) == ["load a"]
     driver.core.loaded("a", 4.0)
     assert ticket.backend == "a"
     driver.sound()
@@ -2578,7 +2578,7 @@ def test_what_was_looked_at_and_not_adopted_is_loaded():
     assert driver.steps(1.0) == []
     assert waits.error is None
     driver.core.looked_at("a")
-    assert driver.steps(2.0) == ["start a"]
+    assert driver.steps(2.0) == ["load a"]
 
 
 def test_what_does_not_fit_beside_a_pinned_one_that_is_adopted_is_refused():
@@ -2714,9 +2714,9 @@ def evicted(way):
     """``a`` has been evicted for ``b``, which then ran; it rests by ``way``."""
     driver = Driver(backend("a", evict_to=("sleep",)), B).with_resident("a")
     driver.request("b", 1.0)
-    assert driver.core.next_step(1.0) == Stop("a", "sleep")
+    assert driver.core.next_step(1.0) == Evict("a", "sleep")
     driver.core.evicted("a", 2.0, {"0": 0}, way)
-    assert driver.steps(2.0) == ["start b"]
+    assert driver.steps(2.0) == ["load b"]
     driver.core.loaded("b", 3.0)
     driver.core.release(next(iter(driver.core.slots["b"].holders)), 3.0)
     return driver
@@ -2727,9 +2727,9 @@ def test_a_backend_is_brought_back_by_the_way_it_really_went(way, state):
     driver = evicted(way)
     assert driver.state("a") == state
     driver.request("a", 4.0)
-    assert driver.steps(4.0) == ["stop b"]
+    assert driver.steps(4.0) == ["evict b"]
     driver.core.evicted("b", 5.0)
-    assert driver.core.next_step(5.0) == Start("a", way)
+    assert driver.core.next_step(5.0) == Load("a", way)
 
 
 def test_who_rested_before_we_came_is_brought_back_by_the_way_it_rests():
@@ -2737,9 +2737,9 @@ def test_who_rested_before_we_came_is_brought_back_by_the_way_it_rests():
     assert driver.core.adopt("b", 0.0)
     assert driver.core.adopt_standby("a", 0.0, "sleep-2", {"0": 5})
     driver.request("a", 1.0)
-    assert driver.steps(1.0) == ["stop b"]
+    assert driver.steps(1.0) == ["evict b"]
     driver.core.evicted("b", 2.0)
-    assert driver.core.next_step(2.0) == Start("a", "sleep-2")
+    assert driver.core.next_step(2.0) == Load("a", "sleep-2")
 
 
 def test_a_sleeper_whose_remains_do_not_fit_beside_those_who_run_is_not_taken_over():
@@ -2757,7 +2757,7 @@ def test_who_died_while_standby_is_started_from_nothing():
     driver.request("a", 4.0)
     driver.steps(4.0)
     driver.core.evicted("b", 5.0)
-    assert driver.core.next_step(5.0) == Start("a", "stop")
+    assert driver.core.next_step(5.0) == Load("a", "stop")
 
 
 def test_who_could_not_be_put_out_is_stopped_and_not_asked_to_sleep_again():
@@ -2765,7 +2765,7 @@ def test_who_could_not_be_put_out_is_stopped_and_not_asked_to_sleep_again():
     driver.request("b", 1.0)
     driver.steps(1.0)
     driver.core.evict_failed("a", 2.0, "does not stop")
-    assert driver.core.next_step(10.0) == Stop("a", "stop")
+    assert driver.core.next_step(10.0) == Evict("a", "stop")
 
 
 @pytest.mark.parametrize("how", ["sleep", "stop"])

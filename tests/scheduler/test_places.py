@@ -65,7 +65,7 @@ def test_of_a_line_that_waited_for_the_load_as_many_are_leased_as_there_are_plac
     driver = Driver(TWO)
     waiting = [driver.request("a", at) for at in (1.0, 2.0, 3.0)]
     only_load = driver.request("a", 4.0, leases=False)
-    assert driver.steps(4.0) == ["start a"]
+    assert driver.steps(4.0) == ["load a"]
     driver.core.loaded("a", 9.0)
     assert [each.backend for each in waiting] == ["a", "a", None]
     assert only_load.backend == "a"
@@ -109,14 +109,14 @@ def test_the_line_of_a_model_that_was_put_out_is_overdue_max_wait_after_that_not
     driver.request("b", 100.0)
     assert driver.steps(100.0) == []
     driver.core.release(first, 110.0)
-    assert driver.steps(110.0) == ["stop a"]
+    assert driver.steps(110.0) == ["evict a"]
     driver.core.evicted("a", 111.0)
-    assert driver.steps(111.0) == ["start b"]
+    assert driver.steps(111.0) == ["load b"]
     driver.core.loaded("b", 120.0)
     assert driver.steps(120.0) == []
     assert driver.until == 160.0
     driver.core.release(driver.core.settled[-1], 130.0)
-    assert driver.steps(160.0) == ["stop b"]
+    assert driver.steps(160.0) == ["evict b"]
     assert waiting.backend is None
     assert check(driver.log, driver.config) == []
 
@@ -126,7 +126,7 @@ def test_the_line_of_a_model_that_died_loads_it_again():
     waiting = driver.request("a", 2.0)
     at = driver.core.slots["a"].loaded + SOON_SECONDS + 0.5
     driver.core.died("a", at, "killed")
-    assert driver.steps(at) == ["start a"]
+    assert driver.steps(at) == ["load a"]
     driver.core.loaded("a", 5.0)
     assert waiting.backend == "a"
 
@@ -148,7 +148,7 @@ def test_who_waits_for_a_place_may_wait_for_another_replica():
     driver = Driver(*replicas).with_resident("r0")
     driver.request("m", 1.0)
     waiting = [driver.request("m", 1.0) for _ in range(9)]
-    assert driver.steps(20.0) == ["start r1"]
+    assert driver.steps(20.0) == ["load r1"]
     driver.core.loaded("r1", 21.0)
     assert [each.backend for each in waiting[:2]] == ["r1", None]
     assert check(driver.log, driver.config) == []
@@ -198,12 +198,12 @@ def test_a_line_that_waited_for_a_load_is_taken_in_turns_too_and_a_failed_one_is
     driver = Driver(TWO)
     for sender in "aab":
         driver.request("a", 1.0, sender=sender)
-    assert driver.steps(1.0) == ["start a"]
+    assert driver.steps(1.0) == ["load a"]
     driver.core.load_failed("a", 2.0, LoadError("no"))
     driver.core.settled.clear()
     for sender in "ccd":
         driver.request("a", 100.0, sender=sender)
-    assert driver.steps(100.0) == ["start a"]
+    assert driver.steps(100.0) == ["load a"]
     driver.core.loaded("a", 101.0)
     assert [ticket.sender for ticket in driver.core.settled] == ["c", "d"]
 

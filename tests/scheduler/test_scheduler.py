@@ -53,7 +53,7 @@ def test_a_request_that_waits_has_its_backend_loaded_and_is_woken_then():
     house = House(backend("a"))
     ticket = house.ticket("a", 1.0)
     effects = house.core.requested(ticket, 1.0)
-    assert names(effects.steps) == ["start a"]
+    assert names(effects.steps) == ["load a"]
     assert not ticket.settled
     done = house.core.loaded(effects.steps[0], 4.0, "stop")
     assert (done.woken, done.cut, done.steps) == ([ticket], [], [])
@@ -79,9 +79,9 @@ def test_the_end_of_a_drain_is_the_next_moment_and_cuts_what_still_runs_before_t
     assert (effects.steps, effects.ask_at) == ([], 7.0)
     effects = house.core.time_passed(7.0)
     assert effects.cut == [running]
-    assert names(effects.steps) == ["stop a"]
+    assert names(effects.steps) == ["evict a"]
     assert house.core.released(running, 8.0) is NOTHING, "late, and harmless"
-    assert names(house.core.evicted(effects.steps[0], 9.0).steps) == ["start b"]
+    assert names(house.core.evicted(effects.steps[0], 9.0).steps) == ["load b"]
 
 
 def test_time_that_passes_before_the_moment_has_no_effects_on_who_waits():
@@ -131,8 +131,8 @@ def test_what_one_group_does_with_host_memory_is_settled_with_the_others_at_once
     effects = house.core.requested(house.ticket("b", 1.0), 1.0)
     while not effects.steps and effects.ask_at < 60.0:
         effects = house.core.time_passed(effects.ask_at)
-    assert names(effects.steps) == ["stop a"]
-    assert names(house.core.evicted(effects.steps[0], 20.0).steps) == ["start b"]
+    assert names(effects.steps) == ["evict a"]
+    assert names(house.core.evicted(effects.steps[0], 20.0).steps) == ["load b"]
 
 
 def test_a_request_that_gives_up_is_no_more_and_its_swap_is_not_begun():
@@ -153,7 +153,7 @@ def test_nothing_is_begun_where_it_is_not_known_yet_what_runs():
     house.core.expected(["a", "b"])
     assert house.core.requested(house.ticket("b", 1.0), 1.0).steps == []
     assert house.core.adopted("a", 2.0).steps == []
-    assert names(house.core.looked_at("b", 3.0).steps) == ["stop a"]
+    assert names(house.core.looked_at("b", 3.0).steps) == ["evict a"]
 
 
 def test_what_cannot_stay_beside_what_was_adopted_has_no_effects():

@@ -9,7 +9,7 @@ from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory, below, levels
-from anvil_mux.scheduler.steps import Demote, Start, Stop
+from anvil_mux.scheduler.steps import Demote, Evict, Load
 from anvil_mux.sim.simulate import Engines, Outcome, Request, _Simulation, check, simulate
 from tests.scheduler.test_group import TEN, Driver, backend
 from tests.sim.test_simulate import HOST_MEMORY, LAYOUTS, world
@@ -21,7 +21,7 @@ def asleep(driver, name, at, how="sleep", **holds):
     """Puts an idle resident to rest."""
     driver.core.unload_requested(name, at)
     step = driver.core.next_step(at)
-    assert isinstance(step, Stop)
+    assert isinstance(step, Evict)
     driver.core.evicted(name, at, how=how, **holds)
     return driver
 
@@ -84,9 +84,9 @@ def test_each_rung_has_its_own_time():
 
 def test_a_sleeper_is_woken_for_a_deeper_sleep_while_its_gpu_is_free():
     driver = sleeper("sleep", "sleep-2")
-    assert driver.core.next_step(11.0) == Start("a", "sleep")
+    assert driver.core.next_step(11.0) == Load("a", "sleep")
     driver.core.loaded("a", 12.0, "sleep")
-    assert driver.core.next_step(12.0) == Stop("a", "sleep-2")
+    assert driver.core.next_step(12.0) == Evict("a", "sleep-2")
     driver.core.evicted("a", 13.0, how="sleep-2")
     assert driver.core.slots["a"].level == "sleep-2"
     driver.sound()
@@ -95,14 +95,14 @@ def test_a_sleeper_is_woken_for_a_deeper_sleep_while_its_gpu_is_free():
 def test_it_is_stopped_instead_while_another_has_its_gpu():
     driver = sleeper("sleep", "sleep-2", others=(backend("b"),))
     driver.request("b", 2.0)
-    assert driver.steps(2.0) == ["start b"]
+    assert driver.steps(2.0) == ["load b"]
     driver.core.loaded("b", 3.0)
     assert driver.core.next_step(11.0) == Demote("a", "sleep", "stop")
 
 
 def test_who_is_asked_for_on_the_way_down_stays_up():
     driver = sleeper("sleep", "sleep-2")
-    assert driver.steps(11.0) == ["start a"]
+    assert driver.steps(11.0) == ["load a"]
     ticket = driver.request("a", 11.5)
     driver.core.loaded("a", 12.0, "sleep")
     assert ticket.backend == "a"
@@ -139,7 +139,7 @@ def test_who_cannot_be_stopped_is_tried_again_as_long_as_it_takes():
     assert driver.steps(8.0) == ["demote a"]
     driver.core.evicted("a", 9.0)
     driver.request("c", 9.0)
-    assert driver.steps(9.0) == ["start c"]
+    assert driver.steps(9.0) == ["load c"]
 
 
 # By hand
@@ -174,10 +174,10 @@ def test_a_sleeper_is_put_out_by_hand_only_when_none_of_its_replicas_serves():
     driver.core.unanswering("a", 1.0)
     driver.steps(1.0)
     driver.core.evicted("a", 2.0, how="sleep")
-    for expected in ("stop b", "demote a"):
+    for expected in ("evict b", "demote a"):
         driver.core.unload_requested("m", 3.0)
         assert driver.steps(3.0) == [expected]
-        if expected == "stop b":
+        if expected == "evict b":
             driver.core.evicted("b", 3.0)
 
 
@@ -194,7 +194,7 @@ def sharing():
 def test_a_sleeper_is_left_alone_while_there_is_room_beside_its_residual():
     driver = sharing()
     driver.request("b", 2.0)
-    assert driver.steps(2.0) == ["start b"]
+    assert driver.steps(2.0) == ["load b"]
 
 
 def test_a_sleeper_whose_residual_is_in_the_way_is_put_down_first():
@@ -202,7 +202,7 @@ def test_a_sleeper_whose_residual_is_in_the_way_is_put_down_first():
     driver.request("c", 2.0)
     assert driver.steps(2.0) == ["demote a"]
     driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["start c"]
+    assert driver.steps(3.0) == ["load c"]
     driver.core.loaded("c", 4.0)
     driver.sound()
 
@@ -211,11 +211,11 @@ def test_a_victim_that_keeps_more_than_the_target_leaves_room_for_is_put_down_as
     a, b = backend("a", vram=6, evict_to=("sleep",)), backend("b", vram=9)
     driver = Driver(a, b, gpus=(Gpu("0", vram=10),)).with_resident("a")
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.evicted("a", 2.0, {"0": 3}, "sleep")
     assert driver.steps(2.0) == ["demote a"]
     driver.core.evicted("a", 3.0)
-    assert driver.steps(3.0) == ["start b"]
+    assert driver.steps(3.0) == ["load b"]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_who_is_known_to_keep_too_much_beside_the_target_goes_to_a_lower_rung_at
     for way, amount in residual.items():
         driver.footprints.learn("a", way, {"0": 4}, {"0": amount})
     driver.request("b", 1.0)
-    assert driver.core.next_step(1.0) == Stop("a", expected)
+    assert driver.core.next_step(1.0) == Evict("a", expected)
     told = driver.log[-1].cause
     assert told == (
         Cause("oldest_first", waiting=1) if expected == "sleep" else Cause("standby_full", way="sleep")
@@ -241,7 +241,7 @@ def test_who_is_put_out_for_nobody_keeps_what_it_keeps():
     )
     driver.footprints.learn("a", "sleep", {"0": 4}, {"0": 2})
     driver.core.unload_requested("a", 1.0)
-    assert driver.core.next_step(1.0) == Stop("a", "sleep")
+    assert driver.core.next_step(1.0) == Evict("a", "sleep")
 
 
 def test_a_victim_that_is_not_needed_any_more_stays():
@@ -260,7 +260,7 @@ def test_a_victim_that_is_not_needed_any_more_stays():
     driver.core.evicted(stopping, 4.0)
     other = next(name for name in "abd" if name not in (*draining, stopping))
     driver.core.died(other, 5.0, "killed")
-    assert driver.steps(5.0) == ["start c"]
+    assert driver.steps(5.0) == ["load c"]
     assert driver.state(draining[0]) == "ready"
     for ticket in held.values():
         driver.core.release(ticket, 6.0)
@@ -270,12 +270,12 @@ def test_who_is_to_be_measured_has_its_gpu_to_itself_until_it_has_left_it_once()
     a, b = backend("a", vram_measured=True), backend("b", vram=4)
     driver = Driver(a, b, gpus=(Gpu("0", vram=10),)).with_resident("a")
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.evicted("a", 2.0, freed={"0": 6})
-    assert driver.steps(2.0) == ["start b"]
+    assert driver.steps(2.0) == ["load b"]
     driver.core.loaded("b", 3.0)
     driver.request("a", 4.0)
-    assert driver.steps(4.0) == ["start a"], "6 and 4 fit on 10"
+    assert driver.steps(4.0) == ["load a"], "6 and 4 fit on 10"
 
 
 # The host's memory
@@ -295,7 +295,7 @@ def test_the_least_valuable_sleeper_yields_when_host_memory_is_short():
     asleep(driver, "a", 4.0, host_bytes=6)
     driver.with_resident("b", 5.0)
     driver.core.unload_requested("b", 6.0)
-    assert driver.core.next_step(6.0) == Stop("b", "sleep")
+    assert driver.core.next_step(6.0) == Evict("b", "sleep")
     driver.core.evicted("b", 7.0, how="sleep", host_bytes=6)
     assert driver.core.next_step(7.0) == Demote("b", "sleep", "stop")
     assert driver.state("a") == "standby"
@@ -307,7 +307,7 @@ def test_who_will_not_fit_asleep_takes_the_first_rung_on_which_there_is_room():
     driver.footprints.learn("a", "sleep", {}, {}, host_bytes=8)
     driver.footprints.learn("a", "sleep-2", {}, {}, host_bytes=3)
     driver.core.unload_requested("a", 1.0)
-    assert driver.core.next_step(1.0) == Stop("a", "sleep-2")
+    assert driver.core.next_step(1.0) == Evict("a", "sleep-2")
 
 
 def test_what_needs_more_host_memory_than_there_is_fails_at_once():
@@ -320,9 +320,9 @@ def test_a_resident_on_another_gpu_goes_when_the_host_has_no_room_for_both():
     driver = short(10, backend("a", "0", ram=6), backend("b", "1", ram=6), backend("t", "0", "1"))
     driver.with_resident("a")
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["start b"]
+    assert driver.steps(2.0) == ["load b"]
 
 
 def test_a_line_that_other_drivers_leave_no_host_memory_is_refused_when_it_is_overdue():
@@ -393,9 +393,9 @@ def test_of_two_who_are_to_be_loaded_neither_waits_for_the_other():
     driver.request("a", 4.0)
     assert driver.steps(4.0) == [], "both are to come, and together they do not fit"
     driver.core.release(held, 5.0)
-    assert driver.steps(5.0) == ["stop c"]
+    assert driver.steps(5.0) == ["evict c"]
     driver.core.evicted("c", 6.0)
-    assert driver.steps(6.0) == ["start b", "start a"]
+    assert driver.steps(6.0) == ["load b", "load a"]
 
 
 def test_a_wake_waits_for_no_host_memory_that_it_does_not_take():
@@ -411,7 +411,7 @@ def test_a_wake_waits_for_no_host_memory_that_it_does_not_take():
     assert driver.steps(1.0) == ["demote c"]
     driver.core.evict_failed("c", 2.0, "no")
     driver.request("a", 3.0)
-    assert driver.steps(3.0) == ["start a"]
+    assert driver.steps(3.0) == ["load a"]
 
 
 def test_nobody_is_put_out_for_a_deeper_sleep():
@@ -430,7 +430,7 @@ def test_who_sleeps_in_more_memory_than_there_is_is_stopped_and_started_anew():
     ticket = driver.request("a", 1.0)
     assert driver.steps(1.0) == ["demote a"]
     driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["start a"]
+    assert driver.steps(2.0) == ["load a"]
     driver.core.loaded("a", 3.0)
     assert ticket.backend == "a"
 
@@ -442,12 +442,12 @@ def test_what_a_sleeper_that_was_found_has_pinned_counts_when_it_is_awake_again(
     assert driver.core.adopt_standby("a", 0.0, "sleep", {}, 6)
     assert driver.steps(0.0) == []
     driver.request("a", 1.0)
-    assert driver.steps(1.0) == ["start a"]
+    assert driver.steps(1.0) == ["load a"]
     driver.core.loaded("a", 2.0, "sleep")
     for ticket in list(driver.core.slots["a"].holders):
         driver.core.release(ticket, 2.0)
     driver.request("b", 3.0)
-    assert driver.steps(3.0) == ["stop a"], "awake, it keeps what it had asleep"
+    assert driver.steps(3.0) == ["evict a"], "awake, it keeps what it had asleep"
 
 
 def test_of_sleepers_that_are_found_those_go_that_the_host_has_no_room_for():
@@ -471,7 +471,7 @@ def test_a_sleeper_that_cannot_be_stopped_spares_no_other():
     driver.core.evict_failed("a", 2.0, "no")
     assert driver.steps(2.0) == ["demote b"]
     driver.core.evicted("b", 3.0)
-    assert driver.steps(3.0) == ["start c"]
+    assert driver.steps(3.0) == ["load c"]
 
 
 def test_a_rung_that_keeps_as_much_of_the_host_is_passed_over_when_that_is_short():
@@ -501,30 +501,30 @@ def test_who_is_often_called_stays_high_and_who_is_not_makes_way_for_it():
     driver = often_called()
     assert driver.steps(9.0) == ["demote a"]
     driver.core.evicted("a", 10.0)
-    assert driver.core.next_step(10.0) == Stop("b", "sleep")
+    assert driver.core.next_step(10.0) == Evict("b", "sleep")
     driver.core.evicted("b", 11.0, how="sleep", host_bytes=6)
-    assert driver.steps(11.0) == ["start c"]
+    assert driver.steps(11.0) == ["load c"]
 
 
 def test_a_swap_waits_for_that_no_longer_than_for_a_drain():
     driver = often_called()
     assert driver.steps(9.0) == ["demote a"]
     assert driver.until == 39.0
-    assert driver.core.next_step(39.0) == Stop("b", "stop")
+    assert driver.core.next_step(39.0) == Evict("b", "stop")
 
 
 def test_nobody_makes_way_for_one_that_is_worth_less():
     driver = often_called()
     for at in range(90, 200):
         driver.core.state.models["a"].demand.arrived(at / 10)
-    assert driver.core.next_step(20.0) == Stop("b", "stop")
+    assert driver.core.next_step(20.0) == Evict("b", "stop")
 
 
 def test_who_cannot_make_way_is_not_waited_for():
     driver = often_called()
     assert driver.steps(9.0) == ["demote a"]
     driver.core.evict_failed("a", 10.0, "no")
-    assert driver.core.next_step(10.0) == Stop("b", "stop")
+    assert driver.core.next_step(10.0) == Evict("b", "stop")
 
 
 class Audited(_Simulation):
@@ -568,11 +568,11 @@ def test_the_layouts_are_short_of_memory_indeed():
 def test_every_backend_is_loaded_once_before_anybody_asks():
     a, b = backend("a", evict_to=("sleep",), preload=True), backend("b", preload=True)
     driver = Driver(a, b)
-    assert driver.steps(0.0) == ["start a"]
+    assert driver.steps(0.0) == ["load a"]
     driver.core.loaded("a", 3.0)
-    assert driver.steps(3.0) == ["stop a"]
+    assert driver.steps(3.0) == ["evict a"]
     driver.core.evicted("a", 4.0, how="sleep")
-    assert driver.steps(4.0) == ["start b"]
+    assert driver.steps(4.0) == ["load b"]
     driver.core.loaded("b", 9.0)
     assert driver.steps(9.0) == []
     assert driver.states() == {"a": "standby", "b": "ready"}
@@ -582,11 +582,11 @@ def test_every_backend_is_loaded_once_before_anybody_asks():
 def test_who_was_prepared_and_rests_is_not_stopped_to_prepare_another():
     a, b = backend("a", vram=6, evict_to=("sleep",), preload=True), backend("b", vram=9, preload=True)
     driver = Driver(a, b, backend("c", vram=5, preload=True), gpus=TEN)
-    assert driver.steps(0.0) == ["start a"]
+    assert driver.steps(0.0) == ["load a"]
     driver.core.loaded("a", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.evicted("a", 2.0, {"0": 2}, "sleep")
-    assert driver.steps(2.0) == ["start c"]
+    assert driver.steps(2.0) == ["load c"]
 
 
 def test_nor_to_spare_the_host():
@@ -603,19 +603,19 @@ def test_a_pair_is_prepared_after_those_that_share_its_gpus():
     ]
     driver = Driver(*singles, backend("pair", "0", "1", preload=True))
     for name in "ab":
-        assert driver.steps(0.0) == [f"start {name}"]
+        assert driver.steps(0.0) == [f"load {name}"]
         driver.core.loaded(name, 0.0)
-    assert driver.steps(0.0) == ["stop a", "stop b"]
+    assert driver.steps(0.0) == ["evict a", "evict b"]
     for name in "ab":
         driver.core.evicted(name, 1.0, how="sleep")
-    assert driver.steps(1.0) == ["start pair"]
+    assert driver.steps(1.0) == ["load pair"]
     driver.sound()
 
 
 def test_requests_go_before_preparing():
     driver = Driver(backend("a", preload=True), backend("b"))
     driver.request("b", 0.0)
-    assert driver.steps(0.0) == ["start b"]
+    assert driver.steps(0.0) == ["load b"]
     driver.core.loaded("b", 1.0)
     driver.core.release(next(iter(driver.core.slots["b"].holders)), 2.0)
     assert driver.steps(2.0) == [], "who has had work is not evicted for it"
@@ -624,9 +624,9 @@ def test_requests_go_before_preparing():
 def test_every_replica_is_prepared_for_the_same_reason():
     a, b = (backend(name, gpu, model="m", preload=True) for name, gpu in zip("ab", "01", strict=True))
     driver = Driver(a, b)
-    assert driver.steps(0.0) == ["start a"]
+    assert driver.steps(0.0) == ["load a"]
     driver.core.loaded("a", 3.0)
-    assert driver.steps(3.0) == ["start b"]
+    assert driver.steps(3.0) == ["load b"]
     assert {event.cause for event in driver.log if event.kind == "loading"} == {Cause("preload")}
 
 
@@ -641,7 +641,7 @@ def test_what_fails_to_load_is_not_prepared_again():
 
 def test_a_request_joins_the_load_that_prepares_its_model():
     driver = Driver(backend("a", preload=True))
-    assert driver.steps(0.0) == ["start a"]
+    assert driver.steps(0.0) == ["load a"]
     ticket = driver.request("a", 1.0)
     driver.core.loaded("a", 3.0)
     assert ticket.backend == "a"
@@ -651,7 +651,7 @@ def test_the_first_user_of_a_prepared_model_waits_for_a_wake_only():
     """In virtual time: waking takes 0.5 s, a cold start 30 s."""
 
     def perform(step, nth):
-        if isinstance(step, Start):
+        if isinstance(step, Load):
             return Outcome(0.5 if step.how == "sleep" else 30.0)
         return Outcome(0.25)
 
@@ -671,7 +671,7 @@ def test_memory_that_memory_seen_is_not_given_away():
     assert driver.core.memory_seen({"0": 3})
     assert not driver.core.memory_seen({"0": 3})
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
 
 
 def test_an_engine_that_starts_is_not_taken_for_a_other_process():
@@ -690,7 +690,7 @@ def test_a_line_that_other_processes_leave_no_room_is_refused_when_it_is_overdue
     assert isinstance(ticket.error, GpuMemoryShort)
     other = driver.request("a", 62.0)
     driver.core.memory_seen({})
-    assert driver.steps(63.0) == ["start a"]
+    assert driver.steps(63.0) == ["load a"]
     assert other.error is None
 
 
@@ -698,4 +698,4 @@ def test_who_takes_a_gpu_whole_takes_what_other_processes_leave():
     driver = Driver(backend("a"), gpus=(Gpu("0", vram=10),))
     driver.core.memory_seen({"0": 3})
     driver.request("a", 1.0)
-    assert driver.steps(1.0) == ["start a"]
+    assert driver.steps(1.0) == ["load a"]

@@ -81,7 +81,7 @@ def test_a_request_joins_the_swap_that_is_under_way() -> None:
         " for 20 s at the longest."
     )
     driver.core.release(running, 13.0)
-    assert driver.steps(13.0) == ["stop a"]
+    assert driver.steps(13.0) == ["evict a"]
     assert ask(driver, "b", 13.0).because == "a must leave, then it is loaded."
 
 
@@ -115,9 +115,9 @@ def test_a_load_from_elsewhere_is_better_than_a_guess() -> None:
     driver.costs.learn("c", "b", "stop", 1.0, 4.0)
     assert ask(driver, "b", 1.0).because.endswith("; then its load takes 4.0 s.")
     driver.request("b", 1.0)
-    assert driver.steps(1.0) == ["stop a"]
+    assert driver.steps(1.0) == ["evict a"]
     driver.core.evicted("a", 2.0)
-    assert driver.steps(2.0) == ["start b"]
+    assert driver.steps(2.0) == ["load b"]
     assert ask(driver, "b", 3.0).because == (
         "it has been loading for 1.0 s (25%, 3 s left); loads have taken 4.0 s."
     )

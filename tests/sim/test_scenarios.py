@@ -14,7 +14,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host.swap import Evicted
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.steps import Start, Step
+from anvil_mux.scheduler.steps import Load, Step
 from anvil_mux.sim.simulate import Outcome, Request, simulate
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 
@@ -143,7 +143,7 @@ def test_one_call_of_a_client_that_retries_puts_the_resident_out_once(rig: Rig) 
 def test_one_very_slow_load_does_not_freeze_switching(policy: str) -> None:
     def engines(step: Step, nth: int) -> Outcome:
         return Outcome(
-            (500.0 if step.backend == "b" and nth == 0 else 5.0) if isinstance(step, Start) else 1.0
+            (500.0 if step.backend == "b" and nth == 0 else 5.0) if isinstance(step, Load) else 1.0
         )
 
     backends = (Backend("a", "a", gpus=("0",)), Backend("b", "b", gpus=("0",)))

@@ -14,7 +14,7 @@ from anvil_mux.scheduler.decider import Decider
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES as REGISTRY
 from anvil_mux.scheduler.policies import Stay, SwapTo, Unload
-from anvil_mux.scheduler.steps import Cancel, Start
+from anvil_mux.scheduler.steps import Cancel, Load
 from anvil_mux.sim.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
 
 
@@ -149,7 +149,7 @@ class Hazards:
             return Outcome(tick(draw.choice((0.0, 1.0, 4.0)) * draw.random()), error)
         gentle = step.how == "stop" or random.Random(f"{self.seed} {step.backend} {nth} how").random() > 0.2
         how = None if gentle else "stop"
-        if isinstance(step, Start):
+        if isinstance(step, Load):
             seconds, fate = tick(draw.uniform(1.0, 9.0)), draw.random()
             if fate < self.stuck:
                 return Outcome(seconds, BackendError("cannot be cleaned up"))

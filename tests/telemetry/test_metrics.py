@@ -21,7 +21,7 @@ from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.status import BackendState, GpuState, ModelState, Status
-from anvil_mux.scheduler.steps import Cancel, Start, Stop, Ticket
+from anvil_mux.scheduler.steps import Cancel, Evict, Load, Ticket
 from anvil_mux.sim.simulate import Engines, Request, simulate
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.gauges import STATES
@@ -106,7 +106,7 @@ class History:
 
     def load(self, model: str, now: float, ready: float) -> Ticket:
         ticket = self.request(model, now)
-        assert isinstance(self.driver.next_step(now), Start)
+        assert isinstance(self.driver.next_step(now), Load)
         self.driver.loaded(model, ready)
         return ticket
 
@@ -118,9 +118,9 @@ def test_a_swap_is_counted_and_timed() -> None:
     history.request("b", 20.0)
     driver.next_step(20.0)
     driver.release(leased, 23.0)
-    assert isinstance(driver.next_step(23.0), Stop)
+    assert isinstance(driver.next_step(23.0), Evict)
     driver.evicted("a", 27.0)
-    assert isinstance(driver.next_step(27.5), Start)
+    assert isinstance(driver.next_step(27.5), Load)
     driver.loaded("b", 40.0)
     seen = history.metrics
     assert phases(seen) == {("a", "drain"): 3.0}
@@ -170,11 +170,11 @@ def test_a_swap_of_several_victims_is_one_swap() -> None:
     driver.release(history.load("a", 0.0, 1.0), 1.0)
     driver.release(history.load("c", 1.0, 2.0), 2.0)
     history.request("both", 10.0)
-    assert isinstance(driver.next_step(10.0), Stop)
-    assert isinstance(driver.next_step(11.0), Stop)
+    assert isinstance(driver.next_step(10.0), Evict)
+    assert isinstance(driver.next_step(11.0), Evict)
     driver.evicted("a", 12.0)
     driver.evicted("c", 15.0)
-    assert isinstance(driver.next_step(15.0), Start)
+    assert isinstance(driver.next_step(15.0), Load)
     driver.loaded("both", 20.0)
     seen = history.metrics
     assert swaps(seen, "several", "both", "stop", "ok") == 1
@@ -389,7 +389,7 @@ def test_a_reprieve_is_one_swap_that_did_not_come_about() -> None:
 def test_a_load_that_was_cancelled_is_neither_a_failure_nor_a_death() -> None:
     history = History()
     history.request("a", 0.0)
-    assert isinstance(history.driver.next_step(0.0), Start)
+    assert isinstance(history.driver.next_step(0.0), Load)
     history.driver.unload_requested("a", 2.0)
     assert isinstance(history.driver.next_step(2.0), Cancel)
     history.driver.load_cancelled("a", 3.0)
