@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from anvil_mux.clock import Latch
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.keys import Keyring
 from anvil_mux.errors import Cancelled
-from anvil_mux.host.swap import Evicted, Loaded
+from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.relay import Relay
@@ -276,12 +275,16 @@ class Mechanism:
     end: str | None = None
     well: bool | None = True
     log: list[str] = field(default_factory=list)
+    cancelled: dict[str, int] = field(default_factory=dict)
 
-    def load(self, backend: Backend, how: str, cancelled: Latch) -> Loaded:
+    def cancel(self, backend: Backend, number: int) -> None:
+        self.cancelled[backend.name] = number
+
+    def load(self, backend: Backend, how: str, number: int) -> Loaded:
         self.loading.release()
         give_up = time.monotonic() + GUARD
         while not self.gate.wait(0.01):
-            if cancelled.wait(0.0):
+            if number <= self.cancelled.get(backend.name, 0):
                 raise Cancelled("it was cancelled")
             assert time.monotonic() < give_up
         if self.failure:
@@ -297,7 +300,7 @@ class Mechanism:
     def answers(self, backend: Backend, limit: float) -> bool | None:
         return self.well
 
-    def last_words(self, backend: Backend) -> list[str]:
+    def log_tail(self, backend: Backend) -> list[str]:
         return self.log
 
 
@@ -311,11 +314,11 @@ class OnePort(Mechanism):
         self._port = 0
         self.ended_engines: list[FakeEngine] = []
 
-    def load(self, backend: Backend, how: str, cancelled: Latch) -> Loaded:
+    def load(self, backend: Backend, how: str, number: int) -> Loaded:
         engine = self.engines[backend.name] = FakeEngine(self._port)
         engine.answer = self._answer
         self._port = engine.address[1]
-        return super().load(backend, how, cancelled)
+        return super().load(backend, how, number)
 
     def evict(self, backend: Backend, how: str) -> Evicted:
         engine = self.engines.pop(backend.name)

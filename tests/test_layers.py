@@ -12,6 +12,7 @@ import anvil_mux
 ORDER = (
     "errors",
     "clock",
+    "state",
     "protocol",
     "config",
     "routing",

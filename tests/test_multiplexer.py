@@ -22,7 +22,7 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
-from anvil_mux.host.swap import Evicted, Loaded
+from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.multiplexer import multiplexer
 from anvil_mux.multiplexer.doubts import KNOWN_SECONDS, REFUSED_SECONDS
 from anvil_mux.multiplexer.multiplexer import Multiplexer
@@ -50,11 +50,18 @@ class VirtualEngines:
         self._perform = perform
         self._package = package
         self._steps = {}
+        self._latches = {}
         self.calls = []
 
-    def load(self, backend, how, cancelled):
+    def _cancelled(self, backend, number):
+        return self._latches.setdefault((backend.name, number), self._clock.latch())
+
+    def cancel(self, backend, number):
+        self._cancelled(backend, number).set()
+
+    def load(self, backend, how, number):
         begun, outcome = self._clock.now(), self._begin(Load(backend.name, how))
-        if cancelled.wait(outcome.seconds):
+        if self._cancelled(backend, number).wait(outcome.seconds):
             outcome = self._cut_short(backend.name, outcome, begun + outcome.seconds)
         self._raise(outcome)
         return Loaded(f"http://127.0.0.1:{1000 + len(self.calls)}", outcome.how or how)
@@ -73,7 +80,7 @@ class VirtualEngines:
     def answers(self, backend, limit):
         return True
 
-    def last_words(self, backend):
+    def log_tail(self, backend):
         return []
 
     def _cut_short(self, name, outcome, ends):
@@ -818,7 +825,7 @@ def test_how_a_backend_ended_is_waited_for_where_that_is_known_late(seed):
         known = stage.clock.now() + 0.5
         stage.engines.ended = lambda backend: "exited with code 139" if stage.clock.now() >= known else None
         stage.engines.answers = lambda backend, limit: False
-        stage.engines.last_words = lambda backend: ["segmentation fault"]
+        stage.engines.log_tail = lambda backend: ["segmentation fault"]
         crashes = []
 
         def fail():
@@ -1057,7 +1064,7 @@ class GatedEngines:
         self.may_load = {name: threading.Event() for name in "ab"}
         self.calls = []
 
-    def load(self, backend, how, cancelled):
+    def load(self, backend, how, number):
         self.calls.append(f"load {backend.name}")
         self.loading[backend.name].set()
         if not self.may_load[backend.name].wait(30.0):

@@ -69,7 +69,7 @@ MUTANTS = {
     ),
     "a cancel is lost": (
         "multiplexer",
-        "                job.cancelled.set()\n",
+        "                self._host.cancel(job.backend, job.step.number)\n",
         "                pass\n",
     ),
     "the timer is not set anew": (
@@ -352,14 +352,14 @@ SCRIPTED = {
             "        for ticket in effects.cut:\n"
             "            _cut(ticket)\n"
             "        for job in jobs:\n"
-            "            if isinstance(job.step, Cancel) and job.cancelled:\n"
-            "                job.cancelled.set()\n"
+            "            if isinstance(job.step, Cancel):\n"
+            "                self._host.cancel(job.backend, job.step.number)\n"
             "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
             "        if begun:\n"
             "            self._workers.submit(begun)\n",
             "        for job in jobs:\n"
-            "            if isinstance(job.step, Cancel) and job.cancelled:\n"
-            "                job.cancelled.set()\n"
+            "            if isinstance(job.step, Cancel):\n"
+            "                self._host.cancel(job.backend, job.step.number)\n"
             "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
             "        if begun:\n"
             "            self._workers.submit(begun)\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -66,23 +65,14 @@ def configuration(
     """Load the configuration; ``here``: it has to work on this machine."""
     from anvil_mux import plugins
     from anvil_mux.config import composefile, config
+    from anvil_mux.host import check
 
     present = {}
-    if "NVIDIA_VISIBLE_DEVICES" in os.environ or os.path.exists("/dev/nvidiactl"):
-        from anvil_mux.host.gpu import probe
-
-        for reading in probe().readings:
-            gpu = config.Gpu(reading.id, vram=reading.total)
-            present[reading.id] = present[reading.uuid] = gpu
+    for found in check.gpus_here():
+        present[found.id] = present[found.uuid] = config.Gpu(found.id, vram=found.total)
     return plugins.load(
         files or composefile.find_files(Path.cwd()),
         present=present,
         overrides=overrides,
-        judge=_why_not_checkpoint if here else None,
+        judge=check.why_not_checkpoint if here else None,
     )
-
-
-def _why_not_checkpoint(gpus: Sequence[str], insist: bool) -> str | None:
-    from anvil_mux.host.checkpoint import Checkpointer
-
-    return Checkpointer().why_not(gpus, insist=insist)

@@ -216,8 +216,8 @@ def ask_mux(given: argparse.Namespace, method: str, path: str, body: object = No
 def _url(given: argparse.Namespace) -> str:
     """The address: as given, of the one that serves the file at hand, by that file, or the default."""
     from anvil_mux.config.composefile import find_files
-    from anvil_mux.host.process import state_folder
     from anvil_mux.serve import remote
+    from anvil_mux.state import state_folder
 
     url = given.url or os.environ.get("ANVIL_URL")
     if not url:

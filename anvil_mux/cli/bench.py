@@ -32,20 +32,20 @@ from dataclasses import replace
 from socket import socketpair
 from urllib.parse import urlsplit
 
-from anvil_mux.cli.byhand import Asker, Docker, Hand
+from anvil_mux.cli.byhand import Asker
 from anvil_mux.cli.tally import Burst, TimedPhase, TimedSwap, phases
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, MuxError
-from anvil_mux.host import gpu
-from anvil_mux.host.freed import Memory
-from anvil_mux.host.swap import Runtime, Swapper
+from anvil_mux.host import byhand
+from anvil_mux.host.local import LocalHost, open_host
+from anvil_mux.host.seam import HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.relay import Exchange, Relay
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import LeastRecentlyUsed
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.policies import Eager
-from anvil_mux.serve.program import build_runtime, locked
+from anvil_mux.serve.locking import locked
 
 SLACK_SECONDS = 60.0
 BUSY_PAUSE = 0.1
@@ -73,24 +73,30 @@ def measure(
     swaps: list[TimedSwap] = []
     bursts: list[Burst] = []
     failed: list[str] = []
+    told: list[TimedPhase] = []
+
+    def took(backend: Backend, phase: str, seconds: float) -> None:
+        """Note a phase, in a worker's thread."""
+        told.append(TimedPhase(time.monotonic(), phase, seconds))
+
     with locked(config) as lock, _ended_by_sigterm():
-        runtime = build_runtime(config, lock)
+        host = open_host(HostConfig.of(config), lock, took)
         try:
-            for name in runtime.running():
+            for name in host.running():
                 say(f"stopping {name}, which runs already")
-                runtime.stop(next(backend for backend in config.backends if backend.name == name))
+                host.stop(next(backend for backend in config.backends if backend.name == name))
             for way, members in rings(config):
                 try:
-                    ring = _Ring(config, runtime, members, way, say)
+                    ring = _Ring(config, host, members, way, told=told, say=say)
                     swaps += ring.run(repeat, burst if way == "stop" else 0)
                     bursts += ring.bursts
                 except MuxError as error:
                     who = ", ".join(backend.name for backend in members)
                     failed.append(f"{who} by {way}: {error.message}")
-                if left := ", ".join(runtime.running()):
+                if left := ", ".join(host.running()):
                     raise BackendError(f"{left} could not be stopped: {'; '.join(failed)}")
         finally:
-            runtime.close()
+            host.close()
     return swaps, bursts, failed
 
 
@@ -139,13 +145,6 @@ def _plain(backend: Backend, way: str) -> Backend:
     )
 
 
-def _bus(backend: Backend) -> float | None:
-    """Bytes per second that the buses of its GPUs carry together; None where one of them is unknown."""
-    known, found = gpu.buses(), gpu.probe()
-    links = [known.get(reading.id) for each in backend.gpus if (reading := found.find(each))]
-    return sum(link or 0.0 for link in links) if links and all(links) else None
-
-
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """Let SIGTERM end the command as Ctrl-C does, so that it cleans up."""
@@ -162,24 +161,23 @@ class _Ring:
     def __init__(
         self,
         config: Config,
-        runtime: Runtime,
+        host: LocalHost,
         members: Iterable[Backend],
         way: str,
+        *,
+        told: list[TimedPhase],
         say: Callable[[str], object],
     ) -> None:
-        self._runtime = runtime
+        self._host = host
         self._way = way
         self._say = say
         self._members = [_plain(member, way) for member in members]
         patience = sum(each.load_timeout + each.stop_timeout + SLACK_SECONDS for each in self._members)
-        probe = gpu.probe if gpu.probe().readings else None
-        self._memory = Memory(probe)
         self._residual: dict[str, int] = {}
         """Backend -> the GPU memory that it still held in standby."""
-        self._swapper = Swapper(runtime, probe=probe, told=self._tell)
-        self._hand: Hand = Docker(config.project) if config.runtime == "compose" else runtime
+        self._hand = byhand.hand(host, HostConfig.of(config))
         self._asker = Asker()
-        self._buses = {member.name: _bus(member) for member in self._members}
+        self._buses = {member.name: byhand.bus(member) for member in self._members}
         self._mux = Multiplexer(
             replace(
                 config,
@@ -189,13 +187,13 @@ class _Ring:
                 drain_timeout=patience,
                 queue_timeout=patience,
             ),
-            self._swapper,
+            host,
             log=self._observe,
         )
         self.bursts: list[Burst] = []
         # Of the swap that is being measured:
         self._log: list[Event] = []
-        self._told: list[TimedPhase] = []
+        self._told = told
         self._missing: set[str] = set()
         self._under_way = threading.Event()
 
@@ -255,13 +253,14 @@ class _Ring:
             busy = any(model.state in ("loading", "evicting") for model in self._mux.status().models)
             with ExitStack() as stops:
                 for member in self._members:
-                    stops.callback(self._runtime.stop, member)
+                    stops.callback(self._host.stop, member)
             time.sleep(BUSY_PAUSE if busy else 0.0)
 
     # Through the multiplexer
 
     def _swap(self, before: Backend, after: Backend, pool: ThreadPoolExecutor) -> _Measured:
-        self._log, self._told, self._missing = [], [], {"draining", "queued"}
+        self._log, self._missing = [], {"draining", "queued"}
+        self._told.clear()
         self._under_way.clear()
         with self._mux.lease(before.name):
             if before is after:
@@ -275,8 +274,7 @@ class _Ring:
         """The GPU memory that came back with it, as NVML tells or as declared; None where nobody knows."""
         if self._way == "freeze":
             return None
-        held = self._memory.held(backend, lambda: self._runtime.pids(backend), resident=True)
-        amount = sum(held.bytes.values()) or (backend.vram or 0) * len(backend.gpus)
+        amount = byhand.held(self._host, backend)
         return max(amount - self._residual.get(backend.name, 0), 0) or None
 
     def _observe(self, event: Event) -> None:
@@ -285,10 +283,6 @@ class _Ring:
         self._missing.discard(event.kind)
         if not self._missing:
             self._under_way.set()
-
-    def _tell(self, backend: Backend, phase: str, seconds: float) -> None:
-        """Note a phase, in a worker's thread."""
-        self._told.append(TimedPhase(time.monotonic(), phase, seconds))
 
     def _ask_multiplexer(self, backend: Backend) -> float:
         with self._mux.lease(backend.name) as lease:
@@ -359,9 +353,9 @@ class _Ring:
             self._hand.stop(before)
             url = self._hand.start(after)
         else:
-            evicted = self._swapper.evict(before, self._way)
+            evicted = self._host.evict(before, self._way)
             self._residual[before.name] = sum(evicted.residual.values())
-            loaded = self._swapper.load(after, self._way)
+            loaded = self._host.load(after, self._way)
             if loaded.how == "stop":
                 raise BackendError(f"{after.name} had to be started anew: it did not wake by {self._way}")
             url = loaded.url

@@ -1,76 +1,20 @@
-"""A swap by hand, without anvil-mux: Docker's commands, and a request that is answered."""
+"""Requests that show that a backend answers, as somebody sends them who has no anvil-mux."""
 
 from __future__ import annotations
 
 import http.client
 import json
-import math
-import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.host import compose
-from anvil_mux.host.container import base_url
-from anvil_mux.host.docker import Engine
-from anvil_mux.host.endpoint import find_endpoint
-from anvil_mux.host.engine import api_key, listen_port
 from anvil_mux.proxy.connections import Address
 
 ASK_PAUSE = 0.01
 """Seconds between two attempts to get an answer."""
 CONNECT_SECONDS = 1.0
-DOCKER_SECONDS = 60.0
-
-
-class Hand(Protocol):
-    """A hand that stops and starts a service; every swap.Runtime is one."""
-
-    def stop(self, backend: Backend) -> None: ...
-    def start(self, backend: Backend) -> str: ...
-
-
-class Docker:
-    """Docker's own commands, as a person types them who knows the container.
-
-    Its address is looked up while it loads, so that costs nothing.
-    """
-
-    def __init__(self, project: str) -> None:
-        self._project = project
-        self._engine = Engine(find_endpoint(os.environ))
-        self._ids: dict[str, str] = {}
-
-    def stop(self, backend: Backend) -> None:
-        grace = math.ceil(backend.stop_timeout)
-        self._run(["docker", "stop", "-t", str(grace), self._id(backend)], grace)
-
-    def start(self, backend: Backend) -> str:
-        id = self._id(backend)
-        self._run(["docker", "start", id])
-        container = self._engine.inspect(id)
-        url = base_url(container, listen_port(backend)) if container else None
-        if url is None:
-            raise BackendError(f"service {backend.name} has no address")
-        return url
-
-    def _id(self, backend: Backend) -> str:
-        if backend.name not in self._ids:
-            listed = self._engine.containers(self._project, backend.service_name)
-            found = [container for id, _ in listed if (container := self._engine.inspect(id))]
-            scaled = backend.service.scale > 1
-            fit = [each.id for each in found if not scaled or each.number == backend.service.number]
-            if not fit:
-                raise BackendError(f"service {backend.name} has no container")
-            self._ids[backend.name] = fit[0]
-        return self._ids[backend.name]
-
-    def _run(self, argv: Sequence[str], grace: float = 0.0) -> None:
-        done = compose.run(argv, grace + DOCKER_SECONDS, env=os.environ)
-        if done.code:
-            raise BackendError(f"`{compose.shown(argv)}` failed: {done.last_line}")
 
 
 class Asker:
@@ -148,7 +92,7 @@ class SampleQuestion(NamedTuple):
 
 
 def _headers(backend: Backend) -> dict[str, str]:
-    key = api_key(backend.service)
+    key = backend.service.api_key
     return {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
 
 

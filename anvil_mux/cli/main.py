@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from functools import partial
@@ -237,8 +237,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(given: argparse.Namespace) -> int:
-    from anvil_mux.serve.program import Options, serve
-    from anvil_mux.serve.program import say as tell
+    from anvil_mux.serve.options import Options
+    from anvil_mux.serve.program import serve
+    from anvil_mux.serve.terminal import say as tell
 
     config = _configuration_served(given)
     for warning in config.warnings if given.verbosity >= 0 else ():
@@ -270,11 +271,14 @@ def _configuration_served(given: argparse.Namespace) -> Config:
 
 
 def _check(given: argparse.Namespace) -> int:
-    from anvil_mux.serve.program import open_address, secrets
+    from anvil_mux.host import check
+    from anvil_mux.host.seam import HostConfig
+    from anvil_mux.serve.credentials import open_address, secrets
 
     config = configuration(given.files, here=True)
     keyring, _ = secrets(config)
-    warnings = [*config.warnings, *_slow_loads(config), *_missing_images(config), *_missing_rights(config)]
+    warnings = [*config.warnings, *_slow_loads(config), *_missing_images(config)]
+    warnings += check.missing_rights(HostConfig.of(config))
     warnings += filter(None, [open_address(config, keyring)])
     rows = [_backend_row(config, backend) for backend in config.backends]
     if given.json:
@@ -303,8 +307,8 @@ def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:
 
 def _slow_loads(config: Config) -> list[str]:
     """A warning for each model whose load, as it was learned, takes longer than a request may wait."""
-    from anvil_mux.host.process import state_folder
     from anvil_mux.serve.learned import LearnedFile
+    from anvil_mux.state import state_folder
 
     known = LearnedFile(state_folder(config.project, os.environ), say).read(config)
     slowest: dict[str, float] = {}
@@ -320,38 +324,14 @@ def _slow_loads(config: Config) -> list[str]:
 
 def _missing_images(config: Config) -> list[str]:
     """A warning for each image that Docker does not have."""
-    if config.runtime != "compose":
-        return []
-    from anvil_mux.host.containers import missing_images
+    from anvil_mux.host import check
+    from anvil_mux.host.seam import HostConfig
 
     try:
-        return missing_images(config.backends)
+        return check.missing_images(HostConfig.of(config))
     except MuxError as error:
         say(f"note: images were not looked for: {error.message}")
         return []
-
-
-def _missing_rights(config: Config) -> list[str]:
-    """A warning for each right that a checkpoint needs, and whoever runs this has not."""
-    backends = [backend for backend in config.backends if "checkpoint" in backend.evict_to]
-    if not backends:
-        return []
-    from anvil_mux.host.checkpoint import Rights, owners
-    from anvil_mux.host.containers import user_of
-    from anvil_mux.serve.program import build_runtime
-
-    rights, runtime = Rights.here(), build_runtime(config)
-    contained = config.runtime == "compose"
-    lacking: dict[str, list[str]] = {}
-    for backend in backends:
-        users: set[int] = set()
-        with suppress(MuxError):  # Docker is away, which is told where images are looked for
-            users |= owners(runtime.pids(backend))
-        if not users and contained and (user := user_of(backend, os.environ)) is not None:
-            users = {user}
-        for what in rights.lacks(users, contained=contained):
-            lacking.setdefault(what, []).append(backend.name)
-    return [f"{', '.join(names)}: checkpoint may fail: {what}" for what, names in lacking.items()]
 
 
 def _config(given: argparse.Namespace) -> int:
@@ -442,7 +422,8 @@ def _print_docs(title: str, rows: Iterable[Sequence[str]]) -> None:
 
 
 def _logs(given: argparse.Namespace) -> int:
-    from anvil_mux.serve.program import build_runtime
+    from anvil_mux.host.local import open_host
+    from anvil_mux.host.seam import HostConfig
 
     url = given.url or (None if given.files else os.environ.get("ANVIL_URL"))
     place = _place(url) if url else None
@@ -456,17 +437,17 @@ def _logs(given: argparse.Namespace) -> int:
     if given.follow and len(backends) > 1:
         names = ", ".join(b.name for b in backends)
         raise BackendError(f"{given.model} has several services; follow one of them: {names}")
-    runtime = build_runtime(config)
+    host = open_host(HostConfig.of(config))
     for backend in backends:
-        lines = runtime.follow_log(backend) if given.follow else runtime.log_tail(backend, given.lines)
+        lines = host.follow_log(backend) if given.follow else host.log_tail(backend, given.lines)
         asking.print_log(given, backend.name, lines, headed=len(backends) > 1)
     return 0
 
 
 def _place(url: str) -> RunningMux | None:
     """The anvil-mux at this address, if it says that it runs here."""
-    from anvil_mux.host.process import state_folder
     from anvil_mux.serve import remote
+    from anvil_mux.state import state_folder
 
     found = remote.places(state_folder("", os.environ))
     return next((each for each in found if each.url == asking.with_scheme(url)), None)
@@ -475,8 +456,8 @@ def _place(url: str) -> RunningMux | None:
 def _files_served() -> Sequence[str]:
     """The files of the one anvil-mux that runs here, where no compose file is at hand."""
     from anvil_mux.config.composefile import find_files
-    from anvil_mux.host.process import state_folder
     from anvil_mux.serve import remote
+    from anvil_mux.state import state_folder
 
     try:
         find_files(Path.cwd())

@@ -10,9 +10,9 @@ Pure.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
-from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, fields_of
 
 OURS = tuple(fields_of(SERVICE_SETTINGS, lambda setting: setting.live))
@@ -21,6 +21,15 @@ LATER = tuple([name for key, setting in SETTINGS.items() for name in setting.wai
 """Fields of the whole that change at the next start."""
 TLS = ("tls_cert", "tls_key")
 """The files of TLS: others may take their place, but encryption itself is not begun or ended."""
+
+
+class Described(Protocol):
+    """The part of a configuration by which it is known what goes on; ``Config`` has it."""
+
+    @property
+    def backends(self) -> tuple[Backend, ...]: ...
+    @property
+    def gpus(self) -> tuple[Gpu, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +61,15 @@ def compare(old: Config, new: Config) -> Change:
     """Compare ``old`` with ``new``, which takes its place."""
     before = {backend.name: backend for backend in old.backends}
     after = {backend.name: backend for backend in new.backends}
-    common = [name for name in before if name in after]
+    changed = replaced(old, new)
+    kept = [name for name in before if name in after and name not in changed]
     resized = _resized(old, new)
-    kept = [n for n in common if _goes_on(before[n], after[n]) and resized.isdisjoint(before[n].gpus)]
     different = [key for key in SETTINGS if key != "gpus" and _values(old, key) != _values(new, key)]
     effective = within(old, new)
     own = [f"{name}.{key}" for name in kept for key in OURS if _differ(before[name], after[name], key)]
     return Change(
         kept=tuple(kept),
-        changed=tuple(name for name in common if name not in kept),
+        changed=tuple(changed),
         removed=tuple(name for name in before if name not in after),
         added=tuple(name for name in after if name not in before),
         settings=(
@@ -70,6 +79,18 @@ def compare(old: Config, new: Config) -> Change:
         ),
         later=tuple(key for key in different if _values(effective, key) != _values(new, key)),
     )
+
+
+def replaced(old: Described, new: Described) -> list[str]:
+    """The names of the backends that both describe, and of which what runs does not go on."""
+    after = {backend.name: backend for backend in new.backends}
+    resized = _resized(old, new)
+    return [
+        name
+        for backend in old.backends
+        if (name := backend.name) in after
+        and not (_goes_on(backend, after[name]) and resized.isdisjoint(backend.gpus))
+    ]
 
 
 def within(old: Config, new: Config) -> Config:
@@ -82,7 +103,7 @@ def within(old: Config, new: Config) -> Config:
     return replace(new, **fixed)
 
 
-def _resized(old: Config, new: Config) -> set[str]:
+def _resized(old: Described, new: Described) -> set[str]:
     """The GPUs whose memory is known to be another now."""
     before = {gpu.id: gpu for gpu in old.gpus}
     return {gpu.id for gpu in new.gpus if before.get(gpu.id, gpu) != gpu}

@@ -57,6 +57,17 @@ class Service:
     digest: str = field(default="", compare=False)
     """A digest of the whole description, as it was read."""
 
+    @property
+    def api_key(self) -> str | None:
+        """The key that its own command or environment makes the engine ask for."""
+        environment = dict(self.environment)
+        keys = (
+            *service.flag_values(self.command, "--api-key"),
+            environment.get("VLLM_API_KEY"),
+            environment.get("LLAMA_API_KEY"),
+        )
+        return next(filter(None, keys), None)
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:

@@ -19,7 +19,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,27 +30,14 @@ from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.engine import await_ready
 from anvil_mux.host.freed import CONTEXT, Memory, host_bytes
 from anvil_mux.host.gpu import Gpus
-from anvil_mux.host.state import write_whole
-from anvil_mux.host.swap import Evicted, Runtime, may_sleep
+from anvil_mux.host.seam import Awake, Evicted, Found, Unfit
+from anvil_mux.host.swap import Runtime, may_sleep
+from anvil_mux.state import write_whole
 
 log = logging.getLogger(__name__)
 
 ADOPT_SECONDS = 5.0
 """How long an engine that runs already may take to answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Awake:
-    url: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unfit:
-    why: str
-    """For people; ends a sentence."""
-
-
-Found = Awake | Evicted | Unfit
 
 
 class Notes:

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from anvil_mux.config.config import Config
 from anvil_mux.errors import BackendError
 from anvil_mux.host.endpoint import Endpoint
+from anvil_mux.host.seam import HostConfig
 
 CREATE_TIMEOUT = 120.0
 ASK_TIMEOUT = 20.0
@@ -48,18 +48,18 @@ class Run(Protocol):
     def __call__(self, argv: Sequence[str], timeout: float) -> Done: ...
 
 
-def create_command(config: Config, service: str, recreate: str = "") -> list[str]:
+def create_command(config: HostConfig, service: str, recreate: str = "") -> list[str]:
     """``recreate``: --force-recreate, --no-recreate, or what has changed."""
     options = ["--no-build", "--pull", "never", *([recreate] if recreate else [])]
     return [*_of_project(config), "create", *options, service]
 
 
-def images_command(config: Config, service: str) -> list[str]:
+def images_command(config: HostConfig, service: str) -> list[str]:
     """Lists the images of a service and of those that it depends on."""
     return [*_of_project(config), "config", "--images", service]
 
 
-def _of_project(config: Config) -> list[str]:
+def _of_project(config: HostConfig) -> list[str]:
     files = [word for file in config.files for word in ("-f", file)]
     return [*COMPOSE, *files, "-p", config.project, "--profile", "*"]
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 
-from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import compose, gpu
 from anvil_mux.host.container import ALIVE, HALF_REMOVED, Container, base_url, how_it_ended
@@ -30,6 +30,7 @@ from anvil_mux.host.docker import Engine, Missing, Refused
 from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import listen_port
 from anvil_mux.host.project import Project
+from anvil_mux.host.seam import HostConfig
 
 LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
@@ -47,7 +48,7 @@ class ContainerRuntime:
 
     def __init__(
         self,
-        config: Config,
+        config: HostConfig,
         *,
         environ: Mapping[str, str] | None = None,
         lock: int | None = None,
@@ -68,7 +69,7 @@ class ContainerRuntime:
         self._told: dict[str, float] = {}  # the Unix time at which each was last told to start
         self._unstarted: dict[str, tuple[str, str]] = {}  # the run before a start that came to nothing
 
-    def reconfigure(self, config: Config) -> None:
+    def reconfigure(self, config: HostConfig) -> None:
         self._project.reconfigure(config)
 
     def watch(self, died: Callable[[str], None]) -> None:

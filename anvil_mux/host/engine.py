@@ -229,7 +229,7 @@ class Visit:
         self.model = self.backend.served_model or self.backend.model
         self.place = f"port {urlsplit(self.url).port}"
         self.session.trust_env = False
-        if key := api_key(self.backend.service):
+        if key := self.backend.service.api_key:
             self.session.headers["Authorization"] = f"Bearer {key}"
 
     def __enter__(self) -> Visit:
@@ -353,17 +353,6 @@ def _answer(asked: Future[tuple[int, bytes]], ask: Callable[[], tuple[int, bytes
         asked.set_result(ask())
     except Exception as error:
         asked.set_exception(error)
-
-
-def api_key(service: Service) -> str | None:
-    """The key that the service's own command or environment makes the engine ask for."""
-    environment = dict(service.environment)
-    keys = (
-        *_flags(service.command, ("--api-key",)),
-        environment.get("VLLM_API_KEY"),
-        environment.get("LLAMA_API_KEY"),
-    )
-    return next(filter(None, keys), None)
 
 
 def idle_connections(backend: Backend) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from anvil_mux.config.settings import gib
+from anvil_mux.host.seam import HostGpu, OtherProcess
 
 try:
     import pynvml
@@ -88,23 +88,6 @@ class Gpus:
         return close[0] if len(close) == 1 else None
 
 
-@dataclass(frozen=True, slots=True)
-class OtherProcess:
-    """A process that holds memory of a GPU and is none of ours."""
-
-    gpu: str
-    pid: int
-    used: int | None
-    command: str = ""
-    container: str = ""
-
-    def __str__(self) -> str:
-        held = "memory" if self.used is None else gib(self.used)
-        where = f" in container {self.container[:12]}" if self.container else ""
-        who = f"process {self.pid}" + (f" ({self.command})" if self.command else "")
-        return f"{who}{where} holds {held} of GPU {self.gpu}"
-
-
 def others(readings: Iterable[Reading], is_ours: Callable[[int], bool]) -> list[OtherProcess]:
     """Whoever else holds memory of these GPUs, the greatest first.
 
@@ -159,6 +142,11 @@ def probe(nvml: ModuleType | Any | None = pynvml) -> Gpus:
         # Not only NVMLError: with a driver half removed the library itself breaks.
         return Gpus(why_none=f"NVML: {error}")
     return Gpus(readings, None if readings else "NVML reports no GPU", driver)
+
+
+def listed(found: Gpus) -> tuple[HostGpu, ...]:
+    """The GPUs as others know them."""
+    return tuple(HostGpu(each.id, each.uuid, each.name, each.total) for each in found.readings)
 
 
 LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}

@@ -29,9 +29,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.host.state import write_whole
+from anvil_mux.host.seam import HostConfig
+from anvil_mux.state import state_folder, write_whole
 
 MARK = "ANVIL_MUX_RUN"
 KILL_TIMEOUT = 10.0
@@ -61,7 +62,7 @@ class ProcessRuntime:
     """The services of one compose file as processes, see ``swap.Runtime``."""
 
     def __init__(
-        self, config: Config, *, state: Path | None = None, environ: Mapping[str, str] | None = None
+        self, config: HostConfig, *, state: Path | None = None, environ: Mapping[str, str] | None = None
     ) -> None:
         self._config = config
         self._names = {backend.name for backend in config.backends}
@@ -197,7 +198,7 @@ class ProcessRuntime:
             for name in self._wait_for_end(up):
                 self._judge(name, up[name], died)
 
-    def reconfigure(self, config: Config) -> None:
+    def reconfigure(self, config: HostConfig) -> None:
         self._names = self._names | {backend.name for backend in config.backends}
         self._config = config
 
@@ -321,12 +322,6 @@ class ProcessRuntime:
             write_whole(self._record_file(name), json.dumps(asdict(record)))
         except OSError as error:
             raise BackendError(f"service {name}: cannot write its record: {error}") from None
-
-
-def state_folder(project: str, environ: Mapping[str, str]) -> Path:
-    """Where the records and logs of a project's processes are."""
-    home = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return Path(home, "anvil-mux", project)
 
 
 def _claim_port(backend: Backend) -> int:

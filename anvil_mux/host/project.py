@@ -14,17 +14,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
-from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.container import ALIVE, Container
 from anvil_mux.host.docker import Engine
 from anvil_mux.host.endpoint import Unreachable
+from anvil_mux.host.seam import HostConfig
 
 
 class Project:
     """Finds containers; calls for different backends may come from several threads at once."""
 
-    def __init__(self, config: Config, engine: Engine) -> None:
+    def __init__(self, config: HostConfig, engine: Engine) -> None:
         self.config = config
         self._engine = engine
         self._served = {backend.name: backend for backend in config.backends}
@@ -34,7 +35,7 @@ class Project:
         self._ids: dict[str, str] = {}  # backend -> the container that was created, or found fit, for it
         self._owners: dict[str, str] = {}  # container that ran -> its backend
 
-    def reconfigure(self, config: Config) -> None:
+    def reconfigure(self, config: HostConfig) -> None:
         with self._lock:
             self.config = config
             self._served = {backend.name: backend for backend in config.backends}

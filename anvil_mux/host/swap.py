@@ -23,22 +23,21 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import ClassVar, Protocol
 
-from anvil_mux.clock import Latch
 from anvil_mux.config import service
-from anvil_mux.config.config import WAY_ALIASES, Backend, Config
+from anvil_mux.config.config import WAY_ALIASES, Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
 from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.engine import answers, await_ready
 from anvil_mux.host.freed import Held, Left, Memory, host_bytes
 from anvil_mux.host.gpu import Gpus
+from anvil_mux.host.seam import LOG_LINES, Evicted, HostConfig, Loaded
 
 log = logging.getLogger(__name__)
 
-LOG_LINES = 20
 SHORT_OF_MEMORY = re.compile(
     r"out ?of ?(device ?)?memory|(cuda|hip)malloc failed|(failed|unable) to allocate|free memory on device|"
     r"no available memory|(not enough|insufficient) memory",
@@ -112,7 +111,7 @@ class Runtime(Protocol):
         call may come before ``load`` has returned or raised.
         """
 
-    def reconfigure(self, config: Config) -> None:
+    def reconfigure(self, config: HostConfig) -> None:
         """From now on services are as they are described there.
 
         What runs goes on, and what is served no longer is known until it was stopped. A service whose
@@ -124,33 +123,6 @@ class Runtime(Protocol):
 
     def close(self) -> None:
         """Ends ``watch`` and frees what this object holds; engines run on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """How a backend really left its GPUs."""
-
-    how: str
-    """The way that worked: the one asked for, or ``stop`` where a harder one was needed."""
-    residual: Mapping[str, int] = field(default_factory=dict)
-    """GPU id -> bytes that it still holds there, as far as is known."""
-    host_bytes: int = 0
-    """Host memory that it keeps in standby; 0 when stopped or unknown."""
-    freed: Mapping[str, int] = field(default_factory=dict, compare=False)
-    """GPU id -> bytes that it gave back there, measured; empty where that cannot be read."""
-    died: str = ""
-    """How it had ended before it was told to, if it had."""
-    log: tuple[str, ...] = ()
-    """What it had printed last then."""
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """How a backend really came back."""
-
-    url: str
-    how: str
-    """The way that worked: the standby level it came back from, or ``stop`` for a cold start."""
 
 
 Told = Callable[[Backend, str, float], object]
@@ -174,27 +146,31 @@ class Tools:
         self.checkpointer = checkpointer or Checkpointer(now=now, wait=sleep)
         self._told = told
         self._urls: dict[str, str] = {}  # one worker at a time writes a backend's entry
-        self._cancelled: dict[str, Latch] = {}  # of loads under way; the same
+        self._loads: dict[str, int] = {}  # the numbers of those under way; the same
+        self._cancelled: dict[str, int] = {}  # backend -> the last of its loads that was cancelled
 
     @contextmanager
-    def cancelled_by(self, backend: Backend, latch: Latch | None) -> Iterator[None]:
-        """What is done within is the load that ``latch`` cancels."""
-        if latch:
-            self._cancelled[backend.name] = latch
+    def loading(self, backend: Backend, number: int) -> Iterator[None]:
+        """What is done within is the load of this number; 0: it cannot be cancelled."""
+        self._loads[backend.name] = number
         try:
             yield
         finally:
-            self._cancelled.pop(backend.name, None)
+            del self._loads[backend.name]
+
+    def cancel(self, backend: Backend, number: int) -> None:
+        """The load of this number is cancelled, and those before it. Any thread, also before it begins."""
+        self._cancelled[backend.name] = number
 
     def tend(self, backend: Backend) -> Callable[[], None] | None:
-        """Raises Cancelled, once, when the load under way was cancelled; None: that cannot be."""
-        latch = self._cancelled.get(backend.name)
+        """Raises Cancelled when the load under way was cancelled; None: that cannot be."""
+        number = self._loads.get(backend.name, 0)
 
         def tend() -> None:
-            if latch and latch.wait(0.0):
+            if number <= self._cancelled.get(backend.name, 0):
                 raise Cancelled(f"the load of {backend.name} was cancelled")
 
-        return tend if latch else None
+        return tend if number else None
 
     @contextmanager
     def phase(self, backend: Backend, name: str) -> Iterator[None]:
@@ -390,7 +366,7 @@ def may_sleep(backend: Backend) -> bool:
 
 
 class Swapper:
-    """What the multiplexer's workers call to perform a step, outside the lock.
+    """What performs a step on a backend, outside of the multiplexer's lock.
 
     load(backend, how) returns once the backend answers for its model; LoadError (with the engine's last
     lines) after it was cleaned up; BackendError if even that failed: it may still hold its GPUs. Cancelled,
@@ -421,14 +397,20 @@ class Swapper:
         self._memory = Memory(probe, now, sleep, lambda pid: runtime.owner(pid))
         self._seconds: dict[tuple[str, str], float] = {}  # one worker at a time writes a backend's entries
 
-    def load(self, backend: Backend, how: str = "stop", cancelled: Latch | None = None) -> Loaded:
-        """``how``: its standby level. ``cancelled`` may be set at any time, by any thread."""
-        with self._tools.cancelled_by(backend, cancelled):
+    def load(self, backend: Backend, how: str = "stop", number: int = 0) -> Loaded:
+        """``how``: its standby level. ``number``: greater than those of its loads before; 0: of no load that
+        is ever cancelled.
+        """
+        with self._tools.loading(backend, number):
             try:
                 return self._load_somehow(backend, how)
             except Cancelled as error:
                 self._clean_up(backend, error)
                 raise
+
+    def cancel(self, backend: Backend, number: int) -> None:
+        """The load of this number is to end before its time; any thread, also before it begins."""
+        self._tools.cancel(backend, number)
 
     def _load_somehow(self, backend: Backend, how: str) -> Loaded:
         self._note(backend.name, "")
@@ -449,7 +431,7 @@ class Swapper:
         except Cancelled:
             raise
         except Exception as error:
-            lines = self._log_tail(backend)
+            lines = self.log_tail(backend)
             why = _reason(error)
             if any(map(SHORT_OF_MEMORY.search, (why, *lines))):
                 why += self._memory.others(backend.gpus)
@@ -471,7 +453,7 @@ class Swapper:
                 if not died:
                     why = _reason(error)
                     log.warning("%s did not go into standby by %s and is stopped: %s", backend.name, how, why)
-        said = tuple(self._log_tail(backend)) if died else ()
+        said = tuple(self.log_tail(backend)) if died else ()
         return replace(self._put_down(backend, held), died=died or "", log=said)
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
@@ -505,9 +487,12 @@ class Swapper:
         except MuxError:
             return False
 
-    def last_words(self, backend: Backend) -> list[str]:
+    def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         """What its engine printed last, as far as that can be had."""
-        return self._log_tail(backend)
+        try:
+            return self._runtime.log_tail(backend, lines)
+        except MuxError:
+            return []
 
     def estimate(self, backend: Backend, how: str = "stop") -> float | None:
         """Seconds that the last load by this way took; None before the first."""
@@ -582,12 +567,6 @@ class Swapper:
             raise BackendError(
                 f"{_reason(error)}; and then it could not be stopped: {worse.message}"
             ) from worse
-
-    def _log_tail(self, backend: Backend) -> list[str]:
-        try:
-            return self._runtime.log_tail(backend, LOG_LINES)
-        except MuxError:
-            return []
 
 
 def _reason(error: Exception) -> str:

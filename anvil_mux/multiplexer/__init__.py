@@ -1,5 +1,5 @@
 """One lock around the scheduler; leases; and the threads that perform steps.
 
 ``multiplexer.Multiplexer`` is what the proxy leases from, ``lease.Lease`` a request's hold on a backend.
-Called by the proxy and by serve; steps are performed on whatever is handed to it as its ``Mechanism``.
+Called by the proxy and by serve; steps are performed on the ``Host`` that is handed to it.
 """

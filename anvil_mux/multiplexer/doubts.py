@@ -29,11 +29,11 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 
 
 class Observer(Protocol):
-    """The questions about a backend, asked without the lock. See host.swap.Swapper."""
+    """The part of ``host.seam.Host`` that is asked here, without the lock."""
 
     def ended(self, backend: Backend) -> str | None: ...
     def answers(self, backend: Backend, limit: float) -> bool | None: ...
-    def last_words(self, backend: Backend) -> list[str]: ...
+    def log_tail(self, backend: Backend) -> list[str]: ...
 
 
 class Consequences(Protocol):
@@ -122,7 +122,7 @@ class Doubts:
         """Asks once what has become of the backend, and does what follows from it; False: ask again."""
         name, limit = backend.name, self._limit()
         if why := self._observer.ended(backend):
-            self._outcome.died(name, why, self._observer.last_words(backend), loaded=doubt.loaded)
+            self._outcome.died(name, why, self._observer.log_tail(backend), loaded=doubt.loaded)
             return True
         left = doubt.since + limit - self._clock.now()
         answers = self._observer.answers(backend, left) if left > 0 else None

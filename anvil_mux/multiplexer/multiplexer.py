@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from anvil_mux.clock import Clock, Latch
+from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import (
@@ -37,7 +37,7 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
-from anvil_mux.host.swap import Evicted, Loaded
+from anvil_mux.host.seam import Evicted, Host
 from anvil_mux.multiplexer.doubts import Doubts
 from anvil_mux.multiplexer.lease import EngineRun, Lease, TokenUsage
 from anvil_mux.multiplexer.workers import Workers
@@ -75,24 +75,11 @@ TEND_SECONDS = 0.25
 Tend = Callable[[float], None]
 
 
-class Mechanism(Protocol):
-    """What performs steps and looks at engines, without the lock. See swap.Swapper."""
-
-    def load(self, backend: Backend, how: str, cancelled: Latch) -> Loaded: ...
-    def evict(self, backend: Backend, how: str) -> Evicted: ...
-    def demote(self, backend: Backend, how: str, to: str) -> Evicted: ...
-    def ended(self, backend: Backend) -> str | None: ...
-    def answers(self, backend: Backend, limit: float) -> bool | None: ...
-    def last_words(self, backend: Backend) -> list[str]: ...
-
-
 class _Job(NamedTuple):
     """A step, and what it is performed on."""
 
     step: Step
     backend: Backend
-    cancelled: Latch | None = None
-    """Of a load: set when it is to end before its time."""
 
 
 class Multiplexer:
@@ -105,7 +92,7 @@ class Multiplexer:
     def __init__(
         self,
         config: Config,
-        mechanism: Mechanism,
+        host: Host,
         *,
         log: Callable[[Event], object],
         log_leases: bool = True,
@@ -114,7 +101,7 @@ class Multiplexer:
         clock: Clock | None = None,
         has_heard: Callable[[tuple[str, int], float], bool] = lambda address, since: False,
     ) -> None:
-        self._mechanism = mechanism
+        self._host = host
         self._has_heard = has_heard
         self._log = log
         self._clock = clock or Clock()
@@ -125,8 +112,10 @@ class Multiplexer:
         self._lock = self._clock.lock()
         self._scheduler = Scheduler(config, log, Costs(costs), Footprints(footprints), emit_leases=log_leases)
         self._runs: dict[str, EngineRun] = {}  # backend -> the last that was seen of it
+        self._loads: dict[
+            str, int
+        ] = {}  # backend -> the number of the load that brought it up; none: adopted
         self._said: dict[str, LogProgress] = {}  # backend -> what its log says of the load that is under way
-        self._cancelled: dict[str, Latch] = {}  # backend -> set when its load, the last one, is cancelled
         self._tickets = 0
         self._waiting = 0
         self._requests: Counter[Key] = Counter()  # of keys that have a limit; and how many of them wait
@@ -144,7 +133,7 @@ class Multiplexer:
             clock=self._clock,
             lock=self._lock,
             slot=self._scheduler.slot,
-            observer=mechanism,
+            observer=host,
             consequences=self,
             limit=lambda: self._config.upstream_timeout,
         )
@@ -188,15 +177,11 @@ class Multiplexer:
     def _job(self, step: Step) -> _Job:
         slot = self._scheduler.slot(step.backend)
         assert slot is not None, step
-        if isinstance(step, Cancel):
-            return _Job(step, slot.backend, self._cancelled[step.backend])
-        self._said.pop(step.backend, None)
-        if not isinstance(step, Load):
-            return _Job(step, slot.backend)
-        if self._backends.get(step.backend) is not slot.backend:
+        if not isinstance(step, Cancel):
+            self._said.pop(step.backend, None)
+        if isinstance(step, Load) and self._backends.get(step.backend) is not slot.backend:
             self._backends = {**self._backends, step.backend: slot.backend}
-        self._cancelled[step.backend] = self._clock.latch()
-        return _Job(step, slot.backend, self._cancelled[step.backend])
+        return _Job(step, slot.backend)
 
     def _carry_out(self, effects: Effects, jobs: Sequence[_Job]) -> None:
         """Without the lock, in this order: nobody is cut after the engine was told to go."""
@@ -205,8 +190,8 @@ class Multiplexer:
         for ticket in effects.cut:
             _cut(ticket)
         for job in jobs:
-            if isinstance(job.step, Cancel) and job.cancelled:
-                job.cancelled.set()
+            if isinstance(job.step, Cancel):
+                self._host.cancel(job.backend, job.step.number)
         begun = [job for job in jobs if not isinstance(job.step, Cancel)]
         if begun:
             self._workers.submit(begun)
@@ -440,21 +425,26 @@ class Multiplexer:
 
     # Facts from outside
 
-    def loaded_at(self, backend: str) -> float | None:
-        """When the backend was last loaded, which tells its runs apart."""
-        with self._lock:
-            slot = self._scheduler.slot(backend)
-            return slot.loaded if slot else None
-
-    def died(self, backend: str, why: str, log: Iterable[str] = (), *, loaded: float | None = None) -> None:
+    def died(
+        self,
+        backend: str,
+        why: str,
+        log: Iterable[str] = (),
+        *,
+        loaded: float | None = None,
+        load: int | None = None,
+    ) -> None:
         """The backend's service ended, and nobody here told it to.
 
-        ``log``: what it had printed last. ``loaded``: nothing has happened if it was loaded anew since then.
+        ``log``: what it had printed last. Nothing has happened if it was loaded anew since the moment
+        ``loaded``, or by another load than the one of the number ``load``.
         """
 
         def fact(now: float) -> Effects:
             slot = self._scheduler.slot(backend)
             if slot is None or (loaded is not None and slot.loaded != loaded):
+                return NOTHING
+            if load is not None and load != self._loads.get(backend, 0):
                 return NOTHING
             return self._scheduler.died(backend, now, why, log)
 
@@ -571,6 +561,7 @@ class Multiplexer:
             slot = self._scheduler.slot(name)
             if slot is None or slot.state != "stopped":
                 return Effects()
+            self._loads.pop(name, None)
             if address:
                 self._runs[name] = EngineRun(address)
                 return self._scheduler.adopted(name, now)
@@ -609,18 +600,18 @@ class Multiplexer:
 
     def _perform(self, job: _Job) -> None:
         """Performs a step and reports how it ended; the life of a worker's thread."""
-        step, backend, cancelled = job
+        step, backend = job
         match step:
-            case Load(_, how) if cancelled:
-                self._load(step, backend, how, cancelled)
+            case Load():
+                self._load(step, backend)
             case Evict(_, how):
-                self._evict(step, partial(self._mechanism.evict, backend, how))
+                self._evict(step, partial(self._host.evict, backend, how))
             case Demote(_, how, to):
-                self._evict(step, partial(self._mechanism.demote, backend, how, to))
+                self._evict(step, partial(self._host.demote, backend, how, to))
 
-    def _load(self, step: Load, backend: Backend, how: str, cancelled: Latch) -> None:
+    def _load(self, step: Load, backend: Backend) -> None:
         try:
-            loaded = self._mechanism.load(backend, how, cancelled)
+            loaded = self._host.load(backend, step.how, step.number)
             address = _address(loaded.url)
         except Cancelled:
             self._apply(lambda now: self._scheduler.load_cancelled(step, now))
@@ -637,6 +628,7 @@ class Multiplexer:
         effects = self._scheduler.loaded(step, now, how)
         if effects is not NOTHING:
             self._runs[step.backend] = EngineRun(address)
+            self._loads[step.backend] = step.number
         return effects
 
     def _evict(self, step: Evict | Demote, perform: Callable[[], Evicted]) -> None:
@@ -758,12 +750,10 @@ class Multiplexer:
             queues = [self._scheduler.waiting(model) for model in self._scheduler.of_model]
             return [Waiter(t.id, t.model, t.since) for queue in queues for t in islice(queue, most)]
 
-    def loading(self, *, anew: bool = False) -> list[str]:
-        """The backends that are being loaded; ``anew``: only those that were stopped before."""
+    def loading(self) -> list[str]:
+        """The backends that are being loaded."""
         with self._lock:
-            found = [(group, slot) for group in self._scheduler.groups for slot in group.slots.values()]
-            loading = [(group, slot) for group, slot in found if slot.state in LOADING]
-            return [s.name for group, s in loading if not anew or group.way_back(s) == "stop"]
+            return [slot.name for slot in self._scheduler.slots if slot.state in LOADING]
 
     def status(self) -> Status:
         """A consistent picture, from memory."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.errors import ClientGone, MuxError, Unauthorized
-from anvil_mux.host.gpu_monitor import Sight
+from anvil_mux.host.seam import Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy.access import Access, Entry

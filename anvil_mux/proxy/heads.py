@@ -10,7 +10,6 @@ from collections.abc import Mapping
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import FIELDS
-from anvil_mux.host.engine import api_key
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1, naming
 from anvil_mux.protocol.lasthead import LastHead
@@ -93,7 +92,7 @@ def _credentials(access: Access, backend: Backend) -> Mapping[bytes, bytes]:
     """How fields change where clients' keys are ours; empty values take one away."""
     if not access.hides_keys:
         return {}
-    own = api_key(backend.service)
+    own = backend.service.api_key
     return {**_NO_KEY, b"authorization": b"Bearer " + own.encode() if own else b""}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anvil_mux import __version__
-from anvil_mux.host.gpu_monitor import Seen, Sight
+from anvil_mux.host.seam import Seen, Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.proxy.asked import Asked

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from anvil_mux.config.config import Config
-from anvil_mux.host.state import write_whole
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.state import write_whole
 
 VERSION = 1
 

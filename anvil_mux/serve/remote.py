@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
 from anvil_mux.errors import BackendError, MuxError
-from anvil_mux.host.state import write_whole
+from anvil_mux.state import write_whole
 
 DEFAULT_URL = "http://127.0.0.1:9292"
 ASK_SECONDS = 10.0

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend
-from anvil_mux.host.engine import api_key
 from anvil_mux.proxy.connections import Address
 from anvil_mux.routing.in_flight import EngineLoad
 
@@ -103,7 +102,7 @@ class NoAnswer(Exception):
 def ask(backend: Backend, address: Address) -> EngineLoad | None:
     """Ask an engine for its figures; None if it answers and has none."""
     for path, read in PAGES.get(backend.engine, (METRICS,)):
-        if load := read(_get(address, path, api_key(backend.service))):
+        if load := read(_get(address, path, backend.service.api_key)):
             return load
     return None
 

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from anvil_mux.host.gpu_monitor import Seen, Sight
+from anvil_mux.host.seam import Seen, Sight
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import TRANSITIONS
 from anvil_mux.scheduler.footprint import Footprint

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from anvil_mux.host.gpu import OtherProcess
-from anvil_mux.host.gpu_monitor import Seen
+from anvil_mux.host.seam import OtherProcess, Seen
 from anvil_mux.routing import in_flight
 from anvil_mux.scheduler.causes import sentence, to_json
 from anvil_mux.scheduler.progress import Progress

@@ -40,7 +40,7 @@ from prometheus_client.utils import floatToGoString
 from anvil_mux import __version__
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ClientStalled
-from anvil_mux.host.gpu_monitor import Sight
+from anvil_mux.host.seam import Sight
 from anvil_mux.protocol import api
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event

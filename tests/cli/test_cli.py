@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 
-import anvil_mux.serve.program
+import anvil_mux.serve.locking
 from anvil_mux import __version__
 from anvil_mux.cli import studying
 from anvil_mux.cli.main import COMMANDS, EXIT_CODES, VARIABLES, main
@@ -30,14 +30,18 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.config.keys import load as load_keys
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
-from anvil_mux.host import checkpoint, process
+from anvil_mux.host import checkpoint
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES
+from anvil_mux.serve.credentials import open_address
 from anvil_mux.serve.learned import Known, LearnedFile
-from anvil_mux.serve.program import CannotServe, _short, locked, open_address
+from anvil_mux.serve.locking import locked
+from anvil_mux.serve.options import CannotServe
+from anvil_mux.serve.terminal import short
 from anvil_mux.sim import plot, study
 from anvil_mux.sim.simulate import Engines, Request, simulate
+from anvil_mux.state import state_folder
 from anvil_mux.telemetry import eventlog
 from tests.running import Running, begin, seen, serve, serving
 
@@ -219,7 +223,7 @@ def test_check_warns_of_a_load_that_has_taken_longer_than_requests_may_wait(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     file = compose(tmp_path, "a", "b", project="waits", queue_timeout=650)
-    folder = process.state_folder("waits", os.environ)
+    folder = state_folder("waits", os.environ)
     folder.mkdir(parents=True)
     slow, quick = Cost("b", "a", "stop", 1.0, 651.0, 1), Cost("a", "b", "stop", 1.0, 649.0, 1)
     LearnedFile(folder, print).save(Known([slow, quick]))
@@ -923,9 +927,9 @@ def test_keys_make_an_address_fit_for_others() -> None:
 def test_from_the_root_a_path_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = str(compose(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert _short(file) == "compose.yaml"
+    assert short(file) == "compose.yaml"
     monkeypatch.chdir("/")
-    assert _short(file) == file
+    assert short(file) == file
 
 
 def test_with_keys_the_commands_show_theirs(
@@ -1015,7 +1019,7 @@ def test_engines_that_cannot_stay_side_by_side_are_not_both_taken_over(state: Pa
 LEAVES_A_COMMAND = """
 import os, signal, subprocess, sys
 from anvil_mux.config.config import Config
-from anvil_mux.serve.program import locked
+from anvil_mux.serve.locking import locked
 with locked(Config(backends=(), project=sys.argv[1])) as lock:
     subprocess.Popen(["sh", "-c", 'cat "$0"; touch "$0".read', sys.argv[2]], pass_fds=[lock])
     os.kill(os.getpid(), signal.SIGKILL)
@@ -1043,7 +1047,7 @@ def test_a_start_does_not_wait_for_such_a_command_for_ever(
     gate = state / "gate"
     os.mkfifo(gate)
     monkeypatch.setenv("XDG_STATE_HOME", str(state))
-    monkeypatch.setattr(anvil_mux.serve.program, "COMMANDS_SECONDS", 0.0)
+    monkeypatch.setattr(anvil_mux.serve.locking, "COMMANDS_SECONDS", 0.0)
     killed = [sys.executable, "-c", LEAVES_A_COMMAND, PROJECT, str(gate)]
     assert subprocess.run(killed, cwd=ROOT, timeout=TIMEOUT).returncode == -signal.SIGKILL
     refused = pytest.raises(CannotServe, match="commands of an anvil-mux that was killed")

@@ -9,7 +9,8 @@ import pytest
 from anvil_mux.config.config import Service
 from anvil_mux.errors import BackendError
 from anvil_mux.host import control
-from anvil_mux.host.swap import Evicted, Loaded, Swapper
+from anvil_mux.host.seam import Evicted, Loaded
+from anvil_mux.host.swap import Swapper
 from tests.docker.conftest import Stack
 from tests.docker.test_compose_runtime import (
     PATIENCE,

@@ -19,7 +19,6 @@ from anvil_mux.host import engine as engine_room
 from anvil_mux.host.engine import (
     ENGINES,
     Visit,
-    api_key,
     await_ready,
     find_engine,
     idle_connections,
@@ -232,9 +231,9 @@ def test_the_key_in_the_services_command_is_used():
 
 
 def test_keys_are_found_in_command_and_environment():
-    assert api_key(Service(command=("x", "--api-key=k"))) == "k"
-    assert api_key(Service(environment=(("VLLM_API_KEY", "v"),))) == "v"
-    assert api_key(Service(command=("x", "--api-key"))) is None
+    assert Service(command=("x", "--api-key=k")).api_key == "k"
+    assert Service(environment=(("VLLM_API_KEY", "v"),)).api_key == "v"
+    assert Service(command=("x", "--api-key")).api_key is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 
 from anvil_mux.host import gpu_monitor
 from anvil_mux.host.gpu import Gpus
-from anvil_mux.host.gpu_monitor import WATCHED_SECONDS, GpuMonitor, Seen
+from anvil_mux.host.gpu_monitor import WATCHED_SECONDS, GpuMonitor
+from anvil_mux.host.seam import Seen, Sight
 from tests.fake_gpu import FakeGpus
 
 GIB = 1 << 30
@@ -21,14 +22,19 @@ def owner(pid: int) -> str | None:
     return {41: "a", 42: "a", 43: "b"}.get(pid)
 
 
+def seen(gpus: list[str], probe: FakeGpus) -> Sight:
+    """What one look tells."""
+    told: list[Sight] = []
+    GpuMonitor(gpus, owner, told.append, probe).look()
+    [sight] = told
+    return sight
+
+
 def test_ours_and_other_processes_are_told_apart() -> None:
     gpus = FakeGpus(24 * GIB, 24 * GIB)
     for pid, used in ((41, 8 * GIB), (42, GIB), (43, None), (ME, 3 * GIB)):
         gpus.hold(pid, 0, used)
-    look = GpuMonitor(["0", "1"], owner, gpus)
-    assert look.sight() == {}
-    look.look()
-    first, second = look.sight()["0"], look.sight()["1"]
+    first, second = seen(["0", "1"], gpus).values()
     assert (first.used, first.total) == (12 * GIB, 24 * GIB)
     assert first.users == {"a": 9 * GIB, "b": None}
     assert [(each.pid, each.used) for each in first.others] == [(ME, 3 * GIB)]
@@ -36,36 +42,24 @@ def test_ours_and_other_processes_are_told_apart() -> None:
 
 
 def test_a_gpu_goes_by_the_id_that_the_configuration_gives_it() -> None:
-    look = GpuMonitor(["GPU-00000001", "7"], owner, FakeGpus(GIB, 2 * GIB))
-    look.look()
-    assert {gpu: seen.total for gpu, seen in look.sight().items()} == {"GPU-00000001": 2 * GIB}
-
-
-def test_what_memory_seen_is_told_after_every_look() -> None:
-    gpus, told = FakeGpus(24 * GIB, 24 * GIB), []
-    look = GpuMonitor(["0", "1"], owner, gpus, tell=told.append)
-    gpus.hold(ME, 0, 3 * GIB)
-    gpus.hold(41, 1, GIB)
-    look.look()
-    assert told == [{"0": 3 * GIB}]
+    sight = seen(["GPU-00000001", "7"], FakeGpus(GIB, 2 * GIB))
+    assert {gpu: each.total for gpu, each in sight.items()} == {"GPU-00000001": 2 * GIB}
 
 
 def test_gpus_that_vanish_are_seen_no_more() -> None:
     gpus = FakeGpus(GIB)
-    look = GpuMonitor(["0"], owner, gpus)
-    look.look()
+    assert seen(["0"], gpus) == {"0": Seen(0, GIB)}
     gpus.why_none = "GPU is lost"
-    look.look()
-    assert look.sight() == {}
+    assert seen(["0"], gpus) == {}
 
 
-def test_it_rests_when_nobody_has_asked_for_long_and_looks_again_when_somebody_does() -> None:
+def test_it_rests_when_nobody_has_watched_for_long_and_looks_again_when_somebody_does() -> None:
     moment = [0.0]
-    look = GpuMonitor(["0"], owner, FakeGpus(GIB), lambda: moment[0])
+    look = GpuMonitor(["0"], owner, lambda sight: None, FakeGpus(GIB), lambda: moment[0])
     assert not look.may_rest()
     moment[0] = WATCHED_SECONDS
     assert look.may_rest()
-    look.sight()
+    look.watch()
     assert not look.may_rest()
 
 
@@ -91,13 +85,15 @@ def test_its_thread_looks_again_and_again_and_nobody_waits_for_an_nvml_that_hang
 ) -> None:
     monkeypatch.setattr(gpu_monitor, "EVERY_SECONDS", 0.001)
     nvml = Nvml()
-    look = GpuMonitor(["0"], owner, nvml)
+    told: list[Sight] = []
+    look = GpuMonitor(["0"], owner, told.append, nvml)
     look.worker.start()
     for _ in range(3):
         assert nvml.looked.acquire(timeout=GUARD)
     nvml.hangs.set()
     assert nvml.hung.wait(GUARD)
-    assert look.sight() == {"0": Seen(0, GIB)}
+    look.watch()
+    assert told[-1] == {"0": Seen(0, GIB)}
     look.worker.close()
     nvml.over.set()
     assert look.worker.join(GUARD)

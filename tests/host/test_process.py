@@ -20,7 +20,8 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.host.process import ProcessRuntime, Record, state_folder
+from anvil_mux.host.process import ProcessRuntime, Record
+from anvil_mux.state import state_folder
 from tests.running import seen
 
 PATIENCE = 30.0

@@ -12,7 +12,7 @@ import pytest
 import requests
 import yaml
 
-from anvil_mux.host.process import state_folder
+from anvil_mux.state import state_folder
 from tests.running import Running, seen, serve, serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent

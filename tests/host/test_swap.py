@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from anvil_mux.clock import Clock
 from anvil_mux.config import config
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError
-from anvil_mux.host.swap import WAYS, Evicted, Loaded, Stop, Swapper
+from anvil_mux.host.seam import Evicted, Loaded
+from anvil_mux.host.swap import WAYS, Stop, Swapper
 from tests.host.test_engine import Stub, engine, serving
 
 BACKEND = Backend(name="a", model="m", engine="vllm", load_timeout=30.0)
@@ -136,60 +136,68 @@ def test_a_log_that_cannot_be_had_does_not_hide_the_failure():
 
 
 def test_a_load_that_is_cancelled_while_its_engine_is_not_ready_is_cleaned_up_and_no_failure():
-    latch, pauses = Clock().latch(), []
+    pauses: list[float] = []
 
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
         if len(pauses) == 3:
-            latch.set()
+            swapper.cancel(BACKEND, 7)
 
     with engine(**{"GET_/health": 503}) as stub:
         runtime = Notes(stub.url)
+        swapper = Swapper(runtime, sleep=sleep)
         with pytest.raises(Cancelled, match="the load of a was cancelled"):
-            Swapper(runtime, sleep=sleep).load(BACKEND, "stop", latch)
+            swapper.load(BACKEND, "stop", 7)
     assert (runtime.calls, len(pauses)) == (["start", "stop"], 3)
 
 
+class CancelledMeanwhile(Notes):
+    """A runtime that learns of the cancel of load 7 while it starts the service."""
+
+    swapper: Swapper
+
+    def start(self, backend: Backend) -> str:
+        self.swapper.cancel(backend, 7)
+        return super().start(backend)
+
+
 def test_a_start_under_way_may_finish_before_its_load_is_cancelled():
-    latch = Clock().latch()
-
-    class Slow(Notes):
-        def start(self, backend: Backend) -> str:
-            latch.set()
-            return super().start(backend)
-
-    runtime = Slow()
+    runtime = CancelledMeanwhile()
+    runtime.swapper = Swapper(runtime)
     with pytest.raises(Cancelled):
-        Swapper(runtime).load(BACKEND, "stop", latch)
+        runtime.swapper.load(BACKEND, "stop", 7)
     assert runtime.calls == ["start", "stop"]
 
 
 def test_an_engine_that_is_ready_when_its_load_is_cancelled_is_loaded(healthy: Stub):
-    latch = Clock().latch()
+    runtime = CancelledMeanwhile(healthy.url)
+    runtime.swapper = Swapper(runtime)
+    assert runtime.swapper.load(BACKEND, "stop", 7) == Loaded(healthy.url, "stop")
 
-    class Slow(Notes):
-        def start(self, backend: Backend) -> str:
-            latch.set()
-            return super().start(backend)
 
-    assert Swapper(Slow(healthy.url)).load(BACKEND, "stop", latch) == Loaded(healthy.url, "stop")
+def test_a_cancel_that_comes_too_late_is_not_meant_for_the_next_load(healthy: Stub):
+    swapper = Swapper(Notes(healthy.url))
+    swapper.load(BACKEND, "stop", 7)
+    swapper.cancel(BACKEND, 7)
+    assert swapper.load(BACKEND, "stop", 8) == Loaded(healthy.url, "stop")
 
 
 def test_what_does_not_wake_is_not_started_anew_if_its_load_was_cancelled():
-    latch = Clock().latch()
-    latch.set()
     runtime = Notes()  # it is gone
+    swapper = Swapper(runtime)
+    swapper.cancel(BACKEND, 7)
     with pytest.raises(Cancelled):
-        Swapper(runtime).load(BACKEND, "freeze", latch)
+        swapper.load(BACKEND, "freeze", 7)
     assert runtime.calls == ["stop", "stop"]
 
 
 def test_a_clean_up_that_fails_after_a_cancel_says_that_the_gpus_may_be_held():
-    latch, runtime, no = Clock().latch(), Notes(), BackendError("cannot be stopped")
+    runtime, no = Notes(), BackendError("cannot be stopped")
     runtime.fails = {"stop": no, "kill": no}
-    latch.set()
+    swapper = Swapper(runtime)
+    swapper.cancel(BACKEND, 7)
     with pytest.raises(BackendError, match="was cancelled; and then it could not be stopped"):
-        Swapper(runtime).load(BACKEND, "stop", latch)
+        swapper.load(BACKEND, "stop", 7)
 
 
 def test_an_eviction_stops_the_service():

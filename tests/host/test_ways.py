@@ -16,17 +16,20 @@ import requests
 
 from anvil_mux.config.config import Backend, Config, Gpu, Service
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.host import control, swap
+from anvil_mux.host import control, local, swap
 from anvil_mux.host.adopt import Adopter, Awake, Notes
 from anvil_mux.host.checkpoint import Checkpointer, is_frozen
 from anvil_mux.host.driver import Driver
 from anvil_mux.host.freed import PATIENCE
 from anvil_mux.host.gpu import Gpus
 from anvil_mux.host.process import ProcessRuntime
-from anvil_mux.host.swap import Evicted, Loaded, Swapper, sleeps_first
+from anvil_mux.host.seam import Evicted, Loaded
+from anvil_mux.host.swap import Swapper, sleeps_first
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
-from anvil_mux.serve import program as serve
+from anvil_mux.serve.building import Given
+from anvil_mux.serve.options import Options
+from anvil_mux.serve.program import AnvilMux
 from tests.fake_cuda import FakeCuda
 from tests.fake_gpu import FakeGpus
 from tests.host.test_checkpoint import Driven
@@ -764,7 +767,7 @@ def test_a_checkpointed_engine_that_is_found_at_the_start_rests_on(
     assert shop.swapper.evict(shop.backend, "checkpoint").how == "checkpoint"
     before = shop.cuda.calls()
     program = adopt(shop, monkeypatch)
-    assert [model.state for model in program._mux.status().models] == ["standby"]
+    assert [model.state for model in program.parts.mux.status().models] == ["standby"]
     assert (shop.cuda.state(shop.pid), shop.cuda.calls()) == ("checkpointed", before)
     assert shop.runtime.is_frozen(shop.backend)
     assert shop.swapper.load(shop.backend, "checkpoint") == Loaded(url, "checkpoint")
@@ -793,8 +796,8 @@ def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shop.open()
-    monkeypatch.setattr(serve, "Checkpointer", lambda: shop.checkpointer)
-    program = serve.AnvilMux(shop.config, serve.Options(access_log="off"), None)
+    monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
+    program = AnvilMux(shop.config, Options(access_log="off"), Given())
     program.start()
     ready = requests.get(f"{program.url}/readyz", timeout=GUARD)
     assert ready.status_code == 503
@@ -802,19 +805,19 @@ def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
     body = {"model": "model-a", "messages": []}
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(requests.post, f"{program.url}/v1/chat/completions", json=body, timeout=GUARD)
-        assert seen(lambda: program._mux.status().waiting, bool) == 1
+        assert seen(lambda: program.parts.mux.status().waiting, bool) == 1
         program.adopt()
         assert asked.result().status_code == 200
     assert requests.get(f"{program.url}/readyz", timeout=GUARD).text == "ok\n"
     assert shop.runtime.pids(shop.backend) == [shop.pid]
     program.stop()
-    program._pool.close()
+    program.parts.relay.pool.close()
 
 
-def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> serve.AnvilMux:
+def adopt(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> AnvilMux:
     """What a new anvil-mux does with what it finds."""
-    monkeypatch.setattr(serve, "Checkpointer", lambda: shop.checkpointer)
-    program = serve.AnvilMux(shop.config, serve.Options(access_log="off"), None)
+    monkeypatch.setattr(local, "Checkpointer", lambda: shop.checkpointer)
+    program = AnvilMux(shop.config, Options(access_log="off"), Given())
     program.adopt()
     program.start()
     program.stop()

@@ -15,9 +15,7 @@ import pytest
 from anvil_mux import __version__
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.errors import LoadError
-from anvil_mux.host.gpu import OtherProcess
-from anvil_mux.host.gpu_monitor import Seen
-from anvil_mux.host.swap import Evicted
+from anvil_mux.host.seam import Evicted, OtherProcess, Seen
 from anvil_mux.proxy import client, server
 from anvil_mux.proxy.affinity import CPUs
 from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo

@@ -16,7 +16,7 @@ import pytest
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError
 from anvil_mux.proxy import tls
-from anvil_mux.serve.program import _tls_context
+from anvil_mux.serve.credentials import tls_context
 from tests.cli.test_cli import compose, state
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, RawClient, Rig, chunk
 from tests.running import begin
@@ -162,10 +162,10 @@ def test_a_drain_ends_idle_connections(rig: Rig, connect: Callable[[], RawClient
 
 def test_files_that_do_not_serve_are_a_problem(tmp_path: Path, files: tuple[str, str]) -> None:
     with pytest.raises(ConfigError, match="tls_cert"):
-        _tls_context(Config((), tls_cert=str(tmp_path / "none"), tls_key=files[1]))
+        tls_context(Config((), tls_cert=str(tmp_path / "none"), tls_key=files[1]))
     with pytest.raises(ConfigError, match="do not serve"):
-        _tls_context(Config((), tls_cert=files[1], tls_key=files[1]))
-    assert _tls_context(Config(())) is None
+        tls_context(Config((), tls_cert=files[1], tls_key=files[1]))
+    assert tls_context(Config(())) is None
 
 
 def test_a_reload_shows_a_renewed_certificate_to_whoever_connects_then(state: Path) -> None:

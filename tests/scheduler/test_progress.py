@@ -1,50 +1,8 @@
-"""How far a load is: lines as engines print them in, words out."""
+"""How far a load is: what loads took and what the log says in, words out."""
 
 from __future__ import annotations
 
-import pytest
-
-from anvil_mux.scheduler.progress import LogProgress, Progress, progress, said
-
-SHARDS = "Loading safetensors checkpoint shards:  56% Completed | 5/9 [00:13<00:11,  2.87s/it]"
-GRAPHS = (
-    "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  40%|████      | 20/51 [00:02<00:03, 21.2it/s]"
-)
-BATCHES = "Capturing batches (bs=128 avail_mem=74.76 GB):   5%|▌         | 1/20 [00:00<00:09,  2.1it/s]"
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        (SHARDS, LogProgress("reading weights", 0.56, 11.0)),
-        (f"(Worker_TP0 pid=576689) \r{SHARDS}", LogProgress("reading weights", 0.56, 11.0)),
-        (SHARDS.replace("56%", "11%") + "\r" + SHARDS, LogProgress("reading weights", 0.56, 11.0)),
-        (SHARDS.replace("00:11", "1:02:03"), LogProgress("reading weights", 0.56, 3723.0)),
-        (SHARDS.replace("00:13<00:11", "00:00<?"), LogProgress("reading weights", 0.56, None)),
-        (SHARDS.replace("safetensors", "pt"), LogProgress("reading weights", 0.56, 11.0)),
-        (GRAPHS, LogProgress("capturing CUDA graphs", 0.4, 3.0)),
-        (BATCHES, LogProgress("capturing CUDA graphs", 0.05, 9.0)),
-        ("m.safetensors:  13%|█▎  | 650M/5G [00:10<01:06, 65MB/s]", LogProgress("downloading", 0.13, 66.0)),
-        ("INFO [backends.py:1128] Dynamo bytecode transform time: 3.54 s", LogProgress("compiling")),
-        ("INFO 05-06 20:59:57 Loading weights took 24.8 seconds", LogProgress("warming up")),
-        ("0.00.024.273 I load_tensors: loading model tensors, (mmap = true)", LogProgress("reading weights")),
-        ("...............................................", LogProgress("reading weights", 0.47)),
-        ("." * 107, LogProgress("reading weights", 1.0)),
-        ("0.00.039.373 I llama_context: constructing llama_context", LogProgress("warming up")),
-        ('source=server.go:625 msg="model load progress 0.43"', LogProgress("reading weights", 0.43)),
-        ("GET /health 503", None),
-        ("100% sure that this is nothing [00:01<00:02]", None),
-        (".", None),
-    ],
-)  # fmt: skip
-def test_what_a_line_says(line: str, found: LogProgress | None) -> None:
-    assert said([line]) == found
-
-
-def test_the_last_line_that_says_something_counts() -> None:
-    lines = [SHARDS, "INFO GPU KV cache size: 165,792 tokens", GRAPHS, "INFO nothing of interest"]
-    assert said(lines) == LogProgress("capturing CUDA graphs", 0.4, 3.0)
-    assert said([]) is None
+from anvil_mux.scheduler.progress import LogProgress, Progress, progress
 
 
 def test_a_load_takes_as_long_as_loads_took() -> None:

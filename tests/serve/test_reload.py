@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import yaml
@@ -22,11 +24,14 @@ from anvil_mux.cli import main as cli
 from anvil_mux.config.change import Change
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import ConfigError, Draining
+from anvil_mux.host import local
 from anvil_mux.host.docker import Engine
 from anvil_mux.host.endpoint import Unreachable
 from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.proxy.reloads import Reloads, Watch
-from anvil_mux.serve import program as serve_room
+from anvil_mux.serve import reloading
+from anvil_mux.serve.building import Parts
+from anvil_mux.serve.terminal import say
 from anvil_mux.sim.simulate import check
 from anvil_mux.telemetry.eventlog import config_of, read
 from tests.cli.test_cli import PROJECT, ROOT, TIMEOUT, state
@@ -233,10 +238,9 @@ def test_a_mistake_in_a_reload_does_not_end_what_runs(
     def mistake() -> Change:
         raise ZeroDivisionError
 
-    program = serve_room.AnvilMux.__new__(serve_room.AnvilMux)
-    program._reloads = Reloads(idle, lambda config: Change(), pytest.fail, lambda: 0.0)
-    monkeypatch.setattr(program._reloads, "reload", mistake)
-    program.reload()
+    reloads = Reloads(idle, lambda config: Change(), pytest.fail, lambda: 0.0)
+    monkeypatch.setattr(reloads, "reload", mistake)
+    reloading.reload(cast(Parts, SimpleNamespace(reloads=reloads)))
     assert "the reload failed" in caplog.text
 
 
@@ -401,7 +405,7 @@ def test_what_is_said_to_a_terminal_that_was_just_closed_is_lost_and_no_error(
     os.close(near)
     with open(far, "w") as closed:
         monkeypatch.setattr(sys, "stderr", closed)
-        serve_room.say("one engine less")
+        say("one engine less")
         os.dup2(os.open(os.devnull, os.O_WRONLY), far)  # as Signals does
 
 
@@ -433,12 +437,12 @@ def test_an_image_that_docker_does_not_have_is_a_problem_of_those_that_are_to_co
     monkeypatch.setattr(Engine, "has_image", has_image)
     there, gone = (Backend(name, name, service=Service(image=f"{name}:1")) for name in ("here", "gone"))
     both = Config((there, gone))
-    serve_room._refuse_missing_images(both, ["here"])
+    local._refuse_missing_images(both, ["here"])
     with pytest.raises(ConfigError, match="service gone: image gone:1 is not present: docker pull gone:1"):
-        serve_room._refuse_missing_images(both, ["here", "gone"])
+        local._refuse_missing_images(both, ["here", "gone"])
     docker_away = True
-    serve_room._refuse_missing_images(both, ["gone"])
-    serve_room._refuse_missing_images(replace(both, runtime="process"), ["gone"])
+    local._refuse_missing_images(both, ["gone"])
+    local._refuse_missing_images(replace(both, runtime="process"), ["gone"])
 
 
 # In the program's own words

@@ -12,7 +12,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.host.swap import Evicted
+from anvil_mux.host.seam import Evicted
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.steps import Load, Step
 from anvil_mux.sim.simulate import Outcome, Request, simulate

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
-from anvil_mux.host.gpu import OtherProcess
-from anvil_mux.host.gpu_monitor import Seen
+from anvil_mux.host.seam import OtherProcess, Seen
 from anvil_mux.protocol import api
 from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
 from anvil_mux.scheduler.causes import Cause, Kind

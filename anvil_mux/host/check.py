@@ -1,0 +1,58 @@
+"""The needs of a configuration that this machine does not meet; each question imports only what it uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+
+from anvil_mux.errors import MuxError
+from anvil_mux.host.seam import HostConfig, HostGpu
+
+
+def gpus_here() -> tuple[HostGpu, ...]:
+    """The GPUs of this machine; none is looked for where there is no driver of theirs."""
+    if "NVIDIA_VISIBLE_DEVICES" not in os.environ and not os.path.exists("/dev/nvidiactl"):
+        return ()
+    from anvil_mux.host import gpu
+
+    return gpu.listed(gpu.probe())
+
+
+def why_not_checkpoint(gpus: Sequence[str], insist: bool) -> str | None:
+    """Why no service on these GPUs can be checkpointed; None: it can. ``insist``: several are allowed."""
+    from anvil_mux.host.checkpoint import Checkpointer
+
+    return Checkpointer().why_not(gpus, insist=insist)
+
+
+def missing_images(config: HostConfig) -> list[str]:
+    """A warning for each image that Docker does not have; BackendError if it cannot be asked."""
+    if config.runtime != "compose":
+        return []
+    from anvil_mux.host import containers
+
+    return containers.missing_images(config.backends)
+
+
+def missing_rights(config: HostConfig) -> list[str]:
+    """A warning for each right that a checkpoint needs, and whoever runs this has not."""
+    backends = [backend for backend in config.backends if "checkpoint" in backend.evict_to]
+    if not backends:
+        return []
+    from anvil_mux.host.checkpoint import Rights, owners
+    from anvil_mux.host.containers import user_of
+    from anvil_mux.host.local import build_runtime
+
+    rights, runtime = Rights.here(), build_runtime(config)
+    contained = config.runtime == "compose"
+    lacking: dict[str, list[str]] = {}
+    for backend in backends:
+        users: set[int] = set()
+        with suppress(MuxError):  # Docker is away, which is told where images are looked for
+            users |= owners(runtime.pids(backend))
+        if not users and contained and (user := user_of(backend, os.environ)) is not None:
+            users = {user}
+        for what in rights.lacks(users, contained=contained):
+            lacking.setdefault(what, []).append(backend.name)
+    return [f"{', '.join(names)}: checkpoint may fail: {what}" for what, names in lacking.items()]

@@ -1,0 +1,115 @@
+"""Engines print while they load how far they are.
+
+That is read in a thread of its own: Docker takes a while to tell.
+
+The patterns are those of vLLM and SGLang (progress bars, of which a line may hold many), llama.cpp (a dot for
+each percent) and Ollama.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from anvil_mux.clock import Worker
+from anvil_mux.config.config import Backend
+from anvil_mux.host.seam import LoadSaid
+
+LOOK_SECONDS = 1.0
+LINES = 40
+
+READING, COMPILING, CAPTURING, WARMING = "reading weights", "compiling", "capturing CUDA graphs", "warming up"
+
+
+class LoadLogs:
+    """Reads the logs of engines while they load, and of no others."""
+
+    def __init__(
+        self, tail: Callable[[Backend, int], Sequence[str]], tell: Callable[[LoadSaid], object]
+    ) -> None:
+        self._tail = tail
+        self._tell = tell
+        self._loading: dict[str, Backend] = {}
+        self.worker = Worker("load-logs", self._turn, first=None)
+
+    @contextmanager
+    def reading(self, backend: Backend) -> Iterator[None]:
+        """The log of the backend is read meanwhile. Any thread."""
+        self._loading[backend.name] = backend
+        self.worker.wake()
+        try:
+            yield
+        finally:
+            del self._loading[backend.name]
+
+    def _turn(self) -> float | None:
+        backends = list(self._loading.values())
+        for backend in backends:
+            found = said(backend.name, self._tail(backend, LINES))
+            if found and backend.name in self._loading:
+                self._tell(found)
+        return LOOK_SECONDS if backends else None
+
+
+class _Stage(NamedTuple):
+    """One line's word on the stage."""
+
+    stage: str
+    fraction: float | None = None
+    seconds_left: float | None = None
+
+
+_BARS = (
+    (r"checkpoint shards:\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?", READING),
+    (
+        r"Captur\w+ (?:CUDA graph|cudagraph|batches)[^\r%]*?:\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?",
+        CAPTURING,
+    ),
+    (r"Compiling num tokens[^\r%]*:\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?", COMPILING),
+    (
+        r"(?:\.safetensors|\.gguf|\.bin|Fetching \d+ files):\s+(\d+)%(?:[^\r\[]*\[[\d:]+<([\d:]+))?",
+        "downloading",
+    ),
+)
+_WORDS = (
+    (r"model load progress (0\.\d+|1\.0)", READING),
+    (r"Starting to load model|loading model tensors|llama_model_loader: loaded meta data", READING),
+    (r"torch\.compile|Dynamo bytecode transform|Compiling a graph", COMPILING),
+    (r"Loading weights took|Model loading took|KV cache|llama_context: construct|warming up", WARMING),
+    (r"Graph capturing finished|Capture cuda graph end", WARMING),
+)
+_FOUND = [(re.compile(pattern), stage) for pattern, stage in _BARS]
+_TOLD = [(re.compile(pattern), stage) for pattern, stage in _WORDS]
+_DOTS = re.compile(r"\.{2,}")
+
+
+def said(backend: str, lines: Sequence[str]) -> LoadSaid | None:
+    """Read the last line of a backend's log that says something of its load."""
+    return next((LoadSaid(backend, *found) for line in reversed(lines) if (found := _of_line(line))), None)
+
+
+def _of_line(line: str) -> _Stage | None:
+    if _DOTS.fullmatch(line.strip()):
+        return _Stage(READING, min(len(line.strip()) / 100, 1.0))
+    for pattern, stage in _FOUND:
+        bars = pattern.findall(line)
+        if bars:
+            percent, left = bars[-1]
+            return _Stage(stage, int(percent) / 100, _seconds(left))
+    for pattern, stage in _TOLD:
+        told = pattern.search(line)
+        if told:
+            return _Stage(stage, float(told[1]) if pattern.groups else None)
+    return None
+
+
+def _seconds(clock: str) -> float | None:
+    """``1:02:03`` in seconds."""
+    total = 0.0
+    for part in clock.split(":"):
+        if not part.isdigit():
+            return None
+        total = 60 * total + int(part)
+    return total

@@ -1,0 +1,226 @@
+"""This machine behind the seam: runtime, standby levels, adoption, GPU monitor and reader of logs.
+
+``open_host`` is all that others need; what they get is a ``seam.Host`` and, for who is on the same machine, a
+little more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import nullcontext, suppress
+
+from anvil_mux.clock import Clock
+from anvil_mux.config.change import replaced
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import ConfigError, MuxError
+from anvil_mux.host import gpu
+from anvil_mux.host.adopt import Adopter, Notes
+from anvil_mux.host.checkpoint import Checkpointer
+from anvil_mux.host.gpu_monitor import GpuMonitor
+from anvil_mux.host.load_logs import LoadLogs
+from anvil_mux.host.news import NewsBoard
+from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.seam import (
+    LOG_LINES,
+    Evicted,
+    Found,
+    GpusSeen,
+    HostConfig,
+    HostNews,
+    Inventory,
+    Loaded,
+    PhaseTook,
+    ServiceEnded,
+)
+from anvil_mux.host.served import ServiceNote
+from anvil_mux.host.swap import WAYS, Runtime, Swapper, Told
+from anvil_mux.state import state_folder
+
+
+def open_host(config: HostConfig, lock: int | None = None, told: Told | None = None) -> LocalHost:
+    """This machine. ``lock``: the project's, which commands that outlive us go on to hold.
+
+    ``told`` learns what the phases of steps took; None: they are news.
+    """
+    return LocalHost(config, build_runtime(config, lock), told)
+
+
+def build_runtime(config: HostConfig, lock: int | None = None) -> Runtime:
+    """The runtime that the configuration names."""
+    if config.runtime == "process":
+        return ProcessRuntime(config)
+    from anvil_mux.host.containers import ContainerRuntime
+
+    return ContainerRuntime(config, lock=lock)
+
+
+class LocalHost:
+    """This machine, see ``seam.Host``."""
+
+    name = "local"
+
+    def __init__(self, config: HostConfig, runtime: Runtime, told: Told | None = None) -> None:
+        self._config = config
+        self.runtime = runtime
+        """The runtime, of use within this package alone."""
+        self._clock = Clock()
+        found = gpu.probe()
+        self._gpus = gpu.listed(found)
+        probe = gpu.probe if found.readings else None
+        state = state_folder(config.project, os.environ)
+        self._served, self._notes = ServiceNote(state), Notes(state)
+        self._board = NewsBoard()
+        self._swapper = Swapper(runtime, probe=probe, told=told or self._took, note=self._notes.note)
+        self._adopter = Adopter(runtime, self._notes, probe=probe, checkpointer=Checkpointer())
+        self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
+        self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusSeen(s)))
+        self._is_to_monitor = False
+        """Whether the GPU monitor begins once it is known what runs."""
+        self._backends = {backend.name: backend for backend in config.backends}
+        """Each as it was last started, also those that went."""
+        self._urls: dict[str, str] = {}
+        """The addresses of the services that ran when that was asked last."""
+        self._loads: dict[str, int] = {}
+        """Backend -> the number of the load that brought it up; without those that were adopted."""
+
+    def start(self) -> None:
+        """Starts its threads, which run on the CPUs of this one; without them there is no news."""
+        self._is_to_monitor = bool(self._gpus)
+        self._clock.spawn(self._watch, "watch")
+        self._load_logs.worker.start()
+
+    def inventory(self) -> Inventory:
+        return Inventory(self._gpus, _memory(), standby_levels=tuple(WAYS))
+
+    def reconfigure(self, config: HostConfig) -> None:
+        before = self._config
+        changed, known = replaced(before, config), {backend.name for backend in before.backends}
+        added = [backend.name for backend in config.backends if backend.name not in known]
+        _refuse_missing_images(config, [*changed, *added])
+        self.runtime.reconfigure(config)
+        self._served.add(config.backends)
+        for name in changed:
+            self._notes.outdate(name)
+        self._gpu_monitor.look_at(_used(config))
+        self._backends = {**{backend.name: backend for backend in config.backends}, **self._backends}
+        self._config = config
+
+    # What is there
+
+    def running(self) -> list[str]:
+        try:
+            self._urls = self.runtime.running()
+        finally:
+            if self._is_to_monitor:  # whose processes are whose is known now
+                self._is_to_monitor = False
+                self._gpu_monitor.worker.start()
+        return list(self._urls)
+
+    def orphans(self) -> list[Backend]:
+        found = self._served.orphans(self._config.backends)
+        self._served.add(self._config.backends)
+        return found
+
+    def adopt(self, backend: Backend) -> Found:
+        self._loads.pop(backend.name, None)
+        self._backends[backend.name] = backend
+        return self._adopter.look(backend, self._urls.get(backend.name, ""))
+
+    def ended(self, backend: Backend) -> str | None:
+        return self._swapper.ended(backend)
+
+    def answers(self, backend: Backend, limit: float) -> bool | None:
+        return self._swapper.answers(backend, limit)
+
+    def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
+        return self._swapper.log_tail(backend, lines)
+
+    def follow_log(self, backend: Backend) -> Iterator[str]:
+        """Lines as they come, beginning with a tail of 100, until the service ends."""
+        return self.runtime.follow_log(backend)
+
+    def problem(self) -> str:
+        return self.runtime.problem()
+
+    # Steps
+
+    def load(self, backend: Backend, how: str, number: int = 0) -> Loaded:
+        self._backends[backend.name] = backend
+        with self._load_logs.reading(backend) if how == "stop" else nullcontext():
+            loaded = self._swapper.load(backend, how, number)
+        self._loads[backend.name] = number
+        return loaded
+
+    def cancel(self, backend: Backend, number: int) -> None:
+        self._swapper.cancel(backend, number)
+
+    def evict(self, backend: Backend, how: str) -> Evicted:
+        return self._swapper.evict(backend, how)
+
+    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
+        return self._swapper.demote(backend, how, to)
+
+    def stop(self, backend: Backend) -> None:
+        self.runtime.stop(backend)
+        self._notes.note(backend.name, "")
+        if all(backend.name != each.name for each in self._config.backends):
+            self._served.remove(backend)
+
+    # News
+
+    def news(self, after: int, timeout: float) -> list[HostNews]:
+        return self._board.read(after, timeout)
+
+    def watch_gpus(self) -> None:
+        self._gpu_monitor.watch()
+
+    def close(self) -> None:
+        self._board.close()
+        self._load_logs.worker.close()
+        self._gpu_monitor.worker.close()
+        self.runtime.close()
+
+    def _took(self, backend: Backend, phase: str, seconds: float) -> None:
+        self._board.put(PhaseTook(backend.name, phase, seconds))
+
+    def _watch(self) -> None:
+        """The life of the thread that hears of services that end."""
+        self.runtime.watch(self._died)
+
+    def _died(self, name: str) -> None:
+        load = self._loads.get(name, 0)
+        backend = self._backends.get(name)
+        if backend is None:
+            return
+        try:
+            why = self.runtime.ended(backend)
+        except MuxError as error:
+            why = error.message
+        if why:  # else it was started again and holds its GPU; a request will see whether it answers
+            self._board.put(ServiceEnded(name, why, tuple(self.log_tail(backend)), load))
+
+
+def _used(config: HostConfig) -> set[str]:
+    """The GPUs that backends need."""
+    return {id for backend in config.backends for id in backend.gpus}
+
+
+def _memory() -> int | None:
+    """Bytes of this machine's memory; None: it does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def _refuse_missing_images(config: HostConfig, names: Collection[str]) -> None:
+    """ConfigError if backends lack their images."""
+    if config.runtime == "compose":
+        from anvil_mux.host.containers import missing_images
+
+        missing: list[str] = []
+        with suppress(MuxError):  # Docker is away: who needs an image is told when it is loaded
+            missing = missing_images([b for b in config.backends if b.name in names])
+        if missing:
+            raise ConfigError(missing)

@@ -1,0 +1,58 @@
+"""The news of a host, kept until they are fetched.
+
+Of the use of GPUs and of how far a load is only the last is kept. Beyond ``MOST`` the oldest are forgotten:
+then nobody fetches any, as where a host serves a single command.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from anvil_mux.host.seam import GpusSeen, HostNews, LoadSaid, PhaseTook, ServiceEnded
+
+MOST = 1000
+
+
+class NewsBoard:
+    """Any thread puts up news, one fetches them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Guarded by it:
+        self._kept: dict[object, HostNews] = {}  # in the order of their numbers
+        self._number = 0
+        self._closed = False
+
+    def put(self, what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook) -> None:
+        """Never blocks."""
+        with self._changed:
+            self._number += 1
+            subject = _subject(what) or self._number
+            self._kept.pop(subject, None)
+            self._kept[subject] = HostNews(self._number, what)
+            if len(self._kept) > MOST:
+                del self._kept[next(iter(self._kept))]
+            self._changed.notify_all()
+
+    def read(self, after: int, timeout: float) -> list[HostNews]:
+        """See ``Host.news``; returns at once when it is closed."""
+        with self._changed:
+            self._kept = {key: each for key, each in self._kept.items() if each.number > after}
+            self._changed.wait_for(lambda: self._kept or self._closed, timeout)
+            return list(self._kept.values())
+
+    def close(self) -> None:
+        """End every wait for news."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def _subject(what: object) -> object:
+    """The subject of which only the last news counts; None: each counts."""
+    match what:
+        case GpusSeen():
+            return "gpus"
+        case LoadSaid(backend):
+            return "load", backend
+    return None

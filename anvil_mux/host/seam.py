@@ -1,0 +1,275 @@
+"""The seam to one machine: whatever touches a host is behind ``Host``, and only plain values cross it.
+
+No process ids to act on, no callbacks, no iterators, no paths of the machine that anvil-mux runs on, no
+commands but those of configured services: a host on another machine is the same protocol over a wire. What
+happens there without being asked for is news, which the caller fetches by a long poll.
+
+``local.open_host`` opens the one behind which this machine is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.settings import gib
+
+LOG_LINES = 20
+
+
+class HostGpu(NamedTuple):
+    """A GPU of the host, as its driver knows it."""
+
+    id: str
+    uuid: str
+    name: str = ""
+    total: int | None = None
+    """Bytes; None where it cannot tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """The things that the host has and can do."""
+
+    gpus: tuple[HostGpu, ...] = ()
+    memory: int | None = None
+    """Bytes of host memory; None where the machine does not tell."""
+    address: str = "127.0.0.1"
+    """The address at which its engines are reached."""
+    standby_levels: tuple[str, ...] = ()
+    """All that it knows, and ``stop``."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """The part of a configuration that a host needs; nothing of clients, keys or hooks."""
+
+    backends: tuple[Backend, ...]
+    gpus: tuple[Gpu, ...] = ()
+    project: str = "anvil"
+    files: tuple[str, ...] = ()
+    """The compose files, by their paths on the host."""
+    runtime: str = "compose"
+
+    @classmethod
+    def of(cls, config: Config) -> HostConfig:
+        return cls(
+            backends=config.backends,
+            gpus=config.gpus,
+            project=config.project,
+            files=config.files,
+            runtime=config.runtime,
+        )
+
+
+# How steps end
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """How a backend really came back."""
+
+    url: str
+    how: str
+    """The way that worked: the standby level it came back from, or ``stop`` for a cold start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """How a backend really left its GPUs."""
+
+    how: str
+    """The way that worked: the one asked for, or ``stop`` where a harder one was needed."""
+    residual: Mapping[str, int] = field(default_factory=dict)
+    """GPU id -> bytes that it still holds there, as far as is known."""
+    host_bytes: int = 0
+    """Host memory that it keeps in standby; 0 when stopped or unknown."""
+    freed: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """GPU id -> bytes that it gave back there, measured; empty where that cannot be read."""
+    died: str = ""
+    """How it had ended before it was told to, if it had."""
+    log: tuple[str, ...] = ()
+    """The last that it had printed then."""
+
+
+# What is found at the start
+
+
+@dataclass(frozen=True, slots=True)
+class Awake:
+    """A backend that answers for its model."""
+
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """A backend that can be taken over neither as resident nor as in standby."""
+
+    why: str
+    """The reason, for people; ends a sentence."""
+
+
+Found = Awake | Evicted | Unfit
+
+
+# The use of GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class OtherProcess:
+    """A process that holds memory of a GPU and is none of ours; its id is for people alone."""
+
+    gpu: str
+    pid: int
+    used: int | None
+    command: str = ""
+    container: str = ""
+
+    def __str__(self) -> str:
+        held = "memory" if self.used is None else gib(self.used)
+        where = f" in container {self.container[:12]}" if self.container else ""
+        who = f"process {self.pid}" + (f" ({self.command})" if self.command else "")
+        return f"{who}{where} holds {held} of GPU {self.gpu}"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One GPU, a moment ago; bytes."""
+
+    used: int | None = None
+    total: int | None = None
+    users: Mapping[str, int | None] = field(default_factory=dict)
+    """Service of ours -> what its processes hold here; None where that is not told."""
+    others: tuple[OtherProcess, ...] = ()
+
+
+Sight = Mapping[str, Seen]
+"""GPU id, as it is configured -> what was seen of it; without those that cannot be read."""
+
+
+# News
+
+
+class ServiceEnded(NamedTuple):
+    """The service of a backend ended, and nobody told it to."""
+
+    backend: str
+    why: str
+    """The way it ended, for people, such as ``exited with code 1``."""
+    log: tuple[str, ...] = ()
+    """The last lines that it had printed."""
+    load: int = 0
+    """The number of the load that had brought it up; 0: it ran before, and was adopted."""
+
+
+class GpusSeen(NamedTuple):
+    """The use of all GPUs; each one replaces the one before."""
+
+    sight: Sight
+
+
+class LoadSaid(NamedTuple):
+    """The stage that a load is in, as the engine's log says."""
+
+    backend: str
+    stage: str
+    fraction: float | None = None
+    seconds_left: float | None = None
+
+
+class PhaseTook(NamedTuple):
+    """A phase of a step is over: load, ready, probe on the way in; evict, verify, freeze on the way out."""
+
+    backend: str
+    phase: str
+    seconds: float
+
+
+class HostNews(NamedTuple):
+    """One thing that happened; later ones have greater numbers."""
+
+    number: int
+    what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook
+
+
+class Host(Protocol):
+    """One machine with GPUs and a container runtime, or plain processes.
+
+    Any thread may call, for different backends side by side. Calls may block unless it is said that they do
+    not, and are bounded in time; none is made under the multiplexer's lock. Backends are handed over as they
+    were described when they were started.
+    """
+
+    name: str
+
+    def inventory(self) -> Inventory:
+        """Return what the host has and can do."""
+
+    def reconfigure(self, config: HostConfig) -> None:
+        """Take services as they are described there; ConfigError if they cannot be, and nothing has changed.
+
+        What runs goes on. A service whose description has changed is made anew by its next load, and one
+        that is configured no longer is known until it was stopped.
+        """
+
+    def running(self) -> list[str]:
+        """The configured backends that run or are frozen now, whether they can be reached or not.
+
+        They are watched from now on, and from the first call on GPU use is news.
+        """
+
+    def orphans(self) -> list[Backend]:
+        """The backends that an earlier start served here and that are configured no longer: to be stopped."""
+
+    def adopt(self, backend: Backend) -> Found:
+        """Judge what to make of a backend that is ``running``, one call at a time; it may take seconds."""
+
+    def load(self, backend: Backend, how: str, number: int) -> Loaded:
+        """Returns once the backend answers for its model. ``how``: the standby level it comes back from.
+
+        LoadError (with the engine's last lines) after it was cleaned up; BackendError if even that failed: it
+        may still hold its GPUs. Cancelled, after it was cleaned up, if it was cancelled before it answered.
+        ``number``: of the load; later ones have greater numbers.
+        """
+
+    def cancel(self, backend: Backend, number: int) -> None:
+        """The load of that number is to end before its time, also if it has not begun yet. Never blocks."""
+
+    def evict(self, backend: Backend, how: str) -> Evicted:
+        """Returns when the GPUs are free; BackendError if they may not be. ``how``: the way to leave them."""
+
+    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
+        """The same, from the standby level ``how`` to the deeper level ``to`` without waking."""
+
+    def stop(self, backend: Backend) -> None:
+        """Ends the service, without standby: orphans, what cannot stay, and at the program's end."""
+
+    def ended(self, backend: Backend) -> str | None:
+        """How it ended, for people; None while it runs, and while that cannot be told."""
+
+    def answers(self, backend: Backend, limit: float) -> bool | None:
+        """Whether its engine says within ``limit`` seconds that it is well.
+
+        None: it is silent, or says that it is not well. False: nobody is there to answer.
+        """
+
+    def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
+        """The last lines that the current (or last) run of the service printed; [] if none can be had."""
+
+    def news(self, after: int, timeout: float) -> list[HostNews]:
+        """The news since the one of number ``after``, which is forgotten with all before it.
+
+        Waits up to ``timeout`` seconds for some; [] if there is none.
+        """
+
+    def watch_gpus(self) -> None:
+        """Have GPU use be news every second for a minute, since somebody watches it. Never blocks."""
+
+    def problem(self) -> str:
+        """Why services cannot be started or stopped now, as far as is known; "" if they can. Never blocks."""
+
+    def close(self) -> None:
+        """Ends its threads and waits for news, and frees what it holds; engines run on."""

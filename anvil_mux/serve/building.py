@@ -1,0 +1,232 @@
+"""The parts of the running program, made from its configuration and connected; none of them has begun.
+
+The address is bound here, so that whatever prevents serving is said before anything is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from anvil_mux.clock import Clock
+from anvil_mux.config.change import Change
+from anvil_mux.config.config import Config
+from anvil_mux.config.keys import Keyring
+from anvil_mux.host.local import LocalHost, open_host
+from anvil_mux.host.seam import Host, HostConfig
+from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.proxy.affinity import Affinity, CPUs
+from anvil_mux.proxy.handler import Handler
+from anvil_mux.proxy.relay import Relay
+from anvil_mux.proxy.reloads import Reloads
+from anvil_mux.proxy.server import Server
+from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.events import Event
+from anvil_mux.serve import credentials
+from anvil_mux.serve.learned import Known, LearnedFile
+from anvil_mux.serve.logfiles import rotation
+from anvil_mux.serve.news import NewsReader
+from anvil_mux.serve.options import CannotServe, Options
+from anvil_mux.serve.scraper import Scraper
+from anvil_mux.serve.store import RedisStore, Sharing, StoreError
+from anvil_mux.serve.terminal import say
+from anvil_mux.state import state_folder
+from anvil_mux.telemetry import eventlog
+from anvil_mux.telemetry.eventlog import EventLog
+from anvil_mux.telemetry.feed import Feed
+from anvil_mux.telemetry.journal import Journal
+from anvil_mux.telemetry.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The things that were opened for the program, besides its configuration and options."""
+
+    access: int | None = None
+    """The descriptor of the access log."""
+    events: int | None = None
+    """The descriptor of the event log."""
+    lock: int | None = None
+    """The descriptor of the project's lock."""
+    keys: Keyring = field(default_factory=Keyring)
+    tls: ssl.SSLContext | None = None
+    read: Callable[[], Config] | None = None
+    """Reads the configuration as it is when a reload is asked for, or raises ConfigError."""
+    reloading: Callable[[], AbstractContextManager[object]] = nullcontext
+    """A context that is entered for as long as a reload takes."""
+
+
+class Parts:
+    """All parts, each made from those before it; ``reconfigure`` is what a reload does."""
+
+    def __init__(
+        self, config: Config, options: Options, given: Given, reconfigure: Callable[[Config], Change]
+    ) -> None:
+        self.options = options
+        self.say = partial(say, form=options.log_format)
+        self.clock = Clock()
+        self.host: LocalHost = open_host(HostConfig.of(config), given.lock)
+        self.config = config = complete(config, self.host)
+        """The configuration that is in effect."""
+        self.learned = LearnedFile(state_folder(config.project, os.environ), self.say)
+        with pinned(options.pin):
+            self._observe(given)
+            self._multiplex()
+            self._answer(given, reconfigure)
+
+    def _observe(self, given: Given) -> None:
+        """Make the observers, which ask parts that are made after them."""
+        self.relay = Relay(timeout=self.config.upstream_timeout, client_timeout=self.config.client_timeout)
+        self.affinity = Affinity(
+            CPUs(os.sched_getaffinity(0)),
+            adapts=self.options.pin is None,
+            elsewhere=self.relay.pump.cpu_seconds,
+        )
+        self.metrics = Metrics(
+            self.config,
+            lambda: self.mux.status(),
+            costs=lambda: self.mux.costs(),
+            footprints=lambda: self.mux.footprints(),
+            sight=lambda: self.news.sight(),
+        )
+        self.feed = Feed()
+        self.journal = Journal(
+            self.metrics,
+            wall=self.clock.wall,
+            feed=self.feed,
+            tail=self._last_words,
+            housekeeping=self._keep_house,
+            access=given.access,
+            form=self.options.log_format,
+            verbosity=self.options.verbosity,
+        )
+        self.event_log: EventLog | None = None
+        if given.events is not None:
+            head = eventlog.header(self.config, self.clock.wall(0.0))
+            self.event_log = EventLog(given.events, head, self.say, rotation(self.options))
+
+    def _multiplex(self) -> None:
+        known = self.learned.read(self.config)
+        self.mux = Multiplexer(
+            self.config,
+            self.host,
+            log=self._observers(),
+            log_leases=self.event_log is not None or self.journal.tells_leases,
+            costs=known.costs,
+            footprints=known.footprints,
+            clock=self.clock,
+            has_heard=self.relay.has_heard,
+        )
+        self.mux.expect(backend.name for backend in self.config.backends)
+        self.news = NewsReader(self.host, self.mux, self.journal.told)
+        self.scraper = Scraper(self.mux.resident_replicas, self.mux.observed, self.mux.silent)
+        self.sharing = self._open_sharing()
+
+    def _answer(self, given: Given, reconfigure: Callable[[Config], Change]) -> None:
+        self.reloads = Reloads(
+            given.read or (lambda: self.config),
+            reconfigure,
+            lambda why: self.mux.tell("reload_failed", Cause("bad_configuration", detail=why)),
+            time.time,
+            given.reloading,
+        )
+        self.handler = Handler(
+            self.config,
+            self.mux,
+            self.relay,
+            self.journal,
+            metrics=self.journal.scrape,
+            checks={self.config.runtime: self.host.problem},
+            feed=self.feed,
+            tail=self._log_tail,
+            sight=self.news.sight,
+            keys=given.keys,
+            reloads=self.reloads,
+        )
+        self.server = self._bind(given.tls)
+
+    @property
+    def url(self) -> str:
+        """The address of the server, as somebody on this machine calls it."""
+        host, port = self.server.server_address[:2]
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(host), str(host))
+        scheme = "https" if self.server.tls else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+    def _open_sharing(self) -> Sharing | None:
+        config = self.config
+        if not config.routing_store:
+            return None
+        try:
+            store = RedisStore(config.routing_store, config.project)
+        except StoreError as error:
+            raise CannotServe(f"x-anvil.routing.store: {error}") from None
+        return Sharing(store, self.mux.reports, self.mux.hear, self.say)
+
+    def _bind(self, tls: ssl.SSLContext | None) -> Server:
+        host, port = self.config.host, self.config.port
+        try:
+            return Server(
+                (host, port),
+                self.handler,
+                self.mux,
+                max_connections=self.config.max_connections,
+                affinity=self.affinity,
+                tls=tls,
+                client_timeout=self.config.client_timeout,
+            )
+        except OSError as error:
+            advice = "another program has it; name another with --port" if error.errno == 98 else "see --host"
+            raise CannotServe(f"cannot listen on {host}:{port} ({error.strerror}): {advice}") from None
+
+    def _observers(self) -> Callable[[Event], object]:
+        """The observers of the multiplexer's events, which are called under its lock."""
+        observe, event_log = self.journal.observe, self.event_log
+        if event_log is None:
+            return observe
+
+        def tell_both(event: Event) -> None:
+            observe(event)
+            event_log.append(event)
+
+        return tell_both
+
+    def _keep_house(self) -> None:
+        """Tidy up and save what was learned, now and then, in the journal's thread."""
+        self.relay.pool.sweep()
+        self.affinity.look(time.monotonic())
+        self.learned.save(Known(self.mux.costs(), self.mux.footprints()))
+
+    def _last_words(self, backend: str, lines: int = 20) -> Sequence[str]:
+        """The last lines of an engine, kept from its failure: it may have been started anew by now."""
+        return self.mux.last_words(backend) or self._log_tail(backend, lines)
+
+    def _log_tail(self, backend: str, lines: int = 20) -> list[str]:
+        found = self.mux.backend(backend)
+        return self.host.log_tail(found, lines) if found else []
+
+
+def complete(config: Config, host: Host) -> Config:
+    """Complete the configuration by what the machine says, and by the files that are read here."""
+    config = replace(config, said=credentials.digests(config))
+    memory = host.inventory().memory
+    if config.host_memory is not None or memory is None:
+        return config
+    return replace(config, host_memory=memory * 9 // 10)  # the rest is the system's
+
+
+@contextmanager
+def pinned(wanted: bool | None) -> Iterator[None]:
+    """Threads that begin within stay on one CPU, which saves them from waiting for each other's caches."""
+    allowed = os.sched_getaffinity(0)
+    if wanted:
+        os.sched_setaffinity(0, {max(allowed)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)

@@ -1,0 +1,36 @@
+"""The engines at the program's end run on or are stopped, as ``on_exit`` says.
+
+One that is still loading is stopped in any case: no later start could tell how far it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from anvil_mux.config.config import Config
+from anvil_mux.errors import MuxError
+from anvil_mux.host.seam import Host
+from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.serve.adoption import Adoption
+
+
+def leave_engines(
+    config: Config, host: Host, mux: Multiplexer, adoption: Adoption, say: Callable[[str], object]
+) -> None:
+    """Stop what is not to run on, and tell what does."""
+    try:
+        running = host.running()
+    except MuxError as error:
+        say(f"cannot see what runs: {error.message}")
+        return
+    leaving, loading = {backend.name: backend for backend in mux.leaving()}, mux.loading()
+    unfit = [(backend, "the configuration has changed") for backend in leaving.values()]
+    here = [backend for backend in config.backends if backend.name not in leaving]
+    unfit += [(backend, "it was still loading") for backend in here if backend.name in loading]
+    left = [backend for backend in here if backend.name in running and backend.name not in loading]
+    if config.on_exit == "stop":
+        unfit += [(backend, "on_exit: stop") for backend in left]
+        left = []
+    adoption.stop_all(unfit)
+    names = ", ".join(backend.name for backend in left)
+    say(f"stopped; kept running for the next start (on_exit: keep): {names}" if left else "stopped")

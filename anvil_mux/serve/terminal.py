@@ -1,0 +1,60 @@
+"""The notices and the banner, for whoever started the program."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from anvil_mux import __version__
+from anvil_mux.config.config import Config
+from anvil_mux.telemetry.accesslog import stamp
+
+
+def say(text: str, form: str = "human") -> None:
+    """A message to whoever started the program; ``form``: as ``Options.log_format``."""
+    line = f"anvil-mux: {text}"
+    if form == "json":
+        line = json.dumps({"ts": stamp(time.time()), "level": "info", "event": "notice", "text": text})
+    with while_it_is_open():
+        print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: several threads say
+
+
+@contextmanager
+def while_it_is_open() -> Iterator[None]:
+    """Ignore what is printed on a terminal that was just closed; SIGHUP follows, and ends the program."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+
+
+def print_banner(config: Config, url: str, *, with_models: bool, with_key: bool) -> None:
+    """Print where it is served and, ``with_models``, what and how to try it."""
+    with while_it_is_open():
+        print(f"anvil-mux {__version__} serves {url} ({', '.join(map(short, config.files))})")
+        if with_models:
+            width = max(len(backend.model) for backend in config.backends)
+            for backend in config.backends:
+                where = f"GPU {', '.join(backend.gpus)}" if backend.gpus else "no GPU"
+                print(f"  {backend.model:{width}}  {backend.engine} on {where}")
+            print(f"Try it:\n  {_curl_line(url, config.backends[0].model, with_key=with_key)}")
+        sys.stdout.flush()
+
+
+def _curl_line(url: str, model: str, *, with_key: bool) -> str:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
+    quoted = body.replace("'", "'\\''")
+    key = '-H "Authorization: Bearer $ANVIL_API_KEY" ' if with_key else ""
+    return f"curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' -d '{quoted}'"
+
+
+def short(file: str) -> str:
+    """A path as people would type it here."""
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") or os.getcwd() == os.sep else relative

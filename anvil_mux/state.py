@@ -1,0 +1,20 @@
+"""The state folder of a project; its files are whole: a program that is killed leaves the old or the new."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def state_folder(project: str, environ: Mapping[str, str]) -> Path:
+    """The folder of all that outlives the program: notes of its own, records and logs of processes."""
+    home = environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(home, "anvil-mux", project)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Replaces ``file``, which may not be there yet. One thread at a time writes a file."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text)
+    os.replace(part, file)

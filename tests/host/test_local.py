@@ -1,0 +1,120 @@
+"""This machine behind the seam: what a real process does is news, by values alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.config.config import Backend, Config, Service
+from anvil_mux.errors import Cancelled
+from anvil_mux.host.local import LocalHost, open_host
+from anvil_mux.host.seam import Awake, Evicted, HostConfig, Inventory, PhaseTook, ServiceEnded, Unfit
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GUARD = 30.0
+COMMAND = (str(ROOT / "bin" / "demo-engine"), "--model", "a", "--load-seconds", "0.1")
+A = Backend("a", "a", load_timeout=GUARD, service=Service(command=COMMAND))
+CONFIG = HostConfig.of(Config((A,), project="seam", runtime="process"))
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHost]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "anvil-mux" / "seam").mkdir(parents=True)
+    host = open_host(CONFIG)
+    host.start()
+    yield host
+    host.stop(A)
+    host.close()
+
+
+def plain(value: object) -> bool:
+    """Whether a value could cross a wire."""
+    if dataclasses.is_dataclass(value):
+        return all(plain(getattr(value, each.name)) for each in dataclasses.fields(value))
+    if isinstance(value, dict):
+        return all(plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, (tuple, list)):
+        return all(map(plain, value))
+    return value is None or isinstance(value, (str, int, float))
+
+
+def read_until(host: LocalHost, kind: type) -> list[object]:
+    """The news up to the first of that kind."""
+    found: list[object] = []
+    last = 0
+    while not (found and isinstance(found[-1], kind)):
+        for news in host.news(last, GUARD):
+            last = news.number
+            found.append(news.what)
+    assert plain(found)
+    return found
+
+
+def test_an_engine_that_ends_is_news_with_the_number_of_its_load(host: LocalHost) -> None:
+    assert host.load(A, "stop", 7).how == "stop"
+    os.kill(host.runtime.pids(A)[0], signal.SIGKILL)
+    *phases, ended = read_until(host, ServiceEnded)
+    assert [(each.backend, each.phase) for each in phases if isinstance(each, PhaseTook)] == [
+        ("a", "load"),
+        ("a", "ready"),
+    ]
+    assert isinstance(ended, ServiceEnded)
+    assert (ended.backend, ended.why, ended.load) == ("a", "was killed by SIGKILL", 7)
+    assert host.ended(A) == "was killed by SIGKILL"
+
+
+def test_one_that_was_adopted_ends_as_that_of_no_load(host: LocalHost) -> None:
+    host.load(A, "stop", 7)
+    assert host.running() == ["a"]
+    found = host.adopt(A)
+    assert isinstance(found, Awake)
+    assert plain(found)
+    os.kill(host.runtime.pids(A)[0], signal.SIGKILL)
+    ended = read_until(host, ServiceEnded)[-1]
+    assert isinstance(ended, ServiceEnded)
+    assert ended.load == 0
+
+
+def test_what_runs_is_adopted_unless_it_was_described_otherwise_meanwhile(host: LocalHost) -> None:
+    host.load(A, "stop", 1)
+    other = dataclasses.replace(A, service=Service(command=(*COMMAND, "--seed", "1")))
+    host.reconfigure(dataclasses.replace(CONFIG, backends=(other,)))
+    assert host.running() == ["a"]
+    assert host.adopt(other) == Unfit("its configuration changed")
+    assert host.evict(A, "stop") == Evicted("stop")
+    assert host.running() == []
+
+
+def test_what_is_configured_no_longer_is_an_orphan_of_the_next_start_until_it_was_stopped(
+    host: LocalHost,
+) -> None:
+    assert host.orphans() == []
+    later = open_host(HostConfig((), project="seam", runtime="process"))
+    assert [orphan.name for orphan in later.orphans()] == ["a"]
+    assert [orphan.name for orphan in later.orphans()] == ["a"]
+    later.stop(A)
+    assert later.orphans() == []
+    later.close()
+
+
+def test_a_load_that_was_cancelled_before_it_began_leaves_nothing(host: LocalHost) -> None:
+    host.cancel(A, 3)
+    with pytest.raises(Cancelled):
+        host.load(A, "stop", 3)
+    assert host.running() == []
+    assert host.load(A, "stop", 4).how == "stop"
+
+
+def test_the_inventory_is_plain(host: LocalHost) -> None:
+    inventory = host.inventory()
+    assert isinstance(inventory, Inventory)
+    assert plain(inventory)
+    assert inventory.memory
+    assert "stop" in inventory.standby_levels
+    assert plain(CONFIG)

@@ -1,0 +1,88 @@
+"""The news of a host reach whom they concern."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from anvil_mux.config.config import Backend
+from anvil_mux.host.seam import (
+    GpusSeen,
+    HostNews,
+    LoadSaid,
+    OtherProcess,
+    PhaseTook,
+    Seen,
+    ServiceEnded,
+)
+from anvil_mux.scheduler.progress import LogProgress
+from anvil_mux.serve.news import NewsReader
+
+A = Backend("a", "model-a")
+
+
+class Listener:
+    """Host and multiplexer in one; notes what it is told."""
+
+    def __init__(self, *news: object) -> None:
+        self.board = [HostNews(number, cast(Any, what)) for number, what in enumerate(news, 1)]
+        self.told: list[object] = []
+
+    def news(self, after: int, timeout: float) -> list[HostNews]:
+        return [each for each in self.board if each.number > after]
+
+    def watch_gpus(self) -> None:
+        self.told.append("watched")
+
+    def backend(self, name: str) -> Backend | None:
+        return A if name == "a" else None
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **named: self.told.append((name, *given, named))
+
+
+def handed_on(*news: object) -> tuple[NewsReader, list[object]]:
+    listener = Listener(*news)
+    reader = NewsReader(cast(Any, listener), cast(Any, listener), cast(Any, listener).took)
+    for _ in range(2):
+        assert reader._turn() == 0.0
+    return reader, listener.told
+
+
+def test_each_kind_of_news_is_told_once() -> None:
+    _, told = handed_on(
+        ServiceEnded("a", "exited with code 1", ("last words",), 7),
+        LoadSaid("a", "reading weights", 0.5, 3.0),
+        PhaseTook("a", "load", 2.0),
+        PhaseTook("gone", "load", 2.0),
+    )
+    assert told == [
+        ("died", "a", "exited with code 1", ("last words",), {"load": 7}),
+        ("report", "a", LogProgress("reading weights", 0.5, 3.0), {}),
+        ("took", A, "load", 2.0, {}),
+    ]
+
+
+def test_what_other_processes_hold_is_told_and_what_was_seen_is_kept() -> None:
+    other = OtherProcess("0", 1, 3 << 30)
+    sight = {"0": Seen(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": Seen(0, 24 << 30)}
+    reader, told = handed_on(GpusSeen(sight))
+    assert told == [("memory_seen", {"0": 3 << 30}, {})]
+    assert reader.sight() == sight
+    assert told[1:] == ["watched"]
+
+
+def test_a_mistake_of_who_is_told_loses_only_that_news() -> None:
+    listener = Listener(PhaseTook("a", "load", 2.0), PhaseTook("a", "ready", 1.0))
+    took: list[str] = []
+
+    def mistake(backend: Backend, phase: str, seconds: float) -> None:
+        took.append(phase)
+        assert phase != "load"
+
+    reader = NewsReader(cast(Any, listener), cast(Any, SimpleNamespace(backend=listener.backend)), mistake)
+    try:
+        reader._turn()
+    except AssertionError:
+        reader._turn()
+    assert took == ["load", "ready"]

@@ -1,0 +1,95 @@
+"""Only host/ touches a machine, and only plain values leave it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+from anvil_mux.config.config import Backend
+from anvil_mux.host import seam
+from tests.test_layers import MODULES, OURS, imported, package
+
+TOUCHES = {
+    *("adopt", "checkpoint", "compose", "container", "containers", "control", "deaths", "docker", "driver"),
+    *("endpoint", "freed", "gpu", "gpu_monitor", "load_logs", "news", "process", "project", "served", "swap"),
+}
+"""The modules of host/ that read NVML and /proc, or move services and memory: none is used outside."""
+
+ALLOWED = {
+    "multiplexer": {"host.seam"},
+    "telemetry": {"host.seam"},
+    "proxy": {"host.seam", "host.engine"},
+    "serve": {"host.seam", "host.local"},
+    "cli": {"host.seam", "host.local", "host.engine", "host.check", "host.byhand"},
+}
+"""Package -> the modules of host/ that it may use. ``engine`` has what differs between engines, as paths;
+``local`` opens the host, and ``check`` and ``byhand`` are for commands on the same machine."""
+
+OUTSIDE = sorted(module for module in MODULES if package(module) != "host")
+ITS_OWN = {"proxy.affinity": {"/proc/stat", "/proc/self/task"}, "telemetry.eventlog": {"/proc/self/fd/"}}
+"""Module -> what it reads of the program itself, and of the CPUs that its threads run on."""
+
+
+def test_each_module_of_the_host_is_behind_the_seam_or_allowed():
+    inside = {module.removeprefix("host.") for module in MODULES if module.startswith("host.")}
+    open_to_some = {name.removeprefix("host.") for names in ALLOWED.values() for name in names}
+    assert inside == TOUCHES | open_to_some
+    assert not TOUCHES & open_to_some
+
+
+@pytest.mark.parametrize("module", OUTSIDE)
+def test_a_machine_is_reached_through_the_seam_alone(module: str) -> None:
+    used = {name for name in OURS[module] if name.startswith("host")}
+    assert used <= ALLOWED.get(package(module), set())
+    assert "pynvml" not in set(imported(module))
+
+
+@pytest.mark.parametrize("module", OUTSIDE)
+def test_proc_is_read_by_the_host_alone_but_for_the_program_itself(module: str) -> None:
+    texts = [
+        node.value
+        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value
+    ]
+    read = {text for text in texts if text.startswith("/proc")}
+    assert read <= ITS_OWN.get(module, set())
+
+
+PLAIN = {str, int, float, bool, type(None), object}
+
+
+def test_only_plain_values_cross_the_seam() -> None:
+    methods = {name: each for name, each in vars(seam.Host).items() if isinstance(each, types.FunctionType)}
+    crossing = {
+        (name, where): hint
+        for name, each in methods.items()
+        if not name.startswith("_")
+        for where, hint in get_type_hints(each).items()
+    }
+    assert {"load", "evict", "adopt", "news", "inventory"} <= {name for name, _ in crossing}
+    assert {key: hint for key, hint in crossing.items() if not is_plain(hint)} == {}
+    assert not is_plain(typing.Callable[[], None])
+    assert not is_plain(typing.Iterator[str])
+    assert not is_plain(Path)
+
+
+def is_plain(hint: Any, seen: frozenset[Any] = frozenset()) -> bool:
+    """Whether all that a type holds are texts, numbers, and tuples, lists, mappings and records of those."""
+    if hint in PLAIN or hint in seen:
+        return True
+    if get_origin(hint) in (Union, types.UnionType, tuple, list, dict, Mapping, Sequence):
+        return all(is_plain(each, seen) for each in get_args(hint) if each is not ...)
+    if isinstance(hint, type) and (dataclasses.is_dataclass(hint) or issubclass(hint, tuple)):
+        return all(is_plain(each, seen | {hint}) for each in get_type_hints(hint).values())
+    return False
+
+
+def test_a_backend_is_plain() -> None:
+    assert is_plain(Backend)
