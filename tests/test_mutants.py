@@ -16,8 +16,8 @@ from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.steps import Ticket
 from anvil_mux.sim.simulate import Engines
 from tests.baton import BatonClock
+from tests.multiplexer.test_multiplexer import VirtualEngines, differences
 from tests.sim.test_simulate import LAYOUTS, one, world
-from tests.test_multiplexer import VirtualEngines, differences
 
 SOURCE = Path(anvil_mux.__file__).parent
 

@@ -12,8 +12,8 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.steps import Demote, Evict, Load
 from anvil_mux.sim.simulate import Death, Engines, Outcome, Reload, Request, Unloading, simulate
 from tests.baton import BatonClock
+from tests.multiplexer.test_multiplexer import Player, VirtualEngines, differences
 from tests.sim.test_simulate import one
-from tests.test_multiplexer import Player, VirtualEngines, differences
 
 A, B, C = one("a", "0"), one("b", "0"), one("c", "0")
 OTHER_A = replace(A, load_timeout=1.0, engine="vllm")

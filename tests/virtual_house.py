@@ -352,7 +352,7 @@ class World:
         self.clock.sleep(seconds)
 
     def state(self, name: str) -> str:
-        return next(model.state for model in self.mux.status().models if model.backend == name)
+        return next(model.state for model in self.mux.overview.status().models if model.backend == name)
 
     def kinds(self, *kinds: str) -> list[str]:
         return [f"{each.kind} {each.backend}" for each in self.log if each.kind in kinds]

@@ -250,7 +250,7 @@ class _Ring:
         self._mux.close()
         busy = True
         while busy:
-            busy = any(model.state in ("loading", "evicting") for model in self._mux.status().models)
+            busy = any(model.state in ("loading", "evicting") for model in self._mux.overview.status().models)
             with ExitStack() as stops:
                 for member in self._members:
                     stops.callback(self._host.stop, member)
@@ -324,7 +324,9 @@ class _Ring:
                     if before is after:
                         self._mux.unload(before.name)
                     asked = [pool.submit(ask) for _ in range(count)]
-                    while self._mux.status().waiting < count and not any(each.done() for each in asked):
+                    while self._mux.overview.status().waiting < count and not any(
+                        each.done() for each in asked
+                    ):
                         time.sleep(BUSY_PAUSE)
                 took = [each.result() for each in asked]
             finally:

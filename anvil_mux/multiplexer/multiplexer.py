@@ -20,17 +20,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from anvil_mux.clock import Clock
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.config.keys import Key
 from anvil_mux.errors import (
     Cancelled,
     ClientGone,
     Draining,
-    LoadError,
     MuxError,
     Overloaded,
     TooManyRequests,
@@ -40,6 +37,8 @@ from anvil_mux.errors import (
 from anvil_mux.host.seam import Evicted, Host
 from anvil_mux.multiplexer.doubts import Doubts
 from anvil_mux.multiplexer.lease import EngineRun, Lease, TokenUsage
+from anvil_mux.multiplexer.overview import Overview
+from anvil_mux.multiplexer.performer import Job, Performer, address_of
 from anvil_mux.multiplexer.workers import Workers
 from anvil_mux.routing.in_flight import EngineLoad, Report
 from anvil_mux.routing.routing import Work
@@ -49,23 +48,17 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint, Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.policies import FOREVER
-from anvil_mux.scheduler.progress import LogProgress, Progress, progress
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.slot import LOADING
-from anvil_mux.scheduler.status import Status, Waiter, gpu_state, model_state
 from anvil_mux.scheduler.steps import (
     NO_WORK,
     NOTHING,
     Cancel,
     Crash,
-    Demote,
     Effects,
-    Evict,
     Load,
     Step,
     Ticket,
 )
-from anvil_mux.scheduler.wait_estimate import WaitEstimate, wait_estimate
 
 log = logging.getLogger(__name__)
 
@@ -73,13 +66,6 @@ TEND_SECONDS = 0.25
 """How often a waiting request looks at its client."""
 
 Tend = Callable[[float], None]
-
-
-class _Job(NamedTuple):
-    """A step, and what it is performed on."""
-
-    step: Step
-    backend: Backend
 
 
 class Multiplexer:
@@ -115,17 +101,20 @@ class Multiplexer:
         self._loads: dict[
             str, int
         ] = {}  # backend -> the number of the load that brought it up; none: adopted
-        self._said: dict[str, LogProgress] = {}  # backend -> what its log says of the load that is under way
         self._tickets = 0
         self._waiting = 0
         self._requests: Counter[Key] = Counter()  # of keys that have a limit; and how many of them wait
         self._waiters: Counter[Key] = Counter()
         self._closing: MuxError | None = None
-        self._workers = Workers[_Job](
+        self.overview = Overview(
+            clock=self._clock, lock=self._lock, scheduler=self._scheduler, runs=self._runs
+        )
+        performer = Performer(host, self._scheduler, self._apply, self._loaded)
+        self._workers = Workers[Job](
             clock=self._clock,
             lock=self._lock,
-            perform=self._perform,
-            failed=self._not_begun,
+            perform=performer.perform,
+            failed=performer.not_begun,
             time_passed=self._time_passed,
             name=lambda job: job.step.backend,
         )
@@ -148,7 +137,7 @@ class Multiplexer:
             return f"<Multiplexer {self._scheduler.groups}>"
 
     def _group(self, model: str) -> GpuGroup:
-        """Under the lock. UnknownModel if it was served until a moment ago."""
+        """Find the group of a model, under the lock; UnknownModel if it was served until a moment ago."""
         try:
             return self._scheduler.of_model[model]
         except KeyError:
@@ -164,8 +153,8 @@ class Multiplexer:
         self._carry_out(effects, jobs)
         return effects
 
-    def _noted(self, effects: Effects) -> Sequence[_Job]:
-        """Under the lock: what the multiplexer keeps of effects, and the jobs that their steps are."""
+    def _noted(self, effects: Effects) -> Sequence[Job]:
+        """Note what the multiplexer keeps of effects, under the lock, and make jobs of their steps."""
         if effects is NOTHING:
             return ()
         for ticket in effects.woken:
@@ -174,16 +163,16 @@ class Multiplexer:
             self._workers.ask_at(effects.ask_at)
         return [self._job(step) for step in effects.steps]
 
-    def _job(self, step: Step) -> _Job:
+    def _job(self, step: Step) -> Job:
         slot = self._scheduler.slot(step.backend)
         assert slot is not None, step
         if not isinstance(step, Cancel):
-            self._said.pop(step.backend, None)
+            self.overview.forget_progress(step.backend)
         if isinstance(step, Load) and self._backends.get(step.backend) is not slot.backend:
             self._backends = {**self._backends, step.backend: slot.backend}
-        return _Job(step, slot.backend)
+        return Job(step, slot.backend)
 
-    def _carry_out(self, effects: Effects, jobs: Sequence[_Job]) -> None:
+    def _carry_out(self, effects: Effects, jobs: Sequence[Job]) -> None:
         """Without the lock, in this order: nobody is cut after the engine was told to go."""
         for ticket in effects.woken:
             ticket.wake.set()
@@ -214,26 +203,8 @@ class Multiplexer:
             return self._group(model).is_ready(model)
 
     def backend(self, name: str) -> Backend | None:
-        """As it was last started or is to be, also if the configuration has it no longer."""
+        """Find a backend as it was last started or is to be, also if the configuration has it no longer."""
         return self._backends.get(name)
-
-    def leaving(self) -> list[Backend]:
-        """Those that go because the configuration has changed, and have not gone yet."""
-        with self._lock:
-            return [slot.backend for slot in self._scheduler.leaving]
-
-    def bytes_per_token(self, model: str) -> float:
-        """Of a model with several backends."""
-        return self._group(model).bytes_per_token(model)
-
-    def explain(
-        self, model: str, work: Work = NO_WORK, *, staged: bool = False
-    ) -> dict[str, list[dict[str, Any]]]:
-        """Stage -> what would be made of each replica of ``model``; empty where it has but one backend."""
-        if self._replicas[model] == 1:
-            return {}
-        with self._lock:
-            return self._group(model).explain(model, work, self._clock.now(), staged=staged)
 
     def has_another(self, lease: Lease) -> bool:
         """Whether a request may be sent to another backend of its model without waiting for a load."""
@@ -330,7 +301,7 @@ class Multiplexer:
         return ticket
 
     def _first_stage(self, model: str, now: float, work: Work) -> Ticket:
-        """Its input is computed without a stream, so nothing of it is seen before it is done."""
+        """The prefill computes its input without a stream, so nothing of it is seen before it is done."""
         self._tickets += 1
         return Ticket(self._tickets - 1, model, now, work=work._replace(infer_type="prefill", stream=False))
 
@@ -340,7 +311,7 @@ class Multiplexer:
             raise TooManyRequests(f"This API key has {count} requests waiting, and may not have more.")
 
     def _count_waiting(self, ticket: Ticket, change: int) -> None:
-        """Under the lock: a ticket waits, or waits no longer."""
+        """Count a ticket that waits, or waits no longer. Under the lock."""
         self._waiting += change
         if isinstance(ticket.sender, Key) and ticket.sender.waiting is not None:
             self._waiters[ticket.sender] += change
@@ -472,22 +443,9 @@ class Multiplexer:
             answered = slot.answered if slot else -FOREVER
         return answered > since or self._has_heard(self._runs[backend].address, since)
 
-    def last_words(self, backend: str) -> tuple[str, ...]:
-        """What the engine of a backend printed before it failed; () once it is loaded again."""
-        with self._lock:
-            slot = self._scheduler.slot(backend)
-            return slot.log if slot else ()
-
     def memory_seen(self, held: Mapping[str, int]) -> None:
         """Other processes hold so many bytes of these GPUs."""
         self._apply(partial(self._scheduler.memory_seen, held))
-
-    def resident_replicas(self) -> list[tuple[Backend, tuple[str, int]]]:
-        """Those that may be leased, of models with several backends, and where they listen."""
-        with self._lock:
-            several = {model for model, number in self._replicas.items() if number > 1}
-            slots = [s for s in self._scheduler.slots if s.state == "ready" and s.model in several]
-            return [(slot.backend, self._runs[slot.name].address) for slot in slots]
 
     def observed(self, backend: str, load: EngineLoad | None) -> None:
         """The engine of a replica said this of itself; None: it answered, and has no figures."""
@@ -497,13 +455,8 @@ class Multiplexer:
         """The engine of a replica does not answer."""
         self._apply(partial(self._scheduler.silent, backend))
 
-    def reports(self) -> dict[str, Report]:
-        """What other anvil-mux are told of the replicas that are shared with them."""
-        with self._lock:
-            return self._scheduler.reports(self._clock.now())
-
     def hear(self, told: Mapping[str, Sequence[Report]]) -> None:
-        """What all other anvil-mux tell of the replicas that are shared with them."""
+        """Take the reports of all other anvil-mux on the replicas that are shared with them."""
         self._apply(partial(self._scheduler.heard, told))
 
     def unload_idle(self, model: str) -> bool:
@@ -537,23 +490,17 @@ class Multiplexer:
         self._apply(fact)
 
     def expect(self, backends: Iterable[str]) -> None:
-        """They may run already: nothing is begun beside them until each was adopted or ``looked_at``."""
+        """Begin nothing beside backends that may run already until each was adopted or ``looked_at``."""
         self._apply(lambda now: self._scheduler.expected(backends))
 
     def looked_at(self, backends: Iterable[str]) -> None:
-        """It is known of them whether they ran; what was not adopted holds nothing (any more)."""
+        """Say that it is known whether backends ran; what was not adopted holds nothing (any more)."""
         for name in backends:
             self._apply(partial(self._scheduler.looked_at, name))
 
-    @property
-    def unseen(self) -> list[str]:
-        """The backends of which it is not known yet whether they run."""
-        with self._lock:
-            return self._scheduler.unseen
-
     def adopt(self, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None) -> list[str]:
         """Takes over backends that run already (name -> URL), or are in standby; returns what cannot stay."""
-        refused = [name for name, url in running.items() if not self._adopt(name, _address(url))]
+        refused = [name for name, url in running.items() if not self._adopt(name, address_of(url))]
         return refused + [name for name, left in (standby or {}).items() if not self._adopt(name, None, left)]
 
     def _adopt(self, name: str, address: tuple[str, int] | None, left: Evicted | None = None) -> bool:
@@ -573,7 +520,7 @@ class Multiplexer:
     def reconfigure(
         self, config: Config, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None
     ) -> list[str]:
-        """From now on ``config`` holds, and requests that run go on; the rest is as with ``adopt``."""
+        """Apply another configuration while requests run on; the rest is as with ``adopt``."""
         found = [*running, *(standby or {})]
 
         def fact(now: float) -> Effects:
@@ -598,32 +545,6 @@ class Multiplexer:
         """Starts the thread that has steps performed; its threads run on the CPUs of this one."""
         self._workers.start()
 
-    def _perform(self, job: _Job) -> None:
-        """Performs a step and reports how it ended; the life of a worker's thread."""
-        step, backend = job
-        match step:
-            case Load():
-                self._load(step, backend)
-            case Evict(_, how):
-                self._evict(step, partial(self._host.evict, backend, how))
-            case Demote(_, how, to):
-                self._evict(step, partial(self._host.demote, backend, how, to))
-
-    def _load(self, step: Load, backend: Backend) -> None:
-        try:
-            loaded = self._host.load(backend, step.how, step.number)
-            address = _address(loaded.url)
-        except Cancelled:
-            self._apply(lambda now: self._scheduler.load_cancelled(step, now))
-        except LoadError as error:
-            failed = error
-            self._apply(lambda now: self._scheduler.load_failed(step, now, failed))
-        except Exception as error:
-            why = _text(error)
-            self._apply(lambda now: self._scheduler.evict_failed(step, now, why))
-        else:
-            self._apply(partial(self._loaded, step, address, loaded.how))
-
     def _loaded(self, step: Load, address: tuple[str, int], how: str, now: float) -> Effects:
         effects = self._scheduler.loaded(step, now, how)
         if effects is not NOTHING:
@@ -631,35 +552,10 @@ class Multiplexer:
             self._loads[step.backend] = step.number
         return effects
 
-    def _evict(self, step: Evict | Demote, perform: Callable[[], Evicted]) -> None:
-        try:
-            evicted = perform()
-        except Exception as error:
-            why = _text(error)
-            self._apply(lambda now: self._scheduler.evict_failed(step, now, why))
-            return
-        left = {
-            "residual": evicted.residual,
-            "how": evicted.how,
-            "host_bytes": evicted.host_bytes,
-            "freed": evicted.freed,
-            "died": evicted.died,
-            "log": evicted.log,
-        }
-        self._apply(lambda now: self._scheduler.evicted(step, now, **left))
-
-    def _not_begun(self, job: _Job, why: str) -> None:
-        """Reports a step that nobody could begin."""
-        step = job.step
-        if isinstance(step, Load):
-            self._apply(lambda now: self._scheduler.load_failed(step, now, LoadError(why)))
-        else:
-            self._apply(lambda now: self._scheduler.evict_failed(step, now, why))
-
     # The end
 
     def refuse(self) -> None:
-        """From now on every request, waiting or new, is refused: the program is shutting down."""
+        """Refuse every request from now on, waiting or new: the program is shutting down."""
         error = Draining("anvil-mux is shutting down. Try again when it is back.")
 
         def fact(now: float) -> Effects:
@@ -685,91 +581,6 @@ class Multiplexer:
         """The Unix time of a moment of its events and its status."""
         return self._clock.wall(moment)
 
-    def eta(self, model: str) -> float | None:
-        """Seconds until ``model`` is resident if its load takes as long as the last; None if never loaded.
-
-        Not more than a guess: what it waits for before its load begins is not in it.
-        """
-        with self._lock:
-            now = self._clock.now()
-            group = self._group(model)
-            slots = group.slots_of(model)
-            far = self._progress(group, model, now)
-            if far and far.seconds_left is not None:
-                return far.seconds_left
-            left = [
-                slot.load_seconds - (now - slot.since if slot.state == "loading" else 0.0)
-                for slot in slots
-                if slot.load_seconds is not None
-            ]
-        return min(left, default=None)
-
-    def how_far(self, model: str) -> str:
-        """How far the load of ``model`` is, or how long it waits for one, in a few words for its clients."""
-        with self._lock:
-            group, now = self._group(model), self._clock.now()
-            far = self._progress(group, model, now)
-            if far:
-                return far.words
-            left = wait_estimate(group, model, now, self._config.drain_timeout).seconds
-        return "" if left is None else f"about {left:.0f} s left"
-
-    def wait_estimate(self, model: str) -> WaitEstimate:
-        """What a request for ``model`` would wait for now."""
-        with self._lock:
-            group, now = self._group(model), self._clock.now()
-            far = self._progress(group, model, now)
-            return wait_estimate(group, model, now, self._config.drain_timeout, far)
-
-    def report(self, backend: str, said: LogProgress) -> None:
-        """What the log of a backend says of its load."""
-        with self._lock:
-            self._said[backend] = said
-
-    def _progress(self, group: GpuGroup, model: str, now: float) -> Progress | None:
-        """Under the lock: how far the load of ``model`` is, if there is one and it is not resident too."""
-        slots = [slot for slot in group.slots_of(model) if slot.state == "loading"]
-        if not slots or group.is_ready(model):
-            return None
-        slot = slots[0]
-        return progress(now - slot.since, group.expected_load(slot), self._said.get(slot.name))
-
-    def costs(self) -> list[Cost]:
-        """What swaps cost, as far as was learned."""
-        with self._lock:
-            return list(self._scheduler.costs)
-
-    def footprints(self) -> list[Footprint]:
-        """What backends held, and kept in standby, as it was measured."""
-        with self._lock:
-            return list(self._scheduler.footprints)
-
-    def waiters(self, most: int) -> list[Waiter]:
-        """The first ``most`` requests of each queue."""
-        with self._lock:
-            queues = [self._scheduler.waiting(model) for model in self._scheduler.of_model]
-            return [Waiter(t.id, t.model, t.since) for queue in queues for t in islice(queue, most)]
-
-    def loading(self) -> list[str]:
-        """The backends that are being loaded."""
-        with self._lock:
-            return [slot.name for slot in self._scheduler.slots if slot.state in LOADING]
-
-    def status(self) -> Status:
-        """A consistent picture, from memory."""
-        with self._lock:
-            now = self._clock.now()
-            groups = self._scheduler.groups
-            models = tuple(
-                model_state(r, m, now, self._progress(r, m, now), self._scheduler.footprints)
-                for r in groups
-                for m in r.queues
-            )
-            known = {gpu.id: gpu for gpu in self._config.gpus}
-            gpus = tuple(gpu_state(r, known.get(id) or Gpu(id), now) for r in groups for id in r.gpus)
-        waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
-        return Status(now, models, gpus, waiting, leases)
-
 
 def _cut(ticket: Ticket) -> None:
     cut = ticket.cut  # the lease may end just now
@@ -778,12 +589,3 @@ def _cut(ticket: Ticket) -> None:
             cut()
     except Exception:  # a worker must not end
         log.exception("cutting a severed request for %s", ticket.model)
-
-
-def _address(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    return parts.hostname or "127.0.0.1", parts.port or 80
-
-
-def _text(error: Exception) -> str:
-    return error.message if isinstance(error, MuxError) else f"{type(error).__name__}: {error}"

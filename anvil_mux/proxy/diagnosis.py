@@ -34,7 +34,7 @@ class Diagnosis:
         lines = query.get("lines", [str(LOG_LINES)])[-1]
         if not lines.isdigit() or not 0 < int(lines) <= MAX_LOG_LINES:
             raise BadRequest(f"`lines` is a number from 1 to {MAX_LOG_LINES}", param="lines")
-        models = {each.model: each for each in self._mux.status().models}
+        models = {each.model: each for each in self._mux.overview.status().models}
         services = {each.backend: model for model in models.values() for each in model.backends}
         own = name in services and name not in models
         model = services[name] if own else models[self._mux.resolve(name)]
@@ -58,8 +58,8 @@ class Diagnosis:
         tokens = query.get("tokens", ["0"])[-1]
         if not tokens.isdecimal():
             raise BadRequest("tokens must be a whole number", param="tokens")
-        found = self._mux.wait_estimate(model)
-        stages = self._mux.explain(model, Work(tokens=int(tokens)), staged=True)
+        found = self._mux.overview.wait_estimate(model)
+        stages = self._mux.overview.explain(model, Work(tokens=int(tokens)), staged=True)
         if found.verdict == "served" and not all(
             any(row["chosen"] for row in stage) for stage in stages.values()
         ):

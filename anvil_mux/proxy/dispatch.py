@@ -174,7 +174,7 @@ class Dispatcher:
         """What the choice among replicas goes by."""
         model, body = question.target.model, question.body
         session = question.asked.request.fields.get(SESSION, b"").decode("ascii", "replace")[:256]
-        per_token = self._mux.bytes_per_token(model)
+        per_token = self._mux.overview.bytes_per_token(model)
         if isinstance(body, Spool):
             work = Work(tokens=round(len(body) / per_token), session=session)
         else:
@@ -194,7 +194,7 @@ class Dispatcher:
         model = question.target.model
         about = {"tokens": work.tokens, "blocks": len(work.blocks), "session": work.session}
         staged = model in question.asked.access.staged and _may_be_staged(question)
-        found = self._mux.explain(model, work, staged=staged)
+        found = self._mux.overview.explain(model, work, staged=staged)
         told = finite({"model": model, "request": about, "stages": found})
         reply.whole(200, [JSON], written(told) + b"\n")
 

@@ -51,7 +51,11 @@ class Lists:
 
     def _visible(self, asked: Asked) -> list[ModelState]:
         """The models that the request's key may use."""
-        return [model for model in self._mux.status().models if asked.access.may_use(asked.key, model.model)]
+        return [
+            model
+            for model in self._mux.overview.status().models
+            if asked.access.may_use(asked.key, model.model)
+        ]
 
     def _entry(self, model: ModelState) -> dict[str, object]:
         return api.model_entry(

@@ -105,7 +105,7 @@ class Operations:
     def _statuses(self, access: Access, key: Key | None) -> dict[str, dict[str, object]]:
         return {
             model.model: api.model_status(model.state, failed=bool(model.last_error))
-            for model in self._mux.status().models
+            for model in self._mux.overview.status().models
             if access.may_use(key, model.model)
         }
 

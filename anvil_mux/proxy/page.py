@@ -85,7 +85,7 @@ class Page:
     def _picture(self) -> Picture:
         """What is so at this moment."""
         state = self._state()
-        waiters = self._mux.waiters(WAITERS) if state["waiting"] else []
+        waiters = self._mux.overview.waiters(WAITERS) if state["waiting"] else []
         queued = [{"ticket": w.ticket, "model": w.model, "since": self._at(w.since)} for w in waiters]
         return {"now": round(time.time(), 3), **state, "queued": queued}
 

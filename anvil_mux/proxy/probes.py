@@ -44,12 +44,12 @@ class Probes:
         self.draining = False
 
     def hello(self, _: Asked) -> Answer:
-        lines = (f"  {model.model}  {model.state}\n" for model in self._mux.status().models)
+        lines = (f"  {model.model}  {model.state}\n" for model in self._mux.overview.status().models)
         text = f"anvil-mux {__version__}\n\nmodels:\n{''.join(lines)}\nstate: /healthz  metrics: /metrics\n"
         return 200, TEXT, text.encode()
 
     def readyz(self, asked: Asked) -> Answer:
-        unseen = ", ".join(self._mux.unseen)
+        unseen = ", ".join(self._mux.overview.unseen)
         adoption = unseen and f"it is not known yet whether these run already: {unseen}"
         problems = {**self._problems(), "adoption": adoption}
         ready = not any(problems.values())
@@ -66,7 +66,7 @@ class Probes:
 
     def state(self) -> dict[str, Any]:
         """What /healthz and the page tell."""
-        status = self._mux.status()
+        status = self._mux.overview.status()
         problems = {name: why for name, why in self._problems().items() if why}
         ready = [model.model for model in status.models if model.state == "ready"]
         sight = self.sight()
@@ -75,7 +75,7 @@ class Probes:
             "version": __version__,
             "uptime_seconds": round(time.time() - self._started, 1),
             "problems": problems,
-            "adopting": self._mux.unseen,
+            "adopting": self._mux.overview.unseen,
             "waiting": status.waiting,
             "leases": status.leases,
             "models": {model.model: healthz.model_state(model) for model in status.models},

@@ -70,7 +70,7 @@ class Questions:
     def _ready(self) -> list[tuple[str, str]]:
         return [
             (model.model, backend.backend)
-            for model in self._mux.status().models
+            for model in self._mux.overview.status().models
             for backend in model.backends
             if backend.state == "ready"
         ]

@@ -68,7 +68,7 @@ class Waiting:
             if self._mux.is_ready(model):
                 raise Overloaded(f"overloaded: {model} has no place for this request yet. Try again.")
             text = f"{model} is still loading. Send the request again to wait on."
-            raise ModelLoading(text, retry_after=self._mux.eta(model))
+            raise ModelLoading(text, retry_after=self._mux.overview.eta(model))
 
     def _plan(self, now: float) -> None:
         patience = self._patience
@@ -83,7 +83,7 @@ class Waiting:
     def _beat(self, now: float) -> None:
         asked, model = self._question.asked, self._question.target.model
         doing = "waiting for a place at" if self._mux.is_ready(model) else "loading"
-        text = api.comment(f"anvil-mux {doing} {model} {self._mux.how_far(model)}", asked.api)
+        text = api.comment(f"anvil-mux {doing} {model} {self._mux.overview.how_far(model)}", asked.api)
         if now >= self._chunk_at:
             self._chunk_at = now + self._patience.chunk_every
             text += api.beat(asked.route.beat, model, asked.id, int(time.time()))

@@ -89,9 +89,9 @@ class Parts:
         )
         self.metrics = Metrics(
             self.config,
-            lambda: self.mux.status(),
-            costs=lambda: self.mux.costs(),
-            footprints=lambda: self.mux.footprints(),
+            lambda: self.mux.overview.status(),
+            costs=lambda: self.mux.overview.costs(),
+            footprints=lambda: self.mux.overview.footprints(),
             sight=lambda: self.news.sight(),
         )
         self.feed = Feed()
@@ -124,7 +124,7 @@ class Parts:
         )
         self.mux.expect(backend.name for backend in self.config.backends)
         self.news = NewsReader(self.host, self.mux, self.journal.told)
-        self.scraper = Scraper(self.mux.resident_replicas, self.mux.observed, self.mux.silent)
+        self.scraper = Scraper(self.mux.overview.resident_replicas, self.mux.observed, self.mux.silent)
         self.sharing = self._open_sharing()
 
     def _answer(self, given: Given, reconfigure: Callable[[Config], Change]) -> None:
@@ -166,7 +166,7 @@ class Parts:
             store = RedisStore(config.routing_store, config.project)
         except StoreError as error:
             raise CannotServe(f"x-anvil.routing.store: {error}") from None
-        return Sharing(store, self.mux.reports, self.mux.hear, self.say)
+        return Sharing(store, self.mux.overview.reports, self.mux.hear, self.say)
 
     def _bind(self, tls: ssl.SSLContext | None) -> Server:
         host, port = self.config.host, self.config.port
@@ -200,11 +200,11 @@ class Parts:
         """Tidy up and save what was learned, now and then, in the journal's thread."""
         self.relay.pool.sweep()
         self.affinity.look(time.monotonic())
-        self.learned.save(Known(self.mux.costs(), self.mux.footprints()))
+        self.learned.save(Known(self.mux.overview.costs(), self.mux.overview.footprints()))
 
     def _last_words(self, backend: str, lines: int = 20) -> Sequence[str]:
         """The last lines of an engine, kept from its failure: it may have been started anew by now."""
-        return self.mux.last_words(backend) or self._log_tail(backend, lines)
+        return self.mux.overview.last_words(backend) or self._log_tail(backend, lines)
 
     def _log_tail(self, backend: str, lines: int = 20) -> list[str]:
         found = self.mux.backend(backend)

@@ -23,7 +23,7 @@ def leave_engines(
     except MuxError as error:
         say(f"cannot see what runs: {error.message}")
         return
-    leaving, loading = {backend.name: backend for backend in mux.leaving()}, mux.loading()
+    leaving, loading = {backend.name: backend for backend in mux.overview.leaving()}, mux.overview.loading()
     unfit = [(backend, "the configuration has changed") for backend in leaving.values()]
     here = [backend for backend in config.backends if backend.name not in leaving]
     unfit += [(backend, "it was still loading") for backend in here if backend.name in loading]

@@ -46,7 +46,7 @@ class NewsReader:
                 held = {gpu: sum(each.used or 0 for each in seen.others) for gpu, seen in sight.items()}
                 self._mux.memory_seen({gpu: amount for gpu, amount in held.items() if amount})
             case LoadSaid(backend, stage, fraction, seconds_left):
-                self._mux.report(backend, LogProgress(stage, fraction, seconds_left))
+                self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
             case PhaseTook(name, phase, seconds):
                 if found := self._mux.backend(name):
                     self._took(found, phase, seconds)

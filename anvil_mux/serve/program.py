@@ -154,7 +154,7 @@ class AnvilMux:
 
     def look(self) -> str:
         """How it goes, in a line; "" if nobody is let in. Hangs as long as somebody holds the lock."""
-        status = self.parts.mux.status()
+        status = self.parts.mux.overview.status()
         if self.parts.server.hangs:
             return ""
         here = [model.model for model in status.models if model.state in ("ready", "draining")]
@@ -177,7 +177,7 @@ class AnvilMux:
         if parts.sharing:
             parts.sharing.worker.close()
         grace = parts.config.drain_timeout
-        if leases := parts.mux.status().leases:
+        if leases := parts.mux.overview.status().leases:
             parts.say(f"waiting up to {grace:g} s for {requests(leases)} (again to end at once)")
         if not parts.server.drain(grace):
             parts.say(f"severed after {grace:g} s: {requests(parts.mux.sever())}")

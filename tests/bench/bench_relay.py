@@ -433,7 +433,7 @@ def admit(*, hold: bool) -> tuple[float, int]:
     for thread in threads:
         thread.start()
     until = time.monotonic() + START_SECONDS
-    while mux.status().waiting < WAITING and time.monotonic() < until:
+    while mux.overview.status().waiting < WAITING and time.monotonic() < until:
         time.sleep(0.01)
     mechanism.gate.set()
     while len(admitted) < WAITING and time.monotonic() < until:

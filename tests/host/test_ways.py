@@ -767,7 +767,7 @@ def test_a_checkpointed_engine_that_is_found_at_the_start_rests_on(
     assert shop.swapper.evict(shop.backend, "checkpoint").how == "checkpoint"
     before = shop.cuda.calls()
     program = adopt(shop, monkeypatch)
-    assert [model.state for model in program.parts.mux.status().models] == ["standby"]
+    assert [model.state for model in program.parts.mux.overview.status().models] == ["standby"]
     assert (shop.cuda.state(shop.pid), shop.cuda.calls()) == ("checkpointed", before)
     assert shop.runtime.is_frozen(shop.backend)
     assert shop.swapper.load(shop.backend, "checkpoint") == Loaded(url, "checkpoint")
@@ -805,7 +805,7 @@ def test_who_asks_before_it_is_known_what_runs_waits_and_is_served_by_that(
     body = {"model": "model-a", "messages": []}
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(requests.post, f"{program.url}/v1/chat/completions", json=body, timeout=GUARD)
-        assert seen(lambda: program.parts.mux.status().waiting, bool) == 1
+        assert seen(lambda: program.parts.mux.overview.status().waiting, bool) == 1
         program.adopt()
         assert asked.result().status_code == 200
     assert requests.get(f"{program.url}/readyz", timeout=GUARD).text == "ok\n"
@@ -928,7 +928,7 @@ def test_models_that_alternate_under_load_sleep_and_wake_and_never_share_the_gpu
     assert traffic.house.calls == ["start a", "start b"]
     assert traffic.house.ledger.most <= 24 * GIB
     assert {event.way for event in traffic.log if event.kind == "standby"} == {"sleep"}
-    learned = {(cost.source, cost.target, cost.way) for cost in traffic.mux.costs()}
+    learned = {(cost.source, cost.target, cost.way) for cost in traffic.mux.overview.costs()}
     assert learned >= {
         ("model-a", "model-b", "sleep"),
         ("model-b", "model-a", "sleep"),
@@ -950,4 +950,4 @@ def test_a_wake_that_fails_costs_its_clients_a_cold_start_and_nothing_else(traff
     traffic.house.engines["a"].faults.add("wake answers 500")
     traffic.ask("model-a")
     assert traffic.house.calls == ["start a", "start b", "stop a", "start a"]
-    assert [cost.way for cost in traffic.mux.costs() if cost.target == "model-a"] == ["stop", "stop"]
+    assert [cost.way for cost in traffic.mux.overview.costs() if cost.target == "model-a"] == ["stop", "stop"]

@@ -123,11 +123,11 @@ def test_the_first_lease_ends_with_the_first_stage_and_the_second_with_the_answe
     reply(asked, {"kv_transfer_params": WHERE})
     assert rig.events.wait("released").backend == "p"
     asked = rig.other.next()
-    assert rig.mux.status().leases == 1
+    assert rig.mux.overview.status().leases == 1
     reply(asked, {})
     client.read()
     assert rig.events.wait("released", 2).backend == "d"
-    assert rig.mux.status().leases == 0
+    assert rig.mux.overview.status().leases == 0
 
 
 def test_a_client_of_another_api_is_served_in_two_stages_too(rig: Rig) -> None:
@@ -184,7 +184,7 @@ def refused(rig: Rig, status: bytes, said: object) -> Answer:
     reply(rig.engine.next(), said, status)
     answer = client.read()
     assert rig.events.wait("released", 2)
-    assert rig.mux.status().leases == 0
+    assert rig.mux.overview.status().leases == 0
     assert rig.other.asked.empty()
     return answer
 
@@ -230,7 +230,7 @@ def test_a_request_that_cannot_be_read_frees_both_leases(rig: Rig) -> None:
     client.post(b'{"model": "m", "n": 1, "n": 2}')
     assert client.read().status == 400
     rig.events.wait("released", 2)
-    assert rig.mux.status().leases == 0
+    assert rig.mux.overview.status().leases == 0
 
 
 def test_a_client_that_leaves_in_the_first_stage_frees_both_leases(rig: Rig) -> None:
@@ -239,7 +239,7 @@ def test_a_client_that_leaves_in_the_first_stage_frees_both_leases(rig: Rig) -> 
     client.leave()
     assert asked.was_left()
     rig.events.wait("released", 2)
-    assert rig.mux.status().leases == 0
+    assert rig.mux.overview.status().leases == 0
 
 
 def test_a_request_waits_for_a_place_at_both_stages() -> None:
@@ -267,8 +267,8 @@ def test_a_policy_that_lets_no_prefill_take_more_charges_nobody() -> None:
         client = ask(rig)
         asked = rig.engine.next()
         assert ask(rig).read().status == 503
-        assert rig.mux.status().leases == 2
-        assert rig.mux.explain("m", staged=True)["decode"][0]["metrics"] == {"num_requests": 1}
+        assert rig.mux.overview.status().leases == 2
+        assert rig.mux.overview.explain("m", staged=True)["decode"][0]["metrics"] == {"num_requests": 1}
         reply(asked, {"kv_transfer_params": WHERE})
         reply(rig.other.next(), {})
         assert client.read().status == 200

@@ -848,7 +848,7 @@ def test_a_frozen_engine_with_a_full_backlog_answers_all_when_it_goes_on(
             client.post(ASK_A)
         for _ in range(20 * 6):
             assert looks.acquire(timeout=GUARD)
-        assert rig.mux.status().leases == 20
+        assert rig.mux.overview.status().leases == 20
         rig.engine.accept_from(frozen)
         assert [client.read().status for client in clients] == [200] * 20
         frozen.shutdown(socket.SHUT_RDWR)
@@ -1095,7 +1095,7 @@ def test_a_request_without_a_stream_is_answered_before_its_client_gives_up(
 
 def test_a_client_is_told_to_come_again_when_the_load_should_be_over(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(patience=Patience(silence=0.0))
-    rig.mux.eta = {"a": 42.0, "org/b": 600.0}.get  # type: ignore[method-assign]
+    rig.mux.overview.eta = {"a": 42.0, "org/b": 600.0}.get  # type: ignore[method-assign]
     rig.mechanism.gate.clear()
     client = rig.client()
     for body, seconds in ((ASK_A, b"42"), (b'{"model":"org/b"}', b"60")):

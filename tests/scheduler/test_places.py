@@ -13,8 +13,8 @@ from anvil_mux.scheduler.policies import Stay, SwapTo
 from anvil_mux.scheduler.slot import SOON_SECONDS
 from anvil_mux.scheduler.wait_estimate import wait_estimate
 from anvil_mux.sim.simulate import Engines, Request, check, simulate
+from tests.multiplexer.test_multiplexer import Stage
 from tests.scheduler.test_group import Driver, backend
-from tests.test_multiplexer import Stage
 
 ONE = backend("a", concurrency=1)
 TWO = backend("a", concurrency=2)

@@ -278,12 +278,12 @@ def test_the_first_byte_of_a_translated_stream_says_so_too(rig: Rig) -> None:
 
 
 def test_what_an_engine_says_of_tokens_is_learned(rig: Rig) -> None:
-    before = rig.mux.bytes_per_token("m")
+    before = rig.mux.overview.bytes_per_token("m")
     client, body = ask(rig, LONG), b'{"usage":{"prompt_tokens":22000}}'
     rig.engine.next().send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body), body)
     client.read()
     rig.events.wait("released")
-    assert rig.mux.bytes_per_token("m") < before
+    assert rig.mux.overview.bytes_per_token("m") < before
 
 
 # What becomes of a request when its replica goes

@@ -27,6 +27,7 @@ class Listener:
     def __init__(self, *news: object) -> None:
         self.board = [HostNews(number, cast(Any, what)) for number, what in enumerate(news, 1)]
         self.told: list[object] = []
+        self.overview = self
 
     def news(self, after: int, timeout: float) -> list[HostNews]:
         return [each for each in self.board if each.number > after]

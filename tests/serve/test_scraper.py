@@ -124,7 +124,7 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
             if len(told) == 2:
                 both.set()
 
-        scraper = Scraper(rig.mux.resident_replicas, observed, rig.mux.silent, every=60.0)
+        scraper = Scraper(rig.mux.overview.resident_replicas, observed, rig.mux.silent, every=60.0)
         scraper.worker.start()
         assert both.wait(GUARD)
         scraper.worker.close()

@@ -253,9 +253,9 @@ def test_two_multiplexers_that_share_engines_do_not_send_both_their_requests_to_
             if told:
                 heard.set()
 
-        sharing = Sharing(kept, other.reports, hear, lambda text: None, every=0.01)
+        sharing = Sharing(kept, other.overview.reports, hear, lambda text: None, every=0.01)
         with one.lease("m", work=WORK) as first:
-            Sharing(kept, one.reports, one.hear, lambda text: None).once()
+            Sharing(kept, one.overview.reports, one.hear, lambda text: None).once()
             sharing.worker.start()
             assert heard.wait(GUARD)
             with other.lease("m", work=WORK) as second:

@@ -177,7 +177,7 @@ def play_rounds(rig: Rig) -> None:
             bodies = [draw.choice((ASK_A, ASK_B, STREAM_A)) for _ in range(draw.randint(10, 40))]
             assert [flaw for flaw in pool.map(lambda body: ask(rig, body), bodies) if flaw] == []
     rig.events.wait("released", len(rig.events.of("leased")))
-    state = rig.mux.status()
+    state = rig.mux.overview.status()
     assert (state.leases, state.waiting) == (0, 0)
     assert sum(model.state == "ready" for model in state.models) == 1
     assert len(rig.events.of("ready")) == len(rig.events.of("stopped")) + 1

@@ -285,7 +285,7 @@ class Stage:
         return result
 
     def states(self):
-        return {model.model: model.state for model in self.mux.status().models}
+        return {model.model: model.state for model in self.mux.overview.status().models}
 
     def kinds(self, *kinds):
         return [f"{e.kind} {e.backend or e.model}" for e in self.log if e.kind in kinds]
@@ -297,18 +297,18 @@ def test_who_comes_before_it_is_known_what_runs_is_served_by_that_and_starts_not
         stage.mux.expect("ab")
         early, other = stage.request(1.0, "a", 1.0), stage.request(1.0, "b", 1.0)
         stage.clock.sleep(5.0)
-        assert stage.mux.unseen == ["a", "b"]
+        assert stage.mux.overview.unseen == ["a", "b"]
         assert stage.engines.calls == []
         assert stage.mux.adopt({"a": "http://127.0.0.1:1"}) == []
         stage.clock.sleep(2.0)
         assert (early.leased, other.leased) == (5.0, None)
-        assert stage.mux.unseen == ["b"]
+        assert stage.mux.overview.unseen == ["b"]
         assert stage.engines.calls == []
         stage.mux.looked_at(["b"])
         stage.clock.sleep(20.0)
         assert stage.engines.calls == [(7.0, "evict a"), (8.0, "load b")]
         assert other.leased == 14.0
-        assert stage.mux.unseen == []
+        assert stage.mux.overview.unseen == []
 
     Stage(seed=seed).play(main)
 
@@ -317,7 +317,7 @@ def test_a_gpu_is_reserved_from_the_beginning_of_its_swap_until_it_is_the_target
     stage, seen = Stage(), {}
 
     def promised():
-        [gpu] = stage.mux.status().gpus
+        [gpu] = stage.mux.overview.status().gpus
         seen[stage.clock.now()] = gpu.reserved_for
 
     stage.request(0.0, "a", 10.0)  # ready at 4, released at 14
@@ -337,7 +337,7 @@ def test_what_a_backend_held_is_learned_when_it_leaves():
 
     def main(stage):
         stage.clock.sleep(30.0)
-        seen.extend(stage.mux.footprints())
+        seen.extend(stage.mux.overview.footprints())
 
     stage.play(main)
     assert seen == [Footprint("a", "sleep", {"0": 20}, {"0": 2}, 16, 1)]
@@ -477,7 +477,7 @@ def test_what_a_demotion_frees_is_not_all_that_a_backend_held():
 
     def main(stage):
         stage.clock.sleep(30.0)
-        seen.extend(stage.mux.footprints())
+        seen.extend(stage.mux.overview.footprints())
 
     stage.play(main)
     assert seen == [
@@ -497,7 +497,7 @@ def test_nothing_is_learned_from_what_one_held_that_could_not_be_stopped_at_firs
 
     def main(stage):
         stage.clock.sleep(60.0)
-        assert (answers, stage.mux.footprints()) == ([], [])
+        assert (answers, stage.mux.overview.footprints()) == ([], [])
 
     stage.engines.evict = evict
     stage.request(0.0, "a")
@@ -557,7 +557,7 @@ def test_a_swap_whose_only_waiter_left_is_not_made(seed):
         assert isinstance(left.error, ClientGone)
         assert left.over == 12.0
         assert stage.states() == {"a": "ready", "b": "stopped"}
-        assert stage.mux.status().waiting == 0
+        assert stage.mux.overview.status().waiting == 0
 
     stage = Stage(config, seed=seed).play(main)
     assert stage.kinds("loading", "gone") == ["loading a", "gone b"]
@@ -612,7 +612,7 @@ def test_whatever_tend_raises_ends_the_wait_and_leaves_no_trace(seed):
         stage.clock.sleep(10.0)
         assert (type(first.error), first.over) == (RuntimeError, 2.0)
         assert (type(second.error), second.over) == (errors.ModelLoading, 3.0)
-        assert (stage.mux.status().waiting, stage.mux.status().leases) == (0, 0)
+        assert (stage.mux.overview.status().waiting, stage.mux.overview.status().leases) == (0, 0)
 
     stage = Stage(seed=seed).play(main)
     assert [(e.kind, e.cause) for e in stage.log if e.kind in ("gone", "failed")] == [
@@ -626,7 +626,7 @@ def test_a_client_that_leaves_in_the_moment_of_its_lease_gives_it_back(seed):
     def main(stage):
         stage.request(0.0, "a", tend=leave_at(4.0))  # ready at 4.0
         stage.clock.sleep(10.0)
-        assert (stage.mux.status().waiting, stage.mux.status().leases) == (0, 0)
+        assert (stage.mux.overview.status().waiting, stage.mux.overview.status().leases) == (0, 0)
 
     Stage(seed=seed).play(main)
 
@@ -652,7 +652,7 @@ def test_above_max_queue_requests_are_refused_but_not_those_for_a_resident(seed)
         assert isinstance(refused.error, Overloaded)
         assert "overloaded" in refused.error.message
         assert refused.over == 11.0
-        assert stage.mux.status().waiting == 2
+        assert stage.mux.overview.status().waiting == 2
         stage.clock.sleep(60.0)
         assert all(result.leased for result in waiting)
 
@@ -836,9 +836,9 @@ def test_how_a_backend_ended_is_waited_for_where_that_is_known_late(seed):
             stage.later(0.0, fail)
         stage.clock.sleep(1.5)
         assert crashes == [Crash("a", "exited with code 139", ("segmentation fault",))] * 3
-        [model] = [model for model in stage.mux.status().models if model.model == "a"]
+        [model] = [model for model in stage.mux.overview.status().models if model.model == "a"]
         assert model.last_error == "exited with code 139"
-        assert model.backends[0].log == stage.mux.last_words("a") == ("segmentation fault",)
+        assert model.backends[0].log == stage.mux.overview.last_words("a") == ("segmentation fault",)
 
     stage = Stage(seed=seed).play(main)
     assert [e.cause for e in stage.log if e.kind == "stopped"] == [
@@ -871,7 +871,7 @@ def test_a_late_word_of_an_old_backend_does_not_disturb_the_new_one(ended):
             with stage.mux.lease("a"):
                 stage.mux.unreachable(old)
                 assert stage.states()["a"] == "ready"
-                assert stage.mux.status().leases == 1
+                assert stage.mux.overview.status().leases == 1
 
     Stage().play(main)
 
@@ -915,7 +915,7 @@ def test_load_and_unload_from_outside(seed):
     def main(stage):
         stage.mux.load("a")
         assert stage.clock.now() == 4.0
-        assert stage.mux.status().leases == 0
+        assert stage.mux.overview.status().leases == 0
         assert stage.mux.unload("a")
         stage.clock.sleep(2.0)
         assert stage.states()["a"] == "stopped"
@@ -962,7 +962,7 @@ def test_the_status_shows_a_drain(seed):
         stage.request(0.0, "a", seconds=50.0)
         stage.request(10.0, "b")
         stage.clock.sleep(15.0)
-        status = stage.mux.status()
+        status = stage.mux.overview.status()
         (gpu,) = status.gpus
         assert (gpu.gpu, gpu.residents, gpu.state) == ("0", ("a",), "draining")
         assert (gpu.draining_target, gpu.draining_leases, gpu.drain_seconds_left) == ("b", 1, 25.0)
@@ -979,16 +979,16 @@ def test_the_status_shows_a_drain(seed):
 @SEEDS
 def test_how_long_a_load_will_take_is_known_from_the_last_one(seed):
     def main(stage):
-        assert stage.mux.eta("a") is None
+        assert stage.mux.overview.eta("a") is None
         stage.request(0.0, "a")
         stage.clock.sleep(1.0)
-        assert stage.mux.eta("a") is None
+        assert stage.mux.overview.eta("a") is None
         stage.request(9.0, "b")
         stage.clock.sleep(15.0)
-        assert stage.mux.eta("a") == 4.0
+        assert stage.mux.overview.eta("a") == 4.0
         stage.request(0.0, "a")  # b is ready at 17.0 and evict until 18.0
         stage.clock.sleep(4.0)
-        assert stage.mux.eta("a") == 2.0
+        assert stage.mux.overview.eta("a") == 2.0
         stage.clock.sleep(10.0)
 
     Stage(seed=seed).play(main)
@@ -997,21 +997,21 @@ def test_how_long_a_load_will_take_is_known_from_the_last_one(seed):
 @SEEDS
 def test_how_far_a_load_is_is_known_from_the_last_one_and_from_what_its_log_says(seed):
     def far():
-        return {model.model: model.progress for model in stage.mux.status().models}
+        return {model.model: model.progress for model in stage.mux.overview.status().models}
 
     def main(stage):
         stage.request(0.0, "a")
         stage.clock.sleep(1.0)
         assert (far()["a"], far()["b"]) == (Progress(None, None, ""), None)
-        stage.mux.report("a", LogProgress("reading weights", 0.5, 3.0))
-        assert stage.mux.how_far("a") == "50%, 3 s left, reading weights"
+        stage.mux.overview.report("a", LogProgress("reading weights", 0.5, 3.0))
+        assert stage.mux.overview.how_far("a") == "50%, 3 s left, reading weights"
         stage.request(4.0, "b")
         stage.clock.sleep(14.0)
         assert far()["a"] is None
         stage.request(0.0, "a")  # b is evicted until 16.0
         stage.clock.sleep(2.0)
         assert far()["a"] == Progress(0.25, 3.0, "")
-        assert stage.mux.how_far("a") == "25%, 3 s left"
+        assert stage.mux.overview.how_far("a") == "25%, 3 s left"
         stage.clock.sleep(10.0)
 
     stage = Stage(seed=seed)
@@ -1023,9 +1023,9 @@ def test_what_is_being_loaded_is_known(seed):
     def main(stage):
         stage.request(0.0, "a")
         stage.clock.sleep(2.0)
-        assert stage.mux.loading() == ["a"]
+        assert stage.mux.overview.loading() == ["a"]
         stage.clock.sleep(4.0)
-        assert stage.mux.loading() == []
+        assert stage.mux.overview.loading() == []
 
     Stage(seed=seed).play(main)
 
@@ -1105,7 +1105,7 @@ def test_leases_are_logged_only_for_those_who_want_them():
         mux.start()
         for _ in range(2):
             with mux.lease("a"):
-                assert mux.status().leases == 1
+                assert mux.overview.status().leases == 1
         mux.close()
         kinds = ["queued", "loading", "ready", *["leased", "released"] * 2]
         assert [event.kind for event in log] == (kinds if wanted else kinds[:3])
@@ -1137,7 +1137,7 @@ def test_five_hundred_waiting_requests_are_admitted_by_one_load(real):
     join(threads)
     assert addresses == [("127.0.0.1", 9000)] * 500
     assert real.engines.calls == ["load a"]
-    assert real.mux.status().leases == 0
+    assert real.mux.overview.status().leases == 0
 
 
 def test_a_swap_of_real_threads_waits_for_the_lease_and_then_happens(real):
@@ -1157,7 +1157,7 @@ def test_nothing_but_the_load_itself_waits_for_a_load(real):
     assert real.engines.loading["a"].wait(30.0)
     with pytest.raises(UnknownModel):
         real.mux.resolve("c")
-    assert real.mux.status().models[0].state == "loading"
+    assert real.mux.overview.status().models[0].state == "loading"
     assert not real.mux.unload("b")
     real.engines.may_load["a"].set()
     join(threads)
@@ -1177,4 +1177,4 @@ def test_many_clients_hammer_two_models_and_every_lease_is_given_back(real):
 
     join(in_threads(16, ask))
     assert len(done) == 400
-    assert (real.mux.status().waiting, real.mux.status().leases) == (0, 0)
+    assert (real.mux.overview.status().waiting, real.mux.overview.status().leases) == (0, 0)
