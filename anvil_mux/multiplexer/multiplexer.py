@@ -98,9 +98,7 @@ class Multiplexer:
         self._lock = self._clock.lock()
         self._scheduler = Scheduler(config, log, Costs(costs), Footprints(footprints), emit_leases=log_leases)
         self._runs: dict[str, EngineRun] = {}  # backend -> the last that was seen of it
-        self._loads: dict[
-            str, int
-        ] = {}  # backend -> the number of the load that brought it up; none: adopted
+        self._loads: dict[str, int] = {}  # backend -> the number of its last load; none: adopted
         self._tickets = 0
         self._waiting = 0
         self._requests: Counter[Key] = Counter()  # of keys that have a limit; and how many of them wait
