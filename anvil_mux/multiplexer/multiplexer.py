@@ -245,16 +245,15 @@ class Multiplexer:
         ends the wait and propagates; ClientGone is how it says that nobody wants the answer any more.
         """
         ticket = self._ask_for(model, tend, leases=True, work=work, key=key, staged=staged, crashes=crashes)
-        lease = self._lease(ticket)
+        backend = ticket.backend
+        assert backend is not None
+        lease = Lease(self, ticket, self._backends[backend], self._runs[backend])
         if ticket.wake:
             lease.waited = self._clock.now() - ticket.since
         if ticket.prefill and ticket.prefill.backend:
-            lease.prefill = self._lease(ticket.prefill)
+            backend = ticket.prefill.backend
+            lease.prefill = Lease(self, ticket.prefill, self._backends[backend], self._runs[backend])
         return lease
-
-    def _lease(self, ticket: Ticket) -> Lease:
-        assert ticket.backend is not None
-        return Lease(self, ticket, self._backends[ticket.backend], self._runs[ticket.backend])
 
     def load(self, model: str, tend: Tend | None = None) -> None:
         """Blocks until ``model`` is resident without leasing it; waits and fails like a request."""
@@ -288,7 +287,7 @@ class Multiplexer:
             if ticket.backend is None and ticket.error is None:
                 ticket.wake = self._clock.latch()
                 self._count_waiting(ticket, 1)
-            jobs = self._noted(effects)
+            jobs = self._noted(effects) if effects is not NOTHING else ()
         if effects is not NOTHING:
             self._carry_out(effects, jobs)
         if ticket.wake:
@@ -383,9 +382,10 @@ class Multiplexer:
         """A lease ended; see Lease.release."""
         with self._lock:
             effects = self._scheduler.released(ticket, self._clock.now(), usage, whole=whole)
+            if effects is NOTHING:
+                return
             jobs = self._noted(effects)
-        if effects is not NOTHING:
-            self._carry_out(effects, jobs)
+        self._carry_out(effects, jobs)
 
     def first_byte(self, ticket: Ticket) -> bool:
         """See Lease.first_byte."""

@@ -463,8 +463,12 @@ def _response_framing(fields: dict[bytes, bytes]) -> tuple[int | None, bool]:
 
 
 def _without_length(headers: list[Field], fields: dict[bytes, bytes]) -> list[Field]:
+    if len(fields) == len(headers):  # none is repeated, so they stand in the same order
+        del headers[list(fields).index(b"content-length")]
+    else:
+        headers = [field for field in headers if field[0].lower() != b"content-length"]
     del fields[b"content-length"]
-    return [field for field in headers if field[0].lower() != b"content-length"]
+    return headers
 
 
 def _length(fields: dict[bytes, bytes], error: type[MuxError]) -> int | None:
@@ -507,12 +511,14 @@ def _passing(headers: list[Field], unwanted: AbstractSet[bytes], prefix: bytes) 
     Where a client comes from is not for it to say (x-forwarded-), and not for an engine which other sites'
     pages may read its answers (access-control-).
     """
+    beginnings = (b"proxy-", prefix)
     lines = [
-        name + b": " + value + b"\r\n"
-        for name, value in headers
-        if (low := name.lower()) not in unwanted and not low.startswith((b"proxy-", prefix))
+        b": ".join(field)
+        for field in headers
+        if (low := field[0].lower()) not in unwanted and not low.startswith(beginnings)
     ]
-    return _checked(b"".join(lines), len(lines))
+    lines.append(b"")  # so that the last one ends, too
+    return _checked(b"\r\n".join(lines), len(lines) - 1)
 
 
 def _written(

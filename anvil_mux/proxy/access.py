@@ -54,6 +54,8 @@ class Access:
             names.setdefault(model, set()).add(name)
         self._names: Mapping[str, set[str]] = names
         self.replicas: Mapping[str, int] = Counter(backend.model for backend in config.backends)
+        self.only = {each.model: each for each in config.backends if self.replicas[each.model] == 1}
+        """Model -> its backend, where it has but one."""
         self.staged = frozenset(b.model for b in config.backends if b.infer_type in ("prefill", EITHER))
         """Models of which a request may be served in two stages."""
 

@@ -37,7 +37,7 @@ class Asked:
     """Whose it is; None where nobody is asked for a key."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Target:
     """What requests with one head that name one model come to, under one configuration."""
 

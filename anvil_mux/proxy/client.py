@@ -224,18 +224,12 @@ class Client:
 
     def send(self, data: bytes) -> None:
         """All of it; ClientGone, ClientStalled."""
-        sent = self._send(data)
+        try:
+            sent = self.socket.send(data, MSG_DONTWAIT)
+        except OSError as error:
+            sent = _none_sent(error)
         if sent != len(data):
             self._send_rest(memoryview(data)[sent:])
-
-    def _send(self, data: bytes | memoryview) -> int:
-        """As much as there is room for."""
-        try:
-            return self.socket.send(data, MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise ClientGone(f"The client could not be written to: {error}.") from None
 
     def _send_rest(self, left: memoryview) -> None:
         poll = select.poll()
@@ -243,7 +237,11 @@ class Client:
         unread = Unread(self.socket, time.monotonic())
         while left:
             poll.poll(LOOK_SECONDS * 1000)
-            sent, now = self._send(left), time.monotonic()
+            try:
+                sent = self.socket.send(left, MSG_DONTWAIT)
+            except OSError as error:
+                sent = _none_sent(error)
+            now = time.monotonic()
             left = left[sent:]
             if sent:
                 unread = Unread(self.socket, now)
@@ -263,6 +261,13 @@ class Client:
                 pass
         except OSError:
             pass
+
+
+def _none_sent(error: OSError) -> int:
+    """The bytes that were sent where sending failed with ``error``: none, if there was only no room."""
+    if isinstance(error, BlockingIOError):
+        return 0
+    raise ClientGone(f"The client could not be written to: {error}.") from None
 
 
 class _Pace:

@@ -14,7 +14,7 @@ While the model is not ready the thread waits for its lease and looks at its cli
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -39,16 +39,6 @@ from anvil_mux.telemetry.accesslog import Served
 
 SESSION = b"x-session-id"
 """The header by which a client says which conversation a request belongs to."""
-
-
-@dataclass(slots=True)
-class _Terms:
-    """What leases for one request are asked for with."""
-
-    work: Work
-    tend: Tend
-    crashes: tuple[Crash, ...] = ()
-    """Ends of engines that it was sent to, and was there at."""
 
 
 class _Failure(NamedTuple):
@@ -107,36 +97,42 @@ class Dispatcher:
             work = work._replace(owner=question.owner)
         if target.explains:
             return self._explain(question, work, reply)
-        terms, left = _Terms(work, partial(self._tend, question, reply, [])), target.replicas
-        while failure := self._try(question, terms, reply, record):
-            crashes = (*terms.crashes, *failure.crashes)
+        tend, left = partial(self._tend, question, reply, []), target.replicas
+        crashes: tuple[Crash, ...] = ()
+        while failure := self._try(question, reply, record, work=work, tend=tend, crashes=crashes):
+            crashes = (*crashes, *failure.crashes)
             if not failure.again or (left <= 0 and len(crashes) < MOST_CRASHES):
                 raise failure.error
             left -= 1
             if failure.taken_back:
                 work = work._replace(stream=False)  # once is enough
-            terms = replace(terms, work=work, crashes=crashes)
         return None
 
-    def _try(self, question: Question, terms: _Terms, reply: Reply, record: Served) -> _Failure | None:
+    def _try(
+        self,
+        question: Question,
+        reply: Reply,
+        record: Served,
+        *,
+        work: Work,
+        tend: Tend,
+        crashes: tuple[Crash, ...],
+    ) -> _Failure | None:
+        """Sends it once. ``crashes``: ends of engines that it was sent to, and was there at."""
         asked, model = question.asked, question.target.model
         staged = model in asked.access.staged and _may_be_staged(question)
         since = time.monotonic()
         try:
-            lease = self._mux.lease(
-                model, terms.tend, terms.work, key=asked.key, staged=staged, crashes=terms.crashes
-            )
+            lease = self._mux.lease(model, tend, work, key=asked.key, staged=staged, crashes=crashes)
         except MuxError:
             record.waited += time.monotonic() - since
             raise
         whole, record.said = False, b""
         try:  # as `with lease` does, in half the time
             record.waited += lease.waited
-            backend = record.backend = lease.backend.name
-            reply.routed = f"{backend}; {lease.why}" if lease.why else ""
-            record.foreseen = lease.foreseen if lease.why else None
+            record.backend = lease.backend.name
+            reply.routed, record.foreseen = (_chosen(lease), lease.foreseen) if lease.why else ("", None)
             if lease.prefill:
-                reply.routed += f"; prefill by {lease.prefill.backend.name}"
                 question, error = self._forwarder.prefill(question, lease.prefill, reply)
                 if error:
                     return self._judged(lease.prefill, error, reply)
@@ -197,6 +193,12 @@ class Dispatcher:
         found = self._mux.overview.explain(model, work, staged=staged)
         told = finite({"model": model, "request": about, "stages": found})
         reply.whole(200, [JSON], written(told) + b"\n")
+
+
+def _chosen(lease: Lease) -> str:
+    """Which of several replicas answers, and why, as its client is told."""
+    chosen = f"{lease.backend.name}; {lease.why}"
+    return f"{chosen}; prefill by {lease.prefill.backend.name}" if lease.prefill else chosen
 
 
 def _may_be_staged(question: Question) -> bool:

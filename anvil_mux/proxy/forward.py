@@ -104,15 +104,16 @@ class Forwarder:
     ) -> None:
         """Passes the request on, its body as it is given here, and the answer back."""
         asked = question.asked
+        route = asked.route
         exchange = Exchange(self._relay, lease, reply.client.socket)
         try:
             length = len(body) if body is question.body else _length(body)
             head = heads.request_head(question, lease, length, reply.client.last_head)
             response = exchange.ask(asked.request.method, head, body)
             record.first_byte = time.monotonic() - asked.since
-            if asked.route.translated and response.status in LACKING:
+            if route.translated and response.status in LACKING:
                 raise _Lacking
-            if asked.route.beat == "responses" and response.status == 200:
+            if route.beat == "responses" and response.status == 200:
                 self._note_response(question, lease, exchange, response)
             if reply.form == "event":
                 self._continue(question, exchange, response, reply, record)

@@ -74,10 +74,6 @@ class Handler:
         self.local = Local(mux, self.probes, page, tail, reloads)
 
     @property
-    def draining(self) -> bool:
-        return self.probes.draining
-
-    @property
     def only_local_hosts(self) -> bool:
         """Bound to loopback: any other Host is a web page whose name was made to mean this machine."""
         return self._access.only_local_hosts
@@ -102,7 +98,7 @@ class Handler:
         access = self._access
         found: Entry | None = client.last_head.found.get(access)
         entry = found or access.look(request)
-        asked = Asked(id, time.monotonic(), request, access, *entry)
+        asked = Asked(id, time.monotonic(), request, access, entry.route, entry.api, entry.reader, entry.key)
         reply = Reply(client, asked, keep=request.keep_alive and not self.probes.draining)
         record = Served(id, client.address, request.method, request.path)
         try:

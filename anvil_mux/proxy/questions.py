@@ -107,10 +107,9 @@ def target(asked: Asked, client: Client, named: str | None) -> Target:
 
 def _target(asked: Asked, model: str, named: str | None = None) -> Target:
     access, key, route = asked.access, asked.key, asked.route
-    backend = next((each for each in access.config.backends if each.model == model), None)
+    backend = access.only.get(model)
     unchanged = (
         backend is not None
-        and access.replicas[model] == 1
         and (route.model_in, route.translated) == ("json", "")
         and named == (backend.served_model or model)
         and not (backend.strip or backend.set)

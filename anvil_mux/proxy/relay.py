@@ -95,6 +95,7 @@ class Exchange:
         "_cut",
         "_deadline",
         "_has_begun",
+        "_passed",
         "_relay",
         "_reusable",
         "_stream",
@@ -103,7 +104,6 @@ class Exchange:
         "data",
         "last_head",
         "lease",
-        "passed",
         "streamed",
         "whole",
     )
@@ -129,7 +129,7 @@ class Exchange:
         """Of the connection that the answer comes on."""
         self._chunked = False
         self._body: AnswerBody | None = None
-        self.passed = Passed()
+        self._passed: Passed | None = None
         self.streamed = 0
         """Bytes that the pump sent to the client."""
         self.aligned = True
@@ -182,14 +182,20 @@ class Exchange:
             data = self._try_anew(head, body)
         if not data:
             raise Unanswered(f"{self._name} closed the connection without an answer.")
-        response = self._read_head(method, data, upgrade)
+        assert self._upstream is not None
+        self.last_head = last_head = self._upstream.last_head
+        response = last_head.again(data) if method != "HEAD" else None
+        if response is None:
+            response = self._read_head(method, data, upgrade)
+        else:
+            self.data = data[last_head.end :]
         if response.status == 101:
             return response
         length = 0 if response.body == "none" else response.length
-        self.whole = response.body in ("none", "length") and length is not None and length <= WHOLE
-        if self.whole:
+        if length is not None and length <= WHOLE:
+            self.whole = True
             if len(self.data) != length:
-                self._read_whole(length or 0)
+                self._read_whole(length)
             if not self._has_begun:
                 self._begin()
             self._reusable = response.keep_alive
@@ -279,12 +285,6 @@ class Exchange:
     # The answer
 
     def _read_head(self, method: str, data: bytes, upgrade: bool) -> http1.Response:
-        assert self._upstream is not None
-        self.last_head = last_head = self._upstream.last_head
-        response = last_head.again(data) if method != "HEAD" else None
-        if response is not None:
-            self.data = data[last_head.end :]
-            return response
         while True:
             while (end := http1.response_head_end(data)) is None:
                 data += self._more()
@@ -292,7 +292,7 @@ class Exchange:
             response = http1.parse_response(head, method, upgrade=upgrade)
             if response.status >= 200 or response.status == 101:
                 break
-        last_head.remember(head, response)
+        self.last_head.remember(head, response)
         self.data = data
         return response
 
@@ -396,6 +396,13 @@ class Exchange:
         if not self._has_begun and not self.lease.first_byte():
             raise self.lease.severed_error()
         self._has_begun = True
+
+    @property
+    def passed(self) -> Passed:
+        """What is kept of an answer that does not come whole."""
+        if self._passed is None:
+            self._passed = Passed()
+        return self._passed
 
     @property
     def last_payload(self) -> bytes:

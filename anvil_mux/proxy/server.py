@@ -93,7 +93,7 @@ class ClientConnection(BaseRequestHandler):
         server.busy.add(self)
         try:
             keep = server.handler.serve(client, request)
-            return keep and client.discard_body() and not server.handler.draining
+            return keep and client.discard_body() and not server.handler.probes.draining
         finally:
             server.busy.discard(self)
 

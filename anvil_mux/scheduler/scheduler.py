@@ -147,7 +147,8 @@ class Scheduler:
             return NOTHING
         if group.release(ticket, now, usage, whole=whole):
             return self._settle([group], now)
-        return self._collected(group) if group.settled or group.taken_back else NOTHING
+        state = group.state
+        return self._collected(group) if state.settled or state.taken_back else NOTHING
 
     def abandoned(self, ticket: Ticket, now: float, error: MuxError | None = None) -> Effects:
         """A request that waited ended by itself: its client left, or ``error`` says why it fails."""
