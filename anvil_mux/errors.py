@@ -198,6 +198,13 @@ class Stuck(MuxError):
     retry_after = 30.0
 
 
+class HostsLost(MuxError):
+    """The hosts of all of a model's backends are lost, so it can be loaded nowhere."""
+
+    status, code = 503, "host_lost"
+    retry_after = 30.0
+
+
 class BackendError(MuxError):
     """An engine or its container failed us: unreachable, gone in mid-answer, or impossible to stop."""
 

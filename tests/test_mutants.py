@@ -99,8 +99,8 @@ MUTANTS = {
     ),
     "only the group of a fact is asked where host memory is shared": (
         "scheduler",
-        "while self.memory.budget is not None and self.memory.changes != self._memory_changes:",
-        "while False:",
+        "if memory.budget is not None and memory.changes != self._memory_changes.get(name, 0):",
+        "if False:",
     ),
     "a load that nobody waits for any more is finished all the same": (
         "decider",
@@ -260,8 +260,8 @@ MUTANTS = {
     ),
     "costs are learned without their direction": (
         "costs",
-        "        self._known[cost.source, cost.target, cost.way] = cost\n",
-        '        self._known["", cost.target, cost.way] = cost\n',
+        "        self._known[cost.host, cost.source, cost.target, cost.way] = cost\n",
+        '        self._known[cost.host, "", cost.target, cost.way] = cost\n',
     ),
     "all arrivals are taken for those of a queue": (
         "demand",

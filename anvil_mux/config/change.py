@@ -89,7 +89,7 @@ def replaced(old: Described, new: Described) -> list[str]:
         name
         for backend in old.backends
         if (name := backend.name) in after
-        and not (_goes_on(backend, after[name]) and resized.isdisjoint(backend.gpus))
+        and not (_goes_on(backend, after[name]) and resized.isdisjoint(backend.gpu_names))
     ]
 
 
@@ -105,8 +105,8 @@ def within(old: Config, new: Config) -> Config:
 
 def _resized(old: Described, new: Described) -> set[str]:
     """The GPUs whose memory is known to be another now."""
-    before = {gpu.id: gpu for gpu in old.gpus}
-    return {gpu.id for gpu in new.gpus if before.get(gpu.id, gpu) != gpu}
+    before = {gpu.name: gpu for gpu in old.gpus}
+    return {gpu.name for gpu in new.gpus if before.get(gpu.name, gpu) != gpu}
 
 
 def _goes_on(before: Backend, after: Backend) -> bool:

@@ -33,6 +33,18 @@ class Gpu:
     vram: int | None = None
     reserve: int = 0
     """Bytes that are never given to a backend."""
+    host: str = ""
+    """The host that it is in; "": the one that anvil-mux runs on."""
+
+    @property
+    def name(self) -> str:
+        """The name that it has among the GPUs of all hosts."""
+        return gpu_name(self.host, self.id)
+
+
+def gpu_name(host: str, id: str) -> str:
+    """A GPU's name among those of all hosts: its id alone on anvil-mux's own, ``HOST/ID`` elsewhere."""
+    return f"{host}/{id}" if host else id
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +90,8 @@ class Backend:
     model: str
     gpus: tuple[str, ...] = ()
     """Ids of the GPUs that it needs, all of them; empty: it needs none and is never evicted for another."""
+    host: str = ""
+    """The host that it runs on, as are its GPUs; "": the one that anvil-mux runs on."""
     vram: int | None = None
     """Bytes that it holds on each of its GPUs; None: it needs them whole."""
     vram_measured: bool = False
@@ -133,6 +147,11 @@ class Backend:
     service: Service = Service()
 
     @property
+    def gpu_names(self) -> tuple[str, ...]:
+        """The names that its GPUs have among those of all hosts."""
+        return tuple([gpu_name(self.host, id) for id in self.gpus]) if self.host else self.gpus
+
+    @property
     def service_name(self) -> str:
         """The service's name, as the compose file has it."""
         return self.service.name or self.name
@@ -182,6 +201,8 @@ class Config:
     default_model: str | None = None
     host_memory: int | None = None
     """Bytes of host memory for all engines, running and in standby; None: all there is."""
+    memory_of_hosts: dict[str, int] = field(default_factory=dict)
+    """The same of other hosts, where it is bounded."""
     preload: bool = False
     """Whether every backend is loaded once at the start, unless it says otherwise."""
     key_file: str | None = None
@@ -201,6 +222,10 @@ class Config:
     """Key of ``SETTINGS`` -> default, FILE:LINE, the environment variable, or flag."""
     said: dict[str, str] = field(default_factory=dict)
     """Key of ``SETTINGS`` -> a digest of the file that it names; of those that serve reads."""
+
+    def memory_of(self, host: str) -> int | None:
+        """Bytes of a host's memory for all engines there; None: all there is."""
+        return self.memory_of_hosts.get(host) if host else self.host_memory
 
     @property
     def names(self) -> dict[str, str]:

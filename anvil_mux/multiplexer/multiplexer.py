@@ -47,6 +47,7 @@ from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint, Footprints
 from anvil_mux.scheduler.group import GpuGroup
+from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import (
@@ -209,7 +210,7 @@ class Multiplexer:
         with self._lock:
             group = self._scheduler.of_model.get(lease.backend.model)
             slots = group.slots_of(lease.backend.model) if group else ()
-            return any(slot.state == "ready" and slot.name != lease.backend.name for slot in slots)
+            return any(slot.serves and slot.name != lease.backend.name for slot in slots)
 
     @contextmanager
     def counted(self, key: Key) -> Iterator[None]:
@@ -444,6 +445,27 @@ class Multiplexer:
     def memory_seen(self, held: Mapping[str, int]) -> None:
         """Other processes hold so many bytes of these GPUs."""
         self._apply(partial(self._scheduler.memory_seen, held))
+
+    def host_lost(self, host: str) -> None:
+        """Nobody hears of a host: its leases are cut, and nothing is begun there until it is back."""
+        self._apply(partial(self._scheduler.host_lost, host))
+
+    def host_back(
+        self, host: str, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None
+    ) -> None:
+        """A lost host is heard of again: these backends run there (name -> URL), or are in standby."""
+        found = {name: FoundBackend() for name in running}
+        found |= {n: FoundBackend(e.how, e.residual, e.host_bytes) for n, e in (standby or {}).items()}
+
+        def fact(now: float) -> Effects:
+            self._runs |= {name: EngineRun(address_of(url)) for name, url in running.items()}
+            return self._scheduler.host_back(host, now, found)
+
+        self._apply(fact)
+
+    def host_gone(self, host: str) -> None:
+        """Nothing runs any more on a lost host."""
+        self._apply(partial(self._scheduler.host_gone, host))
 
     def observed(self, backend: str, load: EngineLoad | None) -> None:
         """The engine of a replica said this of itself; None: it answered, and has no figures."""

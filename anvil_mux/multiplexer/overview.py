@@ -49,12 +49,12 @@ class Overview:
         with self._lock:
             now = self._clock.now()
             groups = self._scheduler.groups
+            of_model = {m: self._scheduler.of_model[m] for r in groups for m in r.queues}
             models = tuple(
                 model_state(r, m, now, self._progress(r, m, now), self._scheduler.footprints)
-                for r in groups
-                for m in r.queues
+                for m, r in of_model.items()
             )
-            known = {gpu.id: gpu for gpu in self._scheduler.config.gpus}
+            known = {gpu.name: gpu for gpu in self._scheduler.config.gpus}
             gpus = tuple(gpu_state(r, known.get(id) or Gpu(id), now) for r in groups for id in r.gpus)
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
         return Status(now, models, gpus, waiting, leases)
@@ -157,7 +157,7 @@ class Overview:
         """The backends that may be leased, of models with several, and where they listen."""
         with self._lock:
             several = {model for model, number in self._replicas().items() if number > 1}
-            slots = [s for s in self._scheduler.slots if s.state == "ready" and s.model in several]
+            slots = [s for s in self._scheduler.slots if s.serves and s.model in several]
             return [(slot.backend, self._runs[slot.name].address) for slot in slots]
 
     def reports(self) -> dict[str, Report]:

@@ -34,7 +34,7 @@ class Admission:
 
     def takes(self, model: Model, owner: str = "") -> bool:
         """Whether a request would be leased at once; one that needs ``owner`` waits for it."""
-        if owner and (only := needed(self._state, owner)):
+        if owner and (only := needed(model, owner)):
             return not only.full
         if model.replicas:
             return model.replicas.take_one_more()
@@ -66,7 +66,11 @@ class Admission:
     def wants_more(self, model: Model, ticket: Ticket, now: float) -> bool:
         """Whether more of its model's backends are to be loaded now that a request was leased."""
         completes = complete(self._state, model, now)
-        return completes or (ticket.leases and spill(self._state, model, now) is not None)
+        return completes or (ticket.leases and self.may_spill(model, now))
+
+    def may_spill(self, model: Model, now: float) -> bool:
+        """Whether another of its backends is worth being asked for, in any GPU group."""
+        return any(spill(state, model, now) for state in self._state.states_of(model))
 
     def take_back(self, idle: Slot, now: float) -> None:
         """Requests that wait behind others, and would be better off at ``idle``, are sent anew."""

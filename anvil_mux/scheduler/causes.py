@@ -58,6 +58,10 @@ Kind = Literal[
     "died",
     "died_early",
     "evict_failed",
+    "host_back",
+    "not_found",
+    "host_gone",
+    "unfit",
     # of what happened to a request
     "busy",
     "routed",
@@ -65,6 +69,7 @@ Kind = Literal[
     "moved",
     "stale",
     "evicted",
+    "host_lost",
     "shutdown",
     "error",
     # of another configuration
@@ -76,6 +81,8 @@ Leaving = Literal["", "changed", "removed"]
 
 DEATHS = frozenset(("died", "died_early"))
 """Causes of a stop of a backend that ended without being told to."""
+FOUND = frozenset(("adopted", "not_found", "host_gone", "unfit"))
+"""Causes of a state that a backend was found in, and that nothing which was done to it has led to."""
 PRELOADS = frozenset(("preload", "missing_stage", "wake_to_demote"))
 """Causes of a load that no request waits for. Another replica of a busy model has one of the policy's."""
 RESENT = frozenset(("moved", "stale"))
@@ -104,6 +111,8 @@ class Cause(NamedTuple):
     """Requests that have to wait until a swap is worth it."""
     detail: str = ""
     """Text from elsewhere: an engine's, a policy's, a difference of configurations, the code of an error."""
+    host: str = ""
+    """The host that is lost or back."""
 
 
 _EARLY = "{detail} {seconds:.1f} s after it was loaded, before it gave one whole answer"
@@ -159,7 +168,12 @@ SENTENCES: dict[Kind, str] = {
     "incomplete": "no whole answer",
     "moved": "taken back for {backend}",
     "stale": "{backend} is stale",
+    "host_back": "the host {host} is back",
+    "not_found": "not found when the host {host} was back",
+    "host_gone": "the host {host} was declared gone",
+    "unfit": "found when the host {host} was back, and cannot stay",
     "evicted": "evicted for {model}",
+    "host_lost": "the host {host} is lost",
     "shutdown": "anvil-mux shut down",
     "error": "{detail}",
     "reconfigured": "{detail}",
@@ -175,6 +189,7 @@ _SEVERED: dict[Kind, str] = {
     "idle": "{of} was evicted because nobody used it",
     "policy": "the policy unloaded {of}",
     "silent": "the engine of {of} did not answer",
+    "host_lost": "the host of {of} was lost",
     "shutdown": "anvil-mux shut down",
     "moved": "another replica of {of} became free",
     "stale": "the engine of {of} did not answer",

@@ -1,9 +1,9 @@
 """What swaps cost, learned from those that were made.
 
-A cost belongs to a direction and a way: evicting these models, loading that one by that standby level. It is
-evict + load, without the drain and without whatever the policy waited for, because those depend on the
-requests of the moment and would make a busy model look expensive. Each is an exponential moving average
-(``ALPHA``, as llmux has it); the first swap counts in full.
+A cost belongs to a host, a direction and a way: evicting these models, loading that one by that standby
+level. It is evict + load, without the drain and without whatever the policy waited for, because those depend
+on the requests of the moment and would make a busy model look expensive. Each is an exponential moving
+average (``ALPHA``, as llmux has it); the first swap counts in full.
 
 Before the first swap in a direction the same model's loads from elsewhere serve, and the same victims'
 evictions; before those, what the engine and the way of loading suggest. Not thread-safe: whoever shares it
@@ -56,6 +56,8 @@ class Cost:
     load_seconds: float
     swaps: int = 0
     """How many it was learned from; 0: an estimate."""
+    host: str = ""
+    """Where: what a swap costs is learned for each host by itself."""
 
     @property
     def seconds(self) -> float:
@@ -69,53 +71,55 @@ class Costs:
     """All directions that were seen."""
 
     def __init__(self, known: Iterable[Cost] = ()) -> None:
-        self._known: dict[tuple[str, str, str], Cost] = {}
-        self._loads: dict[tuple[str, str], float] = {}  # (target, way) -> seconds, from anywhere
-        self._evictions: dict[str, float] = {}  # source -> seconds, for anyone
-        self._estimates: dict[tuple[str, str, str, str], Cost] = {}  # those made since the last swap
+        self._known: dict[tuple[str, str, str, str], Cost] = {}
+        self._loads: dict[tuple[str, str, str], float] = {}  # (host, target, way) -> seconds, from anywhere
+        self._evictions: dict[tuple[str, str], float] = {}  # (host, source) -> seconds, for anyone
+        self._estimates: dict[tuple[str, str, str, str, str], Cost] = {}  # those made since the last swap
         for cost in known:
             self._remember(cost)
 
     def __iter__(self) -> Iterator[Cost]:
         return iter(self._known.values())
 
-    def estimate(self, source: str, target: str, way: str, engine: str) -> Cost:
-        """What a swap in this direction will cost, as far as is known."""
-        key = source, target, way, engine
+    def estimate(self, source: str, target: str, way: str, engine: str, host: str = "") -> Cost:
+        """What a swap in this direction will cost on a host, as far as is known."""
+        key = source, target, way, engine, host
         cost = self._estimates.get(key)
         if cost is None:
             cost = self._estimates[key] = self._estimate(*key)
         return cost
 
-    def _estimate(self, source: str, target: str, way: str, engine: str) -> Cost:
-        cost = self._known.get((source, target, way))
+    def _estimate(self, source: str, target: str, way: str, engine: str, host: str) -> Cost:
+        cost = self._known.get((host, source, target, way))
         if cost:
             return cost
         first = FIRST_RETURN_SECONDS.get(way, OTHER_FIRST_LOAD_SECONDS)
         first = FIRST_LOAD_SECONDS.get((engine, way), first)
-        load_seconds = self._loads.get((target, way), first)
-        evict_seconds = self._evictions.get(source, FIRST_EVICT_SECONDS) if source else 0.0
-        return Cost(source, target, way, evict_seconds, load_seconds)
+        load_seconds = self._loads.get((host, target, way), first)
+        evict_seconds = self._evictions.get((host, source), FIRST_EVICT_SECONDS) if source else 0.0
+        return Cost(source, target, way, evict_seconds, load_seconds, host=host)
 
-    def knows(self, target: str, way: str) -> bool:
-        """Whether it was ever loaded by that way."""
-        return (target, way) in self._loads
+    def knows(self, target: str, way: str, host: str = "") -> bool:
+        """Whether it was ever loaded by that way on that host."""
+        return (host, target, way) in self._loads
 
-    def learn(self, source: str, target: str, way: str, evict_seconds: float, load_seconds: float) -> None:
+    def learn(
+        self, source: str, target: str, way: str, evict_seconds: float, load_seconds: float, host: str = ""
+    ) -> None:
         """A swap in this direction was made."""
-        old = self._known.get((source, target, way))
+        old = self._known.get((host, source, target, way))
         if old:
             evict_seconds = old.evict_seconds + ALPHA * (evict_seconds - old.evict_seconds)
             load_seconds = old.load_seconds + ALPHA * (load_seconds - old.load_seconds)
         swaps = old.swaps if old else 0
-        self._remember(Cost(source, target, way, evict_seconds, load_seconds, swaps + 1))
+        self._remember(Cost(source, target, way, evict_seconds, load_seconds, swaps + 1, host))
 
     def _remember(self, cost: Cost) -> None:
         self._estimates.clear()
-        self._known[cost.source, cost.target, cost.way] = cost
-        self._loads[cost.target, cost.way] = cost.load_seconds
+        self._known[cost.host, cost.source, cost.target, cost.way] = cost
+        self._loads[cost.host, cost.target, cost.way] = cost.load_seconds
         if cost.source:
-            self._evictions[cost.source] = cost.evict_seconds
+            self._evictions[cost.host, cost.source] = cost.evict_seconds
 
 
 def source_of(models: Iterable[str]) -> str:

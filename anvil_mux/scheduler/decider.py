@@ -59,7 +59,7 @@ class Decider:
 
     def next_step(self, now: float) -> Step | Wait:
         """What is to be done now. Each step is handed out once."""
-        if self._state.unseen:
+        if self._state.unseen or self._state.host.is_lost:
             return Wait(FOREVER)
         while True:
             if now < self._until and self._planned == self._state.version:
@@ -150,7 +150,7 @@ class Decider:
             if error := lack_of_memory(state, model, busy, call):
                 self._admission.fail_queue(model, error, now)
                 return True
-            for slot in model.loadable(now):
+            for slot in state.loadable(model, now):
                 busy.update(slot.holds)
         return False
 
@@ -165,7 +165,7 @@ class Decider:
         stays = state.staying(now)
         for model in models:
             staying = stays if model.queue.overdue_at > now else frozenset[str]()
-            for slot in () if model.name in self._plans else model.loadable(now):
+            for slot in () if model.name in self._plans else state.loadable(model, now):
                 there = [s for s in unwanted if s.target and s.target.holds.keys() & slot.holds.keys()]
                 if there and victims(state, slot, busy, staying, now, without=loads) is not None:
                     for swap in there:
@@ -223,7 +223,7 @@ class Decider:
         return False
 
     def _unload(self, model: Model, cause: Cause, now: float) -> bool:
-        slots = [slot for slot in model.slots if slot.state == "ready" and not slot.pinned]
+        slots = [slot for slot in self._state.own(model) if slot.state == "ready" and not slot.pinned]
         for slot in slots:
             self._swaps.evict(slot, now, cause, severs=POLICY)
         return bool(slots)

@@ -38,6 +38,15 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("demoting", "stopped"): "stopped",
     ("demoting", "standby"): "standby",
     ("demoting", "evict_failed"): "standby",
+    ("loading", "gone"): "stopped",
+    ("cancelling", "gone"): "stopped",
+    ("ready", "gone"): "stopped",
+    ("draining", "gone"): "stopped",
+    ("evicting", "gone"): "stopped",
+    ("stuck", "gone"): "stopped",
+    ("standby", "gone"): "stopped",
+    ("demoting", "gone"): "stopped",
+    ("stopped", "unfit"): "stuck",
 }
 """(state, what happened) -> state. Anything else is a mistake of the caller and changes nothing."""
 
@@ -51,11 +60,11 @@ KINDS = {
     "deferred": "the policy holds a swap back; `seconds` from now at most, or it is said again",
     "draining": "a backend gets no new leases, because it makes room for `target` or for another `cause`",
     "severed": "a request still leased when the drain ended, which took `seconds`; `cause` is "
-    "evicted (for `target`), unloaded, changed, removed, idle, policy, silent or shutdown",
+    "evicted (for `target`), unloaded, changed, removed, idle, policy, silent, host_lost or shutdown",
     "evicting": "a backend is told to leave its GPUs; `seconds` is what the drain took",
     "stopped": "a backend holds nothing; with a `cause` it failed to load, or died",
     "standby": "a backend was evicted and not stopped, and is at the standby level `way`; with a `cause` "
-    "it could not be stopped",
+    "it could not be stopped, or was found so when its host was back",
     "demoting": "a backend in standby goes to a deeper standby level",
     "stuck": "a backend could not be stopped and may hold its GPUs",
     "loading": "a backend is being loaded",
@@ -63,6 +72,9 @@ KINDS = {
     "ready": "a backend may be leased; `seconds` is what the load took",
     "pinned": "a model is evicted for no other one from now on, once it is resident",
     "unpinned": "a model may be evicted for others again",
+    "host_lost": "nobody hears of a host any more: the one that its `cause` names",
+    "host_back": "a host that was lost is heard of again; then comes what was found of its backends, where "
+    "it is not what it was",
     "reloaded": "another configuration holds from now on; the `detail` of its `cause` is what is different",
     "reload_failed": "another configuration was refused for a `cause`, and nothing has changed",
 }

@@ -1,10 +1,11 @@
 """One GPU group's state machine: facts in, next step out.
 
-A GPU group is a set of GPUs tied together by some backend that needs several of them, or by the replicas of
-one model. A ``GpuGroup`` is told facts (``request``, ``release``, ``loaded``, ``died``, ...) and asked one
-question, ``next_step(now)``, until it answers ``Wait``. It performs nothing: whoever drives it (the
-multiplexer's workers, the simulator) performs the steps and reports how they ended. It has no lock, no clock
-and no I/O; calls must not overlap.
+A GPU group is a set of GPUs of one host, tied together by some backend that needs several of them, or by the
+replicas of one model. A model may have backends on several hosts: the GPU groups there share its queue, which
+stands in one of them at a time (scheduler.py). A ``GpuGroup`` is told facts (``request``, ``release``,
+``loaded``, ``died``, ...) and asked one question, ``next_step(now)``, until it answers ``Wait``. It performs
+nothing: whoever drives it (the multiplexer's workers, the simulator) performs the steps and reports how they
+ended. It has no lock, no clock and no I/O; calls must not overlap.
 
 ``GpuGroup`` is the facade: it finds slots and models by name, and leaves the rest to its parts, which share
 one ``GroupState`` (state.py):
@@ -13,7 +14,8 @@ one ``GroupState`` (state.py):
     planner.py     which backend could be loaded, at whose cost; snapshot.py: what the policy is shown
     decider.py     what is to be done now: overdue queues, the policy, preloads (preloads.py), upkeep.py
     group_swaps.py swaps under way (swap.py); moves.py: states of backends (slot.py), events and steps
-    outcomes.py    what became of steps and backends; requested.py: what people ask for
+    outcomes.py    what became of steps and backends; host_facts.py: of their host
+    requested.py   what people ask for
 
 Invariants:
  1. The GPUs a backend needs are its own from ``Load`` until its ``evicted``; the sum of what residents and
@@ -38,7 +40,9 @@ Invariants:
     Nobody is leased who was there when backends ended twice: the request may be what ends them.
  9. What can never fit, at all or beside what is pinned, is refused before anything is drained. What is
     pinned drains for no other model.
-10. While it is not known of some backend whether it runs already (``expected``), nothing is begun.
+10. The leases of a lost host are severed, and nothing is begun there: what may still run there holds its
+    GPUs until the host is back and its backends are adopted, or until it is declared gone by hand.
+11. While it is not known of some backend whether it runs already (``expected``), nothing is begun.
 
 A backend that the configuration has no longer, or not as it is (``retired``), is leaving: it gets no new
 leases, is drained and stopped, whatever its standby levels, and its slot is left for good. Its queue waits on
@@ -48,16 +52,15 @@ for whoever takes that slot; scheduler.py makes the GPU group that takes this on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from types import MappingProxyType
 from typing import Any
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import LoadError, MuxError
-from anvil_mux.routing.in_flight import EngineFigures, EngineLoad, Report
+from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.admission import Admission
-from anvil_mux.scheduler.building import build_state
+from anvil_mux.scheduler.building import build_models, build_state, place
 from anvil_mux.scheduler.causes import Cause, Leaving
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.decider import Decider
@@ -65,10 +68,13 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import Eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group_swaps import GroupSwaps
+from anvil_mux.scheduler.host_facts import FoundBackend, HostFacts
+from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.outcomes import Outcomes
-from anvil_mux.scheduler.planner import cost_of, needed, spill
+from anvil_mux.scheduler.placement import Placement
+from anvil_mux.scheduler.planner import cost_of, needed
 from anvil_mux.scheduler.policies import Policy, Stay
 from anvil_mux.scheduler.preloads import complete
 from anvil_mux.scheduler.queue import ModelQueue
@@ -80,7 +86,7 @@ from anvil_mux.scheduler.snapshot import Awaited, awaited
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Step, Ticket, Wait
-from anvil_mux.scheduler.swap import drains, promises, swap_to
+from anvil_mux.scheduler.swap import SwapInProgress, drains, promises, swap_to
 
 INCOMPLETE, BUSY = Cause("incomplete"), Cause("busy")
 
@@ -102,36 +108,60 @@ class GpuGroup:
         *,
         emit_leases: bool = True,
         before: Sequence[GpuGroup] = (),
-        coming: Mapping[str, str] = MappingProxyType({}),
+        placement: Placement | None = None,
+        models: Mapping[str, Model] | None = None,
+        states: dict[str, list[GroupState]] | None = None,
+        groups_of: Mapping[str, Sequence[GpuGroup]] | None = None,
+        host: HostRecord | None = None,
     ) -> None:
-        """``before``: the groups whose place it takes, and which are told nothing any more (building.py)."""
+        """``before``: the groups whose place it takes, and which are told nothing any more (building.py).
+
+        ``placement``, ``models``, ``states`` and ``groups_of`` are those of a scheduler of several groups.
+        """
+        placement = placement or place(config, backends, eviction)
+        states_of: dict[str, list[GroupState]] = {} if states is None else states
         self.state: GroupState = build_state(
             name,
             config,
-            backends,
+            placement,
+            build_models(placement.slots.values(), config) if models is None else models,
             policy,
-            eviction,
             emit,
             costs=costs or Costs(),
             memory=memory or HostMemory(),
             footprints=footprints or Footprints(),
             emit_leases=emit_leases,
             before=[each.state for each in before],
-            coming=coming,
+            states=states_of,
+            host=host or HostRecord(),
         )
         state = self.state
+        if states is None:
+            states_of.update({model: [state] for model in state.models})
         self.name = name
+        self.host = state.host
         self.slots = state.slots
-        self.queues: dict[str, ModelQueue] = {model: each.queue for model, each in state.models.items()}
-        """For those who look at who waits."""
         self._models = state.models
+        self.remodelled()
         self._admission = Admission(state)
         moves = Moves(state, self._admission)
         swaps = GroupSwaps(state, moves)
         self._moves = moves
         self._decider = Decider(state, self._admission, moves, swaps)
         self._outcomes = Outcomes(state, self._admission, moves, swaps)
-        self._requested = Requested(state, self._admission, swaps)
+        self._host_facts = HostFacts(state, self._admission, moves, swaps, self._outcomes)
+        groups = [self]
+
+        def siblings(model: str) -> list[Requested]:
+            return [group._requested for group in (groups_of or {}).get(model, groups)]
+
+        self._requested = Requested(state, self._admission, swaps, siblings)
+
+    def remodelled(self) -> None:
+        """Its models are others than before, or their backends are."""
+        self.state.remodelled()
+        self.queues: dict[str, ModelQueue] = {name: each.queue for name, each in self._models.items()}
+        """For those who look at who waits."""
 
     def __repr__(self) -> str:
         slots = ", ".join(f"{s.name}: {s.state} {len(s.holders)} leases" for s in self.slots.values())
@@ -173,6 +203,11 @@ class GpuGroup:
         """The model whose swap the policy holds back, and until when and why."""
         return self.state.deferred
 
+    def deferral_of(self, model: str) -> Stay | None:
+        """Until when and why the policy holds the swap to a model back, in whichever GPU group."""
+        found = [each.deferred for each in self.state.states_of(self._models[model]) if each.deferred]
+        return next((stay for name, stay in found if name == model), None)
+
     def is_ready(self, model: str) -> bool:
         return bool(self._models[model].ready)
 
@@ -196,23 +231,33 @@ class GpuGroup:
 
     def way_back(self, slot: Slot) -> str:
         """The standby level from which it is being loaded; "" if it is not."""
-        swap = swap_to(self.state.swaps, slot)
+        swap, _ = self._swap_to(slot)
         return swap.way if swap else ""
 
     def expected_load(self, slot: Slot) -> float | None:
         """What its load under way will take; None if it was never loaded by that way."""
-        swap = swap_to(self.state.swaps, slot)
-        if swap is None or not self.state.costs.knows(slot.model, swap.way):
+        swap, state = self._swap_to(slot)
+        if swap is None or not state.costs.knows(slot.model, swap.way, state.host.name):
             return None
-        return cost_of(self.state, swap, slot).load_seconds
+        return cost_of(state, swap, slot).load_seconds
+
+    def _swap_to(self, slot: Slot) -> tuple[SwapInProgress | None, GroupState]:
+        """The swap to a backend of one of its models, which may be in another GPU group."""
+        states = self.state.states_of(self._models[slot.model])
+        state = next((each for each in states if slot.name in each.slots), self.state)
+        return swap_to(state.swaps, slot), state
 
     def promises(self) -> dict[str, tuple[str, ...]]:
         """GPU -> the models that a swap under way keeps it for, until it is theirs."""
         return promises(self.state.swaps)
 
-    def drains(self) -> dict[str, tuple[str, float]]:
-        """Draining backend -> (the model that it makes room for, or "", and when the drain ends)."""
-        return drains(self.state.swaps)
+    def drains(self, model: str = "") -> dict[str, tuple[str, float]]:
+        """Draining backend -> (the model that it makes room for, or "", and when the drain ends).
+
+        ``model``: those of its backends, in whichever GPU group.
+        """
+        states = self.state.states_of(self._models[model]) if model else [self.state]
+        return {name: about for each in states for name, about in drains(each.swaps).items()}
 
     # Facts from requests. ``request`` and ``release`` return whether the next step is to be asked for: it is
     # after every other fact, but these are many, and matter only if the policy holds a swap back, or if they
@@ -229,9 +274,9 @@ class GpuGroup:
         if not ready:
             return self._admission.wait_for_load(model, ticket, now)
         if state.limited and ticket.leases and not self._admission.takes(model, ticket.work.owner):
-            only = needed(state, ticket.work.owner)
+            only = needed(model, ticket.work.owner)
             self._admission.enqueue(model, ticket, now, only=only, cause=BUSY)
-            return model.replicas is not None and spill(state, model, now) is not None
+            return model.replicas is not None and self._admission.may_spill(model, now)
         slot = self._admission.route(model, ready, ticket, now) if model.replicas else ready[0]
         if slot is None:
             self._admission.fail(ticket, nobody_takes(model.name), now)
@@ -315,29 +360,18 @@ class GpuGroup:
         if replicas := self._models[self.slots[backend].model].replicas:
             replicas.in_flight.observe(backend, load, now)
 
-    def said(self, backend: str, now: float) -> EngineFigures | None:
+    def said(self, slot: Slot, now: float) -> EngineFigures | None:
         """What the engine of a replica said of itself last, in the mode full."""
-        replicas = self._models[self.slots[backend].model].replicas
-        return replicas.in_flight.said(backend, now) if replicas else None
+        replicas = self._models[slot.model].replicas
+        return replicas.in_flight.said(slot.name, now) if replicas else None
 
     def silent(self, backend: str, now: float) -> None:
         """The engine of a replica does not answer: when it is stale, who waits there leaves."""
         slot = self.slots[backend]
         replicas = self._models[slot.model].replicas
-        if replicas and slot.state == "ready":
+        if replicas and slot.serves:
             found = replicas.take_from(slot, now)
             self._admission.send_anew(found, Cause("stale", backend=backend), now)
-
-    def reports(self, now: float) -> dict[str, Report]:
-        """What other anvil-mux are told of the replicas here."""
-        trackers = [each.replicas.in_flight for each in self.state.routed if each.replicas]
-        return {name: told for in_flight in trackers for name, told in in_flight.reports(now).items()}
-
-    def hear(self, told: Mapping[str, Sequence[Report]], now: float) -> None:
-        """What other anvil-mux tell of the replicas here."""
-        for each in self.state.routed:
-            if each.replicas:
-                each.replicas.in_flight.hear(told, now)
 
     def bytes_per_token(self, model: str) -> float:
         """As engines' counts have it. Any thread may ask, at any time."""
@@ -388,6 +422,7 @@ class GpuGroup:
     def looked_at(self, name: str) -> None:
         """It is known now whether the backend ran: what was not adopted holds nothing (any more)."""
         self.state.unseen.discard(name)
+        self.state.changed()
 
     @property
     def unseen(self) -> set[str]:
@@ -461,6 +496,18 @@ class GpuGroup:
     def unanswering(self, name: str, now: float) -> None:
         """The engine of a backend answers nobody: it is stopped without a drain."""
         self._outcomes.unanswering(self.slots[name], now)
+
+    def host_lost(self, now: float) -> None:
+        """Nobody hears of its host any more, whose record says so already."""
+        self._host_facts.lost(now)
+
+    def host_back(self, now: float, found: Mapping[str, FoundBackend]) -> None:
+        """Its host is heard of again; ``found``: backend -> how it was found there, where it was."""
+        self._host_facts.back(now, found)
+
+    def host_gone(self, now: float) -> None:
+        """Somebody says that nothing runs on its host any more."""
+        self._host_facts.gone(now)
 
     def memory_seen(self, held: Mapping[str, int]) -> bool:
         """Programs that are none of ours hold so many bytes, by GPU; whether that is news."""

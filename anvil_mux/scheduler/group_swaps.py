@@ -164,6 +164,11 @@ class GroupSwaps:
             if victim.state == "draining":
                 self.reprieve(victim, now)
 
+    def end_all(self) -> None:
+        """The host of the group is lost: whatever was under way there has no further step."""
+        for swap in tuple(self._state.swaps):
+            self._end(swap)
+
     def call_off(self, swap: SwapInProgress, now: float) -> None:
         """The target of a swap is not to be loaded. Victims that are being evicted are waited for."""
         going = [victim for victim in swap.victims if victim.state == "evicting"]
@@ -199,7 +204,9 @@ class GroupSwaps:
         for swap in self._state.swaps:
             if swap.target is target:
                 source = source_of(swap.gone)
-                self._state.costs.learn(source, target.model, way, swap.evict_seconds, seconds)
+                self._state.costs.learn(
+                    source, target.model, way, swap.evict_seconds, seconds, self._state.host.name
+                )
 
     def end_to(self, slot: Slot) -> None:
         """The load of ``slot`` has ended, one way or another."""

@@ -1,4 +1,4 @@
-"""One model of a GPU group: its backends, its queue, its demand, and what is set for it."""
+"""One model: its backends, which may be in several GPU groups, its queue, its demand, its settings."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ class Model:
     demand: Demand = field(default_factory=Demand)
     ready: list[Slot] = field(default_factory=list)
     """Its backends that may be leased."""
+    home: str = ""
+    """The GPU group in whose snapshot its queue stands; "": it has backends in one only."""
     unload_when_idle: bool = False
     """It goes once nobody uses it, unless it is asked for again before."""
 
@@ -40,14 +42,15 @@ class Model:
         """Whether any request is leased."""
         return any(slot.holders for slot in self.slots)
 
-    def loadable(self, now: float) -> list[Slot]:
-        """The backends that could be loaded, were their GPUs free."""
-        return [slot for slot in self.slots if slot.is_loadable(now)]
+    @property
+    def is_coming(self) -> bool:
+        """Whether a swap under way will make it resident."""
+        return any(slot.coming for slot in self.slots)
 
 
 def ready_slots(slots: Iterable[Slot]) -> list[Slot]:
     """Those that may be leased."""
-    return [slot for slot in slots if slot.state == "ready"]
+    return [slot for slot in slots if slot.state == "ready" and not slot.host.is_lost]
 
 
 def max_waits(slots: Iterable[Slot], config: Config) -> dict[str, float]:

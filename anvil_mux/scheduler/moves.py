@@ -33,7 +33,7 @@ class Moves:
             model.queue.left = now
         if leaves_ready or slot.state == "ready":
             state.ready = ready_slots(state.slots.values())
-            model.ready = [each for each in state.ready if each.model == slot.model]
+            model.ready = [each for each in ready_slots(model.slots) if each.model == slot.model]
         state.changed()
         state.memory.changes += 1
         if leaves_ready and model.queue.limited:
@@ -92,7 +92,7 @@ class Moves:
         state, ways = self._state, levels(slot.backend)
         for way in ways[ways.index(state.memory.level_for(slot)) :]:
             last = state.footprints.resting(slot.name, way)
-            if not (target and last and state.placement.excludes(last.residual, target)):
+            if not (target and last and state.placement.excludes(slot.named(last.residual), target)):
                 return way
         return "stop"
 

@@ -43,17 +43,24 @@ class Outcomes:
         return True
 
     def adopt_standby(
-        self, slot: Slot, now: float, way: str, residual: Mapping[str, int], host_bytes: int
+        self,
+        slot: Slot,
+        now: float,
+        way: str,
+        residual: Mapping[str, int],
+        host_bytes: int,
+        cause: Cause | None = None,
     ) -> bool:
         """It was in standby before we came; False if what it keeps has no room."""
+        residual = slot.named(residual)
         if self._state.placement.crowds(residual):
             return False
         self._moves.enter(slot, "adopt_standby", now)
         self._state.unseen.discard(slot.name)
-        slot.level, slot.residual, slot.host_bytes = way, dict(residual), host_bytes
+        slot.level, slot.residual, slot.host_bytes = way, residual, host_bytes
         if way in PINS:
             slot.ram = max(slot.ram, host_bytes)
-        self._state.emit(Event(now, "standby", slot.model, slot.name, way=way))
+        self._state.emit(Event(now, "standby", slot.model, slot.name, cause=cause, way=way))
         return True
 
     # Loads
@@ -128,7 +135,7 @@ class Outcomes:
             state.placement.measure(slot, state.footprints.held(slot.name))
         self._moves.enter(slot, "standby" if standby else "stopped", now)
         slot.level, slot.next_level = way, "stop" if slot.leaving else ""
-        slot.residual, slot.host_bytes = dict(residual) if standby else {}, host_bytes
+        slot.residual, slot.host_bytes = slot.named(residual) if standby else {}, host_bytes
         if way in PINS:
             slot.ram = max(slot.ram, host_bytes)
         slot.note_left(now)

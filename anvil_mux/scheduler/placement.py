@@ -1,8 +1,8 @@
 """Which GPUs a backend holds, what it misses to be loaded, and whose going would make room.
 
-The arithmetic of a GPU group. Memory is counted in bytes per GPU; a GPU of unknown size counts as one unit
-that every backend needs whole, and so does a backend without declared ``vram`` on any GPU. Nothing here
-changes a state.
+The arithmetic of a GPU group. Its GPUs are those of one host, and have the names that they have among the
+GPUs of all hosts. Memory is counted in bytes per GPU; a GPU of unknown size counts as one unit that every
+backend needs whole, and so does a backend without declared ``vram`` on any GPU. Nothing here changes a state.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from types import MappingProxyType
 
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend, Gpu, gpu_name
 from anvil_mux.config.settings import gib
 from anvil_mux.scheduler import eviction as whom
+from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.slot import HOLDING, STAYING, Slot
 
 
@@ -25,21 +26,23 @@ class Placement:
         gpus: Iterable[Gpu],
         eviction: whom.Eviction,
         before: Mapping[str, Slot] = MappingProxyType({}),
+        hosts: Mapping[str, HostRecord] = MappingProxyType({}),
     ) -> None:
         """``before``: the slots that backends have already, and keep."""
-        self.capacity = {gpu.id: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
+        self.capacity = {gpu.name: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
+        self._hosts = hosts
         self.others: Mapping[str, int] = {}
-        """GPU id -> bytes that programs hold there which are none of ours."""
+        """GPU -> bytes that programs hold there which are none of ours."""
         self.slots = {each.name: self._slot(each, before.get(each.name)) for each in backends}
         self._eviction = eviction
 
     def _slot(self, backend: Backend, slot: Slot | None) -> Slot:
         holds = {}
-        for gpu in backend.gpus:
+        for gpu in backend.gpu_names:
             whole = self.capacity.setdefault(gpu, 1)
             holds[gpu] = backend.vram if backend.vram and whole > 1 else whole
         if slot is None:
-            return Slot(backend, holds)
+            return Slot(backend, holds, host=self._hosts.get(backend.host) or HostRecord(backend.host))
         if slot.backend.ram != backend.ram:
             slot.ram = backend.ram or 0
         if slot.backend.pin != backend.pin:
@@ -49,12 +52,13 @@ class Placement:
 
     def measure(self, slot: Slot, held: Mapping[str, int]) -> None:
         """What the backend held when it last left, by GPU: it counts for one that is to be measured."""
+        held = slot.named(held)
         if slot.backend.vram_measured and held.keys() >= slot.holds.keys():
             slot.holds = {gpu: min(max(held[gpu], 1), self.capacity[gpu]) for gpu in slot.holds}
             slot.whole = False
 
     def missing(self, target: Slot, without: Collection[Slot] = ()) -> dict[str, int]:
-        """GPU id -> bytes that must be freed before ``target`` fits; negative: room to spare.
+        """GPU -> bytes that must be freed before ``target`` fits; negative: room to spare.
 
         Whoever needs a GPU whole takes what other processes and those that are in standby there leave of it.
         Those that it is to be ``without`` count as gone.
@@ -208,13 +212,14 @@ def gpu_groups(
 ) -> list[tuple[str, list[Backend]]]:
     """The backends grouped into GPU groups, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
 
-    GPUs are tied by a backend that needs several of them, and by the replicas of one model. ``before``: the
-    GPU groups of before that a backend goes on from; what goes on from the same one stays together.
+    GPUs are tied by a backend that needs several of them, and by the replicas of one model on one host;
+    nothing ties those of several hosts. ``before``: the GPU groups of before that a backend goes on from;
+    what goes on from the same one stays together.
     """
     groups: list[tuple[set[str], list[Backend]]] = []
     for backend in backends:
-        ties = {f"gpu {gpu}" for gpu in backend.gpus} | {f"model {backend.model}"}
-        ties |= {f"driver {driver}" for driver in before(backend)}
+        ties = {f"gpu {gpu}" for gpu in backend.gpu_names} | {f"model {backend.host} {backend.model}"}
+        ties |= {f"group {backend.host} {group}" for group in before(backend)}
         members: list[Backend] = []
         for group in [g for g in groups if g[0] & ties]:
             groups.remove(group)
@@ -225,5 +230,5 @@ def gpu_groups(
 
 
 def _group_name(members: list[Backend]) -> str:
-    gpus = sorted({gpu for backend in members for gpu in backend.gpus})
-    return "+".join(gpus) or f"no-gpu:{members[0].name}"
+    gpus = sorted({gpu for backend in members for gpu in backend.gpu_names})
+    return "+".join(gpus) or gpu_name(members[0].host, f"no-gpu:{members[0].name}")

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from anvil_mux.scheduler.costs import Cost, source_of
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import Spill
+from anvil_mux.scheduler.refusals import all_obstacles
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus, coming
@@ -34,9 +35,11 @@ class Plan(NamedTuple):
 
 
 def waiting(state: GroupState) -> list[Model]:
-    """The models that requests wait for and which no swap under way will load, oldest queue first."""
+    """The models whose queue stands here, and which no swap under way will load, oldest queue first."""
     models = [model for model in state.models.values() if model.queue.tickets]
-    if models and state.swaps:
+    if models and state.routed:
+        models = [model for model in models if model.home in ("", state.name) and not model.is_coming]
+    elif models and state.swaps:
         under_way = coming(state.swaps)
         models = [model for model in models if model.name not in under_way]
     if state.limited:
@@ -54,7 +57,7 @@ def plan(
 ) -> Plan | None:
     """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
     best: tuple[Slot, list[Slot]] | None = None
-    for slot in model.loadable(now):
+    for slot in state.loadable(model, now):
         found = victims(state, slot, busy, staying, now)
         if found is not None and (best is None or len(found) < len(best[1])):
             best = slot, found
@@ -90,7 +93,7 @@ def victims(
 
 
 def cost(state: GroupState, source: str, target: Slot, way: str) -> Cost:
-    return state.costs.estimate(source, target.model, way, target.backend.engine)
+    return state.costs.estimate(source, target.model, way, target.backend.engine, state.host.name)
 
 
 def cost_of(state: GroupState, swap: SwapInProgress, target: Slot) -> Cost:
@@ -117,16 +120,32 @@ def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, 
 
 def bound(state: GroupState, model: Model, now: float) -> float:
     """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
-    left = state.config.queue_timeout - _swap_seconds(state, model, now)
+    soonest = min([swap_seconds(each, model, now) for each in state.states_of(model)])
+    left = state.config.queue_timeout - soonest
     return max(min(model.max_wait, left), 0.0)
 
 
-def _swap_seconds(state: GroupState, model: Model, now: float) -> float:
-    """What having ``model`` will take, drain included, as far as is known."""
+def swap_seconds(state: GroupState, model: Model, now: float) -> float:
+    """What having ``model`` here will take, drain included, as far as is known."""
+    if state.host.is_lost:
+        return math.inf
     found = None if model.ready else plan(state, model, busy_gpus(state.swaps), now)
     if found:
         return _drain_seconds(state, found.victims) + found.cost.seconds
-    return min([_swap_seconds_later(state, slot) for slot in model.slots])
+    return min([_swap_seconds_later(state, slot) for slot in state.own(model)])
+
+
+def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupState:
+    """Where a queue of ``model`` is to stand: where its wait is shortest, as far as is known."""
+    if len(states) == 1:
+        return states[0]
+    return min(states, key=lambda state: (_wait_seconds(state, model, now), state.host.name, state.name))
+
+
+def _wait_seconds(state: GroupState, model: Model, now: float) -> float:
+    if state.unseen or all_obstacles(state, model, now):
+        return math.inf
+    return swap_seconds(state, model, now)
 
 
 def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
@@ -152,15 +171,20 @@ def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
 
 def spills(state: GroupState, now: float) -> dict[str, tuple[Plan, Spill]]:
     """Busy models of which another replica could be loaded, unless any queue waits for a load."""
-    if not state.routed or any(each.queue.tickets and not each.ready for each in state.models.values()):
+    if not state.routed or any(map(partial(_lacks_load, state), state.models.values())):
         return {}
     found = {model.name: spill(state, model, now) for model in state.routed}
     return {name: each for name, each in found.items() if each}
 
 
+def _lacks_load(state: GroupState, model: Model) -> bool:
+    """Whether its queue stands here, and none of its backends is ready."""
+    return bool(model.queue.tickets) and not model.ready and model.home in ("", state.name)
+
+
 def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | None:
     """The next replica of a busy model, and what the policy is shown of it."""
-    if not model.loadable(now) or model.name in coming(state.swaps):
+    if state.host.is_lost or model.is_coming or not state.loadable(model, now):
         return None
     behind = _behind(state, model, now)
     if not behind:
@@ -189,13 +213,12 @@ def _behind(state: GroupState, model: Model, now: float) -> list[float]:
     behind = [
         now - slot.holders[ticket]
         for slot in model.slots
-        if slot.state == "ready"
+        if slot.serves
         for ticket in in_flight.waiting(slot.name)[1:]
     ]
-    return behind + [now - each.since for each in model.queue if not needed(state, each.work.owner)]
+    return behind + [now - each.since for each in model.queue if not needed(model, each.work.owner)]
 
 
-def needed(state: GroupState, owner: str) -> Slot | None:
+def needed(model: Model, owner: str) -> Slot | None:
     """The only backend that can serve a request, if that is there: it has what the request refers to."""
-    slot = state.slots.get(owner) if owner else None
-    return slot if slot and slot.state == "ready" else None
+    return next((slot for slot in model.ready if slot.name == owner), None) if owner else None

@@ -52,8 +52,10 @@ def _cause(state: GroupState, slot: Slot, now: float) -> Cause:
 def complete(state: GroupState, model: Model, now: float) -> bool:
     """Have the stages prepared that a model in use lacks; whether there are any."""
     found = model.replicas.lacking(now) if model.replicas else []
-    lacking = [slot for slot in found if slot not in state.preloads]
-    if lacking:
-        state.preloads += lacking
-        state.changed()
-    return bool(lacking)
+    any_lacking = False
+    for each in state.states_of(model) if found else ():
+        if lacking := [slot for slot in found if slot.name in each.slots and slot not in each.preloads]:
+            each.preloads += lacking
+            each.changed()
+            any_lacking = True
+    return any_lacking

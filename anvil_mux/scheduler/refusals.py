@@ -10,6 +10,7 @@ from anvil_mux.errors import (
     DoesNotFit,
     GpuMemoryShort,
     HostMemoryShort,
+    HostsLost,
     LoadError,
     MuxError,
     Stuck,
@@ -27,7 +28,18 @@ MOST_CRASHES = 2
 def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
     """Why no backend of ``model`` can be loaded; None if one can, or is loading or being evicted."""
     first: MuxError | None = None
-    for slot in model.slots:
+    for each in state.states_of(model):
+        error = all_obstacles(each, model, now)
+        if error is None:
+            return None
+        first = first or error
+    return first
+
+
+def all_obstacles(state: GroupState, model: Model, now: float) -> MuxError | None:
+    """The same for those of its backends that are in this GPU group."""
+    first: MuxError | None = None
+    for slot in state.own(model):
         error = _obstacle(state, slot, now)
         if error is None:
             return None
@@ -36,6 +48,8 @@ def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
 
 
 def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
+    if state.host.is_lost:
+        return HostsLost(f"{slot.name} is on the host {state.host.name or 'here'}, which does not answer.")
     if slot.state not in ("stopped", "standby", "stuck") or (slot.leaving and slot.state != "stuck"):
         return None
     for other in state.slots.values():
@@ -69,7 +83,7 @@ def lack_of_memory(
     """
     may_go = ("ready", "draining", "evicting")
     others = [slot for slot in state.slots.values() if slot.state in may_go and not slot.pinned]
-    for slot in model.slots:
+    for slot in state.own(model):
         if slot.state not in ("stopped", "standby") or not busy.isdisjoint(slot.holds):
             continue
         if lack := state.placement.others_before(slot):

@@ -42,8 +42,9 @@ class Replicas:
         """If they may be loaded, one of each stage that none loaded takes; a second, if one takes both."""
         if not self._staged:
             return []
-        loaded = [slot for slot in self._slots.values() if slot.state != "stopped"]
-        able = [slot for slot in self._slots.values() if slot.state == "stopped" and slot.retry_at <= now]
+        there = [slot for slot in self._slots.values() if not slot.host.is_lost]
+        loaded = [slot for slot in there if slot.state != "stopped"]
+        able = [slot for slot in there if slot.state == "stopped" and slot.retry_at <= now]
         found: list[Slot] = []
         for stage in STAGES:
             if not any(_takes(slot, stage) for slot in loaded):
@@ -96,7 +97,7 @@ class Replicas:
             yield ticket, self._slots[ticket.backend]
 
     def _ready(self) -> list[Slot]:
-        return [slot for slot in self._slots.values() if slot.state == "ready"]
+        return [slot for slot in self._slots.values() if slot.serves]
 
     def _stages(self, ready: list[Slot], *, staged: bool) -> dict[str, list[Slot]]:
         """Among whom each stage of a request is to be placed; neutral: all of it at one backend."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 from anvil_mux.errors import Cancelled, UnknownModel
 from anvil_mux.scheduler.admission import Admission
@@ -16,10 +16,20 @@ from anvil_mux.scheduler.upkeep import may_be_stopped
 
 
 class Requested:
-    """The facts about what was asked of one GPU group, requests apart."""
+    """The facts about what was asked of one GPU group, requests apart.
 
-    def __init__(self, state: GroupState, admission: Admission, swaps: GroupSwaps) -> None:
+    ``siblings(model)``: this and those of the other GPU groups that have backends of a model.
+    """
+
+    def __init__(
+        self,
+        state: GroupState,
+        admission: Admission,
+        swaps: GroupSwaps,
+        siblings: Callable[[str], Iterable[Requested]],
+    ) -> None:
         self._state = state
+        self._siblings = siblings
         self._admission = admission
         self._swaps = swaps
 
@@ -29,24 +39,33 @@ class Requested:
         What is in standby already is stopped, and what is being loaded is so no more; who waits for that is
         told so.
         """
-        ready = [slot for slot in model.slots if slot.state == "ready"]
-        given_up = self._give_up_load(model, now)
+        is_ready = bool(model.ready)
+        found = [each._unload_here(model, is_ready, now) for each in self._siblings(model.name)]
+        return any(found)
+
+    def _unload_here(self, model: Model, is_ready: bool, now: float) -> bool:
+        """``is_ready``: it had a resident when that was asked, here or elsewhere."""
+        if self._state.host.is_lost:
+            return False
+        slots = self._state.own(model)
+        ready = [slot for slot in slots if slot.state == "ready"]
+        given_up = self._give_up_load(model, is_ready, now)
         for slot in ready:
             self._swaps.evict(slot, now, UNLOADED)
-        standby = [] if ready else [slot for slot in model.slots if may_be_stopped(self._state, slot)]
+        standby = [] if is_ready else [slot for slot in slots if may_be_stopped(self._state, slot)]
         for slot in standby:
             slot.next_level = "stop"
         return bool(ready or standby or given_up)
 
-    def _give_up_load(self, model: Model, now: float) -> bool:
-        """End what is to make ``model`` resident, and the wait for that; False if there is neither."""
+    def _give_up_load(self, model: Model, is_ready: bool, now: float) -> bool:
+        """End what is to make ``model`` resident here, and the wait for that; False if there is neither."""
         swaps = [swap for swap in self._state.swaps if swap.target and swap.target.model == model.name]
         for swap in swaps:
             if swap.target and swap.target.state in LOADING:
                 swap.cancel = UNLOADED
             else:
                 self._swaps.call_off(swap, now)
-        if model.ready:
+        if is_ready:
             return bool(swaps)
         waits = bool(model.queue.tickets)
         text = (
@@ -71,13 +90,16 @@ class Requested:
 
     def pin(self, model: Model, now: float, *, pinned: bool) -> None:
         """Whether ``model`` is kept, once it is resident, from being evicted for others."""
-        slots = [slot for slot in model.slots if slot.pinned != pinned and not slot.leaving]
-        if not slots:
+        if not any(slot.pinned != pinned and not slot.leaving for slot in model.slots):
             return
+        self._state.emit(Event(now, "pinned" if pinned else "unpinned", model.name))
+        for each in self._siblings(model.name):
+            each._pin_here(model, now, pinned=pinned)
+
+    def _pin_here(self, model: Model, now: float, *, pinned: bool) -> None:
         self._state.changed()
         self._state.memory.changes += 1
-        self._state.emit(Event(now, "pinned" if pinned else "unpinned", model.name))
-        for slot in slots:
+        for slot in [s for s in self._state.own(model) if s.pinned != pinned and not s.leaving]:
             slot.pinned = pinned
             if pinned:
                 self._swaps.spare(slot, now)
@@ -92,7 +114,7 @@ class Requested:
         for swap in tuple(self._state.swaps):
             if swap.target and swap.target.leaving and swap.target.state not in LOADING:
                 self._swaps.dissolve(swap, now)
-        for slot in slots:
+        for slot in slots if not self._state.host.is_lost else ():
             if slot.leaving and slot.state == "ready":
                 self._swaps.begin_leaving(slot, now)
             elif slot.leaving and slot.state == "standby":

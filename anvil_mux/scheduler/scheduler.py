@@ -22,26 +22,54 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from anvil_mux.config.change import compare
-from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.config import Backend, Config, gpu_name
 from anvil_mux.errors import LoadError, MuxError
 from anvil_mux.routing.in_flight import EngineLoad, Report
+from anvil_mux.scheduler.building import build_models, place
 from anvil_mux.scheduler.causes import Cause, Leaving
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.placement import gpu_groups
+from anvil_mux.scheduler.host_facts import FoundBackend
+from anvil_mux.scheduler.hosts import HostRecord
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.placement import Placement, gpu_groups
+from anvil_mux.scheduler.planner import nearest
 from anvil_mux.scheduler.policies import FOREVER, build_policy
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
+from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import NOTHING, Cancel, Effects, Evict, Step, Ticket, Wait
 
 _NAME = attrgetter("name")
 NO_USAGE: tuple[int | None, int | None] = (None, None)
+
+
+class _Draft(NamedTuple):
+    """A GPU group that is to be made."""
+
+    name: str
+    members: list[Backend]
+    before: list[GpuGroup]
+    """The groups whose place it takes."""
+
+
+class _SharedState(NamedTuple):
+    """What the GPU groups of one model have in common."""
+
+    version: int
+    home: str
+    waits: bool
+    ready: int
+    is_coming: bool
+
+
+_UNSEEN = _SharedState(-1, "", waits=False, ready=0, is_coming=False)
 
 
 class Scheduler:
@@ -57,21 +85,28 @@ class Scheduler:
         emit_leases: bool = True,
     ) -> None:
         self.costs, self.footprints = costs, footprints
-        self.memory = HostMemory(config.host_memory, footprints)
+        self.models: dict[str, Model] = {}
+        """Also those that are about to go."""
         self.of_model: dict[str, GpuGroup] = {}
-        """Also of models that are about to go."""
+        """Model -> the group in which its queue stands."""
         self.of_backend: dict[str, GpuGroup] = {}
+        self.groups: list[GpuGroup] = []
+        self._states: dict[str, list[GroupState]] = {}
+        self._groups_of: dict[str, list[GpuGroup]] = {}
+        """Model -> the groups that have backends of it; by their names, like its states."""
+        self._hosts: dict[str, HostRecord] = {}
+        self._memories: dict[str, HostMemory] = {}
         self._emit = emit
         self._emit_leases = emit_leases
         self._take(config)
-        self.groups = [self._make(name, members) for name, members in gpu_groups(config.backends)]
         self._ask_at: dict[GpuGroup, float] = {}
         """When each group is asked again without a new fact."""
         self._numbers = count(1)
         self._under_way: dict[str, int] = {}
         """Backend -> the number of its step that has not been reported yet."""
-        self._memory_changes = 0
+        self._memory_changes: dict[str, int] = {}
         self._is_closed = False
+        self._build([_Draft(name, members, []) for name, members in gpu_groups(config.backends)], [])
 
     def _take(self, config: Config) -> None:
         self.config = config
@@ -79,6 +114,15 @@ class Scheduler:
         self.served = {backend.model for backend in config.backends}
         self._policy = build_policy(config.policy, config.policy_settings)
         self._eviction = build_eviction(config.eviction, config.eviction_settings)
+        for name in ("", *{backend.host for backend in config.backends}):
+            self._hosts.setdefault(name, HostRecord(name))
+            memory = self._memories.setdefault(name, HostMemory(None, self.footprints))
+            memory.budget = config.memory_of(name)
+
+    @property
+    def memory(self) -> HostMemory:
+        """That of the host that anvil-mux runs on."""
+        return self._memories[""]
 
     # What is asked of it, and changes nothing
 
@@ -106,16 +150,17 @@ class Scheduler:
         return self.of_model[model].takes(model, owner)
 
     def is_waiting(self, ticket: Ticket) -> bool:
-        group = self.of_model.get(ticket.model)
-        return group is not None and ticket in group.queues[ticket.model]
+        model = self.models.get(ticket.model)
+        return model is not None and ticket in model.queue
 
     def waiting(self, model: str) -> Iterable[Ticket]:
         """The tickets in the queue of a model, the first first."""
-        return self.of_model[model].queues[model]
+        return self.models[model].queue
 
     def reports(self, now: float) -> dict[str, Report]:
         """What other anvil-mux are told of the replicas here."""
-        return {name: each for group in self.groups for name, each in group.reports(now).items()}
+        trackers = [model.replicas.in_flight for model in self.models.values() if model.replicas]
+        return {name: each for in_flight in trackers for name, each in in_flight.reports(now).items()}
 
     # Facts from requests
 
@@ -142,7 +187,7 @@ class Scheduler:
         ``usage``: tokens of the input and how many of them were cached, if the engine said so. ``whole``: the
         engine gave its answer to the end.
         """
-        group = self.of_model.get(ticket.model)
+        group = self.of_backend.get(ticket.backend or "")
         if group is None:
             return NOTHING
         if group.release(ticket, now, usage, whole=whole):
@@ -196,7 +241,8 @@ class Scheduler:
     def expected(self, backends: Iterable[str]) -> Effects:
         """They may run already: nothing is begun beside them until each was adopted or ``looked_at``."""
         for name in backends:
-            if group := self.of_backend.get(name):
+            group = self.of_backend.get(name)
+            if group and not group.host.is_lost:
                 group.expected(name)
         return NOTHING
 
@@ -220,7 +266,9 @@ class Scheduler:
 
     def _took_over(self, backend: str, now: float, fact: Callable[[GpuGroup], bool]) -> Effects:
         group = self.of_backend.get(backend)
-        return self._settle([group], now) if group is not None and fact(group) else NOTHING
+        if group is None or group.host.is_lost or not fact(group):
+            return NOTHING
+        return self._settle([group], now)
 
     def died(self, backend: str, now: float, why: str, log: Iterable[str] = ()) -> Effects:
         """The backend ended without being told to; ``log``: what its engine had printed last."""
@@ -242,13 +290,60 @@ class Scheduler:
 
     def heard(self, reports: Mapping[str, Sequence[Report]], now: float) -> Effects:
         """Other anvil-mux said this of the replicas here."""
-        for group in self.groups:
-            group.hear(reports, now)
+        for model in self.models.values():
+            if model.replicas:
+                model.replicas.in_flight.hear(reports, now)
         return NOTHING
 
-    def memory_seen(self, held: Mapping[str, int], now: float) -> Effects:
-        """Other processes hold so many bytes of these GPUs."""
-        return self._settle([group for group in self.groups if group.memory_seen(held)], now)
+    def memory_seen(self, held: Mapping[str, int], now: float, host: str = "") -> Effects:
+        """Other processes hold so many bytes of these GPUs of a host."""
+        named = {gpu_name(host, id): amount for id, amount in held.items()} if host else held
+        there = [group for group in self._groups_on(host) if not group.host.is_lost]
+        return self._settle([group for group in there if group.memory_seen(named)], now)
+
+    # Facts about hosts
+
+    def host_lost(self, host: str, now: float) -> Effects:
+        """Nobody hears of a host: its leases are severed, and nothing is begun there.
+
+        How its steps under way end, nobody will know. Its GPUs go to nobody else: what ran there may run.
+        """
+        record = self._hosts.get(host)
+        if record is None or record.is_lost:
+            return NOTHING
+        record.is_lost = True
+        self._emit(Event(now, "host_lost", "", cause=Cause("host_lost", host=host)))
+        groups = self._groups_on(host)
+        for group in groups:
+            for name in group.slots:
+                self._under_way.pop(name, None)
+            group.host_lost(now)
+        return self._settle(groups, now)
+
+    def host_back(self, host: str, now: float, found: Mapping[str, FoundBackend]) -> Effects:
+        """A lost host is heard of again; ``found``: its backends that run or are in standby, and how.
+
+        What was not found holds nothing. What was and cannot stay is stopped.
+        """
+        record = self._hosts.get(host)
+        if record is None or not record.is_lost:
+            return NOTHING
+        record.is_lost = False
+        self._emit(Event(now, "host_back", "", cause=Cause("host_back", host=host)))
+        groups = self._groups_on(host)
+        for group in groups:
+            group.host_back(now, found)
+        return self._settle(groups, now)
+
+    def host_gone(self, host: str, now: float) -> Effects:
+        """Somebody says that nothing runs on a lost host any more; it stays lost until it is back."""
+        groups = [group for group in self._groups_on(host) if group.host.is_lost]
+        for group in groups:
+            group.host_gone(now)
+        return self._settle(groups, now) if groups else NOTHING
+
+    def _groups_on(self, host: str) -> list[GpuGroup]:
+        return sorted([group for group in self.groups if group.host.name == host], key=_NAME)
 
     # Facts from people
 
@@ -257,15 +352,18 @@ class Scheduler:
 
         NOTHING if there is nothing to be done now.
         """
-        group = self.of_model[model]
-        unload = group.unload_when_idle if when_idle else group.unload_requested
-        return self._settle([group], now) if unload(model, now) else NOTHING
+        groups = self._groups_of[model]
+        if when_idle:
+            is_now = groups[0].unload_when_idle(model, now)
+        else:
+            is_now = groups[0].unload_requested(model, now)
+        return self._settle(groups, now) if is_now else NOTHING
 
     def pinned(self, model: str, now: float, pinned: bool) -> Effects:
         """Whether a model, once it is resident, is kept from being evicted for others."""
-        group = self.of_model[model]
-        group.pin_requested(model, now, pinned)
-        return self._settle([group], now)
+        groups = self._groups_of[model]
+        groups[0].pin_requested(model, now, pinned)
+        return self._settle(groups, now)
 
     def refused(self, error: MuxError, now: float) -> Effects:
         """Every request that waits fails with ``error``: the program ends."""
@@ -291,7 +389,6 @@ class Scheduler:
         self._take(config)
         for group in self.groups:
             group.retired(leaving, self.served, now)
-        self.memory.budget = config.host_memory
         orphans = self._regroup()
         self.expected(expected)
         for group in self.groups:
@@ -304,23 +401,25 @@ class Scheduler:
 
         Returns the tickets that ended in a group of which nothing goes on.
         """
-        before, of_backend, of_model = self.groups, self.of_backend, self.of_model
-        self.of_model, self.of_backend, self.groups, self._ask_at = {}, {}, [], {}
+        before, of_backend, groups_of = self.groups, self.of_backend, dict(self._groups_of)
+        self._ask_at = {}
         staying = {slot.name: slot.backend for each in before for slot in each.leaving}
 
         def homes(backend: Backend) -> list[GpuGroup]:
-            """Where it was, and where others wait for its model."""
-            found = of_backend.get(backend.name), of_model.get(backend.model)
-            return [group for group in found if group]
+            """Where it was, and where others of its host wait for its model."""
+            found = [of_backend.get(backend.name), *groups_of.get(backend.model, ())]
+            return [group for group in found if group and group.host.name == backend.host]
 
         gone = dict.fromkeys(before)
+        drafts = []
         backends = [*staying.values(), *self.config.backends]
         for name, together in gpu_groups(backends, lambda backend: [each.name for each in homes(backend)]):
             members = {each.name: staying.get(each.name, each) for each in together}
             merged = list(dict.fromkeys(group for each in together for group in homes(each)))
-            self.groups.append(self._make(name, members.values(), merged))
+            drafts.append(_Draft(name, list(members.values()), merged))
             for group in merged:
                 gone.pop(group, None)
+        self._build(drafts, [])
         return [ticket for group in gone for ticket in group.settled]
 
     def time_passed(self, now: float) -> Effects:
@@ -332,21 +431,65 @@ class Scheduler:
 
     def _told(self, backend: str, now: float, fact: Callable[[GpuGroup], object]) -> Effects:
         group = self.of_backend.get(backend)
-        if group is None:
+        if group is None or group.host.is_lost:
             return NOTHING
         fact(group)
         return self._settle([group], now)
 
     def _settle(self, groups: Iterable[GpuGroup], now: float) -> Effects:
-        """Asks these groups what is to be done now, and all of them again while host memory changes."""
+        """Asks these groups what is to be done now, and all that this affects, until nothing changes.
+
+        Those are the groups of one host, where its memory is bounded, and the groups of one model.
+        """
         effects = Effects([], [], [])
-        for group in sorted(groups, key=_NAME):
-            self._ask(group, now, effects)
-        while self.memory.budget is not None and self.memory.changes != self._memory_changes:
-            self._memory_changes = self.memory.changes
-            for group in sorted(self.groups, key=_NAME):
+        asked = sorted(groups, key=_NAME)
+        if self._spread:
+            asked = self._with_siblings(asked, now)
+        while asked:
+            for group in asked:
                 self._ask(group, now, effects)
+            asked = self._affected(now)
         return effects._replace(ask_at=min(self._ask_at.values(), default=FOREVER))
+
+    def _affected(self, now: float) -> list[GpuGroup]:
+        """The groups that are to be asked again since others have changed what they share."""
+        hosts = set()
+        for name, memory in self._memories.items():
+            if memory.budget is not None and memory.changes != self._memory_changes.get(name, 0):
+                self._memory_changes[name] = memory.changes
+                hosts.add(name)
+        found = [group for group in self.groups if group.host.name in hosts] if hosts else []
+        if self._spread:
+            found += [group for name in self._moved(now) for group in self._groups_of[name]]
+        return sorted(dict.fromkeys(found), key=_NAME)
+
+    def _with_siblings(self, groups: Iterable[GpuGroup], now: float) -> list[GpuGroup]:
+        """``groups``, and those that have backends of the same models."""
+        moved = self._moved(now)
+        models = [name for group in groups for name in group.queues if name in self._spread]
+        found = [*groups, *(group for name in (*models, *moved) for group in self._groups_of[name])]
+        return sorted(dict.fromkeys(found), key=_NAME)
+
+    def _moved(self, now: float) -> list[str]:
+        """The models with backends in several groups that are not as they were when these were last asked.
+
+        Where a queue stands is chosen here: anew when the state of one of the groups has changed.
+        """
+        changed = []
+        for name, before in self._spread.items():
+            model, states = self.models[name], self._states[name]
+            version = sum([state.version for state in states])
+            if model.queue.tickets and version != before.version:
+                home = nearest(states, model, now)
+                model.home = home.name
+                self.of_model[name] = next(each for each in self._groups_of[name] if each.state is home)
+            seen = _SharedState(
+                version, model.home, bool(model.queue.tickets), len(model.ready), model.is_coming
+            )
+            if seen[1:] != before[1:]:
+                changed.append(name)
+            self._spread[name] = seen
+        return changed
 
     def _ask(self, group: GpuGroup, now: float, effects: Effects) -> None:
         group = self._renewed(group, now)
@@ -382,43 +525,85 @@ class Scheduler:
 
     # GPU groups
 
-    def _make(self, name: str, members: Iterable[Backend], before: Sequence[GpuGroup] = ()) -> GpuGroup:
-        members = list(members)
-        coming = {
-            each.name: self._wanted[each.name].model
-            for each in members
-            if each.name in self._wanted and self._wanted[each.name].model != each.model
+    def _build(self, drafts: Sequence[_Draft], others: Sequence[GpuGroup]) -> None:
+        """From now on the groups are those of ``drafts``, and ``others`` that go on as they are."""
+        placed = []
+        for each in drafts:
+            states = [group.state for group in each.before]
+            placed.append(place(self.config, each.members, self._eviction, states, self._hosts))
+        slots = [slot for placement in placed for slot in placement.slots.values()]
+        affected = {model for draft in drafts for group in draft.before for model in group.queues}
+        slots_there = [slot for group in others for slot in group.slots.values()]
+        coming = self._coming([*slots, *slots_there])
+        affected |= {slot.model for slot in slots} | {coming.get(slot.name, slot.model) for slot in slots}
+        shared = [s for s in slots_there if s.model in affected or coming.get(s.name) in affected]
+        models = build_models([*slots, *shared], self.config, coming, self.models)
+        models = {name: model for name, model in models.items() if name in affected} if others else models
+        self.models = {**{n: m for n, m in self.models.items() if others and n not in affected}, **models}
+        made = [self._make(*each, models) for each in zip(drafts, placed, strict=True)]
+        for group in others:
+            group.state.models.update({name: models[name] for name in group.queues if name in models})
+        self.groups = [*others, *made]
+        self._index()
+
+    def _coming(self, slots: Iterable[Slot]) -> dict[str, str]:
+        """Slot that is about to be left -> the model that it will be of then."""
+        wanted = {slot.name: self._wanted[slot.name].model for slot in slots if slot.name in self._wanted}
+        return {
+            slot.name: wanted[slot.name] for slot in slots if wanted.get(slot.name, slot.model) != slot.model
         }
-        made = GpuGroup(
-            name,
+
+    def _make(self, draft: _Draft, placement: Placement, models: Mapping[str, Model]) -> GpuGroup:
+        host = draft.members[0].host if draft.members else draft.before[0].host.name
+        return GpuGroup(
+            draft.name,
             self.config,
-            members,
+            (),
             self._policy,
             self._eviction,
             self._emit,
             self.costs,
-            self.memory,
+            self._memories[host],
             self.footprints,
             emit_leases=self._emit_leases,
-            before=before,
-            coming=coming,
+            before=draft.before,
+            placement=placement,
+            models=models,
+            states=self._states,
+            groups_of=self._groups_of,
+            host=self._hosts[host],
         )
-        self.of_model |= dict.fromkeys(made.queues, made)
-        self.of_backend |= dict.fromkeys(made.slots, made)
-        return made
+
+    def _index(self) -> None:
+        """Who is where, now that there are other groups than before."""
+        self.of_backend = {name: group for group in self.groups for name in group.slots}
+        self._groups_of.clear()  # the groups have it too, and the states
+        for group in sorted(self.groups, key=_NAME):
+            for name in group.queues:
+                self._groups_of.setdefault(name, []).append(group)
+        self._states.clear()
+        self._states.update({name: [each.state for each in own] for name, own in self._groups_of.items()})
+        self.of_model = {}
+        for name, own in self._groups_of.items():
+            home = next((each for each in own if each.name == self.models[name].home), own[0])
+            self.models[name].home = home.name if len(own) > 1 else ""
+            self.of_model[name] = home
+        self._spread = {name: _UNSEEN for name, own in self._groups_of.items() if len(own) > 1}
+        """The models with backends in several groups, as they were when these were last asked."""
+        for group in self.groups:
+            group.remodelled()
 
     def _renewed(self, group: GpuGroup, now: float) -> GpuGroup:
         """``group``, or the one that takes its place because a slot was left for good."""
         if not group.is_outgrown:
             return group
         staying = {slot.name: slot.backend for slot in group.leaving}
-        members = {name: staying.get(name) or self._wanted.get(name) for name in group.slots}
-        for name in group.slots:
-            del self.of_backend[name]
-        for model in group.queues:
-            del self.of_model[model]
-        made = self._make(group.name, [each for each in members.values() if each], [group])
-        self.groups[self.groups.index(group)] = made
+        members = [staying.get(name) or self._wanted.get(name) for name in group.slots]
+        draft = _Draft(group.name, [each for each in members if each], [group])
+        position = self.groups.index(group)
+        self._build([draft], [each for each in self.groups if each is not group])
+        made = self.groups.pop()
+        self.groups.insert(position, made)
         self._ask_at.pop(group, None)
         made.resumed(now)
         return made

@@ -8,20 +8,22 @@
     standby --load--> loading
     standby --demote--> demoting --> stopped | standby
 
-What could not be stopped is ``stuck`` until a later stop succeeds; one in standby stays so. What follows from
-a new state for the rest of the group (who is ready, what is asked again) is done in group.py.
+What could not be stopped is ``stuck`` until a later stop succeeds; one in standby stays so. Where a host was
+lost and is back, whatever a backend was is ``gone``, and what was found is adopted, or is ``unfit``. What
+follows from a new state for the rest of the group (who is ready, what is asked again) is done in group.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from anvil_mux.config.config import Backend
+from anvil_mux.config.config import Backend, gpu_name
 from anvil_mux.scheduler.causes import Cause, Leaving
 from anvil_mux.scheduler.events import TRANSITIONS
+from anvil_mux.scheduler.hosts import HostRecord
 
 HOLDING = frozenset(("loading", "cancelling", "ready", "draining", "evicting", "stuck"))
 """States in which a backend's GPUs are its own."""
@@ -48,7 +50,7 @@ class Slot:
 
     backend: Backend
     holds: dict[str, int]
-    """GPU id -> bytes it holds while its state is one of HOLDING."""
+    """GPU -> bytes it holds while its state is one of HOLDING."""
     state: str = "stopped"
     since: float = -math.inf
     """When it entered its state."""
@@ -58,7 +60,7 @@ class Slot:
     holders: dict[Any, float] = field(default_factory=dict)
     """The tickets that lease it, in order of admission, and since when."""
     residual: dict[str, int] = field(default_factory=dict)
-    """GPU id -> bytes it holds while in standby."""
+    """GPU -> bytes it holds while in standby."""
     level: str = "stop"
     """The standby level at which it is while it is not resident, and from which it has to be brought back."""
     next_level: str = ""
@@ -88,6 +90,7 @@ class Slot:
     error: str = ""
     log: tuple[str, ...] = ()
     load_seconds: float | None = None
+    host: HostRecord = field(default_factory=HostRecord)
     name: str = field(init=False)
     model: str = field(init=False)
 
@@ -110,8 +113,18 @@ class Slot:
     # What it holds, and how long it may stay
 
     @property
+    def serves(self) -> bool:
+        """Whether it may be leased."""
+        return self.state == "ready" and not self.host.is_lost
+
+    def named(self, amounts: Mapping[str, int]) -> dict[str, int]:
+        """Amounts by GPU id of its host -> the same by the names that GPUs have among those of all hosts."""
+        host = self.host.name
+        return {gpu_name(host, id): amount for id, amount in amounts.items()} if host else dict(amounts)
+
+    @property
     def occupies(self) -> dict[str, int]:
-        """GPU id -> bytes it holds now."""
+        """GPU -> bytes it holds now."""
         return self.holds if self.state in HOLDING else self.residual
 
     @property
@@ -149,7 +162,7 @@ class Slot:
 
     def is_loadable(self, now: float) -> bool:
         """Whether a load of it may begin, were its GPUs free."""
-        if self.leaving:
+        if self.leaving or self.host.is_lost:
             return False
         return self.state == "standby" or (self.state == "stopped" and self.retry_at <= now)
 
@@ -187,6 +200,11 @@ class Slot:
         """It ended, and keeps nothing."""
         self.error, self.residual, self.level, self.host_bytes, self.next_level = error, {}, "stop", 0, ""
         self.log = tuple(log)
+
+    def note_gone(self, now: float) -> None:
+        """Its host was lost, and it keeps nothing there any more."""
+        self.residual, self.level, self.host_bytes, self.next_level = {}, "stop", 0, ""
+        self.failed_stops, self.retry_at = 0, now
 
     def judge_end(self, now: float, why: str) -> Cause:
         """How it ended by itself, which counts as a failed load if it was too soon."""

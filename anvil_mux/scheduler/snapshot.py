@@ -13,7 +13,7 @@ from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import Cause, is_cause
 from anvil_mux.scheduler.costs import NO_COST, Cost
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import Plan, bound, cost_of, plan, waiting
+from anvil_mux.scheduler.planner import Plan, bound, cost_of, nearest, plan, waiting
 from anvil_mux.scheduler.policies import (
     FOREVER,
     Decision,
@@ -28,7 +28,7 @@ from anvil_mux.scheduler.policies import (
 from anvil_mux.scheduler.refusals import refusal
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.swap import busy_gpus, coming
+from anvil_mux.scheduler.swap import busy_gpus
 
 
 def snapshot(
@@ -66,7 +66,9 @@ def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
         growth,
         demand.pause_seconds,
         demand.service_seconds,
-        state.costs.estimate("", slot.model, backend.evict_to[0], backend.engine).load_seconds,
+        state.costs.estimate(
+            "", slot.model, backend.evict_to[0], backend.engine, state.host.name
+        ).load_seconds,
     )
 
 
@@ -126,12 +128,13 @@ def awaited(state: GroupState, model: Model, now: float) -> Awaited:
     """What a request for ``model`` would meet if it came now; changes nothing."""
     if error := refusal(state, model, now):
         return Awaited(error)
-    for swap in state.swaps:
-        if swap.target and swap.target.model == model.name and not swap.cancel:
-            expected = cost_of(state, swap, swap.target)
-            known = state.costs.knows(model.name, expected.way)
-            return Awaited(None, swap.target, swap.victims, expected, known, until=swap.until)
-    return _planned(state, model, now)
+    for each in state.states_of(model):
+        for swap in each.swaps:
+            if swap.target and swap.target.model == model.name and not swap.cancel:
+                expected = cost_of(each, swap, swap.target)
+                known = each.costs.knows(model.name, expected.way, each.host.name)
+                return Awaited(None, swap.target, swap.victims, expected, known, until=swap.until)
+    return _planned(state if model.queue else nearest(state.states_of(model), model, now), model, now)
 
 
 def _planned(state: GroupState, model: Model, now: float) -> Awaited:
@@ -140,7 +143,7 @@ def _planned(state: GroupState, model: Model, now: float) -> Awaited:
     most = queue.bound if queue else bound(state, model, now)
     overdue_at = queue.overdue_at if queue else max(now, queue.left) + most
     models = waiting(state)
-    if not queue and model.name not in coming(state.swaps) and not (state.limited and model.ready):
+    if not queue and not model.is_coming and not (state.limited and model.ready):
         models.append(model)
     busy, staying = busy_gpus(state.swaps), state.staying(now)
     found = {each.name: plan(state, each, busy, now, staying) for each in models}
@@ -149,5 +152,5 @@ def _planned(state: GroupState, model: Model, now: float) -> Awaited:
         return Awaited(overdue_at=overdue_at)
     decision = ask(state.policy, snapshot(state, now, plans, most=most))
     target, victims, _, expected = plans[model.name]
-    known = state.costs.knows(model.name, target.level)
+    known = state.costs.knows(model.name, target.level, state.host.name)
     return Awaited(None, target, victims, expected, known, decision, overdue_at=overdue_at)

@@ -14,6 +14,7 @@ from anvil_mux.config.config import Config
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.model import Model, ready_slots
 from anvil_mux.scheduler.placement import Placement
 from anvil_mux.scheduler.policies import Policy, Stay
@@ -32,6 +33,10 @@ class GroupState:
     policy: Policy
     placement: Placement
     models: dict[str, Model]
+    """Those that have backends here. GPU groups that have backends of the same model share it."""
+    states: dict[str, list[GroupState]]
+    """Model -> the states of the GPU groups that have backends of it; shared by all of them."""
+    host: HostRecord
     memory: HostMemory
     costs: Costs
     footprints: Footprints
@@ -64,12 +69,28 @@ class GroupState:
         self.slots = self.placement.slots
         self.ready = ready_slots(self.slots.values())
         self.stayers = [slot for slot in self.slots.values() if slot.backend.min_residency]
+        self.remodelled()
+
+    def remodelled(self) -> None:
+        """Its models are others than before, or their backends are."""
         self.limited = any(model.queue.limited for model in self.models.values())
         self.routed = [model for model in self.models.values() if model.replicas]
 
     def changed(self) -> None:
         """Another swap may be possible, or one less."""
         self.version += 1
+
+    def states_of(self, model: Model) -> list[GroupState]:
+        """The states of all GPU groups that have backends of a model."""
+        return self.states[model.name]
+
+    def own(self, model: Model) -> list[Slot]:
+        """The backends of a model that are here."""
+        return [slot for slot in model.slots if slot.name in self.slots] if model.home else model.slots
+
+    def loadable(self, model: Model, now: float) -> list[Slot]:
+        """Those of them that could be loaded, were their GPUs free."""
+        return [slot for slot in self.own(model) if slot.is_loadable(now)]
 
     def model_of(self, slot: Slot) -> Model:
         return self.models[slot.model]

@@ -128,12 +128,12 @@ def model_state(
     slots = group.slots_of(model)
     slot = min(slots, key=lambda slot: _SHOWN.index(slot.state))
     first = next(iter(group.queues[model]), None)
-    target, until = group.drains().get(slot.name, (None, now))
+    target, until = group.drains(model).get(slot.name, (None, now))
     return ModelState(
         model=model,
         state=slot.state,
         backend=slot.name,
-        gpus=slot.backend.gpus,
+        gpus=slot.backend.gpu_names,
         aliases=slot.backend.aliases,
         waiting=len(group.queues[model]),
         leases=sum(len(slot.holders) for slot in slots),
@@ -146,16 +146,15 @@ def model_state(
         drain_seconds_left=max(until - now, 0.0),
         deferred=_deferral(group, model, now),
         backends=tuple(
-            _backend_state(each, now, footprints.held(each.name), group.said(each.name, now))
-            for each in slots
+            _backend_state(each, now, footprints.held(each.name), group.said(each, now)) for each in slots
         ),
     )
 
 
 def _deferral(group: GpuGroup, model: str, now: float) -> Deferral | None:
-    if group.deferred is None or group.deferred[0] != model or not group.queues[model]:
+    stay = group.deferral_of(model)
+    if stay is None or not group.queues[model]:
         return None
-    stay = group.deferred[1]
     return Deferral(max(stay.until - now, 0.0), stay.cause)
 
 
@@ -169,7 +168,7 @@ def _backend_state(
         backend=slot.name,
         state=slot.state,
         state_seconds=now - slot.since if slot.since > -FOREVER else None,
-        gpus=slot.backend.gpus,
+        gpus=slot.backend.gpu_names,
         leases=len(slot.holders),
         standby_level=slot.level if slot.state == "standby" else "",
         size=sum(takes.values()) if takes else None,
@@ -203,9 +202,11 @@ def gpu_state(group: GpuGroup, gpu: Gpu, now: float) -> GpuState:
     """One GPU of a GPU group."""
     slots = group.slots.values()
     return replace(
-        _gpu_now(group, gpu.id, now),
+        _gpu_now(group, gpu.name, now),
         total=gpu.vram,
         reserve=gpu.reserve,
-        residuals=tuple((slot.name, slot.residual[gpu.id]) for slot in slots if slot.residual.get(gpu.id)),
-        reserved_for=group.promises().get(gpu.id, ()),
+        residuals=tuple(
+            (slot.name, slot.residual[gpu.name]) for slot in slots if slot.residual.get(gpu.name)
+        ),
+        reserved_for=group.promises().get(gpu.name, ()),
     )

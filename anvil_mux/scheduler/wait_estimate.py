@@ -50,7 +50,7 @@ def wait_estimate(
 ) -> WaitEstimate:
     """What a request for ``model`` would meet; ``far``: how far its load is, if there is one."""
     slots = group.slots_of(model)
-    ready = [slot for slot in slots if slot.state == "ready"]
+    ready = [slot for slot in slots if slot.serves]
     if ready:
         busy = sum(len(slot.holders) for slot in ready)
         if not group.takes(model):

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
-from anvil_mux.scheduler.causes import PRELOADS
+from anvil_mux.scheduler.causes import FOUND, PRELOADS
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.model import max_waits
 from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
@@ -68,6 +69,31 @@ class Reload(NamedTuple):
 
     at: float
     config: Config
+
+
+class HostLost(NamedTuple):
+    """Nobody hears of ``host`` any more."""
+
+    at: float
+    host: str
+
+
+class HostBack(NamedTuple):
+    """``host`` is heard of again, and these of its backends were ``found`` there."""
+
+    at: float
+    host: str
+    found: Mapping[str, FoundBackend] = MappingProxyType({})
+
+
+class HostGone(NamedTuple):
+    """Somebody says that nothing runs on a lost ``host`` any more."""
+
+    at: float
+    host: str
+
+
+TraceEntry = Request | Unloading | Death | Reload | HostLost | HostBack | HostGone
 
 
 class Outcome(NamedTuple):
@@ -118,13 +144,16 @@ class Engines:
             del sources[target.model]
             load_seconds = self._load_seconds(target.name)
             for way in dict.fromkeys((target.evict_to[0], "stop")):
-                known += [Cost(s, target.model, way, evict, load_seconds, 1) for s, evict in sources.items()]
+                known += [
+                    Cost(source, target.model, way, evict, load_seconds, 1, target.host)
+                    for source, evict in sources.items()
+                ]
         return known
 
 
 def simulate(
     config: Config,
-    trace: Iterable[Request | Unloading | Death | Reload],
+    trace: Iterable[TraceEntry],
     perform: Perform | None = None,
     *,
     resident: Iterable[str] = (),
@@ -191,25 +220,36 @@ class _Simulation:
             effects = self._scheduler.adopted(name, 0.0)
             self._carry_out(effects if effects is not NOTHING else self._scheduler.looked_at(name, 0.0), 0.0)
 
-    def run(self, trace: Iterable[Request | Unloading | Death | Reload]) -> None:
+    def run(self, trace: Iterable[TraceEntry]) -> None:
         self._carry_out(self._scheduler.time_passed(0.0), 0.0)
         heap = self._heap
         for entry in trace:
             while heap and heap[0][0] <= entry.at:
                 now, _, call, argument = heappop(heap)
                 call(now, argument)
-            match entry:
-                case Request():
-                    self._arrive(entry)
-                case Unloading(at, model) if model in self._scheduler.served:
-                    self._carry_out(self._scheduler.unload_asked(model, at), at)
-                case Death(at, backend):
-                    self._carry_out(self._scheduler.died(backend, at, "killed"), at)
-                case Reload(at, config):
-                    self._carry_out(self._scheduler.reconfigured(config, at), at)
+            if isinstance(entry, Request):
+                self._arrive(entry)
+            else:
+                self._carry_out(self._tell(entry), entry.at)
         while heap and self._open:
             now, _, call, argument = heappop(heap)
             call(now, argument)
+
+    def _tell(self, entry: Unloading | Death | Reload | HostLost | HostBack | HostGone) -> Effects:
+        match entry:
+            case Unloading(at, model):
+                served = model in self._scheduler.served
+                return self._scheduler.unload_asked(model, at) if served else NOTHING
+            case Death(at, backend):
+                return self._scheduler.died(backend, at, "killed")
+            case Reload(at, config):
+                return self._scheduler.reconfigured(config, at)
+            case HostLost(at, host):
+                return self._scheduler.host_lost(host, at)
+            case HostBack(at, host, found):
+                return self._scheduler.host_back(host, at, found)
+            case HostGone(at, host):
+                return self._scheduler.host_gone(host, at)
 
     def _at(self, moment: float, call: Callable[[float, Any], None], argument: object) -> None:
         heappush(self._heap, (moment, next(self._order), call, argument))
@@ -379,6 +419,16 @@ _BACKEND_MOVES = {(before, after) for (before, _), after in TRANSITIONS.items()}
 _TICKET_ENDS = ("leased", "failed", "gone")
 
 
+def _groups(config: Config) -> list[set[str]]:
+    """The backends that may wait for each other: of one GPU group, or of one host whose memory is bounded."""
+    found = [{backend.name for backend in group} for _, group in gpu_groups(config.backends)]
+    for host in {backend.host for backend in config.backends}:
+        if config.memory_of(host) is not None:
+            own = {backend.name for backend in config.backends if backend.host == host}
+            found = [group for group in found if not group <= own] + [own]
+    return found
+
+
 class _Checker:
     """Judges each event by the situation in which it comes."""
 
@@ -395,14 +445,17 @@ class _Checker:
         self._admitting = ""
         self._limited = {s.model for s in self._slots.values() if s.backend.concurrency}
         self._calm_until = 0.0  # before it no queue is overdue
-        self._groups = [{b.name for b in group} for _, group in gpu_groups(config.backends)]
-        if config.host_memory is not None:  # one GPU group may wait for another
-            self._groups = [set(self._slots)]
+        self._groups = _groups(config)
+        self._hosts = {backend.name: backend.host for backend in config.backends}
+        self._lost: set[str] = set()
+        self._unfound: set[str] = set()
+        """Backends of a host that is back of which nothing was said yet."""
 
     def read(self, event: Event) -> None:
         self._claim(event.at >= self._then.at, event, "time goes backwards")
         if event.at > self._then.at:
             self._look_for_overdue(event)
+            self._look_at_hosts(event)
         admitted = event.kind == "leased" and event.model == self._admitting
         still = not admitted and self._could_be_served(self._admitting)
         self._claim(not still, event, f"{self._admitting} still waits")
@@ -413,6 +466,8 @@ class _Checker:
             self._claim(event.ticket not in self._ended, event, "the ticket has ended")
         elif event.kind in ("released", "severed"):
             self._judge_release(event)
+        elif event.kind in ("host_lost", "host_back"):
+            self._judge_host(event)
         elif event.kind not in ("pinned", "unpinned", "deferred"):
             self._judge_move(event)
         self._then.read(event)
@@ -423,6 +478,35 @@ class _Checker:
         if not fine:
             self.wrong.append(f"{event.at:.6f} {event.kind} {event.backend or event.model}: {problem}")
 
+    # Hosts
+
+    def _judge_host(self, event: Event) -> None:
+        host = event.cause.host if event.cause else ""
+        if event.kind == "host_lost":
+            self._claim(host not in self._lost, event, f"{host} was lost already")
+            self._lost.add(host)
+            for name, own in self._hosts.items():
+                if own == host and self._backends[name].state == "ready":
+                    self._queues[self._slots[name].model].unready = event.at
+            return
+        self._claim(host in self._lost, event, f"{host} was not lost")
+        self._lost.discard(host)
+        for name, own in self._hosts.items():
+            if own == host and self._backends[name].state != "stopped":
+                self._unfound.add(name)
+
+    def _look_at_hosts(self, event: Event) -> None:
+        """Before time goes on: nothing is leased on a lost host, and what was found is known."""
+        for name in sorted(self._unfound):
+            self._claim(False, event, f"nobody says what {name} is, whose host is back")
+        self._unfound.clear()
+        for name, host in self._hosts.items() if self._lost else ():
+            if host in self._lost:
+                self._claim(not self._backends[name].leases, event, f"{name} is leased, whose host is lost")
+
+    def _is_lost(self, backend: str) -> bool:
+        return self._hosts[backend] in self._lost
+
     def _judge_end(self, event: Event) -> None:
         self._claim(event.ticket not in self._ended, event, f"ticket {event.ticket} ends twice")
         self._ended.add(event.ticket)
@@ -432,6 +516,7 @@ class _Checker:
         if event.kind == "leased":
             backend = self._backends[event.backend]
             self._claim(backend.state == "ready", event, "leased, but not ready")
+            self._claim(not self._is_lost(event.backend), event, "leased, but its host is lost")
             if event.size > len(backend.leases):
                 self._claim(self._has_place(event.model, event.backend), event, "all its places are taken")
 
@@ -452,7 +537,8 @@ class _Checker:
     def _has_place(self, model: str, backend: str = "") -> bool:
         """Whether there is a place at any backend that is ready, or at this one."""
         for name, each in self._backends.items():
-            if each.model == model and backend in ("", name) and each.state == "ready":
+            there = each.state == "ready" and not self._is_lost(name)
+            if each.model == model and backend in ("", name) and there:
                 limit = self._slots[name].backend.concurrency
                 if limit is None or len(each.leases) < limit:
                     return True
@@ -461,8 +547,14 @@ class _Checker:
     def _judge_move(self, event: Event) -> None:
         backend = self._backends[event.backend]
         before = backend.state
-        self._claim((before, event.kind) in _BACKEND_MOVES, event, f"it was {before}")
-        if before == "draining":
+        self._judge_move_of_host(event)
+        if event.backend in self._unfound:  # whatever it was
+            self._unfound.discard(event.backend)
+            self._claim((event.kind in ("ready", "standby", "stuck", "stopped")), event, "it was looked at")
+        else:
+            self._claim((before, event.kind) in _BACKEND_MOVES, event, f"it was {before}")
+        found = event.cause is not None and event.cause.kind in FOUND
+        if before == "draining" and not found:
             lasted = event.at - backend.since <= backend.limit + self._slack
             self._claim(lasted, event, "the drain lasted longer than drain_timeout")
             if event.kind == "evicting" and backend.target:
@@ -480,6 +572,11 @@ class _Checker:
             self._claim(not self._queues[event.model].tickets, event, "somebody waits for it")
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
 
+    def _judge_move_of_host(self, event: Event) -> None:
+        """What may still run on a lost host holds its GPUs, and nobody hears of it."""
+        gone = event.cause is not None and event.cause.kind == "host_gone"
+        self._claim(gone or not self._is_lost(event.backend), event, "its host is lost")
+
     def _is_pinned(self, event: Event) -> bool:
         return self._then.pins.get(event.model, self._slots[event.backend].pinned)
 
@@ -496,8 +593,15 @@ class _Checker:
         for name, slot in self._slots.items():
             holds = name == event.backend or self._backends[name].state in HOLDING
             used.update(slot.holds if holds else {})
-        for gpu, amount in used.items():
+        for gpu in self._slots[event.backend].holds:
+            amount = used[gpu]
             self._claim(amount <= self._capacity[gpu], event, f"GPU {gpu} is overfull")
+        budget = self._config.memory_of(self._hosts[event.backend])
+        if budget is not None:
+            there = [name for name, host in self._hosts.items() if host == self._hosts[event.backend]]
+            runs = [n for n in there if n == event.backend or self._backends[n].state in HOLDING]
+            ram = sum(self._slots[name].backend.ram or 0 for name in runs)
+            self._claim(ram <= budget, event, "what runs needs more host memory than there is")
 
     def _is_wanted(self, model: str) -> bool:
         """Whether it has a queue, or a replica at which requests wait behind each other."""
@@ -505,7 +609,10 @@ class _Checker:
         return bool(self._queues[model].tickets) or any(count > 1 for count in leases)
 
     def _is_resident(self, model: str) -> bool:
-        return any(each.model == model and each.state == "ready" for each in self._backends.values())
+        return any(
+            each.model == model and each.state == "ready" and not self._is_lost(name)
+            for name, each in self._backends.items()
+        )
 
     def _overdue(self, model: str, since: float) -> float:
         bound = min(self._queues[model].bound, self._max_wait[model])  # logs of old have no bounds
@@ -523,6 +630,7 @@ class _Checker:
             self._calm_until = min(self._calm_until, overdue)
             if event.at <= overdue or (model in self._limited and self._is_resident(model)):
                 continue
-            group = next(g for g in self._groups if any(self._slots[name].model == model for name in g))
-            still = all(self._backends[name].state in ("ready", "stopped", "standby") for name in group)
+            groups = [g for g in self._groups if any(self._slots[name].model == model for name in g)]
+            there = [name for group in groups for name in group if not self._is_lost(name)]
+            still = all(self._backends[name].state in ("ready", "stopped", "standby") for name in there)
             self._claim(not still, event, f"{model} is overdue, and its swap has not begun")

@@ -194,7 +194,7 @@ _OF_REQUESTS = frozenset(("queued", "leased", "released"))
 _MOVES = frozenset(
     ("loading", "cancelling", "ready", "draining", "evicting", "standby", "demoting", "stopped")
 )
-_NORMAL = _MOVES | {"deferred", "pinned", "unpinned", "reloaded"}
+_NORMAL = _MOVES | {"deferred", "pinned", "unpinned", "reloaded", "host_back"}
 
 
 def _is_failure(event: Event) -> bool:
@@ -204,7 +204,7 @@ def _is_failure(event: Event) -> bool:
 
 def _level(event: Event) -> int:
     """How much must be asked for to be told; what single requests go through is for -v."""
-    if _is_failure(event) or event.kind == "reload_failed":
+    if _is_failure(event) or event.kind in ("reload_failed", "host_lost"):
         return QUIET
     return NORMAL if event.kind in _NORMAL else VERBOSE
 
@@ -271,7 +271,8 @@ def story(event: Event) -> str:
         case "stopped":
             return reason or "stopped"
         case "standby":
-            return f"standby ({event.way})" + (f", and could not be stopped: {reason}" if cause else "")
+            stays = cause is not None and cause.kind == "evict_failed"
+            return f"standby ({event.way})" + (f", and could not be stopped: {reason}" if stays else "")
         case "demoting":
             return f"{_deeper(event.way)}: {reason}"
         case "deferred":
@@ -294,6 +295,8 @@ _PLAIN = {
     "unpinned": "unpinned: it may be evicted for others again",
     "reloaded": "configuration reloaded: {reason}",
     "reload_failed": "configuration refused, nothing has changed: {reason}",
+    "host_lost": "{reason}: its requests are severed, and nothing is loaded there",
+    "host_back": "{reason}",
 }
 
 

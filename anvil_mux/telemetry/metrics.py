@@ -42,6 +42,7 @@ from anvil_mux.config.config import Config
 from anvil_mux.errors import ClientStalled
 from anvil_mux.host.seam import Sight
 from anvil_mux.protocol import api
+from anvil_mux.scheduler.causes import FOUND
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint
@@ -237,8 +238,16 @@ class Metrics:
     def observe(self, event: Event) -> None:
         """An event happened; they come in order."""
         fold = self._FOLDS.get(event.kind)
-        if fold:
+        if event.cause and event.cause.kind in FOUND:
+            self._forget(event.backend)
+        elif fold:
             fold(self, event)
+
+    def _forget(self, backend: str) -> None:
+        """A backend was found in the state that it is in: how its steps under way ended is not known."""
+        self._loading.pop(backend, None)
+        self._leaving.pop(backend, None)
+        self._demoting.discard(backend)
 
     def _on_starting(self, event: Event) -> None:
         self._end_hold(event.model, event.at)

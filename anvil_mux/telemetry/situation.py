@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from anvil_mux.scheduler.causes import DEATHS
+from anvil_mux.scheduler.causes import DEATHS, FOUND
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.slot import LOADING, SOON_SECONDS, cool_down
 
@@ -112,7 +112,7 @@ class Situation:
                 self._release(event)
             case "pinned" | "unpinned":
                 self.pins[event.model] = event.kind == "pinned"
-            case "deferred" | "reloaded" | "reload_failed":
+            case "deferred" | "reloaded" | "reload_failed" | "host_lost" | "host_back":
                 pass
             case _:
                 self._move(event)
@@ -145,7 +145,8 @@ class Situation:
         before, drained_for = backend.state, backend.target
         if before == "ready":
             self.queue(event.model).unready = event.at
-        backend.failed_starts += before == "loading" and event.kind != "cancelling"
+        found = event.cause is not None and event.cause.kind in FOUND
+        backend.failed_starts += before == "loading" and event.kind != "cancelling" and not found
         backend.state, backend.since, backend.target = event.kind, event.at, event.target
         backend.limit = event.seconds if event.kind == "draining" else math.inf
         backend.level = event.way if event.kind == "standby" else ""
@@ -154,7 +155,7 @@ class Situation:
                 self.begun.discard(event.model)
             case "ready":
                 backend.failed_starts = 0
-                if before in LOADING:
+                if before in LOADING and not found:
                     backend.loaded = event.at
             case "evicting" if before == "draining" and drained_for:
                 self.begun.add(drained_for)
@@ -170,7 +171,9 @@ class Situation:
             backend.crashes += 1
             backend.failed_starts = backend.crashes
         backend.leases.clear()
-        if before != "cancelling":
+        if event.cause and event.cause.kind in FOUND:
+            backend.retry_at = 0.0
+        elif before != "cancelling":
             backend.retry_at = event.at + cool_down(backend.failed_starts) if backend.failed_starts else 0.0
 
     # As JSON

@@ -158,8 +158,8 @@ def test_the_tables_cover_the_dataclasses() -> None:
         assert len(filled) == len(set(filled)), "each field is filled by one setting"
         assert set(filled) <= set(owner.__dataclass_fields__)
         assert beside in (
-            {"backends", "files", "warnings", "origins", "said"},
-            {"name", "service"},
+            {"backends", "files", "warnings", "origins", "said", "memory_of_hosts"},
+            {"name", "service", "host"},
         )
 
 

@@ -32,8 +32,21 @@ from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.progress import LogProgress, Progress
 from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Evict, Load
-from anvil_mux.sim.simulate import Death, Engines, Outcome, Reload, Request, Unloading, check, simulate
+from anvil_mux.sim.simulate import (
+    Death,
+    Engines,
+    HostBack,
+    HostGone,
+    HostLost,
+    Outcome,
+    Reload,
+    Request,
+    Unloading,
+    check,
+    simulate,
+)
 from tests.baton import BatonClock, Deadlock
+from tests.sim.hosts import FLEETS, world_of_hosts
 from tests.sim.test_simulate import LAYOUTS, POLICIES, one, world
 
 PACKAGE = SimpleNamespace(errors=errors, multiplexer=multiplexer, group=group)
@@ -147,6 +160,18 @@ class Player:
                     self._mux.died(backend, "killed")
                 case Reload(_, config):
                     self._mux.reconfigure(config, {})
+                case HostLost(_, host):
+                    self._mux.host_lost(host)
+                case HostBack(_, host, found):
+                    running = {name: f"http://127.0.0.1:{8000 + n}" for n, name in enumerate(found)}
+                    standby = {
+                        name: Evicted(how.level, how.residual, how.host_bytes)
+                        for name, how in found.items()
+                        if how.level
+                    }
+                    self._mux.host_back(host, {n: u for n, u in running.items() if n not in standby}, standby)
+                case HostGone(_, host):
+                    self._mux.host_gone(host)
         except self._errors.MuxError:
             pass
 
@@ -191,6 +216,14 @@ def test_the_threads_write_the_log_that_was_simulated(layout, policy):
         config, trace, perform = world(layout, policy, seed, requests=50)
         assert differences(config, trace, perform, seed=seed) is None, seed
         assert check(simulate(config, trace, perform), config) == [], seed
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fleet", FLEETS)
+def test_they_do_so_too_on_three_hosts_that_are_lost_and_come_back(fleet, policy):
+    for seed in range(30):
+        config, trace, perform = world_of_hosts(fleet, policy, seed, requests=50)
+        assert differences(config, trace, perform, seed=seed) is None, seed
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -16,6 +16,7 @@ FULL = {
     "waiting": 3,
     "expected": 4.5,
     "required": 2.25,
+    "host": "h",
     "detail": "exited with code 1",
 }
 

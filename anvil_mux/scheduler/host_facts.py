@@ -1,0 +1,110 @@
+"""What becomes of a GPU group when its host is lost, comes back, or is declared gone.
+
+That a host is lost is said in its record, and the backends keep the states that they had: whatever runs there
+may run still. When the host is back each is what it was found to be, whatever its state was. What is found
+and may not stay is stopped: it is stuck until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from anvil_mux.scheduler.admission import Admission
+from anvil_mux.scheduler.causes import ADOPTED, Cause
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.group_swaps import GroupSwaps
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.moves import Moves
+from anvil_mux.scheduler.outcomes import Outcomes
+from anvil_mux.scheduler.slot import Slot
+from anvil_mux.scheduler.state import GroupState
+
+
+@dataclass(frozen=True)
+class FoundBackend:
+    """How a backend was found on a host that is back."""
+
+    level: str = ""
+    """Its standby level; "": it runs, and answers."""
+    residual: Mapping[str, int] = field(default_factory=dict)
+    """GPU id -> bytes that it holds in standby."""
+    host_bytes: int = 0
+
+
+class HostFacts:
+    """The facts about the host of one GPU group."""
+
+    def __init__(
+        self, state: GroupState, admission: Admission, moves: Moves, swaps: GroupSwaps, outcomes: Outcomes
+    ) -> None:
+        self._state = state
+        self._admission = admission
+        self._moves = moves
+        self._swaps = swaps
+        self._outcomes = outcomes
+
+    def lost(self, now: float) -> None:
+        """Its leases are severed, and its swaps end; its queues go elsewhere, or fail."""
+        state, cause = self._state, Cause("host_lost", host=self._state.host.name)
+        state.changed()
+        state.unseen.clear()
+        state.ready = []
+        self._swaps.end_all()
+        for slot in state.slots.values():
+            state.taken_back += self._moves.sever(slot, now, cause)
+            if replicas := state.models[slot.model].replicas:
+                replicas.in_flight.forget(slot.name)
+        for model in state.models.values():
+            self._leave(model, now)
+        self._admission.fail_refused(now)
+
+    def _leave(self, model: Model, now: float) -> None:
+        """None of its backends here may be leased any more."""
+        ready = [slot for slot in model.ready if slot.serves]
+        were_more, model.ready = len(model.ready) > len(ready), ready
+        if were_more and model.queue.limited:
+            model.queue.left = now
+            self._admission.fill_places(model, now)  # who needed just this one waits for it no longer
+
+    def back(self, now: float, found: Mapping[str, FoundBackend]) -> None:
+        """Each backend is what it was found to be; what runs is taken over before what is in standby."""
+        slots, cause = self._state.slots.values(), Cause("not_found", host=self._state.host.name)
+        held = self._free(now)
+        for slot in sorted(slots, key=lambda slot: slot.name in found and found[slot.name].level != ""):
+            if slot.name in found:
+                self._take_over(slot, found[slot.name], now)
+            elif slot in held:
+                self._state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
+
+    def _take_over(self, slot: Slot, found: FoundBackend, now: float) -> None:
+        if not slot.leaving and self._adopt(slot, found, now):
+            return
+        self._moves.enter(slot, "unfit", now)
+        slot.error, slot.retry_at = "it was found running, and cannot stay", now
+        cause = Cause("unfit", host=self._state.host.name)
+        self._state.emit(Event(now, "stuck", slot.model, slot.name, cause=cause))
+
+    def _adopt(self, slot: Slot, found: FoundBackend, now: float) -> bool:
+        """Whether it may stay as it was found."""
+        if not found.level:
+            slot.retry_at = now  # that a load of it failed is disproved
+            runs = self._outcomes.adopt(slot, now)
+            slot.failed_starts *= not runs
+            return runs
+        level, kept = found.level, found.host_bytes
+        return self._outcomes.adopt_standby(slot, now, level, found.residual, kept, ADOPTED)
+
+    def gone(self, now: float) -> None:
+        """Nothing runs there: its backends hold nothing any more, but none of them is loaded either."""
+        cause = Cause("host_gone", host=self._state.host.name)
+        for slot in self._free(now):
+            self._state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
+
+    def _free(self, now: float) -> list[Slot]:
+        """No backend holds anything; those that did."""
+        held = [slot for slot in self._state.slots.values() if slot.state != "stopped"]
+        for slot in held:
+            self._moves.enter(slot, "gone", now)
+            slot.note_gone(now)
+        return held

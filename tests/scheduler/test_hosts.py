@@ -1,0 +1,293 @@
+"""What the scheduler does about hosts that are lost, come back, or are declared gone."""
+
+import pytest
+
+from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.costs import Cost, Costs
+from anvil_mux.scheduler.events import TRANSITIONS
+from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.host_facts import FoundBackend
+from anvil_mux.scheduler.placement import gpu_groups
+from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.steps import NOTHING, Evict, Load, Ticket
+
+
+def on(host, name, *gpus, model=None, **fields):
+    return Backend(name, model or name, gpus or ("0",), host=host, **fields)
+
+
+class Fleet:
+    """A scheduler, its log, and the steps that it asked for and nobody has reported."""
+
+    def __init__(self, *backends, costs=(), **settings):
+        self.log = []
+        config = Config(backends=backends, **{"policy": "eager", "drain_timeout": 5.0, **settings})
+        self.core = Scheduler(config, self.log.append, Costs(costs), Footprints())
+        self.steps = []
+        self.tickets = 0
+        self.last = NOTHING
+
+    def take(self, effects):
+        self.last = effects
+        self.steps += effects.steps
+        return [f"{type(step).__name__.lower()} {step.backend}" for step in effects.steps]
+
+    def request(self, model, at, **about):
+        self.tickets += 1
+        ticket = Ticket(self.tickets, model, at, **about)
+        self.take(self.core.requested(ticket, at))
+        return ticket
+
+    def loaded(self, backend, at):
+        step = self.step(Load, backend)
+        return self.take(self.core.loaded(step, at, step.how))
+
+    def evicted(self, backend, at, **left):
+        return self.take(self.core.evicted(self.step(Evict, backend), at, **left))
+
+    def step(self, kind, backend):
+        found = [each for each in self.steps if each.backend == backend and isinstance(each, kind)]
+        self.steps.remove(found[-1])
+        return found[-1]
+
+    def state(self, backend):
+        return self.core.slot(backend).state
+
+    def kinds(self, at):
+        return [f"{e.kind} {e.backend or e.model}".strip() for e in self.log if e.at == at]
+
+
+def test_gpus_of_two_hosts_are_never_in_one_group_and_have_the_name_of_their_host():
+    backends = on("", "r0", model="m"), on("h", "r1", model="m"), on("h", "pair", "0", "1"), on("h", "cpu")
+    cpu = Backend("cpu", "cpu", host="h")
+    groups = gpu_groups([*backends[:3], cpu])
+    assert [(name, [b.name for b in own]) for name, own in groups] == [
+        ("0", ["r0"]),
+        ("h/0+h/1", ["r1", "pair"]),
+        ("h/no-gpu:cpu", ["cpu"]),
+    ]
+
+
+def test_the_size_of_a_gpu_is_that_of_its_host():
+    fleet = Fleet(
+        on("", "a", vram=6),
+        on("h", "b", vram=6),
+        on("h", "c", vram=6),
+        gpus=(Gpu("0", vram=10), Gpu("0", vram=20, host="h")),
+    )
+    fleet.request("b", 0.0)
+    fleet.loaded("b", 1.0)
+    fleet.request("c", 2.0)
+    assert [step.backend for step in fleet.steps] == ["c"]
+
+
+def test_each_host_has_a_memory_of_its_own():
+    backends = on("", "a", ram=6), on("h", "b", ram=6), on("h", "c", "1", ram=6)
+    fleet = Fleet(*backends, host_memory=6, memory_of_hosts={"h": 10}, max_wait=20.0)
+    for name in "abc":
+        fleet.request(name, 0.0)
+    assert [step.backend for step in fleet.steps] == ["a", "b"]
+
+
+def test_what_a_swap_costs_is_learned_for_each_host():
+    costs = Costs([Cost("", "m", "stop", 0.0, 90.0), Cost("", "m", "stop", 0.0, 3.0, 1, "h")])
+    estimates = [costs.estimate("", "m", "stop", "vllm", host) for host in ("", "h", "k")]
+    assert [each.load_seconds for each in estimates] == [90.0, 3.0, 60.0]
+    assert [costs.knows("m", "stop", host) for host in ("", "h", "k")] == [True, True, False]
+    costs.learn("", "m", "stop", 0.0, 13.0, "h")
+    assert [cost.load_seconds for cost in costs] == [90.0, 6.0]
+
+
+# Where a queue stands
+
+
+M = on("", "m0", model="m"), on("h", "m1", model="m")
+
+
+def test_a_queue_is_served_where_its_wait_is_shortest():
+    fleet = Fleet(*M, costs=[Cost("", "m", "stop", 0.0, 90.0), Cost("", "m", "stop", 0.0, 3.0, 1, "h")])
+    fleet.request("m", 0.0)
+    assert [step.backend for step in fleet.steps] == ["m1"]
+
+
+def test_a_queue_stands_in_one_group_at_a_time_and_of_equal_ones_in_the_first():
+    fleet = Fleet(*M)
+    fleet.request("m", 0.0)
+    fleet.request("m", 1.0)
+    assert [step.backend for step in fleet.steps] == ["m0"]
+    assert fleet.core.models["m"].home == "0"
+
+
+def test_a_queue_goes_elsewhere_when_its_host_is_lost():
+    fleet = Fleet(*M)
+    waiting = fleet.request("m", 0.0)
+    assert fleet.take(fleet.core.host_lost("", 1.0)) == ["load m1"]
+    assert not waiting.settled
+    assert fleet.loaded("m1", 3.0) == []
+    assert waiting.backend == "m1"
+
+
+def test_what_is_ready_on_any_host_serves_and_nothing_is_loaded_beside_it():
+    fleet = Fleet(*M)
+    fleet.request("m", 0.0)
+    fleet.loaded("m0", 2.0)
+    assert fleet.request("m", 3.0).backend == "m0"
+    assert fleet.steps == []
+
+
+def test_a_load_that_another_host_made_needless_is_given_up_while_it_only_drains():
+    fleet = Fleet(*M, on("", "a"), drain_timeout=60.0)
+    fleet.request("a", 0.0)
+    fleet.loaded("a", 1.0)
+    fleet.take(fleet.core.host_lost("h", 2.0))
+    waiting = fleet.request("m", 3.0)
+    assert fleet.state("a") == "draining"
+    fleet.take(fleet.core.host_back("h", 4.0, {"m1": FoundBackend()}))
+    assert waiting.backend == "m1"
+    assert fleet.state("a") == "ready"
+    assert fleet.steps == []
+
+
+# Lost
+
+
+def test_the_leases_of_a_lost_host_are_severed_and_its_queues_fail_if_nobody_else_serves_them():
+    fleet = Fleet(on("", "a"), on("h", "b"), on("h", "c"))
+    running, beside = fleet.request("b", 0.0), fleet.request("a", 0.0)
+    fleet.loaded("b", 1.0)
+    fleet.loaded("a", 1.0)
+    waiting = fleet.request("c", 2.0)
+    fleet.take(fleet.core.host_lost("h", 3.0))
+    assert fleet.last.cut == [running]
+    assert running.severed.cause == Cause("host_lost", host="h")
+    assert (waiting.error.status, waiting.error.code) == (503, "host_lost")
+    assert waiting.error.retry_after
+    assert fleet.last.woken == [waiting]
+    assert beside.severed is None
+    assert fleet.kinds(3.0) == ["host_lost", "severed b", "failed c"]
+    assert fleet.request("b", 4.0).error.code == "host_lost"
+    assert fleet.core.host_lost("h", 5.0) is NOTHING
+
+
+def test_that_a_host_is_lost_is_no_state_of_its_backends_and_its_gpus_go_to_nobody():
+    fleet = Fleet(on("h", "a"), on("h", "b"), max_wait=1.0)
+    fleet.request("a", 0.0)
+    fleet.loaded("a", 1.0)
+    fleet.take(fleet.core.host_lost("h", 2.0))
+    fleet.request("b", 3.0)
+    assert fleet.take(fleet.core.time_passed(100.0)) == []
+    assert fleet.state("a") == "ready"
+    assert fleet.core.adopted("b", 101.0) is NOTHING
+    assert fleet.core.died("a", 102.0, "killed") is NOTHING
+    assert fleet.core.unload_asked("a", 103.0) is NOTHING
+
+
+def test_a_report_of_a_step_that_was_under_way_is_ignored_also_after_the_host_is_back():
+    fleet = Fleet(on("h", "a"))
+    fleet.request("a", 0.0)
+    late = fleet.step(Load, "a")
+    fleet.take(fleet.core.host_lost("h", 1.0))
+    assert fleet.core.loaded(late, 2.0, "stop") is NOTHING
+    assert fleet.state("a") == "loading"
+    fleet.take(fleet.core.host_back("h", 3.0, {}))
+    assert fleet.state("a") == "stopped"
+    fleet.request("a", 4.0)
+    assert fleet.core.loaded(late, 5.0, "stop") is NOTHING
+    assert fleet.state("a") == "loading"
+
+
+# Back
+
+
+def in_state(state):
+    """A host is lost on which ``a`` was in that state; it shares a GPU with ``b``."""
+    fleet = Fleet(on("h", "a", evict_to=("sleep",)), on("h", "b"), drain_timeout=60.0)
+    if state == "stopped":
+        fleet.take(fleet.core.time_passed(0.0))
+    else:
+        first = fleet.request("a", 0.0)
+        if state == "cancelling":
+            fleet.take(fleet.core.unload_asked("a", 0.5))
+        elif state != "loading":
+            fleet.loaded("a", 1.0)
+            if state in ("ready", "draining"):
+                if state == "draining":
+                    fleet.request("b", 2.0)
+            else:
+                fleet.take(fleet.core.released(first, 1.5))
+                waiting = fleet.request("b", 2.0)
+                if state == "stuck":
+                    stop = fleet.step(Evict, "a")
+                    fleet.take(fleet.core.evict_failed(stop, 3.0, "no"))
+                elif state != "evicting":
+                    fleet.evicted("a", 3.0, how="sleep", residual={"0": 0})
+                    if state == "demoting":
+                        fleet.loaded("b", 4.0)
+                        fleet.take(fleet.core.released(waiting, 4.5))
+                        fleet.take(fleet.core.unload_asked("a", 5.0))
+    assert fleet.state("a") == state
+    fleet.take(fleet.core.host_lost("h", 10.0))
+    assert fleet.state("a") == state
+    return fleet
+
+
+STATES = sorted({state for state, _ in TRANSITIONS})
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_whatever_it_was_it_is_what_it_was_found_to_be(state):
+    fleet = in_state(state)
+    fleet.take(fleet.core.host_back("h", 11.0, {"a": FoundBackend()}))
+    assert fleet.state("a") == "ready"
+    assert fleet.request("a", 12.0).backend == "a"
+
+    fleet = in_state(state)
+    fleet.take(fleet.core.host_back("h", 11.0, {"a": FoundBackend("sleep", {"0": 0})}))
+    assert fleet.state("a") == "standby"
+    fleet.request("a", 12.0)
+    assert fleet.step(Load, "a").how == "sleep"
+
+    fleet = in_state(state)
+    fleet.take(fleet.core.host_back("h", 11.0, {}))
+    assert fleet.state("a") == "stopped"
+    fleet.request("b", 12.0)
+    assert fleet.step(Load, "b")
+
+
+def test_what_was_found_beside_another_and_cannot_stay_is_stopped_before_anything_is_loaded_there():
+    fleet = Fleet(on("h", "a"), on("h", "b"), on("h", "c"))
+    fleet.take(fleet.core.host_lost("h", 0.0))
+    back = fleet.core.host_back("h", 1.0, {"a": FoundBackend(), "b": FoundBackend()})
+    assert fleet.take(back) == ["evict b"]
+    assert fleet.kinds(1.0) == ["host_back", "ready a", "stuck b", "evicting b"]
+    fleet.request("c", 2.0)
+    assert [step.backend for step in fleet.steps] == ["b"]
+    assert fleet.evicted("b", 3.0) == ["evict a"]
+
+
+def test_a_host_that_is_declared_gone_holds_nothing_and_is_still_lost():
+    fleet = Fleet(on("h", "a"))
+    fleet.request("a", 0.0)
+    fleet.loaded("a", 1.0)
+    assert fleet.core.host_gone("h", 1.5) is NOTHING
+    fleet.take(fleet.core.host_lost("h", 2.0))
+    fleet.take(fleet.core.host_gone("h", 3.0))
+    assert fleet.state("a") == "stopped"
+    assert fleet.request("a", 4.0).error.code == "host_lost"
+    fleet.take(fleet.core.host_back("h", 5.0, {}))
+    fleet.request("a", 6.0)
+    assert fleet.step(Load, "a")
+
+
+def test_a_lost_host_keeps_what_the_configuration_has_no_longer_until_it_is_back():
+    a, b = on("h", "a"), on("", "b")
+    fleet = Fleet(a, b)
+    fleet.request("a", 0.0)
+    fleet.loaded("a", 1.0)
+    fleet.take(fleet.core.host_lost("h", 2.0))
+    fleet.take(fleet.core.reconfigured(Config(backends=(b,), policy="eager"), 3.0))
+    assert [slot.name for slot in fleet.core.leaving] == ["a"]
+    assert fleet.take(fleet.core.host_back("h", 4.0, {"a": FoundBackend()})) == ["evict a"]
+    fleet.evicted("a", 5.0)
+    assert fleet.core.slot("a") is None

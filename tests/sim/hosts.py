@@ -1,0 +1,127 @@
+"""Worlds with three hosts that are lost and come back, as data for the simulator and the threads."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from math import inf
+
+from anvil_mux.config.config import Config
+from anvil_mux.scheduler.host_facts import FoundBackend
+from anvil_mux.sim.simulate import Death, HostBack, HostGone, HostLost, Request, Unloading
+from tests.sim.test_simulate import HOLDS, SENDERS, Hazards, one, own_settings, tick
+
+FLEETS = {
+    "replicas everywhere": (
+        *(one(f"m{host}", "0", model="m", host=host) for host in ("", "h1", "h2")),
+        *(one(f"n{host}", "0", model="n", host=host) for host in ("h1", "h2")),
+        one("a", "0"),
+        one("b", "0", host="h1"),
+        one("c", "0", host="h2"),
+    ),
+    "two GPUs each": (
+        *(one(f"m{host}", "0", model="m", host=host) for host in ("", "h1", "h2")),
+        *(one(f"n{host}", "1", model="n", host=host) for host in ("", "h1")),
+        one("t", "0", "1", host="h1"),
+        one("a", "0", host="h1"),
+        one("b", "1", host="h2"),
+        one("c", "1"),
+        one("cpu", host="h2"),
+    ),
+    "standby and limits": (
+        *(
+            one(f"m{host}", "0", model="m", host=host, evict_to=("sleep",), concurrency=1 + (host == "h1"))
+            for host in ("", "h1", "h2")
+        ),
+        *(one(f"n{host}", "0", model="n", host=host, evict_to=("sleep", "stop")) for host in ("", "h2")),
+        one("a", "0", host="h1", evict_to=("sleep", "sleep-2"), demote_after=5.0029296875),
+        one("b", "0", host="h2", preload=True),
+        one("c", "0", concurrency=1),
+    ),
+    "short of host memory": (
+        *(
+            one(f"m{host}", "0", model="m", host=host, ram=4, evict_to=("sleep",))
+            for host in ("", "h1", "h2")
+        ),
+        *(one(f"n{host}", "1", model="n", host=host, ram=6, evict_to=("sleep",)) for host in ("h1", "h2")),
+        one("a", "0", host="h1", ram=7),
+        one("b", "1", host="h1", ram=3, evict_to=("sleep", "checkpoint")),
+        one("c", "0", ram=5),
+    ),
+}
+HOSTS = ("", "h1", "h2")
+MEMORY = {"h1": 13, "h2": 12}
+
+
+def found(draw, backends):
+    """What of a host's backends is found there, whatever they were when it was lost."""
+    seen = {}
+    for backend in backends:
+        how = draw.random()
+        if how < 0.35:
+            seen[backend.name] = FoundBackend()
+        elif how < 0.5 and backend.evict_to != ("stop",):
+            seen[backend.name] = FoundBackend(backend.evict_to[0], host_bytes=4 if backend.ram else 0)
+    return seen
+
+
+def losses(draw, backends, end):
+    """Hosts that are lost, now and then, and mostly come back."""
+    for host in HOSTS:
+        now = draw.uniform(0.0, end / 2)
+        while now < end:
+            now += tick(draw.expovariate(8 / end)) + 2**-20
+            yield HostLost(tick(now), host)
+            if draw.random() < 0.15:
+                now += tick(draw.uniform(1.0, 5.0))
+                yield HostGone(tick(now), host)
+            now += tick(draw.uniform(0.5, 20.0))
+            if draw.random() < 0.1:
+                break
+            yield HostBack(tick(now), host, found(draw, [b for b in backends if b.host == host]))
+
+
+def world_of_hosts(fleet, policy, seed, requests=80):
+    """A configuration, a trace of distinct moments with losses of hosts, and engines."""
+    draw = random.Random(f"{fleet} {policy} {seed}")
+    backends = FLEETS[fleet]
+    if seed % 2:
+        backends = own_settings(backends, f"{fleet} {policy} {seed}")
+        backends = tuple([replace(b, max_wait=None) if b.model in "mn" else b for b in backends])
+    bounded = fleet == "short of host memory"
+    config = Config(
+        backends=backends,
+        policy=policy,
+        policy_settings=draw.choice(HOLDS) if policy == "debounce" else {},
+        drain_timeout=draw.choice((0.0, 2.03125, 30.03125)),
+        queue_timeout=draw.choice((25.0625, 600.0625)),
+        max_wait=draw.choice((8.03125, 60.03125)),
+        max_queue=draw.choice((6, 1000, 1000)),
+        host_memory=11 if bounded else None,
+        memory_of_hosts=MEMORY if bounded else {},
+    )
+    engines = Hazards(
+        seed,
+        failing_starts=draw.choice((0.0, 0.3)),
+        stuck=draw.choice((0.0, 0.15)),
+        host_bytes=4 if bounded else 0,
+    )
+    impatient, mishaps = draw.choice((0.0, 0.4)), draw.choice((0.0, 0.1))
+    models = sorted({backend.model for backend in backends})
+    weights = [draw.choice((1, 1, 4)) for _ in models]
+    rate, service = draw.choice((0.3, 1.0, 3.0)), draw.choice((0.5, 3.0))
+    now, trace = 0.0, []
+    for _ in range(requests):
+        now += tick(draw.expovariate(rate)) + 2**-20
+        if draw.random() < mishaps:
+            chosen = draw.choice(backends)
+            trace.append(draw.choice((Unloading(now, chosen.model), Death(now, chosen.name))))
+            continue
+        patience = draw.randint(1, 40) / 4 if draw.random() < impatient else inf
+        seconds = tick(draw.expovariate(1 / service)) + 2**-20
+        (model,) = draw.choices(models, weights)
+        sender = SENDERS[len(trace) % len(SENDERS)]
+        trace.append(Request(now, model, seconds, patience, leases=draw.random() > 0.05, sender=sender))
+    trace += losses(draw, backends, now)
+    trace.sort(key=lambda entry: entry.at)
+    return config, trace, engines
