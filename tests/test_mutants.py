@@ -17,6 +17,7 @@ from anvil_mux.scheduler.steps import Ticket
 from anvil_mux.sim.simulate import Engines
 from tests.baton import BatonClock
 from tests.multiplexer.test_multiplexer import VirtualEngines, differences
+from tests.sim.hosts import FLEETS, world_of_hosts
 from tests.sim.test_simulate import LAYOUTS, one, world
 
 SOURCE = Path(anvil_mux.__file__).parent
@@ -271,6 +272,36 @@ MUTANTS = {
 }
 
 
+HOST_MUTANTS = {
+    "the GPUs of a lost host are given away": (
+        "scheduler",
+        "        record.is_lost = True\n",
+        "",
+    ),
+    "a late report of a step on a lost host counts": (
+        "scheduler",
+        "                self._under_way.pop(name, None)\n",
+        "                pass\n",
+    ),
+    "a queue is offered to two groups at once": (
+        "planner",
+        'if model.home in ("", state.name) and not model.is_coming]',
+        "if model.name not in coming(state.swaps)]",
+    ),
+    "a queue stays where its host was lost": (
+        "planner",
+        "    if state.unseen or all_obstacles(state, model, now):\n        return math.inf\n",
+        "",
+    ),
+    "what is found on a host that is back is left as it was": (
+        "host_facts",
+        "        held = self._free(now)\n",
+        "        held = []\n",
+    ),
+}
+"""Planted bugs that are seen on several hosts."""
+
+
 def copied(folder, name, mutant=None):
     """The package under another name, imported from a folder, with one text replaced by another."""
     target = folder / name
@@ -396,7 +427,25 @@ def suspects(package, seeds=8):
 
 
 def test_the_copy_itself_shows_no_difference(package):
-    assert list(suspects(package(), seeds=3)) == []
+    made = package()
+    assert list(suspects(made, seeds=3)) == []
+    assert list(suspects_on_hosts(made, seeds=3)) == []
+
+
+def suspects_on_hosts(package, seeds=8):
+    for seed, policy, fleet in itertools.product(range(seeds), ("eager", "debounce", *LEARNING), FLEETS):
+        try:
+            made = world_of_hosts(fleet, policy, seed, requests=40)
+            shown = differences(*made, seed=seed, package=package)
+        except Exception as error:
+            shown = error
+        if shown:
+            yield fleet, policy, seed, shown
+
+
+@pytest.mark.parametrize("name", HOST_MUTANTS)
+def test_a_planted_bug_is_seen_on_three_hosts(package, name):
+    assert next(suspects_on_hosts(package(HOST_MUTANTS[name])), None)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
