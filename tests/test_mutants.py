@@ -100,7 +100,7 @@ MUTANTS = {
     ),
     "only the group of a fact is asked where host memory is shared": (
         "scheduler",
-        "if memory.budget is not None and memory.changes != self._memory_changes.get(name, 0):",
+        "if memory.changes != self._memory_changes.get(name, 0):",
         "if False:",
     ),
     "a load that nobody waits for any more is finished all the same": (

@@ -118,6 +118,8 @@ class Scheduler:
             self._hosts.setdefault(name, HostRecord(name))
             memory = self._memories.setdefault(name, HostMemory(None, self.footprints))
             memory.budget = config.memory_of(name)
+        self._bounded = {name: each for name, each in self._memories.items() if each.budget is not None}
+        """The memories of the hosts where it is bounded."""
 
     @property
     def memory(self) -> HostMemory:
@@ -453,9 +455,11 @@ class Scheduler:
 
     def _affected(self, now: float) -> list[GpuGroup]:
         """The groups that are to be asked again since others have changed what they share."""
+        if not (self._bounded or self._spread):
+            return []
         hosts = set()
-        for name, memory in self._memories.items():
-            if memory.budget is not None and memory.changes != self._memory_changes.get(name, 0):
+        for name, memory in self._bounded.items():
+            if memory.changes != self._memory_changes.get(name, 0):
                 self._memory_changes[name] = memory.changes
                 hosts.add(name)
         found = [group for group in self.groups if group.host.name in hosts] if hosts else []

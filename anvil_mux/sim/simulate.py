@@ -455,7 +455,8 @@ class _Checker:
         self._claim(event.at >= self._then.at, event, "time goes backwards")
         if event.at > self._then.at:
             self._look_for_overdue(event)
-            self._look_at_hosts(event)
+            if self._lost or self._unfound:
+                self._look_at_hosts(event)
         admitted = event.kind == "leased" and event.model == self._admitting
         still = not admitted and self._could_be_served(self._admitting)
         self._claim(not still, event, f"{self._admitting} still waits")
@@ -516,7 +517,8 @@ class _Checker:
         if event.kind == "leased":
             backend = self._backends[event.backend]
             self._claim(backend.state == "ready", event, "leased, but not ready")
-            self._claim(not self._is_lost(event.backend), event, "leased, but its host is lost")
+            if self._lost:
+                self._claim(not self._is_lost(event.backend), event, "leased, but its host is lost")
             if event.size > len(backend.leases):
                 self._claim(self._has_place(event.model, event.backend), event, "all its places are taken")
 
@@ -537,8 +539,9 @@ class _Checker:
     def _has_place(self, model: str, backend: str = "") -> bool:
         """Whether there is a place at any backend that is ready, or at this one."""
         for name, each in self._backends.items():
-            there = each.state == "ready" and not self._is_lost(name)
-            if each.model == model and backend in ("", name) and there:
+            if each.model == model and backend in ("", name) and each.state == "ready":
+                if self._lost and self._is_lost(name):
+                    continue
                 limit = self._slots[name].backend.concurrency
                 if limit is None or len(each.leases) < limit:
                     return True
@@ -547,7 +550,8 @@ class _Checker:
     def _judge_move(self, event: Event) -> None:
         backend = self._backends[event.backend]
         before = backend.state
-        self._judge_move_of_host(event)
+        if self._lost:
+            self._judge_move_of_host(event)
         if event.backend in self._unfound:  # whatever it was
             self._unfound.discard(event.backend)
             self._claim((event.kind in ("ready", "standby", "stuck", "stopped")), event, "it was looked at")
