@@ -21,7 +21,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.group_swaps import GroupSwaps
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
-from anvil_mux.scheduler.planner import Plan, plan, spills, victims, waiting
+from anvil_mux.scheduler.planner import Plan, plan, reserved, spills, victims, waiting
 from anvil_mux.scheduler.policies import FOREVER, Stay, SwapTo, Unload
 from anvil_mux.scheduler.preloads import next_preload
 from anvil_mux.scheduler.refusals import lack_of_memory
@@ -150,7 +150,7 @@ class Decider:
             if error := lack_of_memory(state, model, busy, call):
                 self._admission.fail_queue(model, error, now)
                 return True
-            for slot in state.loadable(model, now):
+            for slot in reserved(state, model, now):
                 busy.update(slot.holds)
         return False
 

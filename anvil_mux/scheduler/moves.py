@@ -33,7 +33,8 @@ class Moves:
             model.queue.left = now
         if leaves_ready or slot.state == "ready":
             state.ready = ready_slots(state.slots.values())
-            model.ready = [each for each in ready_slots(model.slots) if each.model == slot.model]
+            ready = ready_slots(model.slots) if model.home else state.ready
+            model.ready = [each for each in ready if each.model == slot.model]
         state.changed()
         state.memory.changes += 1
         if leaves_ready and model.queue.limited:

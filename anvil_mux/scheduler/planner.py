@@ -102,9 +102,16 @@ def cost_of(state: GroupState, swap: SwapInProgress, target: Slot) -> Cost:
 
 
 def loss(state: GroupState, now: float, slot: Slot) -> float:
-    """What evicting it costs: its arrivals per second, times the seconds of loading it again."""
+    """What evicting it costs: its arrivals per second, times the seconds of loading it again.
+
+    Of a model with residents in several GPU groups it is a share of the arrivals.
+    """
     way = "stop" if slot.state == "standby" else slot.backend.evict_to[0]
-    return state.models[slot.model].demand.rate(now) * cost(state, "", slot, way).load_seconds
+    model = state.models[slot.model]
+    rate = model.demand.rate(now)
+    if model.home:
+        rate /= max(len(model.ready), 1)  # the others go on serving
+    return rate * cost(state, "", slot, way).load_seconds
 
 
 def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, float]:
@@ -120,8 +127,8 @@ def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, 
 
 def bound(state: GroupState, model: Model, now: float) -> float:
     """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
-    soonest = min([swap_seconds(each, model, now) for each in state.states_of(model)])
-    left = state.config.queue_timeout - soonest
+    states = state.states_of(model) if model.home else (state,)
+    left = state.config.queue_timeout - min([swap_seconds(each, model, now) for each in states])
     return max(min(model.max_wait, left), 0.0)
 
 
@@ -132,7 +139,8 @@ def swap_seconds(state: GroupState, model: Model, now: float) -> float:
     found = None if model.ready else plan(state, model, busy_gpus(state.swaps), now)
     if found:
         return _drain_seconds(state, found.victims) + found.cost.seconds
-    return min([_swap_seconds_later(state, slot) for slot in state.own(model)])
+    slots = state.own(model) if model.home else model.slots
+    return min([_swap_seconds_later(state, slot) for slot in slots])
 
 
 def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupState:
@@ -155,6 +163,17 @@ def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
     way = slot.level if slot.state in ("stopped", "standby") else slot.backend.evict_to[0]
     swapped = cost(state, source_of(other.model for other in others), slot, way)
     return _drain_seconds(state, others) + swapped.seconds
+
+
+def reserved(state: GroupState, model: Model, now: float) -> list[Slot]:
+    """The backends whose GPUs are kept for an overdue queue that must wait on.
+
+    Of a model in several GPU groups it is the one whose GPUs will be free first.
+    """
+    slots = state.loadable(model, now)
+    if len(slots) < 2 or not model.home:
+        return slots
+    return [min(slots, key=lambda slot: _swap_seconds_later(state, slot))]
 
 
 def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:

@@ -450,13 +450,11 @@ class Scheduler:
         while asked:
             for group in asked:
                 self._ask(group, now, effects)
-            asked = self._affected(now)
+            asked = self._affected(now) if self._bounded or self._spread else []
         return effects._replace(ask_at=min(self._ask_at.values(), default=FOREVER))
 
     def _affected(self, now: float) -> list[GpuGroup]:
         """The groups that are to be asked again since others have changed what they share."""
-        if not (self._bounded or self._spread):
-            return []
         hosts = set()
         for name, memory in self._bounded.items():
             if memory.changes != self._memory_changes.get(name, 0):

@@ -162,7 +162,7 @@ class Slot:
 
     def is_loadable(self, now: float) -> bool:
         """Whether a load of it may begin, were its GPUs free."""
-        if self.leaving or self.host.is_lost:
+        if self.leaving:
             return False
         return self.state == "standby" or (self.state == "stopped" and self.retry_at <= now)
 

@@ -53,8 +53,11 @@ def snapshot(
 
 def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
     loaded, backend = slot.loaded, slot.backend
-    demand = state.models[slot.model].demand
+    model = state.models[slot.model]
+    demand = model.demand
     rate, growth = demand.rates(now)
+    if model.home:  # residents in several GPU groups share what comes
+        rate, growth = rate / max(len(model.ready), 1), growth / max(len(model.ready), 1)
     # By position, like the next: policies that hold swaps back ask for these tens of thousands of times.
     return Resident(
         slot.model,

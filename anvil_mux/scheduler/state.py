@@ -90,7 +90,8 @@ class GroupState:
 
     def loadable(self, model: Model, now: float) -> list[Slot]:
         """Those of them that could be loaded, were their GPUs free."""
-        return [slot for slot in self.own(model) if slot.is_loadable(now)]
+        slots = self.own(model) if model.home else model.slots
+        return [slot for slot in slots if slot.is_loadable(now)]
 
     def model_of(self, slot: Slot) -> Model:
         return self.models[slot.model]

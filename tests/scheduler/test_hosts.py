@@ -9,7 +9,9 @@ from anvil_mux.scheduler.events import TRANSITIONS
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.placement import gpu_groups
+from anvil_mux.scheduler.planner import loss, reserved
 from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.snapshot import snapshot
 from anvil_mux.scheduler.steps import NOTHING, Evict, Load, Ticket
 
 
@@ -291,3 +293,29 @@ def test_a_lost_host_keeps_what_the_configuration_has_no_longer_until_it_is_back
     assert fleet.take(fleet.core.host_back("h", 4.0, {"a": FoundBackend()})) == ["evict a"]
     fleet.evicted("a", 5.0)
     assert fleet.core.slot("a") is None
+
+
+# Residents and reservations of a model on several hosts
+
+
+def test_residents_on_several_hosts_share_the_demand_and_so_the_loss_of_evicting_one():
+    fleet = Fleet(*M)
+    for name in ("m0", "m1"):
+        fleet.core.adopted(name, 0.0)
+    for at in range(1, 20):
+        fleet.core.released(fleet.request("m", float(at)), at + 0.5)
+    state, slot = fleet.core.of_backend["m0"].state, fleet.core.slot("m0")
+    half, [resident] = loss(state, 20.0, slot), snapshot(state, 20.0, {}).residents
+    fleet.core.host_lost("h", 20.0)
+    assert loss(state, 20.0, slot) == pytest.approx(2 * half)
+    [alone] = snapshot(state, 20.0, {}).residents
+    assert resident.rate > 0.0
+    assert alone.rate == pytest.approx(2 * resident.rate)
+
+
+def test_an_overdue_queue_reserves_one_candidate_not_all():
+    pair = on("h", "t", "0", "1")
+    fleet = Fleet(*M, on("h", "m2", "1", model="m"), pair)
+    state, model = fleet.core.of_backend["m1"].state, fleet.core.models["m"]
+    assert [slot.name for slot in state.loadable(model, 0.0)] == ["m1", "m2"]
+    assert [slot.name for slot in reserved(state, model, 0.0)] == ["m1"]
