@@ -65,7 +65,7 @@ MUTANTS = {
     ),
     "a request that gets a place is not woken": (
         "scheduler",
-        "return self._collected(group) if group.settled or group.taken_back else NOTHING",
+        "return self._collected(group) if state.settled or state.taken_back else NOTHING",
         "return NOTHING",
     ),
     "a cancel is lost": (

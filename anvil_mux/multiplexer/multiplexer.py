@@ -447,7 +447,7 @@ class Multiplexer:
         self._apply(partial(self._scheduler.memory_seen, held))
 
     def host_lost(self, host: str) -> None:
-        """Nobody hears of a host: its leases are cut, and nothing is begun there until it is back."""
+        """Take a host as lost: its leases are cut, and nothing is begun there until it is back."""
         self._apply(partial(self._scheduler.host_lost, host))
 
     def host_back(

@@ -72,7 +72,7 @@ class Reload(NamedTuple):
 
 
 class HostLost(NamedTuple):
-    """Nobody hears of ``host`` any more."""
+    """A host is heard of no more."""
 
     at: float
     host: str
@@ -87,7 +87,7 @@ class HostBack(NamedTuple):
 
 
 class HostGone(NamedTuple):
-    """Somebody says that nothing runs on a lost ``host`` any more."""
+    """A lost host is declared gone by hand: nothing runs there any more."""
 
     at: float
     host: str
@@ -577,7 +577,7 @@ class _Checker:
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
 
     def _judge_move_of_host(self, event: Event) -> None:
-        """What may still run on a lost host holds its GPUs, and nobody hears of it."""
+        """The GPUs of a lost host are held by what may still run there, and nobody hears of it."""
         gone = event.cause is not None and event.cause.kind == "host_gone"
         self._claim(gone or not self._is_lost(event.backend), event, "its host is lost")
 
