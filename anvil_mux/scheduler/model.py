@@ -44,8 +44,8 @@ class Model:
 
     @property
     def is_coming(self) -> bool:
-        """Whether a swap under way will make it resident."""
-        return any(slot.coming for slot in self.slots)
+        """Whether a swap under way will make it resident, and no slot that is to be its own only later."""
+        return any(slot.coming and slot.model == self.name for slot in self.slots)
 
 
 def ready_slots(slots: Iterable[Slot]) -> list[Slot]:

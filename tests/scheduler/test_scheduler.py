@@ -187,3 +187,13 @@ def test_a_reload_moves_who_waits_and_tells_whose_model_is_gone():
     assert gone.error.code == "model_not_found"
     assert house.core.requested(staying, 4.0) is NOTHING
     assert staying.backend == "a"
+
+
+def test_a_load_that_ends_in_another_model_after_a_reload_is_not_what_that_models_queue_waits_for():
+    """``a`` is being loaded for a model that is gone: it is cancelled for ``m``, which it is to serve."""
+    house = House(backend("a"), backend("b", model="m"))
+    house.core.requested(house.ticket("a", 0.0), 0.0)
+    house.core.requested(house.ticket("m", 1.0), 1.0)
+    replicas = (backend("a", model="m"), backend("b", model="m"))
+    effects = house.core.reconfigured(Config(backends=replicas, policy="eager"), 2.0)
+    assert names(effects.steps) == ["cancel a"]
