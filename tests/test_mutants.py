@@ -95,8 +95,8 @@ MUTANTS = {
     ),
     "a queue that ended is offered twice": (
         "scheduler",
-        "            group.settled = []\n",
-        "            group.settled = group.settled[:]\n",
+        "            state.settled = []\n",
+        "            state.settled = state.settled[:]\n",
     ),
     "only the group of a fact is asked where host memory is shared": (
         "scheduler",

@@ -8,11 +8,7 @@ from typing import Protocol
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import Severed
 from anvil_mux.scheduler.causes import Cause, Severance
-from anvil_mux.scheduler.steps import Crash, Ticket
-
-TokenUsage = tuple[int | None, int | None]
-"""Tokens of a request's input, and how many of them were cached, as its engine said; None: it did not."""
-NO_USAGE: TokenUsage = (None, None)
+from anvil_mux.scheduler.steps import NO_USAGE, Crash, Ticket, TokenUsage
 
 
 class EngineRun:

@@ -36,7 +36,7 @@ from anvil_mux.errors import (
 )
 from anvil_mux.host.seam import Evicted, Host
 from anvil_mux.multiplexer.doubts import Doubts
-from anvil_mux.multiplexer.lease import EngineRun, Lease, TokenUsage
+from anvil_mux.multiplexer.lease import EngineRun, Lease
 from anvil_mux.multiplexer.overview import Overview
 from anvil_mux.multiplexer.performer import Job, Performer, address_of
 from anvil_mux.multiplexer.workers import Workers
@@ -59,6 +59,7 @@ from anvil_mux.scheduler.steps import (
     Load,
     Step,
     Ticket,
+    TokenUsage,
 )
 
 log = logging.getLogger(__name__)

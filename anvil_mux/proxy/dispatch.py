@@ -19,7 +19,7 @@ from functools import partial
 from typing import NamedTuple
 
 from anvil_mux.errors import BadRequest, MuxError, Severed, with_log
-from anvil_mux.multiplexer.lease import NO_USAGE, Lease
+from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer, Tend
 from anvil_mux.protocol import api, stages
 from anvil_mux.protocol.api import written
@@ -34,7 +34,7 @@ from anvil_mux.proxy.waiting import Patience, Waiting
 from anvil_mux.routing import prefix
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.refusals import MOST_CRASHES
-from anvil_mux.scheduler.steps import NO_WORK, Crash
+from anvil_mux.scheduler.steps import NO_USAGE, NO_WORK, Crash
 from anvil_mux.telemetry.accesslog import Served
 
 SESSION = b"x-session-id"

@@ -85,7 +85,7 @@ from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.snapshot import Awaited, awaited
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.steps import Step, Ticket, Wait
+from anvil_mux.scheduler.steps import NO_USAGE, Step, Ticket, TokenUsage, Wait
 from anvil_mux.scheduler.swap import SwapInProgress, drains, promises, swap_to
 
 INCOMPLETE, BUSY = Cause("incomplete"), Cause("busy")
@@ -169,24 +169,6 @@ class GpuGroup:
         return f"<GpuGroup {self.name} [{slots}] [{queues}]>"
 
     # What its driver takes
-
-    @property
-    def settled(self) -> list[Ticket]:
-        """Tickets that ended after waiting in a queue; the driver takes and wakes them."""
-        return self.state.settled
-
-    @settled.setter
-    def settled(self, tickets: list[Ticket]) -> None:
-        self.state.settled = tickets
-
-    @property
-    def taken_back(self) -> list[Ticket]:
-        """Tickets that ended at a replica that had not begun with them; the driver takes and cuts them."""
-        return self.state.taken_back
-
-    @taken_back.setter
-    def taken_back(self, tickets: list[Ticket]) -> None:
-        self.state.taken_back = tickets
 
     def next_step(self, now: float) -> Step | Wait:
         """What is to be done now. Each step is handed out once."""
@@ -292,7 +274,7 @@ class GpuGroup:
         self,
         ticket: Ticket,
         now: float,
-        usage: tuple[int | None, int | None] = (None, None),
+        usage: TokenUsage = NO_USAGE,
         *,
         whole: bool = True,
     ) -> bool:

@@ -44,10 +44,27 @@ from anvil_mux.scheduler.policies import FOREVER, build_policy
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.steps import NOTHING, Cancel, Effects, Evict, Step, Ticket, Wait
+from anvil_mux.scheduler.steps import (
+    NO_USAGE,
+    NOTHING,
+    Cancel,
+    Effects,
+    Evict,
+    Step,
+    Ticket,
+    TokenUsage,
+    Wait,
+)
 
 _NAME = attrgetter("name")
-NO_USAGE: tuple[int | None, int | None] = (None, None)
+
+
+class _Gathered(NamedTuple):
+    """The effects of a fact, while its groups are asked: see ``Effects``."""
+
+    woken: list[Ticket]
+    cut: list[Ticket]
+    steps: list[Step]
 
 
 class _Draft(NamedTuple):
@@ -180,7 +197,7 @@ class Scheduler:
         self,
         ticket: Ticket,
         now: float,
-        usage: tuple[int | None, int | None] = NO_USAGE,
+        usage: TokenUsage = NO_USAGE,
         *,
         whole: bool = True,
     ) -> Effects:
@@ -422,7 +439,7 @@ class Scheduler:
             for group in merged:
                 gone.pop(group, None)
         self._build(drafts, [])
-        return [ticket for group in gone for ticket in group.settled]
+        return [ticket for group in gone for ticket in group.state.settled]
 
     def time_passed(self, now: float) -> Effects:
         """The moment ``Effects.ask_at`` has come, or a later one."""
@@ -443,15 +460,15 @@ class Scheduler:
 
         Those are the groups of one host, where its memory is bounded, and the groups of one model.
         """
-        effects = Effects([], [], [])
+        found = _Gathered([], [], [])
         asked = sorted(groups, key=_NAME)
         if self._spread:
             asked = self._with_siblings(asked, now)
         while asked:
             for group in asked:
-                self._ask(group, now, effects)
+                self._ask(group, now, found)
             asked = self._affected(now) if self._bounded or self._spread else []
-        return effects._replace(ask_at=min(self._ask_at.values(), default=FOREVER))
+        return Effects(*found, ask_at=min(self._ask_at.values(), default=FOREVER))
 
     def _affected(self, now: float) -> list[GpuGroup]:
         """The groups that are to be asked again since others have changed what they share."""
@@ -493,17 +510,17 @@ class Scheduler:
             self._spread[name] = seen
         return changed
 
-    def _ask(self, group: GpuGroup, now: float, effects: Effects) -> None:
+    def _ask(self, group: GpuGroup, now: float, found: _Gathered) -> None:
         group = self._renewed(group, now)
         if self._is_closed:
-            self._collect(group, effects)
+            self._collect(group, found)
             return
         while not isinstance(step := group.next_step(now), Wait):
-            self._collect(group, effects)
+            self._collect(group, found)
             if isinstance(step, Evict):
-                effects.cut.extend(step.severed)  # type: ignore[attr-defined]
-            effects.steps.append(self._numbered(step))  # type: ignore[attr-defined]
-        self._collect(group, effects)
+                found.cut.extend(step.severed)
+            found.steps.append(self._numbered(step))
+        self._collect(group, found)
         self._ask_at[group] = step.until
 
     def _numbered(self, step: Step) -> Step:
@@ -513,17 +530,18 @@ class Scheduler:
         return replace(step, number=self._under_way[step.backend])
 
     def _collected(self, group: GpuGroup) -> Effects:
-        effects = Effects([], [])
-        self._collect(group, effects)
-        return effects
+        found = _Gathered([], [], [])
+        self._collect(group, found)
+        return Effects(*found)
 
-    def _collect(self, group: GpuGroup, effects: Effects) -> None:
-        if group.settled:
-            effects.woken.extend(group.settled)  # type: ignore[attr-defined]
-            group.settled = []
-        if group.taken_back:
-            effects.cut.extend(group.taken_back)  # type: ignore[attr-defined]
-            group.taken_back = []
+    def _collect(self, group: GpuGroup, found: _Gathered) -> None:
+        state = group.state
+        if state.settled:
+            found.woken.extend(state.settled)
+            state.settled = []
+        if state.taken_back:
+            found.cut.extend(state.taken_back)
+            state.taken_back = []
 
     # GPU groups
 

@@ -12,6 +12,10 @@ from anvil_mux.scheduler.causes import RESENT, Severance
 
 NO_WORK = Work()
 
+TokenUsage = tuple[int | None, int | None]
+"""Tokens of a request's input, and how many of them were cached, as its engine said; None: it did not."""
+NO_USAGE: TokenUsage = (None, None)
+
 
 class Crash(NamedTuple):
     """The end of a backend under its requests, which nobody had asked for."""

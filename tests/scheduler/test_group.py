@@ -109,7 +109,7 @@ def test_the_first_request_loads_and_the_second_reuses():
     assert first.backend is None
     driver.core.loaded("a", 4.0)
     assert first.backend == "a"
-    assert driver.core.settled == [first]
+    assert driver.core.state.settled == [first]
     second = driver.request("a", 5.0)
     assert second.backend == "a"
     assert driver.steps(5.0) == []
@@ -176,7 +176,7 @@ def test_a_load_is_cancelled_by_hand_and_who_waits_for_it_is_told_so():
     assert driver.core.unload_requested("a", 2.0)
     assert ends(driver, first, second) == ["cancelled", "cancelled"]
     assert "a was unloaded by hand" in first.error.message
-    assert driver.core.settled == [first, second]
+    assert driver.core.state.settled == [first, second]
     assert driver.steps(2.0) == ["cancel a"]
     assert driver.steps(2.5) == []
     driver.core.load_cancelled("a", 3.0)
@@ -809,7 +809,7 @@ def test_who_waits_for_the_gpu_of_a_model_that_is_pinned_is_refused_at_once_and_
     late = driver.request("a", 2.5)
     driver.core.pin_requested("a", 3.0, True)
     assert isinstance(waits.error, DoesNotFit)
-    assert waits in driver.core.settled
+    assert waits in driver.core.state.settled
     assert late.backend == "a"
     assert driver.steps(100.0) == []
     assert driver.state("a") == "ready"
@@ -1017,7 +1017,7 @@ def test_a_victim_that_only_drains_is_reprieved_when_nobody_waits_any_more():
     assert driver.state("a") == "ready"
     assert late.backend == "a"
     assert set(driver.core.slots["a"].holders) == {lease, late}
-    assert driver.core.settled[-1] is late
+    assert driver.core.state.settled[-1] is late
     driver.sound()
 
 
@@ -1280,7 +1280,7 @@ def test_the_line_of_one_that_ends_soon_after_its_load_fails_at_once():
     loaded(driver, 0.0)
     waiting = driver.request("a", 1.0)
     driver.core.died("a", 2.0, "exited with code 139", ["segmentation fault"])
-    assert driver.core.settled[-1] is waiting
+    assert driver.core.state.settled[-1] is waiting
     assert "exited with code 139" in waiting.error.message
     assert "segmentation fault" in waiting.error.message
     driver.sound()
@@ -1618,7 +1618,7 @@ def test_requests_that_wait_behind_others_are_taken_back_when_another_replica_co
     first, second, third = streamed(driver, 0.0, "r0", "r0", "r0")
     assert driver.steps(5.0) == ["load r1"]
     driver.core.loaded("r1", 15.0)
-    assert driver.core.taken_back == [third]
+    assert driver.core.state.taken_back == [third]
     assert third.severed == Severance(Cause("moved", backend="r1"))
     assert third.taken_back
     assert driver.log[-1].cause == Cause("moved", backend="r1")
@@ -1634,9 +1634,9 @@ def test_a_replica_that_becomes_idle_takes_one_that_waits():
         driver.core.adopt(name, 0.0)
     tickets = streamed(driver, 0.0, "r0", "r1", "r0", "r1", "r0")
     driver.core.release(tickets[1], 1.0)
-    assert driver.core.taken_back == []
+    assert driver.core.state.taken_back == []
     driver.core.release(tickets[3], 2.0)
-    assert driver.core.taken_back == [tickets[4]]
+    assert driver.core.state.taken_back == [tickets[4]]
     driver.sound()
 
 
@@ -1647,7 +1647,7 @@ def test_a_first_byte_after_a_request_was_taken_back_comes_too_late():
     assert driver.core.first_byte(first)
     driver.core.adopt("r1", 1.0)
     driver.core.release(streamed(driver, 1.0, "r1")[0], 2.0)
-    assert driver.core.taken_back == [third]
+    assert driver.core.state.taken_back == [third]
     assert not driver.core.first_byte(third)
     assert driver.core.first_byte(second)
 
@@ -1836,9 +1836,9 @@ def test_who_waits_at_a_replica_leaves_when_it_turns_stale_and_who_is_answered_s
     driver, (first, _, third, _) = silent(0)
     driver.core.observed("b", EngineLoad(2, 0, None), 60.0)
     driver.core.silent("a", 60.9)
-    assert driver.core.taken_back == []
+    assert driver.core.state.taken_back == []
     driver.core.silent("a", 61.0)
-    assert driver.core.taken_back == [third]
+    assert driver.core.state.taken_back == [third]
     assert (first.severed, third.severed) == (None, Severance(Cause("stale", backend="a")))
     assert [e.cause for e in driver.log if e.kind == "released"] == [Cause("stale", backend="a")]
     assert driver.request("m", 61.0).backend == "b"
@@ -1848,7 +1848,7 @@ def test_who_waits_stays_where_no_replica_says_anything():
     driver, _ = silent()
     driver.core.silent("a", 100.0)
     driver.core.silent("b", 100.0)
-    assert driver.core.taken_back == []
+    assert driver.core.state.taken_back == []
 
 
 # The stages of a model: prefill and decode
@@ -2559,7 +2559,7 @@ def test_nothing_is_begun_before_it_is_known_what_runs_already():
     assert driver.steps(1.0) == []
     assert driver.until == inf
     assert driver.core.adopt("a", 2.0)
-    assert driver.core.settled == [first]
+    assert driver.core.state.settled == [first]
     assert first.backend == "a"
     assert driver.request("a", 3.0).backend == "a"
     driver.core.release(first, 3.0)
@@ -2595,7 +2595,7 @@ def test_at_the_end_every_waiting_request_fails_with_the_reason_given():
     error = Stuck("the end")
     driver.core.fail_all(error, 1.0)
     assert [ticket.error for ticket in tickets] == [error, error]
-    assert driver.core.settled == tickets
+    assert driver.core.state.settled == tickets
     driver.sound()
 
 

@@ -42,10 +42,10 @@ def test_no_more_requests_than_its_concurrency_are_leased_and_each_end_brings_th
     assert not driver.core.takes("a")
     driver.core.release(first, 4.0)
     assert third.backend == "a"
-    assert driver.core.settled[1:] == [third]
+    assert driver.core.state.settled[1:] == [third]
     assert fourth.backend is None
     driver.core.release(third, 5.0)
-    assert driver.core.settled[1:] == [third, fourth]
+    assert driver.core.state.settled[1:] == [third, fourth]
     driver.core.release(second, 6.0)
     assert driver.core.takes("a")
     assert [(e.kind, e.ticket, e.cause) for e in driver.log if e.kind == "queued"][1:] == [
@@ -115,7 +115,7 @@ def test_the_line_of_a_model_that_was_put_out_is_overdue_max_wait_after_that_not
     driver.core.loaded("b", 120.0)
     assert driver.steps(120.0) == []
     assert driver.until == 160.0
-    driver.core.release(driver.core.settled[-1], 130.0)
+    driver.core.release(driver.core.state.settled[-1], 130.0)
     assert driver.steps(160.0) == ["evict b"]
     assert waiting.backend is None
     assert check(driver.log, driver.config) == []
@@ -167,11 +167,11 @@ def test_what_a_request_would_wait_for_is_told():
 def order(driver, first):
     """The senders in the order in which they get the one place that ``first`` has."""
     served, now = [], 10.0
-    driver.core.settled.clear()
+    driver.core.state.settled.clear()
     driver.core.release(first, now)
-    while driver.core.settled:
-        (ticket,) = driver.core.settled
-        driver.core.settled.clear()
+    while driver.core.state.settled:
+        (ticket,) = driver.core.state.settled
+        driver.core.state.settled.clear()
         served.append(ticket.sender)
         now += 1.0
         driver.core.release(ticket, now)
@@ -200,12 +200,12 @@ def test_a_line_that_waited_for_a_load_is_taken_in_turns_too_and_a_failed_one_is
         driver.request("a", 1.0, sender=sender)
     assert driver.steps(1.0) == ["load a"]
     driver.core.load_failed("a", 2.0, LoadError("no"))
-    driver.core.settled.clear()
+    driver.core.state.settled.clear()
     for sender in "ccd":
         driver.request("a", 100.0, sender=sender)
     assert driver.steps(100.0) == ["load a"]
     driver.core.loaded("a", 101.0)
-    assert [ticket.sender for ticket in driver.core.settled] == ["c", "d"]
+    assert [ticket.sender for ticket in driver.core.state.settled] == ["c", "d"]
 
 
 def test_a_sender_whose_client_left_is_passed_over():
@@ -332,7 +332,7 @@ def test_who_waits_for_a_replica_that_goes_is_served_by_another():
     waiting = bound(driver, "x", 2.0)
     driver.core.died("x", 3.0, "killed")
     assert waiting.backend == "y"  # whose engine will say that it has no such answer
-    assert waiting in driver.core.settled
+    assert waiting in driver.core.state.settled
 
 
 def test_who_needs_a_replica_that_is_gone_takes_any():

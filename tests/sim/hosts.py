@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from math import inf
 
 from anvil_mux.config.config import Config
 from anvil_mux.scheduler.host_facts import FoundBackend
-from anvil_mux.sim.simulate import Death, HostBack, HostGone, HostLost, Request, Unloading
-from tests.sim.test_simulate import HOLDS, SENDERS, Hazards, one, own_settings, tick
+from anvil_mux.sim.simulate import HostBack, HostGone, HostLost
+from tests.sim.test_simulate import Hazards, one, own_settings, random_settings, random_traffic, tick
 
 FLEETS = {
     "replicas everywhere": (
@@ -92,11 +91,7 @@ def world_of_hosts(fleet, policy, seed, requests=80):
     config = Config(
         backends=backends,
         policy=policy,
-        policy_settings=draw.choice(HOLDS) if policy == "debounce" else {},
-        drain_timeout=draw.choice((0.0, 2.03125, 30.03125)),
-        queue_timeout=draw.choice((25.0625, 600.0625)),
-        max_wait=draw.choice((8.03125, 60.03125)),
-        max_queue=draw.choice((6, 1000, 1000)),
+        **random_settings(draw, policy),
         host_memory=11 if bounded else None,
         memory_of_hosts=MEMORY if bounded else {},
     )
@@ -106,22 +101,7 @@ def world_of_hosts(fleet, policy, seed, requests=80):
         stuck=draw.choice((0.0, 0.15)),
         host_bytes=4 if bounded else 0,
     )
-    impatient, mishaps = draw.choice((0.0, 0.4)), draw.choice((0.0, 0.1))
-    models = sorted({backend.model for backend in backends})
-    weights = [draw.choice((1, 1, 4)) for _ in models]
-    rate, service = draw.choice((0.3, 1.0, 3.0)), draw.choice((0.5, 3.0))
-    now, trace = 0.0, []
-    for _ in range(requests):
-        now += tick(draw.expovariate(rate)) + 2**-20
-        if draw.random() < mishaps:
-            chosen = draw.choice(backends)
-            trace.append(draw.choice((Unloading(now, chosen.model), Death(now, chosen.name))))
-            continue
-        patience = draw.randint(1, 40) / 4 if draw.random() < impatient else inf
-        seconds = tick(draw.expovariate(1 / service)) + 2**-20
-        (model,) = draw.choices(models, weights)
-        sender = SENDERS[len(trace) % len(SENDERS)]
-        trace.append(Request(now, model, seconds, patience, leases=draw.random() > 0.05, sender=sender))
-    trace += losses(draw, backends, now)
+    trace, end = random_traffic(draw, backends, requests)
+    trace += losses(draw, backends, end)
     trace.sort(key=lambda entry: entry.at)
     return config, trace, engines

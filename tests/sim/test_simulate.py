@@ -179,33 +179,18 @@ def own_settings(backends, seed):
     )
 
 
-def world(layout, policy, seed, requests=60):
-    """A configuration, a trace of distinct moments, and engines; the seed says what goes wrong in it.
+def random_settings(draw, policy):
+    return {
+        "policy_settings": draw.choice(HOLDS) if policy == "debounce" else {},
+        "drain_timeout": draw.choice((0.0, 2.03125, 30.03125)),
+        "queue_timeout": draw.choice((25.0625, 600.0625)),
+        "max_wait": draw.choice((8.03125, 60.03125)),
+        "max_queue": draw.choice((6, 1000, 1000)),
+    }
 
-    In those of an odd seed the models have settings of their own.
-    """
-    draw = random.Random(f"{layout} {policy} {seed}")
-    backends, gpus = LAYOUTS[layout]
-    if seed % 2:
-        backends = own_settings(backends, f"{layout} {policy} {seed}")
-    config = Config(
-        backends=backends,
-        gpus=gpus,
-        policy=policy,
-        policy_settings=draw.choice(HOLDS) if policy == "debounce" else {},
-        drain_timeout=draw.choice((0.0, 2.03125, 30.03125)),
-        queue_timeout=draw.choice((25.0625, 600.0625)),
-        max_wait=draw.choice((8.03125, 60.03125)),
-        max_queue=draw.choice((6, 1000, 1000)),
-        host_memory=HOST_MEMORY.get(layout),
-    )
-    engines = Hazards(
-        seed,
-        failing_starts=draw.choice((0.0, 0.3)),
-        stuck=draw.choice((0.0, 0.15)),
-        residuals={backend.name: dict.fromkeys(backend.gpus, 2) for backend in backends if backend.vram},
-        host_bytes=4 if layout in HOST_MEMORY else 0,
-    )
+
+def random_traffic(draw, backends, requests):
+    """Requests, unloads and deaths at distinct moments, and the moment of the last."""
     impatient, mishaps = draw.choice((0.0, 0.4)), draw.choice((0.0, 0.1))
     models = sorted({backend.model for backend in backends})
     weights = [draw.choice((1, 1, 4)) for _ in models]
@@ -222,6 +207,33 @@ def world(layout, policy, seed, requests=60):
         (model,) = draw.choices(models, weights)
         sender = SENDERS[len(trace) % len(SENDERS)]
         trace.append(Request(now, model, seconds, patience, leases=draw.random() > 0.05, sender=sender))
+    return trace, now
+
+
+def world(layout, policy, seed, requests=60):
+    """A configuration, a trace of distinct moments, and engines; the seed says what goes wrong in it.
+
+    In those of an odd seed the models have settings of their own.
+    """
+    draw = random.Random(f"{layout} {policy} {seed}")
+    backends, gpus = LAYOUTS[layout]
+    if seed % 2:
+        backends = own_settings(backends, f"{layout} {policy} {seed}")
+    config = Config(
+        backends=backends,
+        gpus=gpus,
+        policy=policy,
+        **random_settings(draw, policy),
+        host_memory=HOST_MEMORY.get(layout),
+    )
+    engines = Hazards(
+        seed,
+        failing_starts=draw.choice((0.0, 0.3)),
+        stuck=draw.choice((0.0, 0.15)),
+        residuals={backend.name: dict.fromkeys(backend.gpus, 2) for backend in backends if backend.vram},
+        host_bytes=4 if layout in HOST_MEMORY else 0,
+    )
+    trace, _ = random_traffic(draw, backends, requests)
     return config, trace, engines
 
 
@@ -256,15 +268,20 @@ def queues_without_a_bound(log):
     return found
 
 
+def assert_is_sound(world, seed):
+    """No invariant is broken, nobody waits for ever, and each queue has one bound."""
+    config, trace, engines = world
+    log = simulate(config, trace, engines)
+    assert check(log, config) == [], seed
+    assert waiting_at_the_end(log) == set(), seed
+    assert queues_without_a_bound(log) == [], seed
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_world_breaks_an_invariant(layout, policy):
     for seed in range(30):
-        config, trace, engines = world(layout, policy, seed)
-        log = simulate(config, trace, engines)
-        assert check(log, config) == [], seed
-        assert waiting_at_the_end(log) == set(), seed
-        assert queues_without_a_bound(log) == [], seed
+        assert_is_sound(world(layout, policy, seed), seed)
 
 
 def moves(log):
