@@ -49,7 +49,7 @@ def missing_rights(config: HostConfig) -> list[str]:
     lacking: dict[str, list[str]] = {}
     for backend in backends:
         users: set[int] = set()
-        with suppress(MuxError):  # Docker is away, which is told where images are looked for
+        with suppress(MuxError):  # Docker is away, and the check of images reports it
             users |= owners(runtime.pids(backend))
         if not users and contained and (user := user_of(backend, os.environ)) is not None:
             users = {user}

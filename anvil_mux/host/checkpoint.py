@@ -60,7 +60,7 @@ PASSING = ("checkpointing", "restoring")
 
 
 @dataclass(frozen=True, slots=True)
-class Parked:
+class Checkpointed:
     """Processes whose GPU memory is in host memory."""
 
     pids: tuple[int, ...]
@@ -114,23 +114,23 @@ class Checkpointer:
         with self._connect() as driver:
             return tuple(pid for pid in wanted if driver.uses_cuda(pid))
 
-    def find_standby(self, pids: Iterable[int]) -> Parked | None:
+    def find_standby(self, pids: Iterable[int]) -> Checkpointed | None:
         """What an anvil-mux before this one has checkpointed, wholly or half; the processes are thawed."""
         with self._connect() as driver:
             users = [pid for pid in sorted(set(pids)) if driver.uses_cuda(pid)]
             states = {pid: self._state_if_known(driver, pid) for pid in users}
         resting = tuple(pid for pid in users if states[pid] in ("locked", "checkpointed"))
         whole = set(states.values()) == {"checkpointed"}
-        return Parked(resting, whole=whole) if resting else None
+        return Checkpointed(resting, whole=whole) if resting else None
 
-    def park(self, pids: Iterable[int]) -> Parked:
+    def park(self, pids: Iterable[int]) -> Checkpointed:
         """Returns when the processes have let their GPUs go; CheckpointFailed when they run again."""
         group = tuple(sorted(set(pids)))
         held = self._probe().used_by(group).values()
         self._perform(group, ("lock", "checkpoint"), ("restore", "unlock"))
-        return Parked(group, sum(each or 0 for each in held))
+        return Checkpointed(group, sum(each or 0 for each in held))
 
-    def restore(self, standby: Parked) -> None:
+    def restore(self, standby: Checkpointed) -> None:
         """Returns when the processes run with their memory back on the GPUs; else CheckpointFailed."""
         self._perform(standby.pids, ("restore", "unlock"), ("unlock",))
 

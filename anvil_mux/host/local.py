@@ -220,7 +220,7 @@ def _refuse_missing_images(config: HostConfig, names: Collection[str]) -> None:
         from anvil_mux.host.containers import missing_images
 
         missing: list[str] = []
-        with suppress(MuxError):  # Docker is away: who needs an image is told when it is loaded
+        with suppress(MuxError):  # Docker is away: a load that needs an image reports it
             missing = missing_images([b for b in config.backends if b.name in names])
         if missing:
             raise ConfigError(missing)

@@ -364,7 +364,7 @@ class Multiplexer:
         return self._scheduler.abandoned(ticket, now, error)
 
     def cancel(self, number: int) -> bool:
-        """Ends the wait of one request, which is told so; False if no ticket of that number waits."""
+        """Fail one request that waits; False if no ticket of that number waits."""
         found: list[Ticket] = []
 
         def fact(now: float) -> Effects:
@@ -490,7 +490,7 @@ class Multiplexer:
     def unload(self, model: str) -> bool:
         """Evicts ``model`` after its drain, and stops one in standby; False if there is nothing to be done.
 
-        One that is being loaded is so no longer, and who waits for it is told that.
+        A load under way is cancelled, and requests that wait for it fail.
         """
         return self._unload(model, when_idle=False)
 

@@ -196,7 +196,7 @@ class Dispatcher:
 
 
 def _chosen(lease: Lease) -> str:
-    """Which of several replicas answers, and why, as its client is told."""
+    """Which of several replicas answers, and why, as its client reads it."""
     chosen = f"{lease.backend.name}; {lease.why}"
     return f"{chosen}; prefill by {lease.prefill.backend.name}" if lease.prefill else chosen
 

@@ -3,7 +3,7 @@
 First come the slots of each group (``place``), then the models of all of them, which may have backends in
 several (``build_models``), then the states. Backends that go on keep their slots with all that hangs on them,
 models their queue, their demand and what is in flight; swaps and preloads under way go on. Everything else
-follows from the configuration. Nothing of the states before is changed, and they are told nothing any more.
+follows from the configuration. Nothing of the states before is changed, and no fact reaches them any more.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class Severance(NamedTuple):
     """How long the drain was."""
 
     def sentence(self, model: str) -> str:
-        """What the client is told, without a full stop; ``model``: the request's."""
+        """The sentence for the client, without a full stop; ``model``: the request's."""
         what = _SEVERED[self.cause.kind].format(of=model, model=self.cause.model)
         drained = f", after a drain of {self.seconds:.1f} s" if self.seconds else ""
         return f"{what} before this request ended{drained}"

@@ -61,7 +61,7 @@ KINDS = {
     "draining": "a backend gets no new leases, because it makes room for `target` or for another `cause`",
     "severed": "a request still leased when the drain ended, which took `seconds`; `cause` is "
     "evicted (for `target`), unloaded, changed, removed, idle, policy, silent, host_lost or shutdown",
-    "evicting": "a backend is told to leave its GPUs; `seconds` is what the drain took",
+    "evicting": "a backend begins to leave its GPUs; `seconds` is what the drain took",
     "stopped": "a backend holds nothing; with a `cause` it failed to load, or died",
     "standby": "a backend was evicted and not stopped, and is at the standby level `way`; with a `cause` "
     "it could not be stopped, or was found so when its host was back",

@@ -2,7 +2,7 @@
 
 A GPU group is a set of GPUs of one host, tied together by some backend that needs several of them, or by the
 replicas of one model. A model may have backends on several hosts: the GPU groups there share its queue, which
-stands in one of them at a time (scheduler.py). A ``GpuGroup`` is told facts (``request``, ``release``,
+stands in one of them at a time (scheduler.py). A ``GpuGroup`` takes facts (``request``, ``release``,
 ``loaded``, ``died``, ...) and asked one question, ``next_step(now)``, until it answers ``Wait``. It performs
 nothing: whoever drives it (the multiplexer's workers, the simulator) performs the steps and reports how they
 ended. It has no lock, no clock and no I/O; calls must not overlap.
@@ -26,7 +26,7 @@ Invariants:
  5. When a model becomes ready its whole queue, or as much of it as there are places, is leased before the
     policy is asked again; so is the next in queue whenever a place becomes free.
  6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished,
-    unless its load is cancelled: when it is unloaded by hand (who waits for it is told so), or when nobody
+    unless its load is cancelled: when it is unloaded by hand (requests that wait for it fail), or when nobody
     waits for it any more and another queue needs its GPUs. Preloads are cancelled by hand only.
     Who waits behind others at a busy replica waits for another one, if nobody on the GPU group waits for a
     load. (So does the queue of a model that is resident, which it has if its backends take only so many at
@@ -114,7 +114,7 @@ class GpuGroup:
         groups_of: Mapping[str, Sequence[GpuGroup]] | None = None,
         host: HostRecord | None = None,
     ) -> None:
-        """``before``: the groups whose place it takes, and which are told nothing any more (building.py).
+        """``before``: the groups whose place it takes; no fact reaches them any more (building.py).
 
         ``placement``, ``models``, ``states`` and ``groups_of`` are those of a scheduler of several groups.
         """

@@ -9,7 +9,7 @@ A reload changes the configuration while requests run. A backend that goes on (c
 all that hangs on it: state, leases, memory. One that was changed or removed is leaving (group.py): its slot
 keeps the description by which it was started until it holds nothing any more, and is then given to the new
 description, or taken away. Queues belong to models, so a request for a backend that changed waits on, and one
-for a model that is served no longer is told so at once. No GPU group is altered: another one takes its place
+for a model that is served no longer fails at once. No GPU group is altered: another one takes its place
 and goes on from it, so what follows from the configuration is computed in one place. GPU groups that a new
 backend ties together become one, and stay one: swaps that are under way may not be cut.
 
@@ -177,7 +177,7 @@ class Scheduler:
         return self.models[model].queue
 
     def reports(self, now: float) -> dict[str, Report]:
-        """What other anvil-mux are told of the replicas here."""
+        """The reports for other anvil-mux on the replicas here."""
         trackers = [model.replicas.in_flight for model in self.models.values() if model.replicas]
         return {name: each for in_flight in trackers for name, each in in_flight.reports(now).items()}
 

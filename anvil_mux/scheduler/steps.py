@@ -1,4 +1,4 @@
-"""What a GPU group is told about, tickets, and what it asks for, steps."""
+"""Tickets, steps and effects: what passes between a driver and the scheduler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Crash(NamedTuple):
 
 
 class Ticket:
-    """One request's identity, from its arrival to its end. Guarded like the GPU group that it is told to."""
+    """One request's identity, from its arrival to its end. Guarded like the GPU group that it is given to."""
 
     __slots__ = (
         "backend",

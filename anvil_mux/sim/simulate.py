@@ -404,7 +404,7 @@ def check(
     """Find what in ``log`` breaks an invariant. ``slack``: seconds that a real program's threads may be late.
 
     ``begins``: the situation in which the log begins, as JSON; {} where it begins with the program. From the
-    first reload on ``config`` holds no longer, and nothing is said of what comes then.
+    first reload on ``config`` holds no longer, and what comes then is not checked.
     """
     checker = _Checker(config, slack, begins)
     for event in takewhile(lambda event: event.kind != "reloaded", log):

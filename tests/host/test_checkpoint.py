@@ -15,7 +15,7 @@ import pytest
 
 from anvil_mux.errors import BackendError, CheckpointFailed
 from anvil_mux.host import checkpoint
-from anvil_mux.host.checkpoint import Checkpointer, Parked, Rights, is_frozen
+from anvil_mux.host.checkpoint import Checkpointed, Checkpointer, Rights, is_frozen
 from anvil_mux.host.driver import Driver, Limits
 from tests.fake_cuda import FakeCuda
 from tests.fake_gpu import FakeGpus
@@ -104,7 +104,7 @@ def checkpointer(driver: Driven, gpus: FakeGpus) -> Checkpointer:
 
 
 def test_all_are_locked_before_any_is_checkpointed(checkpointer: Checkpointer, driver: Driven) -> None:
-    assert checkpointer.park([B, A]) == Parked((A, B))
+    assert checkpointer.park([B, A]) == Checkpointed((A, B))
     assert driver.log == [("lock", A), ("lock", B), ("checkpoint", A), ("checkpoint", B)]
     assert driver.states == {A: "checkpointed", B: "checkpointed"}
 
@@ -136,7 +136,7 @@ def test_what_is_standby_may_be_standby_again(checkpointer: Checkpointer, driver
 
 
 def test_what_runs_may_be_restored_again(checkpointer: Checkpointer, driver: Driven) -> None:
-    checkpointer.restore(Parked((A, B)))
+    checkpointer.restore(Checkpointed((A, B)))
     assert driver.log == []
 
 
@@ -148,14 +148,14 @@ def test_half_a_park_is_finished(checkpointer: Checkpointer, driver: Driven) -> 
 
 def test_half_a_restore_is_finished(checkpointer: Checkpointer, driver: Driven) -> None:
     driver.states = {A: "running", B: "checkpointed"}
-    checkpointer.restore(Parked((A, B)))
+    checkpointer.restore(Checkpointed((A, B)))
     assert driver.log == [("restore", B), ("unlock", B)]
 
 
 def test_what_an_earlier_anvil_mux_left_is_found(checkpointer: Checkpointer, driver: Driven) -> None:
     driver.states = {A: "checkpointed", B: "locked", C: "running"}
     standby = checkpointer.find_standby([C, B, A, C + 1])
-    assert standby == Parked((A, B), whole=False)
+    assert standby == Checkpointed((A, B), whole=False)
     checkpointer.restore(standby)
     assert set(driver.states.values()) == {"running"}
     assert checkpointer.find_standby([A, B, C, C + 1]) is None
@@ -287,14 +287,14 @@ def test_a_process_that_ended_while_standby_is_lost(checkpointer: Checkpointer, 
 def test_a_process_between_two_states_is_waited_for(checkpointer: Checkpointer, driver: Driven) -> None:
     driver.states = {A: "checkpointed"}
     driver.passing[A] = ["checkpointing"] * 5
-    checkpointer.restore(Parked((A,)))
+    checkpointer.restore(Checkpointed((A,)))
     assert driver.log == [("restore", A), ("unlock", A)]
 
 
 def test_a_process_that_stays_between_two_states_is_lost(checkpointer: Checkpointer, driver: Driven) -> None:
     driver.states[A] = "restoring"
     with pytest.raises(CheckpointFailed, match="it is restoring, not checkpointed") as caught:
-        checkpointer.restore(Parked((A,)))
+        checkpointer.restore(Checkpointed((A,)))
     assert caught.value.lost == (A,)
     assert driver.log == []
 
@@ -314,7 +314,10 @@ def stopped() -> Any:
 
 def test_a_frozen_process_is_left_alone(checkpointer: Checkpointer, driver: Driven, stopped: int) -> None:
     driver.states[stopped] = "running"
-    for call in (lambda: checkpointer.park([A, stopped]), lambda: checkpointer.restore(Parked((stopped,)))):
+    for call in (
+        lambda: checkpointer.park([A, stopped]),
+        lambda: checkpointer.restore(Checkpointed((stopped,))),
+    ):
         with pytest.raises(CheckpointFailed, match=f"process {stopped} is frozen") as caught:
             call()
         assert caught.value.lost == ()

@@ -26,7 +26,7 @@ def asleep(driver, name, at, how="sleep", **holds):
     return driver
 
 
-# Rungs
+# Standby levels
 
 
 @pytest.mark.parametrize(
