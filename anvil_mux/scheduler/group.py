@@ -1,8 +1,8 @@
 """One GPU group's state machine: facts in, next step out.
 
-A GPU group is a set of GPUs of one host, tied together by some backend that needs several of them, or by the
-replicas of one model. A model may have backends on several hosts: the GPU groups there share its queue, which
-stands in one of them at a time (scheduler.py). A ``GpuGroup`` takes facts (``request``, ``release``,
+A GPU group is a set of GPUs of one host, tied together by some backend that needs several of them. A model
+may have backends in several GPU groups, of one host or of several: they share its queue, which stands in one
+of them at a time (scheduler.py). A ``GpuGroup`` takes facts (``request``, ``release``,
 ``loaded``, ``died``, ...) and asked one question, ``next_step(now)``, until it answers ``Wait``. It performs
 nothing: whoever drives it (the multiplexer's workers, the simulator) performs the steps and reports how they
 ended. It has no lock, no clock and no I/O; calls must not overlap.

@@ -212,13 +212,12 @@ def gpu_groups(
 ) -> list[tuple[str, list[Backend]]]:
     """The backends grouped into GPU groups, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
 
-    GPUs are tied by a backend that needs several of them, and by the replicas of one model on one host;
-    nothing ties those of several hosts. ``before``: the GPU groups of before that a backend goes on from;
-    what goes on from the same one stays together.
+    GPUs are tied by a backend that needs several of them; nothing ties those of several hosts. ``before``:
+    the GPU groups of before that a backend goes on from; what goes on from the same one stays together.
     """
     groups: list[tuple[set[str], list[Backend]]] = []
     for backend in backends:
-        ties = {f"gpu {gpu}" for gpu in backend.gpu_names} | {f"model {backend.host} {backend.model}"}
+        ties = {f"gpu {gpu}" for gpu in backend.gpu_names}
         ties |= {f"group {backend.host} {group}" for group in before(backend)}
         members: list[Backend] = []
         for group in [g for g in groups if g[0] & ties]:

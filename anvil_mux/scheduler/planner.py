@@ -151,7 +151,8 @@ def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupStat
 
 
 def _wait_seconds(state: GroupState, model: Model, now: float) -> float:
-    if state.unseen or all_obstacles(state, model, now):
+    leaves = all(slot.leaving for slot in state.own(model))
+    if state.unseen or leaves or all_obstacles(state, model, now):
         return math.inf
     return swap_seconds(state, model, now)
 

@@ -420,14 +420,14 @@ class Scheduler:
 
         Returns the tickets that ended in a group of which nothing goes on.
         """
-        before, of_backend, groups_of = self.groups, self.of_backend, dict(self._groups_of)
+        before, of_backend = self.groups, self.of_backend
         self._ask_at = {}
         staying = {slot.name: slot.backend for each in before for slot in each.leaving}
 
         def homes(backend: Backend) -> list[GpuGroup]:
-            """Where it was, and where others of its host wait for its model."""
-            found = [of_backend.get(backend.name), *groups_of.get(backend.model, ())]
-            return [group for group in found if group and group.host.name == backend.host]
+            """Where it was."""
+            group = of_backend.get(backend.name)
+            return [group] if group and group.host.name == backend.host else []
 
         gone = dict.fromkeys(before)
         drafts = []

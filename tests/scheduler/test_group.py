@@ -45,7 +45,7 @@ class Driver:
     def __init__(self, *backends, gpus=(), policy=None, **settings):
         self.config = Config(backends=backends, gpus=gpus, **{"policy": "eager", **settings})
         self.log = []
-        ((name, members),) = gpu_groups(backends)
+        name = "+".join(sorted(name for name, _ in gpu_groups(backends)))  # of replicas there are several
         policy = policy or build_policy(self.config.policy, self.config.policy_settings)
         self.costs = Costs()
         lru = build_eviction("lru")
@@ -53,7 +53,7 @@ class Driver:
         self.core = GpuGroup(
             name,
             self.config,
-            members,
+            backends,
             policy,
             lru,
             self.log.append,

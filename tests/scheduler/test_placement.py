@@ -153,15 +153,15 @@ def test_what_can_never_fit_is_known_before_anything_is_drained():
         ([one("a"), one("b", "1")], [("0", "a"), ("1", "b")]),
         ([one("a"), one("b", "1"), one("t", "0", "1")], [("0+1", "abt")]),
         ([one("t", "1", "2"), one("a", "0"), one("u", "0", "2")], [("0+1+2", "tau")]),
-        ([one("r", "0", model="m"), one("s", "1", model="m")], [("0+1", "rs")]),
+        ([one("r", "0", model="m"), one("s", "1", model="m")], [("0", "r"), ("1", "s")]),
         (
             [Backend("c", "c"), one("a"), Backend("d", "d")],
             [("no-gpu:c", "c"), ("0", "a"), ("no-gpu:d", "d")],
         ),
-        ([Backend("c", "m"), one("d", "0", model="m")], [("0", "cd")]),
+        ([Backend("c", "m"), one("d", "0", model="m")], [("no-gpu:c", "c"), ("0", "d")]),
     ],
 )
-def test_gpus_are_tied_by_sets_and_by_replicas(backends, expected):
+def test_gpus_are_tied_by_sets_and_not_by_replicas(backends, expected):
     assert [(name, "".join(b.name for b in members)) for name, members in gpu_groups(backends)] == expected
 
 
