@@ -38,6 +38,9 @@ EVENT, TOKENS = b"data: {", b"_tokens"
 REST_OF_NUMBER = 64
 """Bytes that may lack of a figure when a read ends within it, its name included."""
 
+LAST_EVENTS = (b"data: [DONE]", b"event: message_stop", b"event: response.completed")
+"""How streams begin their last event, in the APIs that have one."""
+
 SWEEP_SECONDS = 1.0
 UPSTREAM = select.EPOLLIN
 CLIENT = select.EPOLLRDHUP
@@ -82,6 +85,11 @@ class Passed:
             self.said, self._is_open = self.said + piece[:REST_OF_NUMBER], False
         self.last = piece
         self.events += piece.count(EVENT)
+
+    @property
+    def has_last_event(self) -> bool:
+        """Whether the last piece held the last event: its client may leave before the end of the framing."""
+        return any(b"\n" + event in b"\n" + self.last for event in LAST_EVENTS)
 
 
 class PumpedStream:

@@ -423,6 +423,8 @@ class Exchange:
             end = self._relay.pump.relay(stream)
             self.streamed = stream.relayed
             self.aligned = body.aligned and not stream.pending
+            if end is End.CLIENT_GONE and not stream.pending and self.passed.has_last_event:
+                return End.COMPLETE
         if end is End.COMPLETE:
             self._reusable = response.keep_alive and body.clean
         elif end is End.DIED and self.lease.severed:

@@ -95,7 +95,8 @@ def test_an_engine_killed_under_load_loses_no_request_that_had_not_begun_to_stre
             clients = [pool.submit(load.client, number) for number in range(CLIENTS)]
             try:
                 eventually(lambda: len(load.backends) == 3)
-                docker(stack, "pause", stack.container(VICTIM))  # whom it has now it has when it is killed
+                # Stopped, it keeps the requests that it has until it is killed.
+                docker(stack, "kill", "--signal", "STOP", stack.container(VICTIM))
                 eventually(lambda: leases(mux)[VICTIM] > 2)
                 held = leases(mux)[VICTIM]
                 docker(stack, "kill", stack.container(VICTIM))

@@ -553,6 +553,30 @@ def test_a_client_that_leaves_in_mid_stream_frees_its_lease(rig: Rig) -> None:
     assert rig.events.record().code == "client_gone"
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        b"data: [DONE]\n\n",
+        b'event: message_stop\ndata: {"type":"message_stop"}\n\n',
+        b'event: response.completed\ndata: {"type":"response.completed"}\n\n',
+    ],
+)
+def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(rig: Rig, last: bytes) -> None:
+    client = rig.client()
+    client.post(STREAM_A)
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    client.read_until(b"data: 1\n\n\r\n")
+    asked.send(chunk(last))
+    client.read_until(last + b"\r\n")
+    client.leave()
+    assert asked.was_left()
+    rig.events.wait("released")
+    assert rig.events.record().code == ""
+    rig.mux.died("a", "was killed")
+    assert rig.events.of("stopped")[-1].cause.kind == "died"
+
+
 def test_a_client_that_leaves_the_line_is_forgotten(rig: Rig) -> None:
     rig.mechanism.gate.clear()
     client = rig.client()
