@@ -14,6 +14,7 @@ from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.slot import HOLDING
 from anvil_mux.scheduler.steps import Cancel, Demote, Load
 from anvil_mux.sim.simulate import Death, Outcome, Request, Unloading, _Simulation, check
+from tests.seeds import seeds
 
 LEVELS = (
     ("stop",),
@@ -105,7 +106,8 @@ class Troubled:
         return Outcome(0.5, how=to, residual=residual, host_bytes=self._host[step.backend, to])
 
 
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.seeds
+@pytest.mark.parametrize("chunk", seeds(2, of=8))
 def test_when_the_trouble_is_over_everybody_is_served_and_nothing_is_left_undone(chunk):
     for seed in range(chunk * 40, chunk * 40 + 40):
         draw = random.Random(seed)

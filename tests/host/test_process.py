@@ -529,8 +529,9 @@ def test_a_process_belongs_to_the_service_that_it_was_started_for(house: House):
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_a_frozen_service_can_be_ended(house: House, how: str):
     gate = house.gate()
-    # It starts nothing meanwhile: a shell does not stop while a child of it is frozen before its exec.
-    backend = shell(f"trap 'echo told; exit' TERM; sleep 1000 & echo > {gate}; wait")
+    # A child of a shell that is frozen before its exec would neither let the shell stop nor heed SIGTERM.
+    begun = "while read name < /proc/$!/comm && [ $name != sleep ]; do :; done"
+    backend = shell(f"trap 'echo told; exit' TERM; sleep 1000 & {begun}; echo > {gate}; wait")
     runtime = house.runtime(backend)
     runtime.start(backend)
     gate.read_text()

@@ -46,6 +46,7 @@ from anvil_mux.sim.simulate import (
     simulate,
 )
 from tests.baton import BatonClock, Deadlock
+from tests.seeds import seeds
 from tests.sim.hosts import FLEETS, world_of_hosts
 from tests.sim.test_simulate import LAYOUTS, POLICIES, one, world
 
@@ -209,19 +210,21 @@ def differences(config, trace, perform, *, seed=0, package=PACKAGE, **before):
 # Equality with the simulator
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_threads_write_the_log_that_was_simulated(layout, policy):
-    for seed in range(5):
+    for seed in seeds(3, of=30):
         config, trace, perform = world(layout, policy, seed, requests=50)
         assert differences(config, trace, perform, seed=seed) is None, seed
         assert check(simulate(config, trace, perform), config) == [], seed
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_they_do_so_too_on_three_hosts_that_are_lost_and_come_back(fleet, policy):
-    for seed in range(30):
+    for seed in seeds(5, of=30):
         config, trace, perform = world_of_hosts(fleet, policy, seed, requests=50)
         assert differences(config, trace, perform, seed=seed) is None, seed
 

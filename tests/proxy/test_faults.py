@@ -16,6 +16,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, LoadError, Stuck
+from tests.seeds import ALL, seeds
 from tests.sleepy_engine import FAULTS, GIB
 from tests.virtual_house import TOTAL, World, sleeper
 
@@ -317,11 +318,14 @@ def test_two_drivers_swap_at_once_and_what_is_stuck_on_one_delays_nobody_on_the_
     world.play(main)
 
 
-# A pair beside two single ones, for an hour
+# A pair beside two single ones, for a quarter of an hour, or all of it
+
+SECONDS = 3600 if ALL else 900
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("way", ["sleep", "checkpoint", "stop"])
-def test_a_pair_and_two_single_ones_under_constant_load_share_two_gpus_for_an_hour(
+def test_a_pair_and_two_single_ones_under_constant_load_share_two_gpus(
     make: Make, way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evict_to = (way, "stop") if way != "stop" else ("stop",)
@@ -331,13 +335,13 @@ def test_a_pair_and_two_single_ones_under_constant_load_share_two_gpus_for_an_ho
     world.house.load_seconds = {"a": 8.0, "b": 5.0, "t": 20.0}
 
     def main() -> None:
-        for n in range(3600):
+        for n in range(SECONDS):
             world.until(float(n))
             world.request(float(n), "abt"[n % 3], 1.0 + n % 7)
-        world.until(4000.0)
+        world.until(SECONDS + 400.0)
 
     world.play(main)
-    assert len(world.results) == 3600
+    assert len(world.results) == SECONDS
     assert all(result.served for result in world.results)
     worst = max(result.waited for result in world.results)
     with capsys.disabled():
@@ -399,7 +403,8 @@ def some_trouble(world: World, name: str) -> None:
             world.later(until, lambda: house.driver.faults.pop(key, None))
 
 
-@pytest.mark.parametrize("chunk", range(8))
+@pytest.mark.seeds
+@pytest.mark.parametrize("chunk", seeds(3, of=16))
 def test_whatever_fails_at_whatever_moment_nothing_is_lost_and_all_is_well_afterwards(
     make: Make, chunk: int
 ) -> None:

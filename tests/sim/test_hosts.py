@@ -2,12 +2,14 @@
 
 import pytest
 
+from tests.seeds import seeds
 from tests.sim.hosts import FLEETS, world_of_hosts
 from tests.sim.test_simulate import POLICIES, assert_is_sound
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_no_world_with_lost_hosts_breaks_an_invariant(fleet, policy):
-    for seed in range(30):
+    for seed in seeds(8, of=60):
         assert_is_sound(world_of_hosts(fleet, policy, seed), seed)

@@ -16,6 +16,7 @@ from anvil_mux.scheduler.policies import POLICIES as REGISTRY
 from anvil_mux.scheduler.policies import Stay, SwapTo, Unload
 from anvil_mux.scheduler.steps import Cancel, Load
 from anvil_mux.sim.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
+from tests.seeds import seeds
 
 
 @dataclass(frozen=True)
@@ -277,10 +278,11 @@ def assert_is_sound(world, seed):
     assert queues_without_a_bound(log) == [], seed
 
 
+@pytest.mark.seeds
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_world_breaks_an_invariant(layout, policy):
-    for seed in range(30):
+    for seed in seeds(8, of=60):
         assert_is_sound(world(layout, policy, seed), seed)
 
 
