@@ -13,23 +13,19 @@ Problems are collected and raised together, each with file, line and key. What w
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from anvil_mux.config import interpolate, service, settings
+from anvil_mux.config.checking import Checks
 from anvil_mux.config.composefile import Compose, combine, run_compose
 from anvil_mux.config.config import (
-    DEFAULT_ROUTING,
-    EITHER,
     LABEL,
-    ROUTING_NAME,
     SERVICE_NAME,
     WAYS,
     Backend,
@@ -41,8 +37,9 @@ from anvil_mux.config.config import (
 )
 from anvil_mux.config.interpolate import Document, KeyPath
 from anvil_mux.config.plugins import Plugins
+from anvil_mux.config.problems import Problems
 from anvil_mux.config.profile import Profile, read
-from anvil_mux.config.settings import Setting, gib
+from anvil_mux.config.settings import Setting
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
 
@@ -102,16 +99,15 @@ class _ConfigReader:
         self._present = present
         self._judge = judge
         self._overrides = {key: value for key, value in overrides.items() if value is not None}
-        self._problems: list[str] = []
-        self._warnings: list[str] = []
-        self._origins = dict.fromkeys(SETTINGS, "default")
+        self._problems = Problems(documents)
+        self._origins = self._problems.origins
         self._variables = interpolate.environment(documents[0].file.parent, environ)
         self._host_ports: dict[str, set[int]] = {}
         self._each_gpus: dict[str, list[tuple[str, ...]]] = {}  # scaled service -> those of each replica
 
     def load(self, compose: Compose | None) -> Config:
         content = combine(self._documents, self._environ, None if self._wants_process() else compose)
-        self._warnings += content.warnings
+        self._problems.warnings += content.warnings
         values = self._top_level(content.settings)
         self._preload = values.get("preload", default_of(Config, "preload"))
         values.setdefault("project", content.project or default_of(Config, "project"))
@@ -123,20 +119,20 @@ class _ConfigReader:
         used = {gpu for backend in backends for gpu in backend.gpus}
         for gpu in sorted(used, key=lambda id: (len(id), id)):
             self._gpus.setdefault(gpu, self._known(Gpu(gpu)))
-        self._check_settings(values, backends)
-        self._check_routing(values, backends)
-        self._check_stages(backends)
-        self._check_names(backends)
-        self._check_room(backends)
-        self._check_ports(backends, values.get("port", default_of(Config, "port")))
-        self._check_waits(values, backends)
-        if self._problems:
-            raise ConfigError(list(dict.fromkeys(self._problems)))
+        Checks(
+            self._problems,
+            plugins=self._plugins,
+            values=values,
+            backends=backends,
+            gpus=self._gpus,
+            host_ports=self._host_ports,
+        ).run()
+        self._problems.raise_all()
         return Config(
             tuple(backends),
             gpus=tuple(self._gpus.values()),
             files=tuple(os.path.abspath(document.file) for document in self._documents),
-            warnings=tuple(dict.fromkeys(self._warnings)),
+            warnings=tuple(dict.fromkeys(self._problems.warnings)),
             origins=self._origins,
             **values,
         )
@@ -160,7 +156,7 @@ class _ConfigReader:
         """Arguments of ``Config``: from the file, the environment and the flags, the later the stronger."""
         values = self._take(SETTINGS, given, ("x-anvil",))
         for key in values:
-            self._origins[key] = self._where(("x-anvil", key)).partition(": ")[0]
+            self._origins[key] = self._problems.where(("x-anvil", key)).partition(": ")[0]
         for key, setting in SETTINGS.items():
             variable = f"ANVIL_{key.upper()}"
             if text := self._environ.get(variable):
@@ -174,7 +170,7 @@ class _ConfigReader:
 
     def _given(self, key: str, setting: Setting, value: object, origin: str) -> dict[str, Any]:
         self._origins[key] = origin
-        return self._read(key, setting, value, partial(self._problem_of_setting, key))
+        return self._read(key, setting, value, partial(self._problems.of_setting, key))
 
     def _read(self, key: str, setting: Setting, value: Any, tell: Callable[..., None]) -> dict[str, Any]:
         """The value of a setting, as far as it can be read; ``tell`` is called with each problem's way."""
@@ -193,14 +189,16 @@ class _ConfigReader:
     ) -> dict[str, Any]:
         """Read the settings in ``given`` by ``table``; an empty value counts as none."""
         if given is not None and not isinstance(given, dict):
-            self._problem(key, f"must hold settings such as {next(iter(table))}, not {settings.show(given)}")
+            self._problems.add(
+                key, f"must hold settings such as {next(iter(table))}, not {settings.show(given)}"
+            )
             return {}
         taken: dict[str, Any] = {}
         for name, value in (given or {}).items():
             if name not in table:
-                self._problem((*key, prefix + name), f"unknown key; {settings.nearest(name, table)}")
+                self._problems.add((*key, prefix + name), f"unknown key; {settings.nearest(name, table)}")
             elif value is not None:
-                tell = partial(self._problem_within, (*key, prefix + name))
+                tell = partial(self._problems.within, (*key, prefix + name))
                 taken |= self._read(name, table[name], value, tell)
         return taken
 
@@ -222,9 +220,11 @@ class _ConfigReader:
                 backends += self._replicas(self._backend(name, described, given), described)
             except ValueError as error:
                 ours = True
-                self._problem(key, str(error))
+                self._problems.add(key, str(error))
         if not ours:
-            self._problem(("services",), "none serves a model; add `x-anvil: {}` to each service that does")
+            self._problems.add(
+                ("services",), "none serves a model; add `x-anvil: {}` to each service that does"
+            )
         return backends
 
     def _replicas(self, backend: Backend, described: dict[str, Any]) -> Iterator[Backend]:
@@ -255,7 +255,7 @@ class _ConfigReader:
     def _backend(self, name: str, described: dict[str, Any], given: dict[str, Any]) -> Backend:
         _check_service(name, described)
         if self._plain and "env_file" in described:
-            self._problem(("services", name, "env_file"), interpolate.NEED_COMPOSE)
+            self._problems.add(("services", name, "env_file"), interpolate.NEED_COMPOSE)
         engine = self._fill_in(name, described, given)
         variables = service.environment(described, self._variables)
         given["gpus"] = self._gpus_of(name, given.get("gpus", service.gpus(described, variables)))
@@ -269,7 +269,7 @@ class _ConfigReader:
         if self._process:
             self._host_ports[name] = {backend.port} if backend.port else set()
             if not backend.service.command:
-                self._problem(("services", name), "needs a `command`, since runtime is process")
+                self._problems.add(("services", name), "needs a `command`, since runtime is process")
             bites = service.process_bites(described, backend.port)
         else:
             published = service.published(described)
@@ -277,8 +277,8 @@ class _ConfigReader:
             if described.get("network_mode") == "host" and backend.port:
                 self._host_ports[name].add(backend.port)
             bites = service.bites(described, engine, backend.port, backend.gpus)
-        place = self._where(("services", name)).partition(": ")[0]
-        self._warnings += [f"{place}: service {name}: {text}" for text in bites]
+        place = self._problems.where(("services", name)).partition(": ")[0]
+        self._problems.warnings += [f"{place}: service {name}: {text}" for text in bites]
         return backend
 
     def _fill_in(self, name: str, described: dict[str, Any], given: dict[str, Any]) -> str:
@@ -300,7 +300,7 @@ class _ConfigReader:
         levels = given["evict_to"]
         if list(levels) != sorted(levels, key=WAYS.index):
             down = ", ".join(sorted(levels, key=WAYS.index))
-            self._problem(
+            self._problems.add(
                 ("services", name, "x-anvil", "evict_to"),
                 f"goes from the lightest standby level down: write [{down}]",
             )
@@ -309,7 +309,7 @@ class _ConfigReader:
             if way == "checkpoint" and self._judge:
                 why = why or self._judge(given["gpus"], given.get("checkpoint_anyway", False)) or ""
             if why:
-                self._problem(("services", name, "x-anvil", "evict_to"), f"{way} cannot work: {why}")
+                self._problems.add(("services", name, "x-anvil", "evict_to"), f"{way} cannot work: {why}")
 
     def _profile(self, name: str, file: str) -> Profile | None:
         """The profile in a file, whose path begins at the folder of the first compose file."""
@@ -320,7 +320,7 @@ class _ConfigReader:
             text = f"{path} cannot be read: {error.strerror}"
         except ValueError as error:
             text = f"{path}: {error}"
-        self._problem(("services", name, "x-anvil", "profile"), text)
+        self._problems.add(("services", name, "x-anvil", "profile"), text)
         return None
 
     def _port(self, described: dict[str, Any]) -> int | None:
@@ -348,7 +348,7 @@ class _ConfigReader:
             return self._used(name, used)
         if not self._process:
             key = ("services", name, "x-anvil", "gpus")
-            self._problem(
+            self._problems.add(
                 key,
                 "differ between replicas, and Compose gives all containers of a service the same GPUs: "
                 "write a service for each, each with the same x-anvil: {model: ...}",
@@ -361,13 +361,13 @@ class _ConfigReader:
             known = self._gpus or {gpu.id: gpu for gpu in self._present.values()}
             if not known:
                 say = 'say which there are at the top level: x-anvil: {gpus: ["0"]}'
-                self._problem(("services", name), f"uses all GPUs; {say}")
+                self._problems.add(("services", name), f"uses all GPUs; {say}")
             return tuple(known)
         ids = tuple(dict.fromkeys(self._known(Gpu(id)).id for id in used or ()))
         for id in ids:
             if self._declared and id not in self._gpus:
                 declared = ", ".join(self._gpus)
-                self._problem(
+                self._problems.add(
                     ("services", name, "x-anvil", "gpus"), f"GPU {id} is not declared; declared: {declared}"
                 )
         return ids
@@ -377,206 +377,12 @@ class _ConfigReader:
         real = self._present.get(gpu.id)
         return gpu if real is None else Gpu(real.id, gpu.vram or real.vram, gpu.reserve)
 
-    # What cannot work
-
-    def _check_settings(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
-        for key, build in (("policy", self._plugins.policy), ("eviction", self._plugins.eviction)):
-            if key in values:
-                try:
-                    build(values[key], values[f"{key}_settings"])
-                except (ValueError, TypeError) as error:
-                    self._problem_of_setting(key, str(error))
-        for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
-            if one in values and other not in values:
-                self._problem_of_setting(one, f"needs {other} beside it")
-        names = {name for backend in backends for name in (backend.model, *backend.aliases)}
-        if (default := values.get("default_model")) and default not in names:
-            self._problem_of_setting(
-                "default_model", f"no service serves {default}; {settings.nearest(default, names)}"
-            )
-
-    def _check_routing(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
-        own = values.get("routing_policies", {})
-        shipped = self._plugins.shipped_routing()
-        needs = {**shipped, **{name: self._needs(name, written, shipped) for name, written in own.items()}}
-        known = (*shipped, *own)
-        default = values.get("routing", DEFAULT_ROUTING)
-        if default not in known:
-            self._problem_of_setting("routing", f"no policy {default}; {settings.nearest(default, known)}")
-        models: dict[str, tuple[str, str]] = {}
-        for backend in backends:
-            key = ("services", backend.service_name, "x-anvil", "routing")
-            name = backend.routing or default
-            if backend.routing and name not in known:
-                self._problem(key, f"no policy {name}; {settings.nearest(name, known)}")
-            first, other = models.setdefault(backend.model, (backend.name, name))
-            if other != name:
-                self._problem(key, f"is {name}, but {first}, a replica of the same model, has {other}")
-            for need in sorted(needs.get(name, ())):
-                if not getattr(backend, need):
-                    self._problem(
-                        ("services", backend.service_name), f"needs {need}, because routing is {name}"
-                    )
-
-    def _check_stages(self, backends: Sequence[Backend]) -> None:
-        for one, other in (("prefill", "decode"), ("decode", "prefill")):
-            served = {backend.model for backend in backends if backend.infer_type in (other, EITHER)}
-            for backend in backends:
-                if backend.infer_type == one and backend.model not in served:
-                    self._problem(
-                        ("services", backend.service_name, "x-anvil", "infer_type"),
-                        f"is {one}, but no service of {backend.model} is {other}: both stages are needed",
-                    )
-
-    def _needs(self, name: str, written: object, shipped: Container[str]) -> Set[str]:
-        """The settings that a policy of the file's own needs of a service; its problems are noted."""
-        key = ("x-anvil", "routing", "policies", name)
-        if name in shipped:
-            self._problem(key, "is the name of a policy that is shipped; call it otherwise")
-        if not ROUTING_NAME.fullmatch(str(name)):
-            self._problem(key, "a name may hold letters, digits, . _ + and - only")
-        needs, problems = self._plugins.read_routing(name, written)
-        for path, text in problems:
-            self._problem((*key, *path), text)
-        return needs
-
-    def _check_names(self, backends: Sequence[Backend]) -> None:
-        for name, count in Counter(backend.name for backend in backends).items():
-            if count > 1:
-                self._problem(("services", name), f"a replica of a scaled service is called {name} too")
-        owners = {backend.model: backend.model for backend in backends}
-        for backend in backends:
-            for alias in backend.aliases:
-                owner = owners.setdefault(alias, backend.model)
-                if owner != backend.model:
-                    self._problem(
-                        ("services", backend.service_name, "x-anvil", "aliases"),
-                        f"{alias} is already a name of {owner}",
-                    )
-
-    def _check_room(self, backends: Sequence[Backend]) -> None:
-        for gpu in self._gpus.values():
-            users = [backend for backend in backends if gpu.id in backend.gpus]
-            room = _room(gpu)
-            for backend in users:
-                key = ("services", backend.service_name, "x-anvil", "vram")
-                if backend.vram and room is None:
-                    self._warnings.append(
-                        f"{self._where(key)} has no effect: how large GPU {gpu.id} is is not known; "
-                        f'declare it: x-anvil: {{gpus: {{"{gpu.id}": {{vram: ...}}}}}}'
-                    )
-                elif backend.vram and room is not None and backend.vram > room:
-                    self._problem(
-                        key, f"{gib(backend.vram)} never fit GPU {gpu.id}, which has {gib(room)} for models"
-                    )
-            self._check_replicas(gpu, room, users)
-            self._check_pins(gpu, room, users)
-
-    def _check_replicas(self, gpu: Gpu, room: int | None, users: Sequence[Backend]) -> None:
-        for name, count in Counter(backend.service_name for backend in users).items():
-            pair = [backend for backend in users if backend.service_name == name][:2]
-            if count > 1 and not pair[0].vram_measured and not _fit(pair, room):
-                self._warnings.append(
-                    f"{self._where(('services', name))}: no two of its replicas fit on GPU {gpu.id}, "
-                    "so they take turns: declare what one takes, x-anvil: {vram: ...}"
-                )
-
-    def _check_pins(self, gpu: Gpu, room: int | None, users: Sequence[Backend]) -> None:
-        pinned = [backend for backend in users if backend.pin]
-        names = ", ".join(backend.name for backend in pinned)
-        if not _fit(pinned, room):
-            key = ("services", pinned[-1].service_name, "x-anvil", "pin")
-            self._problem(key, f"the pinned {names} do not fit on GPU {gpu.id} together")
-            return
-        for backend in users:
-            if pinned and not backend.pin and not _fit([*pinned, backend], room):
-                self._warnings.append(
-                    f"{self._where(('services', backend.service_name))}: does not fit on GPU {gpu.id} beside "
-                    f"the pinned {names}: while that is loaded its requests are refused; "
-                    "unpin, or declare less vram"
-                )
-
-    def _check_waits(self, values: Mapping[str, Any], backends: Sequence[Backend]) -> None:
-        """Check that requests may wait for long enough to be served."""
-        limit, most = (values.get(key, default_of(Config, key)) for key in ("queue_timeout", "max_wait"))
-        for longest in dict.fromkeys([most if b.max_wait is None else b.max_wait for b in backends]):
-            if limit < longest:
-                self._warnings.append(
-                    f"queue_timeout ({limit:g} s) is less than max_wait ({longest:g} s): a queue is overdue "
-                    "before that, early enough for a load that takes as long as loads usually do"
-                )
-        slow = [backend.name for backend in backends if backend.load_timeout > limit]
-        if slow:
-            self._warnings.append(
-                f"queue_timeout ({limit:g} s) is less than the load_timeout of {', '.join(slow)}: requests "
-                "that wait for a load fail when it takes longer than that, though it goes on"
-            )
-
-    def _check_ports(self, backends: Sequence[Backend], listen: int) -> None:
-        for backend in backends:
-            if listen in self._host_ports[backend.name]:
-                self._problem(
-                    ("services", backend.service_name), f"port {listen} is the one that anvil-mux listens on"
-                )
-        for one, other in combinations(backends, 2):
-            common = self._host_ports[one.name] & self._host_ports[other.name]
-            if common and not self._take_turns(one, other):
-                ports = ", ".join(map(str, sorted(common)))
-                text = f"port {ports} is also that of {one.name}, and both may run at once"
-                if one.service_name == other.service_name:
-                    text = f"port {ports} cannot be that of all its replicas: {self._port_advice(other)}"
-                self._problem(("services", other.service_name), text)
-
-    def _port_advice(self, backend: Backend) -> str:
-        if self._process:
-            return "leave it out, and each has one of its own in $PORT"
-        return f'publish any, "127.0.0.1::{backend.port or "PORT"}", or a range'
-
-    def _take_turns(self, one: Backend, other: Backend) -> bool:
-        """Whether two backends never run at once; one in standby keeps its port."""
-        if {*one.evict_to, *other.evict_to} != {"stop"} or one.vram_measured or other.vram_measured:
-            return False
-        common = set(one.gpus) & set(other.gpus)
-        return any(not _fit((one, other), _room(self._gpus[gpu])) for gpu in common)
-
-    def _problem(self, key: KeyPath, text: str) -> None:
-        self._problems.append(f"{self._where(key)}: {text}")
-
-    def _problem_within(self, key: KeyPath, text: str, *path: str) -> None:
-        self._problem((*key, *path), text)
-
-    def _problem_of_setting(self, key: str, text: str, *path: str) -> None:
-        """Name the flag or the variable where one of them gave the setting."""
-        way = ".".join(path) + ": " if path else ""
-        match self._origins[key]:
-            case "flag":
-                self._problems.append(f"--{key.replace('_', '-')}: {way}{text}")
-            case origin if origin == f"ANVIL_{key.upper()}":
-                self._problems.append(f"{origin}: {way}{text}")
-            case _:
-                self._problem(("x-anvil", key, *path), text)
-
-    def _where(self, key: KeyPath) -> str:
-        return max(reversed(self._documents), key=lambda document: document.knows(key)).where(key)
-
 
 def _check_service(name: str, described: dict[str, Any]) -> None:
     if not SERVICE_NAME.fullmatch(name):
         raise ValueError("its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any")
     if service.copies(described) > 1 and "container_name" in described:
         raise ValueError("is scaled, so it can have no container_name")
-
-
-def _room(gpu: Gpu) -> int | None:
-    return gpu.vram - gpu.reserve if gpu.vram else None
-
-
-def _fit(backends: Sequence[Backend], room: int | None) -> bool:
-    """Whether backends can be on a GPU with this much room at once."""
-    if len(backends) < 2:
-        return True
-    needs = [backend.vram for backend in backends]
-    return room is not None and all(needs) and sum(need or 0 for need in needs) <= room
 
 
 def _structure(text: str) -> object:
