@@ -43,8 +43,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.relay import Exchange, Relay
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import LeastRecentlyUsed
-from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.policies import Eager
+from anvil_mux.scheduler.placement import Placement
 from anvil_mux.serve.locking import locked
 
 SLACK_SECONDS = 60.0
@@ -116,15 +115,12 @@ def rings(config: Config) -> list[tuple[str, list[Backend]]]:
 
 def _stay_together(config: Config, a: Backend, b: Backend) -> bool:
     pair = [_plain(backend, "stop") for backend in (a, b)]
-    group = GpuGroup(
-        name="pair",
-        config=config,
-        backends=pair,
-        policy=Eager(),
-        eviction=LeastRecentlyUsed(),
-        emit=lambda event: None,
-    )
-    return group.adopt(a.name, 0.0) and group.adopt(b.name, 0.0)
+    placement = Placement(pair, config.gpus, LeastRecentlyUsed())
+    first, second = placement.slots.values()
+    if not placement.fits(first):
+        return False
+    first.enter("adopt", 0.0)
+    return placement.fits(second)
 
 
 def _plain(backend: Backend, way: str) -> Backend:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.costs import Costs
@@ -29,16 +30,37 @@ from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.state import GroupState
 
 
-def place(
-    config: Config,
-    backends: Iterable[Backend],
-    eviction: Eviction,
-    before: Iterable[GroupState] = (),
-    hosts: Mapping[str, HostRecord] = MappingProxyType({}),
-) -> Placement:
-    """The slots of one GPU group. Those that backends had ``before`` they keep, unless left for good."""
-    kept = {name: slot for each in before for name, slot in each.slots.items() if not slot.is_left}
-    return Placement(backends, config.gpus, eviction, kept, hosts)
+class Common(NamedTuple):
+    """What all GPU groups of one configuration stand on."""
+
+    config: Config
+    policy: Policy
+    eviction: Eviction
+    emit: Callable[[Event], object]
+    emit_leases: bool
+    costs: Costs
+    footprints: Footprints
+    hosts: Mapping[str, HostRecord]
+    memories: Mapping[str, HostMemory]
+    """Host -> its memory."""
+    states: dict[str, list[GroupState]]
+    """Model -> the states of the GPU groups that have backends of it."""
+
+
+class Draft(NamedTuple):
+    """A GPU group that is to be made."""
+
+    name: str
+    host: str
+    backends: Sequence[Backend]
+    before: Sequence[GroupState] = ()
+    """The states of the groups whose place it takes."""
+
+
+def place(draft: Draft, common: Common) -> Placement:
+    """The slots of one GPU group. Those that backends have already they keep, unless left for good."""
+    kept = {name: slot for each in draft.before for name, slot in each.slots.items() if not slot.is_left}
+    return Placement(draft.backends, common.config.gpus, common.eviction, kept, common.hosts)
 
 
 def build_models(
@@ -87,43 +109,30 @@ def _go_on_with(model: Model, old: Model) -> None:
 
 
 def build_state(
-    name: str,
-    config: Config,
-    placement: Placement,
-    models: Mapping[str, Model],
-    policy: Policy,
-    emit: Callable[[Event], object],
-    *,
-    costs: Costs,
-    memory: HostMemory,
-    footprints: Footprints,
-    emit_leases: bool,
-    before: Sequence[GroupState],
-    states: dict[str, list[GroupState]],
-    host: HostRecord,
+    draft: Draft, placement: Placement, models: Mapping[str, Model], common: Common
 ) -> GroupState:
-    """``before``: the states of the groups whose place it takes. ``models``: also of other groups."""
-    kept = {slot.name for each in before for slot in each.slots.values() if not slot.is_left}
+    """The state of a GPU group; ``models``: also those of other groups."""
+    kept = {slot.name for each in draft.before for slot in each.slots.values() if not slot.is_left}
     here = {name: each for name, each in models.items() if any(s.name in placement.slots for s in each.slots)}
     state = GroupState(
-        name=name,
-        config=config,
-        policy=policy,
+        name=draft.name,
+        config=common.config,
+        policy=common.policy,
         placement=placement,
         models=here,
-        states=states,
-        host=host,
-        memory=memory,
-        costs=costs,
-        footprints=footprints,
-        emit=emit,
-        emit_leases=emit_leases,
+        states=common.states,
+        host=common.hosts[draft.host],
+        memory=common.memories[draft.host],
+        costs=common.costs,
+        footprints=common.footprints,
+        emit=common.emit,
+        emit_leases=common.emit_leases,
     )
     state.preloads += [s for s in state.slots.values() if s.backend.preload and s.name not in kept]
     for slot in state.slots.values():
-        memory.join(slot, partial(worth, state))
-        placement.measure(slot, footprints.held(slot.name))
-    for each in before:
+        state.memory.join(slot, partial(worth, state))
+        placement.measure(slot, state.footprints.held(slot.name))
+    for each in draft.before:
         _go_on_from(state, each)
     return state
 

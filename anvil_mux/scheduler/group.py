@@ -51,31 +51,24 @@ for whoever takes that slot; scheduler.py makes the GPU group that takes this on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
-from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import LoadError, MuxError
 from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.admission import Admission
-from anvil_mux.scheduler.building import build_models, build_state, place
 from anvil_mux.scheduler.causes import Cause, Leaving
-from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.decider import Decider
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.eviction import Eviction
-from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group_swaps import GroupSwaps
 from anvil_mux.scheduler.host_facts import FoundBackend, HostFacts
-from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.outcomes import Outcomes
-from anvil_mux.scheduler.placement import Placement
 from anvil_mux.scheduler.planner import cost_of, needed
-from anvil_mux.scheduler.policies import Policy, Stay
+from anvil_mux.scheduler.policies import Stay
 from anvil_mux.scheduler.preloads import complete
 from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.refusals import of_crashes
@@ -83,7 +76,6 @@ from anvil_mux.scheduler.replicas import nobody_takes
 from anvil_mux.scheduler.requested import Requested
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.snapshot import Awaited, awaited
-from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import NO_USAGE, Step, Ticket, TokenUsage, Wait
 from anvil_mux.scheduler.swap import SwapInProgress, drains, promises, swap_to
@@ -94,51 +86,10 @@ INCOMPLETE, BUSY = Cause("incomplete"), Cause("busy")
 class GpuGroup:
     """The state of one GPU group. Every fact comes with the moment at which it became true."""
 
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        backends: Iterable[Backend],
-        policy: Policy,
-        eviction: Eviction,
-        emit: Callable[[Event], object],
-        costs: Costs | None = None,
-        memory: HostMemory | None = None,
-        footprints: Footprints | None = None,
-        *,
-        emit_leases: bool = True,
-        before: Sequence[GpuGroup] = (),
-        placement: Placement | None = None,
-        models: Mapping[str, Model] | None = None,
-        states: dict[str, list[GroupState]] | None = None,
-        groups_of: Mapping[str, Sequence[GpuGroup]] | None = None,
-        host: HostRecord | None = None,
-    ) -> None:
-        """``before``: the groups whose place it takes; no fact reaches them any more (building.py).
-
-        ``placement``, ``models``, ``states`` and ``groups_of`` are those of a scheduler of several groups.
-        """
-        placement = placement or place(config, backends, eviction)
-        states_of: dict[str, list[GroupState]] = {} if states is None else states
-        self.state: GroupState = build_state(
-            name,
-            config,
-            placement,
-            build_models(placement.slots.values(), config) if models is None else models,
-            policy,
-            emit,
-            costs=costs or Costs(),
-            memory=memory or HostMemory(),
-            footprints=footprints or Footprints(),
-            emit_leases=emit_leases,
-            before=[each.state for each in before],
-            states=states_of,
-            host=host or HostRecord(),
-        )
-        state = self.state
-        if states is None:
-            states_of.update({model: [state] for model in state.models})
-        self.name = name
+    def __init__(self, state: GroupState, groups_of: Mapping[str, Sequence[GpuGroup]]) -> None:
+        """``groups_of``: model -> the GPU groups that have backends of it."""
+        self.state = state
+        self.name = state.name
         self.host = state.host
         self.slots = state.slots
         self._models = state.models
@@ -150,10 +101,9 @@ class GpuGroup:
         self._decider = Decider(state, self._admission, moves, swaps)
         self._outcomes = Outcomes(state, self._admission, moves, swaps)
         self._host_facts = HostFacts(state, self._admission, moves, swaps, self._outcomes)
-        groups = [self]
 
         def siblings(model: str) -> list[Requested]:
-            return [group._requested for group in (groups_of or {}).get(model, groups)]
+            return [group._requested for group in groups_of[model]]
 
         self._requested = Requested(state, self._admission, swaps, siblings)
 

@@ -29,7 +29,7 @@ class Outcomes:
 
     def adopt(self, slot: Slot, now: float) -> bool:
         """It ran before we did; False if it cannot stay beside those already adopted."""
-        if any(amount > 0 for amount in self._state.placement.missing(slot).values()):
+        if not self._state.placement.fits(slot):
             return False
         self._moves.enter(slot, "adopt", now)
         self._state.unseen.discard(slot.name)

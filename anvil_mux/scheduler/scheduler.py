@@ -28,7 +28,7 @@ from anvil_mux.config.change import compare
 from anvil_mux.config.config import Backend, Config, gpu_name
 from anvil_mux.errors import LoadError, MuxError
 from anvil_mux.routing.in_flight import EngineLoad, Report
-from anvil_mux.scheduler.building import build_models, place
+from anvil_mux.scheduler.building import Common, Draft, build_models, build_state, place
 from anvil_mux.scheduler.causes import Cause, Leaving
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
@@ -38,7 +38,7 @@ from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.placement import Placement, gpu_groups
+from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.planner import nearest
 from anvil_mux.scheduler.policies import FOREVER, build_policy
 from anvil_mux.scheduler.slot import Slot
@@ -65,15 +65,6 @@ class _Gathered(NamedTuple):
     woken: list[Ticket]
     cut: list[Ticket]
     steps: list[Step]
-
-
-class _Draft(NamedTuple):
-    """A GPU group that is to be made."""
-
-    name: str
-    members: list[Backend]
-    before: list[GpuGroup]
-    """The groups whose place it takes."""
 
 
 class _SharedState(NamedTuple):
@@ -123,20 +114,31 @@ class Scheduler:
         """Backend -> the number of its step that has not been reported yet."""
         self._memory_changes: dict[str, int] = {}
         self._is_closed = False
-        self._build([_Draft(name, members, []) for name, members in gpu_groups(config.backends)], [])
+        groups = gpu_groups(config.backends)
+        self._build([Draft(name, members[0].host, members) for name, members in groups], [])
 
     def _take(self, config: Config) -> None:
         self.config = config
         self._wanted = {backend.name: backend for backend in config.backends}
         self.served = {backend.model for backend in config.backends}
-        self._policy = build_policy(config.policy, config.policy_settings)
-        self._eviction = build_eviction(config.eviction, config.eviction_settings)
         for name in ("", *{backend.host for backend in config.backends}):
             self._hosts.setdefault(name, HostRecord(name))
             memory = self._memories.setdefault(name, HostMemory(None, self.footprints))
             memory.budget = config.memory_of(name)
         self._bounded = {name: each for name, each in self._memories.items() if each.budget is not None}
         """The memories of the hosts where it is bounded."""
+        self._common = Common(
+            config=config,
+            policy=build_policy(config.policy, config.policy_settings),
+            eviction=build_eviction(config.eviction, config.eviction_settings),
+            emit=self._emit,
+            emit_leases=self._emit_leases,
+            costs=self.costs,
+            footprints=self.footprints,
+            hosts=self._hosts,
+            memories=self._memories,
+            states=self._states,
+        )
 
     @property
     def memory(self) -> HostMemory:
@@ -435,7 +437,8 @@ class Scheduler:
         for name, together in gpu_groups(backends, lambda backend: [each.name for each in homes(backend)]):
             members = {each.name: staying.get(each.name, each) for each in together}
             merged = list(dict.fromkeys(group for each in together for group in homes(each)))
-            drafts.append(_Draft(name, list(members.values()), merged))
+            before_it = [group.state for group in merged]
+            drafts.append(Draft(name, together[0].host, list(members.values()), before_it))
             for group in merged:
                 gone.pop(group, None)
         self._build(drafts, [])
@@ -545,14 +548,11 @@ class Scheduler:
 
     # GPU groups
 
-    def _build(self, drafts: Sequence[_Draft], others: Sequence[GpuGroup]) -> None:
+    def _build(self, drafts: Sequence[Draft], others: Sequence[GpuGroup]) -> None:
         """From now on the groups are those of ``drafts``, and ``others`` that go on as they are."""
-        placed = []
-        for each in drafts:
-            states = [group.state for group in each.before]
-            placed.append(place(self.config, each.members, self._eviction, states, self._hosts))
+        placed = [place(each, self._common) for each in drafts]
         slots = [slot for placement in placed for slot in placement.slots.values()]
-        affected = {model for draft in drafts for group in draft.before for model in group.queues}
+        affected = {model for draft in drafts for state in draft.before for model in state.models}
         slots_there = [slot for group in others for slot in group.slots.values()]
         coming = self._coming([*slots, *slots_there])
         affected |= {slot.model for slot in slots} | {coming.get(slot.name, slot.model) for slot in slots}
@@ -560,7 +560,10 @@ class Scheduler:
         models = build_models([*slots, *shared], self.config, coming, self.models)
         models = {name: model for name, model in models.items() if name in affected} if others else models
         self.models = {**{n: m for n, m in self.models.items() if others and n not in affected}, **models}
-        made = [self._make(*each, models) for each in zip(drafts, placed, strict=True)]
+        made = []
+        for draft, placement in zip(drafts, placed, strict=True):
+            state = build_state(draft, placement, models, self._common)
+            made.append(GpuGroup(state, self._groups_of))
         for group in others:
             group.state.models.update({name: models[name] for name in group.queues if name in models})
         self.groups = [*others, *made]
@@ -572,27 +575,6 @@ class Scheduler:
         return {
             slot.name: wanted[slot.name] for slot in slots if wanted.get(slot.name, slot.model) != slot.model
         }
-
-    def _make(self, draft: _Draft, placement: Placement, models: Mapping[str, Model]) -> GpuGroup:
-        host = draft.members[0].host if draft.members else draft.before[0].host.name
-        return GpuGroup(
-            draft.name,
-            self.config,
-            (),
-            self._policy,
-            self._eviction,
-            self._emit,
-            self.costs,
-            self._memories[host],
-            self.footprints,
-            emit_leases=self._emit_leases,
-            before=draft.before,
-            placement=placement,
-            models=models,
-            states=self._states,
-            groups_of=self._groups_of,
-            host=self._hosts[host],
-        )
 
     def _index(self) -> None:
         """Who is where, now that there are other groups than before."""
@@ -619,7 +601,7 @@ class Scheduler:
             return group
         staying = {slot.name: slot.backend for slot in group.leaving}
         members = [staying.get(name) or self._wanted.get(name) for name in group.slots]
-        draft = _Draft(group.name, [each for each in members if each], [group])
+        draft = Draft(group.name, group.host.name, [each for each in members if each], [group.state])
         position = self.groups.index(group)
         self._build([draft], [each for each in self.groups if each is not group])
         made = self.groups.pop()

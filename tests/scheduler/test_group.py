@@ -17,17 +17,14 @@ from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.decider import SHORTEST_DEFERRAL
 from anvil_mux.scheduler.demand import Demand
 from anvil_mux.scheduler.events import TRANSITIONS
-from anvil_mux.scheduler.eviction import build_eviction
-from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.planner import plan
 from anvil_mux.scheduler.policies import POLICIES, Stay, SwapTo, Unload, build_policy
 from anvil_mux.scheduler.slot import SOON_SECONDS
 from anvil_mux.scheduler.snapshot import snapshot
-from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.steps import Evict, Load, Ticket, Wait
 from anvil_mux.sim.simulate import Engines, Request, check, simulate
+from tests.scheduler.lone import lone_group
 
 
 def backend(name, *gpus, model=None, **fields):
@@ -43,24 +40,11 @@ class Driver:
     """A GPU group, its log, and short words for what happens to it."""
 
     def __init__(self, *backends, gpus=(), policy=None, **settings):
-        self.config = Config(backends=backends, gpus=gpus, **{"policy": "eager", **settings})
+        settings = {"policy": "eager", "eviction": "lru", **settings}
+        self.config = Config(backends=backends, gpus=gpus, **settings)
         self.log = []
-        name = "+".join(sorted(name for name, _ in gpu_groups(backends)))  # of replicas there are several
-        policy = policy or build_policy(self.config.policy, self.config.policy_settings)
-        self.costs = Costs()
-        lru = build_eviction("lru")
-        self.footprints = Footprints()
-        self.core = GpuGroup(
-            name,
-            self.config,
-            backends,
-            policy,
-            lru,
-            self.log.append,
-            self.costs,
-            HostMemory(self.config.host_memory, self.footprints),
-            self.footprints,
-        )
+        self.core = lone_group(self.config, self.log.append, policy=policy)
+        self.costs, self.footprints = self.core.state.costs, self.core.state.footprints
         self.ids = itertools.count(1)
         self.until = inf
 

@@ -7,6 +7,7 @@ import pytest
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import DoesNotFit, GpuMemoryShort, HostMemoryShort, Stuck
 from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory, below, levels
 from anvil_mux.scheduler.steps import Demote, Evict, Load
@@ -546,7 +547,7 @@ def test_what_all_hold_never_exceeds_gpu_or_host(layout):
     most = []
     for seed in range(40):
         config, trace, engines = world(layout, "eager", seed)
-        audited = Audited(config, engines, None, None)
+        audited = Audited(config, engines, None, Costs())
         audited.most = 0
         for name, way in itertools.product(audited._scheduler.memory._slots, LEVELS[:-1]):
             audited._scheduler.memory._footprints.learn(name, way, {}, {}, host_bytes=4)

@@ -14,9 +14,7 @@ from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
 from anvil_mux.scheduler.causes import Cause, Kind
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.eviction import EVICTIONS
 from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.status import BackendState, GpuState, ModelState, Status
@@ -25,6 +23,7 @@ from anvil_mux.sim.simulate import Engines, Request, simulate
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.gauges import STATES
 from anvil_mux.telemetry.metrics import BUCKETS, TOKENS, Metrics, Phase
+from tests.scheduler.lone import lone_group
 
 CONFIG = Config(
     backends=(
@@ -93,8 +92,7 @@ class History:
 
     def __init__(self) -> None:
         self.metrics = metrics()
-        eviction, policy = EVICTIONS[CONFIG.eviction](), POLICIES["eager"]()
-        self.driver = GpuGroup("0+1", CONFIG, CONFIG.backends, policy, eviction, self.metrics.observe)
+        self.driver = lone_group(CONFIG, self.metrics.observe, policy=POLICIES["eager"]())
         self.count = 0
 
     def request(self, model: str, now: float) -> Ticket:
