@@ -35,7 +35,7 @@ class World(_Simulation):
 
     def _carry_out(self, effects, now):
         super()._carry_out(effects, now)
-        for group in self._scheduler.groups:
+        for group in self._scheduler.layout.groups:
             for gpu, capacity in group.state.placement.capacity.items():
                 here = [slot for slot in group.slots.values() if gpu in slot.occupies]
                 whole = any(
@@ -131,5 +131,5 @@ def test_when_the_trouble_is_over_everybody_is_served_and_nothing_is_left_undone
         assert not [
             event for event in world.log if event.cause == Cause("error", detail="waited_too_long")
         ], seed
-        for group in world._scheduler.groups:
+        for group in world._scheduler.layout.groups:
             assert not group.state.swaps, seed

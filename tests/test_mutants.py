@@ -65,7 +65,7 @@ MUTANTS = {
     ),
     "a request that gets a place is not woken": (
         "scheduler",
-        "return self._collected(group) if state.settled or state.taken_back else NOTHING",
+        "return self._settling.collected(group) if state.settled or state.taken_back else NOTHING",
         "return NOTHING",
     ),
     "a cancel is lost": (
@@ -94,12 +94,12 @@ MUTANTS = {
         "            self._perform(job)\n",
     ),
     "a queue that ended is offered twice": (
-        "scheduler",
-        "            state.settled = []\n",
-        "            state.settled = state.settled[:]\n",
+        "settling",
+        "        state.settled = []\n",
+        "        state.settled = state.settled[:]\n",
     ),
     "only the group of a fact is asked where host memory is shared": (
-        "scheduler",
+        "settling",
         "if memory.changes != self._memory_changes.get(name, 0):",
         "if False:",
     ),
@@ -279,9 +279,9 @@ HOST_MUTANTS = {
         "",
     ),
     "a late report of a step on a lost host counts": (
-        "scheduler",
-        "                self._under_way.pop(name, None)\n",
-        "                pass\n",
+        "settling",
+        "            self._under_way.pop(name, None)\n",
+        "            pass\n",
     ),
     "a queue is offered to two groups at once": (
         "planner",
@@ -371,7 +371,7 @@ def a_lease_is_cut_before_its_engine_is_told_to_go(package):
 SCRIPTED = {
     "the report of an old step counts": (
         (
-            "scheduler",
+            "settling",
             "if self._under_way.get(step.backend) != step.number:",
             "if step.backend not in self._under_way:",
         ),

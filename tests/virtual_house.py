@@ -316,7 +316,7 @@ class World:
         for result in self.results:
             assert result.over is not None, f"nobody answered {result}"
             assert result.leased is not None or isinstance(result.error, MuxError), result
-        slots = {slot.name: slot for slot in self.mux._scheduler.slots}
+        slots = {slot.name: slot for slot in self.mux._scheduler.layout.slots}
         for name, slot in slots.items():
             assert self.runs(name) is (slot.state != "stopped"), (name, slot)
             assert not slot.holders, (name, slot)

@@ -46,8 +46,8 @@ from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint, Footprints
-from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.host_facts import FoundBackend
+from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import (
@@ -121,7 +121,7 @@ class Multiplexer:
         self._doubts = Doubts(
             clock=self._clock,
             lock=self._lock,
-            slot=self._scheduler.slot,
+            slot=self._scheduler.layout.slot,
             observer=host,
             consequences=self,
             limit=lambda: self._config.upstream_timeout,
@@ -134,12 +134,12 @@ class Multiplexer:
 
     def __repr__(self) -> str:
         with self._lock:
-            return f"<Multiplexer {self._scheduler.groups}>"
+            return f"<Multiplexer {self._scheduler.layout.groups}>"
 
-    def _group(self, model: str) -> GpuGroup:
-        """Find the group of a model, under the lock; UnknownModel if it was served until a moment ago."""
+    def _model(self, model: str) -> Model:
+        """Find a model, under the lock; UnknownModel if it was served until a moment ago."""
         try:
-            return self._scheduler.of_model[model]
+            return self._scheduler.layout.models[model]
         except KeyError:
             raise UnknownModel(model, self._replicas) from None
 
@@ -164,7 +164,7 @@ class Multiplexer:
         return [self._job(step) for step in effects.steps]
 
     def _job(self, step: Step) -> Job:
-        slot = self._scheduler.slot(step.backend)
+        slot = self._scheduler.layout.slot(step.backend)
         assert slot is not None, step
         if not isinstance(step, Cancel):
             self.overview.forget_progress(step.backend)
@@ -200,7 +200,7 @@ class Multiplexer:
     def is_ready(self, model: str) -> bool:
         """Whether it is resident; its requests may have to wait for a place all the same."""
         with self._lock:
-            return self._group(model).is_ready(model)
+            return bool(self._model(model).ready)
 
     def backend(self, name: str) -> Backend | None:
         """Find a backend as it was last started or is to be, also if the configuration has it no longer."""
@@ -209,8 +209,8 @@ class Multiplexer:
     def has_another(self, lease: Lease) -> bool:
         """Whether a request may be sent to another backend of its model without waiting for a load."""
         with self._lock:
-            group = self._scheduler.of_model.get(lease.backend.model)
-            slots = group.slots_of(lease.backend.model) if group else ()
+            model = self._scheduler.layout.models.get(lease.backend.model)
+            slots = model.slots if model else ()
             return any(slot.serves and slot.name != lease.backend.name for slot in slots)
 
     @contextmanager
@@ -278,9 +278,9 @@ class Multiplexer:
                 raise self._closing.with_traceback(None)
             if model not in self._replicas:
                 raise UnknownModel(model, self._replicas)
-            if self._waiting >= self._config.max_queue and not self._scheduler.takes(model, work.owner):
+            if self._waiting >= self._config.max_queue and not self._model(model).takes(work.owner):
                 raise Overloaded(f"overloaded: {self._waiting} requests wait for models already. Try again.")
-            if key and key.waiting is not None and not self._scheduler.takes(model, work.owner):
+            if key and key.waiting is not None and not self._model(model).takes(work.owner):
                 self._check_waiters(key, key.waiting)
             self._tickets += 1
             first = self._first_stage(model, now, work) if staged else None
@@ -342,12 +342,8 @@ class Multiplexer:
     def _give_up(self, ticket: Ticket, limit: float, now: float) -> Effects:
         if ticket.settled:
             return NOTHING
-        group = self._scheduler.of_model.get(ticket.model)
-        what = (
-            "had no place for this request"
-            if group and group.is_ready(ticket.model)
-            else "did not become resident"
-        )
+        model = self._scheduler.layout.models.get(ticket.model)
+        what = "had no place for this request" if model and model.ready else "did not become resident"
         return self._leave_queue(ticket, now, WaitedTooLong(f"{ticket.model} {what} within {limit:g} s."))
 
     def _abandon(self, ticket: Ticket, error: BaseException, now: float) -> Effects:
@@ -368,7 +364,7 @@ class Multiplexer:
         found: list[Ticket] = []
 
         def fact(now: float) -> Effects:
-            waiting = (t for model in self._scheduler.of_model for t in self._scheduler.waiting(model))
+            waiting = (ticket for model in self._scheduler.layout.models.values() for ticket in model.queue)
             found.extend(islice((ticket for ticket in waiting if ticket.id == number), 1))
             if not found:
                 return NOTHING
@@ -412,7 +408,7 @@ class Multiplexer:
         """
 
         def fact(now: float) -> Effects:
-            slot = self._scheduler.slot(backend)
+            slot = self._scheduler.layout.slot(backend)
             if slot is None or (loaded is not None and slot.loaded != loaded):
                 return NOTHING
             if load is not None and load != self._loads.get(backend, 0):
@@ -426,7 +422,7 @@ class Multiplexer:
         """The engine answers nobody; nothing follows if it was loaded anew since ``loaded``."""
 
         def fact(now: float) -> Effects:
-            slot = self._scheduler.slot(backend)
+            slot = self._scheduler.layout.slot(backend)
             is_same = slot is not None and slot.loaded == loaded
             return self._scheduler.unanswering(backend, now) if is_same else NOTHING
 
@@ -439,7 +435,7 @@ class Multiplexer:
     def is_heard(self, backend: str, since: float) -> bool:
         """Whether any request got a part of an answer from the backend since a moment."""
         with self._lock:
-            slot = self._scheduler.slot(backend)
+            slot = self._scheduler.layout.slot(backend)
             answered = slot.answered if slot else -FOREVER
         return answered > since or self._has_heard(self._runs[backend].address, since)
 
@@ -496,7 +492,7 @@ class Multiplexer:
 
     def _unload(self, model: str, *, when_idle: bool) -> bool:
         def fact(now: float) -> Effects:
-            self._group(model)
+            self._model(model)
             return self._scheduler.unload_asked(model, now, when_idle=when_idle)
 
         return self._apply(fact) is not NOTHING
@@ -505,7 +501,7 @@ class Multiplexer:
         """Whether ``model``, once it is resident, is kept from being evicted for others."""
 
         def fact(now: float) -> Effects:
-            self._group(model)
+            self._model(model)
             return self._scheduler.pinned(model, now, pinned)
 
         self._apply(fact)
@@ -526,7 +522,7 @@ class Multiplexer:
 
     def _adopt(self, name: str, address: tuple[str, int] | None, left: Evicted | None = None) -> bool:
         def fact(now: float) -> Effects:
-            slot = self._scheduler.slot(name)
+            slot = self._scheduler.layout.slot(name)
             if slot is None or slot.state != "stopped":
                 return Effects()
             self._loads.pop(name, None)
@@ -547,7 +543,8 @@ class Multiplexer:
         def fact(now: float) -> Effects:
             self._take(config)
             effects = self._scheduler.reconfigured(config, now, expected=found)
-            self._backends = {**self._backends, **{slot.name: slot.backend for slot in self._scheduler.slots}}
+            started = {slot.name: slot.backend for slot in self._scheduler.layout.slots}
+            self._backends = {**self._backends, **started}
             return effects
 
         self._apply(fact)

@@ -10,18 +10,20 @@ from itertools import islice
 from typing import Any
 
 from anvil_mux.clock import Clock, Lock
-from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import UnknownModel
 from anvil_mux.multiplexer.lease import EngineRun
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.scheduler.group import GpuGroup
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.planner import expected_load
 from anvil_mux.scheduler.progress import LogProgress, Progress, progress
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import LOADING
-from anvil_mux.scheduler.status import Status, Waiter, gpu_state, model_state
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.status import Status, Waiter, gpu_states, model_state
 from anvil_mux.scheduler.steps import NO_WORK
 from anvil_mux.scheduler.wait_estimate import WaitEstimate, wait_estimate
 
@@ -34,56 +36,57 @@ class Overview:
         self._clock = clock
         self._lock = lock
         self._scheduler = scheduler
+        self._layout = scheduler.layout
         self._runs = runs
         self._said: dict[str, LogProgress] = {}  # backend -> what its log says of the load that is under way
 
-    def _group(self, model: str) -> GpuGroup:
-        """Find the group of a model, under the lock; UnknownModel if it was served until a moment ago."""
+    def _find(self, model: str) -> tuple[GroupState, Model]:
+        """Find a model and the GPU group in which its queue stands, under the lock.
+
+        UnknownModel if it was served until a moment ago.
+        """
         try:
-            return self._scheduler.of_model[model]
+            return self._layout.of_model[model].state, self._layout.models[model]
         except KeyError:
-            raise UnknownModel(model, self._scheduler.served) from None
+            raise UnknownModel(model, self._layout.served) from None
 
     def status(self) -> Status:
         """Take a consistent picture."""
         with self._lock:
             now = self._clock.now()
-            groups = self._scheduler.groups
-            of_model = {m: self._scheduler.of_model[m] for r in groups for m in r.queues}
-            models = tuple(
-                model_state(r, m, now, self._progress(r, m, now), self._scheduler.footprints)
-                for m, r in of_model.items()
-            )
-            known = {gpu.name: gpu for gpu in self._scheduler.config.gpus}
-            gpus = tuple(gpu_state(r, known.get(id) or Gpu(id), now) for r in groups for id in r.gpus)
+            states = [group.state for group in self._layout.groups]
+            found = [self._find(name) for name in dict.fromkeys(m for each in states for m in each.models)]
+            models = tuple(model_state(s, m, now, self._progress(s, m, now)) for s, m in found)
+            known = {gpu.name: gpu for gpu in self._layout.config.gpus}
+            gpus = tuple(gpu for state in states for gpu in gpu_states(state, known, now))
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
         return Status(now, models, gpus, waiting, leases)
 
     def waiters(self, most: int) -> list[Waiter]:
         """The first ``most`` requests of each queue."""
         with self._lock:
-            queues = [self._scheduler.waiting(model) for model in self._scheduler.of_model]
+            queues = [self._layout.models[name].queue for name in self._layout.of_model]
             return [Waiter(t.id, t.model, t.since) for queue in queues for t in islice(queue, most)]
 
     def loading(self) -> list[str]:
         """The backends that are being loaded."""
         with self._lock:
-            return [slot.name for slot in self._scheduler.slots if slot.state in LOADING]
+            return [slot.name for slot in self._layout.slots if slot.state in LOADING]
 
     def leaving(self) -> list[Backend]:
         """List the backends that go because the configuration has changed, and have not gone yet."""
         with self._lock:
-            return [slot.backend for slot in self._scheduler.leaving]
+            return [slot.backend for slot in self._layout.leaving]
 
     @property
     def unseen(self) -> list[str]:
         """The backends of which it is not known yet whether they run."""
         with self._lock:
-            return self._scheduler.unseen
+            return self._layout.unseen
 
     def _replicas(self) -> Counter[str]:
         """Model -> how many backends the configuration has for it."""
-        return Counter(backend.model for backend in self._scheduler.config.backends)
+        return Counter(backend.model for backend in self._layout.config.backends)
 
     def explain(
         self, model: str, work: Work = NO_WORK, *, staged: bool = False
@@ -92,14 +95,15 @@ class Overview:
         if self._replicas()[model] == 1:
             return {}
         with self._lock:
-            return self._group(model).explain(model, work, self._clock.now(), staged=staged)
+            _, found = self._find(model)
+            assert found.replicas is not None
+            return found.replicas.explain(work, self._clock.now(), staged=staged)
 
     def wait_estimate(self, model: str) -> WaitEstimate:
         """Say what a request for ``model`` would wait for now."""
         with self._lock:
-            group, now = self._group(model), self._clock.now()
-            far = self._progress(group, model, now)
-            return wait_estimate(group, model, now, self._scheduler.config.drain_timeout, far)
+            (state, found), now = self._find(model), self._clock.now()
+            return wait_estimate(state, found, now, self._progress(state, found, now))
 
     def eta(self, model: str) -> float | None:
         """Seconds until ``model`` is resident if its load takes as long as the last; None if never loaded.
@@ -107,15 +111,13 @@ class Overview:
         Not more than a guess: what it waits for before its load begins is not in it.
         """
         with self._lock:
-            now = self._clock.now()
-            group = self._group(model)
-            slots = group.slots_of(model)
-            far = self._progress(group, model, now)
+            (state, found), now = self._find(model), self._clock.now()
+            far = self._progress(state, found, now)
             if far and far.seconds_left is not None:
                 return far.seconds_left
             left = [
                 slot.load_seconds - (now - slot.since if slot.state == "loading" else 0.0)
-                for slot in slots
+                for slot in found.slots
                 if slot.load_seconds is not None
             ]
         return min(left, default=None)
@@ -123,20 +125,19 @@ class Overview:
     def how_far(self, model: str) -> str:
         """How far the load of ``model`` is, or how long it waits for one, in a few words for its clients."""
         with self._lock:
-            group, now = self._group(model), self._clock.now()
-            far = self._progress(group, model, now)
+            (state, found), now = self._find(model), self._clock.now()
+            far = self._progress(state, found, now)
             if far:
                 return far.words
-            left = wait_estimate(group, model, now, self._scheduler.config.drain_timeout).seconds
+            left = wait_estimate(state, found, now).seconds
         return "" if left is None else f"about {left:.0f} s left"
 
-    def _progress(self, group: GpuGroup, model: str, now: float) -> Progress | None:
+    def _progress(self, state: GroupState, model: Model, now: float) -> Progress | None:
         """Say how far the load of ``model`` is, if there is one and none is ready. Under the lock."""
-        slots = [slot for slot in group.slots_of(model) if slot.state == "loading"]
-        if not slots or group.is_ready(model):
+        slot = next((slot for slot in model.slots if slot.state == "loading"), None)
+        if slot is None or model.ready:
             return None
-        slot = slots[0]
-        return progress(now - slot.since, group.expected_load(slot), self._said.get(slot.name))
+        return progress(now - slot.since, expected_load(state, slot), self._said.get(slot.name))
 
     def forget_progress(self, backend: str) -> None:
         """Forget what the log of a backend said of a load that is over. Under the lock."""
@@ -150,14 +151,14 @@ class Overview:
     def last_words(self, backend: str) -> tuple[str, ...]:
         """The last lines of a backend's engine before it failed; () once it is loaded again."""
         with self._lock:
-            slot = self._scheduler.slot(backend)
+            slot = self._layout.slot(backend)
             return slot.log if slot else ()
 
     def resident_replicas(self) -> list[tuple[Backend, tuple[str, int]]]:
         """The backends that may be leased, of models with several, and where they listen."""
         with self._lock:
             several = {model for model, number in self._replicas().items() if number > 1}
-            slots = [s for s in self._scheduler.slots if s.serves and s.model in several]
+            slots = [s for s in self._layout.slots if s.serves and s.model in several]
             return [(slot.backend, self._runs[slot.name].address) for slot in slots]
 
     def reports(self) -> dict[str, Report]:
@@ -167,7 +168,8 @@ class Overview:
 
     def bytes_per_token(self, model: str) -> float:
         """The bytes of a prompt for each token, as was learned; of a model with several backends."""
-        return self._group(model).bytes_per_token(model)
+        _, found = self._find(model)
+        return found.bytes_per_token
 
     def costs(self) -> list[Cost]:
         """The costs of swaps, as far as they were learned."""

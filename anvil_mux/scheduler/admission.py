@@ -14,7 +14,7 @@ from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import bound, needed, spill
+from anvil_mux.scheduler.planner import bound, spill
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.preloads import complete
 from anvil_mux.scheduler.refusals import refusal
@@ -31,14 +31,6 @@ class Admission:
     def __init__(self, state: GroupState) -> None:
         self._state = state
         self._emit, self._emit_leases = state.emit, state.emit_leases
-
-    def takes(self, model: Model, owner: str = "") -> bool:
-        """Whether a request would be leased at once; one that needs ``owner`` waits for it."""
-        if owner and (only := needed(model, owner)):
-            return not only.full
-        if model.replicas:
-            return model.replicas.take_one_more()
-        return any(not slot.full for slot in model.ready)
 
     # Leases
 
@@ -163,8 +155,8 @@ class Admission:
     def fill_places(self, model: Model, now: float) -> None:
         """As many of a queue are leased as there are places at the backends that are ready."""
         queue = model.queue
-        while queue.tickets and self.takes(model):
-            ticket = queue.take(lambda ticket: self.takes(model, ticket.work.owner))
+        while queue.tickets and model.takes():
+            ticket = queue.take(lambda ticket: model.takes(ticket.work.owner))
             if ticket is None:
                 return
             places = [slot for slot in model.ready if not slot.full]

@@ -63,16 +63,19 @@ def place(draft: Draft, common: Common) -> Placement:
     return Placement(draft.backends, common.config.gpus, common.eviction, kept, common.hosts)
 
 
+def coming_models(slots: Iterable[Slot], wanted: Mapping[str, Backend]) -> dict[str, str]:
+    """Slot that is about to be left -> the model that it will be of then, where that is another."""
+    kept = [slot for slot in slots if slot.name in wanted]
+    return {slot.name: wanted[slot.name].model for slot in kept if wanted[slot.name].model != slot.model}
+
+
 def build_models(
     slots: Iterable[Slot],
     config: Config,
     coming: Mapping[str, str] = MappingProxyType({}),
     before: Mapping[str, Model] = MappingProxyType({}),
 ) -> dict[str, Model]:
-    """The models of these slots, in which those ``before`` go on.
-
-    ``coming``: slot that is about to be left -> the model that it will be of then.
-    """
+    """The models of these slots, in which those ``before`` go on; ``coming``: see ``coming_models``."""
     found: dict[str, list[Slot]] = {}
     for slot in slots:
         for name in dict.fromkeys((slot.model, coming.get(slot.name, slot.model))):

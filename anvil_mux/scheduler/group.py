@@ -52,12 +52,9 @@ for whoever takes that slot; scheduler.py makes the GPU group that takes this on
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
 
 from anvil_mux.errors import LoadError, MuxError
-from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
-from anvil_mux.routing.prefix import BYTES_PER_TOKEN
-from anvil_mux.routing.routing import Work
+from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.scheduler.admission import Admission
 from anvil_mux.scheduler.causes import Cause, Leaving
 from anvil_mux.scheduler.decider import Decider
@@ -67,18 +64,14 @@ from anvil_mux.scheduler.host_facts import FoundBackend, HostFacts
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.outcomes import Outcomes
-from anvil_mux.scheduler.planner import cost_of, needed
-from anvil_mux.scheduler.policies import Stay
 from anvil_mux.scheduler.preloads import complete
 from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.refusals import of_crashes
 from anvil_mux.scheduler.replicas import nobody_takes
 from anvil_mux.scheduler.requested import Requested
 from anvil_mux.scheduler.slot import Slot
-from anvil_mux.scheduler.snapshot import Awaited, awaited
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import NO_USAGE, Step, Ticket, TokenUsage, Wait
-from anvil_mux.scheduler.swap import SwapInProgress, drains, promises, swap_to
 
 INCOMPLETE, BUSY = Cause("incomplete"), Cause("busy")
 
@@ -124,73 +117,6 @@ class GpuGroup:
         """What is to be done now. Each step is handed out once."""
         return self._decider.next_step(now)
 
-    # Questions that change nothing
-
-    @property
-    def gpus(self) -> tuple[str, ...]:
-        return tuple(sorted({gpu for slot in self.slots.values() for gpu in slot.holds}))
-
-    @property
-    def deferred(self) -> tuple[str, Stay] | None:
-        """The model whose swap the policy holds back, and until when and why."""
-        return self.state.deferred
-
-    def deferral_of(self, model: str) -> Stay | None:
-        """Until when and why the policy holds the swap to a model back, in whichever GPU group."""
-        found = [each.deferred for each in self.state.states_of(self._models[model]) if each.deferred]
-        return next((stay for name, stay in found if name == model), None)
-
-    def is_ready(self, model: str) -> bool:
-        return bool(self._models[model].ready)
-
-    def takes(self, model: str, owner: str = "") -> bool:
-        """Whether a request for ``model`` would be leased at once; one that needs ``owner`` waits for it."""
-        return self._admission.takes(self._models[model], owner)
-
-    def slots_of(self, model: str) -> list[Slot]:
-        return self._models[model].slots
-
-    def awaited(self, model: str, now: float) -> Awaited:
-        """What a request for ``model`` would meet if it came now."""
-        return awaited(self.state, self._models[model], now)
-
-    def explain(self, model: str, work: Work, now: float, *, staged: bool) -> dict[str, list[dict[str, Any]]]:
-        """Stage -> what would be made of each replica, were this request to come now."""
-        replicas = self._models[model].replicas
-        if replicas is None:
-            raise KeyError(f"{model} has one backend only")
-        return replicas.explain(work, now, staged=staged)
-
-    def way_back(self, slot: Slot) -> str:
-        """The standby level from which it is being loaded; "" if it is not."""
-        swap, _ = self._swap_to(slot)
-        return swap.way if swap else ""
-
-    def expected_load(self, slot: Slot) -> float | None:
-        """What its load under way will take; None if it was never loaded by that way."""
-        swap, state = self._swap_to(slot)
-        if swap is None or not state.costs.knows(slot.model, swap.way, state.host.name):
-            return None
-        return cost_of(state, swap, slot).load_seconds
-
-    def _swap_to(self, slot: Slot) -> tuple[SwapInProgress | None, GroupState]:
-        """The swap to a backend of one of its models, which may be in another GPU group."""
-        states = self.state.states_of(self._models[slot.model])
-        state = next((each for each in states if slot.name in each.slots), self.state)
-        return swap_to(state.swaps, slot), state
-
-    def promises(self) -> dict[str, tuple[str, ...]]:
-        """GPU -> the models that a swap under way keeps it for, until it is theirs."""
-        return promises(self.state.swaps)
-
-    def drains(self, model: str = "") -> dict[str, tuple[str, float]]:
-        """Draining backend -> (the model that it makes room for, or "", and when the drain ends).
-
-        ``model``: those of its backends, in whichever GPU group.
-        """
-        states = self.state.states_of(self._models[model]) if model else [self.state]
-        return {name: about for each in states for name, about in drains(each.swaps).items()}
-
     # Facts from requests. ``request`` and ``release`` return whether the next step is to be asked for: it is
     # after every other fact, but these are many, and matter only if the policy holds a swap back, or if they
     # begin a queue or end a drain.
@@ -205,8 +131,8 @@ class GpuGroup:
         ready = model.ready
         if not ready:
             return self._admission.wait_for_load(model, ticket, now)
-        if state.limited and ticket.leases and not self._admission.takes(model, ticket.work.owner):
-            only = needed(model, ticket.work.owner)
+        if state.limited and ticket.leases and not model.takes(ticket.work.owner):
+            only = model.needed(ticket.work.owner)
             self._admission.enqueue(model, ticket, now, only=only, cause=BUSY)
             return model.replicas is not None and self._admission.may_spill(model, now)
         slot = self._admission.route(model, ready, ticket, now) if model.replicas else ready[0]
@@ -292,11 +218,6 @@ class GpuGroup:
         if replicas := self._models[self.slots[backend].model].replicas:
             replicas.in_flight.observe(backend, load, now)
 
-    def said(self, slot: Slot, now: float) -> EngineFigures | None:
-        """What the engine of a replica said of itself last, in the mode full."""
-        replicas = self._models[slot.model].replicas
-        return replicas.in_flight.said(slot.name, now) if replicas else None
-
     def silent(self, backend: str, now: float) -> None:
         """The engine of a replica does not answer: when it is stale, who waits there leaves."""
         slot = self.slots[backend]
@@ -304,11 +225,6 @@ class GpuGroup:
         if replicas and slot.serves:
             found = replicas.take_from(slot, now)
             self._admission.send_anew(found, Cause("stale", backend=backend), now)
-
-    def bytes_per_token(self, model: str) -> float:
-        """As engines' counts have it. Any thread may ask, at any time."""
-        replicas = self._models[model].replicas
-        return replicas.in_flight.bytes_per_token if replicas else BYTES_PER_TOKEN
 
     # Facts about what people ask for
 
@@ -355,11 +271,6 @@ class GpuGroup:
         """It is known now whether the backend ran: what was not adopted holds nothing (any more)."""
         self.state.unseen.discard(name)
         self.state.changed()
-
-    @property
-    def unseen(self) -> set[str]:
-        """The backends of which it is not known yet whether they run."""
-        return self.state.unseen
 
     def adopt(self, name: str, now: float) -> bool:
         """The backend ran before we did; False if it cannot stay beside those already adopted."""

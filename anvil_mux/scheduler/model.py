@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from anvil_mux.config.config import Config
+from anvil_mux.routing.prefix import BYTES_PER_TOKEN
 from anvil_mux.scheduler.demand import Demand
 from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.replicas import Replicas
@@ -32,6 +33,23 @@ class Model:
     """The GPU group in whose snapshot its queue stands; "": it has backends in one only."""
     unload_when_idle: bool = False
     """It goes once nobody uses it, unless it is asked for again before."""
+
+    def takes(self, owner: str = "") -> bool:
+        """Whether a request would be leased at once; one that needs ``owner`` waits for it."""
+        if owner and (only := self.needed(owner)):
+            return not only.full
+        if self.replicas:
+            return self.replicas.take_one_more()
+        return any(not slot.full for slot in self.ready)
+
+    def needed(self, owner: str) -> Slot | None:
+        """The only backend that can serve a request, if that is ready: it has what the request refers to."""
+        return next((slot for slot in self.ready if slot.name == owner), None) if owner else None
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The bytes of a prompt for each token, as was learned. Any thread may ask, at any time."""
+        return self.replicas.in_flight.bytes_per_token if self.replicas else BYTES_PER_TOKEN
 
     @property
     def is_loading(self) -> bool:

@@ -18,7 +18,7 @@ from anvil_mux.scheduler.policies import Spill
 from anvil_mux.scheduler.refusals import all_obstacles
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus, coming
+from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus, coming, swap_to
 
 FIRST_SERVICE_SECONDS = 10.0
 """What a lease is held for, of a model that has not answered yet."""
@@ -99,6 +99,15 @@ def cost(state: GroupState, source: str, target: Slot, way: str) -> Cost:
 def cost_of(state: GroupState, swap: SwapInProgress, target: Slot) -> Cost:
     """What a swap under way costs."""
     return cost(state, source_of(swap.evicts), target, swap.way or target.level)
+
+
+def expected_load(state: GroupState, slot: Slot) -> float | None:
+    """What the load under way of a backend will take; None if it was never loaded by that way."""
+    for each in state.states_of(state.models[slot.model]):
+        if swap := swap_to(each.swaps, slot):
+            is_known = each.costs.knows(slot.model, swap.way, each.host.name)
+            return cost_of(each, swap, slot).load_seconds if is_known else None
+    return None
 
 
 def loss(state: GroupState, now: float, slot: Slot) -> float:
@@ -236,9 +245,4 @@ def _behind(state: GroupState, model: Model, now: float) -> list[float]:
         if slot.serves
         for ticket in in_flight.waiting(slot.name)[1:]
     ]
-    return behind + [now - each.since for each in model.queue if not needed(model, each.work.owner)]
-
-
-def needed(model: Model, owner: str) -> Slot | None:
-    """The only backend that can serve a request, if that is there: it has what the request refers to."""
-    return next((slot for slot in model.ready if slot.name == owner), None) if owner else None
+    return behind + [now - each.since for each in model.queue if not model.needed(each.work.owner)]

@@ -84,6 +84,10 @@ class GroupState:
         """The states of all GPU groups that have backends of a model."""
         return self.states[model.name]
 
+    def swaps_of(self, model: Model) -> list[SwapInProgress]:
+        """The swaps under way in those GPU groups."""
+        return [swap for state in self.states_of(model) for swap in state.swaps]
+
     def own(self, model: Model) -> list[Slot]:
         """The backends of a model that are here."""
         return [slot for slot in model.slots if slot.name in self.slots] if model.home else model.slots

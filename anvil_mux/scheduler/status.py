@@ -6,16 +6,17 @@ Made under the multiplexer's lock from what the GPU groups hold, and never chang
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from anvil_mux.config.config import Gpu
 from anvil_mux.routing.in_flight import EngineFigures
 from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.group import GpuGroup
+from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.slot import HOLDING, Slot
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.swap import drains, promises
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +123,19 @@ class Waiter:
     since: float
 
 
-def model_state(
-    group: GpuGroup, model: str, now: float, progress: Progress | None, footprints: Footprints
-) -> ModelState:
-    slots = group.slots_of(model)
+def model_state(state: GroupState, model: Model, now: float, progress: Progress | None) -> ModelState:
+    """One model, whose queue stands in this GPU group."""
+    slots = model.slots
     slot = min(slots, key=lambda slot: _SHOWN.index(slot.state))
-    first = next(iter(group.queues[model]), None)
-    target, until = group.drains(model).get(slot.name, (None, now))
+    first = next(iter(model.queue), None)
+    target, until = drains(state.swaps_of(model)).get(slot.name, (None, now))
     return ModelState(
-        model=model,
+        model=model.name,
         state=slot.state,
         backend=slot.name,
         gpus=slot.backend.gpu_names,
         aliases=slot.backend.aliases,
-        waiting=len(group.queues[model]),
+        waiting=len(model.queue),
         leases=sum(len(slot.holders) for slot in slots),
         last_error=slot.error,
         load_seconds=slot.load_seconds,
@@ -144,18 +144,26 @@ def model_state(
         oldest_wait=now - first.since if first else None,
         draining_target=target,
         drain_seconds_left=max(until - now, 0.0),
-        deferred=_deferral(group, model, now),
+        deferred=_deferral(state, model, now),
         backends=tuple(
-            _backend_state(each, now, footprints.held(each.name), group.said(each, now)) for each in slots
+            _backend_state(each, now, state.footprints.held(each.name), _said(model, each, now))
+            for each in slots
         ),
     )
 
 
-def _deferral(group: GpuGroup, model: str, now: float) -> Deferral | None:
-    stay = group.deferral_of(model)
-    if stay is None or not group.queues[model]:
+def _deferral(state: GroupState, model: Model, now: float) -> Deferral | None:
+    """Until when and why the policy holds the swap to a model back, in whichever GPU group."""
+    found = [each.deferred for each in state.states_of(model) if each.deferred]
+    stay = next((stay for name, stay in found if name == model.name), None)
+    if stay is None or not model.queue:
         return None
     return Deferral(max(stay.until - now, 0.0), stay.cause)
+
+
+def _said(model: Model, slot: Slot, now: float) -> EngineFigures | None:
+    """What the engine of a replica said of itself last, in the mode full."""
+    return model.replicas.in_flight.said(slot.name, now) if model.replicas else None
 
 
 def _backend_state(
@@ -186,27 +194,27 @@ _SHOWN = ("ready", "draining", "loading", "cancelling", "evicting", "stuck", "de
 """Of several backends of one model, the state shown is the first of these."""
 
 
-def _gpu_now(group: GpuGroup, gpu: str, now: float) -> GpuState:
-    here = [slot for slot in group.slots.values() if gpu in slot.holds and slot.state in HOLDING]
-    state = min((slot.state for slot in here), key=_SHOWN.index, default="free")
-    drains = group.drains()
-    for slot in here:
-        if slot.name in drains:
-            target, until = drains[slot.name]
-            left = max(until - now, 0.0)
-            return GpuState(gpu, tuple(s.model for s in here), "draining", target, len(slot.holders), left)
-    return GpuState(gpu, tuple(slot.model for slot in here), state, "", 0, 0.0)
+def gpu_states(state: GroupState, known: Mapping[str, Gpu], now: float) -> list[GpuState]:
+    """The GPUs of a GPU group; ``known``: those that the configuration describes, by name."""
+    names = sorted({gpu for slot in state.slots.values() for gpu in slot.holds})
+    return [_gpu_state(state, known.get(name) or Gpu(name), now) for name in names]
 
 
-def gpu_state(group: GpuGroup, gpu: Gpu, now: float) -> GpuState:
-    """One GPU of a GPU group."""
-    slots = group.slots.values()
-    return replace(
-        _gpu_now(group, gpu.name, now),
+def _gpu_state(state: GroupState, gpu: Gpu, now: float) -> GpuState:
+    slots = state.slots.values()
+    here = [slot for slot in slots if gpu.name in slot.holds and slot.state in HOLDING]
+    draining = drains(state.swaps)
+    leaving = next((slot for slot in here if slot.name in draining), None)
+    target, until = draining[leaving.name] if leaving else ("", now)
+    return GpuState(
+        gpu=gpu.name,
+        residents=tuple(slot.model for slot in here),
+        state="draining" if leaving else min((s.state for s in here), key=_SHOWN.index, default="free"),
+        draining_target=target,
+        draining_leases=len(leaving.holders) if leaving else 0,
+        drain_seconds_left=max(until - now, 0.0),
         total=gpu.vram,
         reserve=gpu.reserve,
-        residuals=tuple(
-            (slot.name, slot.residual[gpu.name]) for slot in slots if slot.residual.get(gpu.name)
-        ),
-        reserved_for=group.promises().get(gpu.name, ()),
+        residuals=tuple((s.name, s.residual[gpu.name]) for s in slots if s.residual.get(gpu.name)),
+        reserved_for=promises(state.swaps).get(gpu.name, ()),
     )

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from anvil_mux.scheduler.causes import sentence
-from anvil_mux.scheduler.group import GpuGroup
+from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER, Stay, SwapTo
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.slot import HOLDING, Slot
-from anvil_mux.scheduler.snapshot import Awaited
+from anvil_mux.scheduler.snapshot import Awaited, awaited
+from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.swap import drains
 
 
 class WaitEstimate(NamedTuple):
@@ -45,27 +47,27 @@ class WaitEstimate(NamedTuple):
         return f"waits{about}{',' if about and most else ''}{most}"
 
 
-def wait_estimate(
-    group: GpuGroup, model: str, now: float, drain_timeout: float, far: Progress | None = None
-) -> WaitEstimate:
-    """What a request for ``model`` would meet; ``far``: how far its load is, if there is one."""
-    slots = group.slots_of(model)
-    ready = [slot for slot in slots if slot.serves]
+def wait_estimate(state: GroupState, model: Model, now: float, far: Progress | None = None) -> WaitEstimate:
+    """What a request for a model would meet, whose queue stands in this GPU group.
+
+    ``far``: how far its load is, if there is one.
+    """
+    ready = [slot for slot in model.slots if slot.serves]
     if ready:
         busy = sum(len(slot.holders) for slot in ready)
-        if not group.takes(model):
-            before = len(group.queues[model])
+        if not model.takes():
             text = f"it is resident{_on(ready)}, but takes no more than the {busy} that run"
-            return WaitEstimate(model, "waits", None, None, f"{text}; {before} wait before it.")
-        return WaitEstimate(model, "served", 0.0, 0.0, f"it is resident{_on(ready)}, {_serving(busy)}.")
-    found = group.awaited(model, now)
+            text = f"{text}; {len(model.queue)} wait before it."
+            return WaitEstimate(model.name, "waits", None, None, text)
+        return WaitEstimate(model.name, "served", 0.0, 0.0, f"it is resident{_on(ready)}, {_serving(busy)}.")
+    found = awaited(state, model, now)
     if found.refusal:
-        return WaitEstimate(model, "refused", None, None, found.refusal.message)
+        return WaitEstimate(model.name, "refused", None, None, found.refusal.message)
     if found.target and found.decision:
-        return _planned(model, found, now, drain_timeout)
+        return _planned(model.name, found, now, state.config.drain_timeout)
     if found.target:
-        return _coming(model, found.target, found, now, far)
-    return _blocked(group, model, found, now)
+        return _coming(model.name, found.target, found, now, far)
+    return _blocked(state, model, found, now)
 
 
 def _coming(model: str, target: Slot, found: Awaited, now: float, far: Progress | None) -> WaitEstimate:
@@ -119,15 +121,14 @@ def _planned(model: str, found: Awaited, now: float, drain_timeout: float) -> Wa
     return WaitEstimate(model, "waits", about, late + most, f"{text}; {takes}.")
 
 
-def _blocked(group: GpuGroup, model: str, found: Awaited, now: float) -> WaitEstimate:
+def _blocked(state: GroupState, model: Model, found: Awaited, now: float) -> WaitEstimate:
     """No swap to it could begin now."""
-    slots = group.slots_of(model)
-    wanted = {gpu for slot in slots for gpu in slot.holds}
-    others = [slot for slot in group.slots.values() if slot.state in HOLDING and wanted & slot.holds.keys()]
-    leaving = [slot for slot in slots if slot.state in HOLDING]
+    wanted = {gpu for slot in model.slots for gpu in slot.holds}
+    others = [slot for slot in state.slots.values() if slot.state in HOLDING and wanted & slot.holds.keys()]
+    leaving = [slot for slot in model.slots if slot.state in HOLDING]
     moving = [slot for slot in others if slot.state != "ready"]
     if leaving:
-        goal = next((to for name, (to, _) in group.drains().items() if name == leaving[0].name), "")
+        goal, _ = drains(state.swaps).get(leaving[0].name, ("", now))
         text = f"it is leaving its GPUs{f' for {goal}' if goal else ''}, and can come back after that"
     elif moving:
         text = f"its GPUs are not free: {_names(f'{slot.model} is {slot.state}' for slot in moving)}"
@@ -136,7 +137,8 @@ def _blocked(group: GpuGroup, model: str, found: Awaited, now: float) -> WaitEst
         names = _names(slot.model for slot in others) or "what is resident"
         text = f"{names} may stay for min_residency, {span(max(stays, 0.0))} more"
     late = max(found.overdue_at - now, 0.0)
-    return WaitEstimate(model, "waits", None, None, f"{text}; its turn comes in {span(late)} at the latest.")
+    text = f"{text}; its turn comes in {span(late)} at the latest."
+    return WaitEstimate(model.name, "waits", None, None, text)
 
 
 def span(seconds: float) -> str:

@@ -238,7 +238,7 @@ class _Simulation:
     def _tell(self, entry: Unloading | Death | Reload | HostLost | HostBack | HostGone) -> Effects:
         match entry:
             case Unloading(at, model):
-                served = model in self._scheduler.served
+                served = model in self._scheduler.layout.served
                 return self._scheduler.unload_asked(model, at) if served else NOTHING
             case Death(at, backend):
                 return self._scheduler.died(backend, at, "killed")
@@ -258,10 +258,11 @@ class _Simulation:
 
     def _arrive(self, request: Request) -> None:
         now, model = request.at, request.model
-        if model not in self._scheduler.served:
+        if model not in self._scheduler.layout.served:
             self._follow_up(now, request)
             return
-        if self._waiting >= self._scheduler.config.max_queue and not self._scheduler.takes(model):
+        layout = self._scheduler.layout
+        if self._waiting >= layout.config.max_queue and not layout.models[model].takes():
             self._follow_up(now, request)  # overloaded
             return
         ticket = Ticket(next(self._ids), model, now, leases=request.leases, sender=request.sender)
@@ -283,7 +284,7 @@ class _Simulation:
 
     def _limit_wait(self, ticket: Ticket, now: float) -> None:
         self._time_outs.append(
-            (now + self._scheduler.config.queue_timeout, next(self._order), self._time_out, ticket)
+            (now + self._scheduler.layout.config.queue_timeout, next(self._order), self._time_out, ticket)
         )
         if len(self._time_outs) == 1:
             heappush(self._heap, self._time_outs[0])
@@ -297,7 +298,8 @@ class _Simulation:
             heappush(self._heap, self._time_outs[0])
 
     def _leave(self, now: float, ticket: Ticket, error: MuxError | None = None) -> None:
-        if self._scheduler.is_waiting(ticket):
+        model = self._scheduler.layout.models.get(ticket.model)
+        if model and ticket in model.queue:
             effects = self._scheduler.abandoned(ticket, now, error)
             self._waiting -= 1
             self._end(ticket, now)

@@ -23,6 +23,7 @@ from anvil_mux.scheduler.policies import POLICIES, Stay, SwapTo, Unload, build_p
 from anvil_mux.scheduler.slot import SOON_SECONDS
 from anvil_mux.scheduler.snapshot import snapshot
 from anvil_mux.scheduler.steps import Evict, Load, Ticket, Wait
+from anvil_mux.scheduler.swap import drains
 from anvil_mux.sim.simulate import Engines, Request, check, simulate
 from tests.scheduler.lone import lone_group
 
@@ -1745,7 +1746,7 @@ def test_an_overdue_set_over_two_gpus_is_not_overtaken_by_younger_singles():
     driver.core.loaded("b", 15.0)
     assert driver.steps(15.0) == []
     assert driver.state("b") == "draining"
-    assert driver.core.drains()["b"] == ("t", 45.0)
+    assert drains(driver.core.state.swaps)["b"] == ("t", 45.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -1971,7 +1972,7 @@ def test_the_only_backend_that_has_a_place_does_all_of_a_request():
 
 def told(engines):
     """Stage -> what is told of each backend if a request's stages are explained."""
-    found = engines.driver.core.explain("m", Work(tokens=1000), 1.0, staged=True)
+    found = engines.driver.core.state.models["m"].replicas.explain(Work(tokens=1000), 1.0, staged=True)
     return {stage: {row["backend"]: row["removed_by"] for row in rows} for stage, rows in found.items()}
 
 
@@ -2113,7 +2114,7 @@ def test_a_model_stays_for_its_min_residency_and_the_line_that_waits_for_it_is_t
     (deferred,) = (event for event in driver.log if event.kind == "deferred")
     assert (deferred.model, deferred.size, deferred.seconds) == ("b", 1, 18.0)
     assert deferred.cause == Cause("min_residency", residents=("a",))
-    assert driver.core.deferred[0] == "b"
+    assert driver.core.state.deferred[0] == "b"
     assert driver.request("a", 6.0, leases=False).backend == "a"
     assert driver.steps(22.9) == []
     assert driver.steps(23.0) == ["evict a"]
@@ -2287,7 +2288,7 @@ def test_an_overdue_line_goes_before_one_with_a_higher_priority():
     driver, held = two_lines(Loads("c"))
     assert driver.steps(61.9) == []
     assert driver.steps(62.0) == []
-    assert driver.core.drains() == {"c": ("low", 92.0)}
+    assert drains(driver.core.state.swaps) == {"c": ("low", 92.0)}
     assert held.backend == "c"
 
 
@@ -2351,7 +2352,7 @@ def test_no_line_that_may_still_wait_takes_a_gpu_that_is_kept_for_an_overdue_one
     assert driver.steps(17.0) == ["load b"]
     driver.core.loaded("b", 18.0)
     assert driver.steps(18.0) == ["evict d"]
-    assert driver.core.drains()["b"] == ("t", 48.0)
+    assert drains(driver.core.state.swaps)["b"] == ("t", 48.0)
 
 
 # What swaps cost

@@ -54,7 +54,7 @@ class Fleet:
         return found[-1]
 
     def state(self, backend):
-        return self.core.slot(backend).state
+        return self.core.layout.slot(backend).state
 
     def kinds(self, at):
         return [f"{e.kind} {e.backend or e.model}".strip() for e in self.log if e.at == at]
@@ -118,7 +118,7 @@ def test_a_queue_stands_in_one_group_at_a_time_and_of_equal_ones_in_the_first():
     fleet.request("m", 0.0)
     fleet.request("m", 1.0)
     assert [step.backend for step in fleet.steps] == ["m0"]
-    assert fleet.core.models["m"].home == "0"
+    assert fleet.core.layout.models["m"].home == "0"
 
 
 def test_a_queue_goes_elsewhere_when_its_host_is_lost():
@@ -289,10 +289,10 @@ def test_a_lost_host_keeps_what_the_configuration_has_no_longer_until_it_is_back
     fleet.loaded("a", 1.0)
     fleet.take(fleet.core.host_lost("h", 2.0))
     fleet.take(fleet.core.reconfigured(Config(backends=(b,), policy="eager"), 3.0))
-    assert [slot.name for slot in fleet.core.leaving] == ["a"]
+    assert [slot.name for slot in fleet.core.layout.leaving] == ["a"]
     assert fleet.take(fleet.core.host_back("h", 4.0, {"a": FoundBackend()})) == ["evict a"]
     fleet.evicted("a", 5.0)
-    assert fleet.core.slot("a") is None
+    assert fleet.core.layout.slot("a") is None
 
 
 # Residents and reservations of a model on several hosts
@@ -304,7 +304,7 @@ def test_residents_on_several_hosts_share_the_demand_and_so_the_loss_of_evicting
         fleet.core.adopted(name, 0.0)
     for at in range(1, 20):
         fleet.core.released(fleet.request("m", float(at)), at + 0.5)
-    state, slot = fleet.core.of_backend["m0"].state, fleet.core.slot("m0")
+    state, slot = fleet.core.layout.of_backend["m0"].state, fleet.core.layout.slot("m0")
     half, [resident] = loss(state, 20.0, slot), snapshot(state, 20.0, {}).residents
     fleet.core.host_lost("h", 20.0)
     assert loss(state, 20.0, slot) == pytest.approx(2 * half)
@@ -316,6 +316,6 @@ def test_residents_on_several_hosts_share_the_demand_and_so_the_loss_of_evicting
 def test_an_overdue_queue_reserves_one_candidate_not_all():
     pair = on("h", "t", "0", "1")
     fleet = Fleet(*M, on("h", "m2", "1", model="m"), pair)
-    state, model = fleet.core.of_backend["m1"].state, fleet.core.models["m"]
+    state, model = fleet.core.layout.of_backend["m1"].state, fleet.core.layout.models["m"]
     assert [slot.name for slot in state.loadable(model, 0.0)] == ["m1", "m2"]
     assert [slot.name for slot in reserved(state, model, 0.0)] == ["m1"]

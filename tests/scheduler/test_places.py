@@ -39,7 +39,7 @@ def test_no_more_requests_than_its_concurrency_are_leased_and_each_end_brings_th
     driver, (first, second) = full(TWO)
     third, fourth = driver.request("a", 2.0), driver.request("a", 3.0)
     assert (first.backend, second.backend, third.backend, fourth.backend) == ("a", "a", None, None)
-    assert not driver.core.takes("a")
+    assert not driver.core.state.models["a"].takes()
     driver.core.release(first, 4.0)
     assert third.backend == "a"
     assert driver.core.state.settled[1:] == [third]
@@ -47,7 +47,7 @@ def test_no_more_requests_than_its_concurrency_are_leased_and_each_end_brings_th
     driver.core.release(third, 5.0)
     assert driver.core.state.settled[1:] == [third, fourth]
     driver.core.release(second, 6.0)
-    assert driver.core.takes("a")
+    assert driver.core.state.models["a"].takes()
     assert [(e.kind, e.ticket, e.cause) for e in driver.log if e.kind == "queued"][1:] == [
         ("queued", 4, Cause("busy")),
         ("queued", 5, Cause("busy")),
@@ -157,7 +157,7 @@ def test_who_waits_for_a_place_may_wait_for_another_replica():
 def test_what_a_request_would_wait_for_is_told():
     driver, _ = full(TWO)
     driver.request("a", 2.0)
-    told = wait_estimate(driver.core, "a", 3.0, 30.0).sentence
+    told = wait_estimate(driver.core.state, driver.core.state.models["a"], 3.0).sentence
     assert told == (
         "A request for a waits: it is resident on GPU 0, but takes no more than the 2 that run; "
         "1 wait before it."

@@ -338,7 +338,7 @@ def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig: Rig) ->
     rig.engine.next()
     elsewhere = ask(rig, LONG)
     held = rig.other.next()
-    rig.mux.unanswering("a", loaded=rig.mux._scheduler.slot("a").loaded)
+    rig.mux.unanswering("a", loaded=rig.mux._scheduler.layout.slot("a").loaded)
     for asked in (held, rig.other.next()):
         asked.send(JSON_OK)
     assert [client.read().status for client in (first, elsewhere)] == [200] * 2

@@ -533,8 +533,8 @@ class Audited(_Simulation):
 
     def _carry_out(self, effects, now):
         super()._carry_out(effects, now)
-        slots = list(self._scheduler.slots)
-        for group in self._scheduler.groups:
+        slots = list(self._scheduler.layout.slots)
+        for group in self._scheduler.layout.groups:
             for gpu, capacity in group.state.placement.capacity.items():
                 used = sum(slot.occupies.get(gpu, 0) for slot in group.slots.values())
                 assert used <= capacity or capacity == 1, (now, gpu)
@@ -549,8 +549,8 @@ def test_what_all_hold_never_exceeds_gpu_or_host(layout):
         config, trace, engines = world(layout, "eager", seed)
         audited = Audited(config, engines, None, Costs())
         audited.most = 0
-        for name, way in itertools.product(audited._scheduler.memory._slots, LEVELS[:-1]):
-            audited._scheduler.memory._footprints.learn(name, way, {}, {}, host_bytes=4)
+        for name, way in itertools.product(audited._scheduler.layout.memories[""]._slots, LEVELS[:-1]):
+            audited._scheduler.layout.memories[""]._footprints.learn(name, way, {}, {}, host_bytes=4)
         audited.run(trace)
         assert audited.most <= config.host_memory, seed
         most.append(audited.most)

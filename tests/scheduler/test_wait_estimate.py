@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from anvil_mux.errors import LoadError
+from anvil_mux.scheduler.planner import expected_load
 from anvil_mux.scheduler.policies import Snapshot, Stay, build_policy
 from anvil_mux.scheduler.progress import LogProgress, progress
 from anvil_mux.scheduler.wait_estimate import WaitEstimate, span, wait_estimate
 from tests.scheduler.test_group import DEBOUNCE, TEN, A, B, C, Driver, backend
 
-DRAIN = 30.0
-
 
 def ask(driver: Driver, model: str, at: float, said: LogProgress | None = None) -> WaitEstimate:
     before = repr(driver.core), len(driver.log), repr(driver.core.queues)
-    loading = [slot for slot in driver.core.slots_of(model) if slot.state == "loading"]
-    far = progress(at - loading[0].since, driver.core.expected_load(loading[0]), said) if loading else None
-    found = wait_estimate(driver.core, model, at, DRAIN, far)
+    state = driver.core.state
+    loading = [slot for slot in state.models[model].slots if slot.state == "loading"]
+    far = progress(at - loading[0].since, expected_load(state, loading[0]), said) if loading else None
+    found = wait_estimate(state, state.models[model], at, far)
     assert (repr(driver.core), len(driver.log), repr(driver.core.queues)) == before, "asking changes nothing"
     return found
 
