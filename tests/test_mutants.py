@@ -55,7 +55,7 @@ MUTANTS = {
     ),
     "a place that becomes free is left free": (
         "group",
-        "            self._admission.fill_places(model, now)\n",
+        "            self.admission.fill_places(model, now)\n",
         "            pass\n",
     ),
     "those who wait for a place are taken as they came": (

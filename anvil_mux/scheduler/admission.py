@@ -70,6 +70,12 @@ class Admission:
         if replicas:
             self.send_anew(replicas.take_back(idle), Cause("moved", backend=idle.name), now)
 
+    def leave_silent(self, slot: Slot, now: float) -> None:
+        """The engine of a replica does not answer: requests that wait at a stale one are sent anew."""
+        replicas = self._state.models[slot.model].replicas
+        if replicas and slot.serves:
+            self.send_anew(replicas.take_from(slot, now), Cause("stale", backend=slot.name), now)
+
     def send_anew(self, found: Iterable[tuple[Ticket, Slot]], cause: Cause, now: float) -> None:
         for ticket, slot in found:
             del slot.holders[ticket]
@@ -152,6 +158,13 @@ class Admission:
         self._state.settled += queue.tickets
         queue.clear()
 
+    def resume(self, now: float) -> None:
+        """The GPU group took the place of others: requests that can be served now are, or fail."""
+        for model in self._state.models.values():
+            if model.queue.tickets and model.ready:
+                self.admit(model, now)
+        self.fail_refused(now)
+
     def fill_places(self, model: Model, now: float) -> None:
         """As many of a queue are leased as there are places at the backends that are ready."""
         queue = model.queue
@@ -188,6 +201,11 @@ class Admission:
             self.fail(ticket, error, now)
         self._state.settled += queue.tickets
         queue.clear()
+
+    def fail_all(self, error: MuxError, now: float) -> None:
+        """Every request that waits fails with ``error``."""
+        for model in self._state.models.values():
+            self.fail_queue(model, error, now)
 
     def fail_refused(self, now: float) -> None:
         """The queues fail that no backend can serve any more."""

@@ -2,12 +2,11 @@
 
 A GPU group is a set of GPUs of one host, tied together by some backend that needs several of them. A model
 may have backends in several GPU groups, of one host or of several: they share its queue, which stands in one
-of them at a time (scheduler.py). A ``GpuGroup`` takes facts (``request``, ``release``,
-``loaded``, ``died``, ...) and asked one question, ``next_step(now)``, until it answers ``Wait``. It performs
-nothing: whoever drives it (the multiplexer's workers, the simulator) performs the steps and reports how they
-ended. It has no lock, no clock and no I/O; calls must not overlap.
+of them at a time (layout.py). A ``GpuGroup`` takes facts, and answers one question, ``next_step(now)``, which
+is asked until it answers ``Wait``. It performs nothing: whoever drives the scheduler performs the steps and
+reports how they ended. It has no lock, no clock and no I/O; calls must not overlap.
 
-``GpuGroup`` is the facade: it finds slots and models by name, and leaves the rest to its parts, which share
+The arrival of a request and the end of a lease are here. All other facts are told to its parts, which share
 one ``GroupState`` (state.py):
 
     admission.py   leases, queues, failures: every end of a ticket
@@ -42,30 +41,27 @@ Invariants:
     pinned drains for no other model.
 10. The leases of a lost host are severed, and nothing is begun there: what may still run there holds its
     GPUs until the host is back and its backends are adopted, or until it is declared gone by hand.
-11. While it is not known of some backend whether it runs already (``expected``), nothing is begun.
+11. While it is not known of some backend whether it runs already (``expect``), nothing is begun.
 
-A backend that the configuration has no longer, or not as it is (``retired``), is leaving: it gets no new
+A backend that the configuration has no longer, or not as it is (``retire``), is leaving: it gets no new
 leases, is drained and stopped, whatever its standby levels, and its slot is left for good. Its queue waits on
-for whoever takes that slot; scheduler.py makes the GPU group that takes this one's place then (building.py).
+for whoever takes that slot; layout.py makes the GPU group that takes this one's place then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 
-from anvil_mux.errors import LoadError, MuxError
-from anvil_mux.routing.in_flight import EngineLoad
 from anvil_mux.scheduler.admission import Admission
-from anvil_mux.scheduler.causes import Cause, Leaving
+from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.decider import Decider
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.group_swaps import GroupSwaps
-from anvil_mux.scheduler.host_facts import FoundBackend, HostFacts
+from anvil_mux.scheduler.host_facts import HostFacts
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.outcomes import Outcomes
 from anvil_mux.scheduler.preloads import complete
-from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.refusals import of_crashes
 from anvil_mux.scheduler.replicas import nobody_takes
 from anvil_mux.scheduler.requested import Requested
@@ -77,41 +73,27 @@ INCOMPLETE, BUSY = Cause("incomplete"), Cause("busy")
 
 
 class GpuGroup:
-    """The state of one GPU group. Every fact comes with the moment at which it became true."""
+    """One GPU group and its parts. Only ``Scheduler`` tells it facts."""
 
     def __init__(self, state: GroupState, groups_of: Mapping[str, Sequence[GpuGroup]]) -> None:
         """``groups_of``: model -> the GPU groups that have backends of it."""
-        self.state = state
-        self.name = state.name
-        self.host = state.host
-        self.slots = state.slots
+        self.state, self.name, self.host, self.slots = state, state.name, state.host, state.slots
         self._models = state.models
-        self.remodelled()
-        self._admission = Admission(state)
-        moves = Moves(state, self._admission)
-        swaps = GroupSwaps(state, moves)
-        self._moves = moves
-        self._decider = Decider(state, self._admission, moves, swaps)
-        self._outcomes = Outcomes(state, self._admission, moves, swaps)
-        self._host_facts = HostFacts(state, self._admission, moves, swaps, self._outcomes)
-
-        def siblings(model: str) -> list[Requested]:
-            return [group._requested for group in groups_of[model]]
-
-        self._requested = Requested(state, self._admission, swaps, siblings)
-
-    def remodelled(self) -> None:
-        """Its models are others than before, or their backends are."""
-        self.state.remodelled()
-        self.queues: dict[str, ModelQueue] = {name: each.queue for name, each in self._models.items()}
-        """For those who look at who waits."""
+        self.admission = Admission(state)
+        self.moves = Moves(state, self.admission)
+        swaps = GroupSwaps(state, self.moves)
+        self.outcomes = Outcomes(state, self.admission, self.moves, swaps)
+        self.host_facts = HostFacts(state, self.admission, self.moves, swaps, self.outcomes)
+        self.requested = Requested(
+            state, self.admission, swaps, lambda model: [group.requested for group in groups_of[model]]
+        )
+        self._decider = Decider(state, self.admission, self.moves, swaps)
 
     def __repr__(self) -> str:
         slots = ", ".join(f"{s.name}: {s.state} {len(s.holders)} leases" for s in self.slots.values())
-        queues = ", ".join(f"{model}: {len(queue)} waiting" for model, queue in self.queues.items() if queue)
+        waiting = {model.name: len(model.queue) for model in self._models.values() if model.queue}
+        queues = ", ".join(f"{name}: {count} waiting" for name, count in waiting.items())
         return f"<GpuGroup {self.name} [{slots}] [{queues}]>"
-
-    # What its driver takes
 
     def next_step(self, now: float) -> Step | Wait:
         """What is to be done now. Each step is handed out once."""
@@ -126,25 +108,25 @@ class GpuGroup:
         state, model = self.state, self._models[ticket.model]
         model.demand.arrived(now)
         if ticket.crashes and (error := of_crashes(ticket)):
-            self._admission.fail(ticket, error, now)
+            self.admission.fail(ticket, error, now)
             return False
         ready = model.ready
         if not ready:
-            return self._admission.wait_for_load(model, ticket, now)
+            return self.admission.wait_for_load(model, ticket, now)
         if state.limited and ticket.leases and not model.takes(ticket.work.owner):
             only = model.needed(ticket.work.owner)
-            self._admission.enqueue(model, ticket, now, only=only, cause=BUSY)
-            return model.replicas is not None and self._admission.may_spill(model, now)
-        slot = self._admission.route(model, ready, ticket, now) if model.replicas else ready[0]
+            self.admission.enqueue(model, ticket, now, only=only, cause=BUSY)
+            return model.replicas is not None and self.admission.may_spill(model, now)
+        slot = self.admission.route(model, ready, ticket, now) if model.replicas else ready[0]
         if slot is None:
-            self._admission.fail(ticket, nobody_takes(model.name), now)
+            self.admission.fail(ticket, nobody_takes(model.name), now)
             return complete(state, model, now)
         if not slot.holders:
             model.demand.returned(now - slot.used, now)
         elif not model.replicas:  # else others may be answered elsewhere
             model.demand.overlapping += 1
-        self._admission.lease(model, slot, ticket, now)
-        return model.replicas is not None and self._admission.wants_more(model, ticket, now)
+        self.admission.lease(model, slot, ticket, now)
+        return model.replicas is not None and self.admission.wants_more(model, ticket, now)
 
     def release(
         self,
@@ -174,10 +156,10 @@ class GpuGroup:
             size, cause = len(slot.holders), None if whole else INCOMPLETE
             state.emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, cause=cause))
         if state.limited and slot.state == "ready":
-            self._admission.fill_places(model, now)
+            self.admission.fill_places(model, now)
         if replicas and not slot.holders and slot.state == "ready":
-            self._admission.take_back(slot, now)
-        if model.unload_when_idle and self._requested.unload_when_idle(model, now):
+            self.admission.take_back(slot, now)
+        if model.unload_when_idle and self.requested.unload_when_idle(model, now):
             return True
         deferred, leases = state.deferred, len(slot.holders)
         if deferred is not None and (leases < deferred[1].leases or not self._decider.plans_hold(now)):
@@ -191,66 +173,6 @@ class GpuGroup:
         if not slot.holders and not model.replicas:
             model.demand.idle(now)
 
-    def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
-        """A waiting request ended by itself: its client left, or ``error`` says why it fails."""
-        self._admission.give_up(ticket, now, error)
-
-    def fail_all(self, error: MuxError, now: float) -> None:
-        """Every waiting request fails with ``error``."""
-        for model in self._models.values():
-            self._admission.fail_queue(model, error, now)
-
-    def sever_all(self, now: float) -> tuple[Ticket, ...]:
-        """The program ends and waits no longer for the requests that run; the caller cuts them."""
-        cause = Cause("shutdown")
-        return tuple(ticket for slot in self.slots.values() for ticket in self._moves.sever(slot, now, cause))
-
-    # Facts about replicas
-
-    def first_byte(self, ticket: Ticket) -> bool:
-        """The first byte of an answer came, of a model with several backends; False: it comes too late."""
-        if replicas := self._models[ticket.model].replicas:
-            replicas.in_flight.first_byte(ticket)
-        return not ticket.severed
-
-    def observed(self, backend: str, load: EngineLoad | None, now: float) -> None:
-        """The engine of a replica said this of itself; None: it answered, and has no figures."""
-        if replicas := self._models[self.slots[backend].model].replicas:
-            replicas.in_flight.observe(backend, load, now)
-
-    def silent(self, backend: str, now: float) -> None:
-        """The engine of a replica does not answer: when it is stale, who waits there leaves."""
-        slot = self.slots[backend]
-        replicas = self._models[slot.model].replicas
-        if replicas and slot.serves:
-            found = replicas.take_from(slot, now)
-            self._admission.send_anew(found, Cause("stale", backend=backend), now)
-
-    # Facts about what people ask for
-
-    def unload_requested(self, model: str, now: float) -> bool:
-        """Evict what serves ``model`` after its drain; False: nothing to evict."""
-        return self._requested.unload(self._models[model], now)
-
-    def unload_when_idle(self, model: str, now: float) -> bool:
-        """Evict what serves ``model`` once nobody uses it, unless it is asked for before; True: now."""
-        return self._requested.unload_when_idle(self._models[model], now)
-
-    def pin_requested(self, model: str, now: float, pinned: bool) -> None:
-        """Whether ``model`` is kept, once it is resident, from being evicted for others."""
-        self._requested.pin(self._models[model], now, pinned=pinned)
-
-    def retired(self, leaving: Mapping[str, Leaving], served: Set[str], now: float) -> None:
-        """Backends are to go for good, each for a reason; queues of models that are not ``served`` end."""
-        self._requested.retire(leaving, served, now)
-
-    def resumed(self, now: float) -> None:
-        """It took the place of others: whoever may be served now is."""
-        for model in self._models.values():
-            if model.queue.tickets and model.ready:
-                self._admission.admit(model, now)
-        self._admission.fail_refused(now)
-
     @property
     def leaving(self) -> list[Slot]:
         """The backends that are to go for good, and have not left yet."""
@@ -260,98 +182,3 @@ class GpuGroup:
     def is_outgrown(self) -> bool:
         """Whether a slot was left for good: another GPU group is to take this one's place."""
         return any(slot.is_left for slot in self.slots.values())
-
-    # Facts about backends
-
-    def expected(self, name: str) -> None:
-        """The backend may run already: until it is ``adopted`` or ``looked_at`` requests only wait."""
-        self.state.unseen.add(name)
-
-    def looked_at(self, name: str) -> None:
-        """It is known now whether the backend ran: what was not adopted holds nothing (any more)."""
-        self.state.unseen.discard(name)
-        self.state.changed()
-
-    def adopt(self, name: str, now: float) -> bool:
-        """The backend ran before we did; False if it cannot stay beside those already adopted."""
-        return self._outcomes.adopt(self.slots[name], now)
-
-    def adopt_standby(
-        self, name: str, now: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
-    ) -> bool:
-        """The backend was in standby by ``how`` before we came; False if what it keeps has no room."""
-        return self._outcomes.adopt_standby(self.slots[name], now, how, residual, host_bytes)
-
-    def loaded(self, name: str, now: float, how: str = "stop") -> None:
-        """The backend answers, brought back by the way ``how``; its whole queue is leased."""
-        self._outcomes.loaded(self.slots[name], now, how)
-
-    def load_failed(self, name: str, now: float, error: LoadError) -> None:
-        """The backend did not become ready and was cleaned up."""
-        self._outcomes.load_failed(self.slots[name], now, error)
-
-    def load_cancelled(self, name: str, now: float) -> None:
-        """The load of the backend ended before its time, and all that it had begun was stopped."""
-        self._outcomes.load_cancelled(self.slots[name], now)
-
-    def evicted(
-        self,
-        name: str,
-        now: float,
-        residual: Mapping[str, int] | None = None,
-        how: str = "stop",
-        host_bytes: int = 0,
-        freed: Mapping[str, int] | None = None,
-        died: str = "",
-        log: Iterable[str] = (),
-    ) -> None:
-        """The backend left its GPUs by the way ``how``; unless it was stopped it is in standby.
-
-        It holds nothing then but its ``residual`` (bytes by GPU) and ``host_bytes`` of the host's memory.
-        ``freed`` is what it gave back, where that was read. ``died``: how it had ended before it was told to,
-        and ``log`` what it had printed last.
-        """
-        self._outcomes.evicted(
-            self.slots[name],
-            now,
-            residual=residual or {},
-            way=how,
-            host_bytes=host_bytes,
-            freed=freed or {},
-            died=died,
-            log=log,
-        )
-
-    def evict_failed(self, name: str, now: float, why: str) -> None:
-        """The backend may still hold its GPUs; nothing is started there until a later stop succeeds.
-
-        One that was in standby holds what it held, and stays so.
-        """
-        self._outcomes.evict_failed(self.slots[name], now, why)
-
-    def died(self, name: str, now: float, why: str, log: Iterable[str] = ()) -> None:
-        """The backend ended without being told to. Whoever loads or stops it reports that instead.
-
-        ``log``: what its engine had printed last.
-        """
-        self._outcomes.died(self.slots[name], now, why, log)
-
-    def unanswering(self, name: str, now: float) -> None:
-        """The engine of a backend answers nobody: it is stopped without a drain."""
-        self._outcomes.unanswering(self.slots[name], now)
-
-    def host_lost(self, now: float) -> None:
-        """Nobody hears of its host any more, whose record says so already."""
-        self._host_facts.lost(now)
-
-    def host_back(self, now: float, found: Mapping[str, FoundBackend]) -> None:
-        """Its host is heard of again; ``found``: backend -> how it was found there, where it was."""
-        self._host_facts.back(now, found)
-
-    def host_gone(self, now: float) -> None:
-        """Somebody says that nothing runs on its host any more."""
-        self._host_facts.gone(now)
-
-    def memory_seen(self, held: Mapping[str, int]) -> bool:
-        """Programs that are none of ours hold so many bytes, by GPU; whether that is news."""
-        return self._outcomes.memory_seen(held)

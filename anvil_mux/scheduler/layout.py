@@ -151,7 +151,7 @@ class Layout:
         self._build([draft], [each for each in self.groups if each is not group])
         made = self.groups.pop()
         self.groups.insert(position, made)
-        made.resumed(now)
+        made.admission.resume(now)
         return made
 
     def place_queue(self, model: Model, now: float) -> None:
@@ -207,4 +207,4 @@ class Layout:
         self.of_model = of_model  # as a whole: it is read without the lock, too
         self.spread = [name for name, own in self.groups_of.items() if len(own) > 1]
         for group in self.groups:
-            group.remodelled()
+            group.state.remodelled()

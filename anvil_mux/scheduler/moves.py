@@ -107,3 +107,8 @@ class Moves:
             )
         slot.holders.clear()
         return severed
+
+    def sever_all(self, now: float) -> list[Ticket]:
+        """End all leases, because the program ends; the caller cuts them."""
+        cause, slots = Cause("shutdown"), self._state.slots.values()
+        return [ticket for slot in slots for ticket in self.sever(slot, now, cause)]

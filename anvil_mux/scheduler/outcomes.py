@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.admission import Admission
@@ -15,6 +16,8 @@ from anvil_mux.scheduler.standby import PINS
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Crash
 
+NOTHING_HELD: Mapping[str, int] = MappingProxyType({})
+
 
 class Outcomes:
     """The facts about the backends of one GPU group."""
@@ -25,10 +28,19 @@ class Outcomes:
         self._moves = moves
         self._swaps = swaps
 
-    # Before we came
+    # Before this program came
+
+    def expect(self, name: str) -> None:
+        """The backend may run already: until it is adopted or ``looked_at`` requests only wait."""
+        self._state.unseen.add(name)
+
+    def looked_at(self, name: str) -> None:
+        """It is known now whether the backend ran: what was not adopted holds nothing (any more)."""
+        self._state.unseen.discard(name)
+        self._state.changed()
 
     def adopt(self, slot: Slot, now: float) -> bool:
-        """It ran before we did; False if it cannot stay beside those already adopted."""
+        """The backend ran before this program did; False if it cannot stay beside those already adopted."""
         if not self._state.placement.fits(slot):
             return False
         self._moves.enter(slot, "adopt", now)
@@ -51,7 +63,7 @@ class Outcomes:
         host_bytes: int,
         cause: Cause | None = None,
     ) -> bool:
-        """It was in standby before we came; False if what it keeps has no room."""
+        """The backend was in standby before this program came; False if what it keeps has no room."""
         residual = slot.named(residual)
         if self._state.placement.crowds(residual):
             return False
@@ -66,7 +78,7 @@ class Outcomes:
     # Loads
 
     def loaded(self, slot: Slot, now: float, way: str) -> None:
-        """It answers, brought back from the standby level ``way``; its whole queue is leased."""
+        """The backend answers, brought back from the standby level ``way``; its whole queue is leased."""
         seconds, model = now - slot.since, self._state.model_of(slot)
         wanted = bool(model.queue.tickets)
         unwanted = any(swap.cancel == UNLOADED for swap in self._state.swaps if swap.target is slot)
@@ -104,7 +116,7 @@ class Outcomes:
         self._admission.fail_refused(now)
 
     def load_cancelled(self, slot: Slot, now: float) -> None:
-        """Its load ended before its time, and all that it had begun was stopped."""
+        """The load of the backend ended before its time, and all that it had begun was stopped."""
         self._moves.enter(slot, "cancelled", now)
         slot.next_level = ""
         self._swaps.end_to(slot)
@@ -117,37 +129,45 @@ class Outcomes:
         slot: Slot,
         now: float,
         *,
-        residual: Mapping[str, int],
-        way: str,
-        host_bytes: int,
-        freed: Mapping[str, int],
-        died: str,
-        log: Iterable[str],
+        residual: Mapping[str, int] = NOTHING_HELD,
+        how: str = "stop",
+        host_bytes: int = 0,
+        freed: Mapping[str, int] = NOTHING_HELD,
+        died: str = "",
+        log: Iterable[str] = (),
     ) -> None:
-        """It left its GPUs by the way ``way``; see ``GpuGroup.evicted``."""
-        state, standby, cause = self._state, way != "stop", None
+        """The backend left its GPUs; unless it was stopped it is in standby, at the level ``how``.
+
+        It holds nothing then but its ``residual`` (bytes by GPU) and ``host_bytes`` of the host's memory.
+        ``freed`` is what it gave back, where that was read. ``died``: how it had ended before it was told to,
+        and ``log`` what it had printed last.
+        """
+        state, standby, cause = self._state, how != "stop", None
         host_bytes = host_bytes if standby else 0
         if died and not slot.failed_stops:  # else it had been told to stop before, in vain
             cause = slot.judge_end(now, died)
         if not slot.failed_stops:  # else an earlier attempt freed some of it
             gave_up = freed if slot.state == "evicting" else {}  # what is demoted held less than all
-            state.footprints.learn(slot.name, way, gave_up, residual, host_bytes)
+            state.footprints.learn(slot.name, how, gave_up, residual, host_bytes)
             state.placement.measure(slot, state.footprints.held(slot.name))
         self._moves.enter(slot, "standby" if standby else "stopped", now)
-        slot.level, slot.next_level = way, "stop" if slot.leaving else ""
+        slot.level, slot.next_level = how, "stop" if slot.leaving else ""
         slot.residual, slot.host_bytes = slot.named(residual) if standby else {}, host_bytes
-        if way in PINS:
+        if how in PINS:
             slot.ram = max(slot.ram, host_bytes)
         slot.note_left(now)
         self._swaps.left(slot)
         if cause:
             slot.error, slot.log = ending(cause), tuple(log)
-        state.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=way if standby else ""))
+        state.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=how if standby else ""))
         if standby or slot.failed_starts:  # else nothing is refused that was not before
             self._admission.fail_refused(now)
 
     def evict_failed(self, slot: Slot, now: float, why: str) -> None:
-        """It may still hold its GPUs; one that was in standby holds what it held, and stays so."""
+        """The backend may still hold its GPUs: nothing is loaded there until a later stop succeeds.
+
+        One that was in standby holds what it held, and stays so.
+        """
         slot.failed_starts += slot.state == "loading"
         self._moves.enter(slot, "evict_failed", now)
         slot.note_stop_failed(now, why)
@@ -160,7 +180,7 @@ class Outcomes:
     # Ends that nobody asked for
 
     def died(self, slot: Slot, now: float, why: str, log: Iterable[str]) -> None:
-        """It ended without being told to."""
+        """The backend ended without being told to; ``log``: what its engine had printed last."""
         if (slot.state, "died") not in TRANSITIONS:
             return  # whoever loads or stops it reports that instead
         cause = slot.judge_end(now, why)
@@ -177,7 +197,7 @@ class Outcomes:
             self._admission.fail_refused(now)
 
     def unanswering(self, slot: Slot, now: float) -> None:
-        """Its engine answers nobody: it is stopped without a drain, whatever its standby levels are."""
+        """The engine of the backend answers nobody: it is stopped without a drain, and not put in standby."""
         if slot.state == "ready":
             slot.next_level = "stop"
             self._swaps.begin(None, [slot], now, Cause("silent"), drain_timeout=0.0)

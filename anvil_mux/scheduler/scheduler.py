@@ -25,7 +25,11 @@ from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.layout import Layout
 from anvil_mux.scheduler.settling import Settling
+from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.steps import NO_USAGE, NOTHING, Effects, Step, Ticket, TokenUsage
+
+BackendFact = Callable[[GpuGroup, Slot], object]
+"""A fact about a backend, told to its GPU group."""
 
 
 class Scheduler:
@@ -84,37 +88,39 @@ class Scheduler:
         if model is None or ticket not in model.queue:
             return NOTHING
         group = self.layout.of_model[ticket.model]
-        group.give_up(ticket, now, error)
+        group.admission.give_up(ticket, now, error)
         return self._settling.settle([group], now)
 
     def first_byte(self, ticket: Ticket) -> bool:
         """The first byte of an answer came; False: too late, the request is sent to another replica."""
-        group = self.layout.of_model.get(ticket.model)
-        return not ticket.severed if group is None else group.first_byte(ticket)
+        model = self.layout.models.get(ticket.model)
+        if model and model.replicas:
+            model.replicas.in_flight.first_byte(ticket)
+        return not ticket.severed
 
     # Facts from steps
 
     def loaded(self, step: Step, now: float, how: str) -> Effects:
         """The backend answers; ``how``: the standby level that it really came back from."""
-        return self._reported(step, now, lambda group: group.loaded(step.backend, now, how))
+        return self._reported(step, now, lambda group, slot: group.outcomes.loaded(slot, now, how))
 
     def load_failed(self, step: Step, now: float, error: LoadError) -> Effects:
         """The backend did not become ready, and holds nothing."""
-        return self._reported(step, now, lambda group: group.load_failed(step.backend, now, error))
+        return self._reported(step, now, lambda group, slot: group.outcomes.load_failed(slot, now, error))
 
     def load_cancelled(self, step: Step, now: float) -> Effects:
         """The load ended before its time, and what it had begun was stopped."""
-        return self._reported(step, now, lambda group: group.load_cancelled(step.backend, now))
+        return self._reported(step, now, lambda group, slot: group.outcomes.load_cancelled(slot, now))
 
     def evicted(self, step: Step, now: float, **left: Any) -> Effects:
-        """The backend left its GPUs, or reached a deeper standby level; ``left``: see GpuGroup.evicted."""
-        return self._reported(step, now, lambda group: group.evicted(step.backend, now, **left))
+        """The backend left its GPUs, or reached a deeper standby level; ``left``: see Outcomes.evicted."""
+        return self._reported(step, now, lambda group, slot: group.outcomes.evicted(slot, now, **left))
 
     def evict_failed(self, step: Step, now: float, why: str) -> Effects:
         """The backend may still hold its GPUs."""
-        return self._reported(step, now, lambda group: group.evict_failed(step.backend, now, why))
+        return self._reported(step, now, lambda group, slot: group.outcomes.evict_failed(slot, now, why))
 
-    def _reported(self, step: Step, now: float, fact: Callable[[GpuGroup], object]) -> Effects:
+    def _reported(self, step: Step, now: float, fact: BackendFact) -> Effects:
         return self._told(step.backend, now, fact) if self._settling.ends(step) else NOTHING
 
     # Facts from engines and hosts
@@ -124,49 +130,50 @@ class Scheduler:
         for name in backends:
             group = self.layout.of_backend.get(name)
             if group and not group.host.is_lost:
-                group.expected(name)
+                group.outcomes.expect(name)
         return NOTHING
 
     def looked_at(self, backend: str, now: float) -> Effects:
         """It is known whether the backend ran: what was not adopted holds nothing (any more)."""
-        return self._told(backend, now, lambda group: group.looked_at(backend))
+        return self._told(backend, now, lambda group, slot: group.outcomes.looked_at(backend))
 
     def adopted(self, backend: str, now: float) -> Effects:
         """The backend ran before this program did; NOTHING if it cannot stay beside the others."""
-        return self._took_over(backend, now, lambda group: group.adopt(backend, now))
+        return self._took_over(backend, now, lambda group, slot: group.outcomes.adopt(slot, now))
 
     def adopted_standby(
         self, backend: str, now: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
     ) -> Effects:
         """The backend was in standby, at the level ``how``; NOTHING if there is no room for ``residual``."""
 
-        def fact(group: GpuGroup) -> bool:
-            return group.adopt_standby(backend, now, how, residual, host_bytes)
+        def fact(group: GpuGroup, slot: Slot) -> bool:
+            return group.outcomes.adopt_standby(slot, now, how, residual, host_bytes)
 
         return self._took_over(backend, now, fact)
 
-    def _took_over(self, backend: str, now: float, fact: Callable[[GpuGroup], bool]) -> Effects:
+    def _took_over(self, backend: str, now: float, fact: Callable[[GpuGroup, Slot], bool]) -> Effects:
         group = self.layout.of_backend.get(backend)
-        if group is None or group.host.is_lost or not fact(group):
+        if group is None or group.host.is_lost or not fact(group, group.slots[backend]):
             return NOTHING
         return self._settling.settle([group], now)
 
     def died(self, backend: str, now: float, why: str, log: Iterable[str] = ()) -> Effects:
         """The backend ended without being told to; ``log``: what its engine had printed last."""
-        return self._told(backend, now, lambda group: group.died(backend, now, why, log))
+        return self._told(backend, now, lambda group, slot: group.outcomes.died(slot, now, why, log))
 
     def unanswering(self, backend: str, now: float) -> Effects:
         """The engine of the backend answers nobody: it is to be stopped without a drain."""
-        return self._told(backend, now, lambda group: group.unanswering(backend, now))
+        return self._told(backend, now, lambda group, slot: group.outcomes.unanswering(slot, now))
 
     def silent(self, backend: str, now: float) -> Effects:
         """The engine of a replica was asked for its figures, and did not answer."""
-        return self._told(backend, now, lambda group: group.silent(backend, now))
+        return self._told(backend, now, lambda group, slot: group.admission.leave_silent(slot, now))
 
     def observed(self, backend: str, load: EngineLoad | None, now: float) -> Effects:
         """The engine of a replica said this of itself; None: it answered, and has no figures."""
-        if group := self.layout.of_backend.get(backend):
-            group.observed(backend, load, now)
+        slot = self.layout.slot(backend)
+        if slot and (replicas := self.layout.models[slot.model].replicas):
+            replicas.in_flight.observe(backend, load, now)
         return NOTHING
 
     def reports(self, now: float) -> dict[str, Report]:
@@ -185,7 +192,7 @@ class Scheduler:
         """Other processes hold so many bytes of these GPUs of a host."""
         named = {gpu_name(host, id): amount for id, amount in held.items()} if host else held
         there = [group for group in self.layout.on_host(host) if not group.host.is_lost]
-        return self._settling.settle([group for group in there if group.memory_seen(named)], now)
+        return self._settling.settle([group for group in there if group.outcomes.memory_seen(named)], now)
 
     # Facts about hosts
 
@@ -202,7 +209,7 @@ class Scheduler:
         groups = self.layout.on_host(host)
         for group in groups:
             self._settling.forget_steps(group.slots)
-            group.host_lost(now)
+            group.host_facts.lost(now)
         return self._settling.settle(groups, now)
 
     def host_back(self, host: str, now: float, found: Mapping[str, FoundBackend]) -> Effects:
@@ -217,14 +224,14 @@ class Scheduler:
         self._emit(Event(now, "host_back", "", cause=Cause("host_back", host=host)))
         groups = self.layout.on_host(host)
         for group in groups:
-            group.host_back(now, found)
+            group.host_facts.back(now, found)
         return self._settling.settle(groups, now)
 
     def host_gone(self, host: str, now: float) -> Effects:
         """Somebody says that nothing runs on a lost host any more; it stays lost until it is back."""
         groups = [group for group in self.layout.on_host(host) if group.host.is_lost]
         for group in groups:
-            group.host_gone(now)
+            group.host_facts.gone(now)
         return self._settling.settle(groups, now) if groups else NOTHING
 
     # Facts from people
@@ -234,28 +241,26 @@ class Scheduler:
 
         NOTHING if there is nothing to be done now.
         """
-        groups = self.layout.groups_of[model]
-        if when_idle:
-            is_now = groups[0].unload_when_idle(model, now)
-        else:
-            is_now = groups[0].unload_requested(model, now)
+        groups, found = self.layout.groups_of[model], self.layout.models[model]
+        asked = groups[0].requested
+        is_now = asked.unload_when_idle(found, now) if when_idle else asked.unload(found, now)
         return self._settling.settle(groups, now) if is_now else NOTHING
 
     def pinned(self, model: str, now: float, pinned: bool) -> Effects:
         """Whether a model, once it is resident, is kept from being evicted for others."""
         groups = self.layout.groups_of[model]
-        groups[0].pin_requested(model, now, pinned)
+        groups[0].requested.pin(self.layout.models[model], now, pinned=pinned)
         return self._settling.settle(groups, now)
 
     def refused(self, error: MuxError, now: float) -> Effects:
         """Every request that waits fails with ``error``: the program ends."""
         for group in self.layout.groups:
-            group.fail_all(error, now)
+            group.admission.fail_all(error, now)
         return self._settling.settle(self.layout.groups, now)
 
     def severed(self, now: float) -> Effects:
         """Every request that runs is cut: the program ends."""
-        return Effects(cut=[ticket for group in self.layout.groups for ticket in group.sever_all(now)])
+        return Effects(cut=[ticket for group in self.layout.groups for ticket in group.moves.sever_all(now)])
 
     def closed(self) -> Effects:
         """The program ends: facts are still taken, but nothing is begun any more."""
@@ -270,12 +275,12 @@ class Scheduler:
         leaving |= dict.fromkeys(change.removed, "removed")
         self.layout.take(config)
         for group in self.layout.groups:
-            group.retired(leaving, self.layout.served, now)
+            group.requested.retire(leaving, self.layout.served, now)
         orphans = self.layout.regroup()
         self._settling.begin_anew()
         self.expected(expected)
         for group in self.layout.groups:
-            group.resumed(now)
+            group.admission.resume(now)
         effects = self._settling.settle(self.layout.groups, now)
         return effects._replace(woken=[*orphans, *effects.woken]) if orphans else effects
 
@@ -283,9 +288,9 @@ class Scheduler:
         """The moment ``Effects.ask_at`` has come, or a later one."""
         return self._settling.settle(self._settling.due(now), now)
 
-    def _told(self, backend: str, now: float, fact: Callable[[GpuGroup], object]) -> Effects:
+    def _told(self, backend: str, now: float, fact: BackendFact) -> Effects:
         group = self.layout.of_backend.get(backend)
         if group is None or group.host.is_lost:
             return NOTHING
-        fact(group)
+        fact(group, group.slots[backend])
         return self._settling.settle([group], now)

@@ -1,10 +1,13 @@
-"""One GPU group without a scheduler."""
+"""One GPU group without a scheduler, told facts by the names of backends and models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from anvil_mux.config.config import Config
+from anvil_mux.errors import LoadError
+from anvil_mux.routing.in_flight import InFlightTracker
 from anvil_mux.scheduler.building import Common, Draft, build_models, build_state, place
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
@@ -12,8 +15,10 @@ from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord
+from anvil_mux.scheduler.outcomes import NOTHING_HELD
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.policies import Policy, build_policy
+from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.standby import HostMemory
 
 
@@ -41,3 +46,85 @@ def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Polic
     groups.append(group)
     common.states.update({model: [state] for model in models})
     return group
+
+
+class LoneGroup:
+    """The one GPU group of a configuration, and short words for what its scheduler would tell it."""
+
+    def __init__(
+        self, config: Config, emit: Callable[[Event], object], *, policy: Policy | None = None
+    ) -> None:
+        self.group = lone_group(config, emit, policy=policy)
+        self.state, self.slots = self.group.state, self.group.slots
+        self.next_step, self.request, self.release = (
+            self.group.next_step,
+            self.group.request,
+            self.group.release,
+        )
+        self.give_up, self.fail_all = self.group.admission.give_up, self.group.admission.fail_all
+        self.sever_all, self.retired = self.group.moves.sever_all, self.group.requested.retire
+        self.expected, self.looked_at = self.group.outcomes.expect, self.group.outcomes.looked_at
+        self.memory_seen = self.group.outcomes.memory_seen
+
+    def __repr__(self) -> str:
+        return repr(self.group)
+
+    @property
+    def queues(self) -> dict[str, ModelQueue]:
+        return {name: model.queue for name, model in self.state.models.items()}
+
+    def in_flight(self, model: str) -> InFlightTracker:
+        replicas = self.state.models[model].replicas
+        assert replicas is not None
+        return replicas.in_flight
+
+    def adopt(self, name: str, at: float) -> bool:
+        return self.group.outcomes.adopt(self.slots[name], at)
+
+    def adopt_standby(
+        self, name: str, at: float, how: str, residual: Mapping[str, int], host_bytes: int = 0
+    ) -> bool:
+        return self.group.outcomes.adopt_standby(self.slots[name], at, how, residual, host_bytes)
+
+    def loaded(self, name: str, at: float, how: str = "stop") -> None:
+        self.group.outcomes.loaded(self.slots[name], at, how)
+
+    def load_failed(self, name: str, at: float, error: LoadError) -> None:
+        self.group.outcomes.load_failed(self.slots[name], at, error)
+
+    def load_cancelled(self, name: str, at: float) -> None:
+        self.group.outcomes.load_cancelled(self.slots[name], at)
+
+    def evicted(
+        self,
+        name: str,
+        at: float,
+        residual: Mapping[str, int] = NOTHING_HELD,
+        how: str = "stop",
+        host_bytes: int = 0,
+        **left: Any,
+    ) -> None:
+        self.group.outcomes.evicted(
+            self.slots[name], at, residual=residual, how=how, host_bytes=host_bytes, **left
+        )
+
+    def evict_failed(self, name: str, at: float, why: str) -> None:
+        self.group.outcomes.evict_failed(self.slots[name], at, why)
+
+    def died(self, name: str, at: float, why: str, log: Iterable[str] = ()) -> None:
+        self.group.outcomes.died(self.slots[name], at, why, log)
+
+    def unanswering(self, name: str, at: float) -> None:
+        self.group.outcomes.unanswering(self.slots[name], at)
+
+    def silent(self, name: str, at: float) -> None:
+        self.group.admission.leave_silent(self.slots[name], at)
+
+    def unload(self, model: str, at: float) -> bool:
+        return self.group.requested.unload(self.state.models[model], at)
+
+    def unload_when_idle(self, model: str, at: float) -> bool:
+        return self.group.requested.unload_when_idle(self.state.models[model], at)
+
+    def pin(self, model: str, at: float, pinned: bool) -> None:
+        self.group.requested.pin(self.state.models[model], at, pinned=pinned)

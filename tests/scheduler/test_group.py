@@ -25,7 +25,7 @@ from anvil_mux.scheduler.snapshot import snapshot
 from anvil_mux.scheduler.steps import Evict, Load, Ticket, Wait
 from anvil_mux.scheduler.swap import drains
 from anvil_mux.sim.simulate import Engines, Request, check, simulate
-from tests.scheduler.lone import lone_group
+from tests.scheduler.lone import LoneGroup
 
 
 def backend(name, *gpus, model=None, **fields):
@@ -44,7 +44,7 @@ class Driver:
         settings = {"policy": "eager", "eviction": "lru", **settings}
         self.config = Config(backends=backends, gpus=gpus, **settings)
         self.log = []
-        self.core = lone_group(self.config, self.log.append, policy=policy)
+        self.core = LoneGroup(self.config, self.log.append, policy=policy)
         self.costs, self.footprints = self.core.state.costs, self.core.state.footprints
         self.ids = itertools.count(1)
         self.until = inf
@@ -158,7 +158,7 @@ def loading(name, *backends, **settings):
 def test_a_load_is_cancelled_by_hand_and_who_waits_for_it_is_told_so():
     driver, first = loading("a")
     second = driver.request("a", 1.0)
-    assert driver.core.unload_requested("a", 2.0)
+    assert driver.core.unload("a", 2.0)
     assert ends(driver, first, second) == ["cancelled", "cancelled"]
     assert "a was unloaded by hand" in first.error.message
     assert driver.core.state.settled == [first, second]
@@ -166,7 +166,7 @@ def test_a_load_is_cancelled_by_hand_and_who_waits_for_it_is_told_so():
     assert driver.steps(2.5) == []
     driver.core.load_cancelled("a", 3.0)
     assert (driver.state("a"), driver.steps(3.0)) == ("stopped", [])
-    assert not driver.core.unload_requested("a", 4.0)
+    assert not driver.core.unload("a", 4.0)
     told = [(e.kind, e.cause, e.target) for e in driver.log[2:] if not e.ticket]
     assert told == [("cancelling", Cause("unloaded"), ""), ("stopped", None, "")]
     driver.sound()
@@ -177,7 +177,7 @@ def test_what_was_cancelled_has_no_cool_down_and_counts_as_no_failure():
     driver.core.load_failed("a", 1.0, LoadError("no"))
     driver.request("a", 6.0)
     assert driver.steps(6.0) == ["load a"]
-    driver.core.unload_requested("a", 7.0)
+    driver.core.unload("a", 7.0)
     assert driver.steps(7.0) == ["cancel a"]
     driver.core.load_cancelled("a", 8.0)
     again = driver.request("a", 8.0)
@@ -189,7 +189,7 @@ def test_what_was_cancelled_has_no_cool_down_and_counts_as_no_failure():
 
 def test_who_comes_while_a_load_is_being_cancelled_waits_for_the_next():
     driver, _ = loading("a")
-    driver.core.unload_requested("a", 1.0)
+    driver.core.unload("a", 1.0)
     assert driver.steps(1.0) == ["cancel a"]
     late = driver.request("a", 2.0)
     assert (driver.steps(2.0), late.settled) == ([], False)
@@ -202,7 +202,7 @@ def test_who_comes_while_a_load_is_being_cancelled_waits_for_the_next():
 
 def test_who_comes_before_the_load_is_cancelled_has_it_go_on():
     driver, _ = loading("a")
-    driver.core.unload_requested("a", 1.0)
+    driver.core.unload("a", 1.0)
     late = driver.request("a", 1.0)
     assert driver.steps(1.0) == []
     driver.core.loaded("a", 2.0)
@@ -212,7 +212,7 @@ def test_who_comes_before_the_load_is_cancelled_has_it_go_on():
 
 def test_a_load_that_has_just_succeeded_when_it_is_cancelled_is_unloaded():
     driver, _ = loading("a")
-    driver.core.unload_requested("a", 1.0)
+    driver.core.unload("a", 1.0)
     assert driver.steps(1.0) == ["cancel a"]
     late = driver.request("a", 1.5)
     driver.core.loaded("a", 2.0)
@@ -227,7 +227,7 @@ def test_a_load_that_has_just_succeeded_when_it_is_cancelled_is_unloaded():
 @pytest.mark.parametrize("failure", ["load_failed", "evict_failed"])
 def test_a_load_that_fails_while_it_is_cancelled_has_no_cool_down_unless_it_cannot_be_stopped(failure):
     driver, _ = loading("a")
-    driver.core.unload_requested("a", 1.0)
+    driver.core.unload("a", 1.0)
     driver.steps(1.0)
     FACTS[failure](driver.core, 2.0)
     assert driver.core.slots["a"].failed_starts == 0
@@ -282,7 +282,7 @@ def test_neither_what_is_pinned_nor_what_is_prepared_is_cancelled_for_another(ab
         assert driver.steps(0.0) == ["load a"]
     driver.request("b", 2.0)
     assert driver.steps(2.0) == []
-    assert driver.core.unload_requested("a", 3.0)  # by hand it is
+    assert driver.core.unload("a", 3.0)  # by hand it is
     assert driver.steps(3.0) == ["cancel a"]
 
 
@@ -322,12 +322,12 @@ def test_who_waits_while_its_gpu_is_being_freed_is_told_that_the_model_was_unloa
     lease, waiting = driver.request("a", 1.0), driver.request("b", 2.0)
     assert driver.steps(2.0) == []
     assert driver.state("a") == "draining"
-    assert driver.core.unload_requested("b", 3.0)
+    assert driver.core.unload("b", 3.0)
     assert (ends(driver, waiting), driver.state("a"), driver.steps(3.0)) == (["cancelled"], "ready", [])
     driver.core.release(lease, 4.0)
     driver.request("b", 5.0)
     assert driver.steps(5.0) == ["evict a"]
-    assert driver.core.unload_requested("b", 6.0)
+    assert driver.core.unload("b", 6.0)
     assert driver.steps(6.0) == []
     driver.core.evicted("a", 7.0)
     assert (driver.steps(7.0), driver.states()) == ([], {"a": "stopped", "b": "stopped"})
@@ -350,7 +350,7 @@ def test_a_replica_that_is_being_loaded_is_unloaded_with_the_others():
     driver.core.loaded("r0", 1.0)
     behind = [driver.request("m", 1.0) for _ in range(30)]
     assert driver.steps(20.0) == ["load r1"]
-    assert driver.core.unload_requested("m", 21.0)
+    assert driver.core.unload("m", 21.0)
     assert driver.steps(21.0) == ["cancel r1"]
     assert driver.states() == {"r0": "draining", "r1": "cancelling", "a": "stopped"}
     assert ends(driver, first, *behind) == ["r0"] * 31
@@ -402,7 +402,7 @@ class Unloading:
     ("happens", "severance"),
     [
         (lambda core: core.request(Ticket(99, "b", 2.0), 2.0), Severance(Cause("evicted", "b"), 5.0)),
-        (lambda core: core.unload_requested("a", 2.0), Severance(Cause("unloaded"), 5.0)),
+        (lambda core: core.unload("a", 2.0), Severance(Cause("unloaded"), 5.0)),
         (lambda core: core.retired({"a": "changed"}, {"a", "b"}, 2.0), Severance(Cause("changed"), 5.0)),
         (lambda core: core.retired({"a": "removed"}, {"b"}, 2.0), Severance(Cause("removed"), 5.0)),
         (
@@ -742,12 +742,12 @@ def test_a_policy_cannot_put_out_a_pinned_model():
 
 def test_a_pinned_model_is_kept_until_it_is_unpinned():
     driver = Driver(A, B).with_resident("a")
-    driver.core.pin_requested("a", 1.0, True)
+    driver.core.pin("a", 1.0, True)
     refused = driver.request("b", 2.0).error
     assert isinstance(refused, DoesNotFit)
     assert "beside the pinned a (see `anvil-mux unpin`)" in refused.message
     assert driver.steps(100.0) == []
-    driver.core.pin_requested("a", 101.0, False)
+    driver.core.pin("a", 101.0, False)
     waits = driver.request("b", 102.0)
     assert driver.steps(102.0) == ["evict a"]
     driver.core.evicted("a", 103.0)
@@ -760,7 +760,7 @@ def test_a_pinned_model_is_kept_until_it_is_unpinned():
 
 def test_what_the_file_pins_can_be_unpinned_too():
     driver = Driver(backend("a", pin=True), B).with_resident("a")
-    driver.core.pin_requested("a", 1.0, False)
+    driver.core.pin("a", 1.0, False)
     driver.request("b", 2.0)
     assert driver.steps(2.0) == ["evict a"]
 
@@ -768,13 +768,13 @@ def test_what_the_file_pins_can_be_unpinned_too():
 def test_pinning_what_is_pinned_changes_nothing():
     driver = Driver(A)
     for _ in range(2):
-        driver.core.pin_requested("a", 1.0, True)
+        driver.core.pin("a", 1.0, True)
     assert driver.tell() == ["pinned a"]
 
 
 def test_a_model_may_be_pinned_before_it_is_resident():
     driver = Driver(A, B).with_resident("b")
-    driver.core.pin_requested("a", 1.0, True)
+    driver.core.pin("a", 1.0, True)
     shut_out = driver.request("a", 2.0)
     assert driver.steps(2.0) == ["evict b"]
     driver.core.evicted("b", 3.0)
@@ -792,7 +792,7 @@ def test_who_waits_for_the_gpu_of_a_model_that_is_pinned_is_refused_at_once_and_
     assert driver.steps(2.0) == []
     assert driver.state("a") == "draining"
     late = driver.request("a", 2.5)
-    driver.core.pin_requested("a", 3.0, True)
+    driver.core.pin("a", 3.0, True)
     assert isinstance(waits.error, DoesNotFit)
     assert waits in driver.core.state.settled
     assert late.backend == "a"
@@ -809,7 +809,7 @@ def test_where_the_pinned_victim_stays_another_goes():
     waits = driver.request("c", 3.0)
     assert driver.steps(3.0) == []
     assert driver.states() == {"a": "ready", "b": "draining", "c": "stopped"}
-    driver.core.pin_requested("b", 4.0, True)
+    driver.core.pin("b", 4.0, True)
     assert waits.error is None
     assert driver.steps(4.0) == []
     assert driver.states() == {"a": "draining", "b": "ready", "c": "stopped"}
@@ -819,7 +819,7 @@ def test_where_the_pinned_victim_stays_another_goes():
 def test_a_pinned_model_that_rests_makes_room_by_its_memory():
     resting = backend("a", vram=8, evict_to=("sleep", "stop"), pin=True)
     driver = Driver(resting, backend("b", vram=8), gpus=TEN).with_resident("a")
-    driver.core.unload_requested("a", 1.0)
+    driver.core.unload("a", 1.0)
     assert driver.steps(1.0) == ["evict a"]
     driver.core.evicted("a", 2.0, {"0": 3}, "sleep")
     waits = driver.request("b", 3.0)
@@ -834,10 +834,10 @@ def test_a_pinned_model_that_rests_makes_room_by_its_memory():
 def test_a_pinned_model_that_was_told_to_go_is_waited_for():
     driver = Driver(backend("a", pin=True), B).with_resident("a")
     lease = driver.request("a", 1.0)
-    driver.core.unload_requested("a", 2.0)
+    driver.core.unload("a", 2.0)
     waits = driver.request("b", 3.0)
-    driver.core.pin_requested("a", 3.0, False)
-    driver.core.pin_requested("a", 3.5, True)  # that it is kept from others spares it nothing here
+    driver.core.pin("a", 3.0, False)
+    driver.core.pin("a", 3.5, True)  # that it is kept from others spares it nothing here
     assert driver.steps(3.5) == []
     driver.core.release(lease, 4.0)
     assert driver.steps(4.0) == ["evict a"]
@@ -917,7 +917,7 @@ def test_a_held_line_goes_at_once_when_the_resident_has_died():
 
 def test_a_held_line_goes_at_once_when_the_resident_was_unloaded():
     driver, _ = held_back()
-    driver.core.unload_requested("a", 1.5)
+    driver.core.unload("a", 1.5)
     assert driver.steps(1.5) == ["evict a"]
     assert driver.steps(1.75) == []
     driver.core.evicted("a", 2.0)
@@ -1179,7 +1179,7 @@ def test_broken_models_that_cannot_be_cleaned_up_at_once_cool_down_all_the_same(
 
 def test_a_stuck_backend_that_dies_is_gone_and_may_be_loaded_at_once():
     driver = Driver(A).with_resident("a")
-    driver.core.unload_requested("a", 1.0)
+    driver.core.unload("a", 1.0)
     driver.steps(1.0)
     driver.core.evict_failed("a", 2.0, "no")
     driver.steps(2.0)
@@ -1350,7 +1350,7 @@ def test_one_that_ended_too_soon_and_was_about_to_be_stopped_cools_down_all_the_
 
 def test_an_end_that_a_stop_brought_about_late_is_no_death():
     driver = Driver(A).with_resident("a")
-    driver.core.unload_requested("a", 1.0)
+    driver.core.unload("a", 1.0)
     assert driver.steps(1.0) == ["evict a"]
     driver.core.evict_failed("a", 2.0, "no")
     assert driver.steps(7.0) == ["evict a"]
@@ -1553,7 +1553,7 @@ def test_a_request_that_waits_behind_nobody_loads_no_other_replica():
 def test_requests_that_are_answered_do_not_wait():
     driver, held = busy()
     for ticket in held[:2]:
-        driver.core.first_byte(ticket)
+        driver.core.in_flight("m").first_byte(ticket)
     assert driver.steps(100.0) == []
     driver.core.release(held[0], 100.0)
     assert driver.steps(100.0) == []
@@ -1623,18 +1623,6 @@ def test_a_replica_that_becomes_idle_takes_one_that_waits():
     driver.core.release(tickets[3], 2.0)
     assert driver.core.state.taken_back == [tickets[4]]
     driver.sound()
-
-
-def test_a_first_byte_after_a_request_was_taken_back_comes_too_late():
-    driver = Driver(backend("r0", "0", model="m"), backend("r1", "1", model="m"))
-    driver.core.adopt("r0", 0.0)
-    first, second, third = streamed(driver, 0.0, "r0", "r0", "r0")
-    assert driver.core.first_byte(first)
-    driver.core.adopt("r1", 1.0)
-    driver.core.release(streamed(driver, 1.0, "r1")[0], 2.0)
-    assert driver.core.state.taken_back == [third]
-    assert not driver.core.first_byte(third)
-    assert driver.core.first_byte(second)
 
 
 def test_a_pinned_model_is_not_put_out_for_another_replica():
@@ -1813,13 +1801,13 @@ def silent(*answering):
     tickets = [driver.request("m", 0.0, work=Work(tokens=1000)) for _ in range(4)]
     assert [ticket.backend for ticket in tickets] == ["a", "b", "a", "b"]
     for number in answering:
-        driver.core.first_byte(tickets[number])
+        driver.core.in_flight("m").first_byte(tickets[number])
     return driver, tickets
 
 
 def test_who_waits_at_a_replica_leaves_when_it_turns_stale_and_who_is_answered_stays():
     driver, (first, _, third, _) = silent(0)
-    driver.core.observed("b", EngineLoad(2, 0, None), 60.0)
+    driver.core.in_flight("m").observe("b", EngineLoad(2, 0, None), 60.0)
     driver.core.silent("a", 60.9)
     assert driver.core.state.taken_back == []
     driver.core.silent("a", 61.0)
@@ -2148,7 +2136,7 @@ def test_a_min_residency_neither_forbids_an_unload_nor_outlasts_a_ttl():
     driver = Driver(backend("a", min_residency=100.0, ttl=10.0), B).with_resident("a")
     assert driver.steps(10.0) == ["evict a"]
     driver = Driver(backend("a", min_residency=100.0), B).with_resident("a")
-    assert driver.core.unload_requested("a", 1.0)
+    assert driver.core.unload("a", 1.0)
     assert driver.steps(1.0) == ["evict a"]
 
 
@@ -2503,20 +2491,20 @@ def test_the_policy_sees_swaps_on_other_gpus_and_how_far_they_are():
 def test_an_unload_drains_and_leaves_the_gpu_empty():
     driver = Driver(A, B).with_resident("a")
     lease = driver.request("a", 1.0)
-    assert driver.core.unload_requested("a", 2.0)
+    assert driver.core.unload("a", 2.0)
     assert driver.steps(2.0) == []
     driver.core.release(lease, 3.0)
     assert driver.steps(3.0) == ["evict a"]
     driver.core.evicted("a", 4.0)
     assert driver.steps(4.0) == []
-    assert not driver.core.unload_requested("a", 5.0)
+    assert not driver.core.unload("a", 5.0)
     assert driver.state("a") == "stopped"
     driver.sound()
 
 
 def test_a_request_during_an_unload_is_served_after_it():
     driver = Driver(A).with_resident("a")
-    driver.core.unload_requested("a", 1.0)
+    driver.core.unload("a", 1.0)
     assert driver.steps(1.0) == ["evict a"]
     ticket = driver.request("a", 2.0)
     assert not ticket.settled
@@ -2597,7 +2585,7 @@ def reached(state):
         driver.request("a", 0.0)
         driver.steps(0.0)
         if state == "cancelling":
-            driver.core.unload_requested("a", 0.0)
+            driver.core.unload("a", 0.0)
             driver.steps(0.0)
         return driver
     driver = Driver(one, B).with_resident("a")
@@ -2608,7 +2596,7 @@ def reached(state):
         driver.request("b", 0.0)
         driver.steps(0.0)
         return driver
-    driver.core.unload_requested("a", 0.0)
+    driver.core.unload("a", 0.0)
     driver.steps(0.0)
     if state in ("standby", "demoting"):
         driver.core.evicted("a", 0.0, {"0": 0}, "sleep")
@@ -2662,7 +2650,7 @@ def test_a_fact_moves_a_backend_as_the_table_says_or_changes_nothing(state, fact
 QUESTIONS = {
     ("stopped", "load"): lambda driver: driver.request("a", 1.0),
     ("standby", "load"): lambda driver: driver.request("a", 1.0),
-    ("loading", "cancel"): lambda driver: driver.core.unload_requested("a", 1.0),
+    ("loading", "cancel"): lambda driver: driver.core.unload("a", 1.0),
     ("ready", "drain"): lambda driver: (driver.request("a", 1.0), driver.request("b", 1.0)),
     ("draining", "reprieve"): lambda driver: driver.core.give_up(next(iter(driver.core.queues["b"])), 1.0),
     ("draining", "evict"): lambda driver: driver.core.release(

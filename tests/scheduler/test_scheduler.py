@@ -5,6 +5,7 @@ from math import inf
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import Draining, LoadError, WaitedTooLong
+from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.scheduler import Scheduler
@@ -24,8 +25,8 @@ class House:
         self.core = Scheduler(self.config, self.log.append, Costs(), Footprints())
         self._ids = itertools.count(1)
 
-    def ticket(self, model, at):
-        return Ticket(next(self._ids), model, at)
+    def ticket(self, model, at, **about):
+        return Ticket(next(self._ids), model, at, **about)
 
     def resident(self, name, at=0.0):
         """Loads the only backend of a model at a moment, without a lease."""
@@ -161,6 +162,21 @@ def test_what_cannot_stay_beside_what_was_adopted_has_no_effects():
     house.core.expected(["a", "b"])
     assert house.core.adopted("a", 1.0) is not NOTHING
     assert house.core.adopted("b", 1.0) is NOTHING
+
+
+def test_a_first_byte_after_a_request_was_taken_back_comes_too_late():
+    house = House(backend("r0", "0", model="m"), backend("r1", "1", model="m"))
+    house.core.adopted("r0", 0.0)
+    first, second, third = (house.ticket("m", 0.0, work=Work(stream=True)) for _ in range(3))
+    for ticket in (first, second, third):
+        house.core.requested(ticket, 0.0)
+    assert house.core.first_byte(first)
+    house.core.adopted("r1", 1.0)
+    other = house.ticket("m", 1.0, work=Work(stream=True))
+    house.core.requested(other, 1.0)
+    assert house.core.released(other, 2.0).cut == [third]
+    assert not house.core.first_byte(third)
+    assert house.core.first_byte(second)
 
 
 def test_at_the_end_all_that_wait_are_refused_all_that_run_are_cut_and_nothing_is_begun():

@@ -20,7 +20,7 @@ LEVELS = ("sleep", "sleep-2", "checkpoint", "stop")
 
 def asleep(driver, name, at, how="sleep", **holds):
     """Puts an idle resident to rest."""
-    driver.core.unload_requested(name, at)
+    driver.core.unload(name, at)
     step = driver.core.next_step(at)
     assert isinstance(step, Evict)
     driver.core.evicted(name, at, how=how, **holds)
@@ -148,10 +148,10 @@ def test_who_cannot_be_stopped_is_tried_again_as_long_as_it_takes():
 
 def test_a_model_that_is_put_out_twice_is_stopped():
     driver = sleeper("sleep", "checkpoint", after=None)
-    assert driver.core.unload_requested("a", 2.0)
+    assert driver.core.unload("a", 2.0)
     assert driver.core.next_step(2.0) == Demote("a", "sleep", "stop")
     driver.core.evicted("a", 3.0)
-    assert not driver.core.unload_requested("a", 4.0)
+    assert not driver.core.unload("a", 4.0)
 
 
 def test_a_sleeper_that_somebody_waits_for_is_stopped_by_hand_and_who_waits_is_told():
@@ -159,7 +159,7 @@ def test_a_sleeper_that_somebody_waits_for_is_stopped_by_hand_and_who_waits_is_t
     driver.request("b", 3.0)
     waiting = driver.request("a", 4.0)
     assert (driver.steps(4.0), driver.state("b")) == ([], "draining")
-    assert driver.core.unload_requested("a", 5.0)
+    assert driver.core.unload("a", 5.0)
     assert (waiting.error.code, driver.state("b")) == ("cancelled", "ready")
     assert driver.steps(5.0) == ["demote a"]
     assert driver.log[-1].way == "stop"
@@ -176,7 +176,7 @@ def test_a_sleeper_is_put_out_by_hand_only_when_none_of_its_replicas_serves():
     driver.steps(1.0)
     driver.core.evicted("a", 2.0, how="sleep")
     for expected in ("evict b", "demote a"):
-        driver.core.unload_requested("m", 3.0)
+        driver.core.unload("m", 3.0)
         assert driver.steps(3.0) == [expected]
         if expected == "evict b":
             driver.core.evicted("b", 3.0)
@@ -241,7 +241,7 @@ def test_who_is_put_out_for_nobody_keeps_what_it_keeps():
         "a"
     )
     driver.footprints.learn("a", "sleep", {"0": 4}, {"0": 2})
-    driver.core.unload_requested("a", 1.0)
+    driver.core.unload("a", 1.0)
     assert driver.core.next_step(1.0) == Evict("a", "sleep")
 
 
@@ -295,7 +295,7 @@ def test_the_least_valuable_sleeper_yields_when_host_memory_is_short():
         driver.core.release(driver.request("a", at / 10), at / 10)
     asleep(driver, "a", 4.0, host_bytes=6)
     driver.with_resident("b", 5.0)
-    driver.core.unload_requested("b", 6.0)
+    driver.core.unload("b", 6.0)
     assert driver.core.next_step(6.0) == Evict("b", "sleep")
     driver.core.evicted("b", 7.0, how="sleep", host_bytes=6)
     assert driver.core.next_step(7.0) == Demote("b", "sleep", "stop")
@@ -307,7 +307,7 @@ def test_who_will_not_fit_asleep_takes_the_first_rung_on_which_there_is_room():
     driver = short(5, a).with_resident("a")
     driver.footprints.learn("a", "sleep", {}, {}, host_bytes=8)
     driver.footprints.learn("a", "sleep-2", {}, {}, host_bytes=3)
-    driver.core.unload_requested("a", 1.0)
+    driver.core.unload("a", 1.0)
     assert driver.core.next_step(1.0) == Evict("a", "sleep-2")
 
 

@@ -23,7 +23,7 @@ from anvil_mux.sim.simulate import Engines, Request, simulate
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.gauges import STATES
 from anvil_mux.telemetry.metrics import BUCKETS, TOKENS, Metrics, Phase
-from tests.scheduler.lone import lone_group
+from tests.scheduler.lone import LoneGroup
 
 CONFIG = Config(
     backends=(
@@ -92,7 +92,7 @@ class History:
 
     def __init__(self) -> None:
         self.metrics = metrics()
-        self.driver = lone_group(CONFIG, self.metrics.observe, policy=POLICIES["eager"]())
+        self.driver = LoneGroup(CONFIG, self.metrics.observe, policy=POLICIES["eager"]())
         self.count = 0
 
     def request(self, model: str, now: float) -> Ticket:
@@ -387,7 +387,7 @@ def test_a_load_that_was_cancelled_is_neither_a_failure_nor_a_death() -> None:
     history = History()
     history.request("a", 0.0)
     assert isinstance(history.driver.next_step(0.0), Load)
-    history.driver.unload_requested("a", 2.0)
+    history.driver.unload("a", 2.0)
     assert isinstance(history.driver.next_step(2.0), Cancel)
     history.driver.load_cancelled("a", 3.0)
     seen = history.metrics
