@@ -123,11 +123,17 @@ def test_each_type_name_means_one_thing():
     assert {name for name, modules in homes.items() if len(modules) > 1} == STILL_TWICE
 
 
-POSITIONAL = ("host", "multiplexer", "proxy", "scheduler", "sim.simulate")
+POSITIONAL = ("host", "multiplexer", "proxy")
 """Where calls with more than five positional arguments are still to be named."""
 
-HOT = {"protocol.http1": {"Request", "Response"}}
-"""Made for each request: by name a head takes 0.26 us longer (of 0.75)."""
+HOT = {
+    "protocol.http1": {"Request", "Response"},
+    "scheduler.admission": {"Event"},
+    "scheduler.group": {"Event"},
+    "scheduler.snapshot": {"Resident", "Queue"},
+}
+"""Made for each request: by name a head takes 0.26 us longer (of 0.75), the events of a lease and its release
+0.08 (of 0.28), and what a policy is shown of a resident 0.15 (of 0.12)."""
 
 
 @pytest.mark.parametrize("module", sorted(m for m in MODULES if not m.startswith(POSITIONAL)))

@@ -184,7 +184,7 @@ def test_the_glossary_has_each_state() -> None:
     assert NAMED["state"] <= set(re.findall(r"`(\w+)`", GLOSSARY))
 
 
-UNFINISHED = ("host", "proxy", "scheduler")
+UNFINISHED = ("host", "proxy")
 """Whose docstrings are still to be rewritten."""
 
 NO_SUBJECT = re.compile(

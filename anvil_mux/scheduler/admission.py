@@ -83,7 +83,7 @@ class Admission:
             self._state.taken_back.append(ticket)
             if self._emit_leases:
                 size = len(slot.holders)
-                self._emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, cause=cause))
+                self._emit(Event(now, "released", ticket.model, slot.name, ticket.id, size=size, cause=cause))
 
     # Queues
 
@@ -123,7 +123,7 @@ class Admission:
             most = queue.bound = bound(self._state, model, now)
         queue.join(ticket)
         name, size = only.name if only else "", len(queue.tickets)
-        self._emit(Event(now, "queued", ticket.model, name, ticket.id, size, cause=cause, bound=most))
+        self._emit(Event(now, "queued", ticket.model, name, ticket.id, size=size, cause=cause, bound=most))
 
     def give_up(self, ticket: Ticket, now: float, error: MuxError | None = None) -> None:
         """A waiting request ended by itself: its client left, or ``error`` says why it fails."""
@@ -191,7 +191,7 @@ class Admission:
         ticket.error = error
         waited = now - ticket.since
         cause = Cause("error", detail=error.code)
-        self._emit(Event(now, "failed", ticket.model, "", ticket.id, 0, waited, cause))
+        self._emit(Event(now, "failed", ticket.model, ticket=ticket.id, seconds=waited, cause=cause))
 
     def fail_queue(self, model: Model, error: MuxError, now: float) -> None:
         """Every request that waits for ``model`` fails with ``error``."""

@@ -112,7 +112,7 @@ class Costs:
             evict_seconds = old.evict_seconds + ALPHA * (evict_seconds - old.evict_seconds)
             load_seconds = old.load_seconds + ALPHA * (load_seconds - old.load_seconds)
         swaps = old.swaps if old else 0
-        self._remember(Cost(source, target, way, evict_seconds, load_seconds, swaps + 1, host))
+        self._remember(Cost(source, target, way, evict_seconds, load_seconds, swaps=swaps + 1, host=host))
 
     def _remember(self, cost: Cost) -> None:
         self._estimates.clear()

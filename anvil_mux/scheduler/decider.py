@@ -241,4 +241,6 @@ class Decider:
         if first is not self._announced[0] or now >= self._announced[1]:
             self._announced = first, max(stay.until, now + SHORTEST_DEFERRAL)
             size, left = len(model.queue.tickets), stay.until - now
-            self._state.emit(Event(now, "deferred", model.name, "", first.id, size, left, stay.cause))
+            self._state.emit(
+                Event(now, "deferred", model.name, ticket=first.id, size=size, seconds=left, cause=stay.cause)
+            )

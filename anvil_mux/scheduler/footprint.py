@@ -54,7 +54,7 @@ class Footprints:
         held = {gpu: amount + left[gpu] for gpu, amount in freed.items()}
         old = self._known.pop((backend, way), None)
         times = old.times + 1 if old else 1
-        self._remember(Footprint(backend, way, held, left, host_bytes, times))
+        self._remember(Footprint(backend, way, held, left, host_bytes=host_bytes, times=times))
 
     def held(self, backend: str) -> Mapping[str, int]:
         """GPU id -> what it held there when it last left; empty where that was never read."""

@@ -204,9 +204,8 @@ class GroupSwaps:
         for swap in self._state.swaps:
             if swap.target is target:
                 source = source_of(swap.gone)
-                self._state.costs.learn(
-                    source, target.model, way, swap.evict_seconds, seconds, self._state.host.name
-                )
+                host = self._state.host.name
+                self._state.costs.learn(source, target.model, way, swap.evict_seconds, seconds, host=host)
 
     def end_to(self, slot: Slot) -> None:
         """The load of ``slot`` has ended, one way or another."""

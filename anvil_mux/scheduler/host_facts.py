@@ -92,8 +92,9 @@ class HostFacts:
             runs = self._outcomes.adopt(slot, now)
             slot.failed_starts *= not runs
             return runs
-        level, kept = found.level, found.host_bytes
-        return self._outcomes.adopt_standby(slot, now, level, found.residual, kept, ADOPTED)
+        return self._outcomes.adopt_standby(
+            slot, now, found.level, found.residual, host_bytes=found.host_bytes, cause=ADOPTED
+        )
 
     def gone(self, now: float) -> None:
         """Nothing runs there: its backends hold nothing any more, but none of them is loaded either."""

@@ -67,7 +67,11 @@ class Moves:
         """Close the gate of a resident; it has so many seconds until what still runs is severed."""
         self.enter(slot, "drain", now)
         size = len(slot.holders)
-        self._state.emit(Event(now, "draining", slot.model, slot.name, 0, size, seconds, cause, target))
+        self._state.emit(
+            Event(
+                now, "draining", slot.model, slot.name, size=size, seconds=seconds, cause=cause, target=target
+            )
+        )
 
     def reprieve(self, slot: Slot, now: float) -> None:
         """What drained is ready again: it need not make room any more."""
@@ -85,7 +89,9 @@ class Moves:
         self.enter(slot, "evict", now)
         slot.next_level = way
         severed = self.sever(slot, now, swap.severs, drained) if swap else ()
-        self._state.emit(Event(now, "evicting", slot.model, slot.name, 0, len(severed), drained, cause))
+        self._state.emit(
+            Event(now, "evicting", slot.model, slot.name, size=len(severed), seconds=drained, cause=cause)
+        )
         return Evict(slot.name, way, severed)
 
     def _level(self, slot: Slot, target: Slot | None) -> str:
@@ -103,7 +109,17 @@ class Moves:
         for ticket in severed:
             ticket.severed = Severance(cause, drained)
             self._state.emit(
-                Event(now, "severed", ticket.model, slot.name, ticket.id, 1, drained, cause, target)
+                Event(
+                    now,
+                    "severed",
+                    ticket.model,
+                    slot.name,
+                    ticket.id,
+                    size=1,
+                    seconds=drained,
+                    cause=cause,
+                    target=target,
+                )
             )
         slot.holders.clear()
         return severed

@@ -137,7 +137,7 @@ class Placement:
         loss: Callable[[Slot], float],
     ) -> list[Slot] | None:
         candidates = [
-            whom.Candidate(s.name, frees, len(s.holders), s.used, s.backend.priority, loss(s))
+            whom.Candidate(s.name, frees, len(s.holders), s.used, priority=s.backend.priority, loss=loss(s))
             for s, frees in slots
         ]
         chosen = whom.victims(self._eviction, candidates, missing)

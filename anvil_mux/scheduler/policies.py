@@ -405,7 +405,7 @@ class Adaptive:
 
 def _worth(kind: Kind, queue: Queue, turn: _Turn, residents: tuple[str, ...] = ()) -> Cause:
     required = turn.enough if turn.enough > 0.0 else 0.0
-    return Cause(kind, "", "", residents, "", 0.0, queue.waiting, turn.expected, required)
+    return Cause(kind, residents=residents, waiting=queue.waiting, expected=turn.expected, required=required)
 
 
 def _urgency(queue: Queue) -> tuple[int, float]:

@@ -170,7 +170,15 @@ def _tracker(slots: list[Slot], config: Config) -> InFlightTracker:
     policy = slots[0].backend.routing or config.routing
     backends = [slot.backend for slot in slots]
     members = [
-        Member(b.name, b.infer_type, b.kv_tokens, b.node, b.failure_domain, b.profile) for b in backends
+        Member(
+            b.name,
+            b.infer_type,
+            b.kv_tokens,
+            node=b.node,
+            failure_domain=b.failure_domain,
+            profile=b.profile,
+        )
+        for b in backends
     ]
     made = pipeline.build(policy, config.routing_policies)
     return InFlightTracker(made, members, full=config.routing_mode == "full")

@@ -48,7 +48,9 @@ def snapshot(
     if len(queues) > 1:
         queues.sort(key=lambda queue: -queue.priority)
     swaps = [swap.seen(swap.target) for swap in state.swaps if swap.target] if state.swaps else ()
-    return Snapshot(now, state.name, tuple(residents), tuple(queues), tuple(swaps), tuple(spills))
+    return Snapshot(
+        now, state.name, tuple(residents), tuple(queues), swapping=tuple(swaps), spills=tuple(spills)
+    )
 
 
 def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
@@ -58,6 +60,8 @@ def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
     rate, growth = demand.rates(now)
     if model.home:  # residents in several GPU groups share what comes
         rate, growth = rate / max(len(model.ready), 1), growth / max(len(model.ready), 1)
+    way, host = backend.evict_to[0], state.host.name
+    reload_seconds = state.costs.estimate("", slot.model, way, backend.engine, host).load_seconds
     # By position, like the next: policies that hold swaps back ask for these tens of thousands of times.
     return Resident(
         slot.model,
@@ -69,9 +73,7 @@ def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
         growth,
         demand.pause_seconds,
         demand.service_seconds,
-        state.costs.estimate(
-            "", slot.model, backend.evict_to[0], backend.engine, state.host.name
-        ).load_seconds,
+        reload_seconds,
     )
 
 
@@ -156,4 +158,6 @@ def _planned(state: GroupState, model: Model, now: float) -> Awaited:
     decision = ask(state.policy, snapshot(state, now, plans, most=most))
     target, victims, _, expected = plans[model.name]
     known = state.costs.knows(model.name, target.level, state.host.name)
-    return Awaited(None, target, victims, expected, known, decision, overdue_at=overdue_at)
+    return Awaited(
+        None, target, victims, expected, loaded_before=known, decision=decision, overdue_at=overdue_at
+    )

@@ -145,7 +145,7 @@ class Engines:
             load_seconds = self._load_seconds(target.name)
             for way in dict.fromkeys((target.evict_to[0], "stop")):
                 known += [
-                    Cost(source, target.model, way, evict, load_seconds, 1, target.host)
+                    Cost(source, target.model, way, evict, load_seconds, swaps=1, host=target.host)
                     for source, evict in sources.items()
                 ]
         return known
