@@ -1,8 +1,8 @@
 """How a request comes to its backend: it is leased, waits in its model's queue, or fails.
 
 When a model becomes ready its whole queue is leased at once, or as much of it as there are places; so is the
-next in queue whenever a place becomes free. Each ticket ends exactly once: leased, failed or gone. Those that
-had waited are ``settled``; the driver wakes them. Of the parts of a GPU group this is the only one that
+next in queue whenever a place becomes free. Each ticket ends exactly once: leased, failed or gone. Tickets
+that had waited are ``settled``; the driver wakes them. Of the parts of a GPU group this is the only one that
 writes queues.
 """
 
@@ -56,16 +56,16 @@ class Admission:
             self._emit(Event(now, "leased", ticket.model, slot.name, ticket.id, size, waited, cause))
 
     def wants_more(self, model: Model, ticket: Ticket, now: float) -> bool:
-        """Whether more of its model's backends are to be loaded now that a request was leased."""
+        """Whether more backends of a model are to be loaded now that a request for it was leased."""
         completes = complete(self._state, model, now)
         return completes or (ticket.leases and self.may_spill(model, now))
 
     def may_spill(self, model: Model, now: float) -> bool:
-        """Whether another of its backends is worth being asked for, in any GPU group."""
+        """Whether loading another backend of a busy model may be worth it, in any GPU group."""
         return any(spill(state, model, now) for state in self._state.states_of(model))
 
     def take_back(self, idle: Slot, now: float) -> None:
-        """Requests that wait behind others, and would be better off at ``idle``, are sent anew."""
+        """Send requests anew that wait behind others, and would be better off at ``idle``."""
         replicas = self._state.models[idle.model].replicas
         if replicas:
             self.send_anew(replicas.take_back(idle), Cause("moved", backend=idle.name), now)
@@ -100,7 +100,7 @@ class Admission:
         return len(model.queue.tickets) == 1 and model.name not in coming(self._state.swaps)
 
     def _note_pause(self, model: Model, now: float) -> None:
-        """A request for a model that was evicted: its client's pause, unless another's answer brought it."""
+        """Note the pause before a request for an evicted model, unless an answer of another led to it."""
         used = max(slot.last_used for slot in model.slots)
         if model.is_used or used == -FOREVER:
             return
@@ -116,7 +116,7 @@ class Admission:
         only: Slot | None = None,
         cause: Cause | None = None,
     ) -> None:
-        """``only``: the one backend that can serve it."""
+        """Add a request to its model's queue; ``only``: the one backend that can serve it."""
         queue, most = model.queue, FOREVER
         if not queue.tickets:
             self._state.changed()
@@ -139,7 +139,7 @@ class Admission:
             self._emit(Event(now, "gone", ticket.model, ticket=ticket.id, seconds=waited))
 
     def admit(self, model: Model, now: float) -> None:
-        """The model is ready: its queue is leased."""
+        """Lease the queue of a model that is ready."""
         queue = model.queue
         if queue.tickets:
             model.demand.admitted(len(queue), now - queue.first.since)
@@ -166,7 +166,7 @@ class Admission:
         self.fail_refused(now)
 
     def fill_places(self, model: Model, now: float) -> None:
-        """As many of a queue are leased as there are places at the backends that are ready."""
+        """Lease as many requests of a queue as there are places at its model's ready backends."""
         queue = model.queue
         while queue.tickets and model.takes():
             ticket = queue.take(lambda ticket: model.takes(ticket.work.owner))
@@ -194,7 +194,7 @@ class Admission:
         self._emit(Event(now, "failed", ticket.model, ticket=ticket.id, seconds=waited, cause=cause))
 
     def fail_queue(self, model: Model, error: MuxError, now: float) -> None:
-        """Every request that waits for ``model`` fails with ``error``."""
+        """Fail every request that waits for ``model``."""
         self._state.changed()
         queue = model.queue
         for ticket in queue.tickets:
@@ -203,12 +203,12 @@ class Admission:
         queue.clear()
 
     def fail_all(self, error: MuxError, now: float) -> None:
-        """Every request that waits fails with ``error``."""
+        """Fail every request that waits."""
         for model in self._state.models.values():
             self.fail_queue(model, error, now)
 
     def fail_refused(self, now: float) -> None:
-        """The queues fail that no backend can serve any more."""
+        """Fail the queues that no backend can serve any more."""
         for model in self._state.models.values():
             error = refusal(self._state, model, now) if model.queue.tickets else None
             if error:

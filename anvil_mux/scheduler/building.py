@@ -1,4 +1,4 @@
-"""How the states of GPU groups are made: from the configuration, and from the groups whose place they take.
+"""The making of GPU groups' states: from the configuration, and from the groups whose place they take.
 
 First come the slots of each group (``place``), then the models of all of them, which may have backends in
 several (``build_models``), then the states. Backends that go on keep their slots with all that hangs on them,
@@ -31,7 +31,7 @@ from anvil_mux.scheduler.state import GroupState
 
 
 class Common(NamedTuple):
-    """What all GPU groups of one configuration stand on."""
+    """The objects and settings that all GPU groups of one configuration share."""
 
     config: Config
     policy: Policy
@@ -58,7 +58,7 @@ class Draft(NamedTuple):
 
 
 def place(draft: Draft, common: Common) -> Placement:
-    """The slots of one GPU group. Those that backends have already they keep, unless left for good."""
+    """The slots of one GPU group. Backends keep those that they have, unless they left them for good."""
     kept = {name: slot for each in draft.before for name, slot in each.slots.items() if not slot.is_left}
     return Placement(draft.backends, common.config.gpus, common.eviction, kept, common.hosts)
 
@@ -102,7 +102,7 @@ def _model(name: str, slots: list[Slot], config: Config, limits: Mapping[str, fl
 
 
 def _go_on_with(model: Model, old: Model) -> None:
-    """Whoever waits for a model that is served still waits on."""
+    """The model takes over the queue, the demand and the requests in flight of the ``old`` one."""
     model.demand = old.demand
     model.home = old.home
     model.unload_when_idle = old.unload_when_idle
@@ -141,7 +141,7 @@ def build_state(
 
 
 def _go_on_from(state: GroupState, before: GroupState) -> None:
-    """What is under way goes on."""
+    """The state takes over what was under way: swaps, preloads, tickets that nobody has collected yet."""
     state.settled += before.settled
     state.taken_back += before.taken_back
     state.swaps += before.swaps

@@ -77,12 +77,12 @@ Kind = Literal[
     "bad_configuration",
 ]
 Leaving = Literal["", "changed", "removed"]
-"""Why a backend goes for good; "": it does not."""
+"""Why a backend leaves for good; "": it does not."""
 
 DEATHS = frozenset(("died", "died_early"))
 """Causes of a stop of a backend that ended without being told to."""
 FOUND = frozenset(("adopted", "not_found", "host_gone", "unfit"))
-"""Causes of a state that a backend was found in, and that nothing which was done to it has led to."""
+"""Causes of a state that a backend was found in, and no step has led to."""
 PRELOADS = frozenset(("preload", "missing_stage", "wake_to_demote"))
 """Causes of a load that no request waits for. Another replica of a busy model has one of the policy's."""
 RESENT = frozenset(("moved", "stale"))
@@ -179,7 +179,7 @@ SENTENCES: dict[Kind, str] = {
     "reconfigured": "{detail}",
     "bad_configuration": "{detail}",
 }
-"""What each kind is in words; the names in braces are the figures that it has."""
+"""Kind of cause -> its sentence; the names in braces are the figures that it has."""
 
 _SEVERED: dict[Kind, str] = {
     "evicted": "{of} was evicted for {model}",
@@ -194,16 +194,16 @@ _SEVERED: dict[Kind, str] = {
     "moved": "another replica of {of} became free",
     "stale": "the engine of {of} did not answer",
 }
-"""The same, of the model of a request that was severed."""
+"""The same for the client of a request that was severed; ``of``: the model that was asked."""
 
 ADOPTED = Cause("adopted")
 UNLOADED = Cause("unloaded")
 POLICY = Cause("policy")
-"""Of a policy that says no more."""
+"""The cause where a policy gives none of its own."""
 
 
 class Severance(NamedTuple):
-    """What ended a request that ran."""
+    """Why a request was ended that ran."""
 
     cause: Cause
     seconds: float = 0.0
@@ -234,17 +234,17 @@ _KINDS = frozenset(get_args(Kind))
 
 
 def is_cause(value: object) -> bool:
-    """Whether it is a cause of a known kind: a policy may be anybody's."""
+    """Whether a value is a cause of a known kind: a policy may come from outside."""
     return isinstance(value, Cause) and value.kind in _KINDS
 
 
 def to_json(cause: Cause) -> dict[str, Any]:
-    """The kind, and the figures that are not empty."""
+    """Return the kind, and the figures that are not empty."""
     return {name: value for name, value in cause._asdict().items() if value}
 
 
 def parse(told: Mapping[str, Any]) -> Cause:
-    """What ``to_json`` made; ValueError or TypeError says what is wrong with it."""
+    """Read what ``to_json`` made; ValueError or TypeError says what is wrong with it."""
     figures: dict[str, Any] = {**told, "residents": tuple(told.get("residents", ()))}
     cause = Cause(**figures)
     if cause.kind not in _KINDS:

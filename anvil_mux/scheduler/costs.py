@@ -1,13 +1,13 @@
-"""What swaps cost, learned from those that were made.
+"""The costs of swaps, learned from those that were made.
 
 A cost belongs to a host, a direction and a way: evicting these models, loading that one by that standby
-level. It is evict + load, without the drain and without whatever the policy waited for, because those depend
+level. It is evict + load, without the drain and without the time that the policy waited, because those depend
 on the requests of the moment and would make a busy model look expensive. Each is an exponential moving
 average (``ALPHA``, as llmux has it); the first swap counts in full.
 
 Before the first swap in a direction the same model's loads from elsewhere serve, and the same victims'
-evictions; before those, what the engine and the way of loading suggest. Not thread-safe: whoever shares it
-between GPU groups guards it.
+evictions; before those, what the engine and the way of loading suggest. Not thread-safe: the lock of the
+scheduler guards it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ FIRST_LOAD_SECONDS = {
     ("llamacpp", "sleep"): 5.0,
     ("ollama", "sleep"): 5.0,
 }
-"""(engine, way) -> what a first load takes, where the engine says more than the way does.
+"""The seconds of a first load by (engine, standby level), where the engine matters more than the level.
 
 Cold starts of vLLM take 25 to 130 s (llmux, reports 1 and 2). SGLang's weights come back from host memory at
 about 5 GB/s: 3 s for 16 GB; 4.9 s were seen in a training job on 8 H100 (torch_memory_saver). Those of
 Ollama and llama.cpp are read again: 2 to 6 s out of the page cache, 13 to 42 s from disk for 7 to 14B.
 """
 FIRST_RETURN_SECONDS = {"sleep": 2.0, "sleep-2": 10.0, "checkpoint": 5.0, "freeze": 0.5}
-"""Way -> what a first load takes with any other engine.
+"""The seconds of a first load by standby level, with any other engine.
 
 sleep: vLLM wakes in 0.1 to 0.8 s with up to 4B parameters, with 64 GiB in 3 s, on several GPUs in 3 to 6 s.
 sleep-2: the weights come from disk: 0.3 to 2.6 s for such small models out of its cache, 38 s on an L40.
 checkpoint: 0.5 to 1 s up to 3B, 1.5 to 4 s with 7 to 14B, 5.5 to 7.5 s with 73 GB; elsewhere 15 s with 80 GB.
-pause: the container goes on in 0.1 to 0.2 s; then the engine answers a probe.
+freeze: the container goes on in 0.1 to 0.2 s; then the engine answers a probe.
 """
 OTHER_FIRST_LOAD_SECONDS = 10.0
 FIRST_EVICT_SECONDS = 1.0
@@ -55,9 +55,9 @@ class Cost:
     evict_seconds: float
     load_seconds: float
     swaps: int = 0
-    """How many it was learned from; 0: an estimate."""
+    """How many swaps it was learned from; 0: an estimate."""
     host: str = ""
-    """Where: what a swap costs is learned for each host by itself."""
+    """The host: costs are learned for each by itself."""
 
     @property
     def seconds(self) -> float:
@@ -82,7 +82,7 @@ class Costs:
         return iter(self._known.values())
 
     def estimate(self, source: str, target: str, way: str, engine: str, host: str = "") -> Cost:
-        """What a swap in this direction will cost on a host, as far as is known."""
+        """Estimate what a swap in this direction will cost on a host, from what is known."""
         key = source, target, way, engine, host
         cost = self._estimates.get(key)
         if cost is None:
@@ -100,7 +100,7 @@ class Costs:
         return Cost(source, target, way, evict_seconds, load_seconds, host=host)
 
     def knows(self, target: str, way: str, host: str = "") -> bool:
-        """Whether it was ever loaded by that way on that host."""
+        """Whether a model was ever loaded from that standby level on that host."""
         return (host, target, way) in self._loads
 
     def learn(

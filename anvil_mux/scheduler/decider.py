@@ -1,9 +1,9 @@
-"""What is to be done now: the next step of a GPU group, or until when to wait.
+"""The next step of a GPU group, or until when there is none.
 
 In this order: swaps under way go on, upkeep is done, the oldest overdue queue gets its swap, the policy is
-asked, a load that nobody waits for any more is cancelled for a queue, and a preload is begun. The policy
-proposes, the group disposes: an overdue queue waits for no policy, and the GPUs that it needs are given to
-nobody younger meanwhile.
+asked, a load that no request waits for any more is cancelled for a queue, and a preload is begun. The policy
+proposes, the group disposes: an overdue queue waits for no policy, and the GPUs that it needs go to no
+younger queue meanwhile.
 
 While a policy holds a swap back it is asked again and again, and mostly about the same plans: they depend on
 what ``GroupState.version`` counts, and on moments that are known. So they are kept until one of these.
@@ -33,11 +33,11 @@ from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus
 from anvil_mux.scheduler.upkeep import Upkeep
 
 SHORTEST_DEFERRAL = 1.0
-"""Seconds before which the moment of a swap that was put off is not announced again."""
+"""Seconds before which a swap that is held back is not announced again."""
 
 
 class Decider:
-    """The question to one GPU group, and what it begins to answer it."""
+    """The decisions of one GPU group: what to begin, and when."""
 
     def __init__(self, state: GroupState, admission: Admission, moves: Moves, swaps: GroupSwaps) -> None:
         self._state = state
@@ -51,14 +51,14 @@ class Decider:
         self._ask_again = FOREVER
         """When the policy is asked again."""
         self._announced: tuple[Ticket | None, float] = None, FOREVER
-        """The first of the queue whose swap was said to be put off, and when that has to be said again."""
+        """The ticket for which a swap was last said to be held back, and when that is said again."""
 
     def plans_hold(self, now: float) -> bool:
         """Whether the plans are as they were when the policy was last asked."""
         return now < self._until and self._planned == self._state.version
 
     def next_step(self, now: float) -> Step | Wait:
-        """What is to be done now. Each step is handed out once."""
+        """Return the step to perform now, each once, or until when to wait."""
         if self._state.unseen or self._state.host.is_lost:
             return Wait(FOREVER)
         while True:
@@ -83,9 +83,9 @@ class Decider:
                 return self._wait(until, now)
 
     def _plans_can_hold(self) -> bool:
-        """Whether leases that begin and end, and queues that grow, leave the plans as they are.
+        """Whether the plans stay the same while leases begin and end, and queues grow.
 
-        Not where a drain or an idle time waits for a lease to end, or where there is a choice of victims.
+        They do not where a drain or a ttl waits for a lease to end, or where there is a choice of victims.
         """
         state = self._state
         if state.swaps or self._upkeep.idlers or state.routed or not self._plans:
@@ -135,7 +135,7 @@ class Decider:
         return False
 
     def _serve_overdue(self, models: list[Model], busy: set[str], now: float) -> bool:
-        """End the wait of the oldest overdue queue; the GPUs of those that must wait on become ``busy``."""
+        """Serve the oldest overdue queue, or fail it; the GPUs of those that must wait on become ``busy``."""
         state = self._state
 
         def call(slot: Slot, short: int) -> bool:
@@ -155,7 +155,7 @@ class Decider:
         return False
 
     def _cancel_unwanted(self, models: list[Model], now: float) -> bool:
-        """Have loads cancelled that nobody waits for any more, if a queue could have their GPUs then."""
+        """Cancel loads that no request waits for any more, if a queue could have their GPUs then."""
         state = self._state
         unwanted = [swap for swap in state.swaps if self._is_unwanted(swap)] if models else []
         if not unwanted:
@@ -174,14 +174,14 @@ class Decider:
         return False
 
     def _is_unwanted(self, swap: SwapInProgress) -> bool:
-        """Whether it loads what nobody waits for any more."""
+        """Whether a swap loads a backend that no request waits for any more."""
         slot = swap.target
         if slot is None or slot.state != "loading" or swap.preload or swap.cancel:
             return False
         return not (slot.pinned or self._state.models[slot.model].queue.tickets)
 
     def _begin_preload(self, models: list[Model], now: float) -> bool:
-        """Begin to load the next backend that is to be prepared, if nothing else is to be done."""
+        """Begin the next preload, if nothing else is to be done."""
         if models or self._state.swaps or not self._state.preloads:
             return False
         found = next_preload(self._state, now)
@@ -229,13 +229,13 @@ class Decider:
         return bool(slots)
 
     def _tell_of_stay(self, model: Model, evicted: list[Slot], now: float) -> None:
-        """The queue of ``model`` waits because those in its way may stay."""
+        """Announce that the queue of ``model`` waits for the min_residency of its victims."""
         stays = {slot.name: until for slot in evicted if (until := slot.stays_until) > now}
         until = min(max(stays.values()), model.queue.overdue_at)
         self._defer(model, Stay(until, Cause("min_residency", residents=tuple(stays))), now)
 
     def _defer(self, model: Model, stay: Stay, now: float) -> None:
-        """The swap is put off: announced once for each queue, and again when the moment has passed."""
+        """Note a swap that is held back, and announce it: once for each queue, and when its time is over."""
         self._state.deferred = model.name, stay
         first = model.queue.first
         if first is not self._announced[0] or now >= self._announced[1]:

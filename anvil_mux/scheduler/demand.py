@@ -18,11 +18,11 @@ MEMORY_SECONDS = 60.0
 FIRST_SECONDS = 6.0
 """The first arrival counts as one in so many seconds."""
 LINE_KEPT = 0.8
-"""What the queues before count when another has ended."""
+"""The weight of all earlier queues when another has ended."""
 TRUST_SECONDS = 5.0
 """Seconds of queues after which they count as much as the rate of all arrivals."""
 TRUST_ARRIVALS = 4.0
-"""So many arrivals count as much as what was seen while others were answered."""
+"""Arrivals that weigh as much as what was seen while others were answered."""
 PAUSE_ALPHA = 0.2
 SERVICE_ALPHA = 0.1
 """Weights of the newest pause and the newest answer."""
@@ -53,9 +53,9 @@ class Demand:
         self._overlaps = self._busy_seconds = 0.0  # arrivals while others were answered, and how long
         self._busy_since = inf
         self.overlapping = 0
-        """Requests that came since it was idle last, while others were answered."""
+        """Requests that came since the model was last idle, while others were answered."""
         self.pause_seconds = 0.0
-        """How long it is resident and idle before the next request comes."""
+        """How long the model is resident and idle before the next request comes."""
         self.service_seconds = 0.0
         """How long a lease lasts; 0 before the first has ended."""
 
@@ -69,7 +69,7 @@ class Demand:
         self._last = now
 
     def returned(self, pause_seconds: float, now: float = inf) -> None:
-        """It was resident and idle for so long when a request came; ``now``: it answers since then."""
+        """A request came after the model had been idle for so long; ``now``: when it began to answer."""
         self.pause_seconds += PAUSE_ALPHA * (pause_seconds - self.pause_seconds)
         self._busy_since, self.overlapping = now, 0
 
@@ -85,7 +85,7 @@ class Demand:
         self.service_seconds = seconds
 
     def idle(self, now: float) -> None:
-        """All are answered."""
+        """The last request was answered."""
         seconds = now - self._busy_since
         if seconds >= 0.0:
             kept = MEMORY_SECONDS / (MEMORY_SECONDS + seconds)

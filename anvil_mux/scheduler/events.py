@@ -1,7 +1,7 @@
-"""What can happen to backends and requests, and in which words it is told.
+"""The events of backends and requests, and the table of a backend's states.
 
-TRANSITIONS is the whole table of a backend's states; the GPU group is its only user. Everything that can be
-observed (log, metrics, status page, simulated runs, assertions of tests) is a fold over ``Event``s.
+``Slot.enter`` is the only user of the table, TRANSITIONS. Everything that can be observed (log, metrics,
+status page, simulated runs, assertions of tests) is a fold over ``Event``s.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     ("demoting", "gone"): "stopped",
     ("stopped", "unfit"): "stuck",
 }
-"""(state, what happened) -> state. Anything else is a mistake of the caller and changes nothing."""
+"""State and what happened -> the next state. All else is a mistake of the caller, and changes nothing."""
 
 KINDS = {
     "queued": "a request waits for its model, or for the one `backend` that has what it goes on from; "
@@ -78,7 +78,7 @@ KINDS = {
     "reloaded": "another configuration holds from now on; the `detail` of its `cause` is what is different",
     "reload_failed": "another configuration was refused for a `cause`, and nothing has changed",
 }
-"""What can happen."""
+"""Each kind of event -> what it means."""
 
 
 class Event(NamedTuple):
@@ -93,12 +93,12 @@ class Event(NamedTuple):
     size: int = 0
     """Leases or tickets concerned."""
     seconds: float = 0.0
-    """What it took: the wait of a ticket, the load of a backend, the drain of a victim."""
+    """The time that was taken: the wait of a ticket, the load of a backend, the drain of a victim."""
     cause: Cause | None = None
-    """Why, where there is more than one way to this."""
+    """Why it happened, where there may be several reasons."""
     target: str = ""
     """The model that a draining, demoting or cancelled backend makes room for."""
     way: str = ""
-    """The standby level: from which a backend is loaded, or was; in which it is; to which it is demoted."""
+    """A standby level: the one a backend is or was loaded from, is in, or is demoted to."""
     bound: float = math.inf
-    """Of the first of a queue: after how many seconds it is overdue."""
+    """Seconds after which a queue is overdue, in the event of its first ticket."""

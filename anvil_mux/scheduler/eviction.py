@@ -1,11 +1,10 @@
 """WHOM to evict.
 
 Given the bytes that a load still misses on each of its GPUs and the residents that may go, an eviction names
-victims, or None when not even all of them would make room. Pure; the GPU group calls it while it decides and
-closes the victims' gates in the same breath.
+victims, or None when not even all of them would make room. Pure; the GPU group calls it while it decides.
 
 An eviction is a frozen dataclass with ``order(candidate)``: those with the smallest order go first. Whatever
-the order, nobody is evicted whose going does not help.
+the order, no backend is evicted whose memory is not needed.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Candidate:
     last_used: float
     priority: int = 0
     loss: float = 0.0
-    """Arrivals per second for it, times the seconds of loading it again: what its going costs."""
+    """The cost of evicting it: arrivals per second for it, times the seconds of loading it again."""
 
 
 class Eviction(Protocol):

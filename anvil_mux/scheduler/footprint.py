@@ -1,8 +1,8 @@
-"""What backends hold, and what they keep in standby, as it was measured when they were evicted.
+"""The memory that backends hold, and keep in standby, as it was measured when they were evicted.
 
 A footprint belongs to a backend and a standby level. It is that of the last time, no average: what an engine
 takes is settled by its settings, and a mean of before and after a change of them was never true. What could
-not be read is not in it. Not thread-safe: whoever shares it between GPU groups guards it.
+not be read is not in it. Not thread-safe: the lock of the scheduler guards it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ class Footprint:
     backend: str
     way: str
     held: Mapping[str, int] = field(default_factory=dict)
-    """GPU id -> what it held while it was resident."""
+    """GPU id -> the bytes that it held while it was resident."""
     residual: Mapping[str, int] = field(default_factory=dict)
-    """GPU id -> what it held still in standby; for the same GPUs."""
+    """GPU id -> the bytes that it still held in standby; for the same GPUs."""
     host_bytes: int = 0
-    """What it kept in host memory in standby; 0 where that is not known."""
+    """Host memory that it kept in standby; 0 where that is not known."""
     times: int = 0
     """How often it was measured."""
 
 
 class Footprints:
-    """All that were measured."""
+    """All footprints that were measured."""
 
     def __init__(self, known: Iterable[Footprint] = ()) -> None:
         self._known: dict[tuple[str, str], Footprint] = {}  # the newest last
@@ -57,11 +57,11 @@ class Footprints:
         self._remember(Footprint(backend, way, held, left, host_bytes=host_bytes, times=times))
 
     def held(self, backend: str) -> Mapping[str, int]:
-        """GPU id -> what it held there when it last left; empty where that was never read."""
+        """GPU id -> the bytes that a backend held when it last left; empty where that was never read."""
         return self._held.get(backend, {})
 
     def resting(self, backend: str, way: str) -> Footprint | None:
-        """What it keeps at this standby level, as of the last time."""
+        """The last footprint of a backend at this standby level."""
         return self._known.get((backend, way))
 
     def _remember(self, footprint: Footprint) -> None:

@@ -10,11 +10,11 @@ The arrival of a request and the end of a lease are here. All other facts are to
 one ``GroupState`` (state.py):
 
     admission.py   leases, queues, failures: every end of a ticket
-    planner.py     which backend could be loaded, at whose cost; snapshot.py: what the policy is shown
-    decider.py     what is to be done now: overdue queues, the policy, preloads (preloads.py), upkeep.py
+    planner.py     the backends that could be loaded, and their victims; snapshot.py: what the policy is shown
+    decider.py     the next step: overdue queues, the policy, preloads (preloads.py), upkeep.py
     group_swaps.py swaps under way (swap.py); moves.py: states of backends (slot.py), events and steps
-    outcomes.py    what became of steps and backends; host_facts.py: of their host
-    requested.py   what people ask for
+    outcomes.py    the facts about steps and backends; host_facts.py: about their host
+    requested.py   unloads, pins, another configuration
 
 Invariants:
  1. The GPUs a backend needs are its own from ``Load`` until its ``evicted``; the sum of what residents and
@@ -26,26 +26,25 @@ Invariants:
     policy is asked again; so is the next in queue whenever a place becomes free.
  6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished,
     unless its load is cancelled: when it is unloaded by hand (requests that wait for it fail), or when nobody
-    waits for it any more and another queue needs its GPUs. Preloads are cancelled by hand only.
-    Who waits behind others at a busy replica waits for another one, if nobody on the GPU group waits for a
-    load. (So does the queue of a model that is resident, which it has if its backends take only so many at
-    once.)
+    waits for it any more and another queue needs its GPUs. Preloads are cancelled by hand only. Requests that
+    wait behind others at a busy replica count as waiting for another replica, if no queue on the GPU group
+    waits for a load; so do those in the queue of a resident model whose backends take only so many at once.
  7. A queue older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
-    in no other swap, oldest queue first, and nobody younger takes those GPUs meanwhile. The bound is
+    in no other swap, oldest queue first, and no younger queue gets those GPUs meanwhile. The bound is
     ``max_wait``, or less where a load would come too late for ``queue_timeout`` then; it is fixed when the
     queue begins, and stands in its first ``queued``.
  8. A backend that failed to load is not tried before its cool-down ends; its requests fail at once. One that
     ended soon after it was loaded, before it had given one whole answer, counts as one that failed to load.
-    Nobody is leased who was there when backends ended twice: the request may be what ends them.
- 9. What can never fit, at all or beside what is pinned, is refused before anything is drained. What is
-    pinned drains for no other model.
-10. The leases of a lost host are severed, and nothing is begun there: what may still run there holds its
-    GPUs until the host is back and its backends are adopted, or until it is declared gone by hand.
+    A request under which backends ended twice is refused: it may be what ends them.
+ 9. A load that can never fit, at all or beside what is pinned, is refused before anything is drained. A
+    pinned model drains for no other.
+10. The leases of a lost host are severed, and nothing is begun there: its backends may still run and hold
+    their GPUs until the host is back and they are adopted, or until it is declared gone by hand.
 11. While it is not known of some backend whether it runs already (``expect``), nothing is begun.
 
 A backend that the configuration has no longer, or not as it is (``retire``), is leaving: it gets no new
-leases, is drained and stopped, whatever its standby levels, and its slot is left for good. Its queue waits on
-for whoever takes that slot; layout.py makes the GPU group that takes this one's place then.
+leases, is drained and stopped, whatever its standby levels, and its slot is left for good. Then layout.py
+puts another GPU group in the place of this one, whose slot may get a new backend; the queue waits on.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ class GpuGroup:
         return f"<GpuGroup {self.name} [{slots}] [{queues}]>"
 
     def next_step(self, now: float) -> Step | Wait:
-        """What is to be done now. Each step is handed out once."""
+        """Return the step to perform now, each once, or until when to wait."""
         return self._decider.next_step(now)
 
     # Facts from requests. ``request`` and ``release`` return whether the next step is to be asked for: it is

@@ -1,9 +1,9 @@
 """How swaps begin, go on and end.
 
-After each eviction of a swap it is asked again who is in the way: no backend goes that need not. A swap that
-only drains is dissolved as soon as nobody waits for its target, and its victims are reprieved; one begun is
-finished, unless its load is cancelled. After a failed load there is no rollback: the backend is stopped, and
-the next question serves whoever waits.
+After each eviction of a swap the room is looked at again: no backend is evicted that need not be. A swap that
+only drains is dissolved as soon as no request waits for its target, and its victims are reprieved; one begun
+is finished, unless its load is cancelled. After a failed load there is no rollback: the backend is stopped,
+and the next question serves the queues.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GroupSwaps:
         preload: bool = False,
         severs: Cause | None = None,
     ) -> None:
-        """``severs``: why requests are severed, where that is neither for the target nor for ``cause``."""
+        """Begin a swap; ``severs``: why requests are severed, if neither for the target nor for ``cause``."""
         if severs is None:
             severs = Cause("evicted", target.model) if target else cause
         self._state.changed()
@@ -51,11 +51,11 @@ class GroupSwaps:
         self._drain(swap, leaving, now, drain)
 
     def evict(self, slot: Slot, now: float, cause: Cause, *, severs: Cause | None = None) -> None:
-        """Begin to evict a resident for no target on this GPU group."""
+        """Begin to evict a resident without loading another backend."""
         self.begin(None, [slot], now, cause, severs=severs)
 
     def begin_leaving(self, slot: Slot, now: float, drain_timeout: float | None = None) -> None:
-        """It goes for good, once its leases have ended."""
+        """Begin to evict a backend for good, once its leases have ended."""
         assert slot.leaving
         self.begin(None, [slot], now, Cause(slot.leaving), drain_timeout=drain_timeout)
 
@@ -109,10 +109,10 @@ class GroupSwaps:
         return self._moves.cancel(slot, now, swap.cancel)
 
     def _evict_next(self, swap: SwapInProgress, now: float) -> Step | None:
-        """Evict the next victim whose leases are gone or whose drain is over; those in standby come last."""
+        """Evict the next victim without leases, or whose drain is over; victims in standby come last."""
         draining = [victim for victim in swap.victims if victim.state == "draining"]
         if draining and swap.target and self._may_spare(swap.target) and self._state.fits(swap.target):
-            for victim in draining:  # those before them freed more than was known
+            for victim in draining:  # the victims before them freed more than was known
                 swap.victims.remove(victim)
                 self.reprieve(victim, now)
             return None
@@ -126,7 +126,7 @@ class GroupSwaps:
         return self._demote_next(swap, swap.target, now)
 
     def _demote_next(self, swap: SwapInProgress, target: Slot, now: float) -> Step | None:
-        """Demote the next victim in standby, if what it keeps is still in the way."""
+        """Demote the next victim in standby, if the target still lacks the memory that it keeps."""
         for victim in [victim for victim in swap.victims if victim.state == "standby"]:
             if not self._state.fits(target):
                 swap.begun = True
@@ -135,7 +135,7 @@ class GroupSwaps:
         return None
 
     def _may_spare(self, target: Slot) -> bool:
-        """Whether a victim may stay after all: whoever takes its GPUs whole needs all of them to go."""
+        """Whether a victim may be spared after all: a target that takes its GPUs whole needs all of them."""
         return not target.whole or self._state.memory.budget is not None
 
     def _has_room(self, swap: SwapInProgress, target: Slot, now: float) -> bool:
@@ -165,12 +165,12 @@ class GroupSwaps:
                 self.reprieve(victim, now)
 
     def end_all(self) -> None:
-        """The host of the group is lost: whatever was under way there has no further step."""
+        """End all swaps without a further step: the host is lost."""
         for swap in tuple(self._state.swaps):
             self._end(swap)
 
     def call_off(self, swap: SwapInProgress, now: float) -> None:
-        """The target of a swap is not to be loaded. Victims that are being evicted are waited for."""
+        """End a swap whose target is not wanted any more. Victims that are being evicted are waited for."""
         going = [victim for victim in swap.victims if victim.state == "evicting"]
         self.dissolve(swap, now)
         if going:
@@ -178,7 +178,7 @@ class GroupSwaps:
             self._state.swaps.append(rest)
 
     def reprieve(self, victim: Slot, now: float) -> None:
-        """A victim that only drained need not go; unless it is leaving: then it drains on."""
+        """Make a victim that only drained ready again; one that is leaving drains on."""
         if victim.leaving:
             left = victim.since + self._state.config.drain_timeout - now
             self.begin_leaving(victim, now, max(left, 0.0))
@@ -186,7 +186,7 @@ class GroupSwaps:
             self._moves.reprieve(victim, now)
 
     def spare(self, slot: Slot, now: float) -> None:
-        """No swap evicts it for another model any more, although that has begun."""
+        """Take a backend that was pinned out of the swaps that drain it for another model."""
         for swap in self._state.swaps:
             if swap.target and slot in swap.victims and slot.state == "draining":
                 swap.victims.remove(slot)
@@ -200,7 +200,7 @@ class GroupSwaps:
                 swap.gone.append(victim.model)
 
     def learn(self, target: Slot, way: str, seconds: float) -> None:
-        """The swap to ``target`` took so long, whose load came from the standby level ``way``."""
+        """Learn the cost of the swap to ``target``, which was loaded from the standby level ``way``."""
         for swap in self._state.swaps:
             if swap.target is target:
                 source = source_of(swap.gone)

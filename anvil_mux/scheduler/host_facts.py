@@ -1,8 +1,8 @@
-"""What becomes of a GPU group when its host is lost, comes back, or is declared gone.
+"""The facts about a GPU group's host: it is lost, is back, or is declared gone.
 
-That a host is lost is said in its record, and the backends keep the states that they had: whatever runs there
-may run still. When the host is back each is what it was found to be, whatever its state was. What is found
-and may not stay is stopped: it is stuck until then.
+The record of a host says whether it is lost. Its backends keep the states that they had meanwhile: they may
+still run. When the host is back each backend is what it was found to be, whatever its state was. One that was
+found and may not stay is stuck until it is stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FoundBackend:
     """How a backend was found on a host that is back."""
 
     level: str = ""
-    """Its standby level; "": it runs, and answers."""
+    """The standby level of the backend; "": it runs, and answers."""
     residual: Mapping[str, int] = field(default_factory=dict)
     """GPU id -> bytes that it holds in standby."""
     host_bytes: int = 0
@@ -45,7 +45,7 @@ class HostFacts:
         self._outcomes = outcomes
 
     def lost(self, now: float) -> None:
-        """Its leases are severed, and its swaps end; its queues go elsewhere, or fail."""
+        """Sever all leases and end all swaps; the queues go elsewhere, or fail."""
         state, cause = self._state, Cause("host_lost", host=self._state.host.name)
         state.changed()
         state.unseen.clear()
@@ -60,15 +60,15 @@ class HostFacts:
         self._admission.fail_refused(now)
 
     def _leave(self, model: Model, now: float) -> None:
-        """None of its backends here may be leased any more."""
+        """Take the backends of a model on the lost host out of those that may be leased."""
         ready = [slot for slot in model.ready if slot.serves]
         were_more, model.ready = len(model.ready) > len(ready), ready
         if were_more and model.queue.limited:
             model.queue.left = now
-            self._admission.fill_places(model, now)  # who needed just this one waits for it no longer
+            self._admission.fill_places(model, now)  # requests that needed one of these go elsewhere
 
     def back(self, now: float, found: Mapping[str, FoundBackend]) -> None:
-        """Each backend is what it was found to be; what runs is taken over before what is in standby."""
+        """Give each backend the state in which it was found: first those that run, then those in standby."""
         slots, cause = self._state.slots.values(), Cause("not_found", host=self._state.host.name)
         held = self._free(now)
         for slot in sorted(slots, key=lambda slot: slot.name in found and found[slot.name].level != ""):
@@ -86,9 +86,9 @@ class HostFacts:
         self._state.emit(Event(now, "stuck", slot.model, slot.name, cause=cause))
 
     def _adopt(self, slot: Slot, found: FoundBackend, now: float) -> bool:
-        """Whether it may stay as it was found."""
+        """Take over a backend as it was found; False if it may not stay."""
         if not found.level:
-            slot.retry_at = now  # that a load of it failed is disproved
+            slot.retry_at = now  # it runs, so its last failure says nothing any more
             runs = self._outcomes.adopt(slot, now)
             slot.failed_starts *= not runs
             return runs
@@ -97,13 +97,13 @@ class HostFacts:
         )
 
     def gone(self, now: float) -> None:
-        """Nothing runs there: its backends hold nothing any more, but none of them is loaded either."""
+        """Declare that nothing runs there: its backends hold nothing any more, and none is loaded."""
         cause = Cause("host_gone", host=self._state.host.name)
         for slot in self._free(now):
             self._state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
 
     def _free(self, now: float) -> list[Slot]:
-        """No backend holds anything; those that did."""
+        """Stop counting what backends hold, and return those that held something."""
         held = [slot for slot in self._state.slots.values() if slot.state != "stopped"]
         for slot in held:
             self._moves.enter(slot, "gone", now)

@@ -12,4 +12,4 @@ class HostRecord:
     name: str = ""
     """"": the host that anvil-mux runs on."""
     is_lost: bool = False
-    """Nobody hears of it. What ran there may run still, so its GPUs go to nobody else."""
+    """Whether the host does not answer. What ran there may still run, so its GPUs go to no other backend."""

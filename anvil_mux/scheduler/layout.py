@@ -1,4 +1,4 @@
-"""Where everything is: in which GPU group a backend, in which the queue of a model, on which host what.
+"""The GPU groups of a configuration, and in which of them each backend and the queue of each model is.
 
 A reload changes the configuration while requests run. A backend that goes on (change.py) keeps its slot with
 all that hangs on it: state, leases, memory. One that was changed or removed is leaving (group.py): its slot
@@ -47,7 +47,7 @@ class Layout:
         emit_leases: bool,
     ) -> None:
         self.models: dict[str, Model] = {}
-        """Also those that are about to go."""
+        """All models, also those that are about to go."""
         self.of_model: dict[str, GpuGroup] = {}
         """Model -> the group in which its queue stands."""
         self.of_backend: dict[str, GpuGroup] = {}
@@ -76,7 +76,7 @@ class Layout:
 
     @property
     def slots(self) -> Iterator[Slot]:
-        """All slots."""
+        """The slots of all groups."""
         return (slot for group in self.groups for slot in group.slots.values())
 
     @property

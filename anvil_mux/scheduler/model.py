@@ -15,24 +15,24 @@ from anvil_mux.scheduler.slot import LOADING, Slot
 
 @dataclass(eq=False, slots=True)
 class Model:
-    """Whatever is kept by model."""
+    """One model, and all that is kept by model."""
 
     name: str
     slots: list[Slot]
-    """Its backends, and those that are about to become its own."""
+    """All backends of the model, and those that are about to become its own."""
     queue: ModelQueue
     replicas: Replicas | None
-    """Who chooses among its backends; None: it has one only."""
+    """The choice among its backends; None: it has one only."""
     priority: int
     max_wait: float
     """After how many seconds its queue is overdue at the latest."""
     demand: Demand = field(default_factory=Demand)
     ready: list[Slot] = field(default_factory=list)
-    """Its backends that may be leased."""
+    """The backends that may be leased."""
     home: str = ""
-    """The GPU group in whose snapshot its queue stands; "": it has backends in one only."""
+    """The name of the GPU group in which its queue stands; "": it has backends in one only."""
     unload_when_idle: bool = False
-    """It goes once nobody uses it, unless it is asked for again before."""
+    """Whether it is evicted once nobody uses it, unless it is asked for before."""
 
     def takes(self, owner: str = "") -> bool:
         """Whether a request would be leased at once; one that needs ``owner`` waits for it."""
@@ -62,12 +62,12 @@ class Model:
 
     @property
     def is_coming(self) -> bool:
-        """Whether a swap under way will make it resident, and no slot that is to be its own only later."""
+        """Whether a swap under way will make it resident; slots that become its own later do not count."""
         return any(slot.coming and slot.model == self.name for slot in self.slots)
 
 
 def ready_slots(slots: Iterable[Slot]) -> list[Slot]:
-    """Those that may be leased."""
+    """The backends that may be leased."""
     return [slot for slot in slots if slot.state == "ready" and not slot.host.is_lost]
 
 

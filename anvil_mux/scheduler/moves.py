@@ -1,7 +1,7 @@
-"""How backends move: each method here has a slot enter a state, emits its event, and returns its step.
+"""The moves of backends: a slot enters a state, and the event and the step of that are made.
 
-``enter`` is the only caller of ``Slot.enter``. What follows from it for the rest of the GPU group is done at
-once: who is ready, what the in-flight tracker knows, who has a place, and that everybody is asked again.
+``enter`` is the only caller of ``Slot.enter``. The rest of the GPU group is brought up to date at once: the
+backends that are ready, the in-flight tracker, requests that wait for a place, the plans.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Moves:
         state.changed()
         state.memory.changes += 1
         if leaves_ready and model.queue.limited:
-            self._admission.fill_places(model, now)  # who needed just this one has nothing to wait for
+            self._admission.fill_places(model, now)  # those that needed this one wait for it no longer
         if model.replicas and slot.state not in ("ready", "draining"):
             model.replicas.in_flight.forget(slot.name)
 
@@ -56,7 +56,7 @@ class Moves:
         return Cancel(slot.name)
 
     def demote(self, slot: Slot, now: float, cause: Cause, *, target: str = "", to: str = "") -> Demote:
-        """``target``: the model that it makes room for. ``to``: the level; "": the next below."""
+        """Demote a backend, for the model ``target`` if any; ``to``: the level, by default the next."""
         to = "stop" if slot.next_level == "stop" else to or below(slot, may_wake=False)
         self.enter(slot, "demote", now)
         slot.next_level = to
@@ -64,7 +64,7 @@ class Moves:
         return Demote(slot.name, slot.level, to)
 
     def drain(self, slot: Slot, now: float, cause: Cause, *, seconds: float, target: str) -> None:
-        """Close the gate of a resident; it has so many seconds until what still runs is severed."""
+        """Close the gate of a resident; in so many seconds its leases are severed."""
         self.enter(slot, "drain", now)
         size = len(slot.holders)
         self._state.emit(
@@ -74,13 +74,13 @@ class Moves:
         )
 
     def reprieve(self, slot: Slot, now: float) -> None:
-        """What drained is ready again: it need not make room any more."""
+        """Make a backend ready again that drained: it need not make room any more."""
         self.enter(slot, "reprieve", now)
         self._state.emit(Event(now, "ready", slot.model, slot.name, cause=Cause("reprieved")))
         self._admission.admit(self._state.models[slot.model], now)
 
     def evict(self, slot: Slot, now: float, cause: Cause, swap: SwapInProgress | None = None) -> Evict:
-        """``swap``: whose victim it is; one that is stuck is nobody's, and has no leases."""
+        """Evict a victim of ``swap``; None: a backend that is stuck is stopped again."""
         drained = now - slot.since if slot.state == "draining" else 0.0
         for_good = slot.state == "stuck" or slot.leaving
         way = "stop" if for_good else slot.next_level or self._level(slot, swap.target if swap else None)
@@ -95,7 +95,7 @@ class Moves:
         return Evict(slot.name, way, severed)
 
     def _level(self, slot: Slot, target: Slot | None) -> str:
-        """As high as the host has room, but not where it kept too much beside ``target`` the last time."""
+        """The lightest standby level with room for it, in host memory and beside ``target`` on its GPUs."""
         state, ways = self._state, levels(slot.backend)
         for way in ways[ways.index(state.memory.level_for(slot)) :]:
             last = state.footprints.resting(slot.name, way)
@@ -104,7 +104,7 @@ class Moves:
         return "stop"
 
     def sever(self, slot: Slot, now: float, cause: Cause, drained: float = 0.0) -> tuple[Ticket, ...]:
-        """End the leases that have outlasted a drain; whoever performs the next step cuts them."""
+        """End the leases that have outlasted a drain; the driver cuts them before the next step."""
         severed, target = tuple(slot.holders), cause.model
         for ticket in severed:
             ticket.severed = Severance(cause, drained)

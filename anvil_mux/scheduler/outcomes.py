@@ -1,4 +1,4 @@
-"""What became of backends: how steps ended, which backends died, and which ran before we came."""
+"""The facts about backends: how steps ended, which backends died, and which ran before this program came."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Outcomes:
         self._state.unseen.add(name)
 
     def looked_at(self, name: str) -> None:
-        """It is known now whether the backend ran: what was not adopted holds nothing (any more)."""
+        """The backend was looked at: if it was not adopted it holds nothing (any more)."""
         self._state.unseen.discard(name)
         self._state.changed()
 
@@ -45,7 +45,7 @@ class Outcomes:
             return False
         self._moves.enter(slot, "adopt", now)
         self._state.unseen.discard(slot.name)
-        slot.last_used = now  # how long it has been resident, nobody knows
+        slot.last_used = now  # since when it has been resident is not known
         self._state.emit(Event(now, "ready", slot.model, slot.name, cause=ADOPTED))
         model = self._state.model_of(slot)
         if model.queue.tickets:
@@ -104,8 +104,8 @@ class Outcomes:
             self._admission.fail_refused(now)  # what does not fit beside it
 
     def load_failed(self, slot: Slot, now: float, error: LoadError) -> None:
-        """It did not become ready and was cleaned up."""
-        if slot.state == "cancelling":  # who knows whether it would have failed
+        """The backend did not become ready, and was cleaned up."""
+        if slot.state == "cancelling":  # it was to end anyway
             self.load_cancelled(slot, now)
             return
         self._moves.enter(slot, "load_failed", now)
@@ -177,12 +177,12 @@ class Outcomes:
             self._swaps.dissolve(swap, now)
         self._admission.fail_refused(now)
 
-    # Ends that nobody asked for
+    # Ends by themselves
 
     def died(self, slot: Slot, now: float, why: str, log: Iterable[str]) -> None:
         """The backend ended without being told to; ``log``: what its engine had printed last."""
         if (slot.state, "died") not in TRANSITIONS:
-            return  # whoever loads or stops it reports that instead
+            return  # the step under way reports that instead
         cause = slot.judge_end(now, why)
         self._moves.enter(slot, "died", now)
         slot.note_left(now)
@@ -197,15 +197,15 @@ class Outcomes:
             self._admission.fail_refused(now)
 
     def unanswering(self, slot: Slot, now: float) -> None:
-        """The engine of the backend answers nobody: it is stopped without a drain, and not put in standby."""
+        """The engine of the backend does not answer: it is stopped without a drain, not put in standby."""
         if slot.state == "ready":
             slot.next_level = "stop"
             self._swaps.begin(None, [slot], now, Cause("silent"), drain_timeout=0.0)
 
     def memory_seen(self, held: Mapping[str, int]) -> bool:
-        """Programs that are none of ours hold so many bytes, by GPU; whether that is news.
+        """Other processes hold so many bytes, by GPU; whether that is news.
 
-        Not believed while a backend comes or goes: its processes may be taken for somebody else's.
+        It is not believed while a backend is loaded or evicted: its processes may be taken for others.
         """
         state = self._state
         moving = any(slot.state in (*LOADING, "evicting", "demoting") for slot in state.slots.values())

@@ -1,4 +1,4 @@
-"""Which GPUs a backend holds, what it misses to be loaded, and whose going would make room.
+"""GPU memory: what backends hold, what is missing to load one, and which victims make room for it.
 
 The arithmetic of a GPU group. Its GPUs are those of one host, and have the names that they have among the
 GPUs of all hosts. Memory is counted in bytes per GPU; a GPU of unknown size counts as one unit that every
@@ -28,11 +28,11 @@ class Placement:
         before: Mapping[str, Slot] = MappingProxyType({}),
         hosts: Mapping[str, HostRecord] = MappingProxyType({}),
     ) -> None:
-        """``before``: the slots that backends have already, and keep."""
+        """Make the slots of these backends; ``before``: those that they have already, and keep."""
         self.capacity = {gpu.name: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
         self._hosts = hosts
         self.others: Mapping[str, int] = {}
-        """GPU -> bytes that programs hold there which are none of ours."""
+        """GPU -> bytes that other processes hold there."""
         self.slots = {each.name: self._slot(each, before.get(each.name)) for each in backends}
         self._eviction = eviction
 
@@ -51,7 +51,7 @@ class Placement:
         return slot
 
     def measure(self, slot: Slot, held: Mapping[str, int]) -> None:
-        """What the backend held when it last left, by GPU: it counts for one that is to be measured."""
+        """Count what a backend held when it last left, by GPU, if its memory is to be measured."""
         held = slot.named(held)
         if slot.backend.vram_measured and held.keys() >= slot.holds.keys():
             slot.holds = {gpu: min(max(held[gpu], 1), self.capacity[gpu]) for gpu in slot.holds}
@@ -60,8 +60,8 @@ class Placement:
     def missing(self, target: Slot, without: Collection[Slot] = ()) -> dict[str, int]:
         """GPU -> bytes that must be freed before ``target`` fits; negative: room to spare.
 
-        Whoever needs a GPU whole takes what other processes and those that are in standby there leave of it.
-        Those that it is to be ``without`` count as gone.
+        A target that needs a GPU whole takes what other processes and backends in standby leave of it. The
+        backends that it is to be ``without`` count as gone.
         """
         used = {gpu: 0 if self._needs_whole(target, gpu) else self.others.get(gpu, 0) for gpu in target.holds}
         for slot in self.slots.values():
@@ -74,7 +74,7 @@ class Placement:
         return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
 
     def crowds(self, residual: Mapping[str, int]) -> bool:
-        """Whether what another one keeps in standby would not fit beside those that are here."""
+        """Whether the memory that a backend keeps in standby would not fit beside the others."""
         for gpu, amount in residual.items():
             others = [slot for slot in self.slots.values() if gpu in slot.occupies]
             shared = sum(s.occupies[gpu] for s in others if s.state not in HOLDING or s.backend.vram)
@@ -90,11 +90,11 @@ class Placement:
         loss: Callable[[Slot], float] = lambda _: 0.0,
         without: Collection[Slot] = (),
     ) -> list[Slot] | None:
-        """Who must go so that ``target`` fits, touching no ``busy`` GPU; None if that cannot be now.
+        """The backends to evict so that ``target`` fits, on no ``busy`` GPU; None if there is no such choice.
 
-        Residents go, and those in standby whose residual is in the way. Backends that are ``staying``
-        may not go, nor pinned residents. Those that it is to be ``without`` are as good as gone. ``loss``:
-        see eviction.Candidate.
+        Those are residents, and backends in standby whose residual is needed; none that is ``staying``, and
+        no pinned resident. The backends that it is to be ``without`` count as gone. ``loss``: see
+        eviction.Candidate.
         """
         if not busy.isdisjoint(target.holds):
             return None
@@ -116,7 +116,7 @@ class Placement:
         staying: Set[str] = frozenset(),
         loss: Callable[[Slot], float] = lambda _: 0.0,
     ) -> list[Slot] | None:
-        """Which residents, ``but`` some, must go so that ``short`` bytes of host memory become free."""
+        """The residents, ``but`` some, to evict so that ``short`` bytes of host memory become free."""
         slots = [s for s in self._evictable(busy, staying) if s.state == "ready" and s not in but and s.ram]
         return self._choose([(slot, {"host": slot.ram}) for slot in slots], {"host": short}, loss)
 
@@ -154,15 +154,15 @@ class Placement:
         return slots if needed else []
 
     def fits(self, target: Slot) -> bool:
-        """Whether nobody needs to go."""
+        """Whether there is room without an eviction."""
         return all(amount <= 0 for amount in self.missing(target).values())
 
     def clings(self, standby: Slot, target: Slot) -> bool:
-        """Whether one that could not be stopped leaves no room for ``target``."""
+        """Whether a backend in standby that could not be stopped leaves no room for ``target``."""
         return bool(standby.failed_stops) and self.excludes(standby.residual, target)
 
     def excludes(self, residual: Mapping[str, int], target: Slot) -> bool:
-        """Whether ``target`` does not fit beside what a sleeper keeps, whoever else goes."""
+        """Whether ``target`` does not fit beside a ``residual``, even if all others are evicted."""
         return any(
             target.holds[gpu] + amount > self.capacity[gpu]
             for gpu, amount in residual.items()
@@ -170,7 +170,7 @@ class Placement:
         )
 
     def _in_the_way(self, standby: Slot, target: Slot) -> bool:
-        """Not of whoever takes what others leave of the whole GPU, and not if it cannot be stopped."""
+        """Whether stopping a backend in standby frees memory; not for a target that takes its GPUs whole."""
         if standby is target or standby.failed_stops:
             return False
         return any(
@@ -182,7 +182,7 @@ class Placement:
         return target.whole or self.capacity[gpu] == 1
 
     def others_before(self, target: Slot) -> str:
-        """Who leaves no room for ``target`` although everybody who can go went; "" if nobody."""
+        """How other processes leave ``target`` no room, whatever is evicted; "" if they leave it room."""
         pinned = self._pinned(target)
         for gpu, need in target.holds.items():
             taken = 0 if self._needs_whole(target, gpu) else self.others.get(gpu, 0)
@@ -192,7 +192,7 @@ class Placement:
         return ""
 
     def never_fits(self, target: Slot) -> str:
-        """Why ``target`` could not be loaded even if all that is not pinned went; "" if it could."""
+        """Why ``target`` could not be loaded even if all that is not pinned were evicted; "" if it could."""
         pinned = self._pinned(target)
         for gpu, need in target.holds.items():
             if need + sum([other.holds.get(gpu, 0) for other in pinned]) > self.capacity[gpu]:
@@ -202,7 +202,7 @@ class Placement:
         return ""
 
     def _pinned(self, target: Slot) -> list[Slot]:
-        """Who stays whatever ``target`` needs. One that was told to leave all the same is waited for."""
+        """The pinned backends that stay, whatever ``target`` needs; one that is being unloaded does not."""
         slots = self.slots.values()
         return [slot for slot in slots if slot.pinned and slot is not target and slot.state in STAYING]
 
@@ -213,7 +213,7 @@ def gpu_groups(
     """The backends grouped into GPU groups, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
 
     GPUs are tied by a backend that needs several of them; nothing ties those of several hosts. ``before``:
-    the GPU groups of before that a backend goes on from; what goes on from the same one stays together.
+    the GPU groups that a backend goes on from; backends that go on from the same one stay together.
     """
     groups: list[tuple[set[str], list[Backend]]] = []
     for backend in backends:

@@ -1,8 +1,9 @@
-"""Which backend could be loaded now, at the cost of which victims; pure functions over a GPU group's state.
+"""Plans: the backends that could be loaded now, and their victims; pure functions over a GPU group's state.
 
 A ``Plan`` names a backend and the victims that make room for it: of a model's replicas the one with the
-fewest. ``None`` means that none could be loaded now, because its GPUs are in another swap, whoever has them
-may stay, or it cools down. Plans are for queues; another replica of a busy model has one too (``spill``).
+fewest. ``None`` means that none could be loaded now, because its GPUs are in another swap, their
+residents may stay, or it cools down. Plans are for queues; another replica of a busy model has one too
+(``spill``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus, coming, swap_to
 
 FIRST_SERVICE_SECONDS = 10.0
-"""What a lease is held for, of a model that has not answered yet."""
+"""How long a lease is taken to last, of a model that has not answered yet."""
 
 
 class Plan(NamedTuple):
@@ -77,9 +78,9 @@ def victims(
     *,
     without: Sequence[Slot] = (),
 ) -> list[Slot] | None:
-    """The backends that must go so that there is room on the GPUs and in the host's memory.
+    """The backends to evict so that there is room on the GPUs and in host memory; None if there is no way.
 
-    Those that it is to be ``without`` are as good as gone.
+    The backends that it is to be ``without`` count as gone.
     """
     lost = partial(loss, state, now)
     found = state.placement.victims(target, busy, staying, lost, without)
@@ -97,12 +98,12 @@ def cost(state: GroupState, source: str, target: Slot, way: str) -> Cost:
 
 
 def cost_of(state: GroupState, swap: SwapInProgress, target: Slot) -> Cost:
-    """What a swap under way costs."""
+    """The cost of a swap under way."""
     return cost(state, source_of(swap.evicts), target, swap.way or target.level)
 
 
 def expected_load(state: GroupState, slot: Slot) -> float | None:
-    """What the load under way of a backend will take; None if it was never loaded by that way."""
+    """How long the load under way of a backend will take; None if it was never loaded by that way."""
     for each in state.states_of(state.models[slot.model]):
         if swap := swap_to(each.swaps, slot):
             is_known = each.costs.knows(slot.model, swap.way, each.host.name)
@@ -111,7 +112,7 @@ def expected_load(state: GroupState, slot: Slot) -> float | None:
 
 
 def loss(state: GroupState, now: float, slot: Slot) -> float:
-    """What evicting it costs: its arrivals per second, times the seconds of loading it again.
+    """The cost of evicting a backend: its arrivals per second, times the seconds of loading it again.
 
     Of a model with residents in several GPU groups it is a share of the arrivals.
     """
@@ -124,7 +125,7 @@ def loss(state: GroupState, now: float, slot: Slot) -> float:
 
 
 def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, float]:
-    """How much it deserves a light standby level: see standby.HostMemory."""
+    """How much a backend deserves a light standby level: see standby.HostMemory."""
     cold = cost(state, "", slot, "stop").load_seconds
     model = state.models[slot.model]
     lost = model.demand.rate(now) * cold
@@ -142,7 +143,7 @@ def bound(state: GroupState, model: Model, now: float) -> float:
 
 
 def swap_seconds(state: GroupState, model: Model, now: float) -> float:
-    """What having ``model`` here will take, drain included, as far as is known."""
+    """How long it will take to have ``model`` here, drain included, as far as is known."""
     if state.host.is_lost:
         return math.inf
     found = None if model.ready else plan(state, model, busy_gpus(state.swaps), now)
@@ -153,7 +154,7 @@ def swap_seconds(state: GroupState, model: Model, now: float) -> float:
 
 
 def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupState:
-    """Where a queue of ``model`` is to stand: where its wait is shortest, as far as is known."""
+    """The GPU group in which a queue of ``model`` is to stand: the one where its wait is shortest."""
     if len(states) == 1:
         return states[0]
     return min(states, key=lambda state: (_wait_seconds(state, model, now), state.host.name, state.name))
@@ -167,7 +168,7 @@ def _wait_seconds(state: GroupState, model: Model, now: float) -> float:
 
 
 def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
-    """The same for one backend, once those that are coming have come, and have to go again."""
+    """The same for one backend whose GPUs are in other swaps: their targets are loaded, then evicted."""
     goals = [swap.target for swap in state.swaps if swap.target and swap.target is not slot]
     others = [goal for goal in goals if goal.holds.keys() & slot.holds.keys()]
     way = slot.level if slot.state in ("stopped", "standby") else slot.backend.evict_to[0]
@@ -187,7 +188,7 @@ def reserved(state: GroupState, model: Model, now: float) -> list[Slot]:
 
 
 def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
-    """About the longest of their leases."""
+    """The drain of these backends: about the longest of their leases."""
     longest = 0.0
     for victim in leaving:
         service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS

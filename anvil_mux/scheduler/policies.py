@@ -10,8 +10,8 @@ change nothing).
 The policy proposes, the GPU group disposes: bounded drains, ``max_wait``, gates and cool-downs hold under
 any policy, even a wrong one.
 
-To add one: a dataclass with ``decide`` and a queue in ``POLICIES``; its users may also name it as
-``package.module:Class``.
+To add one: a dataclass with ``decide`` and an entry in ``POLICIES``; it may also be named as
+``package.module:Class`` in a configuration.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ class Queue(NamedTuple):
 
     model: str
     waiting: int
-    """How many they are."""
+    """The number of requests."""
     oldest: float
     """The moment at which the first of them arrived."""
     newest: float
     evicts: tuple[str, ...] = ()
     """The models that would be evicted; empty when there is room."""
     evict_seconds: float = 0.0
-    """What putting them out will take, without the drain, as far as is known."""
+    """How long evicting them will take, without the drain, as far as is known."""
     load_seconds: float = 10.0
-    """What loading it after that will take, as far as is known."""
+    """How long loading it after that will take, as far as is known."""
     learned: bool = False
     """A swap in this direction was made before."""
     growth: float = 0.0
     """Arrivals per second while others wait, of late."""
     service_seconds: float = 0.0
-    """What its requests hold a lease for, of late; 0: not known yet."""
+    """How long its requests hold a lease, of late; 0: not known yet."""
     max_wait: float = FOREVER
     """Seconds after ``oldest`` at which the swap begins whatever the policy says."""
     priority: int = 0
@@ -72,9 +72,9 @@ class Resident(NamedTuple):
     pause_seconds: float = 0.0
     """How long it is idle before the next request comes, of late."""
     service_seconds: float = 0.0
-    """What its requests hold a lease for, of late; 0: not known yet."""
+    """How long its requests hold a lease, of late; 0: not known yet."""
     reload_seconds: float = 10.0
-    """What loading it again will take, as far as is known."""
+    """How long loading it again will take, as far as is known."""
 
 
 class Swapping(NamedTuple):
@@ -84,7 +84,7 @@ class Swapping(NamedTuple):
     """The model that is coming."""
     evicts: tuple[str, ...]
     state: str
-    """draining, stopping, starting or cancelling."""
+    """The state of a victim or of the target: draining, evicting, loading or cancelling."""
     since: float
     """When it entered that state."""
 
@@ -100,13 +100,13 @@ class Spill(NamedTuple):
     waiting: int
     """Requests that wait at a replica, behind another one, for the first byte of their answers."""
     waited_seconds: float
-    """All of them together."""
+    """Seconds that all of them have waited, added up."""
     evicts: tuple[str, ...] = ()
     """The models that would be evicted; empty when there is room."""
     evict_seconds: float = 0.0
     load_seconds: float = 10.0
     reload_seconds: float = 0.0
-    """What loading those again would take that are evicted."""
+    """How long loading the evicted models again would take."""
 
     @property
     def cost_seconds(self) -> float:
@@ -114,7 +114,7 @@ class Spill(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What a policy may know of a GPU group."""
+    """The picture of a GPU group that a policy decides by."""
 
     now: float
     driver: str
@@ -170,7 +170,7 @@ class Policy(Protocol):
 
 
 def decide(policy: Policy, seen: Snapshot) -> Decision:
-    """What ``policy`` says; if that is to stay, another replica of a busy model may still be worth a load."""
+    """Ask a policy. If it says ``Stay``, another replica of a busy model may still be worth a load."""
     decision = policy.decide(seen)
     if not seen.spills or not isinstance(decision, Stay):
         return decision
@@ -183,9 +183,9 @@ def _sooner(stay: Stay, until: float) -> Stay:
 
 
 def spill_over(seen: Snapshot) -> SwapTo | Stay:
-    """Another replica, once those that wait have waited together for as long as it takes to have it.
+    """Load another replica once the requests that wait have together waited for as long as that takes.
 
-    Whatever comes after, that is at most twice what the best choice would have cost.
+    Whatever comes after, the cost is at most twice that of the best choice.
     """
     soonest = FOREVER
     for spill in seen.spills:
@@ -274,7 +274,7 @@ class CostAware:
         return Stay(*min(stays), leases=0) if stays else Stay()
 
     def _until(self, queue: Queue, since: float, now: float) -> tuple[float, Cause]:
-        """From when on the queue may have its swap, and why then; ``since``: when its victims were up."""
+        """When the queue may have its swap, and why then; ``since``: when its victims became resident."""
         if not queue.evicts:
             return now, Cause("room_free", waiting=queue.waiting)
         limit = queue.oldest + min(self.max_wait, queue.max_wait)
@@ -330,7 +330,7 @@ class TimeSlice:
         return Stay(end, Cause("slice", residents=queue.evicts), leases)
 
     def _ends(self, evicts: tuple[str, ...], seen: Snapshot, waiting: int) -> tuple[float, float]:
-        """When the last of those that would go has had its slice, and when it had if nobody leased it."""
+        """When the slice of the last of the victims ends, and when it would end without leases."""
         end = least = -FOREVER
         for each in seen.residents:
             if each.model in evicts:
@@ -358,16 +358,16 @@ class Adaptive:
     * Clients that wait for an answer before they ask again do not fill a queue while they wait, so ``r`` says
       little of them. Where queues grow more slowly than requests arrive, the resident's next requests count
       as well, the less the longer it has served. It is believed to be idle for good after twice its usual
-      pause. By that alone one quick client would keep its model for ever. So a swap is paid for once those
-      that wait have lost, since the resident came, as many request-seconds as it costs the resident's
-      clients: half of the way there and back for each of them. Who pays for a swap when waiting has cost as
-      much loses at most four times what the best choice would have lost, whatever comes (two states of a
-      metrical task system: Borodin, Linial and Saks, 1992; ski rental is the simplest). A turn is no shorter
-      than ``WORTHWHILE`` answers, though: clients that think would get little else than swaps. How many
-      clients there are, the rates tell: of ``n`` all but the one who is answered may join a queue, so that
-      growth / rate is 1 - 1/n. Where requests come whatever is answered that is 1, and the rule of lot sizes
-      holds without this bound.
-    * Nobody has to pay anything for a model that nobody has asked for of late: then the swap begins at once.
+      pause. By that alone one quick client would keep its model for ever. So a swap is paid for once the
+      queues have lost, since the resident came, as many request-seconds as it costs the resident's clients:
+      half of the way there and back for each of them. A policy that pays for a swap when waiting has cost as
+      much loses at most four times as much as the best choice, whatever comes (two states of a metrical task
+      system: Borodin, Linial and Saks, 1992; ski rental is the simplest). A turn is no shorter than
+      ``WORTHWHILE`` answers, though: clients that think would get little else than swaps. How many clients
+      there are, the rates tell: of ``n`` all but the one who is answered may join a queue, so that growth /
+      rate is 1 - 1/n. Where requests come whatever is answered that is 1, and the rule of lot sizes holds
+      without this bound.
+    * A resident that nobody has asked for of late costs nothing to evict: then the swap begins at once.
 
     ``max_wait`` bounds all of it. Everything it goes by is measured (demand.py, costs.py).
     """
@@ -409,19 +409,19 @@ def _worth(kind: Kind, queue: Queue, turn: _Turn, residents: tuple[str, ...] = (
 
 
 def _urgency(queue: Queue) -> tuple[int, float]:
-    """Who is served first: by priority, then those of whom most can be served soonest."""
+    """The order of queues: by priority, then by how many requests are served how soon."""
     return queue.priority, queue.waiting / (queue.evict_seconds + queue.load_seconds + 1.0)
 
 
 def _lost(queue: Queue, now: float) -> tuple[int, float]:
-    """Who is served first of those that have waited long enough: by priority, then who has lost most."""
+    """The order of queues that have waited long enough: by priority, then by the request-seconds lost."""
     return queue.priority, queue.waiting * (now - (queue.oldest + queue.newest) / 2)
 
 
 class _Turn:
-    """What it would take to let a queue have its turn, and the residents theirs after that.
+    """The cost of a turn of one queue, and of the residents' next turn after that.
 
-    Nearly every request asks for one, so that it looks at each queue and each resident once.
+    One is made for nearly every request, so it looks at each queue and each resident once.
     """
 
     __slots__ = ("enough", "expected", "last_used", "leases", "over", "quiet", "seconds")
@@ -439,10 +439,10 @@ class _Turn:
         drain = service * math.log1p(leases)  # about the longest of so many leases
         swap_seconds = queue.evict_seconds + queue.load_seconds
         self.expected = expected = waiting + growth * (drain + swap_seconds)
-        """How many will wait when its model is there."""
+        """Requests that will wait when the model is loaded."""
         served = (queue.service_seconds or service) * math.log1p(expected)
         self.seconds = seconds = swap_seconds + back + service / 2 + served
-        """All that is lost between two turns of the residents."""
+        """Seconds that are lost between two turns of the residents."""
         enough = seconds * math.sqrt(growth * lost)
         for rate, resident_for in clients:
             enough += rate * seconds * seconds / (seconds + resident_for)
@@ -452,18 +452,18 @@ class _Turn:
         elif enough <= expected:  # else it is not the moment, whatever else it takes
             enough += _patience(leases, lost, service, growth, drained)
         self.enough = enough
-        """How many have to wait then; if more than are expected, at least so many."""
+        """Requests that have to wait then; if more than are expected, at least so many."""
         self.over = FOREVER
-        """When the swap is paid for although fewer are expected."""
+        """When the swap is paid for although fewer requests are expected."""
         if expected < enough:
             self.over = seen.now + _left(seen, going, waiting, swap_seconds + back) - drain
 
 
 def _left(seen: Snapshot, going: list[Resident], waiting: int, way_seconds: float) -> float:
-    """Seconds until those that wait have lost what a swap costs the clients of the residents.
+    """Seconds until the queues have lost what a swap costs the clients of the residents.
 
-    ``way_seconds``: of the way there and back. Each who waits counts once for each client, at most: a long
-    queue makes nobody's turn shorter than one swap is worth.
+    ``way_seconds``: of the way there and back. Each request that waits counts once for each client, at most:
+    a long queue makes no turn shorter than one swap is worth.
     """
     clients, turn, since = 0.0, way_seconds / 2, -FOREVER
     for resident in going:
@@ -487,11 +487,11 @@ def _left(seen: Snapshot, going: list[Resident], waiting: int, way_seconds: floa
 
 
 _Clients = list[tuple[float, float]]
-"""How often they ask while they are answered, and for how long their model has served."""
+"""Clients: how often they ask while they are answered, and for how long their model has served."""
 
 
 def _together(going: list[Resident], now: float) -> tuple[int, float, float, float, float, float, _Clients]:
-    """What the residents that go add up to.
+    """Add up the victims.
 
     Leases, growth, the longest answer and load, the last use, the next moment at which one is believed to be
     idle for good, and the clients that ask only if they are answered.
@@ -517,7 +517,7 @@ def _together(going: list[Resident], now: float) -> tuple[int, float, float, flo
 
 
 def _patience(leases: int, lost: float, service: float, growth: float, drained: float) -> float:
-    """What waiting for fewer leases saves per second: most for one, as each next takes longer to come."""
+    """The gain per second of waiting for one lease fewer; each further one takes longer to come."""
     load, seconds = lost * service, 0.0  # until there is one lease fewer, while more come
     for held in range(leases + 10, leases - 1, -1):
         seconds = (service + load * seconds) / held
@@ -527,13 +527,13 @@ def _patience(leases: int, lost: float, service: float, growth: float, drained: 
 
 
 FEW = 4
-"""Of so many leases the end of each may make the moment to swap; of more only that of half of them."""
+"""Up to so many leases the end of each may make the moment to swap; of more, only that of half of them."""
 PAUSES = 2.0
-"""After so many of its usual pauses a resident is believed to be idle for good."""
+"""The number of its usual pauses after which a resident is believed to be idle for good."""
 SHORTEST_PAUSE = 0.02
-"""What a client that does not think takes to read an answer and to ask again, at the most."""
+"""The longest time that a client which does not think takes to read an answer and to ask again."""
 WORTHWHILE = 10
-"""Answers that each client gets in its turn before a swap is believed to be paid for."""
+"""Answers that each client gets in its turn before a swap can be paid for."""
 
 
 POLICIES: dict[str, type] = {

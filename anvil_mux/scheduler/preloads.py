@@ -1,7 +1,7 @@
-"""Loads that no request waits for: backends that are prepared, and stages that a model in use lacks.
+"""Preloads: of backends that are configured so, and of stages that a model in use lacks.
 
 They are begun only while no queue waits and no swap is under way, evict no backend that has had work, and
-stop none that is in standby. Two other loads that no request waits for are begun elsewhere: one that wakes a
+stop none in standby. Two other loads that no request waits for are begun elsewhere: one that wakes a
 backend on its way to a deeper standby level (upkeep.py), and another replica of a busy model (decider.py).
 """
 
@@ -17,7 +17,7 @@ from anvil_mux.scheduler.state import GroupState
 
 
 class Preload(NamedTuple):
-    """A backend to prepare now; first its victims go, if it has any."""
+    """A backend to load now, once its victims are evicted."""
 
     target: Slot
     victims: list[Slot]
@@ -25,7 +25,7 @@ class Preload(NamedTuple):
 
 
 def next_preload(state: GroupState, now: float) -> Preload | None:
-    """The next backend that is to be prepared; those for which there is no room any more are passed over."""
+    """The next preload; backends for which there is no room any more are passed over."""
     while state.preloads:
         slot = state.preloads[0]
         found = victims(state, slot, set(), frozenset(), now)
@@ -50,7 +50,7 @@ def _cause(state: GroupState, slot: Slot, now: float) -> Cause:
 
 
 def complete(state: GroupState, model: Model, now: float) -> bool:
-    """Have the stages prepared that a model in use lacks; whether there are any."""
+    """Preload the stages that a model in use lacks; whether there are any."""
     found = model.replicas.lacking(now) if model.replicas else []
     any_lacking = False
     for each in state.states_of(model) if found else ():

@@ -1,7 +1,6 @@
 """How far a load is: from what loads took before, and from what the engine says in its log.
 
-What a log says is of a stage of the load, so it makes the whole only longer, never shorter, than what was
-learned.
+A log speaks of one stage of the load, so it can only make the whole longer than what was learned.
 """
 
 from __future__ import annotations
@@ -9,11 +8,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 NEARLY = 0.99
-"""Of a load that takes longer than it ever did."""
+"""The fraction that is shown of a load that takes longer than it ever did."""
 
 
 class LogProgress(NamedTuple):
-    """What an engine's log says of the stage that it is in."""
+    """The stage of a load, and how far it is, as an engine's log says."""
 
     stage: str
     fraction: float | None = None
@@ -29,7 +28,7 @@ class Progress(NamedTuple):
 
     @property
     def words(self) -> str:
-        """For people: ``42%, 35 s left, reading weights``."""
+        """A text for people: ``42%, 35 s left, reading weights``."""
         done = "" if self.fraction is None else f"{self.fraction:.0%}"
         left = "" if self.seconds_left is None else f"{self.seconds_left:.0f} s left"
         return ", ".join(filter(None, (done, left, self.stage)))

@@ -2,9 +2,9 @@
 
 A queue is overdue some seconds, its bound, after its first request came. The bound is fixed when the queue
 begins. Where a model takes only so many requests at once its queue is admitted in parts, and senders take
-turns (``FairQueue``): who sends a hundred requests at once makes nobody wait for them but himself; another's
-first request waits for one of his, not for a hundred. A sender who comes back after his last request was
-taken comes last. Pure.
+turns (``FairQueue``): a sender of a hundred requests at once delays only itself; the first request of another
+waits for one of them, not for a hundred. A sender that comes back after its last request was taken comes
+last. Pure.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class FairQueue(Generic[_Ticket]):
         self._waiting.setdefault(sender, {})[ticket] = None
 
     def leave(self, sender: Hashable, ticket: _Ticket) -> None:
-        """It waits no longer, if it did; nobody's turn changes."""
+        """Take a ticket out, if it is there; no turn changes."""
         tickets = self._waiting.get(sender, {})
         tickets.pop(ticket, None)
         if not tickets:
             self._waiting.pop(sender, None)
 
     def take(self, fits: Callable[[_Ticket], bool]) -> _Ticket | None:
-        """The next that ``fits``, which then has left; its sender's next turn comes after all others'."""
+        """Take out the next ticket that ``fits``; its sender's next turn comes after all others'."""
         found = (
             (sender, each) for sender, tickets in self._waiting.items() for each in tickets if fits(each)
         )
@@ -59,13 +59,13 @@ class ModelQueue:
     __slots__ = ("_turns", "bound", "left", "tickets")
 
     def __init__(self, *, limited: bool = False) -> None:
-        """``limited``: its backends take only so many at once, so it is admitted in parts."""
+        """``limited``: the queue is admitted in parts, as its backends take only so many at once."""
         self.tickets: dict[Ticket, None] = {}
-        """Those that wait, oldest first."""
+        """The tickets that wait, oldest first."""
         self.bound = math.inf
         """After how many seconds it is overdue."""
         self.left = -math.inf
-        """When a backend of a limited model last ceased to be ready: nobody waited for a load before."""
+        """When a backend of a limited model last ceased to be ready: no request waited for a load before."""
         self._turns = FairQueue[Ticket]() if limited else None
 
     def __iter__(self) -> Iterator[Ticket]:
@@ -105,7 +105,7 @@ class ModelQueue:
             self._turns.leave(ticket.sender, ticket)
 
     def take(self, fits: Callable[[Ticket], bool]) -> Ticket | None:
-        """The next whose turn it is and that ``fits``, which then has left. Of a limited model."""
+        """Take out the next ticket by turns that ``fits``. Of a limited model."""
         assert self._turns is not None
         ticket = self._turns.take(fits)
         if ticket is not None:
@@ -118,7 +118,7 @@ class ModelQueue:
             self._turns.clear()
 
     def go_on_from(self, before: ModelQueue, most: float) -> None:
-        """Take over who waits, under a bound of at most ``most`` seconds."""
+        """Take over the tickets of another queue, under a bound of at most ``most`` seconds."""
         self.left = max(self.left, before.left)
         for ticket in before.tickets:
             self.join(ticket)

@@ -22,7 +22,7 @@ from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Ticket
 
 MOST_CRASHES = 2
-"""So often backends end under one request, before that is refused."""
+"""How often backends end under one request before that is refused."""
 
 
 def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
@@ -37,7 +37,7 @@ def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
 
 
 def all_obstacles(state: GroupState, model: Model, now: float) -> MuxError | None:
-    """The same for those of its backends that are in this GPU group."""
+    """The same for the backends of ``model`` in this GPU group."""
     first: MuxError | None = None
     for slot in state.own(model):
         error = _obstacle(state, slot, now)
@@ -76,10 +76,9 @@ def _is_stuck_before(state: GroupState, other: Slot, slot: Slot) -> bool:
 def lack_of_memory(
     state: GroupState, model: Model, busy: set[str], call: Callable[[Slot, int], bool]
 ) -> MuxError | None:
-    """Why a queue that is overdue is not served: others than this GPU group's backends have the memory.
+    """Why an overdue queue is not served: the memory is held by others than this GPU group's backends.
 
-    ``call``: asks other GPU groups to free so many bytes of host memory for a backend, and says whether they
-    will; None then too.
+    ``call``: asks other GPU groups to free so many bytes of host memory for a backend; None if they will.
     """
     may_go = ("ready", "draining", "evicting")
     others = [slot for slot in state.slots.values() if slot.state in may_go and not slot.pinned]
@@ -96,7 +95,7 @@ def lack_of_memory(
 
 
 def of_crashes(ticket: Ticket) -> MuxError | None:
-    """Why a request is not served that was there when backends ended: it may be what ends them."""
+    """Why a request is refused under which backends ended: it may be what ends them."""
     if len(ticket.crashes) < MOST_CRASHES:
         return None
     *_, last = ticket.crashes

@@ -1,4 +1,4 @@
-"""The replicas of one model, and what it is to choose among them.
+"""The replicas of one model, and the choice among them.
 
 Of the backends that are ready and have a place, the routing policy (pipeline.py) takes one, by what the
 in-flight tracker knows of each. A model with backends for prefill and for decode is asked in two stages: both
@@ -39,7 +39,7 @@ class Replicas:
         return bool(free)
 
     def lacking(self, now: float) -> list[Slot]:
-        """If they may be loaded, one of each stage that none loaded takes; a second, if one takes both."""
+        """The backends to load so that each stage has one; a second, if the only one takes both."""
         if not self._staged:
             return []
         there = [slot for slot in self._slots.values() if not slot.host.is_lost]
@@ -54,9 +54,9 @@ class Replicas:
         return found
 
     def route(self, ready: list[Slot], ticket: Ticket, now: float) -> tuple[Slot | None, Slot | None]:
-        """Who is charged with the request, and with its prefill if it is asked in two stages.
+        """The backend that gets a request, and the one that gets its prefill if it is asked in two stages.
 
-        None: the policy lets none of ``ready`` take it.
+        None: the routing policy lets none of ``ready`` take it.
         """
         of = self._stages(ready, staged=ticket.prefill is not None)
         if ticket.prefill and "decode" in of:
@@ -64,7 +64,7 @@ class Replicas:
         return self._choose(of["neutral"], ticket, now), None
 
     def explain(self, work: Work, now: float, *, staged: bool) -> dict[str, list[dict[str, Any]]]:
-        """Stage -> what would be made of each replica, were this request to come now; nothing is changed."""
+        """Stage -> how each replica would be judged, were this request to come now; nothing is changed."""
         ready = self._ready()
         of = self._stages(ready, staged=staged) if ready else {"neutral": []}
         if "decode" not in of:
@@ -77,15 +77,15 @@ class Replicas:
         return {"prefill": self._explain(work, "prefill", others, now), "decode": decode}
 
     def take_back(self, idle: Slot) -> Iterator[tuple[Ticket, Slot]]:
-        """Requests that wait behind others, would be better off at ``idle``, and are no longer charged."""
+        """Take back the requests that wait behind others and would be better off at ``idle``."""
         return self._uncharged(self.in_flight.better_off(idle.name, self._like(idle)))
 
     def take_from(self, silent: Slot, now: float) -> Iterator[tuple[Ticket, Slot]]:
-        """Requests that wait at a stale replica, may go to another, and are no longer charged."""
+        """Take back the requests that wait at a stale replica and may go to another."""
         return self._uncharged(self.in_flight.left_waiting(silent.name, self._like(silent), now))
 
     def _like(self, one: Slot) -> list[str]:
-        """Who is ready for the same stage."""
+        """The backends that are ready for the same stage."""
         kind = one.backend.infer_type
         return [slot.name for slot in self._ready() if slot.backend.infer_type == kind]
 
@@ -100,7 +100,7 @@ class Replicas:
         return [slot for slot in self._slots.values() if slot.serves]
 
     def _stages(self, ready: list[Slot], *, staged: bool) -> dict[str, list[Slot]]:
-        """Among whom each stage of a request is to be placed; neutral: all of it at one backend."""
+        """Stage -> the backends that may get it; neutral: one backend does all of a request."""
         if not self._staged:
             return {"neutral": ready}
         of = {stage: [slot for slot in ready if _takes(slot, stage)] for stage in STAGES}
@@ -147,14 +147,14 @@ class Replicas:
         return rows
 
     def _left_out(self, slot: Slot, kind: str) -> str:
-        """Why one that is ready is none of those among whom a stage is placed."""
+        """Why a backend that is ready may not get a stage."""
         able = slot.backend.infer_type != "prefill" if kind == "neutral" else _takes(slot, kind)
         if not able:
             return "infer_type"
         return "full" if slot.full else "decode"
 
     def _failed(self, now: float) -> list[str]:
-        """Those that could not be stopped, or loaded lately."""
+        """The backends that could not be stopped, or loaded lately."""
         return [s.name for s in self._slots.values() if s.state == "stuck" or s.retry_at > now]
 
 

@@ -1,4 +1,4 @@
-"""What people ask for: that a model is unloaded or pinned, and that another configuration holds."""
+"""The facts about what people ask for: unload a model, pin it, take another configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anvil_mux.scheduler.upkeep import may_be_stopped
 
 
 class Requested:
-    """The facts about what was asked of one GPU group, requests apart.
+    """The orders to one GPU group.
 
     ``siblings(model)``: this and those of the other GPU groups that have backends of a model.
     """
@@ -34,17 +34,16 @@ class Requested:
         self._swaps = swaps
 
     def unload(self, model: Model, now: float) -> bool:
-        """Evict what serves ``model`` after its drain; False: nothing to evict.
+        """Evict the backends of ``model`` after their drain; False: there is nothing to be done.
 
-        What is in standby already is stopped, and what is being loaded is so no more; who waits for that is
-        told so.
+        Those in standby are stopped, and loads under way are cancelled; requests that wait for them fail.
         """
         is_ready = bool(model.ready)
         found = [each._unload_here(model, is_ready, now) for each in self._siblings(model.name)]
         return any(found)
 
     def _unload_here(self, model: Model, is_ready: bool, now: float) -> bool:
-        """``is_ready``: it had a resident when that was asked, here or elsewhere."""
+        """Unload what is in this GPU group; ``is_ready``: the model was resident, here or elsewhere."""
         if self._state.host.is_lost:
             return False
         slots = self._state.own(model)
@@ -58,7 +57,7 @@ class Requested:
         return bool(ready or standby or given_up)
 
     def _give_up_load(self, model: Model, is_ready: bool, now: float) -> bool:
-        """End what is to make ``model`` resident here, and the wait for that; False if there is neither."""
+        """End the swaps to ``model`` here, and the wait for them; False if there is neither."""
         swaps = [swap for swap in self._state.swaps if swap.target and swap.target.model == model.name]
         for swap in swaps:
             if swap.target and swap.target.state in LOADING:
@@ -75,9 +74,9 @@ class Requested:
         return bool(swaps) or waits
 
     def unload_when_idle(self, model: Model, now: float) -> bool:
-        """Evict what serves ``model`` once nobody uses it, unless it is asked for before; True: now.
+        """Evict the backends of ``model`` once nobody uses it, unless it is asked for before; True: now.
 
-        That is so of one that is being loaded too: who waits for it will use it.
+        A load under way counts as used if requests wait for it.
         """
         model.unload_when_idle = False
         if not model.ready:
@@ -89,7 +88,7 @@ class Requested:
         return self.unload(model, now)
 
     def pin(self, model: Model, now: float, *, pinned: bool) -> None:
-        """Whether ``model`` is kept, once it is resident, from being evicted for others."""
+        """Keep ``model``, once it is resident, from being evicted for others; or do so no longer."""
         if not any(slot.pinned != pinned and not slot.leaving for slot in model.slots):
             return
         self._state.emit(Event(now, "pinned" if pinned else "unpinned", model.name))
@@ -106,7 +105,7 @@ class Requested:
         self._admission.fail_refused(now)
 
     def retire(self, leaving: Mapping[str, Leaving], served: Set[str], now: float) -> None:
-        """Backends are to go for good, each for a reason; queues of models that are not ``served`` end."""
+        """Have backends leave for good, for these reasons; fail the queues of models not ``served``."""
         slots = self._state.slots.values()
         for slot in slots:
             slot.leaving = slot.leaving or leaving.get(slot.name, "")

@@ -126,7 +126,7 @@ class Scheduler:
     # Facts from engines and hosts
 
     def expected(self, backends: Iterable[str]) -> Effects:
-        """They may run already: nothing is begun beside them until each was adopted or ``looked_at``."""
+        """Backends may run already: nothing is begun beside them until each was adopted or ``looked_at``."""
         for name in backends:
             group = self.layout.of_backend.get(name)
             if group and not group.host.is_lost:
@@ -134,7 +134,7 @@ class Scheduler:
         return NOTHING
 
     def looked_at(self, backend: str, now: float) -> Effects:
-        """It is known whether the backend ran: what was not adopted holds nothing (any more)."""
+        """The backend was looked at: if it was not adopted it holds nothing (any more)."""
         return self._told(backend, now, lambda group, slot: group.outcomes.looked_at(backend))
 
     def adopted(self, backend: str, now: float) -> Effects:
@@ -162,7 +162,7 @@ class Scheduler:
         return self._told(backend, now, lambda group, slot: group.outcomes.died(slot, now, why, log))
 
     def unanswering(self, backend: str, now: float) -> Effects:
-        """The engine of the backend answers nobody: it is to be stopped without a drain."""
+        """The engine of the backend does not answer: it is to be stopped without a drain."""
         return self._told(backend, now, lambda group, slot: group.outcomes.unanswering(slot, now))
 
     def silent(self, backend: str, now: float) -> Effects:
@@ -170,7 +170,7 @@ class Scheduler:
         return self._told(backend, now, lambda group, slot: group.admission.leave_silent(slot, now))
 
     def observed(self, backend: str, load: EngineLoad | None, now: float) -> Effects:
-        """The engine of a replica said this of itself; None: it answered, and has no figures."""
+        """The engine of a replica reported its load; None: it answered, and has no figures."""
         slot = self.layout.slot(backend)
         if slot and (replicas := self.layout.models[slot.model].replicas):
             replicas.in_flight.observe(backend, load, now)
@@ -182,7 +182,7 @@ class Scheduler:
         return {name: each for in_flight in trackers for name, each in in_flight.reports(now).items()}
 
     def heard(self, reports: Mapping[str, Sequence[Report]], now: float) -> Effects:
-        """Other anvil-mux said this of the replicas here."""
+        """Other anvil-mux reported what they do at the replicas here."""
         for model in self.layout.models.values():
             if model.replicas:
                 model.replicas.in_flight.hear(reports, now)
@@ -197,9 +197,9 @@ class Scheduler:
     # Facts about hosts
 
     def host_lost(self, host: str, now: float) -> Effects:
-        """Nobody hears of a host: its leases are severed, and nothing is begun there.
+        """A host does not answer: its leases are severed, and nothing is begun there.
 
-        How its steps under way end, nobody will know. Its GPUs go to nobody else: what ran there may run.
+        How its steps under way end will not be known. What ran there may still run, and keeps its GPUs.
         """
         record = self.layout.hosts.get(host)
         if record is None or record.is_lost:
@@ -213,9 +213,9 @@ class Scheduler:
         return self._settling.settle(groups, now)
 
     def host_back(self, host: str, now: float, found: Mapping[str, FoundBackend]) -> Effects:
-        """A lost host is heard of again; ``found``: its backends that run or are in standby, and how.
+        """A lost host answers again; ``found``: its backends that run or are in standby, and how.
 
-        What was not found holds nothing. What was and cannot stay is stopped.
+        A backend that was not found holds nothing. One that was found and cannot stay is stopped.
         """
         record = self.layout.hosts.get(host)
         if record is None or not record.is_lost:
@@ -228,7 +228,7 @@ class Scheduler:
         return self._settling.settle(groups, now)
 
     def host_gone(self, host: str, now: float) -> Effects:
-        """Somebody says that nothing runs on a lost host any more; it stays lost until it is back."""
+        """An operator declares that nothing runs on a lost host any more; it stays lost until it is back."""
         groups = [group for group in self.layout.on_host(host) if group.host.is_lost]
         for group in groups:
             group.host_facts.gone(now)
@@ -268,7 +268,7 @@ class Scheduler:
         return NOTHING
 
     def reconfigured(self, config: Config, now: float, expected: Iterable[str] = ()) -> Effects:
-        """From now on ``config`` holds; ``expected``: see there."""
+        """Another configuration holds from now on; ``expected``: backends that may run already."""
         change = compare(self.layout.config, config)
         self._emit(Event(now, "reloaded", "", cause=Cause("reconfigured", detail=str(change))))
         leaving: dict[str, Leaving] = dict.fromkeys(change.changed, "changed")

@@ -1,8 +1,8 @@
-"""From facts to effects: the GPU groups of a fact are asked what is to be done until nothing changes.
+"""The way from facts to effects: GPU groups are asked for their next steps until nothing changes any more.
 
-Those that share something with them are asked too, once that has changed: the memory of a host where it is
-bounded, and the queue of a model with backends in several groups. Steps are numbered here, so that the report
-of one that is no longer under way is known.
+Asked are the groups of a fact, and those with which they share something that has changed: the memory of a
+host, where it is bounded, or a model with backends in several groups. Steps are numbered here, so that a
+report of one that is no longer under way is recognized.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Gathered(NamedTuple):
 
 
 class _SharedState(NamedTuple):
-    """What the GPU groups of one model have in common."""
+    """The state that all GPU groups of one model share."""
 
     version: int
     home: str
@@ -40,7 +40,7 @@ _UNSEEN = _SharedState(-1, "", waits=False, ready=0, is_coming=False)
 
 
 class Settling:
-    """The questions to GPU groups, and what is kept between two of them."""
+    """The questions to GPU groups, and all that is remembered from one fact to the next."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout

@@ -8,9 +8,9 @@
     standby --load--> loading
     standby --demote--> demoting --> stopped | standby
 
-What could not be stopped is ``stuck`` until a later stop succeeds; one in standby stays so. Where a host was
-lost and is back, whatever a backend was is ``gone``, and what was found is adopted, or is ``unfit``. What
-follows from a new state for the rest of the group (who is ready, what is asked again) is done in group.py.
+A backend that could not be stopped is ``stuck`` until a later stop succeeds; one in standby stays so. Once a
+lost host is back, each of its backends is ``gone``, that is stopped, and then adopted if it was found there,
+or ``unfit``. What follows from a new state for the rest of the GPU group is done in moves.py.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MAX_STUCK_RETRY_SECONDS = 60.0
 SOON_SECONDS = 30.0
 """A backend that ends so soon after its load, without one whole answer, counts as one that failed to load.
 
-An engine that what it is asked crashes ends while it reads the first prompts, which takes seconds. One that
-takes longer costs at most a load in so long, and each request no more than MOST_CRASHES of them.
+An engine that a request crashes ends while it reads the first prompts, which takes seconds. One that takes
+longer costs at most a load in so long, and each request no more than MOST_CRASHES of them.
 """
 
 
@@ -62,29 +62,29 @@ class Slot:
     residual: dict[str, int] = field(default_factory=dict)
     """GPU -> bytes it holds while in standby."""
     level: str = "stop"
-    """The standby level at which it is while it is not resident, and from which it has to be brought back."""
+    """The standby level at which it is while it is not resident, and from which it is loaded."""
     next_level: str = ""
     """The standby level to which it goes next; "": as high as host memory allows."""
     coming: bool = False
-    """It is the target of a swap."""
+    """Whether it is the target of a swap."""
     pinned: bool = False
-    """While it is resident it is not evicted for another model."""
+    """Whether it is kept, while it is resident, from being evicted for another model."""
     leaving: Leaving = ""
-    """Why it goes for good: the configuration has it no longer, or not as it is."""
+    """Why it leaves for good: the configuration has it no longer, or not as it is."""
     whole: bool = True
-    """It needs its GPUs to itself."""
+    """Whether it needs its GPUs to itself."""
     ram: int = 0
     """Bytes of host memory that it needs while it runs, as far as is known."""
     host_bytes: int = 0
     """Bytes of host memory that it keeps while in standby."""
     failed_starts: int = 0
-    """In a row."""
+    """Loads that failed in a row."""
     crashes: int = 0
     """Ends soon after it was loaded, in a row: without one whole answer since the first of them."""
     answered: float = -math.inf
     """When it last gave a whole answer."""
     failed_stops: int = 0
-    """In a row."""
+    """Stops that failed in a row."""
     retry_at: float = -math.inf
     """End of the cool-down (stopped) or of the pause before the next attempt to stop it (stuck, standby)."""
     error: str = ""
@@ -140,7 +140,7 @@ class Slot:
 
     @property
     def idle_until(self) -> float:
-        """When it is evicted because nobody uses it."""
+        """When it is evicted because it is not used."""
         if self.state != "ready" or self.holders or self.backend.ttl is None:
             return math.inf
         return self.used + self.backend.ttl
@@ -157,7 +157,7 @@ class Slot:
 
     @property
     def is_left(self) -> bool:
-        """Whether it went for good, and holds nothing any more."""
+        """Whether the backend left for good, and holds nothing any more."""
         return bool(self.leaving) and self.state == "stopped"
 
     def is_loadable(self, now: float) -> bool:
@@ -169,7 +169,7 @@ class Slot:
     # Loads, evictions and failures
 
     def note_loaded(self, now: float, seconds: float, way: str) -> None:
-        """It answers, brought back from the standby level ``way`` in so many seconds."""
+        """The backend answers, loaded from the standby level ``way`` in so many seconds."""
         self.loaded, self.load_seconds = now, seconds
         self.failed_starts, self.failed_stops, self.error, self.log = 0, 0, "", ()
         self.level = "stop"
@@ -177,37 +177,37 @@ class Slot:
             self.ram = self.backend.ram or 0
 
     def note_load_failed(self, now: float, error: str, log: tuple[str, ...]) -> None:
-        """It did not become ready, and may not be loaded again before its cool-down ends."""
+        """The backend did not become ready, and may not be loaded again before its cool-down ends."""
         self.failed_starts += 1
         self.retry_at = now + cool_down(self.failed_starts)
         self.error, self.log, self.next_level = error, log, ""
 
     def note_left(self, now: float) -> None:
-        """It left its GPUs; a load that had failed cools down from now on."""
+        """The backend left its GPUs; if its loads had failed it cools down from now on."""
         self.failed_stops = 0
         self.retry_at = now + cool_down(self.failed_starts)
         if not self.failed_starts:
             self.error = ""
 
     def note_stop_failed(self, now: float, error: str) -> None:
-        """It could not be stopped, and is stopped again after a pause."""
+        """The backend could not be stopped, and is stopped again after a pause."""
         self.failed_stops += 1
         self.retry_at = now + _pause(STUCK_RETRY_SECONDS, self.failed_stops, MAX_STUCK_RETRY_SECONDS)
         self.error = error
         self.next_level = "stop" if self.state == "standby" else ""
 
     def note_died(self, error: str, log: Iterable[str]) -> None:
-        """It ended, and keeps nothing."""
+        """The backend ended, and keeps nothing."""
         self.error, self.residual, self.level, self.host_bytes, self.next_level = error, {}, "stop", 0, ""
         self.log = tuple(log)
 
     def note_gone(self, now: float) -> None:
-        """Its host was lost, and it keeps nothing there any more."""
+        """The backend keeps nothing any more on its host, which was lost."""
         self.residual, self.level, self.host_bytes, self.next_level = {}, "stop", 0, ""
         self.failed_stops, self.retry_at = 0, now
 
     def judge_end(self, now: float, why: str) -> Cause:
-        """How it ended by itself, which counts as a failed load if it was too soon."""
+        """The cause of an end by itself, which counts as a failed load if it was too soon."""
         resident = self.state in ("ready", "draining", "evicting")
         if not resident or self.answered >= self.loaded or now - self.loaded > SOON_SECONDS:
             return Cause("died", detail=why)

@@ -1,4 +1,4 @@
-"""What a policy is shown of a GPU group, and what a request would meet if it came now.
+"""The snapshot of a GPU group that a policy decides by, and what a request would meet if it came now.
 
 Pure functions over a GPU group's state. ``awaited`` asks the policy as if one more request waited: the queue
 that it would begin stands in the snapshot, and nowhere else.
@@ -39,9 +39,9 @@ def snapshot(
     *,
     most: float = FOREVER,
 ) -> Snapshot:
-    """What the policy may know; ``plans`` are the swaps that could begin now, oldest queue first.
+    """Make the snapshot for a policy; ``plans`` are the swaps that could begin now, oldest queue first.
 
-    A queue in which nobody waits is shown as if a request had come now, whose bound were ``most``.
+    An empty queue is shown as if a request had come now, whose bound were ``most``.
     """
     residents = [_resident(state, slot, now) for slot in state.ready]
     queues = [_queue(state.models[name], found, now, most) for name, found in plans.items()]
@@ -101,7 +101,7 @@ def _queue(model: Model, found: Plan, now: float, most: float) -> Queue:
 
 
 def ask(policy: Policy, seen: Snapshot) -> Decision:
-    """What the policy says; if it fails, that everything stays as it is."""
+    """Ask the policy; if it fails everything stays as it is."""
     try:
         decision = decide(policy, seen)
         if not is_cause(decision.cause):
@@ -112,17 +112,17 @@ def ask(policy: Policy, seen: Snapshot) -> Decision:
 
 
 class Awaited(NamedTuple):
-    """What a request would meet if it came now."""
+    """The situation that a request would meet if it came now."""
 
     refusal: MuxError | None = None
     target: Slot | None = None
-    """Who will serve it, if a swap is under way to that, or could begin now."""
+    """The backend that will serve it, if a swap to that is under way, or could begin now."""
     victims: Sequence[Slot] = ()
     cost: Cost = NO_COST
     loaded_before: bool = False
-    """By that way, so that ``cost`` is no mere guess."""
+    """Whether it was loaded from that level before, so that ``cost`` is no mere guess."""
     decision: Decision | None = None
-    """What the policy says to that swap; None: it is under way."""
+    """The policy's decision on that swap; None: it is under way."""
     until: float = FOREVER
     """End of the drain under way."""
     overdue_at: float = FOREVER
@@ -130,7 +130,7 @@ class Awaited(NamedTuple):
 
 
 def awaited(state: GroupState, model: Model, now: float) -> Awaited:
-    """What a request for ``model`` would meet if it came now; changes nothing."""
+    """Find out what a request for ``model`` would meet if it came now; nothing is changed."""
     if error := refusal(state, model, now):
         return Awaited(error)
     for each in state.states_of(model):

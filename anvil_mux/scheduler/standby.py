@@ -1,18 +1,18 @@
 """HOW DEEP: at which standby level a backend is, and how much of the host's memory all of them may keep.
 
-A backend's ``evict_to`` lists its standby levels. It leaves its GPUs by the first, and is demoted by one
-when it has been there for ``demote_after``, or when host memory is short and no other
-sleeper is worth less. The last level is always ``stop``. A sleeper that is often called is in standby
-for short times and is worth much, so it stays at a light level.
+A backend's ``evict_to`` lists its standby levels. It leaves its GPUs by the first, and is demoted by one when
+it has been there for ``demote_after``, or when host memory is short and no other backend in standby is worth
+less. The last level is always ``stop``. A model that is often asked for is in standby for short times and is
+worth much, so it stays at a light level.
 
-Not every standby level can be reached from the one above without waking: ``DESCENTS`` has those that can be
-reached at all, and whether the backend needs its GPUs for it. Those are passed over while others have the
+Not every standby level can be reached from the one above without waking: ``DESCENTS`` has the levels that can
+be reached at all, and whether the backend is woken for it. Such a level is passed over while others have its
 GPUs.
 
 ``HostMemory`` counts what engines keep of the host's memory, running and in standby, over all GPU groups. Its
-invariant: no backend is in standby at so light a level that the sum exceeds the budget. What runs on other
-GPU groups yields to a queue that is overdue, if nobody uses it; a load that would not fit beside the rest is
-refused before anything is drained.
+invariant: no backend is in standby at so light a level that the sum exceeds the budget. Idle residents of
+other GPU groups are evicted for a queue that is overdue; a load that would not fit all the same is refused
+before anything is drained.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ DESCENTS: dict[tuple[str, str], bool] = {
     ("sleep", "checkpoint"): False,
     ("sleep-2", "checkpoint"): False,
 }
-"""(its standby level, a deeper one) -> whether it is woken for that. Everything can be stopped as it is."""
+"""Standby level and a deeper one -> whether a backend is woken on the way. ``stop`` follows on each."""
 
 KEEPS_WEIGHTS = frozenset(("sleep", "checkpoint"))
-"""Ways that move GPU memory to host memory."""
+"""Standby levels that move GPU memory to host memory."""
 
 PINS = frozenset(("sleep",))
-"""Ways after which an engine keeps the host memory even when it is awake again (vLLM)."""
+"""Standby levels after which an engine keeps the host memory even when it is awake again (vLLM)."""
 
 Worth = Callable[[Slot, float], Any]
-"""What it is worth at a moment that a backend is at so light a level; the least valuable is demoted first."""
+"""The worth, at a moment, of a backend's staying at its level; the least valuable is demoted first."""
 
 
 def levels(backend: Backend) -> tuple[str, ...]:
@@ -69,43 +69,43 @@ def demoted_at(slot: Slot) -> float | None:
 
 
 class HostMemory:
-    """The host's memory: who keeps how much of it. Shared by the GPU groups, guarded like them."""
+    """The memory of one host, and how much each backend there keeps of it. Its GPU groups share it."""
 
     def __init__(self, budget: int | None = None, footprints: Footprints | None = None) -> None:
         self._footprints = footprints or Footprints()
         self.budget = budget
-        """Bytes; None: nobody counts."""
+        """Bytes that all engines may have; None: it is not bounded."""
         self.changes = 0
-        """How often somebody's share changed: then every GPU group is to be asked again."""
+        """How often a share of it changed: then all GPU groups of the host are to be asked again."""
         self._slots: dict[str, tuple[Slot, Worth]] = {}
-        self._called: dict[str, str] = {}  # backend -> the model of another GPU group that it is to go for
+        self._called: dict[str, str] = {}  # backend -> the model of another GPU group for which it is evicted
 
     def join(self, slot: Slot, worth: Worth) -> None:
         self._slots[slot.name] = slot, worth
 
     def short(self, target: Slot, leaving: Collection[Slot] = ()) -> int:
-        """Bytes that are missing to run ``target``, even if every sleeper were stopped; at most 0 if none."""
+        """Bytes that are missing to run ``target`` if all in standby were stopped; at most 0 if none are."""
         if self.budget is None:
             return 0
         staying = (slot for slot, _ in self._slots.values() if slot is not target and slot not in leaving)
         return target.ram + sum(map(_insists_on, staying)) - self.budget
 
     def never_fits(self, target: Slot) -> str:
-        """Why it could not run even if nothing else did; "" if it could."""
+        """Why ``target`` could not run even alone; "" if it could."""
         need = target.backend.ram or 0  # what it has pinned since then goes with a stop
         if self.budget is None or need <= self.budget:
             return ""
         return f"it needs {gib(need)} of host memory; engines may have {gib(self.budget)}"
 
     def insisting(self, but: Slot) -> list[tuple[str, int]]:
-        """Who else keeps host memory and does not yield it, and how much, the largest first."""
+        """The other backends that do not give up host memory, and how much they have, largest first."""
         amounts = [(name, _insists_on(slot)) for name, (slot, _) in self._slots.items() if slot is not but]
         return sorted(((name, amount) for name, amount in amounts if amount), key=lambda each: -each[1])
 
     def call(self, target: Slot, short: int, own: Collection[Slot], now: float) -> bool:
-        """Asks idle residents of other GPU groups to go for ``target``; False if that frees too little.
+        """Have idle residents of other GPU groups evicted for ``target``; False if that frees too little.
 
-        ``own``: those of its GPU group. Whoever is about to leave anyway is waited for.
+        ``own``: the slots of its GPU group. Backends that are being evicted already are waited for.
         """
         idle = []
         for slot, worth in self._slots.values():
@@ -127,7 +127,7 @@ class HostMemory:
         return True
 
     def answer(self, slot: Slot, now: float) -> str:
-        """The model that a resident was asked to go for; "" for none, and if it is not idle any more."""
+        """The model for which a resident is to be evicted; "" for none, and if it is not idle any more."""
         model = self._called.pop(slot.name, "")
         if model and not _is_idle(slot, now):
             self.changes += 1
@@ -135,9 +135,9 @@ class HostMemory:
         return model
 
     def level_for(self, slot: Slot, spare: int = 0) -> str:
-        """The highest standby level on which there is room for a backend that leaves its GPUs now.
+        """The lightest standby level for which there is room, of a backend that leaves its GPUs now.
 
-        ``spare``: bytes that others keep still and will not.
+        ``spare``: bytes that others still keep, and are about to free.
         """
         if self.budget is None:
             return slot.backend.evict_to[0]
@@ -145,7 +145,7 @@ class HostMemory:
         return next((way for way in levels(slot.backend) if self._kept_on(slot, way) <= room), "stop")
 
     def makes_way(self, slot: Slot, now: float) -> bool:
-        """Whether an evicted backend gets a lighter level once sleepers that are worth less have gone."""
+        """Whether a victim gets a lighter level once others in standby that are worth less are demoted."""
         if self.budget is None or (next_level := self.level_for(slot)) == slot.backend.evict_to[0]:
             return False
         worth = self._slots[slot.name][1](slot, now)
@@ -158,9 +158,9 @@ class HostMemory:
         return self.level_for(slot, spare) != next_level
 
     def has_room(self, target: Slot) -> bool:
-        """Whether ``target`` can be loaded beside all that is kept as it is.
+        """Whether there is host memory to load ``target`` now.
 
-        Others that are to be loaded after it do not count: two that wait for each other would wait for ever.
+        Others that are to be loaded do not count: two that wait for each other would wait for ever.
         """
         if self.budget is None or (target.state == "standby" and target.ram <= target.host_bytes):
             return True  # it takes no more than it has already
@@ -168,7 +168,7 @@ class HostMemory:
         return others + max(target.ram, target.host_bytes) <= self.budget
 
     def yields(self, now: float) -> Slot | None:
-        """The backend that must be demoted, because host memory is short or will be."""
+        """The next backend to demote because host memory is short, or will be."""
         if self.budget is None:
             return None
         excess = sum(self._promised(slot) for slot, _ in self._slots.values()) - self.budget
@@ -187,7 +187,7 @@ class HostMemory:
         return None
 
     def lower(self, slot: Slot) -> str:
-        """The next standby level at which a backend in standby keeps less of the host's memory than now."""
+        """The next level at which a backend in standby keeps less host memory than now."""
         ways = _descents(slot, may_wake=False)
         return next((way for way in ways if self._kept_on(slot, way) < slot.host_bytes), "stop")
 
@@ -220,7 +220,7 @@ class HostMemory:
 
 
 def _insists_on(slot: Slot) -> int:
-    """Bytes that a backend keeps because it runs, or because it cannot be stopped."""
+    """Bytes that a backend keeps because it runs, or could not be stopped."""
     if slot.state in HOLDING or slot.coming:
         return slot.ram
     return slot.host_bytes if slot.failed_stops else 0
@@ -233,7 +233,7 @@ def _is_idle(slot: Slot, now: float) -> bool:
 
 
 def _leaves(slot: Slot, now: float) -> bool:
-    """Not one that could not be stopped a moment ago: nobody waits for it to go."""
+    """Whether a backend will leave its level soon, or can be demoted, so that host memory is freed."""
     return not slot.coming and (
         slot.state == "draining" or (slot.state == "standby" and slot.retry_at <= now)
     )

@@ -1,8 +1,8 @@
-"""What the parts of one GPU group share: its models, slots, swaps, and what was learned of them.
+"""The state that the parts of one GPU group share: its models, slots, swaps, and what was learned of them.
 
 ``GroupState`` decides nothing. Planner, refusals and snapshot read it; admission, moves, group_swaps,
-outcomes and decider write it, each its own part. ``version`` counts what may change which swap could begin:
-whoever makes such a change says ``changed()``, and answers that were computed before it hold no longer.
+outcomes and decider write it, each its own part. ``version`` counts the changes after which another swap may
+be possible: each is followed by ``changed()``, and plans that were made before hold no longer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GroupState:
     policy: Policy
     placement: Placement
     models: dict[str, Model]
-    """Those that have backends here. GPU groups that have backends of the same model share it."""
+    """The models that have backends here. GPU groups that have backends of the same model share it."""
     states: dict[str, list[GroupState]]
     """Model -> the states of the GPU groups that have backends of it; shared by all of them."""
     host: HostRecord
@@ -42,7 +42,7 @@ class GroupState:
     footprints: Footprints
     emit: Callable[[Event], object]
     emit_leases: bool
-    """Whether anybody is interested in ``leased`` and ``released``; all other events are rarer."""
+    """Whether ``leased`` and ``released`` are emitted; all other events are rarer."""
     swaps: list[SwapInProgress] = field(default_factory=list)
     preloads: list[Slot] = field(default_factory=list)
     """The backends that are to be loaded although no request waits for them."""
@@ -51,7 +51,7 @@ class GroupState:
     settled: list[Ticket] = field(default_factory=list)
     """Tickets that ended after waiting in a queue; the driver takes and wakes them."""
     taken_back: list[Ticket] = field(default_factory=list)
-    """Tickets that ended at a replica that had not begun with them; the driver takes and cuts them."""
+    """Tickets taken from a replica that had not begun with them; the driver takes and cuts them."""
     deferred: tuple[str, Stay] | None = None
     """The model whose swap the policy holds back, and until when and why."""
     version: int = 0
@@ -72,12 +72,12 @@ class GroupState:
         self.remodelled()
 
     def remodelled(self) -> None:
-        """Its models are others than before, or their backends are."""
+        """Compute anew what depends on the models and their backends."""
         self.limited = any(model.queue.limited for model in self.models.values())
         self.routed = [model for model in self.models.values() if model.replicas]
 
     def changed(self) -> None:
-        """Another swap may be possible, or one less."""
+        """Note that another swap may be possible, or one less."""
         self.version += 1
 
     def states_of(self, model: Model) -> list[GroupState]:
@@ -85,7 +85,7 @@ class GroupState:
         return self.states[model.name]
 
     def swaps_of(self, model: Model) -> list[SwapInProgress]:
-        """The swaps under way in those GPU groups."""
+        """The swaps under way in all GPU groups that have backends of a model."""
         return [swap for state in self.states_of(model) for swap in state.swaps]
 
     def own(self, model: Model) -> list[Slot]:
@@ -93,7 +93,7 @@ class GroupState:
         return [slot for slot in model.slots if slot.name in self.slots] if model.home else model.slots
 
     def loadable(self, model: Model, now: float) -> list[Slot]:
-        """Those of them that could be loaded, were their GPUs free."""
+        """The backends of a model here that could be loaded, were their GPUs free."""
         slots = self.own(model) if model.home else model.slots
         return [slot for slot in slots if slot.is_loadable(now)]
 
@@ -101,9 +101,9 @@ class GroupState:
         return self.models[slot.model]
 
     def fits(self, target: Slot) -> bool:
-        """Whether it has room, on its GPUs and in the host's memory, without anybody's going."""
+        """Whether a backend has room on its GPUs and in host memory without an eviction."""
         return self.placement.fits(target) and self.memory.short(target) <= 0
 
     def staying(self, now: float) -> set[str]:
-        """The backends that are not evicted yet for a queue that is not overdue."""
+        """The backends that may stay for their min_residency; only an overdue queue evicts them."""
         return {slot.name for slot in self.stayers if slot.stays_until > now}

@@ -1,6 +1,6 @@
-"""What the multiplexer looks like at one moment: /healthz, the page, the metrics and the commands read this.
+"""The picture of the multiplexer at one moment, for /healthz, the page, the metrics and the commands.
 
-Made under the multiplexer's lock from what the GPU groups hold, and never changed after that.
+It is made under the multiplexer's lock from the GPU groups, and never changed after that.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class BackendState:
     gpus: tuple[str, ...]
     leases: int
     standby_level: str
-    """Its standby level while it is in standby, else ""."""
+    """The standby level while it is in standby, else ""."""
     size: int | None
     """Bytes of GPU memory that it takes, declared or as it was measured; None: not known."""
     idle_seconds: float | None
-    """Since its last request ended, if none runs."""
+    """Seconds since its last request ended, if none runs."""
     unload_seconds: float | None
-    """Until it is evicted because nobody uses it; None: it is not, or not now."""
+    """Seconds until it is evicted because nobody uses it; None: it is not, or not now."""
     load_seconds: float | None
     retry_seconds: float
-    """Until it may be loaded, or is stopped, again after a failure."""
+    """Seconds until it may be loaded, or is stopped, again after a failure."""
     error: str
     log: tuple[str, ...]
-    """The engine's last queues, if its load failed or it died."""
+    """The engine's last lines, if its load failed or it died."""
     engine: EngineFigures | None = None
-    """What its engine said of itself last, where engines are read."""
+    """The last figures of its engine, where engines are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ModelState:
 
     model: str
     state: str
-    """The furthest state of its backends: ready, draining, starting, ..., empty."""
+    """The furthest state of its backends: ready, draining, loading, ..., stopped."""
     backend: str
     gpus: tuple[str, ...]
     aliases: tuple[str, ...]
@@ -73,11 +73,11 @@ class ModelState:
     pinned: bool = False
     """Once it is resident it is not evicted for other models."""
     progress: Progress | None = None
-    """Of its load, if it is being loaded."""
+    """How far its load is, if it is being loaded."""
     oldest_wait: float | None = None
     """Seconds that the first in queue has waited."""
     draining_target: str | None = None
-    """What it makes room for while it drains; "" for nobody."""
+    """The model that it makes room for while it drains; "" for none."""
     drain_seconds_left: float = 0.0
     deferred: Deferral | None = None
     backends: tuple[BackendState, ...] = ()
@@ -162,7 +162,7 @@ def _deferral(state: GroupState, model: Model, now: float) -> Deferral | None:
 
 
 def _said(model: Model, slot: Slot, now: float) -> EngineFigures | None:
-    """What the engine of a replica said of itself last, in the mode full."""
+    """The last figures of a replica's engine, in the mode full."""
     return model.replicas.in_flight.said(slot.name, now) if model.replicas else None
 
 
@@ -191,7 +191,7 @@ def _backend_state(
 
 
 _SHOWN = ("ready", "draining", "loading", "cancelling", "evicting", "stuck", "demoting", "standby", "stopped")
-"""Of several backends of one model, the state shown is the first of these."""
+"""The states of a backend in the order in which one is shown for several backends."""
 
 
 def gpu_states(state: GroupState, known: Mapping[str, Gpu], now: float) -> list[GpuState]:

@@ -18,13 +18,13 @@ NO_USAGE: TokenUsage = (None, None)
 
 
 class Crash(NamedTuple):
-    """The end of a backend under its requests, which nobody had asked for."""
+    """The end of a backend by itself, under its requests."""
 
     backend: str
     why: str
     """How it ended; goes on from its name."""
     log: tuple[str, ...] = ()
-    """What its engine had printed last."""
+    """The last lines that its engine had printed."""
 
 
 class Ticket:
@@ -64,28 +64,28 @@ class Ticket:
         self.since = since
         self.work = work
         self.sender = sender
-        """Whose it is: where a queue is admitted in parts, senders take turns."""
+        """The client that it counts for: where a queue is admitted in parts, senders take turns."""
         self.leases = leases
-        """False: it only wants the model loaded."""
+        """Whether it takes a lease; if not it only wants the model loaded."""
         self.prefill = prefill
-        """Its first stage, which is leased with it if backends of both stages are resident."""
+        """The ticket of its first stage, leased with it if backends of both stages are resident."""
         self.crashes = crashes
-        """The same request was there at these, as another ticket."""
+        """The ends of backends at which the same request was there, as another ticket."""
         self.crash: Crash | None = None
-        """The one that ended its lease."""
+        """The end of a backend that ended its lease."""
         self.backend: str | None = None
         self.choice: Choice | None = None
         """Why that backend, where the model has several."""
         self.error: MuxError | None = None
         self.severed: Severance | None = None
         self.wake: Any = None
-        """The driver's: how to wake whoever waits for this ticket."""
+        """An object of the driver, by which it goes on when this ticket has ended waiting."""
         self.cut: Callable[[], None] | None = None
-        """The driver's: how to cut the request when it is severed."""
+        """A call of the driver, by which it cuts the request when it is severed."""
 
     @property
     def taken_back(self) -> bool:
-        """It was severed to be sent to another replica."""
+        """Whether it was severed to be sent to another replica."""
         return self.severed is not None and self.severed.cause.kind in RESENT
 
     @property
@@ -101,7 +101,7 @@ class Load:
     how: str
     """The standby level that it comes back from; ``stop``: it is started."""
     number: int = 0
-    """Of the step, by which its report is known; given by the scheduler."""
+    """The number that the scheduler gives each step; its report has the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Evict:
     how: str
     """The standby level that is asked for; a deeper one may be taken."""
     severed: tuple[Ticket, ...] = ()
-    """The leases that the drain did not wait for any longer: they are cut before."""
+    """The leases that outlasted the drain: they are cut before."""
     number: int = 0
 
 
@@ -143,14 +143,14 @@ class Wait(NamedTuple):
 
 
 Step = Load | Cancel | Evict | Demote
-"""What a driver performs, outside of its lock; all but ``Cancel`` are reported once they have ended."""
+"""The work of a driver, outside of its lock; all but ``Cancel`` are reported once they have ended."""
 
 
 class Effects(NamedTuple):
-    """What a driver has to do after a fact; beside the events nothing else tells it anything.
+    """All that a driver has to do after a fact.
 
-    ``cut`` comes before ``steps``. The driver of threads does all of it outside of its lock, but for counting
-    who waits and for noting ``ask_at``.
+    ``cut`` comes before ``steps``. The driver of threads does it outside of its lock, but for counting the
+    requests that wait and for noting ``ask_at``.
     """
 
     woken: Sequence[Ticket] = ()
@@ -163,4 +163,4 @@ class Effects(NamedTuple):
 
 
 NOTHING = Effects()
-"""Of most facts: a lease and its release cost microseconds."""
+"""The effects of most facts: a lease and its release cost microseconds."""

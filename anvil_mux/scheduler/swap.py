@@ -16,28 +16,28 @@ from anvil_mux.scheduler.slot import HOLDING, LOADING, Slot
 
 @dataclass(eq=False, slots=True)
 class SwapInProgress:
-    """One swap, from its decision until its target answers or its last victim has left."""
+    """One swap, from its decision until its target answers, or until its last victim has left."""
 
     target: Slot | None
     victims: list[Slot]
-    """Those that have not left yet."""
+    """The victims that have not left yet."""
     until: float
     """End of the drain."""
     cause: Cause
     severs: Cause
     """Why a request is severed that outlasts the drain."""
     begun: bool = False
-    """A victim was told to stop: no reprieve any more."""
+    """Whether a victim is evicted already: there is no reprieve any more."""
     preload: bool = False
-    """No request waits for the target."""
+    """Whether it is a preload: no request waits for the target."""
     emptied: float = FOREVER
     """When the last drain ended."""
     evict_seconds: float = 0.0
-    """What evicting the victims took after that."""
+    """Seconds that evicting the victims took after that."""
     gone: list[str] = field(default_factory=list)
-    """The models of those that have left."""
+    """The models of the victims that have left."""
     way: str = ""
-    """The standby level from which the target is brought back, once it is being loaded."""
+    """The standby level from which the target is loaded, once that has begun."""
     cancel: Cause | None = None
     """Why the load of the target is to end before its time: unloaded, or unwanted."""
 

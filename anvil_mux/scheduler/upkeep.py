@@ -1,8 +1,8 @@
-"""What is done with backends although no queue asks for it.
+"""Upkeep: what happens to backends although no queue needs their GPUs.
 
-Those that could not be stopped are stopped again; those in standby go down their levels when their time has
-come or host memory is short; residents that nobody uses are evicted after their ``ttl``, or for a queue of
-another GPU group that lacks host memory.
+Backends that could not be stopped are stopped again; those in standby are demoted when their time has come or
+host memory is short; idle residents are evicted after their ``ttl``, or for a queue of another GPU group that
+lacks host memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Upkeep:
         self._sleepers = [slot for slot in state.slots.values() if slot.backend.evict_to != ("stop",)]
 
     def moments(self) -> list[float]:
-        """When something is to be done next; moments that have passed too."""
+        """The moments at which something is to be done, also those that have passed."""
         demotions = [until for slot in self._sleepers if (until := demoted_at(slot)) is not None]
         return demotions + [slot.idle_until for slot in self.idlers]
 
@@ -49,7 +49,7 @@ class Upkeep:
         return None
 
     def _demote_next(self, now: float) -> Step | None:
-        """Demote a backend that is on a standby level for too long, or for the host's memory."""
+        """Demote a backend that has been at its level for long enough, or because host memory is short."""
         state = self._state
         slot = state.memory.yields(now) if state.memory.budget is not None else None
         if slot is not None and slot is state.slots.get(slot.name):
@@ -67,14 +67,12 @@ class Upkeep:
         return None
 
     def _is_calm(self, slot: Slot) -> bool:
-        """Whether nobody has or wants the GPUs of a backend in standby, or the host's memory that it runs
-        in.
-        """
+        """Whether a backend in standby may be woken for a moment: there is room, and no queue waits."""
         state = self._state
         return not state.swaps and not waiting(state) and state.fits(slot) and state.memory.has_room(slot)
 
     def evict_idle(self, now: float) -> bool:
-        """Begin to evict residents that nobody uses; whether there were any."""
+        """Begin to evict idle residents; whether there were any."""
         idle = [slot for slot in self.idlers if slot.idle_until <= now < FOREVER]
         for slot in idle:
             self._swaps.evict(slot, now, Cause("idle", seconds=slot.backend.ttl or 0.0))
@@ -87,6 +85,6 @@ class Upkeep:
 
 
 def may_be_stopped(state: GroupState, slot: Slot) -> bool:
-    """Whether it is in standby and nobody waits for it as it is."""
+    """Whether a backend is in standby and no request waits for it as it is."""
     wanted = state.models[slot.model].queue.tickets and not slot.leaving
     return slot.state == "standby" and not slot.coming and not wanted

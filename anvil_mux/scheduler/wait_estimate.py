@@ -1,7 +1,7 @@
-"""What a request for a model would wait for if it came now, how long, and why: one sentence.
+"""The wait estimate: what a request for a model would wait for if it came now, how long, and why.
 
-Pure, like the GPU group that it reads: a question to it, ``awaited``, and words. Nothing is guessed that the
-GPU group would not do: the policy is asked as if the request had come.
+Pure: the answer of ``snapshot.awaited``, in words. Nothing is guessed that the GPU group would not do: the
+policy is asked as if the request had come.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class WaitEstimate(NamedTuple):
 
     model: str
     verdict: str
-    """served, waits or refused."""
+    """One of served, waits and refused."""
     seconds: float | None
-    """What it would wait, as far as is known; None: nobody knows."""
+    """Seconds that it would wait, as far as is known; None: that is not known."""
     at_most: float | None
     """The same if all that has a bound takes as long as it may; None: it has none."""
     because: str
@@ -48,7 +48,7 @@ class WaitEstimate(NamedTuple):
 
 
 def wait_estimate(state: GroupState, model: Model, now: float, far: Progress | None = None) -> WaitEstimate:
-    """What a request for a model would meet, whose queue stands in this GPU group.
+    """Estimate the wait for a model whose queue stands in this GPU group.
 
     ``far``: how far its load is, if there is one.
     """
