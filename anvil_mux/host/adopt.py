@@ -1,4 +1,4 @@
-"""What to make of an engine that runs already: take it over as it is, or stop it.
+"""An engine that runs already is taken over as it is, or stopped.
 
     awake       it answers for its model
     in standby  it sleeps, or the CUDA driver has its memory, or it is frozen: then it stays as it is, and
@@ -41,17 +41,17 @@ ADOPT_SECONDS = 5.0
 
 
 class Notes:
-    """What a later start has to know of each backend, in files of its own: a killed program leaves them.
+    """Files that tell a later start about each backend; a program that is killed leaves them.
 
-    The standby level that it was last told to take, and whether it is to be replaced since it is described
-    otherwise.
+    They hold the standby level that it was last told to take, and whether its description has changed since
+    it was loaded.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def note(self, backend: str, way: str) -> None:
-        """``way`` "": it is in standby no longer. Called before it is told, by the worker that will."""
+        """Note the standby level that a backend is about to take; "" when it leaves standby."""
         file = self._file(backend)
         try:
             if way:
@@ -63,7 +63,7 @@ class Notes:
             log.warning("%s: its standby level cannot be noted: %s", backend, error)
 
     def outdate(self, backend: str) -> None:
-        """What runs of it is not what is described any more, until it is loaded the next time."""
+        """Note that its description has changed since it was loaded, until its next load."""
         try:
             self._outdated(backend).touch()
         except OSError as error:
@@ -102,7 +102,7 @@ class Adopter:
         self._checkpointer = checkpointer or Checkpointer()
 
     def look(self, backend: Backend, url: str) -> Found:
-        """``url`` as ``Runtime.running`` has it."""
+        """Judge a backend that runs; ``url`` as ``Runtime.running`` has it."""
         if not url:
             return Unfit("it cannot be reached")
         if self._notes.is_outdated(backend.name):
@@ -113,7 +113,7 @@ class Adopter:
             return Unfit(error.message)
 
     def _frozen(self, backend: Backend) -> Found | None:
-        """None: it is not, or not any more."""
+        """Judge a frozen backend; None if it is not frozen, or was thawed and is not checkpointed."""
         frozen = self._runtime.is_frozen(backend)
         if frozen and "freeze" in backend.evict_to and "checkpoint" not in backend.evict_to:
             return self._rested(backend, "freeze")
@@ -147,7 +147,7 @@ class Adopter:
         return self._rested(backend, "sleep-2" if deepens and not light else "sleep")
 
     def _rested(self, backend: Backend, how: str) -> Found:
-        """It is in standby, unless it holds its GPUs all the same."""
+        """Return how it is in standby, or that it is unfit since it holds its GPUs all the same."""
         pids = self._runtime.pids(backend)
         held = self._memory.held(backend, lambda: pids, resident=False)
         full = [gpu for gpu, amount in held.bytes.items() if amount > CONTEXT]

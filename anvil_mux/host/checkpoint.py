@@ -36,7 +36,7 @@ from anvil_mux.host.driver import Driver
 DRIVER_BRANCH = 570
 """The first with the calls, and the first to take along what engines read of NVML."""
 TRIES, TRY_PAUSE = 3, 0.5
-"""To find the processes; NVML lists one a little after it has begun to use a GPU."""
+"""Attempts to find the processes, and seconds between two; NVML lists a process a little late."""
 CAP_SYS_PTRACE = 19
 STATE_PAUSE, STATE_LIMIT = 0.25, 180.0
 """Seconds between two looks at a process that is between two states, and until it is given up."""
@@ -65,15 +65,15 @@ class Checkpointed:
 
     pids: tuple[int, ...]
     bytes: int = 0
-    """What they held on the GPUs before, as far as NVML told."""
+    """GPU memory that they held before, as far as NVML told."""
     whole: bool = True
     """Whether these are all processes of the service that use CUDA, and all are checkpointed."""
 
 
 class Checkpointer:
-    """Parks and restores; any thread may call, those for different services side by side.
+    """Checkpoints and restores processes. Any thread; calls for different services run side by side.
 
-    Each call holds a conversation of its own with the driver, made by ``connect``.
+    Each call has a conversation of its own with the driver, made by ``connect``.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Checkpointer:
         return _why_not_driver(seen) or _why_not_gpus(seen, gpus, insist) or self._why_not_tool(seen, gpus)
 
     def find(self, pids: Iterable[int]) -> tuple[int, ...]:
-        """Those of a service's processes that hold GPU memory; () if none does."""
+        """Find the processes of a service that hold GPU memory; () if none does."""
         wanted = sorted(set(pids))
         for attempt in range(TRIES):
             if attempt:
@@ -115,7 +115,7 @@ class Checkpointer:
             return tuple(pid for pid in wanted if driver.uses_cuda(pid))
 
     def find_standby(self, pids: Iterable[int]) -> Checkpointed | None:
-        """What an anvil-mux before this one has checkpointed, wholly or half; the processes are thawed."""
+        """Find what an earlier anvil-mux has checkpointed, wholly or half; the processes are thawed."""
         with self._connect() as driver:
             users = [pid for pid in sorted(set(pids)) if driver.uses_cuda(pid)]
             states = {pid: self._state_if_known(driver, pid) for pid in users}
@@ -124,14 +124,14 @@ class Checkpointer:
         return Checkpointed(resting, whole=whole) if resting else None
 
     def park(self, pids: Iterable[int]) -> Checkpointed:
-        """Returns when the processes have let their GPUs go; CheckpointFailed when they run again."""
+        """Return when the processes have freed their GPUs; CheckpointFailed when they run again instead."""
         group = tuple(sorted(set(pids)))
         held = self._probe().used_by(group).values()
         self._perform(group, ("lock", "checkpoint"), ("restore", "unlock"))
         return Checkpointed(group, sum(each or 0 for each in held))
 
     def restore(self, standby: Checkpointed) -> None:
-        """Returns when the processes run with their memory back on the GPUs; else CheckpointFailed."""
+        """Return when the processes run with their memory back on the GPUs; else CheckpointFailed."""
         self._perform(standby.pids, ("restore", "unlock"), ("unlock",))
 
     def _perform(self, pids: Sequence[int], actions: Sequence[str], back: Sequence[str]) -> None:
@@ -160,7 +160,7 @@ class Checkpointer:
             raise error
 
     def _put_back(self, driver: Driver, pids: Sequence[int], actions: Sequence[str]) -> list[int]:
-        """Does what it can; returns the processes that do not run, or are not known to."""
+        """Undo what can be undone; return the processes that do not run, or are not known to."""
         lost = set()  # are not asked again, since each answer may take its whole limit
         for action in actions:
             for pid in pids:
@@ -223,15 +223,15 @@ def _why_not_gpus(seen: gpu.Gpus, gpus: Sequence[str], insist: bool) -> str | No
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """What this process may do to others, as far as /proc tells."""
+    """The rights of this process over others, as far as /proc tells."""
 
     user: int
     traces: bool
-    """It has the capability CAP_SYS_PTRACE."""
+    """Whether it has the capability CAP_SYS_PTRACE."""
     scope: int
     """Yama's ptrace_scope: from 2 on the capability is needed, from 3 on it does not help. 0: no Yama."""
     sees_host: bool
-    """Process ids mean the host's processes."""
+    """Whether process ids mean the host's processes."""
 
     @classmethod
     def here(cls, proc: Path = Path("/proc")) -> Rights:
@@ -245,7 +245,7 @@ class Rights:
         )
 
     def lacks(self, owners: Collection[int], *, contained: bool) -> list[str]:
-        """What is missing to park processes of these users, and how to get it, for people.
+        """List what is missing to checkpoint processes of these users, and how to get it, for people.
 
         ``contained``: they are in containers of their own.
         """

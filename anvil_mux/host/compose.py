@@ -30,7 +30,7 @@ COMPOSE = ("docker", "compose", "--ansi", "never")
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a command left behind."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str = ""
@@ -49,7 +49,7 @@ class Run(Protocol):
 
 
 def create_command(config: HostConfig, service: str, recreate: str = "") -> list[str]:
-    """``recreate``: --force-recreate, --no-recreate, or what has changed."""
+    """Make a service's container. ``recreate``: --force-recreate, --no-recreate; "": if it has changed."""
     options = ["--no-build", "--pull", "never", *([recreate] if recreate else [])]
     return [*_of_project(config), "create", *options, service]
 

@@ -20,7 +20,7 @@ ANYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What an engine says of one container."""
+    """One container, as its engine describes it."""
 
     id: str
     service: str
@@ -32,17 +32,17 @@ class Container:
     error: str = ""
     network_mode: str = ""
     ports: tuple[tuple[str, str, int], ...] = ()
-    """(port inside, such as 8080/tcp; address; port outside)"""
+    """The published ports: (port inside, such as 8080/tcp; address; port outside)."""
     ips: tuple[str, ...] = ()
     tty: bool = False
     wants_ports: tuple[tuple[str, int], ...] = ()
-    """(address, port) on the host that its description names."""
+    """The addresses and ports on the host that its description names."""
     wants_devices: bool = False
-    """Its description asks for GPUs or their like."""
+    """Whether its description asks for GPUs or their like."""
 
     @property
     def run(self) -> tuple[str, str]:
-        """Differs between any two runs."""
+        """The identity of its run: no two runs have the same."""
         return self.id, self.started_at
 
     @property
@@ -56,7 +56,7 @@ class Container:
 
 
 def base_url(container: Container, port: int) -> str | None:
-    """Where the engine that listens on ``port`` inside is reached from this host."""
+    """Return the URL at which this host reaches the engine that listens on ``port`` inside."""
     if container.network_mode == "host":
         return f"http://127.0.0.1:{port}"
     published = [(ip, outside) for inside, ip, outside in container.ports if inside == f"{port}/tcp"]
@@ -68,7 +68,7 @@ def base_url(container: Container, port: int) -> str | None:
 
 
 def how_it_ended(container: Container) -> str | None:
-    """None while it runs, else for people."""
+    """Say for people how it ended; None while it runs."""
     if container.status in ("running", "paused", "stopping"):
         return None
     if container.status == "created":
@@ -85,7 +85,7 @@ def how_it_ended(container: Container) -> str | None:
 
 
 def read_container(found: Mapping[str, Any]) -> Container:
-    """What the answer to an inspect says."""
+    """Read a container from the answer to an inspect."""
     state, config, host = found["State"], found["Config"], found.get("HostConfig") or {}
     labels, network = config.get("Labels") or {}, found.get("NetworkSettings") or {}
     number = labels.get(f"{LABEL}.container-number", "1")

@@ -1,9 +1,9 @@
 """The services of a compose project as containers: made by Compose, run by the engine's API.
 
 Compose makes a container (compose.py), the engine starts and stops it (docker.py), ``Project`` knows whose it
-is and ``Deaths`` reports its end. What is left here is in which order that is done, and what to do about what
-fails. Why something failed is looked up, not read from the words of an error: whether the image, the port and
-the runtime for GPUs are there.
+is and ``Deaths`` reports its end. Here is the order of all that, and what follows a failure. Why something
+failed is looked up, not read from the words of an error: whether the image, the port and the runtime for GPUs
+are there.
 
 Where the description of a scaled service has changed, ``create`` would make all its containers anew, and so
 end those that run or soon will: while one runs, the others stay as they are, and one that has to be made anew
@@ -60,14 +60,14 @@ class ContainerRuntime:
         self._engine = Engine(endpoint)
         self._project = Project(config, self._engine)
         self._deaths = Deaths(self._project, self._engine)
-        self._looked = False  # whether it was asked what runs
+        self._looked = False  # whether ``running`` was called
         # Two `compose create` at once would both make the project's network.
         self._creating = threading.Lock()
         # Guards the fields below; held for single reads and writes only.
         self._lock = threading.Lock()
-        self._digests: dict[str, str] = {}  # of the descriptions of those that were started or found running
-        self._told: dict[str, float] = {}  # the Unix time at which each was last told to start
-        self._unstarted: dict[str, tuple[str, str]] = {}  # the run before a start that came to nothing
+        self._digests: dict[str, str] = {}  # of the descriptions by which backends were started or found
+        self._told: dict[str, float] = {}  # the Unix times at which backends were last told to start
+        self._unstarted: dict[str, tuple[str, str]] = {}  # the runs before starts that came to nothing
 
     def reconfigure(self, config: HostConfig) -> None:
         self._project.reconfigure(config)
@@ -91,7 +91,7 @@ class ContainerRuntime:
             raise
 
     def _note_unstarted(self, backend: Backend) -> None:
-        """What its log holds is an earlier run's, unless it runs all the same."""
+        """Note that its log is an earlier run's, unless it runs all the same."""
         with suppress(MuxError):
             container = self._project.find(backend)
             if container is None or container.status in ALIVE:
@@ -135,7 +135,7 @@ class ContainerRuntime:
         return container
 
     def _start_otherwise(self, id: str, refused: Refused) -> None:
-        """Let it go on if it is only frozen; else raise what can be done about it."""
+        """Thaw a container that is only frozen; else raise an error that says what can be done."""
         container = self._engine.inspect(id)
         if container is None or container.status in HALF_REMOVED or isinstance(refused, Missing):
             raise Gone(refused.message) from refused

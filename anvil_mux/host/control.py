@@ -7,7 +7,7 @@ An engine's health route is no proof either: most are healthy while they sleep.
 
 Levels: 1 keeps the weights in host memory, 2 drops them and reads them anew from disk.
 
-The engines' manners (see docs of each; facts that cost others dearly):
+Peculiarities of the engines (see the documentation of each):
 
 vLLM      wants query parameters, ignores JSON. After level 2 the weights must be reloaded between waking them
           and waking the cache, else it answers nonsense. Waking what is awake aborts it.
@@ -35,17 +35,17 @@ from anvil_mux.host.engine import LONGEST_PAUSE, Ready, Visit
 SLEEP_TIMEOUT = 60.0
 """A first sleep allocates its host memory: 20 s were seen for a 20 B model."""
 WAKE_TIMEOUT = 120.0
-"""Where no weights are read from disk; 70 GB over the bus take 3 to 10 s."""
+"""Seconds to wake without reading weights from disk; 70 GB over the bus take 3 to 10 s."""
 PROBE_TIMEOUT = 30.0
 LOOK_TIMEOUT = 5.0
 IDLE_TIMEOUT = 5.0
-"""How long requests that were cut off may go on inside an engine."""
+"""How long requests that were severed may go on inside an engine."""
 UNKNOWN = 2
 """The level to wake from where it is not known: weights read anew are right in any case."""
 
 
 class Control(Protocol):
-    """One engine's manners."""
+    """The way in which one engine sleeps and wakes."""
 
     levels: ClassVar[tuple[int, ...]]
 
@@ -53,7 +53,7 @@ class Control(Protocol):
     def wake(self, visit: Visit, level: int) -> None: ...
 
     def is_asleep(self, visit: Visit) -> bool | None:
-        """None: it cannot say."""
+        """Whether the engine sleeps; None where it cannot say."""
 
 
 def sleep(backend: Backend, url: str, level: int) -> None:
@@ -77,7 +77,7 @@ def wake(backend: Backend, url: str, level: int, tend: Callable[[], object] | No
 
 
 def is_asleep(backend: Backend, url: str) -> bool | None:
-    """None where the engine cannot say."""
+    """Whether the engine sleeps; None where it cannot say."""
     control = CONTROLS.get(backend.engine)
     if control is None:
         return None
@@ -234,7 +234,7 @@ CONTROLS: dict[str, Control] = {
     "llamacpp": LlamaCpp(),
 }
 SILENT = ("sglang",)
-"""Those that cannot say whether they sleep."""
+"""The engines that cannot say whether they sleep."""
 
 
 def _visit(backend: Backend, url: str, limit: float, tend: Callable[[], object] | None = None) -> Visit:
@@ -242,7 +242,7 @@ def _visit(backend: Backend, url: str, limit: float, tend: Callable[[], object] 
 
 
 def _sure(visit: Visit) -> None:
-    """An address may have gone over to another engine, which must not be put to sleep."""
+    """Check that it is the backend's engine: another one may have the address, and must not sleep."""
     if not visit.engine.loads_at_first_request:
         sight = visit.look()
         if not isinstance(sight, Ready):
@@ -250,7 +250,7 @@ def _sure(visit: Visit) -> None:
 
 
 def _until(visit: Visit, deadline: float) -> Iterator[None]:
-    """Goes on, with pauses, until the deadline."""
+    """Yield again and again, with pauses, until the deadline."""
     pause = 0.01
     while visit.now() < deadline:
         yield
@@ -261,7 +261,7 @@ def _until(visit: Visit, deadline: float) -> Iterator[None]:
 
 
 def _tell(visit: Visit, path: str, body: dict[str, Any] | None = None, *, may_lack: bool = False) -> None:
-    """POSTs; anything but success is a BackendError. ``may_lack``: an engine without the route is fine."""
+    """POST; anything but success is a BackendError. ``may_lack``: an engine without the route is fine."""
     status, answer = _ask(visit, "POST", path, body)
     if status >= 300 and not (may_lack and status in (404, 405)):
         said = answer[:200].decode("utf-8", "replace")

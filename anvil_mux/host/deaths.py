@@ -1,4 +1,4 @@
-"""The watch over the containers that run: whichever ends without our doing is reported.
+"""Each container that ends without our doing is reported.
 
 A run of a container is known by its id and start moment, so that a container which a restart policy or a new
 dockerd has revived is told from the one we started: it has lost its requests and its place, and is stopped.
@@ -20,11 +20,11 @@ from anvil_mux.host.docker import Engine, Stream, read_death
 from anvil_mux.host.project import Project
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
-"""Between two attempts to follow the engine's events."""
+"""Seconds between two attempts to follow the engine's events."""
 
 
 class Deaths:
-    """The runs that we answer for, and who is told that one of them ended."""
+    """The runs that we answer for: the unexpected end of one is reported."""
 
     def __init__(self, project: Project, engine: Engine) -> None:
         self._project = project
@@ -33,7 +33,7 @@ class Deaths:
         # Guards the fields below; held for single reads and writes only.
         self._lock = threading.Lock()
         self._up: dict[str, tuple[str, str]] = {}  # backend -> its run
-        self._revived: dict[str, str] = {}  # how those ended that a restart policy revived, and we stopped
+        self._revived: dict[str, str] = {}  # how runs ended after which a restart policy began others
         self._events: Stream | None = None
         self._problem = ""  # written by `watch` alone
 
@@ -42,13 +42,13 @@ class Deaths:
             self._up[name] = container.run
 
     def started(self, name: str, container: Container) -> None:
-        """As ``answer_for``, for a run that we began."""
+        """Answer for a run that we began."""
         with self._lock:
             self._up[name] = container.run
             self._revived.pop(name, None)
 
     def release(self, name: str) -> None:
-        """We end it ourselves."""
+        """Answer for it no longer, since we end it ourselves."""
         with self._lock:
             self._up.pop(name, None)
 
@@ -57,7 +57,7 @@ class Deaths:
             return self._up.get(name) == container.run
 
     def revived(self, name: str) -> str | None:
-        """How its run ended, if Docker has begun another since."""
+        """Say how its run ended, if Docker has begun another since."""
         with self._lock:
             return self._revived.get(name)
 

@@ -54,11 +54,11 @@ class Refused(BackendError):
 
 
 class Missing(Refused):
-    """404: the container, or something that it needs, is not there."""
+    """The container, or something that it needs, is not there (404)."""
 
 
 class Conflict(Refused):
-    """409: the container is in a state that does not allow it."""
+    """The container is in a state that does not allow it (409)."""
 
 
 REFUSALS: dict[int, type[Refused]] = {404: Missing, 409: Conflict}
@@ -110,7 +110,7 @@ class Engine:
         return [(each["Id"], (each.get("Labels") or {}).get(f"{LABEL}.service", "")) for each in listed]
 
     def inspect(self, id: str) -> Container | None:
-        """None: it is gone."""
+        """Describe a container; None if it is gone."""
         try:
             return read_container(self._json(f"/containers/{id}/json"))
         except Missing:
@@ -136,7 +136,7 @@ class Engine:
         self._ask("DELETE", _path(f"/containers/{id}", force=1))
 
     def processes(self, id: str) -> list[int]:
-        """The ids on its host; [] if it does not run."""
+        """List the ids of its processes on its host; [] if it does not run."""
         self._learn()
         wanted = "hpid" if self._is_podman else "-eo pid"
         try:
@@ -146,7 +146,7 @@ class Engine:
         rows = json.loads(body)["Processes"] if body else []
         return [int(word) for row in rows for word in row[:1] if word.isdecimal()]
 
-    # What it says of itself
+    # The engine itself
 
     def has_image(self, name: str) -> bool:
         try:
@@ -160,7 +160,7 @@ class Engine:
         return list(self._json("/info").get("Runtimes") or ())
 
     def ping(self) -> None:
-        """Unreachable if it does not answer."""
+        """Raise Unreachable if the engine does not answer."""
         self._version = ""
         self._learn()
 
@@ -184,7 +184,7 @@ class Engine:
 
     def deaths(self, project: str, since: float) -> Stream:
         """A line for each end of a container of the project; see ``read_death``."""
-        # Podman calls an end died where it is asked for, and die where it is told.
+        # Podman's filters call an end died, and its events call it die.
         filters = _filters(type=["container"], event=["die", "died"], label=[f"{LABEL}.project={project}"])
         connection, response = self._request(
             "GET", _path("/events", since=f"{since:.6f}", filters=filters), ASK_TIMEOUT
@@ -312,7 +312,7 @@ def _filters(**filters: Sequence[str]) -> str:
 
 
 def _message(body: bytes) -> str:
-    """What the engine says of an error, for people."""
+    """Read why the engine refuses, for people."""
     text = body.decode(errors="replace").strip()
     with suppress(ValueError, KeyError, TypeError):
         text = str(json.loads(text)["message"])
@@ -320,7 +320,7 @@ def _message(body: bytes) -> str:
 
 
 def _pieces(container: Container, answer: Readable) -> Iterator[bytes]:
-    """What a container printed: as it is with a terminal, else each piece behind a head with its length."""
+    """The output of a container: as it is with a terminal, else each piece behind a head with its length."""
     return _read_pieces(answer) if container.tty else _read_frames(answer)
 
 

@@ -1,4 +1,4 @@
-"""What the CUDA driver can do to another process: lock, checkpoint, restore and unlock it.
+"""The CUDA driver's calls on another process: lock, checkpoint, restore and unlock it.
 
 A call of the driver may never return (the other process is frozen, or waits for one that is locked), and a
 thread cannot be taken back from it. So the calls are made in a child process, this module run as a program:
@@ -32,7 +32,7 @@ from anvil_mux.errors import BackendError
 
 LIBRARY, PROGRAM = "libcuda.so.1", "cuda-checkpoint"
 STATES = ("running", "locked", "checkpointed", "failed", "checkpointing", "restoring")
-"""By the driver's numbers. Later drivers may know more of them: "state 6"."""
+"""The states at the driver's numbers. Later drivers may know more of them: "state 6"."""
 ACTIONS = {
     "lock": "cuCheckpointProcessLock",
     "checkpoint": "cuCheckpointProcessCheckpoint",
@@ -41,7 +41,7 @@ ACTIONS = {
 }
 GET_STATE, GET_THREAD = "cuCheckpointProcessGetState", "cuCheckpointProcessGetRestoreThreadId"
 KILL_SECONDS = 5.0
-"""For the child to be gone after SIGKILL; one that hangs in the kernel is left behind."""
+"""Seconds for the child to end after SIGKILL; one that hangs in the kernel is left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Limits:
     """Seconds that a call may take before it counts as hanging."""
 
     start: float = 30.0
-    """Until the child has initialized the driver; slow on many GPUs that nobody uses."""
+    """The start of the child and the driver; slow on many GPUs that nobody uses."""
     question: float = 15.0
     lock: float = 10.0
-    """For GPU work that was launched before; the driver itself gives up then, and the process runs on."""
+    """The driver itself gives up then, if GPU work launched before goes on; the process runs on."""
     move: float = 180.0
-    """For one process's memory, one way."""
+    """The memory of one process, one way."""
 
     def of(self, action: str) -> float:
         return {"lock": self.lock + self.question, "unlock": self.question}.get(action, self.move)
@@ -68,7 +68,7 @@ class Driver:
         self._command = [sys.executable, "-m", __name__, "--library", library, "--program", program]
         self._child: subprocess.Popen[bytes] | None = None
         self._complaints = -1
-        """What the child and the driver print."""
+        """The file that the child and the driver print to."""
         self._rest = b""
 
     def __enter__(self) -> Driver:
@@ -78,11 +78,11 @@ class Driver:
         self.close()
 
     def tool(self) -> str:
-        """Which is used, "library" or "program"; BackendError where there is neither, or no GPU."""
+        """Return which is used, "library" or "program"; BackendError where there is neither, or no GPU."""
         return str(self._ask("tool", {"do": "tool"}, self._limits.question))
 
     def state(self, pid: int) -> str:
-        """One of STATES or "state N". A process that does not use CUDA may count as running."""
+        """Return one of STATES or "state N". A process that does not use CUDA may count as running."""
         return str(self._ask(f"state of process {pid}", {"do": "state", "pid": pid}, self._limits.question))
 
     def uses_cuda(self, pid: int) -> bool:
@@ -91,7 +91,7 @@ class Driver:
         return bool(self._ask(f"restore thread of process {pid}", question, self._limits.question))
 
     def act(self, action: str, pid: int) -> None:
-        """One of ACTIONS."""
+        """Perform one of ACTIONS."""
         question = {"do": action, "pid": pid, "milliseconds": max(1, int(self._limits.lock * 1000))}
         self._ask(f"{action} of process {pid}", question, self._limits.of(action))
 
@@ -197,7 +197,7 @@ class Tool(Protocol):
 
 
 class Refused(Exception):
-    """The driver's own words."""
+    """The driver says no, in its own words."""
 
 
 class LockArgs(ctypes.Structure):
@@ -211,7 +211,7 @@ class LockArgs(ctypes.Structure):
 
 
 class Library:
-    """libcuda, loaded into this process; OSError where there is none, or it is too old."""
+    """The library libcuda, loaded into this process; OSError where there is none, or it is too old."""
 
     kind = "library"
 

@@ -1,4 +1,4 @@
-"""Where the container engine listens, as the docker program would find it, and a connection to it.
+"""The address of the container engine, found as the docker program finds it, and a connection to it.
 
 ``DOCKER_HOST`` decides, then ``DOCKER_CONTEXT``, then the context that is in use, then Docker's own socket.
 Where none of these says anything and Docker's socket is not there, ``CONTAINER_HOST`` and Podman's sockets
@@ -40,7 +40,7 @@ class Tls:
     """How an engine and we prove who we are."""
 
     folder: str
-    """It has ca.pem, cert.pem and key.pem, or some of them."""
+    """The folder of ca.pem, cert.pem and key.pem, or some of them."""
     verify: bool = True
 
     def context(self) -> ssl.SSLContext:
@@ -59,16 +59,16 @@ class Endpoint:
     """The address of an engine."""
 
     address: str
-    """unix:///var/run/docker.sock, tcp://host:2376 or ssh://user@host"""
+    """A URL: unix:///var/run/docker.sock, tcp://host:2376 or ssh://user@host."""
     tls: Tls | None = None
     found_by_us: bool = False
-    """The docker program would look elsewhere, and has to be told."""
+    """Whether the docker program would look elsewhere, and has to be told."""
     problem: str = ""
     """Why there is no address."""
 
     @property
     def path(self) -> str | None:
-        """The socket's, where the engine is on this machine."""
+        """The path of the socket, if the engine is on this machine."""
         return self.address.removeprefix("unix://") if self.address.startswith("unix://") else None
 
 
@@ -164,7 +164,7 @@ class Connection(http.client.HTTPConnection):
             self._child.communicate()
 
     def complaint(self) -> str:
-        """What ssh printed last, once the connection is closed from its side."""
+        """Return what ssh printed last, once the connection is closed from its side."""
         if not self._child:
             return ""
         self.interrupt()

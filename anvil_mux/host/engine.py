@@ -1,4 +1,4 @@
-"""What differs between engines: where they listen, when they are ready, what must never be forwarded.
+"""The differences of engines: where they listen, when they are ready, what must never be forwarded.
 
 Ready means that the engine's own health route answers and that it serves the model we mean, since a health
 route alone also answers for another process that happens to have the port. The model is read from the
@@ -33,10 +33,10 @@ from anvil_mux.errors import LoadError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.1
 PAUSE_SHARE = 0.01
-"""Of the time that a load took so far: what a look may come too late by."""
+"""Share of a load's time so far by which a look may come too late."""
 POLL_TIMEOUT = 5.0
 LEAST_TIMEOUT = 0.2
-"""What an answer may take even just before the deadline."""
+"""Seconds that an answer may take even just before the deadline."""
 OTHERS_PATIENCE = 20.0
 """Seconds that the list of models may name another model before that is final."""
 MOST_BYTES = 64 << 10
@@ -47,23 +47,23 @@ class Engine:
     """One engine family."""
 
     port: int = 8000
-    """Where it listens unless it is told otherwise."""
+    """The port that it listens on unless it is told otherwise."""
     health: str = "/health"
     must_have_health: bool = True
-    """False: a 404 there means that it has no such route, and the list of models decides alone."""
+    """Whether that route must be there; if not, a 404 says nothing, and the list of models decides."""
     models: str = "/v1/models"
     names_file: bool = False
-    """Its list names the model file (or alias), and it answers to any model name."""
+    """Whether its list names the model file (or alias), and it answers to any model name."""
     loads_at_first_request: bool = False
     idle_connections: int = 256
-    """How many may be kept to it. Few, where each holds one of its threads until a time-out ends it."""
+    """The most that are kept to it; few, where each holds one of its threads until a time-out ends it."""
     control: tuple[str, ...] = ()
     """Routes that steer the engine itself, never forwarded; a trailing slash means everything below."""
     shown: tuple[str, ...] = ("/health", "/metrics", "/version", "/v1/models")
-    """What may be read of it below /upstream/, besides the routes of models."""
+    """Routes that may be read below /upstream/, besides those of models."""
 
     def steers(self, path: str) -> bool:
-        """``path`` is one of its control routes."""
+        """Whether ``path`` is one of its control routes."""
         return any(path == route or (route[-1] == "/" and path.startswith(route)) for route in self.control)
 
 
@@ -136,7 +136,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class NotYet:
-    """Worth another look. ``other process``: a healthy server answers there, for another model."""
+    """Another look is worth it. ``other_process``: a healthy server answers there, for another model."""
 
     why: str
     other_process: bool = False
@@ -299,7 +299,7 @@ class Visit:
         return PurePosixPath(reported).name in told
 
     def probe(self) -> Sight | None:
-        """One token, or one embedding: whichever of its routes the engine has. None: it was answered."""
+        """Ask for one token or embedding, whichever route the engine has; None if it was answered."""
         why, routes = "", 0
         for path, body in _probes(self.model):
             status, answer = self.ask("POST", path, body, self.deadline - self.now())
@@ -321,7 +321,7 @@ class Visit:
     def ask(
         self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float = POLL_TIMEOUT
     ) -> tuple[int, bytes]:
-        """Status and the first bytes of the answer; whoever drips it out is cut at the time-out."""
+        """Return status and first bytes of the answer; the time-out also ends one that drips out."""
         timeout = max(min(timeout, self.deadline - self.now()), LEAST_TIMEOUT)
         if self.tend is None or timeout <= POLL_TIMEOUT:
             return self._ask(method, path, body, timeout)

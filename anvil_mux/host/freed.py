@@ -33,27 +33,27 @@ MOST_KEPT = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a backend held before it was told to leave; only GPUs of which that is known."""
+    """The memory that a backend held before it was told to leave; only GPUs of which that is known."""
 
     bytes: Mapping[str, int] = field(default_factory=dict)
     free: Mapping[str, int] = field(default_factory=dict)
-    """What else was free there."""
+    """GPU id -> bytes that were free there."""
     pids: frozenset[int] = frozenset()
-    """Its processes, if ``bytes`` is known of them; empty: it is declared."""
+    """The processes that hold ``bytes``; empty where it is only declared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What became of that; only GPUs that could be read."""
+    """The fate of that memory; only GPUs that could be read."""
 
     bytes: Mapping[str, int] = field(default_factory=dict)
-    """What it holds still."""
+    """GPU id -> bytes that it still holds."""
     freed: Mapping[str, int] = field(default_factory=dict)
-    """What it gave back: by its processes' account, or else as the GPU's free memory rose."""
+    """GPU id -> bytes given back: by its processes' account, or else as the GPU's free memory rose."""
 
 
 class Memory:
-    """Reads GPUs through ``probe``; None: there are none to be read. ``owner``: see swap.Runtime."""
+    """Reads GPUs by ``probe`` (None: there are none to be read). ``owner``: see swap.Runtime."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Memory:
         self._sleep = sleep
 
     def held(self, backend: Backend, pids: Callable[[], Iterable[int]], *, resident: bool) -> Held:
-        """What the backend holds now; ``pids`` are asked for only if some GPU can be read.
+        """Measure what the backend holds now; ``pids`` are asked for only if some GPU can be read.
 
         What is declared counts only for one that is ``resident``.
         """
@@ -83,7 +83,7 @@ class Memory:
         return Held(known, {gpu: readings[gpu].free or 0 for gpu in known}, own)
 
     def left(self, held: Held, *, runs: bool) -> Left:
-        """What is still held, once that is little enough; BackendError if it does not become so.
+        """Wait until little enough is held, and return what is; BackendError if that does not come.
 
         ``runs``: the backend runs on, asleep or the like.
         """
@@ -106,7 +106,7 @@ class Memory:
             self._sleep(PAUSE)
 
     def _judge(self, held: Held, left: Mapping[str, int], full: list[str]) -> None:
-        """What to make of memory that was not freed in time."""
+        """Raise BackendError if it still holds memory; else log that its memory is not free."""
         if full:
             what = ", ".join(f"{gib(left[gpu])} of {gib(held.bytes[gpu])} on GPU {gpu}" for gpu in full)
             raise BackendError(f"after {PATIENCE:g} s it still holds {what}{self.others(left)}")
@@ -153,7 +153,7 @@ def _left(held: Held, gpu: str, reading: Reading) -> int:
 
 
 def _freed(held: Held, gpu: str, reading: Reading, left: int) -> int:
-    """``left`` is what it holds still, or what of that which was declared for it has not become free."""
+    """Return the bytes given back. ``left``: those that it still holds, or declared ones not yet free."""
     risen = (reading.free or 0) - held.free[gpu]
     return max(held.bytes[gpu] - left if held.pids else risen, 0)
 

@@ -32,7 +32,7 @@ class Reading:
     """One GPU as NVML sees it now; memory in bytes, None where the GPU cannot tell."""
 
     id: str
-    """Its index in NVML's order (that of the PCI bus)."""
+    """The index in NVML's order (that of the PCI bus)."""
     uuid: str
     name: str = ""
     total: int | None = None
@@ -89,7 +89,7 @@ class Gpus:
 
 
 def others(readings: Iterable[Reading], is_ours: Callable[[int], bool]) -> list[OtherProcess]:
-    """Whoever else holds memory of these GPUs, the greatest first.
+    """List the other processes that hold memory of these GPUs, the greatest first.
 
     Processes that cannot be seen from here are left out: they may be ours, under another id.
     """
@@ -130,7 +130,7 @@ def command(pid: int, proc: Path = Path("/proc")) -> str:
 
 
 def probe(nvml: ModuleType | Any | None = pynvml) -> Gpus:
-    """Asks NVML once; never raises."""
+    """Ask NVML once; never raises."""
     if nvml is None:
         return Gpus(why_none="the Python package nvidia-ml-py is not installed")
     try:
@@ -203,7 +203,7 @@ def _read(nvml: Any, index: int) -> Reading:
 
 
 def _answer(nvml: Any, question: Callable[[], Any]) -> Any:
-    """The answer, or None where this GPU has none."""
+    """Return the answer, or None where this GPU has none."""
     try:
         return question()
     except nvml.NVMLError:

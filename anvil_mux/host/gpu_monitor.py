@@ -18,14 +18,14 @@ from anvil_mux.host.seam import Seen, Sight
 
 EVERY_SECONDS = 1.0
 WATCHED_SECONDS = 60.0
-"""How long it goes on to look as often for somebody who watched."""
+"""Seconds for which it goes on to look as often after somebody watched."""
 SELDOM_SECONDS = 10.0
 
 
 class GpuMonitor:
-    """``owner`` says to which of our services a process of this host belongs; see swap.Runtime.
+    """Looks at GPUs again and again; ``tell`` learns what was seen.
 
-    ``tell`` learns what was seen, after every look.
+    ``owner`` says to which of our services a process of this host belongs; see swap.Runtime.
     """
 
     def __init__(

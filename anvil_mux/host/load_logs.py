@@ -1,6 +1,4 @@
-"""Engines print while they load how far they are.
-
-That is read in a thread of its own: Docker takes a while to tell.
+"""Engines print while they load how far they are. A thread of its own reads that, since Docker may be slow.
 
 The patterns are those of vLLM and SGLang (progress bars, of which a line may hold many), llama.cpp (a dot for
 each percent) and Ollama.
@@ -36,7 +34,7 @@ class LoadLogs:
 
     @contextmanager
     def reading(self, backend: Backend) -> Iterator[None]:
-        """The log of the backend is read meanwhile. Any thread."""
+        """Have the log of the backend read meanwhile. Any thread."""
         self._loading[backend.name] = backend
         self.worker.wake()
         try:
@@ -54,7 +52,7 @@ class LoadLogs:
 
 
 class _Stage(NamedTuple):
-    """One line's word on the stage."""
+    """The stage that one line of a log tells."""
 
     stage: str
     fraction: float | None = None
@@ -106,7 +104,7 @@ def _of_line(line: str) -> _Stage | None:
 
 
 def _seconds(clock: str) -> float | None:
-    """``1:02:03`` in seconds."""
+    """Turn ``1:02:03`` into seconds."""
     total = 0.0
     for part in clock.split(":"):
         if not part.isdigit():

@@ -39,7 +39,7 @@ from anvil_mux.state import state_folder
 
 
 def open_host(config: HostConfig, lock: int | None = None, told: Told | None = None) -> LocalHost:
-    """This machine. ``lock``: the project's, which commands that outlive us go on to hold.
+    """Open this machine. ``lock``: the project's, which commands that outlive us go on to hold.
 
     ``told`` learns what the phases of steps took; None: they are news.
     """
@@ -78,7 +78,7 @@ class LocalHost:
         self._is_to_monitor = False
         """Whether the GPU monitor begins once it is known what runs."""
         self._backends = {backend.name: backend for backend in config.backends}
-        """Each as it was last started, also those that went."""
+        """Each backend as it was last started, also those that went."""
         self._urls: dict[str, str] = {}
         """The addresses of the services that ran when that was asked last."""
         self._loads: dict[str, int] = {}
@@ -137,7 +137,7 @@ class LocalHost:
         return self._swapper.log_tail(backend, lines)
 
     def follow_log(self, backend: Backend) -> Iterator[str]:
-        """Lines as they come, beginning with a tail of 100, until the service ends."""
+        """Yield lines as they come, beginning with a tail of 100, until the service ends."""
         return self.runtime.follow_log(backend)
 
     def problem(self) -> str:
@@ -215,7 +215,7 @@ def _memory() -> int | None:
 
 
 def _refuse_missing_images(config: HostConfig, names: Collection[str]) -> None:
-    """ConfigError if backends lack their images."""
+    """Raise ConfigError if backends lack their images."""
     if config.runtime == "compose":
         from anvil_mux.host.containers import missing_images
 

@@ -14,7 +14,7 @@ MOST = 1000
 
 
 class NewsBoard:
-    """Any thread puts up news, one fetches them."""
+    """The news that any thread puts up, and one fetches."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -24,7 +24,7 @@ class NewsBoard:
         self._closed = False
 
     def put(self, what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook) -> None:
-        """Never blocks."""
+        """Add news. Never blocks."""
         with self._changed:
             self._number += 1
             subject = _subject(what) or self._number
@@ -49,7 +49,7 @@ class NewsBoard:
 
 
 def _subject(what: object) -> object:
-    """The subject of which only the last news counts; None: each counts."""
+    """Return the subject of which only the last news counts; None where each counts."""
     match what:
         case GpusSeen():
             return "gpus"

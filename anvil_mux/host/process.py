@@ -1,4 +1,4 @@
-"""The same services as local child processes: no Docker needed.
+"""Services as local child processes: no Docker needed.
 
 A service runs in a session of its own, with its output in ``NAME.log``, so it outlives an anvil-mux that is
 killed. ``NAME.json`` beside the log says which process it is: its id, the moment it started (field 22 of
@@ -38,7 +38,7 @@ MARK = "ANVIL_MUX_RUN"
 KILL_TIMEOUT = 10.0
 """Seconds that the kernel may take over SIGKILL."""
 REAP_SECONDS = 1.0
-"""For the exit code of a process that has ended."""
+"""Seconds to wait for the exit code of a process that has ended."""
 FOLLOW_PAUSE = 0.2
 TAIL_BYTES = 256 << 10
 
@@ -48,14 +48,14 @@ class Record:
     """One run of a service, as its file tells a later anvil-mux."""
 
     pid: int
-    """Also the id of its session; 0: it was about to be started."""
+    """The process, and its session; 0: it was about to be started."""
     started: int
     boot: str
     url: str
     digest: str
-    """Of the command: a run of another command is not taken over by ``start``."""
+    """A digest of the command: a run of another command is not taken over by ``start``."""
     mark: str = ""
-    """What its environment has as MARK."""
+    """The value of MARK in its environment."""
 
 
 class ProcessRuntime:
@@ -66,7 +66,7 @@ class ProcessRuntime:
     ) -> None:
         self._config = config
         self._names = {backend.name for backend in config.backends}
-        """Also of those that are about to go."""
+        """The names of services, also of those that are about to go."""
         self._environ = dict(os.environ if environ is None else environ)
         self._state = state or state_folder(config.project, self._environ)
         self._closed = threading.Event()
@@ -219,7 +219,7 @@ class ProcessRuntime:
     # Deaths
 
     def _answer_for(self, name: str, record: Record | None) -> None:
-        """Sets what `watch` looks at from now on."""
+        """Set what `watch` looks at from now on."""
         with self._lock:
             if record is None:
                 self._up.pop(name, None)
@@ -231,7 +231,7 @@ class ProcessRuntime:
         os.eventfd_write(self._waker, 1)
 
     def _wait_for_end(self, up: Mapping[str, Record]) -> list[str]:
-        """The names of those that have ended; [] when the set of runs to look at has changed."""
+        """Return the names of runs that have ended; [] when the set of runs to look at has changed."""
         with ExitStack() as opened:
             names = {}
             for name, record in up.items():
@@ -400,7 +400,7 @@ def _members(record: Record) -> set[int]:
 
 
 def _end_session(record: Record, grace: float) -> None:
-    """Returns when no process of the session is left: SIGTERM, ``grace`` seconds, SIGKILL."""
+    """Return when no process of the session is left: SIGTERM, ``grace`` seconds, SIGKILL."""
     for number, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, KILL_TIMEOUT)):
         deadline = time.monotonic() + patience
         told: set[int] = set()
@@ -422,7 +422,7 @@ def _end_session(record: Record, grace: float) -> None:
 
 
 def _signal_session(record: Record | None, number: signal.Signals) -> bool:
-    """Tells every process of the session, those that others start meanwhile too; False if there is none."""
+    """Signal every process of the session, also those started meanwhile; False if there is none."""
     told: set[int] = set()
     while record is not None and (news := _members(record) - told):
         with ExitStack() as opened:

@@ -23,7 +23,7 @@ from anvil_mux.host.seam import HostConfig
 
 
 class Project:
-    """Finds containers; calls for different backends may come from several threads at once."""
+    """The containers of a project. Any thread; calls for different backends run side by side."""
 
     def __init__(self, config: HostConfig, engine: Engine) -> None:
         self.config = config
@@ -45,7 +45,7 @@ class Project:
         return self._backends.get(name)
 
     def forget(self, backend: Backend) -> None:
-        """It was stopped: unless it is served, it is none of ours from now on."""
+        """Forget a backend that was stopped, unless it is configured."""
         with self._lock:
             if backend.name not in self._served:
                 self._backends = {n: each for n, each in self._backends.items() if n != backend.name}
@@ -77,7 +77,7 @@ class Project:
         return self._inspected(id for id, _ in self._engine.containers(self.config.project, service))
 
     def alive(self) -> dict[str, Container]:
-        """Those of our backends whose containers run."""
+        """Return our backends whose containers run, with these."""
         ours = {backend.service_name for backend in self._backends.values()}
         listed = self._engine.containers(self.config.project)
         # What is being started is listed as it was before, so each is inspected.
@@ -86,7 +86,7 @@ class Project:
         return {name: places[name] for name in self._backends if name in places}
 
     def await_stops(self, containers: Iterable[Container], timeout: float) -> bool:
-        """Wait for those that somebody is stopping now; whether there were any."""
+        """Wait for containers that somebody is stopping now; return whether there were any."""
         told = self._engine.told_to_end(self.config.project)
         deadline = time.monotonic() + timeout
         # Podman says itself that it is stopping one.
@@ -120,11 +120,11 @@ class Project:
         raise BackendError(f"service {container.service} still runs after stop, kill and rm{why}")
 
     def _inspected(self, ids: Iterable[str]) -> list[Container]:
-        """Without those that went away since they were listed."""
+        """Inspect containers, without those that went away since they were listed."""
         return [found for id in ids if (found := self._engine.inspect(id))]
 
     def _places(self, found: Sequence[Container], also: Backend | None = None) -> dict[str, Container]:
-        """Backend (ours, or ``also``) -> its container: what ran as it, has its number, or is left over."""
+        """Assign containers to our backends and ``also``: what ran as it, has its number, or is left."""
         backends = {**self._backends, **({also.name: also} if also else {})}
         numbered = {(each.service_name, each.service.number): name for name, each in backends.items()}
         with self._lock:

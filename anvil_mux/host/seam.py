@@ -26,7 +26,7 @@ class HostGpu(NamedTuple):
     uuid: str
     name: str = ""
     total: int | None = None
-    """Bytes; None where it cannot tell."""
+    """Bytes of its memory; None where it cannot tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Inventory:
     address: str = "127.0.0.1"
     """The address at which its engines are reached."""
     standby_levels: tuple[str, ...] = ()
-    """All that it knows, and ``stop``."""
+    """The levels that it knows, and ``stop``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +89,9 @@ class Evicted:
     freed: Mapping[str, int] = field(default_factory=dict, compare=False)
     """GPU id -> bytes that it gave back there, measured; empty where that cannot be read."""
     died: str = ""
-    """How it had ended before it was told to, if it had."""
+    """The way in which it had ended before it was told to, if it had."""
     log: tuple[str, ...] = ()
-    """The last that it had printed then."""
+    """The last lines that it had printed then."""
 
 
 # What is found at the start
@@ -142,12 +142,12 @@ class Seen:
     used: int | None = None
     total: int | None = None
     users: Mapping[str, int | None] = field(default_factory=dict)
-    """Service of ours -> what its processes hold here; None where that is not told."""
+    """Service of ours -> bytes that its processes hold here; None where that is not told."""
     others: tuple[OtherProcess, ...] = ()
 
 
 Sight = Mapping[str, Seen]
-"""GPU id, as it is configured -> what was seen of it; without those that cannot be read."""
+"""The GPUs as they are configured, by id, without those that cannot be read."""
 
 
 # News
@@ -228,7 +228,7 @@ class Host(Protocol):
         """Judge what to make of a backend that is ``running``, one call at a time; it may take seconds."""
 
     def load(self, backend: Backend, how: str, number: int) -> Loaded:
-        """Returns once the backend answers for its model. ``how``: the standby level it comes back from.
+        """Return once the backend answers for its model. ``how``: the standby level it comes back from.
 
         LoadError (with the engine's last lines) after it was cleaned up; BackendError if even that failed: it
         may still hold its GPUs. Cancelled, after it was cleaned up, if it was cancelled before it answered.
@@ -236,19 +236,19 @@ class Host(Protocol):
         """
 
     def cancel(self, backend: Backend, number: int) -> None:
-        """The load of that number is to end before its time, also if it has not begun yet. Never blocks."""
+        """End the load of that number before its time, also if it has not begun yet. Never blocks."""
 
     def evict(self, backend: Backend, how: str) -> Evicted:
-        """Returns when the GPUs are free; BackendError if they may not be. ``how``: the way to leave them."""
+        """Return when the GPUs are free; BackendError if they may not be. ``how``: the way to leave them."""
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
-        """The same, from the standby level ``how`` to the deeper level ``to`` without waking."""
+        """Move a backend from the standby level ``how`` to the deeper level ``to`` without waking."""
 
     def stop(self, backend: Backend) -> None:
-        """Ends the service, without standby: orphans, what cannot stay, and at the program's end."""
+        """End the service, without standby: orphans, what cannot stay, and at the program's end."""
 
     def ended(self, backend: Backend) -> str | None:
-        """How it ended, for people; None while it runs, and while that cannot be told."""
+        """Say for people how it ended; None while it runs, and while that cannot be told."""
 
     def answers(self, backend: Backend, limit: float) -> bool | None:
         """Whether its engine says within ``limit`` seconds that it is well.
@@ -272,4 +272,4 @@ class Host(Protocol):
         """Why services cannot be started or stopped now, as far as is known; "" if they can. Never blocks."""
 
     def close(self) -> None:
-        """Ends its threads and waits for news, and frees what it holds; engines run on."""
+        """End its threads and waits for news, and free what it holds; engines run on."""

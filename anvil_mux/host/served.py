@@ -1,4 +1,4 @@
-"""A note of the services that are ours: those that a later configuration lacks are stopped by the next start.
+"""A note of our services: those that a later configuration lacks are stopped by the next start.
 
 The names are noted because Docker cannot tell a model from any other service of the project.
 """
@@ -25,16 +25,16 @@ class ServiceNote:
         self._lock = threading.Lock()
 
     def orphans(self, backends: Iterable[Backend]) -> list[Backend]:
-        """The noted ones that are none of the ``backends``, with as much of each as ``stop`` needs."""
+        """List noted backends that are none of the ``backends``, with as much of each as ``stop`` needs."""
         return [_of_word(word) for word in sorted(self._read() - set(map(_word, backends)))]
 
     def add(self, backends: Iterable[Backend]) -> None:
-        """Note more of them; should the program end before others are stopped, the next start does that."""
+        """Note more backends; should the program end before others are stopped, the next start does that."""
         with self._lock:
             self._write(self._read() | set(map(_word, backends)))
 
     def remove(self, backend: Backend) -> None:
-        """Forget one that was stopped."""
+        """Forget a backend that was stopped."""
         with self._lock:
             self._write(self._read() - {_word(backend)})
 

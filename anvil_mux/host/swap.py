@@ -47,7 +47,7 @@ SHORT_OF_MEMORY = re.compile(
 
 
 class Runtime(Protocol):
-    """Where services run: Docker Compose or local processes.
+    """A place where services run: Docker Compose or local processes.
 
     Every call is bounded in time, may block, is never made under the multiplexer's lock, and maps foreign
     failures to BackendError, or to LoadError where the service's own description is at fault (its image is
@@ -55,22 +55,22 @@ class Runtime(Protocol):
     """
 
     def start(self, backend: Backend) -> str:
-        """Starts the service (creating it at the first use) and returns its base URL.
+        """Start the service (creating it at the first use) and return its base URL.
 
         One that runs already is left running; it need not answer yet.
         """
 
     def stop(self, backend: Backend) -> None:
-        """Returns when it is really gone: grace, then kill. A service that does not run is no error."""
+        """Return when it is really gone: grace, then kill. A service that does not run is no error."""
 
     def kill(self, backend: Backend) -> None:
-        """The same at once, without grace."""
+        """End it at once, without grace."""
 
     def pause(self, backend: Backend) -> None:
-        """Freezes the service: none of its processes runs until ``resume``, ``stop`` or ``kill``."""
+        """Freeze the service: none of its processes runs until ``resume``, ``stop`` or ``kill``."""
 
     def resume(self, backend: Backend) -> None:
-        """Lets a frozen service go on; one that is not frozen is no error."""
+        """Let a frozen service go on; one that is not frozen is no error."""
 
     def pids(self, backend: Backend) -> list[int]:
         """The ids that its processes have on this host; [] if it does not run."""
@@ -82,7 +82,7 @@ class Runtime(Protocol):
         """
 
     def ended(self, backend: Backend) -> str | None:
-        """None while it runs or is frozen, else how it ended, for people ("exited with code 1")."""
+        """Say for people how it ended ("exited with code 1"); None while it runs or is frozen."""
 
     def running(self) -> dict[str, str]:
         """Service name -> base URL of every service of this project that runs now.
@@ -112,7 +112,7 @@ class Runtime(Protocol):
         """
 
     def reconfigure(self, config: HostConfig) -> None:
-        """From now on services are as they are described there.
+        """Take services as they are described there from now on.
 
         What runs goes on, and what is served no longer is known until it was stopped. A service whose
         description has changed is made anew by its next ``start``.
@@ -126,11 +126,11 @@ class Runtime(Protocol):
 
 
 Told = Callable[[Backend, str, float], object]
-"""(backend, phase, seconds): load, ready, probe on the way in; evict, verify, freeze on the way out."""
+"""Called with backend, phase (load, ready, probe; evict, verify, freeze) and seconds."""
 
 
 class Tools:
-    """What ways work with."""
+    """The tools that all ways work with."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Tools:
 
     @contextmanager
     def loading(self, backend: Backend, number: int) -> Iterator[None]:
-        """What is done within is the load of this number; 0: it cannot be cancelled."""
+        """Make what is done within the load of this number; 0: it cannot be cancelled."""
         self._loads[backend.name] = number
         try:
             yield
@@ -159,11 +159,11 @@ class Tools:
             del self._loads[backend.name]
 
     def cancel(self, backend: Backend, number: int) -> None:
-        """The load of this number is cancelled, and those before it. Any thread, also before it begins."""
+        """Cancel the load of this number, and those before it. Any thread, also before it begins."""
         self._cancelled[backend.name] = number
 
     def tend(self, backend: Backend) -> Callable[[], None] | None:
-        """Raises Cancelled when the load under way was cancelled; None: that cannot be."""
+        """Return a check that raises Cancelled once the load under way was; None if it cannot be."""
         number = self._loads.get(backend.name, 0)
 
         def tend() -> None:
@@ -174,7 +174,7 @@ class Tools:
 
     @contextmanager
     def phase(self, backend: Backend, name: str) -> Iterator[None]:
-        """Reports what is done within, however that ends."""
+        """Report how long what is done within takes, however it ends."""
         begun = self.now()
         try:
             yield
@@ -183,12 +183,12 @@ class Tools:
                 self._told(backend, name, self.now() - begun)
 
     def start(self, backend: Backend) -> str:
-        """Starts the service, or finds it running; its URL."""
+        """Start the service, or find it running; return its URL."""
         url = self._urls[backend.name] = self.runtime.start(backend)
         return url
 
     def url(self, backend: Backend) -> str:
-        """Where the running service is reached; BackendError if it is not."""
+        """Return the URL of the running service; BackendError if it cannot be reached."""
         url = self._urls.get(backend.name) or self.runtime.running().get(backend.name)
         if not url:
             raise BackendError(f"{backend.name} cannot be reached")
@@ -310,7 +310,7 @@ class Checkpoint:
         return self.park(backend)
 
     def park(self, backend: Backend) -> int:
-        """The rest of it, for one that is asleep already."""
+        """Checkpoint a backend that is asleep already."""
         tools = self._tools
         pids = tools.checkpointer.find(tools.runtime.pids(backend))
         return tools.checkpointer.park(pids).bytes if pids else 0
@@ -366,13 +366,10 @@ def may_sleep(backend: Backend) -> bool:
 
 
 class Swapper:
-    """What performs a step on a backend, outside of the multiplexer's lock.
+    """Performs steps on backends, outside of the multiplexer's lock.
 
-    load(backend, how) returns once the backend answers for its model; LoadError (with the engine's last
-    lines) after it was cleaned up; BackendError if even that failed: it may still hold its GPUs. Cancelled,
-    after it was cleaned up, if that was asked for meanwhile and it did not answer yet.
-    evict(backend, how) returns when the GPUs are free; BackendError if they may not be. Of an engine that had
-    ended by itself before, how that was is reported, and not that it went into no standby.
+    ``load``, ``evict`` and ``demote`` keep what ``seam.Host`` promises. Of an engine that had ended by itself
+    before its eviction, how that was is reported, and not that it went into no standby.
     ``probe`` reads the GPUs (gpu.probe); None: evictions are believed. ``told`` learns what phases took.
     ``note`` is told a backend's name and the standby level that it is about to take, "" before its load.
     """
@@ -398,8 +395,9 @@ class Swapper:
         self._seconds: dict[tuple[str, str], float] = {}  # one worker at a time writes a backend's entries
 
     def load(self, backend: Backend, how: str = "stop", number: int = 0) -> Loaded:
-        """``how``: its standby level. ``number``: greater than those of its loads before; 0: of no load that
-        is ever cancelled.
+        """Load from the standby level ``how``.
+
+        ``number`` is greater than those of its loads before; 0: it cannot be cancelled.
         """
         with self._tools.loading(backend, number):
             try:
@@ -409,7 +407,7 @@ class Swapper:
                 raise
 
     def cancel(self, backend: Backend, number: int) -> None:
-        """The load of this number is to end before its time; any thread, also before it begins."""
+        """End the load of this number before its time; any thread, also before it begins."""
         self._tools.cancel(backend, number)
 
     def _load_somehow(self, backend: Backend, how: str) -> Loaded:
@@ -439,7 +437,7 @@ class Swapper:
             raise LoadError(why, log=lines) from error
 
     def evict(self, backend: Backend, how: str = "stop") -> Evicted:
-        """``how``: the way that is wanted."""
+        """Evict in the way ``how``, or a harder one."""
         how = WAY_ALIASES.get(how, how)
         way = self._way(how)
         held = self._held(backend, resident=True)
@@ -457,9 +455,9 @@ class Swapper:
         return replace(self._put_down(backend, held), died=died or "", log=said)
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
-        """From the standby level ``how`` to the level ``to`` without waking; where that fails it is stopped.
+        """Move a backend from the standby level ``how`` to ``to`` without waking; if that fails, stop it.
 
-        Who sleeps can be checkpointed as it is; to go to a deeper sleep it would have to be woken.
+        A sleeper can be checkpointed as it is; for a deeper sleep it would have to be woken.
         """
         held = self._held(backend, resident=False)
         way = self._way(WAY_ALIASES.get(to, to))
@@ -488,7 +486,7 @@ class Swapper:
             return False
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
-        """What its engine printed last, as far as that can be had."""
+        """Return the last lines that its engine printed, as far as they can be had."""
         try:
             return self._runtime.log_tail(backend, lines)
         except MuxError:
@@ -522,14 +520,14 @@ class Swapper:
         return Evicted(how, {**dict.fromkeys(backend.gpus, 0), **left.bytes}, kept, left.freed)
 
     def _pids(self, backend: Backend) -> list[int]:
-        """Its processes; none where they cannot be asked for."""
+        """List its processes; none where they cannot be asked for."""
         try:
             return self._runtime.pids(backend)
         except MuxError:
             return []
 
     def _put_down(self, backend: Backend, held: Held) -> Evicted:
-        """Stops it, or kills it; BackendError if not even that frees its GPUs."""
+        """Stop or kill it; BackendError if not even that frees its GPUs."""
         try:
             return self._end(backend, self._way("stop").evict, held)
         except Exception as error:
@@ -549,7 +547,7 @@ class Swapper:
         return Evicted("stop", freed=left.freed)
 
     def _held(self, backend: Backend, *, resident: bool) -> Held:
-        """What it holds on its GPUs; nothing is known where that cannot be asked."""
+        """Measure what it holds on its GPUs; nothing is known where that cannot be asked."""
         try:
             return self._memory.held(backend, lambda: self._runtime.pids(backend), resident=resident)
         except MuxError:

@@ -1,4 +1,4 @@
-"""Who may ask for what, under one configuration: hosts, origins, API keys and the models of each.
+"""The rights of requests under one configuration: hosts, origins, API keys and the models of each.
 
 ``look`` finds what a head asks for and never refuses, so that a refusal has the shape of the API that was
 asked; ``check`` refuses. Both look at nothing but the head and the configuration, so what they find holds for
@@ -20,16 +20,16 @@ from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.http1 import Field
 
 OPEN = frozenset(["/api/hello", "/health", "/livez", "/readyz"])
-"""Answered without a key: they tell nothing."""
+"""Routes that are answered without a key: they tell nothing."""
 LISTS = re.compile(r"/v1/models(/.*)?|/models|/models/sse|/api/(v0/models|tags|ps|show|version)|/upstream/.*")
-"""Answered to every key, as far as its models go."""
+"""Routes that are answered to every key, as far as its models go."""
 STATE = frozenset(["/", "/events", "/healthz", "/metrics", "/why"])
 UPSTREAM = api.Route("openai", "upstream")
-"""Below /upstream/: for the engine of a model, as it is."""
+"""The route below /upstream/: for the engine of a model, as it is."""
 
 
 class Entry(NamedTuple):
-    """What is found in a head; see ``asked.Asked``."""
+    """The findings in a head; see ``asked.Asked``."""
 
     route: api.Route
     api: str
@@ -103,7 +103,7 @@ class Access:
     # Models
 
     def may_use(self, key: Key | None, model: str) -> bool:
-        """``key``: None where nobody is asked for one. Nobody uses a model that is about to go."""
+        """Whether ``key`` may use a model; None: no key is asked for. Nobody uses one that is about to go."""
         names = self._names.get(model)
         if names is None:
             return False
@@ -128,7 +128,7 @@ def _may(key: Key, path: str) -> bool:
 
 
 def _is_of_another_site(request: http1.Request, host: bytes) -> bool:
-    """A browser sends it for a page from elsewhere. For an image there it sends no Origin."""
+    """Whether a browser sends it for a page from elsewhere. For an image there it sends no Origin."""
     origin = request.fields.get(b"origin")
     if origin is not None:
         return origin.partition(b"://")[2] != host
@@ -136,13 +136,13 @@ def _is_of_another_site(request: http1.Request, host: bytes) -> bool:
 
 
 def is_preflight(request: http1.Request, reader: bytes) -> bool:
-    """A browser's question, before its page's, from a site whose pages may use this; it shows no key."""
+    """Whether a browser asks for a page of a site that may use this; such a question shows no key."""
     asks = b"access-control-request-method" in request.fields
     return request.method == "OPTIONS" and bool(reader) and asks
 
 
 def preflight(request: http1.Request, reader: bytes, methods: bytes) -> list[Field]:
-    """What a preflight is answered with; nothing for another request."""
+    """Return the fields that answer a preflight; none for another request."""
     if not is_preflight(request, reader):
         return []
     wanted = request.fields.get(b"access-control-request-headers", b"")

@@ -1,4 +1,4 @@
-"""On which CPUs the threads of connections run: on one of them, as long as nobody else needs it.
+"""The threads of connections run on one CPU, as long as nobody else needs it.
 
 Python runs one thread at a time. A thread that wakes on a second CPU finds the interpreter taken, and the
 handing over from CPU to CPU costs more than a small request does: on one CPU the same threads serve twice as
@@ -26,12 +26,12 @@ from itertools import islice
 
 LOOK_SECONDS = 0.5
 BUSY = 0.8
-"""Of a CPU, used by the program: its threads get into each other's way."""
+"""Share of a CPU that the program uses when its threads get into each other's way."""
 QUIET = 0.4
 CROWDED = 0.2
-"""Of the home, used by others."""
+"""Share of the home that others use when there is no room there."""
 ROOM = 0.9
-"""Of a CPU, left over by others."""
+"""Share of a CPU that others must leave over."""
 RETRY_SECONDS = 10.0
 THREADS = 64
 """How many threads are asked where they are."""
@@ -44,13 +44,13 @@ class CpuUsage:
     """CPU seconds used so far."""
 
     own: float
-    """By the program."""
+    """CPU seconds of the program."""
     cpus: Mapping[int, float]
-    """By everybody, of each CPU."""
+    """CPU -> its seconds, used by everybody."""
 
 
 def usage() -> CpuUsage:
-    """As the kernel says. What interrupts take is left out: most of it is the program's own traffic."""
+    """Read it from the kernel. Interrupts are left out: most of them are the program's own traffic."""
     return CpuUsage(time.process_time(), _by_cpu())
 
 
@@ -96,7 +96,7 @@ class Affinity:
     ) -> None:
         self.everywhere = allowed
         self.cpus = allowed
-        """Where threads of connections are to run. Another object each time that it changes."""
+        """The CPUs for threads of connections. Another object each time that they change."""
         self._usage = usage
         self._whereabouts = whereabouts
         self._elsewhere = elsewhere

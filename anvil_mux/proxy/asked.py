@@ -1,4 +1,4 @@
-"""What was asked: of a head alone (``Asked``), and with the body of a model (``Question``). Never altered.
+"""A request as it was asked: its head (``Asked``), and with a body for a model (``Question``). Never altered.
 
 (Frozen dataclasses take three times as long to make, and to read a tuple's field twice as long as a slot.)
 """
@@ -28,27 +28,27 @@ class Asked:
     access: Access
     """The configuration that it came under; it holds until the request's end."""
     route: api.Route
-    """``api.NO_ROUTE``: what is answered here."""
+    """``api.NO_ROUTE`` for what is answered here."""
     api: str
-    """Whose shapes to answer with."""
+    """The API in whose shapes it is answered."""
     reader: bytes
     """The origin of another site's page that may read the answer."""
     key: Key | None
-    """Whose it is; None where nobody is asked for a key."""
+    """The key that it shows; None where nobody is asked for one."""
 
 
 @dataclass(slots=True)
 class Target:
-    """What requests with one head that name one model come to, under one configuration."""
+    """The common part of requests with one head that name one model, under one configuration."""
 
     model: str
     limited: Key | None
     """The request's key, if it may have so many requests at once and no more."""
     replicas: int
     explains: bool
-    """They are not to be sent on; where they would go is the answer."""
+    """Whether they are not sent on, but answered with where they would go."""
     loads: bool
-    """Their model is loaded for them, if it is not."""
+    """Whether their model is loaded for them, if it is not."""
     unchanged_at: Backend | None
     """The backend that gets their bodies as they are, if any does."""
 
@@ -63,15 +63,15 @@ class Question:
     named: str | None = None
     """The model's name within ``body``, if that need not be changed for every engine."""
     span: tuple[int, int] | None = None
-    """Where that name stands in a form."""
+    """The place of that name in a form."""
     stream: bool = False
     """The client asked for a stream into which comments may be written."""
     translation: Translation | None = None
-    """What its engine is asked instead, if that does not speak the client's API."""
+    """The question for its engine, if that does not speak the client's API."""
     owner: str = ""
     """The backend that has an earlier answer which it is about."""
 
     @property
     def path(self) -> str:
-        """What its engine is asked for."""
+        """The path that its engine is asked for."""
         return self.translation.path if self.translation else self.asked.route.path

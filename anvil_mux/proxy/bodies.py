@@ -1,4 +1,4 @@
-"""Where the body of an engine's answer ends, and what of its framing a client gets."""
+"""The end of the body of an engine's answer, and the framing that a client gets it in."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from anvil_mux.protocol import http1
 
 
 class _Chunked:
-    """Chunked, and stays so, byte for byte."""
+    """A chunked body that stays so, byte for byte."""
 
     __slots__ = ("_counter", "clean", "ended")
 
@@ -32,7 +32,7 @@ class _Chunked:
 
 
 class _Decoded:
-    """Chunked by the engine, for a client that cannot take chunks."""
+    """A body in chunks, for a client that cannot take chunks."""
 
     __slots__ = ("_decoder", "aligned", "clean", "ended")
 
@@ -51,7 +51,7 @@ class _Decoded:
 
 
 class _Counted:
-    """As long as its Content-Length said."""
+    """A body as long as its Content-Length said."""
 
     __slots__ = ("_missing", "aligned", "clean", "ended")
 
@@ -72,7 +72,7 @@ class _Counted:
 
 
 class _UntilClose:
-    """Until the engine closes: nobody can tell whether all of it came."""
+    """A body until the engine closes: nobody can tell whether all of it came."""
 
     __slots__ = ("aligned", "clean", "ended")
 

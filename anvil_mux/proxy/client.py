@@ -24,7 +24,7 @@ from anvil_mux.proxy.sockets import Unread, timeval
 READ = 16384
 """Room for a head and a small body; more costs an allocation that is thrown away each time."""
 IDLE_SECONDS = 75.0
-"""Between two requests; longer than clients keep idle connections, so that they close first."""
+"""The longest idle time; longer than clients keep idle connections, so that they close first."""
 HEAD_SECONDS = 30.0
 LOOK_SECONDS = 0.25
 """How often it is looked whether a client that is behind still takes what it is sent."""
@@ -211,7 +211,7 @@ class Client:
         return True
 
     def take_rest(self) -> bytes:
-        """What was read beyond the head, for a connection that is not HTTP's any more."""
+        """Return what was read beyond the head, for a connection that is not HTTP's any more."""
         rest, self._buffer = self._buffer, b""
         return rest
 
@@ -223,7 +223,7 @@ class Client:
     # Writing
 
     def send(self, data: bytes) -> None:
-        """All of it; ClientGone, ClientStalled."""
+        """Send all of it; ClientGone, ClientStalled."""
         try:
             sent = self.socket.send(data, MSG_DONTWAIT)
         except OSError as error:

@@ -34,12 +34,12 @@ from anvil_mux.proxy.sockets import timeval
 Address = tuple[str, int]
 
 CONNECT_SECONDS = 5.0
-"""After which a connection that is not made is begun anew: the kernel asks ever more seldom."""
+"""Seconds until a connection that is not made is begun anew: the kernel asks ever more seldom."""
 STILL_CONNECTING = (EINPROGRESS, EALREADY, EINTR)
 LOOK_SECONDS = 0.25
 """How often a thread that waits for an engine looks at its client and its lease."""
 IDLE_SECONDS = 4.0
-"""Less than the keep-alive time of the engines (uvicorn and cpp-httplib: 5 s)."""
+"""The longest idle time; less than the keep-alive time of the engines (uvicorn, cpp-httplib: 5 s)."""
 FRESH_SECONDS = 0.5
 """A connection that idled for longer is looked at before it is used again."""
 SPARED = 2
@@ -54,7 +54,7 @@ class Upstream:
     def __init__(self, connection: socket) -> None:
         self.socket = connection
         self.answered = False
-        """It has carried a request."""
+        """Whether it has carried a request."""
         self.last_head: LastHead[http1.Response] = LastHead()
         self.idle_since = 0.0
 
@@ -77,9 +77,9 @@ class Connections:
         # Lists and sets are changed by single atomic operations.
         self._idle: list[Upstream] = []
         self._waiting: set[Upstream] = set()
-        """Those that were opened for requests which wait for longer than a look."""
+        """Connections that were opened for requests which wait for longer than a look."""
         self._used = True
-        """Since the last sweep."""
+        """Whether anybody came here since the last sweep."""
 
     def take(self) -> Upstream | None:
         idle, self._used = self._idle, True
@@ -108,7 +108,7 @@ class Connections:
         self.close()
 
     def answered(self, upstream: Upstream) -> None:
-        """That came to something, or failed."""
+        """The request on ``upstream`` waits no longer."""
         self._waiting.discard(upstream)
 
     def sweep(self) -> bool:
@@ -194,7 +194,7 @@ def _unconnected(family: int) -> socket:
 
 
 def _is_made(connection: socket, address: Address, look: Callable[[], object]) -> bool:
-    """Whether it was in time; OSError if it is refused."""
+    """Whether the connection was made in time; OSError if it is refused."""
     anew_at = time.monotonic() + CONNECT_SECONDS
     while error := connection.connect_ex(address):
         if error != ETIMEDOUT and error not in STILL_CONNECTING:

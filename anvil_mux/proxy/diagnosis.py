@@ -1,4 +1,4 @@
-"""What an engine printed (``GET /logs``), and what a request would wait for now (``GET /why``).
+"""The log of an engine (``GET /logs``), and what a request would wait for now (``GET /why``).
 
 Nothing here waits for an engine or for Docker but ``/logs``, in the thread of whoever asks.
 """
@@ -29,7 +29,7 @@ class Diagnosis:
         self._tail = tail
 
     def logs(self, asked: Asked, reply: Reply) -> None:
-        """Of the ``backend`` that the query names, which may stand in the model's place; else of any."""
+        """Tell the log of the query's ``backend``, which may stand in the model's place; else of any."""
         name, query = _named(asked)
         lines = query.get("lines", [str(LOG_LINES)])[-1]
         if not lines.isdigit() or not 0 < int(lines) <= MAX_LOG_LINES:
@@ -72,7 +72,7 @@ class Diagnosis:
 
 
 def _named(asked: Asked) -> tuple[str, dict[str, list[str]]]:
-    """What the query gives as the model, and all of the query."""
+    """Read the model in the query, and all of the query."""
     query = parse_qs(asked.request.query)
     if "model" not in query:
         raise BadRequest(f"say of which model: {asked.request.path}?model=NAME", param="model")

@@ -42,7 +42,7 @@ SESSION = b"x-session-id"
 
 
 class _Failure(NamedTuple):
-    """What a try that failed comes to."""
+    """The outcome of a try that failed."""
 
     error: MuxError
     again: bool
@@ -90,7 +90,7 @@ class Dispatcher:
             self._mux.unload_idle(question.target.model)
 
     def _send(self, question: Question, reply: Reply, record: Served) -> None:
-        """To one backend of its model, and if that comes to nothing to another."""
+        """Send it to a backend of its model, and if that comes to nothing to another."""
         target = question.target
         work = self._work(question) if target.replicas > 1 else NO_WORK
         if question.owner:
@@ -153,7 +153,7 @@ class Dispatcher:
         waiting[0].tend(now)
 
     def _judged(self, lease: Lease, error: MuxError, reply: Reply) -> _Failure:
-        """What a failure comes to, with what is found of the engine while the lease is held."""
+        """Judge a failure by what is found of the engine while the lease is held."""
         crash = self._mux.unreachable(lease)
         seen = not reply.may_go_on or not self._mux.has_another(lease)
         if crash:
@@ -167,7 +167,7 @@ class Dispatcher:
     # The choice among replicas
 
     def _work(self, question: Question) -> Work:
-        """What the choice among replicas goes by."""
+        """Collect what the choice among replicas goes by."""
         model, body = question.target.model, question.body
         session = question.asked.request.fields.get(SESSION, b"").decode("ascii", "replace")[:256]
         per_token = self._mux.overview.bytes_per_token(model)
@@ -196,7 +196,7 @@ class Dispatcher:
 
 
 def _chosen(lease: Lease) -> str:
-    """Which of several replicas answers, and why, as its client reads it."""
+    """Say which of several replicas answers, and why, as its client reads it."""
     chosen = f"{lease.backend.name}; {lease.why}"
     return f"{chosen}; prefill by {lease.prefill.backend.name}" if lease.prefill else chosen
 

@@ -58,7 +58,7 @@ class Forwarder:
         self._relay = relay
         self._stored = stored
         self._found_lacking: tuple[Access | None, set[tuple[str, str]]] = (None, set())
-        """Of one configuration the (backend, path) of routes that engines turned out not to have."""
+        """A configuration, and the (backend, path) of routes that engines turned out not to have under it."""
 
     def forward(self, question: Question, lease: Lease, reply: Reply, record: Served) -> ForwardFailure:
         """Asks the engine, and passes its answer to the client."""
@@ -90,7 +90,7 @@ class Forwarder:
         return None
 
     def _lacking(self, access: Access) -> set[tuple[str, str]]:
-        """What was found out under ``access``; changed by atomic operations."""
+        """Return the routes found lacking under ``access``; changed by atomic operations."""
         found_under, found = self._found_lacking
         if found_under is not access:
             found = set()

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Handler:
-    """Answers requests. Any thread; the server alone writes ``only_local_hosts`` and calls ``drain``."""
+    """Answers requests, in any thread; the server alone writes ``only_local_hosts`` and calls ``drain``."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Handler:
 
     @property
     def only_local_hosts(self) -> bool:
-        """Bound to loopback: any other Host is a web page whose name was made to mean this machine."""
+        """Whether it is bound to loopback: any other Host is a web page named to mean this machine."""
         return self._access.only_local_hosts
 
     @only_local_hosts.setter
@@ -83,11 +83,11 @@ class Handler:
         self._access = Access(self._access.config, self._access.keys, only_local_hosts=only)
 
     def reconfigure(self, config: Config, keys: Keyring) -> None:
-        """By this requests are answered from now on, also those of connections that are open already."""
+        """Answer requests by this from now on, also those of connections that are open already."""
         self._access = Access(config, keys, only_local_hosts=self.only_local_hosts)
 
     def drain(self) -> None:
-        """The program ends: from now on every answer is the last of its connection."""
+        """Make every answer from now on the last of its connection, since the program ends."""
         self.probes.draining = True
         self._feed.close()
 

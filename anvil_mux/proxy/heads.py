@@ -1,4 +1,4 @@
-"""The heads that go on: a request's for the engine, and an answer's for the client.
+"""The heads that are sent on: a request's to the engine, and an answer's to the client.
 
 Most of a head is the same for all requests with the same head; that part is made once, and noted with the
 last head of the connection that it came on.
@@ -18,7 +18,7 @@ from anvil_mux.proxy.asked import Question
 from anvil_mux.proxy.reply import Reply
 
 _OWN = frozenset([b"x-request-id", b"content-encoding"])
-"""What every forwarded head gets anew."""
+"""The fields that every forwarded head gets anew."""
 _UPGRADE = {b"connection": b"Upgrade", b"upgrade": b"websocket"}
 _NO_KEY: Mapping[bytes, bytes] = dict.fromkeys(FIELDS, b"")
 
@@ -89,7 +89,7 @@ def _host(lease: Lease) -> bytes:
 
 
 def _credentials(access: Access, backend: Backend) -> Mapping[bytes, bytes]:
-    """How fields change where clients' keys are ours; empty values take one away."""
+    """The fields that change where clients' keys are ours; an empty value takes one away."""
     if not access.hides_keys:
         return {}
     own = backend.service.api_key

@@ -18,7 +18,7 @@ OF_ONE = "/v1/models/"
 
 
 class Lists:
-    """Any thread."""
+    """Answers the routes that list models. Any thread."""
 
     def __init__(self, mux: Multiplexer) -> None:
         self._mux = mux

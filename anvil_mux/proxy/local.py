@@ -24,7 +24,7 @@ FRESH = (b"Cache-Control", b"no-store")
 
 
 class Local:
-    """Any thread."""
+    """Answers the routes of our own. Any thread."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Local:
             "/models/sse": operations.follow,
             "/why": diagnosis.why,
         }
-        """Those that write their answer themselves."""
+        """The routes that write their answer themselves."""
         self.posts: dict[str, Callable[[Asked, Reply, Served], None]] = {
             "/api/show": self._ollama_show,
             "/requests/cancel": operations.cancel,

@@ -1,4 +1,4 @@
-"""What is done by hand: models loaded, unloaded, pinned and followed, a request cancelled, a reload.
+"""Operations by hand: models loaded, unloaded, pinned and followed, a request cancelled, a reload.
 
 Loading and following is llama.cpp's router API, as Open WebUI and others use it; the rest is ours alone.
 
@@ -30,7 +30,7 @@ from anvil_mux.telemetry.accesslog import Served
 
 LOOK_SECONDS = 0.25
 COMMENT_SECONDS = 15.0
-"""Between two signs of life to those who follow."""
+"""Seconds between two signs of life to those who follow."""
 MOMENT_SECONDS = 0.5
 """How long a load may take to be answered with its end."""
 
@@ -38,7 +38,7 @@ DONE = b'{"success":true}'
 
 
 class Operations:
-    """Any thread."""
+    """Answers the routes by which something is done. Any thread."""
 
     def __init__(self, mux: Multiplexer, is_ending: Callable[[], bool], reloads: Reloads | None) -> None:
         self._mux = mux
@@ -66,7 +66,7 @@ class Operations:
         reply.whole(200, [JSON], DONE)
 
     def cancel(self, asked: Asked, reply: Reply, record: Served) -> None:
-        """Takes one request out of its queue."""
+        """Take one request out of its queue."""
         ticket = parse(read_json(asked, reply.client)).get("ticket")
         if not isinstance(ticket, int):
             raise BadRequest("the body must name a `ticket`, by its number", param="ticket")
@@ -110,7 +110,7 @@ class Operations:
         }
 
     def _begin_load(self, model: str) -> None:
-        """Returns when the load has begun, or has ended already; MuxError if it failed as quickly."""
+        """Return when the load has begun, or has ended already; MuxError if it failed as quickly."""
         failed: list[MuxError] = []
 
         def load() -> None:

@@ -30,16 +30,16 @@ from anvil_mux.telemetry.journal import told
 LOOK_SECONDS = 1.0
 """How often a watcher looks at the state and at its client while nothing happens."""
 PAUSE_SECONDS = 0.25
-"""Between two batches: many events a second are told in groups."""
+"""Seconds between two batches: many events a second are told in groups."""
 BEAT_SECONDS = 15.0
 WAITERS = 50
-"""Of each line that are shown."""
+"""The most waiting requests that are shown of each queue."""
 
 Picture = dict[str, Any]
 
 
 class Page:
-    """Answers who looks on. Any thread. ``state``: what ``/healthz`` tells."""
+    """Serves the page and its events. Any thread. ``state``: what ``/healthz`` tells."""
 
     def __init__(self, mux: Multiplexer, feed: Feed, state: Callable[[], Picture]) -> None:
         self._mux = mux
@@ -83,7 +83,7 @@ class Page:
                 self._feed.pause(PAUSE_SECONDS)
 
     def _picture(self) -> Picture:
-        """What is so at this moment."""
+        """The state at this moment."""
         state = self._state()
         waiters = self._mux.overview.waiters(WAITERS) if state["waiting"] else []
         queued = [{"ticket": w.ticket, "model": w.model, "since": self._at(w.since)} for w in waiters]

@@ -23,7 +23,7 @@ Answer = tuple[int, Field, bytes]
 
 
 class Probes:
-    """Any thread; the handler alone writes ``draining``."""
+    """Answers probes. Any thread; the handler alone writes ``draining``."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class Probes:
         self._mux = mux
         self._metrics = metrics
         self.checks = checks
-        """name -> what is wrong with it, from memory; nothing when it is well."""
+        """Name -> what is wrong with it, from memory; nothing when it is well."""
         self.sight = sight
-        """What the GPUs hold, from memory."""
+        """The use of the GPUs, from memory."""
         self._reloads = reloads
         self._started = time.time()
         self.draining = False
@@ -65,7 +65,7 @@ class Probes:
         return status, JSON, json.dumps(state, indent=1).encode("ascii") + b"\n"
 
     def state(self) -> dict[str, Any]:
-        """What /healthz and the page tell."""
+        """The state that /healthz and the page tell."""
         status = self._mux.overview.status()
         problems = {name: why for name, why in self._problems().items() if why}
         ready = [model.model for model in status.models if model.state == "ready"]

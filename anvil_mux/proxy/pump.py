@@ -64,7 +64,7 @@ class End(Enum):
 
 
 class Passed:
-    """What is kept of an answer while it passes to its client, piece by piece."""
+    """The parts that are kept of an answer while it passes to its client, piece by piece."""
 
     __slots__ = ("_is_open", "events", "last", "said")
 
@@ -123,14 +123,14 @@ class PumpedStream:
         self.body = body
         self.passed = passed
         self.first_byte = first_byte
-        """Called when the answer begins, by the pump's thread; False: the client must not see it.
+        """A callback for the answer's beginning, in the pump's thread; False: the client must not see it.
 
         None: it has begun.
         """
         self.pending = b""
-        """What the client has not taken yet; the engine is not read meanwhile."""
+        """Bytes that the client has not taken yet; the engine is not read meanwhile."""
         self.unread: Unread | None = None
-        """Of the client, while there is something pending."""
+        """A watch over the client, while there is something pending."""
         self.relayed = 0
         """Bytes that the client was sent."""
         self.active = 0.0
@@ -141,7 +141,7 @@ class PumpedStream:
         self.woken.acquire()
 
     def is_from(self, address: tuple[str, int], since: float) -> bool:
-        """Whether bytes of it moved since that moment, from there."""
+        """Whether bytes from that address moved in it since that moment."""
         try:
             return self.active >= since and self.upstream.getpeername()[:2] == address
         except OSError:
@@ -157,14 +157,14 @@ class PumpedStream:
 
 
 class Pump:
-    """One epoll, one thread."""
+    """The thread that moves all streams, by one epoll."""
 
     def __init__(self, silence_timeout: float = 600.0, client_timeout: float = 60.0) -> None:
         self._silence = silence_timeout
         self._unread = client_timeout
         self._epoll = select.epoll()
         self._streams: dict[int, PumpedStream] = {}
-        """By both descriptors. The streams' threads add, the pump's thread removes."""
+        """The streams by both descriptors. Their threads add, the pump's thread removes."""
         self._ended: list[PumpedStream] = []
         self._wake = os.eventfd(0)
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -315,7 +315,7 @@ class Pump:
 
 
 def _content(stream: PumpedStream) -> bytes:
-    """What came of its body; BlockingIOError if nothing did, BackendError if it broke off."""
+    """Read what came of its body; BlockingIOError if nothing did, BackendError if it broke off."""
     try:
         data = stream.upstream.recv(READ, MSG_DONTWAIT)
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Which model a request is for: its body is read, and the model's name found there or in its head.
+"""The model of a request: its body is read, and the model's name found there or in its head.
 
-Where the name stands is the route's to say (``api.Route.model_in``). What requests with one head that name
-one model come to is the same for all of them under one configuration (``asked.Target``).
+Where the name stands is the route's to say (``api.Route.model_in``). Requests with one head that name
+one model have a part in common under one configuration (``asked.Target``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Questions:
         self._stored = stored
 
     def read(self, asked: Asked, client: Client) -> Question:
-        """``asked`` with its body and its model; BadRequest, NotFound, UnknownModel. To be closed."""
+        """Read body and model of ``asked``; BadRequest, NotFound, UnknownModel. To be closed."""
         route = asked.route
         match route.model_in:
             case "json":
@@ -96,7 +96,7 @@ class Questions:
 
 
 def target(asked: Asked, client: Client, named: str | None) -> Target:
-    """What a request that names ``named`` comes to, remembered with the head of its connection."""
+    """The target of a request that names ``named``, remembered with the head of its connection."""
     known = client.last_head.found
     found: Target | None = known.get((asked.access, named))
     if found is None:
@@ -193,7 +193,7 @@ def _may_ask(asked: Asked, model: str, path: str) -> bool:
 
 
 def _offers(backend: Backend, method: str, path: str) -> bool:
-    """``path`` may be asked for below /upstream/; what steers the engine never."""
+    """Whether ``path`` may be asked for below /upstream/; what steers the engine never may."""
     engine = find_engine(backend.engine)
     if engine.steers(path) or method not in ("GET", "POST"):
         return False

@@ -118,22 +118,22 @@ class Exchange:
         self._cut = False
         self._reusable = False
         self._deadline = 0.0
-        """When the engine has been silent for too long; 0: whoever looks first sets it."""
+        """The moment at which the engine has been silent for too long; 0: the first look sets it."""
         self.data = b""
-        """What came of the body with the head."""
+        """The part of the body that came with the head."""
         self.whole = False
-        """``data`` is all of the body."""
+        """Whether ``data`` is all of the body."""
         self._has_begun = not lease.is_routed
-        """A byte of the answer has come that may be shown; or nobody has to know."""
+        """Whether a byte of the answer has come that may be shown; or nobody has to know."""
         self.last_head: LastHead[http1.Response]
-        """Of the connection that the answer comes on."""
+        """The last head of the connection that the answer comes on."""
         self._chunked = False
         self._body: AnswerBody | None = None
         self._passed: Passed | None = None
         self.streamed = 0
         """Bytes that the pump sent to the client."""
         self.aligned = True
-        """The client was sent whole chunks, so another one can follow."""
+        """Whether the client was sent whole chunks, so that another one can follow."""
         lease.on_severed(self.sever)
 
     def __enter__(self) -> Exchange:
@@ -215,7 +215,7 @@ class Exchange:
             raise EngineUnreachable(f"{self._name} cannot be reached: {error}.") from None
 
     def _try_anew(self, head: bytes, pieces: Pieces) -> bytes:
-        """As ``_try``, on a connection of its own."""
+        """Try on a connection of its own; see ``_try``."""
         upstream = self._connect()
         try:
             return self._try(upstream, head, pieces)
@@ -269,7 +269,7 @@ class Exchange:
             return data
 
     def _look(self) -> None:
-        """What a thread that waits for the engine does now and then."""
+        """Look at the lease, the client and the clock, as a thread that waits for the engine does."""
         if self.lease.severed:
             raise self.lease.severed_error()
         if has_left(self._client):
@@ -392,14 +392,14 @@ class Exchange:
             self.data += self._more()
 
     def _begin(self) -> None:
-        """Something of the body has come that the client has not seen; Severed if it must not."""
+        """Note that a part of the body came that the client has not seen; Severed if it must not."""
         if not self._has_begun and not self.lease.first_byte():
             raise self.lease.severed_error()
         self._has_begun = True
 
     @property
     def passed(self) -> Passed:
-        """What is kept of an answer that does not come whole."""
+        """The parts that are kept of an answer that does not come whole."""
         if self._passed is None:
             self._passed = Passed()
         return self._passed

@@ -18,15 +18,15 @@ from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError, Draining
 
 LOOK_SECONDS = 2.0
-"""Between two looks at the files."""
+"""Seconds between two looks at the files."""
 
 Stamp = tuple[int, int, int] | None
 
 
 class Reloads:
-    """``take`` puts a configuration into effect, or raises ConfigError; ``failed`` is told why.
+    """Reloads, one after the other. Any thread.
 
-    Any thread.
+    ``take`` puts a configuration into effect, or raises ConfigError; ``failed`` is told why.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Reloads:
         self._closed = False
 
     def reload(self) -> Change:
-        """What is different now. ConfigError: nothing is."""
+        """Return what is different now. ConfigError: nothing is."""
         with self._lock:
             if self._closed:
                 raise Draining("anvil-mux is shutting down.")
@@ -69,11 +69,11 @@ class Reloads:
         return change
 
     def told(self) -> dict[str, Any]:
-        """How often, the last one, and what was wrong with one that was tried after that; for /healthz."""
+        """Return how often, the last reload, and what was wrong with a later try; for /healthz."""
         return self._told
 
     def close(self) -> None:
-        """From now on every reload is refused; returns when none is under way."""
+        """Refuse every reload from now on; return when none is under way."""
         with self._lock:
             self._closed = True
 
@@ -97,7 +97,7 @@ class Watch:
         self._known = self._last = self._stamps()
 
     def has_news(self) -> bool:
-        """True once for each change."""
+        """Return True once for each change."""
         before, self._last = self._last, self._stamps()
         self._known = {**self._last, **self._known}
         changed = any(self._known[file] != stamp for file, stamp in self._last.items())
@@ -111,7 +111,7 @@ class Watch:
 
 
 def _stamp(file: str) -> Stamp:
-    """None where there is no such file."""
+    """Return what changes with the file; None where there is no such file."""
     try:
         found = os.stat(file)
     except OSError:

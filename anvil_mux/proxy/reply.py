@@ -20,7 +20,7 @@ from anvil_mux.proxy.tunnel import BROKEN, RESTARTED, good_bye
 JSON = (b"Content-Type", b"application/json")
 UNBUFFERED = [(b"Cache-Control", b"no-cache"), (b"X-Accel-Buffering", b"no")]
 READABLE = [(b"Access-Control-Expose-Headers", b"*"), (b"Vary", b"Origin")]
-"""With an origin, what lets its pages read an answer."""
+"""The fields that let pages of another origin read an answer, after the one that names it."""
 
 Form = Literal["answer", "event", "frame", "cut"]
 """How an error is told: nothing was sent yet; a stream of events has begun; a websocket is open; not at
@@ -39,12 +39,12 @@ class Reply:
         """Whether the connection can be used again."""
         self.form: Form = "answer"
         self.answered = False
-        """The client was sent something of what an engine answered."""
+        """Whether the client was sent something of an engine's answer."""
         self.routed = ""
-        """Which of several replicas answers, and why."""
+        """The replica that answers, of several, and why."""
         self.status = self.sent = 0
         self.code = ""
-        """Of the error; empty when there was none."""
+        """The error's code; empty when there was none."""
         self._last = b""
         """The last bytes of content, if an error is to follow them."""
 
@@ -52,7 +52,7 @@ class Reply:
 
     @property
     def chunked(self) -> bool:
-        """The client understands chunks."""
+        """Whether the client understands chunks."""
         return self.asked.request.version == (1, 1)
 
     @property
@@ -64,7 +64,7 @@ class Reply:
 
     @property
     def own_headers(self) -> list[Field]:
-        """What every answer carries."""
+        """The fields that every answer carries."""
         asked = self.asked
         id = asked.id.encode("ascii")
         headers = [(b"X-Request-ID", id)]
@@ -120,17 +120,17 @@ class Reply:
     # Failures
 
     def stay(self) -> None:
-        """ClientGone if nobody waits for the answer any more."""
+        """Raise ClientGone if nobody waits for the answer any more."""
         if has_left(self.client.socket):
             raise ClientGone("The client closed its connection.")
 
     def broke_off(self, last: bytes | None) -> None:
-        """The answer ends early. ``last``: of the content that was sent; None: no event fits behind it."""
+        """Note an early end. ``last``: of the content that was sent; None: no event fits behind it."""
         self.form, self._last = ("cut", b"") if last is None else ("event", last)
 
     @property
     def may_go_on(self) -> bool:
-        """The client has seen nothing of an engine's answer, so another engine may give it."""
+        """Whether the client has seen nothing of an engine's answer, so that another one may give it."""
         return not self.answered and self.form in ("answer", "event")
 
     def refuse(self, error: MuxError, headers: Sequence[Field] = ()) -> None:

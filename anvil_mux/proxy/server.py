@@ -30,9 +30,9 @@ from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.tls import Plain
 
 STACK_BYTES = 512 * 1024
-"""Of a connection's thread; thousands of them must fit."""
+"""The stack of a connection's thread; thousands of them must fit."""
 STARVED_SECONDS = 0.5
-"""Between two tries to accept a connection when the program has all the files that it may have."""
+"""Seconds between two tries to accept a connection when the program may open no more files."""
 REFUSAL_SECONDS = 1.0
 """How long the last ones who come while the program ends may take to be told so."""
 PULSE_SECONDS = 10.0
@@ -46,7 +46,7 @@ class ClientConnection(BaseRequestHandler):
 
     server: Server
     plain: socket.socket
-    """Where requests are read from: the connection, or what TLS made of it."""
+    """The socket that requests are read from: the connection, or what TLS made of it."""
 
     def handle(self) -> None:
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -124,10 +124,10 @@ class Server(ThreadingHTTPServer):
         self.affinity = affinity or Affinity(CPUs(os.sched_getaffinity(0)), adapts=False)
         self.connections: set[socket.socket] = set()
         self.busy: set[ClientConnection] = set()
-        """Connections within a request. Sets are changed by many threads, in single atomic operations."""
+        """Connections within a request. Many threads change such sets, in single atomic operations."""
         self._mux = mux
         self._pulse = time.monotonic()
-        """When the accepting thread last came by."""
+        """The moment at which the accepting thread last came by."""
         self._over = False
         self.max_connections = max_connections
         if ":" in address[0]:
@@ -145,7 +145,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def hangs(self) -> bool:
-        """Connections are not accepted, though they should be."""
+        """Whether connections are not accepted, though they should be."""
         return not self._over and time.monotonic() - self._pulse > PULSE_SECONDS
 
     def get_request(self) -> tuple[Any, Any]:
@@ -193,12 +193,12 @@ class Server(ThreadingHTTPServer):
         log.exception("connection of %s failed", client_address)
 
     def refuse(self) -> None:
-        """From now on nobody is let in, and everybody is told so; what runs goes on."""
+        """Let nobody in from now on, and tell everybody so; what runs goes on."""
         self.handler.drain()
         self._mux.refuse()
 
     def drain(self, grace: float) -> bool:
-        """Stops serving; True if every request ended within ``grace`` seconds.
+        """Stop serving; True if every request ended within ``grace`` seconds.
 
         Not to be called in the thread that is in ``serve_forever``.
         """
@@ -222,7 +222,7 @@ class Server(ThreadingHTTPServer):
         return ended
 
     def _end_idle(self, connections: set[socket.socket]) -> None:
-        """Those between two requests; what has arrived already is answered all the same."""
+        """End connections between two requests; what has arrived already is answered all the same."""
         for request in connections.difference(connection.plain for connection in self.busy.copy()):
             _end_reading(request)
 

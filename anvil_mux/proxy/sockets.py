@@ -1,4 +1,4 @@
-"""What the kernel says of a connection: whether its other end has left, and how long it has taken nothing."""
+"""The kernel's view of a connection: whether its other end has left, how long it has taken nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from struct import pack, unpack
 
 
 def timeval(seconds: float) -> bytes:
-    """``seconds`` as SO_RCVTIMEO and SO_SNDTIMEO take it."""
+    """Pack ``seconds`` as SO_RCVTIMEO and SO_SNDTIMEO take it."""
     return pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def has_left(client: socket) -> bool:
-    """The other end of ``client`` has closed it (what it may have sent before counts as being there)."""
+    """Whether the other end of ``client`` has closed it (bytes sent before count as being there)."""
     try:
         return not client.recv(1, MSG_PEEK | MSG_DONTWAIT)
     except BlockingIOError:

@@ -32,7 +32,7 @@ class Spool:
             self._length += len(piece)
 
     def replace(self, span: tuple[int, int], new: bytes) -> None:
-        """From now on the bytes of ``span`` are read as ``new``."""
+        """Have the bytes of ``span`` read as ``new`` from now on."""
         self._splice = (*span, new)
 
     def __iter__(self) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Which backend has which answer of /v1/responses.
+"""A note of which backend has which answer of /v1/responses.
 
 Engines keep these answers, each for itself, so that a client can go on from one (``previous_response_id``),
 fetch it again or delete it. So a request that refers to an answer goes to the backend that gave it. Only the
@@ -12,7 +12,7 @@ from threading import Lock
 from typing import NamedTuple
 
 MOST = 10_000
-"""Answers that are remembered, the newest."""
+"""The most answers that are remembered, the newest."""
 
 _ID = re.compile(rb'(?<!\\)"id" ?: ?"(resp_[A-Za-z0-9_-]{1,250})"')
 _PREVIOUS = re.compile(rb'(?<!\\)"previous_response_id"[ \t\r\n]*:[ \t\r\n]*"(resp_[A-Za-z0-9_-]{1,250})"')
@@ -20,7 +20,7 @@ _MOST_READ = 64 * 1024
 
 
 class Kept(NamedTuple):
-    """Where an answer is, and the API key that asked for it."""
+    """The model and backend that gave an answer, and the API key that asked for it."""
 
     model: str
     backend: str
@@ -28,7 +28,7 @@ class Kept(NamedTuple):
 
 
 class StoredResponses:
-    """Any thread."""
+    """The answers that are remembered. Any thread."""
 
     def __init__(self) -> None:
         self._lock = Lock()

@@ -67,7 +67,7 @@ class Plain:
                 pass
 
     def _move(self) -> None:
-        """Until the plain end is closed; OSError when the client is gone."""
+        """Move bytes until the plain end is closed; OSError when the client is gone."""
         secure, inner = self._secure, self._inner
         up = down = b""
         ended = False
@@ -93,7 +93,7 @@ class Plain:
                 self._wait(secure_wants, inner_wants, stalled=bool(down))
 
     def _wait(self, secure_wants: int, inner_wants: int, *, stalled: bool) -> None:
-        """``stalled``: the client has not taken what it was sent."""
+        """Wait for either end. ``stalled``: the client has not taken what it was sent."""
         poll = select.poll()
         for end, wants in ((self._secure, secure_wants), (self._inner, inner_wants)):
             if wants:
@@ -106,7 +106,7 @@ _T = TypeVar("_T")
 
 
 def _attempt(act: Callable[[], _T], blocked: int) -> tuple[_T | None, int]:
-    """What ``act`` gave; or None, and the event to wait for."""
+    """Return what ``act`` gave; or None, and the event to wait for."""
     try:
         return act(), 0
     except ssl.SSLWantReadError:

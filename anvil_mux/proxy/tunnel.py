@@ -41,7 +41,7 @@ class Ended:
     passed: int
     """Bytes that the client was sent."""
     open: bool
-    """The client has not been told, and can be."""
+    """Whether the client has not been told, and can be."""
 
 
 class _Frames:
@@ -76,25 +76,25 @@ class _Frames:
 
     @property
     def has_room(self) -> bool:
-        """Another frame may follow here."""
+        """Whether another frame may follow here."""
         return not (self._closed or self._left or self._head)
 
 
 class _Direction:
-    """One direction."""
+    """The bytes of one side on their way to the other."""
 
     def __init__(self, source: socket, sink: socket, ends: tuple[Side, Side], held: bytes = b"") -> None:
         self._source = source
         self._sink = sink
         self._ends = ends
         self._held = held
-        """What the sink has not taken yet."""
+        """Bytes that the sink has not taken yet."""
         self._unread: Unread | None = None
         self.passed = 0
         self.frames = _Frames()
 
     def is_stalled(self, now: float, patience: float) -> bool:
-        """The sink has taken nothing of what waits for it for more than ``patience`` seconds."""
+        """Whether the sink took nothing of what waits for it for more than ``patience`` seconds."""
         if not self._held:
             return False
         if self._unread is None:

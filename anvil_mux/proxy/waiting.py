@@ -1,4 +1,4 @@
-"""What a request does while it waits for its model: it looks at its client, and shows that it is alive.
+"""A request that waits for its model looks at its client, and shows that it is alive.
 
 A stream is begun after a grace, with comment lines as keep-alive; from then on every failure is an event in
 the stream. Any other request is silent until shortly before its client gives up.
@@ -23,7 +23,7 @@ class Patience:
     """How a request waits for its model; seconds."""
 
     grace: float = 5.0
-    """Before a stream is begun: a quick wake-up or failure keeps its true status."""
+    """The time before a stream is begun: a quick wake-up or failure keeps its true status."""
     comment_every: float = 10.0
     chunk_every: float = 60.0
     silence: float = 240.0
@@ -33,7 +33,7 @@ class Patience:
 
 
 class Waiting:
-    """What a request does while it is queued."""
+    """One request's wait in a queue."""
 
     __slots__ = (
         "_beat_at",
@@ -56,7 +56,7 @@ class Waiting:
         self._beat_at = self._chunk_at = self._limit = self._every = 0.0
 
     def tend(self, now: float) -> None:
-        """Called a few times a second: ClientGone, ModelLoading, or a sign of life into the stream."""
+        """Look at the client, a few times a second: ClientGone, ModelLoading, or a sign of life for it."""
         self._reply.stay()
         if self._since is None:
             self._plan(now)
