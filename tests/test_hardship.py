@@ -13,7 +13,7 @@ from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.slot import HOLDING
 from anvil_mux.scheduler.steps import Cancel, Demote, Load
-from anvil_mux.sim.simulate import Death, Outcome, Request, Unloading, _Simulation, check
+from anvil_mux.sim.simulate import Arrival, Death, Outcome, Unloading, _Simulation, check
 from tests.seeds import seeds
 
 LEVELS = (
@@ -71,9 +71,9 @@ def some_traffic(draw, backends):
         elif what < 0.07:
             yield Unloading(now, name)
         else:
-            yield Request(now, name, draw.expovariate(0.7), draw.choice((inf, inf, 4.0)))
+            yield Arrival(now, name, draw.expovariate(0.7), draw.choice((inf, inf, 4.0)))
     for n, backend in enumerate(backends):
-        yield Request(CALM + n * 130.0, backend.model, 1.0)
+        yield Arrival(CALM + n * 130.0, backend.model, 1.0)
 
 
 class Troubled:

@@ -99,12 +99,6 @@ def test_what_decides_knows_neither_threads_nor_time_nor_io(module):
     assert {name.partition(".")[0] for name in imported(module)} & FORBIDDEN == set()
 
 
-STILL_TWICE = {
-    *("Engine", "Refused", "Request", "Sight", "Step"),
-}
-"""Type names that mean several things. None is added."""
-
-
 def types(module):
     """The names of a module's classes and type aliases, without underscores in front."""
     tree = ast.parse(MODULES[module].read_text())
@@ -120,7 +114,7 @@ def test_each_type_name_means_one_thing():
     for module in MODULES:
         for name in types(module):
             homes[name].add(module)
-    assert {name for name, modules in homes.items() if len(modules) > 1} == STILL_TWICE
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
 POSITIONAL = ("host", "multiplexer", "proxy")

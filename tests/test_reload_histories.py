@@ -10,7 +10,7 @@ from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.steps import Demote, Evict, Load
-from anvil_mux.sim.simulate import Death, Engines, Outcome, Reload, Request, Unloading, simulate
+from anvil_mux.sim.simulate import Arrival, Death, Engines, Outcome, Reload, Unloading, simulate
 from tests.baton import BatonClock
 from tests.multiplexer.test_multiplexer import Player, VirtualEngines, differences
 from tests.sim.test_simulate import one
@@ -38,16 +38,16 @@ def story(trace, config=TWO, perform=None, *, seeds=2, **before):
 
 def test_what_is_unchanged_goes_on_and_its_streams_with_it():
     trace = [
-        Request(0.0, "a", 100.0),
+        Arrival(0.0, "a", 100.0),
         Reload(1.0, with_backends(replace(A, priority=5, aliases=("x",)), C, drain_timeout=3.0)),
-        Request(2.0, "a", 1.0),
-        Request(3.0, "b", 1.0),
+        Arrival(2.0, "a", 1.0),
+        Arrival(3.0, "b", 1.0),
     ]
     assert story(trace, resident=["a"]) == ["0 ready a", "0 leased a", "1 reloaded", "2 leased a"]
 
 
 def test_a_stream_of_a_changed_backend_ends_before_it_is_replaced_and_its_line_waits_on():
-    trace = [Request(0.0, "a", 20.0), Reload(1.0, with_backends(OTHER_A, B)), Request(2.0, "a", 1.0)]
+    trace = [Arrival(0.0, "a", 20.0), Reload(1.0, with_backends(OTHER_A, B)), Arrival(2.0, "a", 1.0)]
     assert story(trace, resident=["a"]) == [
         "0 ready a",
         "0 leased a",
@@ -63,7 +63,7 @@ def test_a_stream_of_a_changed_backend_ends_before_it_is_replaced_and_its_line_w
 
 
 def test_who_is_not_done_when_the_drain_ends_is_severed():
-    trace = [Request(0.0, "a", 500.0), Reload(1.0, with_backends(B)), Request(5.0, "b", 1.0)]
+    trace = [Arrival(0.0, "a", 500.0), Reload(1.0, with_backends(B)), Arrival(5.0, "b", 1.0)]
     assert story(trace, resident=["a"]) == [
         "0 ready a",
         "0 leased a",
@@ -81,10 +81,10 @@ def test_who_is_not_done_when_the_drain_ends_is_severed():
 
 def test_who_waits_for_a_removed_model_is_told_so_and_one_that_was_added_is_served():
     trace = [
-        Request(0.0, "a", 5.0),
-        Request(1.0, "b", 1.0),
+        Arrival(0.0, "a", 5.0),
+        Arrival(1.0, "b", 1.0),
         Reload(2.0, with_backends(A, C)),
-        Request(3.0, "c", 1.0),
+        Arrival(3.0, "c", 1.0),
     ]
     log = simulate(TWO, trace, Engines(other_load_seconds=10.0), resident=["a"])
     assert [e.cause.detail for e in log if e.kind == "failed"] == ["model_not_found"]
@@ -103,7 +103,7 @@ def test_who_waits_for_a_removed_model_is_told_so_and_one_that_was_added_is_serv
 
 
 def test_a_reload_during_a_load_lets_it_end_and_begins_again_with_the_new_definition():
-    trace = [Request(0.0, "a", 1.0), Reload(4.0, with_backends(OTHER_A, B))]
+    trace = [Arrival(0.0, "a", 1.0), Reload(4.0, with_backends(OTHER_A, B))]
     assert story(trace) == [
         "0 queued a",
         "0 loading a",
@@ -123,7 +123,7 @@ def test_a_load_that_fails_after_the_reload_fails_nobody_who_waits_for_the_new_d
         failed = isinstance(step, Load) and nth == 0
         return Outcome(10.0, LoadError("no") if failed else None)
 
-    trace = [Request(0.0, "a", 1.0), Reload(4.0, with_backends(OTHER_A, B))]
+    trace = [Arrival(0.0, "a", 1.0), Reload(4.0, with_backends(OTHER_A, B))]
     assert story(trace, perform=perform) == [
         "0 queued a",
         "0 loading a",
@@ -138,8 +138,8 @@ def test_a_load_that_fails_after_the_reload_fails_nobody_who_waits_for_the_new_d
 def test_a_reload_while_a_victim_drains_for_a_target_that_changes():
     """The swap is off, its victim stays for a moment; then the new target gets the GPU."""
     trace = [
-        Request(0.0, "a", 20.0),
-        Request(1.0, "b", 1.0),
+        Arrival(0.0, "a", 20.0),
+        Arrival(1.0, "b", 1.0),
         Reload(2.0, with_backends(A, replace(B, engine="vllm"))),
     ]
     assert story(trace, resident=["a"])[3:] == [
@@ -156,7 +156,7 @@ def test_a_reload_while_a_victim_drains_for_a_target_that_changes():
 
 
 def test_a_reload_while_a_changed_backend_drains_for_another():
-    trace = [Request(0.0, "a", 20.0), Request(1.0, "b", 1.0, 5.0), Reload(2.0, with_backends(OTHER_A, B))]
+    trace = [Arrival(0.0, "a", 20.0), Arrival(1.0, "b", 1.0, 5.0), Reload(2.0, with_backends(OTHER_A, B))]
     assert story(trace, resident=["a"])[3:] == [
         "1 draining a",
         "2 reloaded",
@@ -168,7 +168,7 @@ def test_a_reload_while_a_changed_backend_drains_for_another():
 
 def test_a_reload_in_the_middle_of_a_swap_lets_the_stop_end():
     trace = [
-        Request(0.0, "b", 1.0),
+        Arrival(0.0, "b", 1.0),
         Reload(0.5, with_backends(A, replace(B, engine="vllm"))),
     ]
     assert story(trace, resident=["a"]) == [
@@ -187,7 +187,7 @@ def test_a_reload_in_the_middle_of_a_swap_lets_the_stop_end():
 def test_backends_that_exchange_their_names_are_both_replaced():
     one_port, other_port = replace(A, port=1), replace(B, port=2)
     swapped = with_backends(replace(one_port, name="b", model="b"), replace(other_port, name="a", model="a"))
-    trace = [Request(0.0, "a", 5.0), Reload(1.0, swapped), Request(2.0, "b", 1.0), Request(3.0, "a", 1.0)]
+    trace = [Arrival(0.0, "a", 5.0), Reload(1.0, swapped), Arrival(2.0, "b", 1.0), Arrival(3.0, "a", 1.0)]
     assert story(trace, with_backends(one_port, other_port), resident=["a"])[2:] == [
         "1 reloaded",
         "1 draining a",
@@ -211,11 +211,11 @@ def test_a_backend_that_moves_to_another_gpu_leaves_its_old_one_first():
     config = with_backends(A, B, one("z", "1"))
     moved = with_backends(replace(A, gpus=("1",)), B, one("z", "1"))
     trace = [
-        Request(0.0, "z", 3.0),
-        Request(0.5, "a", 10.0),
+        Arrival(0.0, "z", 3.0),
+        Arrival(0.5, "a", 10.0),
         Reload(1.0, moved),
-        Request(2.0, "a", 1.0),
-        Request(2.5, "b", 1.25),
+        Arrival(2.0, "a", 1.0),
+        Arrival(2.5, "b", 1.25),
     ]
     moves = ("draining", "stopped", "loading")
     told = story(trace, config, resident=["a", "z"])
@@ -231,7 +231,7 @@ def test_a_backend_that_moves_to_another_gpu_leaves_its_old_one_first():
 
 def test_a_model_that_is_renamed_is_waited_for_by_its_new_name_at_once():
     renamed = with_backends(replace(A, model="new"), B)
-    trace = [Request(0.0, "a", 5.0), Reload(1.0, renamed), Request(2.0, "new", 1.0), Request(2.5, "a", 1.0)]
+    trace = [Arrival(0.0, "a", 5.0), Reload(1.0, renamed), Arrival(2.0, "new", 1.0), Arrival(2.5, "a", 1.0)]
     assert story(trace, resident=["a"])[2:] == [
         "1 reloaded",
         "1 draining a",
@@ -247,10 +247,10 @@ def test_a_model_that_is_renamed_is_waited_for_by_its_new_name_at_once():
 def test_a_backend_that_ties_two_drivers_makes_them_one_while_both_swap():
     config = with_backends(A, B, one("y", "1"), one("z", "1"))
     trace = [
-        Request(0.0, "b", 5.0),
-        Request(0.25, "z", 5.0),
+        Arrival(0.0, "b", 5.0),
+        Arrival(0.25, "z", 5.0),
         Reload(0.5, replace(config, backends=(*config.backends, one("wide", "0", "1")))),
-        Request(2.0, "wide", 1.0),
+        Arrival(2.0, "wide", 1.0),
     ]
     told = story(trace, config, resident=["a", "y"])
     assert told[told.index("2 queued wide") + 1 :] == [
@@ -273,7 +273,7 @@ def test_a_backend_that_ties_two_drivers_makes_them_one_while_both_swap():
 def test_a_line_follows_its_model_to_another_driver():
     config = with_backends(one("m-1", "0", model="m"), B, one("z", "1"))
     moved = with_backends(B, one("z", "1"), one("m-2", "1", model="m"))
-    trace = [Request(0.0, "b", 50.0), Request(1.0, "m", 1.0), Reload(2.0, moved)]
+    trace = [Arrival(0.0, "b", 50.0), Arrival(1.0, "m", 1.0), Reload(2.0, moved)]
     assert story(trace, config, resident=["b"])[4:] == [
         "2 reloaded",
         "2 ready b",
@@ -285,12 +285,12 @@ def test_a_line_follows_its_model_to_another_driver():
 
 def test_an_driver_of_which_nothing_is_left_goes():
     trace = [
-        Request(0.0, "z", 50.0),
-        Request(0.5, "a", 5.0),
+        Arrival(0.0, "z", 50.0),
+        Arrival(0.5, "a", 5.0),
         Reload(1.0, with_backends(A)),
-        Request(2.0, "z", 1.0),
+        Arrival(2.0, "z", 1.0),
         Reload(40.0, with_backends(A, one("z", "1"))),
-        Request(41.0, "z", 1.0),
+        Arrival(41.0, "z", 1.0),
     ]
     told = story(trace, with_backends(A, one("z", "1")), resident=["a", "z"])
     assert [line for line in told if line.endswith(" z")][2:] == [
@@ -308,7 +308,7 @@ def test_an_driver_of_which_nothing_is_left_goes():
 def test_who_waits_on_an_driver_that_goes_at_once_is_told_so():
     """It waits for the host's memory, which one on another GPU group has."""
     config = with_backends(replace(A, ram=8), one("z", "1", ram=8), host_memory=10)
-    trace = [Request(0.0, "a", 50.0), Request(1.0, "z", 1.0), Reload(2.0, replace(config, backends=(A,)))]
+    trace = [Arrival(0.0, "a", 50.0), Arrival(1.0, "z", 1.0), Reload(2.0, replace(config, backends=(A,)))]
     assert story(trace, config, resident=["a"])[2:] == ["1 queued z", "2 reloaded", "2 failed z"]
     clock = BatonClock()
     mux = Multiplexer(config, VirtualEngines(clock, Engines()), log=lambda event: None, clock=clock)
@@ -333,10 +333,10 @@ def test_who_waits_on_an_driver_that_goes_at_once_is_told_so():
 
 def test_one_that_is_changed_twice_is_replaced_once_by_the_last_definition():
     trace = [
-        Request(0.0, "a", 10.0),
+        Arrival(0.0, "a", 10.0),
         Reload(1.0, with_backends(OTHER_A, B)),
         Reload(2.0, with_backends(replace(OTHER_A, vram=1), B)),
-        Request(3.0, "a", 1.0),
+        Arrival(3.0, "a", 1.0),
     ]
     assert [line.split()[1] for line in story(trace, resident=["a"])[2:]] == [
         *("reloaded", "draining", "reloaded", "queued", "evicting", "stopped", "loading", "ready", "leased")
@@ -347,7 +347,7 @@ def test_one_that_cannot_be_stopped_is_replaced_when_it_was():
     def perform(step, nth):
         return Outcome(1.0, BackendError("it stays") if isinstance(step, Evict) and nth == 0 else None)
 
-    trace = [Request(0.0, "a", 1.0), Reload(0.5, with_backends(OTHER_A, B)), Request(20.0, "a", 1.0)]
+    trace = [Arrival(0.0, "a", 1.0), Reload(0.5, with_backends(OTHER_A, B)), Arrival(20.0, "a", 1.0)]
     assert story(trace, perform=perform, resident=["a"])[2:] == [
         "0.5 reloaded",
         "0.5 draining a",
@@ -365,9 +365,9 @@ def test_one_that_cannot_be_stopped_is_replaced_when_it_was():
 def test_one_that_rests_is_stopped_although_somebody_waits_for_it():
     rests = replace(A, evict_to=("sleep", "stop"))
     trace = [
-        Request(0.0, "a", 1.0),
-        Request(1.5, "b", 10.0),
-        Request(7.0, "a", 1.0),
+        Arrival(0.0, "a", 1.0),
+        Arrival(1.5, "b", 10.0),
+        Arrival(7.0, "a", 1.0),
         Reload(8.0, with_backends(replace(rests, engine="vllm"), B)),
     ]
     told = story(trace, with_backends(rests, B), lambda step, nth: Outcome(1.0))
@@ -393,10 +393,10 @@ def test_one_that_rests_and_cannot_be_stopped_is_not_woken_meanwhile():
         return Outcome(1.0, BackendError("it stays") if isinstance(step, Demote) and nth == 2 else None)
 
     trace = [
-        Request(0.0, "a", 1.0),
-        Request(1.5, "b", 0.25),
+        Arrival(0.0, "a", 1.0),
+        Arrival(1.5, "b", 0.25),
         Reload(8.0, with_backends(replace(rests, engine="vllm"), B)),
-        Request(9.5, "a", 1.0),
+        Arrival(9.5, "a", 1.0),
     ]
     told = story(trace, with_backends(rests, B), perform)
     assert told[told.index("8 reloaded") :] == [
@@ -417,7 +417,7 @@ def test_one_that_rests_and_cannot_be_stopped_is_not_woken_meanwhile():
 
 def test_a_resident_that_would_rest_is_stopped_if_it_goes_for_good():
     rests = with_backends(replace(A, evict_to=("sleep", "stop")), B)
-    told = story([Request(0.0, "a", 1.0), Reload(2.0, TWO)], rests, resident=["a"])
+    told = story([Arrival(0.0, "a", 1.0), Reload(2.0, TWO)], rests, resident=["a"])
     assert told[2:] == ["2 reloaded", "2 draining a", "2 evicting a", "3 stopped a"]
 
 
@@ -427,7 +427,7 @@ def test_one_that_is_put_to_sleep_when_it_changes_is_stopped_after_that():
     def perform(step, nth):
         return Outcome({Load: 1.5, Evict: 4.0, Demote: 1.0}[type(step)])
 
-    trace = [Request(0.0, "b", 1.0), Reload(2.0, with_backends(B))]
+    trace = [Arrival(0.0, "b", 1.0), Reload(2.0, with_backends(B))]
     told = story(trace, with_backends(rests, B), perform, resident=["a"])
     assert [line for line in told if line.endswith("a")][2:] == [
         "0 evicting a",
@@ -439,10 +439,10 @@ def test_one_that_is_put_to_sleep_when_it_changes_is_stopped_after_that():
 
 def test_one_that_dies_on_its_way_out_is_replaced():
     trace = [
-        Request(0.0, "a", 20.0),
+        Arrival(0.0, "a", 20.0),
         Reload(1.0, with_backends(OTHER_A, B)),
         Death(3.0, "a"),
-        Request(4.0, "a", 1.0),
+        Arrival(4.0, "a", 1.0),
     ]
     assert [line.split()[1] for line in story(trace, resident=["a"])[2:]] == [
         *("reloaded", "draining", "stopped", "queued", "loading", "ready", "leased")
@@ -451,7 +451,7 @@ def test_one_that_dies_on_its_way_out_is_replaced():
 
 def test_a_pinned_one_that_goes_makes_room():
     pinned = with_backends(replace(A, pin=True), B)
-    trace = [Request(0.0, "a", 10.0), Reload(1.0, with_backends(B)), Request(2.0, "b", 1.0)]
+    trace = [Arrival(0.0, "a", 10.0), Reload(1.0, with_backends(B)), Arrival(2.0, "b", 1.0)]
     assert [line.split()[1] for line in story(trace, pinned, resident=["a"])[2:]] == [
         *("reloaded", "draining", "queued", "evicting", "stopped", "loading", "ready", "leased")
     ]
@@ -461,9 +461,9 @@ def test_a_gpu_with_other_memory_is_not_shared_with_those_of_before():
     """They are replaced, and until then they have as much of it as they had: all."""
     small = replace(B, vram=4)
     trace = [
-        Request(0.0, "a", 10.0),
+        Arrival(0.0, "a", 10.0),
         Reload(1.0, with_backends(A, small, gpus=(Gpu("0", 10),))),
-        Request(2.0, "b", 1.0),
+        Arrival(2.0, "b", 1.0),
     ]
     told = story(trace, with_backends(A, B, gpus=(Gpu("0"),)), resident=["a"])
     assert told[3:] == [
@@ -480,7 +480,7 @@ def test_a_gpu_with_other_memory_is_not_shared_with_those_of_before():
 def test_a_higher_limit_lets_more_of_the_line_in_and_none_lets_all():
     limited = [with_backends(replace(A, concurrency=limit), B) for limit in (1, 2, None)]
     trace = [
-        *[Request(number / 8, "a", 20.0 + number) for number in range(5)],
+        *[Arrival(number / 8, "a", 20.0 + number) for number in range(5)],
         Reload(1.0, limited[1]),
         Reload(2.0, limited[2]),
     ]
@@ -493,13 +493,13 @@ def test_a_higher_limit_lets_more_of_the_line_in_and_none_lets_all():
 def test_replicas_come_and_go_under_their_requests():
     first, second = one("m-1", "0", model="m"), one("m-2", "1", model="m")
     trace = [
-        Request(0.0, "m", 5.0),
+        Arrival(0.0, "m", 5.0),
         Reload(1.0, with_backends(first, second)),
-        Request(2.0, "m", 1.5),
-        Request(3.0, "m", 10.0),
+        Arrival(2.0, "m", 1.5),
+        Arrival(3.0, "m", 10.0),
         Reload(4.0, with_backends(second)),
-        Request(4.5, "m", 1.0),
-        Request(20.0, "m", 1.0),
+        Arrival(4.5, "m", 1.0),
+        Arrival(20.0, "m", 1.0),
     ]
     assert story(trace, with_backends(first), resident=["m-1"])[2:] == [
         "1 reloaded",
@@ -519,7 +519,7 @@ def test_replicas_come_and_go_under_their_requests():
 
 def test_a_new_policy_and_new_limits_hold_at_once():
     patient = replace(TWO, policy="debounce", policy_settings={"quiet": 2.0, "max_hold": 10.0})
-    trace = [Request(0.0, "a", 0.5), Reload(1.0, patient), Request(2.0, "b", 1.0)]
+    trace = [Arrival(0.0, "a", 0.5), Reload(1.0, patient), Arrival(2.0, "b", 1.0)]
     assert "4 draining a" in story(trace, resident=["a"])
 
 
@@ -545,7 +545,7 @@ def any_history(seed):
             trace.append(Reload(at, any_config()))
         else:
             seconds = draw.choice([0.5, 3.25, 40.0]) + number / 1024
-            trace.append(Request(at, draw.choice([*GPUS, "w"]), seconds))
+            trace.append(Arrival(at, draw.choice([*GPUS, "w"]), seconds))
     return start, trace
 
 
@@ -589,7 +589,7 @@ def wild_history(seed):
         match draw.choices(["request", "reload", "unload", "death"], [15, 3, 1, 1])[0]:
             case "request":
                 seconds = draw.choice([0.5, 3.25, 40.0]) + number / 1024 + 1 / 7777
-                trace.append(Request(at, model, seconds, draw.choice([inf, inf, 5.0])))
+                trace.append(Arrival(at, model, seconds, draw.choice([inf, inf, 5.0])))
             case "reload":
                 config = configured(config.backends)
                 trace.append(Reload(at, config))
@@ -651,8 +651,8 @@ def test_the_lines_of_removed_models_end_in_the_order_in_which_their_models_stoo
     names = "bcdefghi"
     config = with_backends(A, *(one(name, "0") for name in names))
     trace = [
-        Request(0.0, "a", 5.0),
-        *(Request(1.0, name, 1.0) for name in names),
+        Arrival(0.0, "a", 5.0),
+        *(Arrival(1.0, name, 1.0) for name in names),
         Reload(2.0, with_backends(A)),
     ]
     log = simulate(config, trace, Engines(), resident=["a"])

@@ -14,7 +14,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host import compose, gpu
 from anvil_mux.host.container import base_url
-from anvil_mux.host.docker import Engine
+from anvil_mux.host.docker import ContainerEngine
 from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import listen_port
 from anvil_mux.host.freed import Memory
@@ -58,7 +58,7 @@ class DockerByHand:
 
     def __init__(self, project: str) -> None:
         self._project = project
-        self._engine = Engine(find_endpoint(os.environ))
+        self._engine = ContainerEngine(find_endpoint(os.environ))
         self._ids: dict[str, str] = {}
 
     def stop(self, backend: Backend) -> None:

@@ -43,18 +43,18 @@ STATE_PAUSE, STATE_LIMIT = 0.25, 180.0
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class DriverAction:
     """An action of the driver: the state that it needs, and those in which it is done."""
 
     needs: str
     done: tuple[str, ...]
 
 
-STEPS = {
-    "lock": Step("running", ("locked", "checkpointed")),
-    "checkpoint": Step("locked", ("checkpointed",)),
-    "restore": Step("checkpointed", ("locked", "running")),
-    "unlock": Step("locked", ("running",)),
+DRIVER_ACTIONS = {
+    "lock": DriverAction("running", ("locked", "checkpointed")),
+    "checkpoint": DriverAction("locked", ("checkpointed",)),
+    "restore": DriverAction("checkpointed", ("locked", "running")),
+    "unlock": DriverAction("locked", ("running",)),
 }
 PASSING = ("checkpointing", "restoring")
 
@@ -146,16 +146,16 @@ class Checkpointer:
                 raise CheckpointFailed(error.message, lost=self._put_back(driver, pids, back)) from error
 
     def _take(self, driver: Driver, action: str, pid: int) -> None:
-        step, state = STEPS[action], self._state(driver, pid)
-        if state in step.done:
+        wanted, state = DRIVER_ACTIONS[action], self._state(driver, pid)
+        if state in wanted.done:
             return
-        if state != step.needs:
-            raise BackendError(f"{action} of process {pid}: it is {state}, not {step.needs}")
+        if state != wanted.needs:
+            raise BackendError(f"{action} of process {pid}: it is {state}, not {wanted.needs}")
         try:
             driver.act(action, pid)
         except BackendError as error:
             with suppress(BackendError):
-                if self._state(driver, pid) in step.done:
+                if self._state(driver, pid) in wanted.done:
                     return
             raise error
 
@@ -165,7 +165,7 @@ class Checkpointer:
         for action in actions:
             for pid in pids:
                 try:
-                    if pid not in lost and self._state(driver, pid) == STEPS[action].needs:
+                    if pid not in lost and self._state(driver, pid) == DRIVER_ACTIONS[action].needs:
                         self._take(driver, action, pid)
                 except BackendError:
                     lost.add(pid)

@@ -26,7 +26,7 @@ from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import compose, gpu
 from anvil_mux.host.container import ALIVE, HALF_REMOVED, Container, base_url, how_it_ended
 from anvil_mux.host.deaths import Deaths
-from anvil_mux.host.docker import Engine, Missing, Refused
+from anvil_mux.host.docker import ContainerEngine, DockerRefused, Missing
 from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import listen_port
 from anvil_mux.host.project import Project
@@ -57,7 +57,7 @@ class ContainerRuntime:
         env = dict(os.environ if environ is None else environ)
         endpoint = find_endpoint(env)
         self._run = run or partial(compose.run, env=compose.environment(env, endpoint), lock=lock)
-        self._engine = Engine(endpoint)
+        self._engine = ContainerEngine(endpoint)
         self._project = Project(config, self._engine)
         self._deaths = Deaths(self._project, self._engine)
         self._looked = False  # whether ``running`` was called
@@ -127,14 +127,14 @@ class ContainerRuntime:
     def _started(self, id: str) -> Container:
         try:
             self._engine.start(id)
-        except Refused as error:
+        except DockerRefused as error:
             self._start_otherwise(id, error)
         container = self._engine.inspect(id)
         if container is None:
             raise Gone(f"container {id[:12]} is gone")
         return container
 
-    def _start_otherwise(self, id: str, refused: Refused) -> None:
+    def _start_otherwise(self, id: str, refused: DockerRefused) -> None:
         """Thaw a container that is only frozen; else raise an error that says what can be done."""
         container = self._engine.inspect(id)
         if container is None or container.status in HALF_REMOVED or isinstance(refused, Missing):
@@ -293,7 +293,7 @@ class ContainerRuntime:
 
 def missing_images(backends: Iterable[Backend], env: Mapping[str, str] | None = None) -> list[str]:
     """A line for each image that Docker does not have; BackendError if it does not answer."""
-    engine = Engine(find_endpoint(os.environ if env is None else env))
+    engine = ContainerEngine(find_endpoint(os.environ if env is None else env))
     images = {backend.service.image: backend.service_name for backend in backends if backend.service.image}
     return [
         f"service {name}: image {image} is not present: docker pull {image}"

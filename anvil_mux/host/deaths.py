@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from anvil_mux.errors import MuxError
 from anvil_mux.host.container import ALIVE, Container, how_it_ended
-from anvil_mux.host.docker import Engine, Stream, read_death
+from anvil_mux.host.docker import ContainerEngine, Stream, read_death
 from anvil_mux.host.project import Project
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
@@ -26,7 +26,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 10.0
 class Deaths:
     """The runs that we answer for: the unexpected end of one is reported."""
 
-    def __init__(self, project: Project, engine: Engine) -> None:
+    def __init__(self, project: Project, engine: ContainerEngine) -> None:
         self._project = project
         self._engine = engine
         self._closed = threading.Event()

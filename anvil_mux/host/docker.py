@@ -1,7 +1,7 @@
 """The Docker Engine API: one request, one answer, and errors by their status.
 
-``Engine`` is all that this program asks of an engine. Podman answers the same requests at a socket of its
-own; where it differs, it is told by ``Libpod-Api-Version``. Nothing here pulls or builds an image.
+``ContainerEngine`` is all that this program asks of one. Podman answers the same requests at a socket of its
+own, and where it differs is known by ``Libpod-Api-Version``. Nothing here pulls or builds an image.
 
 An answer's status says what happened, and its ``message`` is for people only: 304 means that it was so
 already, 404 that there is no such thing, 409 that the state of the container is in the way. A request that
@@ -45,7 +45,7 @@ LONG_ID = re.compile(r"[0-9a-f]{64}")
 Readable = http.client.HTTPResponse | io.BytesIO
 
 
-class Refused(BackendError):
+class DockerRefused(BackendError):
     """The engine answers that it did not do what it was asked for."""
 
     def __init__(self, what: str, answer: int, said: str) -> None:
@@ -53,15 +53,15 @@ class Refused(BackendError):
         self.answer = answer
 
 
-class Missing(Refused):
+class Missing(DockerRefused):
     """The container, or something that it needs, is not there (404)."""
 
 
-class Conflict(Refused):
+class Conflict(DockerRefused):
     """The container is in a state that does not allow it (409)."""
 
 
-REFUSALS: dict[int, type[Refused]] = {404: Missing, 409: Conflict}
+REFUSALS: dict[int, type[DockerRefused]] = {404: Missing, 409: Conflict}
 
 
 class Stream:
@@ -91,7 +91,7 @@ class Stream:
             yield part.decode(errors="replace")
 
 
-class Engine:
+class ContainerEngine:
     """Asks one container engine; every call is bounded in time, and made on a connection of its own."""
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -241,7 +241,7 @@ class Engine:
         with suppress(OSError, http.client.HTTPException):
             said = response.read()
         connection.end()
-        error = REFUSALS.get(response.status, Refused)
+        error = REFUSALS.get(response.status, DockerRefused)
         raise error(_what(method, path), response.status, _message(said))
 
     def _learn(self) -> None:

@@ -187,7 +187,7 @@ class Driver:
 
 
 class Tool(Protocol):
-    """A way to call the driver; Refused where it says no."""
+    """A way to call the driver; DriverRefused where it says no."""
 
     kind: str
 
@@ -196,7 +196,7 @@ class Tool(Protocol):
     def act(self, action: str, pid: int, milliseconds: int) -> None: ...
 
 
-class Refused(Exception):
+class DriverRefused(Exception):
     """The driver says no, in its own words."""
 
 
@@ -242,7 +242,7 @@ class Library:
     def _call(self, name: str, *given: Any) -> None:
         result = getattr(self._cuda, name)(*given)
         if result:
-            raise Refused(f"{name}: {self._error_name(result)}")
+            raise DriverRefused(f"{name}: {self._error_name(result)}")
 
     def _error_name(self, result: int) -> str:
         name = ctypes.c_char_p()
@@ -274,7 +274,7 @@ class Program:
         )
         if done.returncode:
             said = (done.stderr or done.stdout).strip() or f"exited with code {done.returncode}"
-            raise Refused(f"{PROGRAM}: {said}")
+            raise DriverRefused(f"{PROGRAM}: {said}")
         return done.stdout.strip()
 
 
@@ -285,7 +285,7 @@ def find_tool(library: str, program: str) -> Tool:
     except OSError as error:
         path = shutil.which(program)
         if path is None:
-            raise Refused(f"{error}; and there is no program {program} in PATH") from None
+            raise DriverRefused(f"{error}; and there is no program {program} in PATH") from None
         return Program(path)
 
 
@@ -297,7 +297,7 @@ def answer(tool: Tool, question: Mapping[str, Any]) -> object:
             return tool.state(question["pid"])
         case "thread":
             # What the driver says of a process without CUDA is an error like any other.
-            with suppress(Refused, ValueError):
+            with suppress(DriverRefused, ValueError):
                 return tool.thread(question["pid"])
             return 0
         case action:
@@ -319,14 +319,14 @@ def main() -> None:
 
     try:
         tool = find_tool(given.library, given.program)
-    except Refused as refusal:
+    except DriverRefused as refusal:
         say(error=str(refusal))
         return
     say(value=tool.kind)
     for line in sys.stdin:
         try:
             say(value=answer(tool, json.loads(line)))
-        except (Refused, OSError, ValueError) as error:
+        except (DriverRefused, OSError, ValueError) as error:
             say(error=str(error))
 
 

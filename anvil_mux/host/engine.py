@@ -149,7 +149,7 @@ class Never:
     why: str
 
 
-Sight = Ready | NotYet | Never
+Readiness = Ready | NotYet | Never
 
 
 def await_ready(
@@ -238,7 +238,7 @@ class Visit:
     def __exit__(self, *exc: object) -> None:
         self.session.close()
 
-    def look(self) -> Sight:
+    def look(self) -> Readiness:
         try:
             return self._health() or self._models() or Ready()
         except requests.Timeout:
@@ -258,12 +258,12 @@ class Visit:
     def _says_well(self, status: int) -> bool:
         return status < 300 or (status in (404, 405, 501) and not self.engine.must_have_health)
 
-    def _health(self) -> Sight | None:
+    def _health(self) -> Readiness | None:
         path = self.engine.health
         status, _ = self.ask("GET", path)
         return None if self._says_well(status) else NotYet(f"{self.place}: GET {path} answers {status}")
 
-    def _models(self) -> Sight | None:
+    def _models(self) -> Readiness | None:
         path = self.engine.models
         status, body = self.ask("GET", path)
         if status in (401, 403):
@@ -277,7 +277,7 @@ class Visit:
             return NotYet(f"{self.place}: GET {path} answers {status}")
         return self._judge(_model_ids(body))
 
-    def _judge(self, ids: list[str]) -> Sight | None:
+    def _judge(self, ids: list[str]) -> Readiness | None:
         if not ids:
             return NotYet(f"{self.place} lists no model yet")
         if any(self._means(reported) for reported in ids):
@@ -298,7 +298,7 @@ class Visit:
         told = _told(self.backend.service) if self.engine.names_file else ()
         return PurePosixPath(reported).name in told
 
-    def probe(self) -> Sight | None:
+    def probe(self) -> Readiness | None:
         """Ask for one token or embedding, whichever route the engine has; None if it was answered."""
         why, routes = "", 0
         for path, body in _probes(self.model):

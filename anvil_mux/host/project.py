@@ -17,7 +17,7 @@ from contextlib import suppress
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.container import ALIVE, Container
-from anvil_mux.host.docker import Engine
+from anvil_mux.host.docker import ContainerEngine
 from anvil_mux.host.endpoint import Unreachable
 from anvil_mux.host.seam import HostConfig
 
@@ -25,7 +25,7 @@ from anvil_mux.host.seam import HostConfig
 class Project:
     """The containers of a project. Any thread; calls for different backends run side by side."""
 
-    def __init__(self, config: HostConfig, engine: Engine) -> None:
+    def __init__(self, config: HostConfig, engine: ContainerEngine) -> None:
         self.config = config
         self._engine = engine
         self._served = {backend.name: backend for backend in config.backends}

@@ -10,7 +10,7 @@ from statistics import median
 
 from anvil_mux.scheduler.causes import ADOPTED
 from anvil_mux.scheduler.events import Event
-from anvil_mux.sim.simulate import Request
+from anvil_mux.sim.simulate import Arrival
 from anvil_mux.sim.workload import Workload
 from anvil_mux.telemetry.eventlog import BadLog, LoggedRun, whole
 from anvil_mux.telemetry.situation import Situation
@@ -53,7 +53,7 @@ class _LearnedClients:
     """A fold over the events of runs."""
 
     def __init__(self) -> None:
-        self.requests: list[tuple[_Order, Request]] = []
+        self.requests: list[tuple[_Order, Arrival]] = []
         self._loads: defaultdict[str, list[float]] = defaultdict(list)
         """The loads by model."""
         self._stops: list[float] = []
@@ -143,7 +143,7 @@ class _LearnedClients:
     def _add(self, event: Event, seconds: float, patience: float = math.inf, leases: bool = True) -> None:
         """Add ``seconds`` of service, nan where they are not known."""
         at = max(event.at - event.seconds - self._origin, self._begins)
-        request = Request(at, event.model, seconds, patience, leases)
+        request = Arrival(at, event.model, seconds, patience, leases)
         self.requests.append(((at, self._runs, event.ticket), request))
 
     def workload(self, name: str) -> Workload:
@@ -164,7 +164,7 @@ class _LearnedClients:
         )
 
 
-def _guessed(request: Request, usual: Mapping[str, float]) -> Request:
+def _guessed(request: Arrival, usual: Mapping[str, float]) -> Arrival:
     if not math.isnan(request.seconds):
         return request
     return request._replace(seconds=usual.get(request.model, usual[""]))

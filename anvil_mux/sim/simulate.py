@@ -37,7 +37,7 @@ from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, L
 from anvil_mux.telemetry.situation import Situation
 
 
-class Request(NamedTuple):
+class Arrival(NamedTuple):
     """A request arrives ``at`` a moment, holds its lease for ``seconds``, and leaves when out of patience."""
 
     at: float
@@ -93,7 +93,7 @@ class HostGone(NamedTuple):
     host: str
 
 
-TraceEntry = Request | Unloading | Death | Reload | HostLost | HostBack | HostGone
+TraceEntry = Arrival | Unloading | Death | Reload | HostLost | HostBack | HostGone
 
 
 class Outcome(NamedTuple):
@@ -115,7 +115,7 @@ Perform = Callable[[Step, int], Outcome]
 That of a ``Cancel`` is how long its load still takes then. One that ends before that ends as it would have.
 """
 
-Follow = Callable[[Request, float], Iterable[Request]]
+Follow = Callable[[Arrival, float], Iterable[Arrival]]
 """The requests that the end of one, answered or not, leads to; they come at that moment or later."""
 
 
@@ -227,7 +227,7 @@ class _Simulation:
             while heap and heap[0][0] <= entry.at:
                 now, _, call, argument = heappop(heap)
                 call(now, argument)
-            if isinstance(entry, Request):
+            if isinstance(entry, Arrival):
                 self._arrive(entry)
             else:
                 self._carry_out(self._tell(entry), entry.at)
@@ -256,7 +256,7 @@ class _Simulation:
 
     # Requests
 
-    def _arrive(self, request: Request) -> None:
+    def _arrive(self, request: Arrival) -> None:
         now, model = request.at, request.model
         if model not in self._scheduler.layout.served:
             self._follow_up(now, request)
@@ -278,7 +278,7 @@ class _Simulation:
                 self._at(now + request.patience, self._leave, ticket)
         self._carry_out(effects, now)
 
-    def _arrive_late(self, now: float, request: Request) -> None:
+    def _arrive_late(self, now: float, request: Arrival) -> None:
         self._open -= 1
         self._arrive(request)
 
@@ -322,7 +322,7 @@ class _Simulation:
         self._open -= 1
         self._follow_up(now, ticket.wake)
 
-    def _follow_up(self, now: float, request: Request) -> None:
+    def _follow_up(self, now: float, request: Arrival) -> None:
         """The request has ended."""
         if self._follow:
             for later in self._follow(request, now):

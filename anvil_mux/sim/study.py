@@ -21,7 +21,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES, build_policy
 from anvil_mux.sim import replay, workload
 from anvil_mux.sim.figures import Figures, figures
-from anvil_mux.sim.simulate import Request, check, simulate
+from anvil_mux.sim.simulate import Arrival, check, simulate
 from anvil_mux.sim.workload import PROFILES, SEEDED, BadWorkload, Workload
 from anvil_mux.telemetry import eventlog
 
@@ -169,7 +169,7 @@ class _Ends:
         self.count = 0
         self._follow = made.follow and made.follow()
 
-    def __call__(self, request: Request, now: float) -> Iterable[Request]:
+    def __call__(self, request: Arrival, now: float) -> Iterable[Arrival]:
         self.count += 1
         return self._follow(request, now) if self._follow else ()
 

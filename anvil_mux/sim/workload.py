@@ -31,7 +31,7 @@ from typing import Any
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import MuxError
-from anvil_mux.sim.simulate import Engines, Follow, Request
+from anvil_mux.sim.simulate import Arrival, Engines, Follow
 from anvil_mux.telemetry.eventlog import UNREADABLE, lines
 
 SHIPPED = Path(__file__).parent / "workloads"
@@ -49,7 +49,7 @@ class Workload:
     name: str
     load_seconds: Mapping[str, float]
     """The seconds of a load, of every model that is asked for."""
-    requests: tuple[Request, ...]
+    requests: tuple[Arrival, ...]
     """The requests whose moments are known, in their order."""
     follow: Callable[[], Follow] | None = None
     """Makes a fresh ``follow`` for one run: the requests that depend on answers."""
@@ -79,14 +79,14 @@ class Workload:
 class Rounds:
     """Clients that send the next round when all requests of the one before have ended.
 
-    ``Request.at`` counts from the beginning of its round. The first round is that of ``Workload.requests``.
+    ``Arrival.at`` counts from the beginning of its round. The first round is that of ``Workload.requests``.
     """
 
-    def __init__(self, rounds: Iterable[Sequence[Request]]) -> None:
+    def __init__(self, rounds: Iterable[Sequence[Arrival]]) -> None:
         self._rounds = iter(rounds)
         self._open = len(next(self._rounds))
 
-    def __call__(self, request: Request, now: float) -> Sequence[Request]:
+    def __call__(self, request: Arrival, now: float) -> Sequence[Arrival]:
         self._open -= 1
         if self._open:
             return ()
@@ -98,13 +98,13 @@ class Rounds:
 class Sessions:
     """Clients that each send their next request some time after the answer to the one before.
 
-    ``Request.at`` counts from that answer; by ``Request.sender``.
+    ``Arrival.at`` counts from that answer; by ``Arrival.sender``.
     """
 
-    def __init__(self, rest: Mapping[object, Iterable[Request]]) -> None:
+    def __init__(self, rest: Mapping[object, Iterable[Arrival]]) -> None:
         self._rest = {sender: iter(requests) for sender, requests in rest.items()}
 
-    def __call__(self, request: Request, now: float) -> Sequence[Request]:
+    def __call__(self, request: Arrival, now: float) -> Sequence[Arrival]:
         for following in self._rest.get(request.sender, ()):
             return (_later(following, now),)
         return ()
@@ -116,11 +116,11 @@ class Tireless:
     def __init__(self, until: float) -> None:
         self._until = until
 
-    def __call__(self, request: Request, now: float) -> Sequence[Request]:
+    def __call__(self, request: Arrival, now: float) -> Sequence[Arrival]:
         return (request._replace(at=now),) if now < self._until else ()
 
 
-def _later(request: Request, now: float) -> Request:
+def _later(request: Arrival, now: float) -> Arrival:
     return request._replace(at=now + request.at)
 
 
@@ -130,16 +130,16 @@ LOADS = {"a": 3.0, "b": 9.0}
 SERVICE_SECONDS = 0.5
 
 
-def _profile(name: str, requests: Iterable[Request], follow: Callable[[], Follow] | None = None) -> Workload:
+def _profile(name: str, requests: Iterable[Arrival], follow: Callable[[], Follow] | None = None) -> Workload:
     return Workload(name, LOADS, tuple(requests), follow, resident=("a",))
 
 
-def _in_rounds(name: str, rounds: Sequence[Sequence[Request]]) -> Workload:
+def _in_rounds(name: str, rounds: Sequence[Sequence[Arrival]]) -> Workload:
     return _profile(name, rounds[0], partial(Rounds, rounds))
 
 
-def _ask(model: str, at: float = 0.0) -> Request:
-    return Request(at, model, SERVICE_SECONDS)
+def _ask(model: str, at: float = 0.0) -> Arrival:
+    return Arrival(at, model, SERVICE_SECONDS)
 
 
 def single(seed: int = 0) -> Workload:
@@ -178,11 +178,11 @@ def mixed(seed: int = 0) -> Workload:
     return _profile("mixed", merge(*arrivals))
 
 
-def _arrivals(model: str, rate: float, seed: int) -> Iterator[Request]:
+def _arrivals(model: str, rate: float, seed: int) -> Iterator[Arrival]:
     draw = random.Random(f"mixed {model} {seed}")
     at = draw.expovariate(rate)
     while at < MIXED_SECONDS:
-        yield Request(at, model, draw.lognormvariate(math.log(MIXED_MEDIAN), MIXED_SIGMA))
+        yield Arrival(at, model, draw.lognormvariate(math.log(MIXED_MEDIAN), MIXED_SIGMA))
         at += draw.expovariate(rate)
 
 
@@ -258,8 +258,8 @@ class _WorkloadReader:
         """The number of the last line."""
         self._header: dict[str, Any] = {}
         self._load_seconds: dict[str, float] = {}
-        self._requests: list[Request] = []
-        self._sessions: dict[object, list[Request]] = {}
+        self._requests: list[Arrival] = []
+        self._sessions: dict[object, list[Arrival]] = {}
 
     def take(self, line: str) -> None:
         self.number += 1
@@ -302,7 +302,7 @@ class _WorkloadReader:
             raise ValueError(f"session must be text or a number, not {json.dumps(session)}")
         earlier = self._sessions.get(session)
         moment = _seconds(said, "at" if earlier is None else "think")
-        request = Request(moment, model, _seconds(said, "seconds"), sender=session)
+        request = Arrival(moment, model, _seconds(said, "seconds"), sender=session)
         if earlier is not None:
             earlier.append(request)
             return

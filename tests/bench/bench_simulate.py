@@ -33,7 +33,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.sim import study
 from anvil_mux.sim.figures import figures
-from anvil_mux.sim.simulate import Request, check, simulate
+from anvil_mux.sim.simulate import Arrival, check, simulate
 from anvil_mux.sim.study import Case
 from anvil_mux.sim.workload import Workload
 
@@ -78,7 +78,7 @@ def _poisson(
     models = draw.choices(list(shares), list(shares.values()), k=count)
     for model in models:
         now += draw.expovariate(rate)
-        requests.append(Request(now, model, draw.lognormvariate(0.0, 0.8)))
+        requests.append(Arrival(now, model, draw.lognormvariate(0.0, 0.8)))
     made = Workload(name, dict.fromkeys(shares, 5.0), tuple(requests), stop_seconds=1.0)
     return Case(made, Config(tuple(Backend(model, model, where) for model, where in gpus.items())))
 

@@ -45,7 +45,7 @@ from typing import NamedTuple
 from anvil_mux.config.config import Config
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import FOREVER, Decision, Snapshot, Stay, SwapTo, Unload
-from anvil_mux.sim.simulate import Request, simulate
+from anvil_mux.sim.simulate import Arrival, simulate
 from anvil_mux.sim.workload import Workload
 
 MOST_REQUESTS = 12
@@ -126,28 +126,28 @@ def instance(seed: int) -> Workload:
 
 def _poisson(
     draw: random.Random, models: Sequence[str], shares: Sequence[float], load: float
-) -> Iterator[Request]:
+) -> Iterator[Arrival]:
     gap, now = load * _log_uniform(draw, 0.1, 3.0), 0.0
     while True:
         now += draw.expovariate(1 / gap)
-        yield Request(_tick(now), draw.choices(models, shares)[0], _service(draw))
+        yield Arrival(_tick(now), draw.choices(models, shares)[0], _service(draw))
 
 
 def _bursts(
     draw: random.Random, models: Sequence[str], shares: Sequence[float], load: float
-) -> Iterator[Request]:
+) -> Iterator[Arrival]:
     gap, begin = load * _log_uniform(draw, 0.3, 5.0), 0.0
     while True:
         begin += draw.expovariate(1 / gap)
         now, model = begin, draw.choices(models, shares)[0]
         for _ in range(draw.randint(1, 6)):
-            yield Request(_tick(now), model, _service(draw))
+            yield Arrival(_tick(now), model, _service(draw))
             now += draw.expovariate(1 / 0.1)
 
 
 def _sessions(
     draw: random.Random, models: Sequence[str], shares: Sequence[float], load: float
-) -> Iterator[Request]:
+) -> Iterator[Arrival]:
     pause, change = load * _log_uniform(draw, 0.1, 3.0), draw.random()
     clients = draw.randint(1, 3)
     turns = [(draw.expovariate(1 / pause), model) for model in draw.choices(models, shares, k=clients)]
@@ -155,7 +155,7 @@ def _sessions(
         turn = now, model = min(turns)
         turns.remove(turn)
         seconds = _service(draw)
-        yield Request(_tick(now), model, seconds)
+        yield Arrival(_tick(now), model, seconds)
         if draw.random() < change:
             model = draw.choices(models, shares)[0]
         turns.append((now + seconds + draw.expovariate(1 / pause), model))

@@ -9,7 +9,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.scheduler.policies import POLICIES, Stay, SwapTo, Unload
-from anvil_mux.sim.simulate import Request, check, simulate
+from anvil_mux.sim.simulate import Arrival, check, simulate
 from anvil_mux.sim.workload import Rounds, Workload
 from tests.bench.clairvoyant import (
     MOST_REQUESTS,
@@ -41,7 +41,7 @@ def small(*requests, resident=("a",), **loads):
 
 
 def test_a_plan_waits_for_a_request_that_the_resident_can_still_serve():
-    made = small(Request(0.25, "b", 1.0), Request(0.75, "a", 1.0), a=8.0, b=2.0)
+    made = small(Arrival(0.25, "b", 1.0), Arrival(0.75, "a", 1.0), a=8.0, b=2.0)
     plan = best(made)
     assert plan.total_wait == (1.75 - 0.25) + 1.0 + 2.0
     (swap,) = plan.moves
@@ -50,7 +50,7 @@ def test_a_plan_waits_for_a_request_that_the_resident_can_still_serve():
 
 
 def test_a_plan_ahead_of_time_puts_out_what_is_not_needed_any_more_before_anybody_waits():
-    made = small(Request(1.0, "a", 2.0), Request(10.0, "b", 1.0), a=8.0, b=4.0)
+    made = small(Arrival(1.0, "a", 2.0), Arrival(10.0, "b", 1.0), a=8.0, b=4.0)
     assert best(made, ahead=True).total_wait == 4.0
     assert [(move.model, move.unload) for move in best(made, ahead=True).moves] == [("a", True), ("b", False)]
     assert best(made).total_wait == 1.0 + 4.0
@@ -58,14 +58,14 @@ def test_a_plan_ahead_of_time_puts_out_what_is_not_needed_any_more_before_anybod
 
 
 def test_a_plan_begins_on_an_empty_gpu_where_nothing_is_resident():
-    made = small(Request(1.0, "a", 2.0), Request(1.5, "b", 1.0), a=8.0, b=4.0, resident=())
+    made = small(Arrival(1.0, "a", 2.0), Arrival(1.5, "b", 1.0), a=8.0, b=4.0, resident=())
     assert best(made).total_wait == 4.0 + (5.5 + 1.0 + 1.0 + 8.0 - 1.0)
     assert under(made, "eager") == 8.0 + (9.0 + 2.0 + 1.0 + 4.0 - 1.5)
     assert total_wait(run(made, following(made.config(), best(made)))) == best(made).total_wait
 
 
 def test_nobody_waits_when_all_ask_for_the_resident():
-    made = small(Request(1.0, "a", 2.0), Request(1.0, "a", 2.0), a=8.0, b=4.0)
+    made = small(Arrival(1.0, "a", 2.0), Arrival(1.0, "a", 2.0), a=8.0, b=4.0)
     assert best(made).total_wait == 0.0
     assert best(made).moves == ()
 
@@ -214,7 +214,7 @@ def coarse(made):
     def steps(seconds):
         return 2.0 * round(seconds / 2.0 + 0.5)
 
-    requests = [Request(4.0 * (r.at // 8.0), r.model, steps(r.seconds)) for r in made.requests]
+    requests = [Arrival(4.0 * (r.at // 8.0), r.model, steps(r.seconds)) for r in made.requests]
     loads = {model: steps(seconds) for model, seconds in made.load_seconds.items()}
     return replace(made, requests=tuple(requests), load_seconds=loads, stop_seconds=2.0)
 
@@ -241,10 +241,10 @@ def test_a_best_plan_is_as_good_as_the_best_of_all_sequences_of_decisions(kind, 
         assert plan.total_wait == total_wait(run(made, following(made.config(), plan))), seed
 
 
-@pytest.mark.parametrize(("ahead", "before"), [(True, ()), (False, ()), (False, (Request(0.75, "b", 0.5),))])
+@pytest.mark.parametrize(("ahead", "before"), [(True, ()), (False, ()), (False, (Arrival(0.75, "b", 0.5),))])
 def test_requests_of_one_moment_are_told_apart_where_the_policy_is_asked_between_them(ahead, before):
     """The second request for a runs for so long that it is better not served at first."""
-    requests = Request(1.0, "a", 0.5), Request(1.0, "a", 20.0), Request(1.0, "b", 0.5)
+    requests = Arrival(1.0, "a", 0.5), Arrival(1.0, "a", 20.0), Arrival(1.0, "b", 0.5)
     totals = set()
     for order in permutations(requests):
         made = small(*before, *order, a=2.0, b=4.0)
@@ -256,7 +256,7 @@ def test_requests_of_one_moment_are_told_apart_where_the_policy_is_asked_between
 
 
 def test_the_gate_may_close_before_a_request_that_comes_when_the_model_is_ready():
-    early, later, late = Request(0.0, "b", 0.5), Request(1.0, "a", 0.5), Request(5.0, "b", 20.0)
+    early, later, late = Arrival(0.0, "b", 0.5), Arrival(1.0, "a", 0.5), Arrival(5.0, "b", 20.0)
     made = small(early, early, early, later, later, late, resident=("c",), a=8.0, b=4.0, c=1.0)
     plan = best(made, ahead=False)
     assert plan.moves[:2] == (Move(0.0, "b", waiting=3), Move(5.0, "a", waiting=2))
@@ -285,7 +285,7 @@ def test_a_plan_is_made_for_what_a_user_has():
     """Backends with other names than their models, and moments that are no multiples of anything."""
     backends = Backend("one", "a", ("0",)), Backend("two", "b", ("0",)), Backend("elsewhere", "c", ("1",))
     config = Config(backends=backends)
-    made = small(*(Request(0.1 * n, "aab"[n % 3], 0.7) for n in range(12)), a=3.3, b=2.1, c=5.0)
+    made = small(*(Arrival(0.1 * n, "aab"[n % 3], 0.7) for n in range(12)), a=3.3, b=2.1, c=5.0)
     plan = plan_for(made, config)
     assert plan == best(made)
     assert total_wait(run(made, following(config, plan))) == pytest.approx(plan.total_wait, abs=1e-9)
@@ -313,7 +313,7 @@ def test_no_bound_comes_before_a_plan(of_backends, of_all):
         assert total_wait(log) == plan.total_wait, seed
 
 
-A, B = Request(0.0, "a", 1.0), Request(1.0, "b", 1.0)
+A, B = Arrival(0.0, "a", 1.0), Arrival(1.0, "b", 1.0)
 TWO = small(A, B, a=3.0, b=4.0)
 HALF = (Backend("a", "a", ("0",), vram=5), Backend("b", "b", ("0",), vram=5))
 
@@ -324,7 +324,7 @@ HALF = (Backend("a", "a", ("0",), vram=5), Backend("b", "b", ("0",), vram=5))
         (replace(TWO, follow=lambda: Rounds([[A, B]])), {}, "small: has clients that wait for their answers"),
         (replace(TWO, requests=(A,) * 13), {}, "has 13 requests, and 1 to 12 can be searched"),
         (replace(TWO, requests=()), {}, "has 0 requests"),
-        (small(*(Request(0.0, m, 1.0) for m in "abcd"), a=1.0, b=1.0, c=1.0, d=1.0), {}, "asks for 4 models"),
+        (small(*(Arrival(0.0, m, 1.0) for m in "abcd"), a=1.0, b=1.0, c=1.0, d=1.0), {}, "asks for 4 models"),
         (replace(TWO, requests=(A._replace(patience=3.0), B)), {}, "do not wait until they are served"),
         (replace(TWO, requests=(A._replace(leases=False), B)), {}, "do not wait until they are served"),
         (TWO, {"drain_timeout": 0.5}, "longer than drain_timeout, 0.5 s, and could be severed"),

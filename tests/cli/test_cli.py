@@ -40,7 +40,7 @@ from anvil_mux.serve.locking import locked
 from anvil_mux.serve.options import CannotServe
 from anvil_mux.serve.terminal import short
 from anvil_mux.sim import plot, study
-from anvil_mux.sim.simulate import Engines, Request, simulate
+from anvil_mux.sim.simulate import Arrival, Engines, simulate
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import eventlog
 from tests.running import Running, begin, seen, serve, serving
@@ -409,7 +409,7 @@ def event_log(file: Path, config: Config, log: Sequence[Event]) -> str:
 
 
 WORLD = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))), policy="eager")
-EVENTS = simulate(WORLD, [Request(1.0, "a", 4.0), Request(2.0, "b", 1.0)], Engines({"a": 3.0, "b": 6.0}))
+EVENTS = simulate(WORLD, [Arrival(1.0, "a", 4.0), Arrival(2.0, "b", 1.0)], Engines({"a": 3.0, "b": 6.0}))
 
 
 def test_simulate_compares_policies_on_profiles(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host.containers import ContainerRuntime
-from anvil_mux.host.docker import Engine as Docker
+from anvil_mux.host.docker import ContainerEngine as Docker
 from anvil_mux.host.endpoint import Endpoint
 from anvil_mux.host.engine import await_ready
 from anvil_mux.host.swap import Swapper

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from anvil_mux.errors import BackendError
-from anvil_mux.host.docker import Conflict, Engine, Missing, Refused, read_death
+from anvil_mux.host.docker import Conflict, ContainerEngine, DockerRefused, Missing, read_death
 from anvil_mux.host.endpoint import Endpoint, Unreachable
 from tests.host.docker_stand_in import AWAY, Docker
 
@@ -32,11 +32,11 @@ def test_an_event_is_read(line: str, death: tuple[str, int | None]):
 
 
 @pytest.fixture
-def engine(docker: Docker) -> Engine:
-    return Engine(Endpoint(docker.host))
+def engine(docker: Docker) -> ContainerEngine:
+    return ContainerEngine(Endpoint(docker.host))
 
 
-def test_the_containers_of_a_project_are_listed_without_one_off_runs(docker: Docker, engine: Engine):
+def test_the_containers_of_a_project_are_listed_without_one_off_runs(docker: Docker, engine: ContainerEngine):
     docker.add("c1", "a")
     docker.add("c2", "b", status="exited")
     assert engine.containers("p") == [("c1", "a"), ("c2", "b")]
@@ -46,13 +46,13 @@ def test_the_containers_of_a_project_are_listed_without_one_off_runs(docker: Doc
     assert json.loads(docker.asked["filters"]) == {"label": [*ours, "com.docker.compose.service=b"]}
 
 
-def test_a_grace_is_rounded_up(docker: Docker, engine: Engine):
+def test_a_grace_is_rounded_up(docker: Docker, engine: ContainerEngine):
     docker.add("c1")
     engine.stop("c1", 3.5)
     assert docker.asked == {"t": "4"}
 
 
-def test_what_was_so_already_is_no_error(docker: Docker, engine: Engine):
+def test_what_was_so_already_is_no_error(docker: Docker, engine: ContainerEngine):
     docker.add("c1")
     engine.start("c1")
     docker.fails["stop"] = [(304, "")]
@@ -60,44 +60,47 @@ def test_what_was_so_already_is_no_error(docker: Docker, engine: Engine):
 
 
 @pytest.mark.parametrize(
-    ("status", "error"), [(400, Refused), (404, Missing), (409, Conflict), (500, Refused), (503, Refused)]
+    ("status", "error"),
+    [(400, DockerRefused), (404, Missing), (409, Conflict), (500, DockerRefused), (503, DockerRefused)],
 )
 def test_an_error_is_told_by_its_status_and_said_in_its_message(
-    docker: Docker, engine: Engine, status: int, error: type[Refused]
+    docker: Docker, engine: ContainerEngine, status: int, error: type[DockerRefused]
 ):
     docker.add("c1")
     docker.fails["kill"] = [(status, "it is\nso.")]
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(DockerRefused) as caught:
         engine.kill("c1")
     assert (type(caught.value), caught.value.answer) == (error, status)
     assert caught.value.message == f"Docker answers {status} to POST /containers/c1/kill: it is so"
 
 
-def test_a_long_id_is_cut_in_errors(engine: Engine):
+def test_a_long_id_is_cut_in_errors(engine: ContainerEngine):
     with pytest.raises(Missing, match="POST /containers/000000000000/start: No such container"):
         engine.start("0" * 64)
 
 
-def test_what_is_gone_has_nothing_to_inspect_and_no_processes(engine: Engine):
+def test_what_is_gone_has_nothing_to_inspect_and_no_processes(engine: ContainerEngine):
     assert engine.inspect("c1") is None
     assert engine.processes("c1") == []
 
 
 @pytest.mark.parametrize("podman", [False, True])
-def test_processes_are_asked_for_by_their_ids_on_the_host(docker: Docker, engine: Engine, podman: bool):
+def test_processes_are_asked_for_by_their_ids_on_the_host(
+    docker: Docker, engine: ContainerEngine, podman: bool
+):
     docker.podman = podman
     docker.add("c1")
     assert engine.processes("c1") == [4711, 4712]
 
 
 @pytest.mark.parametrize("name", ["llama:1", "registry:5000/team/llama@sha256:0a"])
-def test_an_image_is_there_or_not(docker: Docker, engine: Engine, name: str):
+def test_an_image_is_there_or_not(docker: Docker, engine: ContainerEngine, name: str):
     assert engine.has_image(name) is (name == "llama:1")
     docker.images = {name}
     assert engine.has_image(name)
 
 
-def test_the_runtimes_are_listed(docker: Docker, engine: Engine):
+def test_the_runtimes_are_listed(docker: Docker, engine: ContainerEngine):
     docker.runtimes = ("runc", "nvidia")
     assert engine.runtimes() == ["runc", "nvidia"]
 
@@ -106,7 +109,9 @@ def test_the_runtimes_are_listed(docker: Docker, engine: Engine):
 
 
 @pytest.mark.parametrize("tty", [False, True])
-def test_a_log_has_the_lines_of_both_streams_in_their_order(docker: Docker, engine: Engine, tty: bool):
+def test_a_log_has_the_lines_of_both_streams_in_their_order(
+    docker: Docker, engine: ContainerEngine, tty: bool
+):
     docker.add("c1")
     docker.containers["c1"]["Config"]["Tty"] = tty
     docker.logs = [(1, "one\r\nt"), (1, "wo\n"), (2, ""), (2, "three\n"), (1, "fo\u00fcr")]
@@ -120,7 +125,7 @@ def test_a_log_has_the_lines_of_both_streams_in_their_order(docker: Docker, engi
     assert docker.asked == {"stdout": "1", "stderr": "1", "tail": "100", "follow": "1"}
 
 
-def test_what_a_log_says_about_itself_may_be_cut_short(docker: Docker, engine: Engine):
+def test_what_a_log_says_about_itself_may_be_cut_short(docker: Docker, engine: ContainerEngine):
     docker.add("c1")
     container = engine.inspect("c1")
     assert container is not None
@@ -132,7 +137,7 @@ def test_what_a_log_says_about_itself_may_be_cut_short(docker: Docker, engine: E
 # Events
 
 
-def test_ends_are_asked_for_by_the_words_of_docker_and_podman(docker: Docker, engine: Engine):
+def test_ends_are_asked_for_by_the_words_of_docker_and_podman(docker: Docker, engine: ContainerEngine):
     with engine.deaths("p", 12.3456) as events:
         filters = json.loads(docker.asked["filters"])
         into = docker.next_events()
@@ -155,31 +160,31 @@ def test_ends_are_asked_for_by_the_words_of_docker_and_podman(docker: Docker, en
 
 @pytest.mark.parametrize(("theirs", "spoken"), [("1.40", "1.40"), ("1.41", "1.41"), ("1.99", "1.52")])
 def test_the_newest_version_that_both_know_is_spoken(
-    docker: Docker, engine: Engine, theirs: str, spoken: str
+    docker: Docker, engine: ContainerEngine, theirs: str, spoken: str
 ):
     docker.version = theirs
     engine.ping()
     assert engine._version == spoken
 
 
-def test_an_engine_that_is_too_old_is_refused(docker: Docker, engine: Engine):
+def test_an_engine_that_is_too_old_is_refused(docker: Docker, engine: ContainerEngine):
     docker.version = "1.39"
     with pytest.raises(Unreachable, match=r"API is 1\.39, and 1\.40 is needed: update Docker to 19\.03"):
         engine.ping()
 
 
 def test_an_engine_of_another_version_since_is_understood_from_the_next_question_on(
-    docker: Docker, engine: Engine
+    docker: Docker, engine: ContainerEngine
 ):
     docker.add("c1")
     assert engine.inspect("c1")
     docker.version = "1.44"
-    with pytest.raises(Refused, match="too new"):
+    with pytest.raises(DockerRefused, match="too new"):
         engine.inspect("c1")
     assert engine.inspect("c1")
 
 
-def test_an_engine_that_closes_the_connection_has_not_answered(docker: Docker, engine: Engine):
+def test_an_engine_that_closes_the_connection_has_not_answered(docker: Docker, engine: ContainerEngine):
     docker.fails["ps"] = [AWAY]
     with pytest.raises(
         Unreachable, match=r"did not answer GET /v1.41/containers/json: .*Start dockerd, or set"
@@ -188,7 +193,7 @@ def test_an_engine_that_closes_the_connection_has_not_answered(docker: Docker, e
 
 
 def test_an_engine_that_takes_too_long_may_be_stuck(
-    docker: Docker, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    docker: Docker, engine: ContainerEngine, monkeypatch: pytest.MonkeyPatch
 ):
     engine.ping()
     with socket.socket(socket.AF_UNIX) as silent:
@@ -200,7 +205,7 @@ def test_an_engine_that_takes_too_long_may_be_stuck(
             engine.stop("c1", 0.0)
 
 
-def test_what_is_no_docker_engine_is_told_so(docker: Docker, engine: Engine):
+def test_what_is_no_docker_engine_is_told_so(docker: Docker, engine: ContainerEngine):
     docker.version = ""
     with pytest.raises(BackendError, match=r"what answers at unix://.*docker.sock is no Docker Engine"):
         engine.ping()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from anvil_mux.host import endpoint
-from anvil_mux.host.docker import Engine
+from anvil_mux.host.docker import ContainerEngine
 from anvil_mux.host.endpoint import Connection, Endpoint, Tls, Unreachable, find_endpoint, ssh_command
 from tests.host.docker_stand_in import PATIENCE, Docker
 
@@ -91,7 +91,7 @@ def test_a_context_brings_its_certificates(tmp_path: Path):
 
 def test_a_context_that_is_not_there_is_named_when_the_engine_is_asked(home: Path):
     with pytest.raises(Unreachable, match="there is no docker context typo: `docker context ls` lists"):
-        Engine(find_endpoint(environ(home, DOCKER_CONTEXT="typo"))).ping()
+        ContainerEngine(find_endpoint(environ(home, DOCKER_CONTEXT="typo"))).ping()
 
 
 def test_podman_is_found_where_docker_is_not(home: Path):
@@ -122,7 +122,7 @@ def test_what_cannot_be_reached_says_why_and_what_to_do(address: str, why: str):
     with pytest.raises(
         Unreachable, match=f"Cannot connect to the Docker daemon at {address}: {why}.*or set DOCKER_HOST"
     ):
-        Engine(Endpoint(address)).ping()
+        ContainerEngine(Endpoint(address)).ping()
 
 
 def test_a_socket_that_others_own_names_the_group(docker: Docker, monkeypatch: pytest.MonkeyPatch):
@@ -131,7 +131,7 @@ def test_a_socket_that_others_own_names_the_group(docker: Docker, monkeypatch: p
 
     monkeypatch.setattr(Connection, "_connected", refuse)
     with pytest.raises(Unreachable, match=r"Permission denied\. Add this user to the group docker"):
-        Engine(Endpoint(docker.host)).ping()
+        ContainerEngine(Endpoint(docker.host)).ping()
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def relayed(docker: Docker, context: ssl.SSLContext | None = None) -> Iterator[i
 def test_an_engine_is_reached_by_tcp(docker: Docker):
     docker.add("c1")
     with relayed(docker) as port:
-        assert Engine(Endpoint(f"tcp://127.0.0.1:{port}")).containers("p") == [("c1", "a")]
+        assert ContainerEngine(Endpoint(f"tcp://127.0.0.1:{port}")).containers("p") == [("c1", "a")]
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_an_engine_behind_tls_is_reached_with_the_certificates_of_both(docker: D
     with relayed(docker, server) as port:
         address = f"tcp://127.0.0.1:{port}"
         for tls in (Tls(str(certificates)), Tls(str(certificates), verify=False)):
-            assert Engine(Endpoint(address, tls)).containers("p") == [("c1", "a")]
+            assert ContainerEngine(Endpoint(address, tls)).containers("p") == [("c1", "a")]
 
 
 def test_an_engine_that_is_another_behind_tls_is_not_asked(
@@ -200,7 +200,7 @@ def test_an_engine_that_is_another_behind_tls_is_not_asked(
     server.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
     refused = pytest.raises(Unreachable, match=r"(?i)certificate.*DOCKER_CERT_PATH names the folder")
     with relayed(docker, server) as port, refused:
-        Engine(Endpoint(f"tcp://127.0.0.1:{port}", Tls(str(tmp_path)))).ping()
+        ContainerEngine(Endpoint(f"tcp://127.0.0.1:{port}", Tls(str(tmp_path)))).ping()
     assert docker.commands == []
 
 
@@ -245,7 +245,7 @@ def test_an_engine_is_reached_by_ssh(docker: Docker, tmp_path: Path, monkeypatch
     ssh_program(tmp_path, RELAY, monkeypatch)
     monkeypatch.setenv("STAND_IN", str(docker.path))
     docker.add("c1")
-    engine = Engine(Endpoint("ssh://gpu"))
+    engine = ContainerEngine(Endpoint("ssh://gpu"))
     assert engine.containers("p") == [("c1", "a")]
     with engine.deaths("p", 0.0) as events:
         into = docker.next_events()
@@ -262,10 +262,10 @@ def test_what_ssh_says_is_told(docker: Docker, tmp_path: Path, monkeypatch: pyte
         tmp_path, "#!/bin/sh\necho hello >&2; echo gpu: Host key verification failed. >&2", monkeypatch
     )
     with pytest.raises(Unreachable, match="did not answer GET /_ping: gpu: Host key verification failed"):
-        Engine(Endpoint("ssh://gpu")).ping()
+        ContainerEngine(Endpoint("ssh://gpu")).ping()
 
 
 def test_a_machine_without_ssh_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unreachable, match="Cannot connect to the Docker daemon at ssh://gpu: No such file"):
-        Engine(Endpoint("ssh://gpu")).ping()
+        ContainerEngine(Endpoint("ssh://gpu")).ping()

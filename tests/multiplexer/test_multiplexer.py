@@ -33,6 +33,7 @@ from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.progress import LogProgress, Progress
 from anvil_mux.scheduler.steps import Cancel, Crash, Demote, Evict, Load
 from anvil_mux.sim.simulate import (
+    Arrival,
     Death,
     Engines,
     HostBack,
@@ -40,7 +41,6 @@ from anvil_mux.sim.simulate import (
     HostLost,
     Outcome,
     Reload,
-    Request,
     Unloading,
     check,
     simulate,
@@ -153,7 +153,7 @@ class Player:
     def _act(self, entry):
         try:
             match entry:
-                case Request():
+                case Arrival():
                     self._request(entry)
                 case Unloading(_, model):
                     self._mux.unload(model)
@@ -246,7 +246,7 @@ def test_they_do_so_too_for_clients_that_ask_again_once_they_are_answered(policy
         return [request._replace(at=now + 2.0**-8 * (1 + (request.model == "b")))] if now < 20.0 else []
 
     config = Config(policy=policy, backends=(A, B))
-    trace = [Request(0.25, "a", service), Request(0.375, "b", service)]
+    trace = [Arrival(0.25, "a", service), Arrival(0.375, "b", service)]
     before = {"resident": ["a"], "costs": Engines({"a": 1.0, "b": 3.0}, 0.25).costs(config), "follow": follow}
     engines = Engines({"a": 1.0, "b": 3.0}, 0.25)
     assert differences(config, trace, engines, seed=3, **before) is None
@@ -263,7 +263,7 @@ def test_no_interleaving_of_the_threads_changes_the_log(layout):
 
 
 def test_requests_of_one_moment_may_come_in_any_order_and_all_is_kept():
-    trace = [Request(float(n // 12), "abc"[n % 3], 0.5) for n in range(48)]
+    trace = [Arrival(float(n // 12), "abc"[n % 3], 0.5) for n in range(48)]
     config = Config(policy="eager", backends=LAYOUTS["three on one GPU"][0], drain_timeout=2.0)
     for seed in range(20):
         player = Player(config, Engines({}, 3.0), seed)

@@ -129,7 +129,7 @@ def entry_of(entry: list[Any]) -> Any:
 
 def request_of(at: float, model: str, seconds: float, patience: float, leases: bool, sender: str) -> Any:
     long = policies.FOREVER if patience >= worlds.FOREVER else patience
-    return simulate.Request(at, model, seconds, long, leases, sender or None)
+    return simulate.Arrival(at, model, seconds, long, leases, sender or None)
 
 
 def perform_of(world: dict[str, Any], config: Config) -> Any:
@@ -153,7 +153,7 @@ def follow_of(world: dict[str, Any]) -> Any:
     if not sessions:
         return None
     rest = {
-        sender: [simulate.Request(think, model, seconds, sender=sender) for think, model, seconds in requests]
+        sender: [simulate.Arrival(think, model, seconds, sender=sender) for think, model, seconds in requests]
         for sender, requests in sessions.items()
     }
     return workload.Sessions(rest)

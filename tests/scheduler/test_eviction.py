@@ -14,7 +14,7 @@ from anvil_mux.scheduler.eviction import (
     build_eviction,
     victims,
 )
-from anvil_mux.sim.simulate import Engines, Request, simulate
+from anvil_mux.sim.simulate import Arrival, Engines, simulate
 
 LRU = LeastRecentlyUsed()
 
@@ -99,8 +99,8 @@ def test_those_go_first_with_the_fewest_requests_as_the_paper_has_it(candidates,
 def test_a_model_that_is_often_asked_for_stays_though_another_was_used_later(eviction, gone):
     backends = tuple(Backend(name, name, ("0",), vram=4) for name in ("often", "seldom", "other"))
     config = Config(backends, (Gpu("0", vram=10),), policy="eager", eviction=eviction)
-    asked = [Request(float(n), "often", 0.5) for n in range(20, 40)]
-    trace = [*asked, Request(41.0, "seldom", 0.5), Request(45.0, "other", 0.5)]
+    asked = [Arrival(float(n), "often", 0.5) for n in range(20, 40)]
+    trace = [*asked, Arrival(41.0, "seldom", 0.5), Arrival(45.0, "other", 0.5)]
     log = simulate(config, trace, Engines(other_load_seconds=2.0), resident=["often", "seldom"])
     assert [event.model for event in log if event.kind == "draining"] == [gone]
 

@@ -24,7 +24,7 @@ from anvil_mux.scheduler.slot import SOON_SECONDS
 from anvil_mux.scheduler.snapshot import snapshot
 from anvil_mux.scheduler.steps import Evict, Load, Ticket, Wait
 from anvil_mux.scheduler.swap import drains
-from anvil_mux.sim.simulate import Engines, Request, check, simulate
+from anvil_mux.sim.simulate import Arrival, Engines, check, simulate
 from tests.scheduler.lone import LoneGroup
 
 
@@ -665,12 +665,12 @@ def test_a_line_is_overdue_at_the_very_moment_that_was_announced():
 
 def asks_without_end(model, clients, until):
     """What follows: each of so many requests for ``model`` is followed by another one at once."""
-    return lambda request, now: [Request(now, model, 0.2)] if request.model == model and now < until else []
+    return lambda request, now: [Arrival(now, model, 0.2)] if request.model == model and now < until else []
 
 
 def test_a_busy_resident_does_not_keep_a_line_waiting_beyond_its_queue_timeout():
     config = Config(backends=(A, B), policy="adaptive", queue_timeout=20.0, max_wait=60.0)
-    trace = [*[Request(n / 64, "a", 0.2) for n in range(6)], Request(5.0, "b", 0.1), Request(60.0, "b", 0.1)]
+    trace = [*[Arrival(n / 64, "a", 0.2) for n in range(6)], Arrival(5.0, "b", 0.1), Arrival(60.0, "b", 0.1)]
     busy = asks_without_end("a", 6, 100.0)
     log = simulate(config, trace, Engines({"a": 3.0, "b": 3.0}), resident=["a"], follow=busy)
     assert check(log, config) == []
@@ -1741,7 +1741,7 @@ def test_an_overdue_set_over_two_gpus_is_not_overtaken_by_younger_singles():
 def test_a_set_and_singles_under_constant_load_share_two_gpus_for_an_hour(policy):
     backends = (backend("a", "0"), backend("b", "1"), backend("t", "0", "1"))
     config = Config(backends=backends, policy=policy, max_wait=60.0, drain_timeout=30.0)
-    trace = [Request(n / 2, "abt"[n % 3], 1.0 + n % 7) for n in range(7200)]
+    trace = [Arrival(n / 2, "abt"[n % 3], 1.0 + n % 7) for n in range(7200)]
     log = simulate(config, trace, Engines({"a": 8.0, "b": 5.0, "t": 20.0}))
     assert check(log, config) == []
     waits = [event.seconds for event in log if event.kind == "leased"]

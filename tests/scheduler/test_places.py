@@ -12,7 +12,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import Stay, SwapTo
 from anvil_mux.scheduler.slot import SOON_SECONDS
 from anvil_mux.scheduler.wait_estimate import wait_estimate
-from anvil_mux.sim.simulate import Engines, Request, check, simulate
+from anvil_mux.sim.simulate import Arrival, Engines, check, simulate
 from tests.multiplexer.test_multiplexer import Stage
 from tests.scheduler.test_group import Driver, backend
 
@@ -247,7 +247,7 @@ def test_the_checker_sees_a_place_given_twice_and_one_that_is_left_free(more, wr
 def test_the_throughput_of_a_limited_model_is_that_of_its_places():
     config = Config(backends=(TWO,), policy="eager")
     log = simulate(
-        config, [Request(1.0 + n / 8, "a", 4.0) for n in range(6)], Engines(other_load_seconds=2.0)
+        config, [Arrival(1.0 + n / 8, "a", 4.0) for n in range(6)], Engines(other_load_seconds=2.0)
     )
     assert check(log, config) == []
     assert [e.at for e in log if e.kind == "leased"] == [3.0, 3.0, 7.0, 7.0, 11.0, 11.0]

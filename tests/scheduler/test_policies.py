@@ -29,7 +29,7 @@ from anvil_mux.scheduler.policies import (
     Unload,
     build_policy,
 )
-from anvil_mux.sim.simulate import Engines, Outcome, Request, check, simulate
+from anvil_mux.sim.simulate import Arrival, Engines, Outcome, check, simulate
 
 
 def replace(told, **changes):
@@ -458,11 +458,11 @@ def waits(log, model):
 
 
 def endless(model, seconds, every=0.5, service=2.0):
-    return [Request(n * every, model, service) for n in range(round(seconds / every))]
+    return [Arrival(n * every, model, service) for n in range(round(seconds / every))]
 
 
 def test_p1_a_request_that_arrives_in_mid_swap_is_decided_like_any_other():
-    trace = [*(Request(20.0, "b", 1.0) for _ in range(5)), Request(24.0, "a", 1.0)]
+    trace = [*(Arrival(20.0, "b", 1.0) for _ in range(5)), Arrival(24.0, "a", 1.0)]
     log = played("cost_aware", trace)
     assert moments(log, "ready", "b") == [29.0]
     assert moments(log, "draining", "b") == [29.0 + 10.0]  # its serving window: the prior
@@ -470,14 +470,14 @@ def test_p1_a_request_that_arrives_in_mid_swap_is_decided_like_any_other():
 
 
 def test_p2_a_lone_request_goes_when_it_has_waited_long_enough_though_no_other_arrives():
-    log = played("cost_aware", [Request(20.0, "b", 1.0)], window=1000.0)
+    log = played("cost_aware", [Arrival(20.0, "b", 1.0)], window=1000.0)
     assert moments(log, "draining", "a") == [35.0]
     assert [event.cause for event in log if event.kind == "loading"] == [Cause("waited_enough", waiting=1)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_p3_a_lone_request_under_endless_traffic_for_the_resident_is_served(policy):
-    trace = sorted([*endless("a", 300.0), Request(50.125, "b", 1.0)])
+    trace = sorted([*endless("a", 300.0), Arrival(50.125, "b", 1.0)])
     (wait,) = waits(played(policy, trace), "b")
     assert wait <= 60.0 + 2.0 + 9.0
     if policy in ("cost_aware", "time_slice"):  # their own bounds are closer
@@ -494,10 +494,10 @@ def test_p4_a_swap_that_failed_leaves_no_deferral_behind(policy):
 
     engines = FailsOnce({"a": 3.0, "b": 9.0}, stop_seconds=0.0)
     trace = [
-        Request(20.0, "b", 1.0),
-        Request(60.0, "a", 1.0),
-        Request(120.0, "b", 1.0),
-        Request(300.0, "a", 1.0),
+        Arrival(20.0, "b", 1.0),
+        Arrival(60.0, "a", 1.0),
+        Arrival(120.0, "b", 1.0),
+        Arrival(300.0, "a", 1.0),
     ]
     log = played(policy, trace, engines=engines)
     assert [event.model for event in log if event.kind == "failed"] == ["b"]
@@ -506,19 +506,19 @@ def test_p4_a_swap_that_failed_leaves_no_deferral_behind(policy):
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "eager"])
 def test_p5_a_deferral_whose_requests_have_left_loads_nothing(policy):
-    trace = sorted([*endless("a", 40.0), Request(20.125, "b", 1.0, patience=0.5), Request(60.0, "a", 1.0)])
+    trace = sorted([*endless("a", 40.0), Arrival(20.125, "b", 1.0, patience=0.5), Arrival(60.0, "a", 1.0)])
     log = played(policy, trace)
     assert [event.kind for event in log if event.model == "b"][-1] == "gone"
     assert moments(log, "loading", "b") == []
 
 
 def test_p6_who_has_left_counts_neither_as_number_nor_as_age():
-    left = [Request(20.0, "b", 1.0, patience=1.0) for _ in range(4)]
-    log = played("cost_aware", [*left, Request(20.5, "b", 1.0)])  # five are worth a swap at once
+    left = [Arrival(20.0, "b", 1.0, patience=1.0) for _ in range(4)]
+    log = played("cost_aware", [*left, Arrival(20.5, "b", 1.0)])  # five are worth a swap at once
     assert moments(log, "draining", "a") == [20.5]
-    log = played("cost_aware", [*left, Request(21.5, "b", 1.0)])
+    log = played("cost_aware", [*left, Arrival(21.5, "b", 1.0)])
     assert moments(log, "draining", "a") == [23.5]
-    log = played("cost_aware", [left[0], Request(34.0, "b", 1.0)], window=99.0)
+    log = played("cost_aware", [left[0], Arrival(34.0, "b", 1.0)], window=99.0)
     assert moments(log, "draining", "a") == [34.0 + 15.0]
 
 

@@ -11,7 +11,7 @@ from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.standby import HostMemory, below, levels
 from anvil_mux.scheduler.steps import Demote, Evict, Load
-from anvil_mux.sim.simulate import Engines, Outcome, Request, _Simulation, check, simulate
+from anvil_mux.sim.simulate import Arrival, Engines, Outcome, _Simulation, check, simulate
 from tests.scheduler.test_group import TEN, Driver, backend
 from tests.sim.test_simulate import HOST_MEMORY, LAYOUTS, world
 
@@ -352,7 +352,7 @@ def two_drivers(*trace, **fields):
 
 
 def test_an_idle_resident_of_another_driver_goes_for_a_line_that_is_overdue():
-    assert two_drivers(Request(0.0, "a", 1.0), Request(50.0, "b", 1.0)) == [
+    assert two_drivers(Arrival(0.0, "a", 1.0), Arrival(50.0, "b", 1.0)) == [
         (10.0, "ready", "a"),
         (70.0, "evicting", "a"),
         (81.0, "ready", "b"),
@@ -361,12 +361,12 @@ def test_an_idle_resident_of_another_driver_goes_for_a_line_that_is_overdue():
 
 @pytest.mark.parametrize("fields", [{"pin": True}, {"min_residency": 1000.0}])
 def test_but_not_who_may_stay(fields):
-    told = two_drivers(Request(0.0, "a", 1.0), Request(50.0, "b", 1.0), **fields)
+    told = two_drivers(Arrival(0.0, "a", 1.0), Arrival(50.0, "b", 1.0), **fields)
     assert told == [(10.0, "ready", "a"), (70.0, "failed", "b")]
 
 
 def test_nor_who_is_in_use():
-    told = two_drivers(Request(0.0, "a", 100.0), Request(50.0, "b", 1.0))
+    told = two_drivers(Arrival(0.0, "a", 100.0), Arrival(50.0, "b", 1.0))
     assert told == [(10.0, "ready", "a"), (70.0, "failed", "b")]
 
 
@@ -658,7 +658,7 @@ def test_the_first_user_of_a_prepared_model_waits_for_a_wake_only():
 
     sleepers = tuple(backend(name, evict_to=("sleep",), preload=True) for name in "abc")
     config = Config(backends=sleepers, policy="eager")
-    log = simulate(config, [Request(200.0, "a", 1.0), Request(210.0, "b", 1.0)], perform)
+    log = simulate(config, [Arrival(200.0, "a", 1.0), Arrival(210.0, "b", 1.0)], perform)
     assert [e.seconds for e in log if e.kind == "leased"] == [0.75, 0.75]
     assert Engines().stop_seconds == 1.0
 

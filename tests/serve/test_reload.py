@@ -25,7 +25,7 @@ from anvil_mux.config.change import Change
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import ConfigError, Draining
 from anvil_mux.host import local
-from anvil_mux.host.docker import Engine
+from anvil_mux.host.docker import ContainerEngine
 from anvil_mux.host.endpoint import Unreachable
 from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.proxy.reloads import Reloads, Watch
@@ -429,12 +429,12 @@ def test_an_image_that_docker_does_not_have_is_a_problem_of_those_that_are_to_co
 ) -> None:
     docker_away = False
 
-    def has_image(engine: Engine, name: str) -> bool:
+    def has_image(engine: ContainerEngine, name: str) -> bool:
         if docker_away:
             raise Unreachable("Docker cannot be reached")
         return name == "here:1"
 
-    monkeypatch.setattr(Engine, "has_image", has_image)
+    monkeypatch.setattr(ContainerEngine, "has_image", has_image)
     there, gone = (Backend(name, name, service=Service(image=f"{name}:1")) for name in ("here", "gone"))
     both = Config((there, gone))
     local._refuse_missing_images(both, ["here"])

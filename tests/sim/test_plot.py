@@ -16,7 +16,7 @@ from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.sim import plot
 from anvil_mux.sim.plot import Bar, CannotDraw, History, PlottedWait, draw
-from anvil_mux.sim.simulate import Engines, Request, simulate
+from anvil_mux.sim.simulate import Arrival, Engines, simulate
 from anvil_mux.sim.workload import PROFILES
 from tests.sim.test_simulate import LAYOUTS, world
 
@@ -165,7 +165,7 @@ def test_panels_share_their_scales(tmp_path: Path) -> None:
 
 def test_a_log_of_hours_makes_no_bigger_picture_than_one_of_minutes(tmp_path: Path) -> None:
     config = replace(AB, max_wait=60.0)
-    trace = [Request(n * 2.0, "ab"[n // 10 % 2], 1.0) for n in range(10_000)]
+    trace = [Arrival(n * 2.0, "ab"[n // 10 % 2], 1.0) for n in range(10_000)]
     log = simulate(config, trace, Engines(other_load_seconds=3.0))
     texts = words(tmp_path / "long.svg", [("long", log, config, {})])
     assert "hours" in texts
@@ -174,7 +174,7 @@ def test_a_log_of_hours_makes_no_bigger_picture_than_one_of_minutes(tmp_path: Pa
 
 def test_more_models_than_colours_share_a_grey_one(tmp_path: Path) -> None:
     config = Config(tuple(Backend(f"m{n}", f"m{n}", (str(n),)) for n in range(12)))
-    log = simulate(config, [Request(float(n), f"m{n}", 1.0) for n in range(12)])
+    log = simulate(config, [Arrival(float(n), f"m{n}", 1.0) for n in range(12)])
     texts = words(tmp_path / "many.svg", [("many", log, config, {})])
     assert "other models" in texts
     assert [text for text in texts if re.fullmatch(r"m\d+", text)] == [

@@ -15,7 +15,7 @@ from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host.seam import Evicted
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.steps import Load, Step
-from anvil_mux.sim.simulate import Outcome, Request, simulate
+from anvil_mux.sim.simulate import Arrival, Outcome, simulate
 from tests.fake_engine import GUARD, JSON_OK, SSE_HEAD, Answer, Asked, RawClient, Rig, chunk
 
 ASK_A = b'{"model":"a"}'
@@ -148,7 +148,7 @@ def test_one_very_slow_load_does_not_freeze_switching(policy: str) -> None:
 
     backends = (Backend("a", "a", gpus=("0",)), Backend("b", "b", gpus=("0",)))
     config = Config(backends, policy=policy)
-    trace = [Request(1000.0 * n, "ab"[n % 2], 1.0) for n in range(6)]
+    trace = [Arrival(1000.0 * n, "ab"[n % 2], 1.0) for n in range(6)]
     waits = [event.seconds for event in simulate(config, trace, engines) if event.kind == "leased"]
     hold = 1.0 if policy == "debounce" else 0.0
     assert waits == [5.0, hold + 1.0 + 500.0, *[hold + 1.0 + 5.0] * 4]

@@ -15,7 +15,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES as REGISTRY
 from anvil_mux.scheduler.policies import Stay, SwapTo, Unload
 from anvil_mux.scheduler.steps import Cancel, Load
-from anvil_mux.sim.simulate import Death, Engines, Outcome, Request, Unloading, check, simulate
+from anvil_mux.sim.simulate import Arrival, Death, Engines, Outcome, Unloading, check, simulate
 from tests.seeds import seeds
 
 
@@ -207,7 +207,7 @@ def random_traffic(draw, backends, requests):
         seconds = tick(draw.expovariate(1 / service)) + 2**-20
         (model,) = draw.choices(models, weights)
         sender = SENDERS[len(trace) % len(SENDERS)]
-        trace.append(Request(now, model, seconds, patience, leases=draw.random() > 0.05, sender=sender))
+        trace.append(Arrival(now, model, seconds, patience, leases=draw.random() > 0.05, sender=sender))
     return trace, now
 
 
@@ -333,7 +333,7 @@ TWO = Config(
 
 
 def test_a_short_trace_reads_as_it_should():
-    trace = [Request(1.0, "a", 4.0), Request(2.0, "b", 1.0), Request(3.0, "b", 1.0, patience=2.0)]
+    trace = [Arrival(1.0, "a", 4.0), Arrival(2.0, "b", 1.0), Arrival(3.0, "b", 1.0, patience=2.0)]
     log = simulate(TWO, trace, Engines({"a": 3.0, "b": 6.0}, stop_seconds=0.5))
     assert [(e.at, e.kind, e.backend or e.model, e.ticket) for e in log] == [
         (1.0, "queued", "a", 1),
@@ -357,12 +357,12 @@ def test_a_short_trace_reads_as_it_should():
 def test_who_dies_soon_after_its_load_without_a_whole_answer_is_not_loaded_for_the_next():
     config = Config(policy="eager", backends=(one("a", "0"),))
     trace = [
-        Request(0.0, "a", 9.0),
+        Arrival(0.0, "a", 9.0),
         Death(11.0, "a"),
-        Request(12.0, "a", 1.0),
-        Request(16.0, "a", 1.0),
+        Arrival(12.0, "a", 1.0),
+        Arrival(16.0, "a", 1.0),
         Death(28.0, "a"),
-        Request(28.0, "a", 1.0),
+        Arrival(28.0, "a", 1.0),
     ]
     log = simulate(config, trace, Engines({}, 10.0))
     assert [(e.at, e.kind) for e in log if e.kind in ("loading", "failed")] == [
@@ -376,7 +376,7 @@ def test_who_dies_soon_after_its_load_without_a_whole_answer_is_not_loaded_for_t
 
 def test_a_full_line_turns_requests_away_without_a_ticket():
     config = Config(policy="eager", backends=TWO.backends, max_queue=2)
-    log = simulate(config, [Request(float(n), "a", 1.0) for n in range(5)], Engines({"a": 20.0}))
+    log = simulate(config, [Arrival(float(n), "a", 1.0) for n in range(5)], Engines({"a": 20.0}))
     assert [event.ticket for event in log if event.kind == "queued"] == [1, 2]
 
 
@@ -384,10 +384,10 @@ def test_an_idle_model_goes_though_no_request_comes_and_a_line_may_be_overdue_be
     backends = one("a", "0", ttl=6.0), one("b", "0", min_residency=30.0), one("c", "0", max_wait=4.0)
     config = Config(policy="eager", backends=backends, drain_timeout=5.0)
     trace = [
-        Request(0.0, "a", 1.0),
-        Request(20.0, "b", 1.0),
-        Request(30.0, "a", 1.0),
-        Request(31.0, "c", 1.0),
+        Arrival(0.0, "a", 1.0),
+        Arrival(20.0, "b", 1.0),
+        Arrival(30.0, "a", 1.0),
+        Arrival(31.0, "c", 1.0),
     ]
     log = simulate(config, trace, Engines({"a": 3.0, "b": 6.0, "c": 2.0}, stop_seconds=0.5))
     assert check(log, config) == []
@@ -411,13 +411,13 @@ def test_what_was_learned_before_is_known_from_the_start():
     engines = Engines({"a": 3.0, "b": 6.0}, stop_seconds=0.5)
     drained = []
     for costs in ((), engines.costs(config)):
-        log = simulate(config, [Request(20.0, "b", 1.0)] * 4, engines, resident=["a"], costs=costs)
+        log = simulate(config, [Arrival(20.0, "b", 1.0)] * 4, engines, resident=["a"], costs=costs)
         drained += [event.at for event in log if event.kind == "draining"]
     assert drained == [22.0, 20.0]  # four are worth a swap of 6.5 s, not one of 10 s
 
 
 def test_waiting_ends_at_the_queue_timeout():
-    log = simulate(TWO, [Request(0.0, "a", 1.0)], Engines({"a": 80.0}))
+    log = simulate(TWO, [Arrival(0.0, "a", 1.0)], Engines({"a": 80.0}))
     late = Cause("error", detail="waited_too_long")
     assert [(e.at, e.kind, e.cause) for e in log if e.ticket][1:] == [(50.0, "failed", late)]
     assert log[-1].kind == "ready"  # one begun is finished
@@ -429,9 +429,9 @@ def test_waiting_ends_at_the_queue_timeout():
 def replay(policy, rounds):
     """The log of rounds of (delay, model): each begins when all requests of the one before have ended."""
     config = Config(backends=TWO.backends, policy=policy, max_wait=60.0)
-    trace, log, begin = [Request(0.0, "a", 0.0)], [], 20.0
+    trace, log, begin = [Arrival(0.0, "a", 0.0)], [], 20.0
     for requests in rounds:
-        trace += [Request(begin + delay, model, 0.5) for delay, model in requests]
+        trace += [Arrival(begin + delay, model, 0.5) for delay, model in requests]
         log = simulate(config, trace, Engines({"a": 3.0, "b": 9.0}, stop_seconds=0.0))
         begin = log[-1].at
     assert check(log, config) == []
@@ -469,9 +469,9 @@ def test_known_workloads_stay_within_bounds(workload, policy, swaps, seconds, lo
 
 def test_a_load_on_one_gpu_does_not_delay_requests_on_another():
     backends = (one("a", "0"), one("b", "0"), one("c", "1"), one("d", "1"))
-    busy = [Request(5.0 + n, "c", 0.5) for n in range(100)]
-    swaps = [Request(10.0 * n, "ab"[n % 2], 1.0) for n in range(11)]
-    trace = sorted([Request(0.0, "c", 0.1), *busy, *swaps])
+    busy = [Arrival(5.0 + n, "c", 0.5) for n in range(100)]
+    swaps = [Arrival(10.0 * n, "ab"[n % 2], 1.0) for n in range(11)]
+    trace = sorted([Arrival(0.0, "c", 0.1), *busy, *swaps])
     log = simulate(Config(policy="eager", backends=backends), trace, Engines({"a": 8.0, "b": 8.0, "c": 4.0}))
     assert {event.seconds for event in log if event.kind == "leased" and event.model == "c"} == {0.0, 4.0}
     assert sum(event.kind == "loading" and event.model in "ab" for event in log) == 11
@@ -481,7 +481,7 @@ def test_sets_that_name_their_gpus_in_opposite_order_do_not_lock_each_other_out(
     config = Config(
         policy="eager", backends=(one("t", "0", "1"), one("u", "1", "0"), one("a", "0"), one("b", "1"))
     )
-    trace = [Request(n / 4, "tuab"[n % 4], 0.5) for n in range(200)]
+    trace = [Arrival(n / 4, "tuab"[n % 4], 0.5) for n in range(200)]
     log = simulate(config, trace, Engines(other_load_seconds=3.0))
     assert check(log, config) == []
     assert sum(event.kind == "released" for event in log) == 200

@@ -10,7 +10,7 @@ from anvil_mux.errors import ConfigError
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.policies import POLICIES, Stay
 from anvil_mux.sim import study
-from anvil_mux.sim.simulate import Engines, Request, simulate
+from anvil_mux.sim.simulate import Arrival, Engines, simulate
 from anvil_mux.sim.study import Recording, StudyRun
 from anvil_mux.sim.workload import PROFILES, SHIPPED, BadWorkload, two_clients
 from anvil_mux.telemetry import eventlog
@@ -102,7 +102,7 @@ def test_of_two_clients_that_never_pause_adaptive_starves_none(service, pause, l
 
 def test_of_three_clients_that_never_pause_none_waits_for_max_wait():
     loads = {"a": 3.0, "b": 9.0, "c": 6.0}
-    three = tuple(Request(0.0, model, 0.5) for model in loads)
+    three = tuple(Arrival(0.0, model, 0.5) for model in loads)
     made = replace(two_clients(), load_seconds=loads, requests=three)
     told = study.run(study.Case(made, made.config()), "adaptive")
     assert told.figures.wait_max_seconds < made.config().max_wait / 1.5
@@ -256,7 +256,7 @@ def recorded(*logs, config, apart=1000.0):
 
 
 WORLD = Config((Backend("a", "a", ("0",)), Backend("b", "b", ("0",))), policy="eager", max_wait=20.0)
-LOG = simulate(WORLD, [Request(1.0, "a", 4.0), Request(2.0, "b", 1.0)], Engines({"a": 3.0, "b": 6.0}))
+LOG = simulate(WORLD, [Arrival(1.0, "a", 4.0), Arrival(2.0, "b", 1.0)], Engines({"a": 3.0, "b": 6.0}))
 
 
 def test_what_ran_is_told_as_it_was_beside_what_another_policy_would_have_done():

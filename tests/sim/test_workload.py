@@ -10,7 +10,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.sim import workload
-from anvil_mux.sim.simulate import Request
+from anvil_mux.sim.simulate import Arrival
 from anvil_mux.sim.workload import PROFILES, SEEDED, BadWorkload, Rounds, Sessions
 
 # Profiles
@@ -95,21 +95,21 @@ def test_mixed_is_the_same_for_the_same_seed_only():
 
 
 def test_a_round_begins_when_the_one_before_has_ended():
-    follow = Rounds([[Request(0.0, "a", 1.0)] * 2, [Request(0.0, "b", 1.0), Request(0.5, "a", 1.0)]])
-    assert list(follow(Request(0.0, "a", 1.0), 4.0)) == []
-    assert asked(follow(Request(0.0, "a", 1.0), 7.0)) == [(7.0, "b"), (7.5, "a")]
-    assert list(follow(Request(7.0, "b", 1.0), 9.0)) == []
-    assert list(follow(Request(7.5, "a", 1.0), 9.0)) == []
+    follow = Rounds([[Arrival(0.0, "a", 1.0)] * 2, [Arrival(0.0, "b", 1.0), Arrival(0.5, "a", 1.0)]])
+    assert list(follow(Arrival(0.0, "a", 1.0), 4.0)) == []
+    assert asked(follow(Arrival(0.0, "a", 1.0), 7.0)) == [(7.0, "b"), (7.5, "a")]
+    assert list(follow(Arrival(7.0, "b", 1.0), 9.0)) == []
+    assert list(follow(Arrival(7.5, "a", 1.0), 9.0)) == []
 
 
 def test_a_session_goes_on_some_time_after_each_answer():
-    follow = Sessions({"s": [Request(2.0, "a", 1.0, sender="s"), Request(5.0, "b", 1.0, sender="s")]})
-    [second] = follow(Request(0.0, "a", 1.0, sender="s"), 10.0)
+    follow = Sessions({"s": [Arrival(2.0, "a", 1.0, sender="s"), Arrival(5.0, "b", 1.0, sender="s")]})
+    [second] = follow(Arrival(0.0, "a", 1.0, sender="s"), 10.0)
     assert (second.at, second.model) == (12.0, "a")
-    assert list(follow(Request(0.0, "a", 1.0), 11.0)) == []
-    assert list(follow(Request(0.0, "a", 1.0, sender="t"), 11.0)) == []
+    assert list(follow(Arrival(0.0, "a", 1.0), 11.0)) == []
+    assert list(follow(Arrival(0.0, "a", 1.0, sender="t"), 11.0)) == []
     assert asked(follow(second, 20.0)) == [(25.0, "b")]
-    assert list(follow(Request(25.0, "b", 1.0, sender="s"), 30.0)) == []
+    assert list(follow(Arrival(25.0, "b", 1.0, sender="s"), 30.0)) == []
 
 
 def test_two_clients_ask_again_in_the_moment_of_their_answers_for_ten_minutes():
@@ -161,15 +161,15 @@ def test_a_file_holds_requests_that_come_anyway_and_sessions(tmp_path, name):
     assert (made.name, made.resident, made.stop_seconds) == ("two", ("small",), 1.5)
     assert made.load_seconds == {"big": 30.0, "small": 4.5}
     assert made.requests == (
-        Request(1.5, "small", 0.0),
-        Request(2.0, "big", 1.0, sender=7),
-        Request(3.0, "big", 4.0, sender="s"),
+        Arrival(1.5, "small", 0.0),
+        Arrival(2.0, "big", 1.0, sender=7),
+        Arrival(3.0, "big", 4.0, sender="s"),
     )
     follow = made.follow()
     assert follow(made.requests[0], 2.0) == ()
     assert follow(made.requests[1], 2.0) == ()
-    assert follow(made.requests[2], 40.0) == (Request(42.5, "small", 6.0, sender="s"),)
-    assert follow(Request(42.5, "small", 6.0, sender="s"), 50.0) == (Request(50.0, "big", 7.0, sender="s"),)
+    assert follow(made.requests[2], 40.0) == (Arrival(42.5, "small", 6.0, sender="s"),)
+    assert follow(Arrival(42.5, "small", 6.0, sender="s"), 50.0) == (Arrival(50.0, "big", 7.0, sender="s"),)
     assert made.follow()(made.requests[2], 0.0) != ()  # each run has its own
 
 

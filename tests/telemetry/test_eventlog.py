@@ -23,7 +23,7 @@ from anvil_mux.scheduler.events import KINDS, Event
 from anvil_mux.sim.figures import figures
 from anvil_mux.sim.plot import Bar, History
 from anvil_mux.sim.replay import BEYOND_SECONDS, replay
-from anvil_mux.sim.simulate import Request, check, simulate
+from anvil_mux.sim.simulate import Arrival, check, simulate
 from anvil_mux.sim.workload import PROFILES, Workload
 from anvil_mux.telemetry import eventlog
 from anvil_mux.telemetry.eventlog import (
@@ -370,7 +370,7 @@ def test_busy_logs_with_impatient_clients_are_made_again_event_by_event() -> Non
     for seed in range(20):
         config, trace, _ = world("two on one GPU", "eager", seed)
         config = replace(config, max_queue=1000, queue_timeout=1e6)
-        requests = tuple(entry for entry in trace if isinstance(entry, Request))
+        requests = tuple(entry for entry in trace if isinstance(entry, Arrival))
         workload = Workload("w", {"a": 2.5, "b": 4.25}, requests, stop_seconds=0.5)
         before = simulated(workload, config)
         learned = replay([LoggedRun(header(config, 0.0), before)])
@@ -401,7 +401,7 @@ def test_loads_and_stops_take_their_median_and_adopted_models_are_loaded_at_the_
     assert learned.resident == ("a",)
     assert learned.load_seconds == {"a": 4.0, "b": 4.0}
     assert learned.stop_seconds == 2.0
-    assert learned.requests == (Request(6.0, "a", 2.0),)
+    assert learned.requests == (Arrival(6.0, "a", 2.0),)
 
 
 def test_a_request_arrived_when_its_wait_began() -> None:
@@ -410,7 +410,7 @@ def test_a_request_arrived_when_its_wait_began() -> None:
         leased(14.0, "a", 1, 4.0),
         Event(15.0, "released", "a", "a", 1),
     )
-    assert learned.requests == (Request(0.0, "a", 1.0),)
+    assert learned.requests == (Arrival(0.0, "a", 1.0),)
 
 
 def test_what_was_cut_off_takes_as_long_as_it_lasted() -> None:
@@ -436,9 +436,9 @@ def test_what_was_never_served_takes_what_its_model_usually_takes() -> None:
         Event(23.0, "failed", "b", ticket=6, cause=Cause("error", detail="load_failed")),
     )
     assert learned.requests[3:] == (
-        Request(10.0, "a", 2.0, patience=2.0),
-        Request(20.0, "a", 2.0),
-        Request(23.0, "b", 2.0),
+        Arrival(10.0, "a", 2.0, patience=2.0),
+        Arrival(20.0, "a", 2.0),
+        Arrival(23.0, "b", 2.0),
     )
 
 
@@ -450,7 +450,7 @@ def test_who_only_asked_for_a_load_holds_no_lease() -> None:
         leased(3.0, "a", 2, 2.0, size=1),
         Event(4.0, "released", "a", "a", 1, 0),
     )
-    assert learned.requests == (Request(0.0, "a", 1.0), Request(0.0, "a", 0.0, leases=False))
+    assert learned.requests == (Arrival(0.0, "a", 1.0), Arrival(0.0, "a", 0.0, leases=False))
 
 
 def test_runs_follow_each_other_as_on_the_clock_on_the_wall() -> None:
@@ -568,9 +568,9 @@ def test_a_log_that_begins_amid_requests_is_a_trace_of_them_from_there_on() -> N
     learned = replay([LoggedRun({**header(AB, 0.0), "state": begins}, rest)])
     assert learned.resident == ("a",)
     assert learned.requests == (
-        Request(0.0, "a", 1.0),
-        Request(0.0, "b", 1.0),
-        Request(0.0, "b", 2.0),
+        Arrival(0.0, "a", 1.0),
+        Arrival(0.0, "b", 1.0),
+        Arrival(0.0, "b", 2.0),
     )
     come_to = figures(rest, begins=begins)
     assert (come_to.requests, come_to.makespan_seconds, come_to.wait_max_seconds) == (3, 7.0, 8.0)
@@ -591,9 +591,9 @@ def test_what_one_program_wrote_under_two_configurations_is_one_trace() -> None:
     other = LoggedRun(header(AB, 50.0), [leased(1.0, "b", 1), Event(2.0, "released", "b", "b", 1)])
     assert [len(run.events) for run in whole([first, second, other])] == [5, 2]
     assert replay([first, second, other]).requests == (
-        Request(0.0, "a", 3.0),
-        Request(2.0, "a", 3.0),
-        Request(45.0, "b", 1.0),
+        Arrival(0.0, "a", 3.0),
+        Arrival(2.0, "a", 3.0),
+        Arrival(45.0, "b", 1.0),
     )
 
 

@@ -19,7 +19,7 @@ from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.status import BackendState, GpuState, ModelState, Status
 from anvil_mux.scheduler.steps import Cancel, Evict, Load, Ticket
-from anvil_mux.sim.simulate import Engines, Request, simulate
+from anvil_mux.sim.simulate import Arrival, Engines, simulate
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.gauges import STATES
 from anvil_mux.telemetry.metrics import BUCKETS, TOKENS, Metrics, Phase
@@ -296,7 +296,7 @@ def test_every_deferral_has_a_class_of_its_own(policy: str) -> None:
         replace(backend, min_residency=5.0 * (policy == "min_residency")) for backend in CONFIG.backends
     ]
     config = replace(CONFIG, backends=tuple(backends), policy=policy if policy in POLICIES else "eager")
-    trace = [Request(at / 4, "ab"[at // 3 % 2], 2.0) for at in range(200)]
+    trace = [Arrival(at / 4, "ab"[at // 3 % 2], 2.0) for at in range(200)]
     log = simulate(config, trace, Engines({}, 3.0))
     kinds = {event.cause.kind for event in log if event.kind == "deferred" and event.cause}
     assert bool(kinds) is (policy != "eager")
