@@ -117,7 +117,7 @@ def test_each_type_name_means_one_thing():
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
-POSITIONAL = ("host", "multiplexer", "proxy")
+POSITIONAL = ("multiplexer",)
 """Where calls with more than five positional arguments are still to be named."""
 
 HOT = {

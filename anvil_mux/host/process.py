@@ -86,7 +86,14 @@ class ProcessRuntime:
         self.stop(backend)
         self._log_file(backend.name).unlink(missing_ok=True)  # should it not come to a run, none is shown
         port = _claim_port(backend)
-        intent = Record(0, 0, _boot(), f"http://127.0.0.1:{port}", digest, secrets.token_hex(8))
+        intent = Record(
+            pid=0,
+            started=0,
+            boot=_boot(),
+            url=f"http://127.0.0.1:{port}",
+            digest=digest,
+            mark=secrets.token_hex(8),
+        )
         self._write_record(backend.name, intent)
         try:
             child = self._spawn(backend, port, intent.mark)

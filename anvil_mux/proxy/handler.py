@@ -37,7 +37,19 @@ from anvil_mux.proxy.waiting import Patience
 from anvil_mux.telemetry.accesslog import Served, Sink
 from anvil_mux.telemetry.feed import Feed
 
-UNREAD = http1.Request("-", b"", "", "", (1, 1), [], {}, False, False, False, None)
+UNREAD = http1.Request(
+    method="-",
+    target=b"",
+    path="",
+    query="",
+    version=(1, 1),
+    headers=[],
+    fields={},
+    keep_alive=False,
+    chunked=False,
+    expect_continue=False,
+    length=None,
+)
 """Stands for what could not be read as a request."""
 
 log = logging.getLogger(__name__)
@@ -98,7 +110,7 @@ class Handler:
         access = self._access
         found: Entry | None = client.last_head.found.get(access)
         entry = found or access.look(request)
-        asked = Asked(id, time.monotonic(), request, access, entry.route, entry.api, entry.reader, entry.key)
+        asked = Asked(id, time.monotonic(), request, access, *entry)
         reply = Reply(client, asked, keep=request.keep_alive and not self.probes.draining)
         record = Served(id, client.address, request.method, request.path)
         try:

@@ -137,7 +137,7 @@ def _from_json(asked: Asked, client: Client) -> Question:
         found, named = target(asked, client, translation.model), translation.model
         return Question(asked, found, body, named, stream=stream, translation=translation)
     named, stream = naming.model_and_stream(body)
-    return Question(asked, target(asked, client, named), body, named, None, stream and route.streams)
+    return Question(asked, target(asked, client, named), body, named, stream=stream and route.streams)
 
 
 def _from_form(asked: Asked, client: Client) -> Question:
@@ -156,7 +156,7 @@ def _from_form(asked: Asked, client: Client) -> Question:
         spool.close()
         raise
     stream = scanner.stream and asked.route.streams
-    return Question(asked, found, spool, scanner.model, scanner.span, stream)
+    return Question(asked, found, spool, scanner.model, scanner.span, stream=stream)
 
 
 def read_json(asked: Asked, client: Client) -> bytes | bytearray:

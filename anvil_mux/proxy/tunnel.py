@@ -150,7 +150,7 @@ def tunnel(
     up = _Direction(client, engine, ("client", "engine"), said)
     down = _Direction(engine, client, ("engine", "client"))
     down.frames.follow(begun)
-    by = _pass_on(client, engine, (up, down), must_end, silence, unread)
+    by = _pass_on(client, engine, (up, down), must_end=must_end, silence=silence, patience=unread)
     return Ended(by, down.passed, by not in ("client", "unread") and down.frames.has_room)
 
 
@@ -158,6 +158,7 @@ def _pass_on(
     client: socket,
     engine: socket,
     ways: tuple[_Direction, _Direction],
+    *,
     must_end: Callable[[], bool],
     silence: float,
     patience: float,
