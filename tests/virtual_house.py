@@ -26,8 +26,8 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, ClientGone, MuxError
 from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
-from anvil_mux.host.engine import Visit
 from anvil_mux.host.swap import Swapper
+from anvil_mux.host.visit import Visit
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event

@@ -30,7 +30,7 @@ import requests
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.host.engine import LONGEST_PAUSE, Ready, Visit
+from anvil_mux.host.visit import LONGEST_PAUSE, Ready, Visit
 
 SLEEP_TIMEOUT = 60.0
 """A first sleep allocates its host memory: 20 s were seen for a 20 B model."""

@@ -31,10 +31,10 @@ from anvil_mux.config.config import WAY_ALIASES, Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
 from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
-from anvil_mux.host.engine import answers, await_ready
 from anvil_mux.host.freed import Held, Left, Memory, host_bytes
 from anvil_mux.host.gpu import Gpus
 from anvil_mux.host.seam import LOG_LINES, Evicted, HostConfig, Loaded
+from anvil_mux.host.visit import answers, await_ready
 
 log = logging.getLogger(__name__)
 
@@ -479,7 +479,7 @@ class Swapper:
             return None
 
     def answers(self, backend: Backend, limit: float) -> bool | None:
-        """Whether its engine says within ``limit`` seconds that it is well; see engine.answers."""
+        """Whether its engine says within ``limit`` seconds that it is well; see visit.answers."""
         try:
             return answers(backend, self._tools.url(backend), limit, self._now)
         except MuxError:

@@ -15,21 +15,15 @@ import pytest
 
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import Cancelled, LoadError
-from anvil_mux.host import engine as engine_room
-from anvil_mux.host.engine import (
-    ENGINES,
-    Visit,
-    await_ready,
-    find_engine,
-    idle_connections,
-    listen_port,
-)
+from anvil_mux.host import visit
+from anvil_mux.host.engine import ENGINES, find_engine, idle_connections, listen_port
+from anvil_mux.host.visit import Visit, await_ready
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Virtual time is over in no time, but servers answer in real time."""
-    monkeypatch.setattr(engine_room, "LEAST_TIMEOUT", 30.0)
+    monkeypatch.setattr(visit, "LEAST_TIMEOUT", 30.0)
 
 
 class Waiting:
@@ -263,7 +257,7 @@ def test_nothing_listens_until_the_deadline():
 
 
 def test_a_port_that_accepts_and_says_nothing_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine_room, "LEAST_TIMEOUT", 0.02)
+    monkeypatch.setattr(visit, "LEAST_TIMEOUT", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(LoadError) as caught:
         ready(VLLM, f"http://127.0.0.1:{silent.getsockname()[1]}", Waiting(), seconds=0.1)
     assert "accepts connections but does not answer" in caught.value.reason
