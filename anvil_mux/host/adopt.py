@@ -116,7 +116,7 @@ class Adopter:
         """Judge a frozen backend; None if it is not frozen, or was thawed and is not checkpointed."""
         frozen = self._runtime.is_frozen(backend)
         if frozen and "freeze" in backend.evict_to and "checkpoint" not in backend.evict_to:
-            return self._rested(backend, "freeze")
+            return self._in_standby(backend, "freeze")
         if frozen:
             self._runtime.resume(backend)
         if "checkpoint" not in backend.evict_to:
@@ -130,7 +130,7 @@ class Adopter:
         if not standby.whole:
             return Unfit("only a part of it is checkpointed")
         self._runtime.pause(backend)
-        return self._rested(backend, "checkpoint")
+        return self._in_standby(backend, "checkpoint")
 
     def _asleep(self, backend: Backend, url: str) -> Found | None:
         noted = self._notes.read(backend.name)
@@ -144,9 +144,9 @@ class Adopter:
         # On its way to a checkpoint it may have slept at any level that it may take.
         light = noted == "sleep" or (noted == "checkpoint" and "sleep-2" not in backend.evict_to)
         deepens = control.UNKNOWN in control.CONTROLS[backend.engine].levels
-        return self._rested(backend, "sleep-2" if deepens and not light else "sleep")
+        return self._in_standby(backend, "sleep-2" if deepens and not light else "sleep")
 
-    def _rested(self, backend: Backend, how: str) -> Found:
+    def _in_standby(self, backend: Backend, how: str) -> Found:
         """Return how it is in standby, or that it is unfit since it holds its GPUs all the same."""
         pids = self._runtime.pids(backend)
         held = self._memory.held(backend, lambda: pids, resident=False)

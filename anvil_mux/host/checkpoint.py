@@ -1,7 +1,7 @@
 """GPU memory to host memory and back by the CUDA driver, for all processes of one service together.
 
-    park       lock all, then checkpoint all; the caller sees that the memory is free, and freezes them
-    restore    the caller thaws them; restore all, then unlock all
+    checkpoint  lock all, then checkpoint all; the caller sees that the memory is free, and freezes them
+    restore     the caller thaws them; restore all, then unlock all
 
 Invariants:
 
@@ -10,7 +10,7 @@ Invariants:
 2. Each step asks for the state first, and is skipped where it is done. So both calls may be repeated, and may
    be made about what an earlier anvil-mux left behind.
 3. A call that fails counts by the state that it leaves: an unlock may report an error of a running process.
-4. If ``park`` fails, those checkpointed are restored and those locked are unlocked. If ``restore`` fails,
+4. If ``checkpoint`` fails, those checkpointed are restored, those locked are unlocked. If ``restore`` fails,
    those restored are unlocked, so that they can end by themselves; nothing is checkpointed again. Either way
    what does not run then is lost, and can only be killed.
 5. A frozen process is left alone: its own threads do the driver's work, so that even questions would hang.
@@ -119,11 +119,11 @@ class Checkpointer:
         with self._connect() as driver:
             users = [pid for pid in sorted(set(pids)) if driver.uses_cuda(pid)]
             states = {pid: self._state_if_known(driver, pid) for pid in users}
-        resting = tuple(pid for pid in users if states[pid] in ("locked", "checkpointed"))
+        held = tuple(pid for pid in users if states[pid] in ("locked", "checkpointed"))
         whole = set(states.values()) == {"checkpointed"}
-        return Checkpointed(resting, whole=whole) if resting else None
+        return Checkpointed(held, whole=whole) if held else None
 
-    def park(self, pids: Iterable[int]) -> Checkpointed:
+    def checkpoint(self, pids: Iterable[int]) -> Checkpointed:
         """Return when the processes have freed their GPUs; CheckpointFailed when they run again instead."""
         group = tuple(sorted(set(pids)))
         held = self._probe().used_by(group).values()
@@ -143,7 +143,7 @@ class Checkpointer:
                     for pid in pids:
                         self._take(driver, action, pid)
             except BackendError as error:
-                raise CheckpointFailed(error.message, lost=self._put_back(driver, pids, back)) from error
+                raise CheckpointFailed(error.message, lost=self._undo(driver, pids, back)) from error
 
     def _take(self, driver: Driver, action: str, pid: int) -> None:
         wanted, state = DRIVER_ACTIONS[action], self._state(driver, pid)
@@ -159,7 +159,7 @@ class Checkpointer:
                     return
             raise error
 
-    def _put_back(self, driver: Driver, pids: Sequence[int], actions: Sequence[str]) -> list[int]:
+    def _undo(self, driver: Driver, pids: Sequence[int], actions: Sequence[str]) -> list[int]:
         """Undo what can be undone; return the processes that do not run, or are not known to."""
         lost = set()  # are not asked again, since each answer may take its whole limit
         for action in actions:

@@ -30,11 +30,10 @@ from anvil_mux.host.docker import ContainerEngine, DockerRefused, Missing
 from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import listen_port
 from anvil_mux.host.project import Project
-from anvil_mux.host.seam import HostConfig
+from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, HostConfig
 
 LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
-FOLLOWED_LINES = 100
 STOPS_TIMEOUT = 60.0
 """How long a start waits for stops that an anvil-mux before it has asked for."""
 
@@ -212,7 +211,7 @@ class ContainerRuntime:
         self._deaths.release(backend.name)
         container = self._project.find(backend)
         if container is not None:
-            self._project.put_down(container, grace)
+            self._project.end(container, grace)
         self._project.forget(backend)
 
     def pause(self, backend: Backend) -> None:
@@ -271,7 +270,7 @@ class ContainerRuntime:
         id = gpu.container(pid)
         return self._project.owner(id) if id else None
 
-    def log_tail(self, backend: Backend, lines: int = 20) -> list[str]:
+    def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         try:
             container = self._project.find(backend)
             if container is None or container.status == "created":

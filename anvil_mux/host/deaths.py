@@ -120,7 +120,7 @@ class Deaths:
         if container is not None and container.status in ALIVE:
             if container.run == run and container.status != "restarting":
                 return
-            self._project.put_down(container, backend.stop_timeout)
+            self._project.end(container, backend.stop_timeout)
             if code is not None:
                 ended = how_it_ended(replace(container, status="exited", exit_code=code))
                 with self._lock:

@@ -76,7 +76,7 @@ class Memory:
         if not readings:
             return Held()
         own = frozenset(pids())
-        amounts = {gpu: _amount(reading, own) for gpu, reading in readings.items()}
+        amounts = {gpu: reading.used_by(own) for gpu, reading in readings.items()}
         if not any(amounts.values()):
             own, amounts = frozenset(), dict.fromkeys(readings, backend.vram if resident else None)
         known = {gpu: amount for gpu, amount in amounts.items() if amount}
@@ -140,15 +140,9 @@ def host_bytes(pids: Iterable[int]) -> int:
     return total
 
 
-def _amount(reading: Reading, pids: frozenset[int]) -> int | None:
-    """None where NVML does not know."""
-    amounts = [amount for pid, amount in reading.processes if pid in pids]
-    return None if None in amounts else sum(amount or 0 for amount in amounts)
-
-
 def _left(held: Held, gpu: str, reading: Reading) -> int:
     if held.pids:
-        return _amount(reading, held.pids) or 0
+        return reading.used_by(held.pids) or 0
     return max(held.bytes[gpu] - ((reading.free or 0) - held.free[gpu]), 0)
 
 

@@ -42,7 +42,7 @@ class GpuMonitor:
         self._probe = probe
         self._now = now
         self._watched = now()
-        self._rests = False
+        self._is_slow = False
         self.worker = Worker("gpu-monitor", self._turn)
 
     def look_at(self, gpus: Iterable[str]) -> None:
@@ -52,7 +52,7 @@ class GpuMonitor:
     def watch(self) -> None:
         """Look more often for a while, since somebody watches. Any thread; never blocks."""
         self._watched = self._now()
-        if self._rests:
+        if self._is_slow:
             self.worker.wake()
 
     def look(self) -> None:
@@ -63,14 +63,14 @@ class GpuMonitor:
 
     def _turn(self) -> float:
         self.look()
-        return SELDOM_SECONDS if self.may_rest() else EVERY_SECONDS
+        return SELDOM_SECONDS if self.may_slow_down() else EVERY_SECONDS
 
-    def may_rest(self) -> bool:
+    def may_slow_down(self) -> bool:
         """Whether nobody has watched for long."""
         # Whoever watches from here on wakes the thread, so that nobody is passed over.
-        self._rests = True
-        self._rests = self._now() - self._watched >= WATCHED_SECONDS
-        return self._rests
+        self._is_slow = True
+        self._is_slow = self._now() - self._watched >= WATCHED_SECONDS
+        return self._is_slow
 
     def _seen(self, reading: Reading) -> Seen:
         owners = {pid: self._owner(pid) for pid, _ in reading.processes}

@@ -67,12 +67,14 @@ class LocalHost:
         self._clock = Clock()
         found = gpu.probe()
         self._gpus = gpu.listed(found)
-        probe = gpu.probe if found.readings else None
+        probe, checkpointer = gpu.probe if found.readings else None, Checkpointer()
         state = state_folder(config.project, os.environ)
         self._served, self._notes = ServiceNote(state), Notes(state)
         self._board = NewsBoard()
-        self._swapper = Swapper(runtime, probe=probe, told=told or self._took, note=self._notes.note)
-        self._adopter = Adopter(runtime, self._notes, probe=probe, checkpointer=Checkpointer())
+        self._swapper = Swapper(
+            runtime, probe=probe, told=told or self._took, checkpointer=checkpointer, note=self._notes.note
+        )
+        self._adopter = Adopter(runtime, self._notes, probe=probe, checkpointer=checkpointer)
         self._load_logs = LoadLogs(self._swapper.log_tail, self._board.put)
         self._gpu_monitor = GpuMonitor(_used(config), runtime.owner, lambda s: self._board.put(GpusSeen(s)))
         self._is_to_monitor = False
@@ -137,7 +139,7 @@ class LocalHost:
         return self._swapper.log_tail(backend, lines)
 
     def follow_log(self, backend: Backend) -> Iterator[str]:
-        """Yield lines as they come, beginning with a tail of 100, until the service ends."""
+        """Yield lines as they come, see ``swap.Runtime``."""
         return self.runtime.follow_log(backend)
 
     def problem(self) -> str:

@@ -31,7 +31,7 @@ from pathlib import Path
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.host.seam import HostConfig
+from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, HostConfig
 from anvil_mux.state import state_folder, write_whole
 
 MARK = "ANVIL_MUX_RUN"
@@ -170,7 +170,7 @@ class ProcessRuntime:
         seen = _stat(record.pid) if record is not None and _alive(record) else None
         return seen is not None and seen[0] in "Tt"
 
-    def log_tail(self, backend: Backend, lines: int = 20) -> list[str]:
+    def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         try:
             with self._log_file(backend.name).open("rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
@@ -183,7 +183,7 @@ class ProcessRuntime:
         if not path.exists():
             return
         with path.open("rb") as log:
-            yield from map(_text, deque(log, maxlen=100))
+            yield from map(_text, deque(log, maxlen=FOLLOWED_LINES))
             part = b""
             while True:
                 over = self._closed.is_set() or self.ended(backend) is not None

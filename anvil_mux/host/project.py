@@ -3,7 +3,7 @@
 Each container of a scaled service is a backend of its own. Compose numbers them, and gives a new one the
 number after the last, so one whose number is beyond the scale stands in for one that somebody removed.
 
-What the engine reports is believed rather than what a request's answer says: ``put_down`` returns when
+What the engine reports is believed rather than what a request's answer says: ``end`` returns when
 ``inspect`` no longer shows the container running.
 """
 
@@ -101,7 +101,7 @@ class Project:
                 self._engine.await_end(id, max(deadline - time.monotonic(), 0.1))
         return bool(ending)
 
-    def put_down(self, container: Container, grace: float | None) -> None:
+    def end(self, container: Container, grace: float | None) -> None:
         """Stop (unless there is no grace), kill, remove: up to the first after which it does not run."""
         if container.status not in ALIVE:
             return

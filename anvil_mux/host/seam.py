@@ -17,6 +17,9 @@ from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.settings import gib
 
 LOG_LINES = 20
+"""The last lines of an engine that are told by default."""
+FOLLOWED_LINES = 100
+"""The last lines with which a log begins that is followed."""
 
 
 class HostGpu(NamedTuple):

@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import ClassVar, Protocol
 
 from anvil_mux.config import service
-from anvil_mux.config.config import WAY_ALIASES, Backend
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
 from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
@@ -101,7 +101,7 @@ class Runtime(Protocol):
         """
 
     def follow_log(self, backend: Backend) -> Iterator[str]:
-        """Lines as they come, beginning with a tail of 100, until the service ends."""
+        """Lines as they come, beginning with the last FOLLOWED_LINES, until the service ends."""
 
     def watch(self, died: Callable[[str], None]) -> None:
         """Blocks until close(); calls ``died(service name)`` soon after a service ended without ``stop``.
@@ -195,6 +195,15 @@ class Tools:
         self._urls[backend.name] = url
         return url
 
+    def bring_back(self, backend: Backend, wake: Callable[[str], object]) -> str:
+        """Wake the service at its URL, and return that once its model has answered a token."""
+        url = self.url(backend)
+        with self.phase(backend, "load"):
+            wake(url)
+        with self.phase(backend, "probe"):
+            control.probe(backend, url)
+        return url
+
 
 class Way(Protocol):
     """One standby level."""
@@ -259,12 +268,8 @@ class Sleep:
         self._tools = tools
 
     def load(self, backend: Backend) -> str:
-        url = self._tools.url(backend)
-        with self._tools.phase(backend, "load"):
-            control.wake(backend, url, self.level, self._tools.tend(backend))
-        with self._tools.phase(backend, "probe"):
-            control.probe(backend, url)
-        return url
+        tend = self._tools.tend(backend)
+        return self._tools.bring_back(backend, lambda url: control.wake(backend, url, self.level, tend))
 
     def evict(self, backend: Backend) -> int:
         control.sleep(backend, self._tools.url(backend), self.level)
@@ -291,29 +296,28 @@ class Checkpoint:
         self._tools = tools
 
     def load(self, backend: Backend) -> str:
-        tools, url = self._tools, self._tools.url(backend)
-        with tools.phase(backend, "load"):
-            tools.runtime.resume(backend)
-            if standby := tools.checkpointer.find_standby(tools.runtime.pids(backend)):
-                tools.checkpointer.restore(standby)
-            if sleeps_first(backend):
-                # It may have come here by way of a deeper sleep.
-                level = control.UNKNOWN if "sleep-2" in backend.evict_to else Sleep.level
-                control.wake(backend, url, level, tools.tend(backend))
-        with tools.phase(backend, "probe"):
-            control.probe(backend, url)
-        return url
+        return self._tools.bring_back(backend, lambda url: self._restore(backend, url))
+
+    def _restore(self, backend: Backend, url: str) -> None:
+        tools = self._tools
+        tools.runtime.resume(backend)
+        if standby := tools.checkpointer.find_standby(tools.runtime.pids(backend)):
+            tools.checkpointer.restore(standby)
+        if sleeps_first(backend):
+            # It may have come here by way of a deeper sleep.
+            level = control.UNKNOWN if "sleep-2" in backend.evict_to else Sleep.level
+            control.wake(backend, url, level, tools.tend(backend))
 
     def evict(self, backend: Backend) -> int:
         if sleeps_first(backend):
             control.sleep(backend, self._tools.url(backend), Sleep.level)
-        return self.park(backend)
+        return self.checkpoint(backend)
 
-    def park(self, backend: Backend) -> int:
+    def checkpoint(self, backend: Backend) -> int:
         """Checkpoint a backend that is asleep already."""
         tools = self._tools
         pids = tools.checkpointer.find(tools.runtime.pids(backend))
-        return tools.checkpointer.park(pids).bytes if pids else 0
+        return tools.checkpointer.checkpoint(pids).bytes if pids else 0
 
 
 class Freeze:
@@ -326,12 +330,7 @@ class Freeze:
         self._tools = tools
 
     def load(self, backend: Backend) -> str:
-        url = self._tools.url(backend)
-        with self._tools.phase(backend, "load"):
-            self._tools.runtime.resume(backend)
-        with self._tools.phase(backend, "probe"):
-            control.probe(backend, url)
-        return url
+        return self._tools.bring_back(backend, lambda url: self._tools.runtime.resume(backend))
 
     def evict(self, backend: Backend) -> int:
         return 0
@@ -392,7 +391,6 @@ class Swapper:
         self._tools = Tools(runtime, now, sleep, told, checkpointer)
         self._ways = {name: make(self._tools) for name, make in ways.items()}
         self._memory = Memory(probe, now, sleep, lambda pid: runtime.owner(pid))
-        self._seconds: dict[tuple[str, str], float] = {}  # one worker at a time writes a backend's entries
 
     def load(self, backend: Backend, how: str = "stop", number: int = 0) -> Loaded:
         """Load from the standby level ``how``.
@@ -414,7 +412,7 @@ class Swapper:
         self._note(backend.name, "")
         if how != "stop":
             try:
-                return self._load(backend, how)
+                return Loaded(self._way(how).load(backend), how)
             except Cancelled:
                 raise
             except Exception as error:
@@ -425,7 +423,7 @@ class Swapper:
         try:
             if tend := self._tools.tend(backend):
                 tend()
-            return self._load(backend, "stop")
+            return Loaded(self._way("stop").load(backend), "stop")
         except Cancelled:
             raise
         except Exception as error:
@@ -438,21 +436,20 @@ class Swapper:
 
     def evict(self, backend: Backend, how: str = "stop") -> Evicted:
         """Evict in the way ``how``, or a harder one."""
-        how = WAY_ALIASES.get(how, how)
         way = self._way(how)
         held = self._held(backend, resident=True)
         died = self.ended(backend)
         if how != "stop" and not died:
             self._note(backend.name, how)
             try:
-                return self._rest(backend, how, way, way.evict, held)
+                return self._to_standby(backend, how, way, way.evict, held)
             except Exception as error:
                 died = self.ended(backend)
                 if not died:
                     why = _reason(error)
                     log.warning("%s did not go into standby by %s and is stopped: %s", backend.name, how, why)
         said = tuple(self.log_tail(backend)) if died else ()
-        return replace(self._put_down(backend, held), died=died or "", log=said)
+        return replace(self._stop_or_kill(backend, held), died=died or "", log=said)
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
         """Move a backend from the standby level ``how`` to ``to`` without waking; if that fails, stop it.
@@ -460,16 +457,16 @@ class Swapper:
         A sleeper can be checkpointed as it is; for a deeper sleep it would have to be woken.
         """
         held = self._held(backend, resident=False)
-        way = self._way(WAY_ALIASES.get(to, to))
+        way = self._way(to)
         if isinstance(way, Checkpoint) and how in SLEEPS:
             self._note(backend.name, to)
             try:
-                return self._rest(backend, to, way, way.park, held)
+                return self._to_standby(backend, to, way, way.checkpoint, held)
             except Exception as error:
                 log.warning("%s could not be checkpointed and is stopped: %s", backend.name, _reason(error))
         elif to != "stop":
             log.warning("%s cannot be demoted from %s to %s: stopped", backend.name, how, to)
-        return self._put_down(backend, held)
+        return self._stop_or_kill(backend, held)
 
     def ended(self, backend: Backend) -> str | None:
         """How it ended, for people; None while it runs, and while that cannot be told."""
@@ -492,18 +489,7 @@ class Swapper:
         except MuxError:
             return []
 
-    def estimate(self, backend: Backend, how: str = "stop") -> float | None:
-        """Seconds that the last load by this way took; None before the first."""
-        return self._seconds.get((backend.name, WAY_ALIASES.get(how, how)))
-
-    def _load(self, backend: Backend, how: str) -> Loaded:
-        how = WAY_ALIASES.get(how, how)
-        begun = self._now()
-        url = self._way(how).load(backend)
-        self._seconds[backend.name, how] = self._now() - begun
-        return Loaded(url, how)
-
-    def _rest(
+    def _to_standby(
         self, backend: Backend, how: str, way: Way, leave: Callable[[Backend], int], held: Held
     ) -> Evicted:
         with self._tools.phase(backend, "evict"):
@@ -526,7 +512,7 @@ class Swapper:
         except MuxError:
             return []
 
-    def _put_down(self, backend: Backend, held: Held) -> Evicted:
+    def _stop_or_kill(self, backend: Backend, held: Held) -> Evicted:
         """Stop or kill it; BackendError if not even that frees its GPUs."""
         try:
             return self._end(backend, self._way("stop").evict, held)
@@ -560,7 +546,7 @@ class Swapper:
 
     def _clean_up(self, backend: Backend, error: Exception) -> None:
         try:
-            self._put_down(backend, self._held(backend, resident=False))
+            self._stop_or_kill(backend, self._held(backend, resident=False))
         except BackendError as worse:
             raise BackendError(
                 f"{_reason(error)}; and then it could not be stopped: {worse.message}"

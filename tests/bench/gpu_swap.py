@@ -310,7 +310,7 @@ class Bench:
         if not pids:
             raise BackendError("the driver does not know the engine for a process that uses CUDA")
         with measured.phase("park"):
-            standby = self._checkpointer.park(pids)
+            standby = self._checkpointer.checkpoint(pids)
         measured.left = used_bytes(engine)
         with measured.phase("freeze"):
             os.kill(engine.pid, signal.SIGSTOP)

@@ -104,13 +104,13 @@ def checkpointer(driver: Driven, gpus: FakeGpus) -> Checkpointer:
 
 
 def test_all_are_locked_before_any_is_checkpointed(checkpointer: Checkpointer, driver: Driven) -> None:
-    assert checkpointer.park([B, A]) == Checkpointed((A, B))
+    assert checkpointer.checkpoint([B, A]) == Checkpointed((A, B))
     assert driver.log == [("lock", A), ("lock", B), ("checkpoint", A), ("checkpoint", B)]
     assert driver.states == {A: "checkpointed", B: "checkpointed"}
 
 
 def test_all_are_restored_before_any_is_unlocked(checkpointer: Checkpointer, driver: Driven) -> None:
-    standby = checkpointer.park([A, B])
+    standby = checkpointer.checkpoint([A, B])
     driver.log.clear()
     checkpointer.restore(standby)
     assert driver.log == [("restore", A), ("restore", B), ("unlock", A), ("unlock", B)]
@@ -118,10 +118,10 @@ def test_all_are_restored_before_any_is_unlocked(checkpointer: Checkpointer, dri
 
 
 def test_a_conversation_ends_with_each_call(checkpointer: Checkpointer, driver: Driven) -> None:
-    checkpointer.restore(checkpointer.park([A, B]))
+    checkpointer.restore(checkpointer.checkpoint([A, B]))
     driver.faults["lock", A] = None
     with pytest.raises(CheckpointFailed):
-        checkpointer.park([A])
+        checkpointer.checkpoint([A])
     assert driver.open == 0
 
 
@@ -129,9 +129,9 @@ def test_a_conversation_ends_with_each_call(checkpointer: Checkpointer, driver: 
 
 
 def test_what_is_standby_may_be_standby_again(checkpointer: Checkpointer, driver: Driven) -> None:
-    standby = checkpointer.park([A, B])
+    standby = checkpointer.checkpoint([A, B])
     driver.log.clear()
-    assert checkpointer.park([A, B]) == standby
+    assert checkpointer.checkpoint([A, B]) == standby
     assert driver.log == []
 
 
@@ -142,7 +142,7 @@ def test_what_runs_may_be_restored_again(checkpointer: Checkpointer, driver: Dri
 
 def test_half_a_park_is_finished(checkpointer: Checkpointer, driver: Driven) -> None:
     driver.states = {A: "checkpointed", B: "locked"}
-    checkpointer.park([A, B])
+    checkpointer.checkpoint([A, B])
     assert driver.log == [("checkpoint", B)]
 
 
@@ -179,7 +179,7 @@ def test_only_what_is_checkpointed_in_all_its_processes_is_standby_wholly(
 def test_a_lock_that_times_out_leaves_all_running(checkpointer: Checkpointer, driver: Driven) -> None:
     driver.faults["lock", B] = None
     with pytest.raises(CheckpointFailed, match=f"lock of process {B}: refused") as caught:
-        checkpointer.park([A, B])
+        checkpointer.checkpoint([A, B])
     assert caught.value.lost == ()
     assert driver.log == [("lock", A), ("lock", B), ("unlock", A)]
     assert driver.states == {A: "running", B: "running"}
@@ -190,7 +190,7 @@ def test_a_checkpoint_that_fails_on_the_second_puts_both_back(
 ) -> None:
     driver.faults["checkpoint", B] = None
     with pytest.raises(CheckpointFailed, match=f"checkpoint of process {B}") as caught:
-        checkpointer.park([A, B])
+        checkpointer.checkpoint([A, B])
     assert caught.value.lost == ()
     assert driver.log[3:] == [("checkpoint", B), ("restore", A), ("unlock", A), ("unlock", B)]
     assert driver.states == {A: "running", B: "running"}
@@ -199,7 +199,7 @@ def test_a_checkpoint_that_fails_on_the_second_puts_both_back(
 def test_a_process_that_failed_is_lost_and_the_others_run(checkpointer: Checkpointer, driver: Driven) -> None:
     driver.faults["checkpoint", B] = "failed"
     with pytest.raises(CheckpointFailed, match=f"lost: {B}") as caught:
-        checkpointer.park([A, B])
+        checkpointer.checkpoint([A, B])
     assert caught.value.lost == (B,)
     assert driver.states == {A: "running", B: "failed"}
 
@@ -209,7 +209,7 @@ def test_a_process_that_had_failed_before_is_lost_untouched(
 ) -> None:
     driver.states[B] = "failed"
     with pytest.raises(CheckpointFailed, match=f"lock of process {B}: it is failed, not running") as caught:
-        checkpointer.park([A, B])
+        checkpointer.checkpoint([A, B])
     assert caught.value.lost == (B,)
     assert driver.log == [("lock", A), ("unlock", A)]
 
@@ -217,7 +217,7 @@ def test_a_process_that_had_failed_before_is_lost_untouched(
 def test_a_process_that_cannot_be_put_back_is_lost(checkpointer: Checkpointer, driver: Driven) -> None:
     driver.faults |= {("checkpoint", B): None, ("restore", A): None}
     with pytest.raises(CheckpointFailed) as caught:
-        checkpointer.park([A, B])
+        checkpointer.checkpoint([A, B])
     assert caught.value.lost == (A,)
     assert driver.states == {A: "checkpointed", B: "running"}
 
@@ -225,7 +225,7 @@ def test_a_process_that_cannot_be_put_back_is_lost(checkpointer: Checkpointer, d
 def test_a_process_that_stays_locked_is_lost(checkpointer: Checkpointer, driver: Driven) -> None:
     driver.faults |= {("checkpoint", A): None, ("unlock", B): None}
     with pytest.raises(CheckpointFailed) as caught:
-        checkpointer.park([A, B])
+        checkpointer.checkpoint([A, B])
     assert caught.value.lost == (B,)
 
 
@@ -234,7 +234,7 @@ def test_a_process_that_gives_no_answer_is_lost_and_asked_once(
 ) -> None:
     driver.silent.add(B)
     with pytest.raises(CheckpointFailed) as caught:
-        checkpointer.park([A, B])
+        checkpointer.checkpoint([A, B])
     assert caught.value.lost == (B,)
     assert driver.states[A] == "running"
     assert driver.asked.count(B) == 2  # by the lock, and once by the way back
@@ -245,7 +245,7 @@ def test_a_process_in_a_state_of_later_drivers_is_not_touched(
 ) -> None:
     driver.states[A] = "state 9"
     with pytest.raises(CheckpointFailed, match="it is state 9") as caught:
-        checkpointer.park([A])
+        checkpointer.checkpoint([A])
     assert caught.value.lost == (A,)
     assert driver.log == []
 
@@ -254,7 +254,7 @@ def test_a_process_in_a_state_of_later_drivers_is_not_touched(
 
 
 def test_a_restore_that_fails_loses_what_stays_standby(checkpointer: Checkpointer, driver: Driven) -> None:
-    standby = checkpointer.park([A, B])
+    standby = checkpointer.checkpoint([A, B])
     driver.log.clear()
     driver.faults["restore", B] = None
     with pytest.raises(CheckpointFailed) as caught:
@@ -267,14 +267,14 @@ def test_a_restore_that_fails_loses_what_stays_standby(checkpointer: Checkpointe
 def test_an_unlock_that_reports_an_error_of_a_running_process_has_worked(
     checkpointer: Checkpointer, driver: Driven
 ) -> None:
-    standby = checkpointer.park([A, B])
+    standby = checkpointer.checkpoint([A, B])
     driver.faults["unlock", A] = "running"
     checkpointer.restore(standby)
     assert driver.states == {A: "running", B: "running"}
 
 
 def test_a_process_that_ended_while_standby_is_lost(checkpointer: Checkpointer, driver: Driven) -> None:
-    standby = checkpointer.park([A, B])
+    standby = checkpointer.checkpoint([A, B])
     del driver.states[A]
     with pytest.raises(CheckpointFailed) as caught:
         checkpointer.restore(standby)
@@ -315,7 +315,7 @@ def stopped() -> Any:
 def test_a_frozen_process_is_left_alone(checkpointer: Checkpointer, driver: Driven, stopped: int) -> None:
     driver.states[stopped] = "running"
     for call in (
-        lambda: checkpointer.park([A, stopped]),
+        lambda: checkpointer.checkpoint([A, stopped]),
         lambda: checkpointer.restore(Checkpointed((stopped,))),
     ):
         with pytest.raises(CheckpointFailed, match=f"process {stopped} is frozen") as caught:
@@ -324,7 +324,7 @@ def test_a_frozen_process_is_left_alone(checkpointer: Checkpointer, driver: Driv
     assert driver.asked == []
     os.kill(stopped, signal.SIGCONT)
     os.waitpid(stopped, os.WCONTINUED)
-    checkpointer.park([stopped])
+    checkpointer.checkpoint([stopped])
     assert driver.states[stopped] == "checkpointed"
 
 
@@ -543,7 +543,7 @@ def test_two_processes_go_and_come_back(connect: Callable[..., Checkpointer], cu
     checkpointer = connect()
     assert checkpointer.why_not(["0"]) is None
     pids = checkpointer.find([A, B, C])
-    standby = checkpointer.park(pids)
+    standby = checkpointer.checkpoint(pids)
     assert [cuda.state(A), cuda.state(B)] == ["checkpointed", "checkpointed"]
     checkpointer.restore(standby)
     assert [cuda.state(A), cuda.state(B)] == ["running", "running"]
@@ -564,7 +564,7 @@ def test_a_lock_that_times_out_in_the_driver_leaves_both_running(
 ) -> None:
     cuda.fault(B, "lock", "600")
     with pytest.raises(CheckpointFailed, match="CUDA_ERROR_NOT_READY") as caught:
-        connect().park([A, B])
+        connect().checkpoint([A, B])
     assert caught.value.lost == ()
     assert [cuda.state(A), cuda.state(B)] == ["running", "running"]
 
@@ -573,7 +573,7 @@ def test_a_restore_that_hangs_is_given_up_and_that_process_is_lost(
     connect: Callable[..., Checkpointer], cuda: FakeCuda
 ) -> None:
     checkpointer = connect(move=1.0)
-    standby = checkpointer.park([A, B])
+    standby = checkpointer.checkpoint([A, B])
     cuda.fault(B, "restore", "hang")
     with pytest.raises(CheckpointFailed, match=r"did not answer within 1 s") as caught:
         checkpointer.restore(standby)
@@ -585,7 +585,7 @@ def test_an_unlock_error_of_a_running_process_is_none(
     connect: Callable[..., Checkpointer], cuda: FakeCuda
 ) -> None:
     checkpointer = connect()
-    standby = checkpointer.park([A])
+    standby = checkpointer.checkpoint([A])
     cuda.fault(A, "unlock", "1 0")
     checkpointer.restore(standby)
     assert cuda.state(A) == "running"
@@ -594,6 +594,6 @@ def test_an_unlock_error_of_a_running_process_is_none(
 def test_a_failed_process_is_lost(connect: Callable[..., Checkpointer], cuda: FakeCuda) -> None:
     cuda.fault(B, "checkpoint", "999 3")
     with pytest.raises(CheckpointFailed) as caught:
-        connect().park([A, B])
+        connect().checkpoint([A, B])
     assert caught.value.lost == (B,)
     assert cuda.state(A) == "running"

@@ -56,11 +56,11 @@ def test_gpus_that_vanish_are_seen_no_more() -> None:
 def test_it_rests_when_nobody_has_watched_for_long_and_looks_again_when_somebody_does() -> None:
     moment = [0.0]
     look = GpuMonitor(["0"], owner, lambda sight: None, FakeGpus(GIB), lambda: moment[0])
-    assert not look.may_rest()
+    assert not look.may_slow_down()
     moment[0] = WATCHED_SECONDS
-    assert look.may_rest()
+    assert look.may_slow_down()
     look.watch()
-    assert not look.may_rest()
+    assert not look.may_slow_down()
 
 
 class Nvml:

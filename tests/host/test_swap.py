@@ -249,27 +249,6 @@ def test_how_a_backend_ended_is_passed_on_and_unknown_where_it_cannot_be_told():
     assert swapper.ended(BACKEND) is None
 
 
-def test_an_estimate_is_what_the_last_load_took(healthy: Stub):
-    clock = iter(range(100))
-    swapper = Swapper(Notes(healthy.url), now=lambda: float(next(clock)))
-    assert swapper.estimate(BACKEND) is None
-    swapper.load(BACKEND)
-    seconds = swapper.estimate(BACKEND)
-    assert seconds is not None
-    assert seconds >= 1.0
-
-
-def test_a_failed_load_leaves_the_estimate_alone(healthy: Stub):
-    runtime = Notes(healthy.url)
-    swapper = Swapper(runtime)
-    swapper.load(BACKEND, "stop")
-    before = swapper.estimate(BACKEND, "stop")
-    runtime.fails["start"] = LoadError("no")
-    with pytest.raises(LoadError):
-        swapper.load(BACKEND, "stop")
-    assert swapper.estimate(BACKEND, "stop") == before
-
-
 def test_an_unknown_way_lists_the_known_ones():
     assert tuple(WAYS) == config.WAYS
     with pytest.raises(

@@ -176,12 +176,6 @@ def test_weights_that_were_dropped_are_read_again(scene: Scene) -> None:
     assert not engine.garbage
 
 
-def test_sleep_1_is_another_name_of_sleep(scene: Scene) -> None:
-    scene.resident(A)
-    assert scene.swapper.evict(A, "sleep-1").how == "sleep"
-    assert scene.swapper.load(A, "sleep-1").how == "sleep"
-
-
 def test_a_paused_service_is_frozen_and_let_go_on_and_keeps_what_it_holds(scene: Scene) -> None:
     scene.resident(A)
     assert scene.swapper.evict(A, "freeze") == Evicted("freeze", {"0": 18 * GIB + CONTEXT})
@@ -211,16 +205,6 @@ def test_a_slow_first_sleep_is_waited_for(scene: Scene, monkeypatch: pytest.Monk
     engine.may_sleep.set()
     thread.join(GUARD)
     assert [each.how for each in evicted] == ["sleep"]
-
-
-def test_what_each_way_of_loading_took_is_known(scene: Scene) -> None:
-    assert scene.swapper.estimate(A, "sleep") is None
-    scene.resident(A)
-    scene.swapper.evict(A, "sleep")
-    assert scene.swapper.estimate(A, "sleep") is None
-    scene.swapper.load(A, "sleep")
-    assert scene.swapper.estimate(A, "sleep") == scene.swapper.estimate(A, "sleep-1") == 0.0
-    assert scene.swapper.estimate(A, "stop") == 0.0
 
 
 def test_a_sleeper_is_stopped_when_it_is_demoted(scene: Scene) -> None:
