@@ -37,7 +37,7 @@ from anvil_mux.cli.tally import Burst, TimedPhase, TimedSwap, phases
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host import byhand
-from anvil_mux.host.local import LocalHost, open_host
+from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.relay import Exchange, Relay
@@ -79,7 +79,7 @@ def measure(
         told.append(TimedPhase(time.monotonic(), phase, seconds))
 
     with locked(config) as lock, _ended_by_sigterm():
-        host = open_host(HostConfig.of(config), lock, took)
+        host = LocalHost(HostConfig.of(config), lock, took)
         try:
             for name in host.running():
                 say(f"stopping {name}, which runs already")

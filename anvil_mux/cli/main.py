@@ -422,7 +422,7 @@ def _print_docs(title: str, rows: Iterable[Sequence[str]]) -> None:
 
 
 def _logs(given: argparse.Namespace) -> int:
-    from anvil_mux.host.local import open_host
+    from anvil_mux.host.local import LocalHost
     from anvil_mux.host.seam import HostConfig
 
     url = given.url or (None if given.files else os.environ.get("ANVIL_URL"))
@@ -437,7 +437,7 @@ def _logs(given: argparse.Namespace) -> int:
     if given.follow and len(backends) > 1:
         names = ", ".join(b.name for b in backends)
         raise BackendError(f"{given.model} has several services; follow one of them: {names}")
-    host = open_host(HostConfig.of(config))
+    host = LocalHost(HostConfig.of(config))
     for backend in backends:
         lines = host.follow_log(backend) if given.follow else host.log_tail(backend, given.lines)
         asking.print_log(given, backend.name, lines, headed=len(backends) > 1)

@@ -1,7 +1,6 @@
 """This machine behind the seam: runtime, standby levels, adoption, GPU monitor and reader of logs.
 
-``open_host`` is all that others need; what they get is a ``seam.Host`` and, for who is on the same machine, a
-little more.
+``LocalHost`` is all that others need: a ``seam.Host`` and, for who is on the same machine, a little more.
 """
 
 from __future__ import annotations
@@ -38,16 +37,8 @@ from anvil_mux.host.swap import WAYS, Runtime, Swapper, Told
 from anvil_mux.state import state_folder
 
 
-def open_host(config: HostConfig, lock: int | None = None, told: Told | None = None) -> LocalHost:
-    """Open this machine. ``lock``: the project's, which commands that outlive us go on to hold.
-
-    ``told`` learns what the phases of steps took; None: they are news.
-    """
-    return LocalHost(config, build_runtime(config, lock), told)
-
-
 def build_runtime(config: HostConfig, lock: int | None = None) -> Runtime:
-    """The runtime that the configuration names."""
+    """Make the runtime that the configuration names."""
     if config.runtime == "process":
         return ProcessRuntime(config)
     from anvil_mux.host.containers import ContainerRuntime
@@ -56,15 +47,18 @@ def build_runtime(config: HostConfig, lock: int | None = None) -> Runtime:
 
 
 class LocalHost:
-    """This machine, see ``seam.Host``."""
+    """This machine, see ``seam.Host``.
+
+    ``lock``: the project's, which commands that outlive us go on to hold. ``told`` learns what the phases of
+    steps took; None: they are news.
+    """
 
     name = "local"
 
-    def __init__(self, config: HostConfig, runtime: Runtime, told: Told | None = None) -> None:
+    def __init__(self, config: HostConfig, lock: int | None = None, told: Told | None = None) -> None:
         self._config = config
-        self.runtime = runtime
+        self.runtime = runtime = build_runtime(config, lock)
         """The runtime, of use within this package alone."""
-        self._clock = Clock()
         found = gpu.probe()
         self._gpus = gpu.listed(found)
         probe, checkpointer = gpu.probe if found.readings else None, Checkpointer()
@@ -86,10 +80,10 @@ class LocalHost:
         self._loads: dict[str, int] = {}
         """Backend -> the number of the load that brought it up; without those that were adopted."""
 
-    def start(self) -> None:
-        """Starts its threads, which run on the CPUs of this one; without them there is no news."""
+    def start(self, clock: Clock) -> None:
+        """Start its threads, which run on the CPUs of this one; without them there is no news."""
         self._is_to_monitor = bool(self._gpus)
-        self._clock.spawn(self._watch, "watch")
+        clock.spawn(lambda: self.runtime.watch(self._died), "watch")
         self._load_logs.worker.start()
 
     def inventory(self) -> Inventory:
@@ -185,10 +179,6 @@ class LocalHost:
 
     def _took(self, backend: Backend, phase: str, seconds: float) -> None:
         self._board.put(PhaseTook(backend.name, phase, seconds))
-
-    def _watch(self) -> None:
-        """The life of the thread that hears of services that end."""
-        self.runtime.watch(self._died)
 
     def _died(self, name: str) -> None:
         load = self._loads.get(name, 0)

@@ -4,7 +4,7 @@ No process ids to act on, no callbacks, no iterators, no paths of the machine th
 commands but those of configured services: a host on another machine is the same protocol over a wire. What
 happens there without being asked for is news, which the caller fetches by a long poll.
 
-``local.open_host`` opens the one behind which this machine is.
+``local.LocalHost`` is the one behind which this machine is.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from anvil_mux.clock import Clock
 from anvil_mux.config.change import Change
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
-from anvil_mux.host.local import LocalHost, open_host
+from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import Host, HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.affinity import Affinity, CPUs
@@ -70,7 +70,7 @@ class Parts:
         self.options = options
         self.say = partial(say, form=options.log_format)
         self.clock = Clock()
-        self.host: LocalHost = open_host(HostConfig.of(config), given.lock)
+        self.host = LocalHost(HostConfig.of(config), given.lock)
         self.config = config = complete(config, self.host)
         """The configuration that is in effect."""
         self.learned = LearnedFile(state_folder(config.project, os.environ), self.say)

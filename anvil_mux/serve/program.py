@@ -109,7 +109,7 @@ class AnvilMux:
         # Workers start engines, which inherit what their thread may run on: they are never pinned.
         parts = self.parts
         parts.mux.start()
-        parts.host.start()
+        parts.host.start(parts.clock)
         parts.news.worker.start()
         for number, hook in enumerate(parts.config.hooks):
             Telling(hook, parts.say).worker(f"hook-{number}", parts.feed, parts.clock.wall).start()

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import Cancelled
-from anvil_mux.host.local import LocalHost, open_host
+from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import Awake, Evicted, HostConfig, Inventory, PhaseTook, ServiceEnded, Unfit
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -26,8 +27,8 @@ CONFIG = HostConfig.of(Config((A,), project="seam", runtime="process"))
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHost]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "anvil-mux" / "seam").mkdir(parents=True)
-    host = open_host(CONFIG)
-    host.start()
+    host = LocalHost(CONFIG)
+    host.start(Clock())
     yield host
     host.stop(A)
     host.close()
@@ -95,7 +96,7 @@ def test_what_is_configured_no_longer_is_an_orphan_of_the_next_start_until_it_wa
     host: LocalHost,
 ) -> None:
     assert host.orphans() == []
-    later = open_host(HostConfig((), project="seam", runtime="process"))
+    later = LocalHost(HostConfig((), project="seam", runtime="process"))
     assert [orphan.name for orphan in later.orphans()] == ["a"]
     assert [orphan.name for orphan in later.orphans()] == ["a"]
     later.stop(A)
