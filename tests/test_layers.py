@@ -13,6 +13,7 @@ ORDER = (
     "errors",
     "clock",
     "state",
+    "command",
     "protocol",
     "config",
     "routing",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from anvil_mux.command import Done, run
 from anvil_mux.config import interpolate
 from anvil_mux.config.interpolate import Document
 from anvil_mux.errors import ConfigError
@@ -39,16 +39,7 @@ class Content:
     """Whether it was read without the Compose program."""
 
 
-@dataclass(frozen=True, slots=True)
-class ComposeOutput:
-    """The exit code and the output of the Compose program."""
-
-    code: int
-    out: str
-    err: str
-
-
-Compose = Callable[[Sequence[str], Mapping[str, str]], "ComposeOutput | None"]
+Compose = Callable[[Sequence[str], Mapping[str, str]], Done | None]
 """Runs a command; None where there is no such program."""
 
 
@@ -86,33 +77,20 @@ def compose_config(files: Iterable[Path]) -> list[str]:
     return ["docker", "compose", "--ansi", "never", *words, "--profile", "*", "config"]
 
 
-def run_compose(argv: Sequence[str], environ: Mapping[str, str]) -> ComposeOutput | None:
+def run_compose(argv: Sequence[str], environ: Mapping[str, str]) -> Done | None:
+    """Run the Compose program; None where there is none."""
     try:
-        child = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=dict(environ),
-            start_new_session=True,
-        )
+        done = run(argv, COMPOSE_TIMEOUT, env=environ)
     except OSError:
         return None
-    with child:
-        try:
-            out, err = child.communicate(timeout=COMPOSE_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            # Compose is a child of the docker program, so the whole group has to go.
-            os.killpg(child.pid, signal.SIGKILL)
-            raise ConfigError([f"`{' '.join(argv)}` did not end within {COMPOSE_TIMEOUT:g} s"]) from None
-    if child.returncode and re.search(r"is not a docker command|unknown (shorthand )?(flag|command)", err):
+    except subprocess.TimeoutExpired:
+        raise ConfigError([f"`{' '.join(argv)}` did not end within {COMPOSE_TIMEOUT:g} s"]) from None
+    if done.code and re.search(r"is not a docker command|unknown (shorthand )?(flag|command)", done.err):
         return None
-    return ComposeOutput(child.returncode, out, err)
+    return done
 
 
-def _composed(file: Path, answer: ComposeOutput) -> Content:
+def _composed(file: Path, answer: Done) -> Content:
     said, warnings = [], []
     for line in answer.err.splitlines():
         if warning := re.search(r'level=warning msg="(.*)"\s*$', line):

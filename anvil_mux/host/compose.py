@@ -1,24 +1,22 @@
-"""Docker Compose: the commands that make a service's container, and the one place that runs commands.
+"""Docker Compose: the commands that make a service's container.
 
 Compose itself is needed once per service: ``compose create`` makes the container, or makes it anew when the
 service's description has changed. From then on the container is started and stopped over the engine's API
 (docker.py), which skips Compose's 0.3 s of reading the project. Nothing here pulls or builds an image: a
 request must not wait for 20 GB; the error says which command the user has to run.
 
-Every command goes through ``run``: no shell, a time limit, its process group killed when that has passed. A
-killed anvil-mux leaves its command at work, so it holds the project's lock too, and the next start waits for
-it.
+A killed anvil-mux leaves its command at work, so that holds the project's lock too, and the next start waits
+for it.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from anvil_mux import command
+from anvil_mux.command import Done
 from anvil_mux.errors import BackendError
 from anvil_mux.host.endpoint import Endpoint
 from anvil_mux.host.seam import HostConfig
@@ -26,20 +24,6 @@ from anvil_mux.host.seam import HostConfig
 CREATE_TIMEOUT = 120.0
 ASK_TIMEOUT = 20.0
 COMPOSE = ("docker", "compose", "--ansi", "never")
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The exit code and the output of a command."""
-
-    code: int
-    out: str = ""
-    err: str = ""
-
-    @property
-    def last_line(self) -> str:
-        text = (self.err or self.out).strip()
-        return text.splitlines()[-1].strip() if text else f"exit status {self.code}"
 
 
 class Run(Protocol):
@@ -70,33 +54,14 @@ def environment(env: Mapping[str, str], endpoint: Endpoint) -> dict[str, str]:
 
 
 def run(argv: Sequence[str], timeout: float, *, env: Mapping[str, str], lock: int | None = None) -> Done:
-    """Run a command to its end; ``lock`` is a descriptor that it holds meanwhile."""
+    """Run a command to its end, see ``command.run``; BackendError if it does not come to that."""
     try:
-        child = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=env,
-            pass_fds=() if lock is None else (lock,),
-            start_new_session=True,
-        )
+        return command.run(argv, timeout, env=env, lock=lock)
     except OSError as error:
-        raise BackendError(
-            f"{argv[0]} cannot be run ({error.strerror}): is it installed and on PATH?"
-        ) from None
-    with child:
-        try:
-            out, err = child.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            # Compose is a child of the docker program, so the whole group has to go.
-            os.killpg(child.pid, signal.SIGKILL)
-            raise BackendError(
-                f"`{shown(argv)}` did not end within {timeout:g} s; dockerd may be stuck"
-            ) from None
-    return Done(child.returncode, out, err)
+        why = f"{argv[0]} cannot be run ({error.strerror}): is it installed and on PATH?"
+    except subprocess.TimeoutExpired:
+        why = f"`{shown(argv)}` did not end within {timeout:g} s; dockerd may be stuck"
+    raise BackendError(why)
 
 
 def shown(argv: Sequence[str]) -> str:

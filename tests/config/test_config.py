@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from anvil_mux.command import Done
 from anvil_mux.config import config, service, settings, table
-from anvil_mux.config.composefile import ComposeOutput, compose_config, find_files, run_compose
+from anvil_mux.config.composefile import compose_config, find_files, run_compose
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.config.interpolate import Scope
 from anvil_mux.errors import ConfigError
@@ -845,11 +846,11 @@ def test_files_that_are_not_there_are_all_named(tmp_path: Path) -> None:
 class Compose:
     """Stands in for the program."""
 
-    def __init__(self, answer: ComposeOutput | None) -> None:
+    def __init__(self, answer: Done | None) -> None:
         self.answer = answer
         self.asked: list[Sequence[str]] = []
 
-    def __call__(self, argv: Sequence[str], environ: Mapping[str, str]) -> ComposeOutput | None:
+    def __call__(self, argv: Sequence[str], environ: Mapping[str, str]) -> Done | None:
         self.asked.append(argv)
         return self.answer
 
@@ -862,23 +863,21 @@ def test_compose_is_asked_for_yaml_of_all_profiles(tmp_path: Path) -> None:
 
 
 def test_what_compose_says_is_the_content_with_dollars_undoubled(tmp_path: Path) -> None:
-    compose = Compose(ComposeOutput(0, "name: p\nservices: {a: {command: [$$HOME], x-anvil: {}}}", ""))
+    compose = Compose(Done(0, "name: p\nservices: {a: {command: [$$HOME], x-anvil: {}}}", ""))
     found = load([write(tmp_path, SERVICE % "")], compose=compose, environ={})
     assert (found.project, found.backends[0].service.command) == ("p", ("$HOME",))
 
 
 def test_warnings_of_compose_are_kept(tmp_path: Path) -> None:
     err = 'time="x" level=warning msg="The \\"V\\" variable is not set. Defaulting to a blank string."\n'
-    compose = Compose(
-        ComposeOutput(0, "services: {a: {x-anvil: {}}}", err + 'time="x" level=warning msg="other"\n')
-    )
+    compose = Compose(Done(0, "services: {a: {x-anvil: {}}}", err + 'time="x" level=warning msg="other"\n'))
     warnings = load([write(tmp_path, SERVICE % "")], compose=compose, environ={}).warnings
     assert "the variable V is not set" in warnings[0]
     assert warnings[1].endswith("docker compose: other")
 
 
 def test_what_compose_refuses_is_a_problem(tmp_path: Path) -> None:
-    compose = Compose(ComposeOutput(15, "", 'time="x" level=warning msg="w"\nservices.a is bad\n'))
+    compose = Compose(Done(15, "", 'time="x" level=warning msg="w"\nservices.a is bad\n'))
     with pytest.raises(ConfigError, match=r"compose.yaml: docker compose config: services.a is bad$"):
         load([write(tmp_path, SERVICE % "")], compose=compose, environ={})
 
@@ -895,7 +894,7 @@ def test_the_process_runtime_never_asks_for_compose(tmp_path: Path, how: str) ->
     file = write(
         tmp_path, f"x-anvil: {{runtime: '{runtime}'}}\nservices: {{a: {{command: x, x-anvil: {{}}}}}}"
     )
-    compose = Compose(ComposeOutput(1, "", "never"))
+    compose = Compose(Done(1, "", "never"))
     environ = {"ANVIL_RUNTIME": "process"} if how == "environ" else {}
     found = load(
         [file], compose=compose, environ=environ, overrides={"runtime": "process"} if how == "flag" else {}
@@ -985,7 +984,7 @@ def compose() -> config.Compose:
     if not has_compose():
         pytest.skip("needs the Docker Compose program")
 
-    def ask(argv: Sequence[str], environ: Mapping[str, str]) -> ComposeOutput | None:
+    def ask(argv: Sequence[str], environ: Mapping[str, str]) -> Done | None:
         answer = run_compose(argv, environ)
         assert answer is not None
         return answer

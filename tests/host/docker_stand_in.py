@@ -19,8 +19,8 @@ from socketserver import ThreadingUnixStreamServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from anvil_mux.command import Done
 from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.host.compose import Done
 
 PATIENCE = 30.0
 AWAY = (0, "")

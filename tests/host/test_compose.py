@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from anvil_mux.command import Done
 from anvil_mux.errors import BackendError
 from anvil_mux.host import compose
-from anvil_mux.host.compose import Done
 from anvil_mux.host.endpoint import Endpoint
 from tests.host.docker_stand_in import CONFIG, PATIENCE
 from tests.host.test_process import gone
