@@ -1,14 +1,13 @@
 """Another configuration while the program runs: asked for, refused or in effect, one after the other.
 
 A reload reads the files anew and checks them whole. If anything is wrong nothing changes, and every problem
-is told to whoever asked; else ``take`` makes it so. ``Watch`` sees for itself when files have changed.
+is told to whoever asked; else ``take`` makes it so.
 """
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -16,11 +15,6 @@ from typing import Any
 from anvil_mux.config.change import Change
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError, Draining
-
-LOOK_SECONDS = 2.0
-"""Seconds between two looks at the files."""
-
-Stamp = tuple[int, int, int] | None
 
 
 class Reloads:
@@ -84,36 +78,3 @@ def _told(count: int, at: float | None, changed: str) -> dict[str, Any]:
 
 def as_json(change: Change) -> dict[str, Any]:
     return {**asdict(change), "text": str(change)}
-
-
-class Watch:
-    """Whether any of the files has changed, and been left alone for as long as it took to look again.
-
-    Used by one thread. ``files``: those of the moment; one that is new among them is no change.
-    """
-
-    def __init__(self, files: Callable[[], Iterable[str]]) -> None:
-        self._files = files
-        self._known = self._last = self._stamps()
-
-    def has_news(self) -> bool:
-        """Return True once for each change."""
-        before, self._last = self._last, self._stamps()
-        self._known = {**self._last, **self._known}
-        changed = any(self._known[file] != stamp for file, stamp in self._last.items())
-        if not changed or self._last != before:
-            return False
-        self._known = self._last
-        return True
-
-    def _stamps(self) -> dict[str, Stamp]:
-        return {file: _stamp(file) for file in self._files()}
-
-
-def _stamp(file: str) -> Stamp:
-    """Return what changes with the file; None where there is no such file."""
-    try:
-        found = os.stat(file)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

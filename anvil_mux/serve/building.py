@@ -18,7 +18,7 @@ from anvil_mux.config.change import Change
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
 from anvil_mux.host.local import LocalHost
-from anvil_mux.host.seam import Host, HostConfig
+from anvil_mux.host.seam import LOG_LINES, Host, HostConfig
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.affinity import Affinity, CPUs
 from anvil_mux.proxy.handler import Handler
@@ -28,6 +28,7 @@ from anvil_mux.proxy.server import Server
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve import credentials
+from anvil_mux.serve.adoption import Adoption
 from anvil_mux.serve.learned import Known, LearnedFile
 from anvil_mux.serve.logfiles import rotation
 from anvil_mux.serve.news import NewsReader
@@ -123,6 +124,7 @@ class Parts:
             has_heard=self.relay.has_heard,
         )
         self.mux.expect(backend.name for backend in self.config.backends)
+        self.adoption = Adoption(self.host, self.mux, self.say)
         self.news = NewsReader(self.host, self.mux, self.journal.told)
         self.scraper = Scraper(self.mux.overview.resident_replicas, self.mux.observed, self.mux.silent)
         self.sharing = self._open_sharing()
@@ -202,11 +204,11 @@ class Parts:
         self.affinity.look(time.monotonic())
         self.learned.save(Known(self.mux.overview.costs(), self.mux.overview.footprints()))
 
-    def _last_words(self, backend: str, lines: int = 20) -> Sequence[str]:
+    def _last_words(self, backend: str) -> Sequence[str]:
         """The last lines of an engine, kept from its failure: it may have been started anew by now."""
-        return self.mux.overview.last_words(backend) or self._log_tail(backend, lines)
+        return self.mux.overview.last_words(backend) or self._log_tail(backend)
 
-    def _log_tail(self, backend: str, lines: int = 20) -> list[str]:
+    def _log_tail(self, backend: str, lines: int = LOG_LINES) -> list[str]:
         found = self.mux.backend(backend)
         return self.host.log_tail(found, lines) if found else []
 

@@ -5,25 +5,19 @@ One that is still loading is stopped in any case: no later start could tell how 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from anvil_mux.config.config import Config
 from anvil_mux.errors import MuxError
-from anvil_mux.host.seam import Host
-from anvil_mux.multiplexer.multiplexer import Multiplexer
-from anvil_mux.serve.adoption import Adoption
+from anvil_mux.serve.building import Parts
 
 
-def leave_engines(
-    config: Config, host: Host, mux: Multiplexer, adoption: Adoption, say: Callable[[str], object]
-) -> None:
+def leave_engines(parts: Parts) -> None:
     """Stop what is not to run on, and tell what does."""
+    config, overview = parts.config, parts.mux.overview
     try:
-        running = host.running()
+        running = parts.host.running()
     except MuxError as error:
-        say(f"cannot see what runs: {error.message}")
+        parts.say(f"cannot see what runs: {error.message}")
         return
-    leaving, loading = {backend.name: backend for backend in mux.overview.leaving()}, mux.overview.loading()
+    leaving, loading = {backend.name: backend for backend in overview.leaving()}, overview.loading()
     unfit = [(backend, "the configuration has changed") for backend in leaving.values()]
     here = [backend for backend in config.backends if backend.name not in leaving]
     unfit += [(backend, "it was still loading") for backend in here if backend.name in loading]
@@ -31,6 +25,6 @@ def leave_engines(
     if config.on_exit == "stop":
         unfit += [(backend, "on_exit: stop") for backend in left]
         left = []
-    adoption.stop_all(unfit)
+    parts.adoption.stop_all(unfit)
     names = ", ".join(backend.name for backend in left)
-    say(f"stopped; kept running for the next start (on_exit: keep): {names}" if left else "stopped")
+    parts.say(f"stopped; kept running for the next start (on_exit: keep): {names}" if left else "stopped")

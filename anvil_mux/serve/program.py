@@ -22,12 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from anvil_mux.clock import Worker
-from anvil_mux.config.change import Change
 from anvil_mux.config.config import Config
-from anvil_mux.proxy.reloads import LOOK_SECONDS, Watch
 from anvil_mux.serve import credentials, reloading
-from anvil_mux.serve.adoption import Adoption
 from anvil_mux.serve.building import Given, Parts, pinned
 from anvil_mux.serve.leaving import leave_engines
 from anvil_mux.serve.locking import locked
@@ -61,7 +57,8 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
     with locked(config) as lock, access_log(options) as access, event_log(options) as events:
         told = partial(_reloading, notifier)
         program = AnvilMux(config, options, Given(access, events, lock, keys, tls, read=read, reloading=told))
-        watch = Watch(program.files)
+        watch = reloading.Watch(lambda: reloading.files(program.parts.config))
+        reload = partial(reloading.reload, program.parts)
         program.start()
         place = RunningMux(program.url, tuple(os.path.abspath(file) for file in config.files))
         with announced(state_folder(config.project, os.environ), place):
@@ -73,9 +70,9 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
             if notifier.is_heard:
                 beats.start()
             if options.watch:
-                Worker("watch-files", partial(program.watch_files, watch), first=LOOK_SECONDS).start()
+                watch.worker(reload).start()
             while signals.wait() == RELOAD:
-                program.reload()
+                reload()
             notifier.tell(STOPPING="1", EXTEND_TIMEOUT_USEC=f"{program.stop_seconds * 1e6:.0f}")
             program.stop()
             beats.close()
@@ -96,8 +93,7 @@ class AnvilMux:
     """The running program. Used by the main thread."""
 
     def __init__(self, config: Config, options: Options, given: Given) -> None:
-        self.parts = parts = Parts(config, options, given, self._reconfigure)
-        self._adoption = Adoption(parts.host, parts.mux, parts.say)
+        self.parts = Parts(config, options, given, lambda changed: reloading.reconfigure(self.parts, changed))
 
     @property
     def url(self) -> str:
@@ -131,24 +127,7 @@ class AnvilMux:
 
     def adopt(self) -> None:
         """Takes over what runs already; called once, while requests come."""
-        self._adoption.begin(self.parts.config.backends)
-
-    # Another configuration
-
-    def reload(self) -> None:
-        """Reload without anybody waiting for it."""
-        reloading.reload(self.parts)
-
-    def watch_files(self, watch: Watch) -> float:
-        """Looks for changes once; the seconds until it is to look again."""
-        return reloading.watch_files(self.parts, watch)
-
-    def files(self) -> list[str]:
-        """The files that the configuration was read from."""
-        return reloading.files(self.parts.config)
-
-    def _reconfigure(self, config: Config) -> Change:
-        return reloading.reconfigure(self.parts, self._adoption, config)
+        self.parts.adoption.begin(self.parts.config.backends)
 
     # The end
 
@@ -187,7 +166,7 @@ class AnvilMux:
         parts.journal.close()
         if parts.event_log:
             parts.event_log.close()
-        leave_engines(parts.config, parts.host, parts.mux, self._adoption, parts.say)
+        leave_engines(parts)
         parts.host.close()
 
 

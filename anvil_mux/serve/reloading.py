@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Iterable
 from functools import partial
 
+from anvil_mux.clock import Worker
 from anvil_mux.config.change import Change, compare, within
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host.seam import HostConfig
-from anvil_mux.proxy.reloads import LOOK_SECONDS, Watch
 from anvil_mux.serve import credentials
-from anvil_mux.serve.adoption import Adoption
 from anvil_mux.serve.building import Parts, complete
 from anvil_mux.telemetry import eventlog
+
+LOOK_SECONDS = 2.0
+"""Seconds between two looks at the files."""
+
+Stamp = tuple[int, int, int] | None
 
 log = logging.getLogger(__name__)
 
@@ -32,22 +37,18 @@ def reload(parts: Parts) -> None:
         log.exception("the reload failed")
 
 
-def watch_files(parts: Parts, watch: Watch) -> float:
-    """Looks for changes once; the seconds until it is to look again."""
-    if watch.has_news():
-        reload(parts)
-    return LOOK_SECONDS
-
-
 def files(config: Config) -> list[str]:
     """The files that the configuration was read from, as far as they are known here."""
     named = [each for each in credentials.files(config).values() if each]
     return [*config.files, os.path.join(os.path.dirname(config.files[0]), ".env"), *named]
 
 
-def reconfigure(parts: Parts, adoption: Adoption, config: Config) -> Change:
-    """ConfigError: it cannot be used, and nothing has changed. One at a time, in the thread that asks."""
-    adoption.is_over.wait()  # else engines of before would be taken for those of the new description
+def reconfigure(parts: Parts, config: Config) -> Change:
+    """Put a configuration into effect; ConfigError if it cannot be used, and nothing has changed.
+
+    One at a time, in the thread that asks.
+    """
+    parts.adoption.is_over.wait()  # else engines of before would be taken for those of the new description
     read, before = complete(config, parts.host), parts.config
     config, change = within(before, read), compare(before, read)
     keys, tls = credentials.checked(config, insecure=parts.options.insecure)
@@ -62,5 +63,48 @@ def reconfigure(parts: Parts, adoption: Adoption, config: Config) -> Change:
     if parts.event_log:
         parts.event_log.head(eventlog.header(config, parts.clock.wall(0.0)))
     added = [backend for backend in config.backends if backend.name in change.added]
-    adoption.take_over(added, partial(parts.mux.reconfigure, config))
+    parts.adoption.take_over(added, partial(parts.mux.reconfigure, config))
     return change
+
+
+class Watch:
+    """Whether any of the files has changed, and been left alone for as long as it took to look again.
+
+    Used by one thread. ``files``: those of the moment; one that is new among them is no change.
+    """
+
+    def __init__(self, files: Callable[[], Iterable[str]]) -> None:
+        self._files = files
+        self._known = self._last = self._stamps()
+
+    def worker(self, reload: Callable[[], object]) -> Worker:
+        """Make the thread that looks, and reloads after a change."""
+
+        def look() -> float:
+            if self.has_news():
+                reload()
+            return LOOK_SECONDS
+
+        return Worker("watch-files", look, first=LOOK_SECONDS)
+
+    def has_news(self) -> bool:
+        """Return True once for each change."""
+        before, self._last = self._last, self._stamps()
+        self._known = {**self._last, **self._known}
+        changed = any(self._known[file] != stamp for file, stamp in self._last.items())
+        if not changed or self._last != before:
+            return False
+        self._known = self._last
+        return True
+
+    def _stamps(self) -> dict[str, Stamp]:
+        return {file: _stamp(file) for file in self._files()}
+
+
+def _stamp(file: str) -> Stamp:
+    """Return what changes with the file; None where there is no such file."""
+    try:
+        found = os.stat(file)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -28,7 +28,7 @@ from anvil_mux.host import local
 from anvil_mux.host.docker import ContainerEngine
 from anvil_mux.host.endpoint import Unreachable
 from anvil_mux.host.process import ProcessRuntime
-from anvil_mux.proxy.reloads import Reloads, Watch
+from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.serve import reloading
 from anvil_mux.serve.building import Parts
 from anvil_mux.serve.terminal import say
@@ -509,7 +509,7 @@ def test_a_file_that_is_new_among_those_watched_is_no_news_until_it_changes(tmp_
     file, keys = tmp_path / "compose.yaml", tmp_path / "keys"
     keys.write_text("1")
     files = [str(file)]
-    watch = Watch(lambda: files)
+    watch = reloading.Watch(lambda: files)
     files.append(str(keys))
     assert [watch.has_news() for _ in range(3)] == [False] * 3
     keys.write_text("12")
@@ -519,7 +519,7 @@ def test_a_file_that_is_new_among_those_watched_is_no_news_until_it_changes(tmp_
 def test_a_file_is_news_once_it_has_been_left_alone(tmp_path: Path) -> None:
     file, other = tmp_path / "compose.yaml", tmp_path / ".env"
     file.write_text("1")
-    watch = Watch(lambda: [str(file), str(other)])
+    watch = reloading.Watch(lambda: [str(file), str(other)])
     assert not watch.has_news()
     file.write_text("12")
     assert not watch.has_news()
