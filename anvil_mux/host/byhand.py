@@ -19,6 +19,7 @@ from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import listen_port
 from anvil_mux.host.freed import Memory
 from anvil_mux.host.local import LocalHost
+from anvil_mux.host.project import Project
 from anvil_mux.host.seam import HostConfig
 
 DOCKER_SECONDS = 60.0
@@ -33,7 +34,7 @@ class Hand(Protocol):
 
 def hand(host: LocalHost, config: HostConfig) -> Hand:
     """Return a hand that stops and starts the services of the configuration."""
-    return DockerByHand(config.project) if config.runtime == "compose" else host.runtime
+    return DockerByHand(config) if config.runtime == "compose" else host.runtime
 
 
 def held(host: LocalHost, backend: Backend) -> int:
@@ -56,9 +57,9 @@ class DockerByHand:
     Its address is looked up while it loads, so that costs nothing.
     """
 
-    def __init__(self, project: str) -> None:
-        self._project = project
+    def __init__(self, config: HostConfig) -> None:
         self._engine = ContainerEngine(find_endpoint(os.environ))
+        self._project = Project(config, self._engine)
         self._ids: dict[str, str] = {}
 
     def stop(self, backend: Backend) -> None:
@@ -76,13 +77,10 @@ class DockerByHand:
 
     def _id(self, backend: Backend) -> str:
         if backend.name not in self._ids:
-            listed = self._engine.containers(self._project, backend.service_name)
-            found = [container for id, _ in listed if (container := self._engine.inspect(id))]
-            scaled = backend.service.scale > 1
-            fit = [each.id for each in found if not scaled or each.number == backend.service.number]
-            if not fit:
+            found = self._project.look_up(backend)
+            if found is None:
                 raise BackendError(f"service {backend.name} has no container")
-            self._ids[backend.name] = fit[0]
+            self._ids[backend.name] = found.id
         return self._ids[backend.name]
 
     def _run(self, argv: Sequence[str], grace: float = 0.0) -> None:

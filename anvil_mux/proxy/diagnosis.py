@@ -48,13 +48,9 @@ class Diagnosis:
         }
         _answer(reply, {**told, "lines": list(self._tail(backend, int(lines)))})
 
-    def _asked_for(self, asked: Asked) -> tuple[str, dict[str, list[str]]]:
-        """The model that the query names, and all of the query."""
-        name, query = _named(asked)
-        return self._mux.resolve(name), query
-
     def why(self, asked: Asked, reply: Reply) -> None:
-        model, query = self._asked_for(asked)
+        name, query = _named(asked)
+        model = self._mux.resolve(name)
         tokens = query.get("tokens", ["0"])[-1]
         if not tokens.isdecimal():
             raise BadRequest("tokens must be a whole number", param="tokens")
