@@ -18,8 +18,19 @@ from tests.test_layers import MODULES, OURS, imported, package
 
 TOUCHES = {
     *("adopt", "checkpoint", "compose", "container", "containers", "control", "deaths", "docker", "driver"),
-    *("endpoint", "freed", "gpu", "gpu_monitor", "load_logs", "news", "process", "project", "served", "swap"),
-    "visit",
+    *(
+        "endpoint",
+        "freed",
+        "gpu",
+        "gpu_monitor",
+        "load_logs",
+        "news",
+        "process",
+        "project",
+        "runtime",
+        "served",
+    ),
+    *("swap", "visit", "ways"),
 }
 """The modules of host/ that read NVML and /proc, or move services and memory: none is used outside."""
 

@@ -29,9 +29,10 @@ from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.freed import CONTEXT, Memory, host_bytes
 from anvil_mux.host.gpu import Gpus
+from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import Awake, Evicted, Found, Unfit
-from anvil_mux.host.swap import Runtime, may_sleep
 from anvil_mux.host.visit import await_ready
+from anvil_mux.host.ways import may_sleep
 from anvil_mux.state import write_whole
 
 log = logging.getLogger(__name__)

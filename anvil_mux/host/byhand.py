@@ -26,7 +26,7 @@ DOCKER_SECONDS = 60.0
 
 
 class Hand(Protocol):
-    """A hand that stops and starts a service; every swap.Runtime is one."""
+    """A hand that stops and starts a service; every runtime.Runtime is one."""
 
     def stop(self, backend: Backend) -> None: ...
     def start(self, backend: Backend) -> str: ...

@@ -43,7 +43,7 @@ class Gone(BackendError):
 
 
 class ContainerRuntime:
-    """The services of one compose project, see ``swap.Runtime``."""
+    """The services of one compose project, see ``runtime.Runtime``."""
 
     def __init__(
         self,

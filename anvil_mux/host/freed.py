@@ -53,7 +53,7 @@ class Left:
 
 
 class Memory:
-    """Reads GPUs by ``probe`` (None: there are none to be read). ``owner``: see swap.Runtime."""
+    """Reads GPUs by ``probe`` (None: there are none to be read). ``owner``: see runtime.Runtime."""
 
     def __init__(
         self,

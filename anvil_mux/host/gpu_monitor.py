@@ -25,7 +25,7 @@ SELDOM_SECONDS = 10.0
 class GpuMonitor:
     """Looks at GPUs again and again; ``tell`` learns what was seen.
 
-    ``owner`` says to which of our services a process of this host belongs; see swap.Runtime.
+    ``owner`` says to which of our services a process of this host belongs; see runtime.Runtime.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from anvil_mux.host.gpu_monitor import GpuMonitor
 from anvil_mux.host.load_logs import LoadLogs
 from anvil_mux.host.news import NewsBoard
 from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import (
     LOG_LINES,
     Evicted,
@@ -33,7 +34,8 @@ from anvil_mux.host.seam import (
     ServiceEnded,
 )
 from anvil_mux.host.served import ServiceNote
-from anvil_mux.host.swap import WAYS, Runtime, Swapper, Told
+from anvil_mux.host.swap import Swapper
+from anvil_mux.host.ways import WAYS, Told
 from anvil_mux.state import state_folder
 
 
@@ -133,7 +135,7 @@ class LocalHost:
         return self._swapper.log_tail(backend, lines)
 
     def follow_log(self, backend: Backend) -> Iterator[str]:
-        """Yield lines as they come, see ``swap.Runtime``."""
+        """Yield lines as they come, see ``runtime.Runtime``."""
         return self.runtime.follow_log(backend)
 
     def problem(self) -> str:

@@ -59,7 +59,7 @@ class Record:
 
 
 class ProcessRuntime:
-    """The services of one compose file as processes, see ``swap.Runtime``."""
+    """The services of one compose file as processes, see ``runtime.Runtime``."""
 
     def __init__(
         self, config: HostConfig, *, state: Path | None = None, environ: Mapping[str, str] | None = None

@@ -48,7 +48,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from anvil_mux.host.swap import Loaded
+    from anvil_mux.host.seam import Loaded
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -392,7 +392,7 @@ class GatedLoad:
         self.ended_at = 0.0
 
     def load(self, backend: object, how: str, cancelled: object) -> Loaded:
-        from anvil_mux.host.swap import Loaded
+        from anvil_mux.host.seam import Loaded
 
         self.gate.wait()
         self.ended_at = time.monotonic()

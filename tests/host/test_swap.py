@@ -10,7 +10,8 @@ from anvil_mux.config import config
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError
 from anvil_mux.host.seam import Evicted, Loaded
-from anvil_mux.host.swap import WAYS, Stop, Swapper
+from anvil_mux.host.swap import Swapper
+from anvil_mux.host.ways import WAYS, Stop
 from tests.host.test_engine import Stub, engine, serving
 
 BACKEND = Backend(name="a", model="m", engine="vllm", load_timeout=30.0)

@@ -24,7 +24,8 @@ from anvil_mux.host.freed import PATIENCE
 from anvil_mux.host.gpu import Gpus
 from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.host.seam import Evicted, Loaded
-from anvil_mux.host.swap import Swapper, sleeps_first
+from anvil_mux.host.swap import Swapper
+from anvil_mux.host.ways import sleeps_first
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve.building import Given

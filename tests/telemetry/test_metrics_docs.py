@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from anvil_mux.host import swap
+from anvil_mux.host import swap, ways
 from anvil_mux.scheduler import events
 from anvil_mux.scheduler.causes import SENTENCES
 from anvil_mux.telemetry.metrics import Metrics
@@ -75,5 +75,5 @@ def test_a_question_asks_by_labels_that_its_metric_has(query: str) -> None:
 
 
 def test_every_phase_is_there() -> None:
-    told = re.findall(r'phase\(backend, "(\w+)"\)', inspect.getsource(swap))
+    told = re.findall(r'phase\(backend, "(\w+)"\)', inspect.getsource(swap) + inspect.getsource(ways))
     assert rows("Phases of a swap").keys() == {"cooldown", "drain", *told}
