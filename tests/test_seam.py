@@ -18,19 +18,8 @@ from tests.test_layers import MODULES, OURS, imported, package
 
 TOUCHES = {
     *("adopt", "checkpoint", "compose", "container", "containers", "control", "deaths", "docker", "driver"),
-    *(
-        "endpoint",
-        "freed",
-        "gpu",
-        "gpu_monitor",
-        "load_logs",
-        "news",
-        "process",
-        "project",
-        "runtime",
-        "served",
-    ),
-    *("swap", "visit", "ways"),
+    *("endpoint", "freed", "gpu", "gpu_monitor", "load_logs", "news", "process", "project", "runtime"),
+    *("served", "swap", "visit", "ways"),
 }
 """The modules of host/ that read NVML and /proc, or move services and memory: none is used outside."""
 
