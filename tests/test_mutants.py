@@ -11,12 +11,10 @@ import pytest
 
 import anvil_mux
 from anvil_mux.config.config import Config
-from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.steps import Ticket
 from anvil_mux.sim.simulate import Engines
 from tests.baton import BatonClock
 from tests.multiplexer.test_multiplexer import VirtualEngines, differences
+from tests.scheduler.test_scheduler import reports_of_old_steps_are_ignored
 from tests.sim.hosts import FLEETS, world_of_hosts
 from tests.sim.test_simulate import LAYOUTS, one, world
 
@@ -331,20 +329,6 @@ def package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def a_report_of_a_step_that_is_over_changes_nothing(package):
-    log = []
-    core = package.scheduler.Scheduler(Config(backends=(one("a", "0"),)), log.append, Costs(), Footprints())
-    (load,) = core.requested(Ticket(1, "a", 0.0), 0.0).steps
-    core.loaded(load, 1.0, "stop")
-    core.died("a", 100.0, "killed")
-    (again,) = core.requested(Ticket(2, "a", 100.0), 100.0).steps
-    before = len(log)
-    assert not any(core.loaded(load, 101.0, "stop"))
-    assert len(log) == before
-    core.loaded(again, 102.0, "stop")
-    assert log[before].kind == "ready"
-
-
 def a_lease_is_cut_before_its_engine_is_told_to_go(package):
     for seed in range(20):
         clock = BatonClock(seed)
@@ -375,7 +359,7 @@ SCRIPTED = {
             "if self._under_way.get(step.backend) != step.number:",
             "if step.backend not in self._under_way:",
         ),
-        a_report_of_a_step_that_is_over_changes_nothing,
+        lambda package: reports_of_old_steps_are_ignored(package.scheduler.Scheduler),
     ),
     "a cut comes after its eviction": (
         (

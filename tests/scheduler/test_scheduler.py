@@ -19,10 +19,11 @@ def backend(name, *gpus, model=None, **fields):
 class House:
     """A scheduler, its log, and short words for its effects."""
 
-    def __init__(self, *backends, **settings):
+    def __init__(self, *backends, scheduler=Scheduler, **settings):
+        """``scheduler``: its class, also of a copy of the package with a planted bug."""
         self.log = []
         self.config = Config(backends=backends, **{"policy": "eager", **settings})
-        self.core = Scheduler(self.config, self.log.append, Costs(), Footprints())
+        self.core = scheduler(self.config, self.log.append, Costs(), Footprints())
         self._ids = itertools.count(1)
 
     def ticket(self, model, at, **about):
@@ -94,19 +95,23 @@ def test_time_that_passes_before_the_moment_has_no_effects_on_who_waits():
     assert (effects.woken, effects.cut, effects.steps, effects.ask_at) == ([], [], [], 7.0)
 
 
-def test_each_step_has_a_number_and_a_report_of_one_that_is_over_is_ignored():
-    house = House(backend("a"))
+def reports_of_old_steps_are_ignored(scheduler=Scheduler):
+    house = House(backend("a"), scheduler=scheduler)
     (load,) = house.core.requested(house.ticket("a", 0.0), 0.0).steps
     house.core.loaded(load, 1.0, "stop")
     house.core.died("a", 100.0, "killed")
     (again,) = house.core.requested(house.ticket("a", 100.0), 100.0).steps
     assert again.number != load.number
     before = house.kinds()
-    assert house.core.loaded(load, 101.0, "stop") is NOTHING
-    assert house.core.load_failed(load, 101.0, LoadError("no")) is NOTHING
+    assert not any(house.core.loaded(load, 101.0, "stop"))
+    assert not any(house.core.load_failed(load, 101.0, LoadError("no")))
     assert house.kinds() == before
     house.core.loaded(again, 102.0, "stop")
     assert house.kinds()[-2:] == ["ready a", "leased a"]
+
+
+def test_each_step_has_a_number_and_a_report_of_one_that_is_over_is_ignored():
+    reports_of_old_steps_are_ignored()
 
 
 def test_a_cancel_has_the_number_of_the_load_that_it_ends():
@@ -157,11 +162,14 @@ def test_nothing_is_begun_where_it_is_not_known_yet_what_runs():
     assert names(house.core.looked_at("b", 3.0).steps) == ["evict a"]
 
 
-def test_what_cannot_stay_beside_what_was_adopted_has_no_effects():
+def test_what_runs_already_is_adopted_if_it_fits_beside_the_others_and_has_no_effects_if_not():
     house = House(backend("a"), backend("b"))
     house.core.expected(["a", "b"])
     assert house.core.adopted("a", 1.0) is not NOTHING
     assert house.core.adopted("b", 1.0) is NOTHING
+    assert house.core.looked_at("b", 1.0).steps == []
+    ticket = house.ticket("a", 2.0)
+    assert (house.core.requested(ticket, 2.0), ticket.backend) == (NOTHING, "a")
 
 
 def test_a_first_byte_after_a_request_was_taken_back_comes_too_late():
