@@ -17,7 +17,7 @@ MEMORY_SECONDS = 60.0
 """Arrivals this long ago count 1/e."""
 FIRST_SECONDS = 6.0
 """The first arrival counts as one in so many seconds."""
-LINE_KEPT = 0.8
+QUEUES_KEPT = 0.8
 """The weight of all earlier queues when another has ended."""
 TRUST_SECONDS = 5.0
 """Seconds of queues after which they count as much as the rate of all arrivals."""
@@ -38,8 +38,8 @@ class Demand:
         "_first",
         "_joined",
         "_last",
-        "_line_seconds",
         "_overlaps",
+        "_queue_seconds",
         "_weight",
         "overlapping",
         "pause_seconds",
@@ -49,7 +49,7 @@ class Demand:
     def __init__(self) -> None:
         self._first = self._last = -inf
         self._weight = 0.0  # arrivals, those before the last one faded to its moment
-        self._joined = self._line_seconds = 0.0
+        self._joined = self._queue_seconds = 0.0
         self._overlaps = self._busy_seconds = 0.0  # arrivals while others were answered, and how long
         self._busy_since = inf
         self.overlapping = 0
@@ -75,8 +75,8 @@ class Demand:
 
     def admitted(self, count: int, seconds: float) -> None:
         """A queue of ``count`` was admitted, so many seconds after the first of it came."""
-        self._joined = LINE_KEPT * self._joined + count - 1
-        self._line_seconds = LINE_KEPT * self._line_seconds + seconds
+        self._joined = QUEUES_KEPT * self._joined + count - 1
+        self._queue_seconds = QUEUES_KEPT * self._queue_seconds + seconds
 
     def served(self, seconds: float) -> None:
         """A lease of so many seconds ended."""
@@ -117,5 +117,5 @@ class Demand:
         believed = (self._overlaps + TRUST_ARRIVALS) / (self._busy_seconds * rate + TRUST_ARRIVALS)
         guess = rate * believed if believed < 1.0 else rate  # before there were queues
         joined = self._joined + (count - 1 if count else 0) + guess * TRUST_SECONDS
-        growth = joined / (self._line_seconds + seconds + TRUST_SECONDS)
+        growth = joined / (self._queue_seconds + seconds + TRUST_SECONDS)
         return rate, growth if growth < most else most

@@ -60,7 +60,7 @@ class Footprints:
         """GPU id -> the bytes that a backend held when it last left; empty where that was never read."""
         return self._held.get(backend, {})
 
-    def resting(self, backend: str, way: str) -> Footprint | None:
+    def in_standby(self, backend: str, way: str) -> Footprint | None:
         """The last footprint of a backend at this standby level."""
         return self._known.get((backend, way))
 

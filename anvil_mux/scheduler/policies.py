@@ -117,7 +117,7 @@ class Snapshot(NamedTuple):
     """The picture of a GPU group that a policy decides by."""
 
     now: float
-    driver: str
+    group: str
     residents: tuple[Resident, ...]
     queues: tuple[Queue, ...]
     """Highest priority first, then oldest first; only those whose swap could begin now."""

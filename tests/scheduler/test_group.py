@@ -1590,7 +1590,7 @@ def test_an_overdue_line_is_overtaken_on_no_gpu_that_one_of_its_replicas_could_u
     assert driver.steps(13.0) == ["load b"]
 
 
-def test_two_gpus_of_an_driver_swap_side_by_side():
+def test_two_gpus_of_a_group_swap_side_by_side():
     pair = backend("t", "0", "1")
     driver = Driver(backend("a", "0"), backend("b", "0"), backend("c", "1"), backend("d", "1"), pair)
     driver.core.adopt("a", 0.0)

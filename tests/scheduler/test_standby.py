@@ -326,7 +326,7 @@ def test_a_resident_on_another_gpu_goes_when_the_host_has_no_room_for_both():
     assert driver.steps(2.0) == ["load b"]
 
 
-def test_a_line_that_other_drivers_leave_no_host_memory_is_refused_when_it_is_overdue():
+def test_a_line_that_other_groups_leave_no_host_memory_is_refused_when_it_is_overdue():
     a, b = backend("a", "0", ram=6), backend("b", "1", ram=6)
     host = HostMemory(10)
     other = Slot(a, {"0": 1}, state="ready", holders={"a request": 0.0})
@@ -351,7 +351,7 @@ def two_drivers(*trace, **fields):
     return [(e.at, e.kind, e.backend or e.model) for e in log if e.kind in ("evicting", "ready", "failed")]
 
 
-def test_an_idle_resident_of_another_driver_goes_for_a_line_that_is_overdue():
+def test_an_idle_resident_of_another_group_goes_for_a_line_that_is_overdue():
     assert two_drivers(Arrival(0.0, "a", 1.0), Arrival(50.0, "b", 1.0)) == [
         (10.0, "ready", "a"),
         (70.0, "evicting", "a"),
