@@ -27,7 +27,7 @@ MUTANTS = {
         "        if group.release(ticket, now, usage, whole=whole) and False:\n",
     ),
     "an admitted request is not woken": (
-        "multiplexer",
+        "shell",
         "        for ticket in effects.woken:\n            ticket.wake.set()\n",
         "",
     ),
@@ -67,14 +67,14 @@ MUTANTS = {
         "return NOTHING",
     ),
     "a cancel is lost": (
-        "multiplexer",
+        "shell",
         "                self._host.cancel(job.backend, job.step.number)\n",
         "                pass\n",
     ),
     "the timer is not set anew": (
-        "multiplexer",
-        "            self._workers.ask_at(effects.ask_at)\n",
-        "            self._workers.ask_at(max(effects.ask_at, self._clock.now() + 60.0))\n",
+        "shell",
+        "            self.workers.ask_at(effects.ask_at)\n",
+        "            self.workers.ask_at(max(effects.ask_at, self.clock.now() + 60.0))\n",
     ),
     "a stale timer moves the moment back": (
         "workers",
@@ -363,7 +363,7 @@ SCRIPTED = {
     ),
     "a cut comes after its eviction": (
         (
-            "multiplexer",
+            "shell",
             "        for ticket in effects.cut:\n"
             "            _cut(ticket)\n"
             "        for job in jobs:\n"
@@ -371,13 +371,13 @@ SCRIPTED = {
             "                self._host.cancel(job.backend, job.step.number)\n"
             "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
             "        if begun:\n"
-            "            self._workers.submit(begun)\n",
+            "            self.workers.submit(begun)\n",
             "        for job in jobs:\n"
             "            if isinstance(job.step, Cancel):\n"
             "                self._host.cancel(job.backend, job.step.number)\n"
             "        begun = [job for job in jobs if not isinstance(job.step, Cancel)]\n"
             "        if begun:\n"
-            "            self._workers.submit(begun)\n"
+            "            self.workers.submit(begun)\n"
             "        for ticket in effects.cut:\n"
             "            _cut(ticket)\n",
         ),

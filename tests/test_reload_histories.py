@@ -9,8 +9,20 @@ import pytest
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
 from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.steps import Demote, Evict, Load
-from anvil_mux.sim.simulate import Arrival, Death, Engines, Outcome, Reload, Unloading, simulate
+from anvil_mux.sim.simulate import (
+    Arrival,
+    Death,
+    Engines,
+    HostBack,
+    HostGone,
+    HostLost,
+    Outcome,
+    Reload,
+    Unloading,
+    simulate,
+)
 from tests.baton import BatonClock
 from tests.multiplexer.test_multiplexer import Player, VirtualEngines, differences
 from tests.sim.test_simulate import one
@@ -320,11 +332,11 @@ def test_who_waits_on_an_driver_that_goes_at_once_is_told_so():
         told.append(clock.now())
 
     def main():
-        mux.adopt({"a": "http://127.0.0.1:1"})
+        mux.facts.adopt({"a": "http://127.0.0.1:1"})
         mux.start()
         clock.spawn(wait, "wait")
         clock.sleep(2.0)
-        mux.reconfigure(replace(config, backends=(A,)), {})
+        mux.facts.reconfigure(replace(config, backends=(A,)), {})
         mux.close()
 
     clock.run(main)
@@ -517,6 +529,112 @@ def test_replicas_come_and_go_under_their_requests():
     ]
 
 
+# To another host
+
+
+def on(host, backend):
+    return replace(backend, host=host)
+
+
+def test_one_that_goes_to_another_host_is_stopped_where_it_was_and_then_loaded_there():
+    trace = [
+        Arrival(0.0, "a", 20.0),
+        Arrival(0.5, "b", 50.0),
+        Reload(1.0, with_backends(on("h", A), on("h", B))),
+        Arrival(2.0, "a", 1.0),
+    ]
+    told = story(trace, with_backends(A, on("h", B)), resident=["a", "b"])
+    assert told[told.index("1 reloaded") :] == [
+        "1 reloaded",
+        "1 draining a",
+        "2 queued a",
+        "20 evicting a",
+        "21 stopped a",
+        "21 draining b",
+        "50.5 evicting b",
+        "51.5 stopped b",
+        "51.5 loading a",
+        "61.5 ready a",
+        "61.5 leased a",
+    ]
+
+
+def test_its_gpus_are_free_for_others_as_soon_as_it_has_left_them():
+    trace = [
+        Arrival(0.0, "a", 5.0),
+        Reload(1.0, with_backends(on("h", A), B)),
+        Arrival(2.0, "a", 1.0),
+        Arrival(3.0, "b", 1.0),
+    ]
+    told = story(trace, perform=Engines({"a": 10.0, "b": 12.0}, 1.0, 1.0), resident=["a"])
+    assert told[told.index("3 queued b") + 1 :] == [
+        "5 evicting a",
+        "6 stopped a",
+        "6 loading b",
+        "6 loading a",
+        "16 ready a",
+        "16 leased a",
+        "18 ready b",
+        "18 leased b",
+    ]
+
+
+def test_one_that_holds_nothing_is_on_its_new_host_at_once():
+    trace = [Arrival(0.0, "b", 50.0), Reload(1.0, with_backends(on("h", A), B)), Arrival(2.0, "a", 1.0)]
+    told = story(trace, resident=["b"])
+    assert told[-4:] == ["2 queued a", "2 loading a", "12 ready a", "12 leased a"]
+
+
+def test_one_that_is_to_go_and_stays_after_all_or_goes_elsewhere_is_replaced_once():
+    for last in A, on("k", A):
+        trace = [
+            Arrival(0.0, "a", 10.0),
+            Reload(1.0, with_backends(on("h", A), B)),
+            Reload(2.0, with_backends(last, B)),
+            Arrival(3.0, "a", 1.0),
+        ]
+        assert [line.split()[1] for line in story(trace, resident=["a"])[2:]] == [
+            *(
+                "reloaded",
+                "draining",
+                "reloaded",
+                "queued",
+                "evicting",
+                "stopped",
+                "loading",
+                "ready",
+                "leased",
+            )
+        ]
+
+
+def test_one_that_goes_from_a_lost_host_does_so_when_that_is_back_or_declared_gone():
+    a, moved = on("h", A), with_backends(A, B)
+    trace = [Arrival(0.0, "a", 50.0), HostLost(1.0, "h"), Reload(2.0, moved), Arrival(3.0, "a", 1.0)]
+    for back in HostBack(4.0, "h", {"a": FoundBackend()}), HostGone(4.0, "h"):
+        told = story([*trace, back, Arrival(7.0, "a", 1.0)], with_backends(a, B), resident=["a"])
+        assert told[told.index("2 reloaded") + 1 : told.index("2 reloaded") + 2] == ["3 failed a"]
+        assert [line for line in told if line.endswith("a")][-4:] == [
+            "7 queued a",
+            "7 loading a",
+            "17 ready a",
+            "17 leased a",
+        ]
+
+
+def test_a_replica_goes_to_another_host_while_the_other_serves():
+    one_there, other = one("m-1", "0", model="m"), one("m-2", "1", model="m")
+    trace = [
+        Arrival(0.0, "m", 5.0),
+        Reload(1.0, with_backends(on("h", one_there), other)),
+        Arrival(2.0, "m", 30.0),
+        Arrival(20.0, "m", 1.0),
+    ]
+    told = story(trace, with_backends(one_there, other), resident=["m-1", "m-2"])
+    assert "2 leased m-2" in told
+    assert told[-1] == "20 leased m-2"
+
+
 def test_a_new_policy_and_new_limits_hold_at_once():
     patient = replace(TWO, policy="debounce", policy_settings={"quiet": 2.0, "max_hold": 10.0})
     trace = [Arrival(0.0, "a", 0.5), Reload(1.0, patient), Arrival(2.0, "b", 1.0)]
@@ -531,12 +649,14 @@ ANY = [
 ]
 
 
-def any_history(seed):
+def any_history(seed, hosts=("",)):
     draw = random.Random(seed)
+    draw_host = random.Random(f"hosts {seed}")
 
     def any_config():
         chosen = [draw.choice([*each, None]) for each in ANY]
-        return with_backends(*([each for each in chosen if each] or [A]), max_wait=20.0)
+        found = [on(draw_host.choice(hosts), each) for each in chosen if each]
+        return with_backends(*(found or [A]), max_wait=20.0)
 
     trace, at, start = [], 0.0, any_config()
     for number in range(40):
@@ -563,21 +683,23 @@ SETTINGS = {
 }
 
 
-def wild_history(seed):
-    """Whatever can be configured, with deaths, unloads, impatient clients and steps that fail."""
+def wild_history(seed, hosts=("",)):
+    """Whatever can be configured, with deaths, unloads, impatient clients, steps that fail and lost hosts."""
     draw = random.Random(seed)
+    draw_host = random.Random(f"hosts {seed}")
 
     def service(name):
         gpus = draw.choice([[SERVICES[name]] * 8, ["0", "1", "2"]])
         gpu = draw.choice(gpus)
         model = "m" if name in ("m-1", "m-2", "m-3") else draw.choice([name] * 9 + ["x"])
         settings = {key: value for key, value in SETTINGS.items() if draw.random() < 0.25}
-        return one(name, *([gpu] if gpu else []), model=model, **settings)
+        return one(name, *([gpu] if gpu else []), model=model, host=draw_host.choice(hosts), **settings)
 
     def configured(before):
         goes_on = {each.name: each for each in before if draw.random() < 0.6}
         chosen = [goes_on.get(name) or service(name) for name in SERVICES if draw.random() < 0.8]
         gpus = tuple(Gpu(id, vram=draw.choice([10, 10, 12])) for id in "012")
+        gpus += tuple(replace(gpu, host=host) for host in hosts[1:] for gpu in gpus)
         policy, drain = draw.choice(["eager", "debounce", "adaptive"]), draw.choice([0.0, 10.0, 30.0])
         return with_backends(*(chosen or [A]), gpus=gpus, policy=policy, drain_timeout=drain, max_wait=20.0)
 
@@ -597,6 +719,8 @@ def wild_history(seed):
                 trace.append(Unloading(at, model))
             case "death":
                 trace.append(Death(at, draw.choice([*SERVICES])))
+        if draw_host.random() < 0.05 and len(hosts) > 1:
+            trace.append(lost_or_back(draw_host, at + 1 / 32768, hosts, trace))
     failures = {(draw.choice([*SERVICES]), draw.randrange(6)): draw.choice([LoadError, BackendError])}
 
     def perform(step, nth):
@@ -607,15 +731,25 @@ def wild_history(seed):
     return start, trace, perform
 
 
+def lost_or_back(draw, at, hosts, trace):
+    """A host is lost, or the one that is lost comes back or is declared gone."""
+    before = [entry for entry in trace if isinstance(entry, (HostLost, HostBack))][-1:]
+    if not before or isinstance(before[0], HostBack):
+        return HostLost(at, draw.choice(hosts))
+    found = {name: FoundBackend() for name in SERVICES if draw.random() < 0.3}
+    return HostGone(at, before[0].host) if draw.random() < 0.2 else HostBack(at, before[0].host, found)
+
+
 def takes_its_time(step, nth):
     """Never as long as another step."""
     number = [*SERVICES, "w"].index(step.backend)
     return Outcome(5.0 * isinstance(step, Load) + 1.0 + number / 64 + nth / 4096 + 1 / 33333)
 
 
+@pytest.mark.parametrize("hosts", [("",), ("", "h", "k")])
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_changes_when_both_programs_tell_the_same_and_nobody_waits_for_ever(seed):
-    start, trace, perform = wild_history(seed)
+def test_whatever_changes_when_both_programs_tell_the_same_and_nobody_waits_for_ever(seed, hosts):
+    start, trace, perform = wild_history(seed, hosts)
     log = simulate(start, trace, perform)
     until = max(trace[-1].at, log[-1].at)
     real = Player(start, perform, seed).play(trace, until)
@@ -625,16 +759,17 @@ def test_whatever_changes_when_both_programs_tell_the_same_and_nobody_waits_for_
     assert {event.ticket for event in log if event.kind == "queued"} <= ended
 
 
+@pytest.mark.parametrize("hosts", [("",), ("", "h")])
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_changes_when_no_gpu_is_ever_held_twice(seed):
-    start, trace = any_history(seed)
-    gpus = {each.name: each.gpus for each in start.backends}
+def test_whatever_changes_when_no_gpu_is_ever_held_twice(seed, hosts):
+    start, trace = any_history(seed, hosts)
+    gpus = {each.name: each.gpu_names for each in start.backends}
     configs = {entry.at: entry.config for entry in trace if isinstance(entry, Reload)}
     wanted, holding = dict(gpus), {}
     for event in simulate(start, trace, takes_its_time):
         name = event.backend
         if event.kind == "reloaded":
-            wanted = {each.name: each.gpus for each in configs[event.at].backends}
+            wanted = {each.name: each.gpu_names for each in configs[event.at].backends}
         elif event.kind == "loading":
             holding[name] = wanted[name]
             held = [gpu for gpus in holding.values() for gpu in gpus]

@@ -346,7 +346,7 @@ class World:
     def attempt_unload(self, model: str) -> None:
         """As somebody does from outside; refused while it loads."""
         with suppress(MuxError):
-            self.mux.unload(model)
+            self.mux.facts.unload(model)
 
     def wait(self, seconds: float) -> None:
         self.clock.sleep(seconds)
@@ -380,7 +380,7 @@ class World:
 
         def tell() -> None:
             if how := self.house.ended(self.backends[name]):
-                self.mux.died(name, how)
+                self.mux.facts.died(name, how)
 
         self.later(self.clock.now() + told_after, tell)
 
@@ -424,7 +424,7 @@ class World:
         with self.mux.lease(result.model, tend) as lease:
             engine = self.house.at("http://{}:{}".format(*lease.address))
             if engine is None or engine.unreachable:
-                self.mux.unreachable(lease)
+                self.mux.facts.unreachable(lease)
                 return False
             result.leased = self.clock.now()
             works = engine.works() and engine.model == (lease.backend.served_model or lease.backend.model)

@@ -18,7 +18,7 @@ from typing import Any
 
 from anvil_mux.cli.arguments import add_json, read_positive, read_sizes
 from anvil_mux.cli.output import PROGRESS_SECONDS, print_json, print_table, say
-from anvil_mux.cli.screen import MODEL_HEAD, event_line, last_lines, model_row
+from anvil_mux.cli.screen import MODEL_HEAD, event_line, last_lines, lost_hosts, model_row
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 
 
@@ -81,6 +81,8 @@ def ps(given: argparse.Namespace) -> int:
         print(line)
     for name, why in (status.get("problems") or {}).items():
         say(f"warning: {name}: {why}")
+    for lost in lost_hosts(status):
+        say(f"warning: {lost}")
     return 0
 
 

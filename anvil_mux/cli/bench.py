@@ -260,7 +260,7 @@ class _Ring:
         self._under_way.clear()
         with self._mux.lease(before.name):
             if before is after:
-                self._mux.unload(before.name)
+                self._mux.facts.unload(before.name)
             answer = pool.submit(self._ask_multiplexer, after)
             while not self._under_way.wait(BUSY_PAUSE) and not answer.done():
                 pass
@@ -318,7 +318,7 @@ class _Ring:
             try:
                 with self._mux.lease(before.name):
                     if before is after:
-                        self._mux.unload(before.name)
+                        self._mux.facts.unload(before.name)
                     asked = [pool.submit(ask) for _ in range(count)]
                     while self._mux.overview.status().waiting < count and not any(
                         each.done() for each in asked

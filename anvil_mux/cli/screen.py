@@ -63,7 +63,8 @@ def model_row(name: str, model: StatusJson) -> tuple[str, ...]:
         name,
         state_cell(model["state"])
         + (f" {far['words']}" if far else "")
-        + (" pinned" if model.get("pinned") else ""),
+        + (" pinned" if model.get("pinned") else "")
+        + _host_lost(model),
         "" if backend["size"] is None else gib(backend["size"]),
         ",".join(model["gpus"]),
         str(model["leases"]),
@@ -82,6 +83,20 @@ def last_lines(models: Mapping[str, StatusJson], most: int = 5) -> Iterator[str]
                 yield ""
                 yield f"{name}: {backend['error']}"
                 yield from [f"  | {line}" for line in backend["log"][-most:]]
+
+
+def _host_lost(about: StatusJson) -> str:
+    return " " + paint("host lost", COLOURS["stuck"]) if about.get("host_lost") else ""
+
+
+def lost_hosts(status: StatusJson) -> Iterator[str]:
+    """The hosts that nobody hears of, a line for each, with the backends that are there."""
+    for name, host in status.get("hosts", {}).items():
+        if host["lost"]:
+            backends = [pair for model in status["models"].values() for pair in model["backends"].items()]
+            there = ", ".join(each for each, about in backends if about.get("host") == name)
+            since = f"lost for {host['lost_seconds']:.0f} s"
+            yield f"host {name}: {since}; its backends serve nobody: {there}"
 
 
 MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "UNTIL", "LAST ERROR")
@@ -121,6 +136,7 @@ class TopScreen:
         running = f"{state['leases']} in flight, {state['waiting']} waiting"
         shown = [f"anvil-mux {state['version']}: {state['status']}, {running}", ""]
         shown += [f"problem: {name}: {why}" for name, why in state["problems"].items()]
+        shown += [f"problem: {lost}" for lost in lost_hosts(state)]
         shown += table(
             ("GPU", "STATE", "RESIDENT", ""), map(_gpu_row, *zip(*state["gpus"].items(), strict=True))
         )
@@ -134,7 +150,8 @@ class TopScreen:
 def _gpu_row(gpu: str, about: StatusJson) -> tuple[str, ...]:
     drain = about["draining"]
     note = f"makes room for {drain['target']}, {drain['seconds_left']:.0f} s left" if drain else ""
-    return gpu, state_cell(about["state"]), ", ".join(about["residents"]), note
+    state = state_cell(about["state"]) + _host_lost(about)
+    return gpu, state, ", ".join(about["residents"]), note
 
 
 def event_line(event: StatusJson) -> str:

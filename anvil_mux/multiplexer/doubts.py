@@ -104,6 +104,13 @@ class Doubts:
         """Let requests go on that wait to learn what became of the backend: it is known."""
         self._settle(name, None)
 
+    def settle_lost(self) -> None:
+        """The same of all backends on hosts that are lost: nothing more is heard of them."""
+        with self._lock:
+            lost = [name for name in self._open if (slot := self._slot(name)) and slot.host.is_lost]
+        for name in lost:
+            self.settle(name)
+
     def close(self) -> None:
         """Ends the threads before their next look. Under the lock."""
         self._closed = True

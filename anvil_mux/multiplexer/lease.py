@@ -91,6 +91,12 @@ class Lease:
         return self.ticket.taken_back
 
     @property
+    def is_host_lost(self) -> bool:
+        """Whether it was severed because its host is lost: the request may be served on another one."""
+        severed = self.ticket.severed
+        return severed is not None and severed.cause.kind == "host_lost"
+
+    @property
     def crash(self) -> Crash | None:
         """The backend ended under it."""
         return self.ticket.crash

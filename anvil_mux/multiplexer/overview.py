@@ -9,10 +9,10 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
-from anvil_mux.clock import Clock, Lock
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import UnknownModel
-from anvil_mux.multiplexer.lease import EngineRun
+from anvil_mux.multiplexer.lease import Lease
+from anvil_mux.multiplexer.shell import Shell
 from anvil_mux.routing.in_flight import Report
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Cost
@@ -20,10 +20,9 @@ from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import expected_load
 from anvil_mux.scheduler.progress import LogProgress, Progress, progress
-from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.slot import LOADING
 from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.status import Status, Waiter, gpu_states, model_state
+from anvil_mux.scheduler.status import Status, Waiter, gpu_states, host_state, model_state
 from anvil_mux.scheduler.steps import NO_WORK
 from anvil_mux.scheduler.wait_estimate import WaitEstimate, wait_estimate
 
@@ -31,14 +30,15 @@ from anvil_mux.scheduler.wait_estimate import WaitEstimate, wait_estimate
 class Overview:
     """The questions about one multiplexer, whose lock guards all that is read here."""
 
-    def __init__(self, *, clock: Clock, lock: Lock, scheduler: Scheduler, runs: dict[str, EngineRun]) -> None:
-        """``runs``: backend -> the last run that was seen of it."""
-        self._clock = clock
-        self._lock = lock
-        self._scheduler = scheduler
-        self._layout = scheduler.layout
-        self._runs = runs
-        self._said: dict[str, LogProgress] = {}  # backend -> what its log says of the load that is under way
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+        self._clock = shell.clock
+        self._lock = shell.lock
+        self._scheduler = shell.scheduler
+        self._layout = shell.scheduler.layout
+        # The lock guards what follows.
+        self._said: dict[str, tuple[float, LogProgress]] = {}
+        """Backend -> what its log said last of a load, and when."""
 
     def _find(self, model: str) -> tuple[GroupState, Model]:
         """Find a model and the GPU group in which its queue stands, under the lock.
@@ -50,6 +50,26 @@ class Overview:
         except KeyError:
             raise UnknownModel(model, self._layout.served) from None
 
+    def wall(self, moment: float) -> float:
+        """The Unix time of a moment of events and of the status."""
+        return self._clock.wall(moment)
+
+    def backend(self, name: str) -> Backend | None:
+        """Find a backend as it was last started or is to be, also if the configuration has it no longer."""
+        return self._shell.backends.get(name)
+
+    def is_ready(self, model: str) -> bool:
+        """Whether it is resident; its requests may have to wait for a place all the same."""
+        with self._lock:
+            return bool(self._find(model)[1].ready)
+
+    def has_another(self, lease: Lease) -> bool:
+        """Whether a request may be sent to another backend of its model without waiting for a load."""
+        with self._lock:
+            model = self._layout.models.get(lease.backend.model)
+            slots = model.slots if model else ()
+            return any(slot.serves and slot.name != lease.backend.name for slot in slots)
+
     def status(self) -> Status:
         """Take a consistent picture."""
         with self._lock:
@@ -59,8 +79,10 @@ class Overview:
             models = tuple(model_state(s, m, now, self._progress(s, m, now)) for s, m in found)
             known = {gpu.name: gpu for gpu in self._layout.config.gpus}
             gpus = tuple(gpu for state in states for gpu in gpu_states(state, known, now))
+            records = dict.fromkeys(state.host for state in states)
+            hosts = tuple(filter(None, [host_state(host, now) for host in records]))
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
-        return Status(now, models, gpus, waiting, leases)
+        return Status(now, models, gpus, waiting, leases, hosts=hosts)
 
     def waiters(self, most: int) -> list[Waiter]:
         """The first ``most`` requests of each queue."""
@@ -137,16 +159,13 @@ class Overview:
         slot = next((slot for slot in model.slots if slot.state == "loading"), None)
         if slot is None or model.ready:
             return None
-        return progress(now - slot.since, expected_load(state, slot), self._said.get(slot.name))
-
-    def forget_progress(self, backend: str) -> None:
-        """Forget what the log of a backend said of a load that is over. Under the lock."""
-        self._said.pop(backend, None)
+        at, said = self._said.get(slot.name, (now, None))
+        return progress(now - slot.since, expected_load(state, slot), said if at >= slot.since else None)
 
     def report(self, backend: str, said: LogProgress) -> None:
         """Note what the log of a backend says of its load."""
         with self._lock:
-            self._said[backend] = said
+            self._said[backend] = self._clock.now(), said
 
     def last_words(self, backend: str) -> tuple[str, ...]:
         """The last lines of a backend's engine before it failed; () once it is loaded again."""
@@ -159,7 +178,7 @@ class Overview:
         with self._lock:
             several = {model for model, number in self._replicas().items() if number > 1}
             slots = [s for s in self._layout.slots if s.serves and s.model in several]
-            return [(slot.backend, self._runs[slot.name].address) for slot in slots]
+            return [(slot.backend, self._shell.runs[slot.name].address) for slot in slots]
 
     def reports(self) -> dict[str, Report]:
         """The reports for other anvil-mux on the replicas that are shared with them."""

@@ -6,6 +6,8 @@ lease, with what the multiplexer finds of the engine:
 * The engine ended before a byte, or nothing could be sent to it: the request tries once more on a new lease.
 * Where the model has other replicas, a request of which the client has seen nothing moves to one of them also
   if its engine was evicted, or ended within what only we had read, or if it was taken back for a better one.
+* So does one whose host was lost, also to a backend that has to be loaded: the multiplexer knows whether one
+  can be.
 * Any other failure is its own: an error to its client, in the form that still fits (``reply``).
 
 While the model is not ready the thread waits for its lease and looks at its client (``waiting``).
@@ -70,10 +72,10 @@ class Dispatcher:
         target, translation = question.target, question.translation
         if translation and translation.unloads:
             self._answer_and_unload(question, reply, record)
-        elif not target.loads and not self._mux.is_ready(target.model):
+        elif not target.loads and not self._mux.overview.is_ready(target.model):
             raise BadRequest(f"{target.model} is not loaded, and autoload=false does not load it")
         elif target.limited:
-            with self._mux.counted(target.limited):
+            with self._mux.counts.under_way(target.limited):
                 self._send(question, reply, record)
         else:
             self._send(question, reply, record)
@@ -87,7 +89,7 @@ class Dispatcher:
         else:
             reply.whole(200, [JSON], translation.answer.whole(b"", time.time()))
         if asked.key is None or asked.key.admin:
-            self._mux.unload_idle(question.target.model)
+            self._mux.facts.unload(question.target.model, when_idle=True)
 
     def _send(self, question: Question, reply: Reply, record: Served) -> None:
         """Send it to a backend of its model, and if that comes to nothing to another."""
@@ -154,8 +156,10 @@ class Dispatcher:
 
     def _judged(self, lease: Lease, error: MuxError, reply: Reply) -> _Failure:
         """Judge a failure by what is found of the engine while the lease is held."""
-        crash = self._mux.unreachable(lease)
-        seen = not reply.may_go_on or not self._mux.has_another(lease)
+        crash = self._mux.facts.unreachable(lease)
+        if lease.is_host_lost:
+            return _Failure(lease.severed_error(), reply.may_go_on)
+        seen = not reply.may_go_on or not self._mux.overview.has_another(lease)
         if crash:
             text = with_log(f"{error.message.rstrip('.')}: {crash.backend} {crash.why}.", crash.log)
             again = isinstance(error, (EngineUnreachable, Unanswered)) or not seen

@@ -36,13 +36,13 @@ class Lists:
         return 200, JSON, json.dumps(self._entry(found)).encode("ascii")
 
     def lmstudio_models(self, asked: Asked) -> Answer:
-        return 200, JSON, api.lmstudio_list({m.model: m.state for m in self._visible(asked)})
+        return 200, JSON, api.lmstudio_list({m.model: m.offered_state for m in self._visible(asked)})
 
     def ollama_tags(self, asked: Asked) -> Answer:
         return 200, JSON, ollama.tags([model.model for model in self._visible(asked)], self._started)
 
     def ollama_running(self, asked: Asked) -> Answer:
-        resident = [m for m in self._visible(asked) if m.state in ("ready", "draining")]
+        resident = [m for m in self._visible(asked) if m.offered_state in ("ready", "draining")]
         ttls = {backend.name: backend.ttl for backend in asked.access.config.backends}
         return 200, JSON, ollama.running({m.model: ttls.get(m.backend) for m in resident}, time.time())
 
@@ -61,7 +61,7 @@ class Lists:
         return api.model_entry(
             model.model,
             created=int(self._started),
-            state=model.state,
+            state=model.offered_state,
             aliases=model.aliases,
             failed=bool(model.last_error),
         )

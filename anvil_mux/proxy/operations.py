@@ -54,15 +54,15 @@ class Operations:
         reply.whole(200, [JSON], DONE)
 
     def unload(self, asked: Asked, reply: Reply, record: Served) -> None:
-        told = self._mux.unload(_named(asked, reply, record))
+        told = self._mux.facts.unload(_named(asked, reply, record))
         reply.whole(200, [JSON], DONE if told else b'{"success":true,"resident":false}')
 
     def pin(self, asked: Asked, reply: Reply, record: Served) -> None:
-        self._mux.pin(_named(asked, reply, record), True)
+        self._mux.facts.pin(_named(asked, reply, record), True)
         reply.whole(200, [JSON], DONE)
 
     def unpin(self, asked: Asked, reply: Reply, record: Served) -> None:
-        self._mux.pin(_named(asked, reply, record), False)
+        self._mux.facts.pin(_named(asked, reply, record), False)
         reply.whole(200, [JSON], DONE)
 
     def cancel(self, asked: Asked, reply: Reply, record: Served) -> None:
@@ -104,7 +104,7 @@ class Operations:
 
     def _statuses(self, access: Access, key: Key | None) -> dict[str, dict[str, object]]:
         return {
-            model.model: api.model_status(model.state, failed=bool(model.last_error))
+            model.model: api.model_status(model.offered_state, failed=bool(model.last_error))
             for model in self._mux.overview.status().models
             if access.may_use(key, model.model)
         }

@@ -93,7 +93,7 @@ class Page:
         return told(event, self._at(event.at))
 
     def _at(self, moment: float) -> float:
-        return round(self._mux.wall(moment), 2)
+        return round(self._mux.overview.wall(moment), 2)
 
 
 @cache
@@ -138,7 +138,7 @@ def _request(served: Served) -> Picture:
     }
 
 
-_FLEETING = re.compile(r"now|since|(age|uptime|state|idle|unload|oldest_wait|retry)_seconds")
+_FLEETING = re.compile(r"now|since|(age|uptime|state|idle|unload|oldest_wait|retry|lost)_seconds")
 
 
 def _lasting(picture: Any) -> Any:

@@ -68,7 +68,8 @@ class Probes:
         """The state that /healthz and the page tell."""
         status = self._mux.overview.status()
         problems = {name: why for name, why in self._problems().items() if why}
-        ready = [model.model for model in status.models if model.state == "ready"]
+        ready = [model.model for model in status.models if model.offered_state == "ready"]
+        hosts = {host.host: healthz.host_state(host) for host in status.hosts}
         sight = self.sight()
         return {
             "status": "unhealthy" if problems else "ok",
@@ -80,6 +81,7 @@ class Probes:
             "leases": status.leases,
             "models": {model.model: healthz.model_state(model) for model in status.models},
             "gpus": {gpu.gpu: healthz.gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
+            **({"hosts": hosts} if hosts else {}),
             "resident": ready[0] if ready else None,
             "registry": [model.model for model in status.models],
             "reload": self._reloads.told() if self._reloads else None,

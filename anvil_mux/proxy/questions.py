@@ -72,7 +72,7 @@ class Questions:
             (model.model, backend.backend)
             for model in self._mux.overview.status().models
             for backend in model.backends
-            if backend.state == "ready"
+            if backend.state == "ready" and not backend.is_lost
         ]
 
     def _below_upstream(self, asked: Asked, client: Client) -> Question:
@@ -88,7 +88,7 @@ class Questions:
                 continue
             if not _may_ask(asked, model, path):
                 raise NotFound(f"{request.method} {path} is not offered of the engine of {model}.")
-            if request.method == "GET" and not self._mux.is_ready(model):
+            if request.method == "GET" and not self._mux.overview.is_ready(model):
                 raise BadRequest(f"{model} is not loaded, and a GET does not load it", status=409)
             asked = replace(asked, route=api.Route("openai", "upstream", path=path))
             return Question(asked, _target(asked, model), _read(asked, client))

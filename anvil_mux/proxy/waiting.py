@@ -65,7 +65,7 @@ class Waiting:
                 self._beat(now)
         elif now >= self._limit:
             model = self._question.target.model
-            if self._mux.is_ready(model):
+            if self._mux.overview.is_ready(model):
                 raise Overloaded(f"overloaded: {model} has no place for this request yet. Try again.")
             text = f"{model} is still loading. Send the request again to wait on."
             raise ModelLoading(text, retry_after=self._mux.overview.eta(model))
@@ -82,7 +82,7 @@ class Waiting:
 
     def _beat(self, now: float) -> None:
         asked, model = self._question.asked, self._question.target.model
-        doing = "waiting for a place at" if self._mux.is_ready(model) else "loading"
+        doing = "waiting for a place at" if self._mux.overview.is_ready(model) else "loading"
         text = api.comment(f"anvil-mux {doing} {model} {self._mux.overview.how_far(model)}", asked.api)
         if now >= self._chunk_at:
             self._chunk_at = now + self._patience.chunk_every

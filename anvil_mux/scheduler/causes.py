@@ -189,7 +189,7 @@ _SEVERED: dict[Kind, str] = {
     "idle": "{of} was evicted because nobody used it",
     "policy": "the policy unloaded {of}",
     "silent": "the engine of {of} did not answer",
-    "host_lost": "the host of {of} was lost",
+    "host_lost": "{of} ran on the host {host}, which was lost",
     "shutdown": "anvil-mux shut down",
     "moved": "another replica of {of} became free",
     "stale": "the engine of {of} did not answer",
@@ -211,7 +211,8 @@ class Severance(NamedTuple):
 
     def sentence(self, model: str) -> str:
         """The sentence for the client, without a full stop; ``model``: the request's."""
-        what = _SEVERED[self.cause.kind].format(of=model, model=self.cause.model)
+        cause = self.cause
+        what = _SEVERED[cause.kind].format(of=model, model=cause.model, host=cause.host or "here")
         drained = f", after a drain of {self.seconds:.1f} s" if self.seconds else ""
         return f"{what} before this request ended{drained}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -13,3 +14,5 @@ class HostRecord:
     """"": the host that anvil-mux runs on."""
     is_lost: bool = False
     """Whether the host does not answer. What ran there may still run, so its GPUs go to no other backend."""
+    since: float = -math.inf
+    """When it was lost last."""

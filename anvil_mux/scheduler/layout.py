@@ -3,10 +3,11 @@
 A reload changes the configuration while requests run. A backend that goes on (change.py) keeps its slot with
 all that hangs on it: state, leases, memory. One that was changed or removed is leaving (group.py): its slot
 keeps the description by which it was started until it holds nothing any more, and is then given to the new
-description, or taken away. Queues belong to models, so a request for a backend that changed waits on, and one
-for a model that is served no longer fails at once. No GPU group is altered: another one takes its place
-and goes on from it, so what follows from the configuration is computed in one place. GPU groups that a new
-backend ties together become one, and stay one: swaps that are under way may not be cut.
+description, or taken away; a backend that goes to another host gets a slot there then. Queues belong to
+models, so a request for a backend that changed waits on, and one for a model that is served no longer fails
+at once. No GPU group is altered: another one takes its place and goes on from it, so what follows from the
+configuration is computed in one place. GPU groups that a new backend ties together become one, and stay one:
+swaps that are under way may not be cut.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from anvil_mux.scheduler.policies import build_policy
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.steps import Ticket
 
 BY_NAME = attrgetter("name")
 
@@ -61,6 +61,8 @@ class Layout:
         self.hosts: dict[str, HostRecord] = {}
         self.memories: dict[str, HostMemory] = {}
         """Host -> its memory; ``bounded``: where that is bounded."""
+        self._moving: set[str] = set()
+        """The backends that have not left their host yet, and go to another one."""
         self._emit, self._emit_leases = emit, emit_leases
         self._costs, self._footprints = costs, footprints
         self.take(config)
@@ -88,6 +90,11 @@ class Layout:
     def unseen(self) -> list[str]:
         """The backends of which it is not known yet whether they run."""
         return sorted(name for group in self.groups for name in group.state.unseen)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a backend that goes to another host has left the one that it was on: ``regroup``."""
+        return any(self.of_backend[name].slots[name].is_left for name in self._moving)
 
     def on_host(self, host: str) -> list[GpuGroup]:
         """The groups of a host, by name."""
@@ -118,15 +125,17 @@ class Layout:
             states=self.states,
         )
 
-    def regroup(self) -> list[Ticket]:
+    def regroup(self) -> list[GpuGroup]:
         """Build all groups anew, each from those whose place it takes.
 
-        Returns the tickets that ended in a group of which nothing goes on.
+        Returns the groups of which nothing goes on, but that tickets ended there.
         """
         gone = dict.fromkeys(self.groups)
         staying = {slot.name: slot.backend for slot in self.leaving}
+        wanted = self._wanted.values()
+        self._moving = {each.name for each in wanted if staying.get(each.name, each).host != each.host}
         drafts = []
-        backends = [*staying.values(), *self.config.backends]
+        backends = [*staying.values(), *(each for each in wanted if each.name not in self._moving)]
         for name, together in gpu_groups(backends, lambda each: [group.name for group in self._before(each)]):
             members = {each.name: staying.get(each.name, each) for each in together}
             merged = list(dict.fromkeys(group for each in together for group in self._before(each)))
@@ -135,7 +144,7 @@ class Layout:
             for group in merged:
                 gone.pop(group, None)
         self._build(drafts)
-        return [ticket for group in gone for ticket in group.state.settled]
+        return list(gone)
 
     def _before(self, backend: Backend) -> list[GpuGroup]:
         """The group in which a backend is until now, if there is one on its host."""

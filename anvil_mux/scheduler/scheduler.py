@@ -205,6 +205,7 @@ class Scheduler:
         if record is None or record.is_lost:
             return NOTHING
         record.is_lost = True
+        record.since = now
         self._emit(Event(now, "host_lost", "", cause=Cause("host_lost", host=host)))
         groups = self.layout.on_host(host)
         for group in groups:
@@ -276,13 +277,12 @@ class Scheduler:
         self.layout.take(config)
         for group in self.layout.groups:
             group.requested.retire(leaving, self.layout.served, now)
-        orphans = self.layout.regroup()
+        gone = self.layout.regroup()
         self._settling.begin_anew()
         self.expected(expected)
         for group in self.layout.groups:
             group.admission.resume(now)
-        effects = self._settling.settle(self.layout.groups, now)
-        return effects._replace(woken=[*orphans, *effects.woken]) if orphans else effects
+        return self._settling.settle(self.layout.groups, now, gone)
 
     def time_passed(self, now: float) -> Effects:
         """The moment ``Effects.ask_at`` has come, or a later one."""

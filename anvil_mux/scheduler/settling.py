@@ -84,9 +84,19 @@ class Settling:
         """The groups that are to be asked although no fact concerns them."""
         return [group for group in self._layout.groups if self._ask_at.get(group, -FOREVER) <= now]
 
-    def settle(self, groups: Iterable[GpuGroup], now: float) -> Effects:
-        """Ask these groups what is to be done now, and all that this affects, until nothing changes."""
+    def settle(self, groups: Iterable[GpuGroup], now: float, gone: Iterable[GpuGroup] = ()) -> Effects:
+        """Ask these groups what is to be done now, and all that this affects, until nothing changes.
+
+        ``gone``: groups that are not asked any more, in which tickets may have ended.
+        """
         found = _Gathered([], [], [])
+        if self._layout.has_moved:
+            gone, groups = self._layout.regroup(), self._layout.groups
+            self.begin_anew()
+            for group in groups:
+                group.admission.resume(now)
+        for group in gone:
+            _collect(group, found)
         asked = sorted(groups, key=BY_NAME)
         if self._layout.spread:
             asked = self._with_siblings(asked, now)

@@ -11,12 +11,26 @@ from dataclasses import dataclass
 from anvil_mux.config.config import Gpu
 from anvil_mux.routing.in_flight import EngineFigures
 from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.swap import drains, promises
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """One host beside the one that anvil-mux runs on."""
+
+    host: str
+    lost_seconds: float | None = None
+    """Seconds since it was lost; None: it is not lost."""
+
+    @property
+    def is_lost(self) -> bool:
+        return self.lost_seconds is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,13 @@ class BackendState:
     """The engine's last lines, if its load failed or it died."""
     engine: EngineFigures | None = None
     """The last figures of its engine, where engines are read."""
+    host: HostState | None = None
+    """The host that it runs on; None: the one that anvil-mux runs on."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether its host is lost: what it was may still be so, but it serves nobody."""
+        return self.host is not None and self.host.is_lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +83,7 @@ class ModelState:
 
     model: str
     state: str
-    """The furthest state of its backends: ready, draining, loading, ..., stopped."""
+    """The furthest state of its backends, of those whose hosts are not lost if there are any."""
     backend: str
     gpus: tuple[str, ...]
     aliases: tuple[str, ...]
@@ -81,6 +102,16 @@ class ModelState:
     drain_seconds_left: float = 0.0
     deferred: Deferral | None = None
     backends: tuple[BackendState, ...] = ()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the hosts of all of its backends are lost."""
+        return bool(self.backends) and all(backend.is_lost for backend in self.backends)
+
+    @property
+    def offered_state(self) -> str:
+        """The state for clients, to whom what is on lost hosts is as good as stopped."""
+        return "stopped" if self.is_lost else self.state
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +132,8 @@ class GpuState:
     """Backends in standby, and the bytes that they hold here still."""
     reserved_for: tuple[str, ...] = ()
     """The models that a swap under way keeps it for."""
+    host: HostState | None = None
+    """The host that it is in; None: the one that anvil-mux runs on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +145,8 @@ class Status:
     gpus: tuple[GpuState, ...]
     waiting: int
     leases: int
+    hosts: tuple[HostState, ...] = ()
+    """The hosts beside the one that anvil-mux runs on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +161,7 @@ class Waiter:
 def model_state(state: GroupState, model: Model, now: float, progress: Progress | None) -> ModelState:
     """One model, whose queue stands in this GPU group."""
     slots = model.slots
-    slot = min(slots, key=lambda slot: _SHOWN.index(slot.state))
+    slot = min(slots, key=lambda slot: (slot.host.is_lost, _SHOWN.index(slot.state)))
     first = next(iter(model.queue), None)
     target, until = drains(state.swaps_of(model)).get(slot.name, (None, now))
     return ModelState(
@@ -186,8 +221,14 @@ def _backend_state(
         retry_seconds=max(slot.retry_at - now, 0.0),
         error=slot.error,
         log=slot.log,
-        engine=said if slot.state == "ready" else None,
+        engine=said if slot.serves else None,
+        host=host_state(slot.host, now),
     )
+
+
+def host_state(host: HostRecord, now: float) -> HostState | None:
+    """One host; None: the one that anvil-mux runs on."""
+    return HostState(host.name, now - host.since if host.is_lost else None) if host.name else None
 
 
 _SHOWN = ("ready", "draining", "loading", "cancelling", "evicting", "stuck", "demoting", "standby", "stopped")
@@ -217,4 +258,5 @@ def _gpu_state(state: GroupState, gpu: Gpu, now: float) -> GpuState:
         reserve=gpu.reserve,
         residuals=tuple((s.name, s.residual[gpu.name]) for s in slots if s.residual.get(gpu.name)),
         reserved_for=promises(state.swaps).get(gpu.name, ()),
+        host=host_state(state.host, now),
     )

@@ -41,7 +41,7 @@ class Adoption:
             self.stop(orphan, sentence(Cause("removed")))
         named = {backend.name: backend for backend in backends}
         running = self._running(named)
-        self._mux.looked_at(named.keys() - {backend.name for backend in running})
+        self._mux.facts.looked_at(named.keys() - {backend.name for backend in running})
         side_by_side(self._adopt, running)
         self.is_over.set()
 
@@ -79,15 +79,15 @@ class Adoption:
     def _adopt(self, backend: Backend) -> None:
         match self._host.adopt(backend):
             case Awake(url):
-                refused = self._mux.adopt({backend.name: url})
+                refused = self._mux.facts.adopt({backend.name: url})
             case Evicted() as evicted:
-                refused = self._mux.adopt({}, {backend.name: evicted})
+                refused = self._mux.facts.adopt({}, {backend.name: evicted})
             case Unfit() as unfit:
                 refused = []
                 self.stop(backend, _anew(backend, unfit))
         if refused:
             self.stop(backend, TOO_MANY)
-        self._mux.looked_at([backend.name])
+        self._mux.facts.looked_at([backend.name])
 
 
 def _anew(backend: Backend, unfit: Unfit) -> str:

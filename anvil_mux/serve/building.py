@@ -25,7 +25,6 @@ from anvil_mux.proxy.handler import Handler
 from anvil_mux.proxy.relay import Relay
 from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.proxy.server import Server
-from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve import credentials
 from anvil_mux.serve.adoption import Adoption
@@ -123,17 +122,18 @@ class Parts:
             clock=self.clock,
             has_heard=self.relay.has_heard,
         )
-        self.mux.expect(backend.name for backend in self.config.backends)
+        self.mux.facts.expect(backend.name for backend in self.config.backends)
         self.adoption = Adoption(self.host, self.mux, self.say)
         self.news = NewsReader(self.host, self.mux, self.journal.told)
-        self.scraper = Scraper(self.mux.overview.resident_replicas, self.mux.observed, self.mux.silent)
+        facts, overview = self.mux.facts, self.mux.overview
+        self.scraper = Scraper(overview.resident_replicas, facts.observed, facts.silent)
         self.sharing = self._open_sharing()
 
     def _answer(self, given: Given, reconfigure: Callable[[Config], Change]) -> None:
         self.reloads = Reloads(
             given.read or (lambda: self.config),
             reconfigure,
-            lambda why: self.mux.tell("reload_failed", Cause("bad_configuration", detail=why)),
+            self.mux.facts.reload_failed,
             time.time,
             given.reloading,
         )
@@ -168,7 +168,7 @@ class Parts:
             store = RedisStore(config.routing_store, config.project)
         except StoreError as error:
             raise CannotServe(f"x-anvil.routing.store: {error}") from None
-        return Sharing(store, self.mux.overview.reports, self.mux.hear, self.say)
+        return Sharing(store, self.mux.overview.reports, self.mux.facts.hear, self.say)
 
     def _bind(self, tls: ssl.SSLContext | None) -> Server:
         host, port = self.config.host, self.config.port
@@ -209,7 +209,7 @@ class Parts:
         return self.mux.overview.last_words(backend) or self._log_tail(backend)
 
     def _log_tail(self, backend: str, lines: int = LOG_LINES) -> list[str]:
-        found = self.mux.backend(backend)
+        found = self.mux.overview.backend(backend)
         return self.host.log_tail(found, lines) if found else []
 
 

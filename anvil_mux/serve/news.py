@@ -40,13 +40,13 @@ class NewsReader:
     def _hand_on(self, what: ServiceEnded | GpusSeen | LoadSaid | PhaseTook) -> None:
         match what:
             case ServiceEnded(backend, why, lines, load):
-                self._mux.died(backend, why, lines, load=load)
+                self._mux.facts.died(backend, why, lines, load=load)
             case GpusSeen(sight):
                 self._sight = sight
                 held = {gpu: sum(each.used or 0 for each in seen.others) for gpu, seen in sight.items()}
-                self._mux.memory_seen({gpu: amount for gpu, amount in held.items() if amount})
+                self._mux.facts.memory_seen({gpu: amount for gpu, amount in held.items() if amount})
             case LoadSaid(backend, stage, fraction, seconds_left):
                 self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
             case PhaseTook(name, phase, seconds):
-                if found := self._mux.backend(name):
+                if found := self._mux.overview.backend(name):
                     self._took(found, phase, seconds)

@@ -136,7 +136,7 @@ class AnvilMux:
         status = self.parts.mux.overview.status()
         if self.parts.server.hangs:
             return ""
-        here = [model.model for model in status.models if model.state in ("ready", "draining")]
+        here = [model.model for model in status.models if model.offered_state in ("ready", "draining")]
         doing = f"{requests(status.leases)} running, {status.waiting} waiting"
         return f"resident: {', '.join(here) or 'none'}; {doing}"
 

@@ -63,7 +63,7 @@ def reconfigure(parts: Parts, config: Config) -> Change:
     if parts.event_log:
         parts.event_log.head(eventlog.header(config, parts.clock.wall(0.0)))
     added = [backend for backend in config.backends if backend.name in change.added]
-    parts.adoption.take_over(added, partial(parts.mux.reconfigure, config))
+    parts.adoption.take_over(added, partial(parts.mux.facts.reconfigure, config))
     return change
 
 

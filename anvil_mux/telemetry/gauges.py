@@ -73,6 +73,12 @@ def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
     yield _bytes("anvil_gpu_memory_residual_bytes", "What backends in standby still hold.", kept)
 
 
+def of_hosts(status: Status) -> Iterator[Metric]:
+    lost: Samples = {(host.host,): float(host.is_lost) for host in status.hosts}
+    text = "1 while nobody hears of the host; of those beside the one that anvil-mux runs on."
+    yield _gauge("anvil_host_lost", text, "host", lost)
+
+
 def of_costs(costs: Iterable[Cost], models: Container[str]) -> Iterator[Metric]:
     """The costs of swaps; where there are several victims, only the dearest direction stands for all."""
     dearest: Samples = {}

@@ -1,4 +1,7 @@
-"""The JSON objects of /healthz for models and GPUs; the commands read the same."""
+"""The JSON objects of /healthz for models, GPUs and hosts; the commands read the same.
+
+Of hosts nothing is said where there are none beside the one that anvil-mux runs on.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from anvil_mux.host.seam import OtherProcess, Seen
 from anvil_mux.routing import in_flight
 from anvil_mux.scheduler.causes import sentence, to_json
 from anvil_mux.scheduler.progress import Progress
-from anvil_mux.scheduler.status import BackendState, Deferral, GpuState, ModelState
+from anvil_mux.scheduler.status import BackendState, Deferral, GpuState, HostState, ModelState
 
 
 def model_state(model: ModelState) -> dict[str, object]:
@@ -26,6 +29,7 @@ def model_state(model: ModelState) -> dict[str, object]:
         "load_seconds": model.load_seconds,
         "progress": _progress(model.progress),
         "backends": {backend.backend: _backend_state(backend) for backend in model.backends},
+        **({"host_lost": model.is_lost} if any(backend.host for backend in model.backends) else {}),
     }
 
 
@@ -68,7 +72,16 @@ def _backend_state(backend: BackendState) -> dict[str, object]:
         "error": backend.error or None,
         "log": list(backend.log),
         "engine": in_flight.told(backend.engine),
+        **_place(backend.host),
     }
+
+
+def _place(host: HostState | None) -> dict[str, object]:
+    return {"host": host.host, "host_lost": host.is_lost} if host else {}
+
+
+def host_state(host: HostState) -> dict[str, object]:
+    return {"lost": host.is_lost, "lost_seconds": _rounded(host.lost_seconds)}
 
 
 def _rounded(seconds: float | None) -> float | None:
@@ -94,6 +107,7 @@ def gpu_state(gpu: GpuState, seen: Seen) -> dict[str, object]:
         "others": [_other_process(each) for each in seen.others],
         "residuals": dict(gpu.residuals),
         "reserved_for": list(gpu.reserved_for),
+        **_place(gpu.host),
     }
 
 

@@ -412,6 +412,7 @@ class Metrics:
         status = self._status()
         yield from gauges.of_models(status)
         yield from gauges.of_gpus(status, self._sight())
+        yield from gauges.of_hosts(status)
 
     def describe(self) -> Iterable[Metric]:
         """Describe nothing: registering must not ask a multiplexer that is not there yet for its status."""

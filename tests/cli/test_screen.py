@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 
-from anvil_mux.cli.screen import LAST, MODEL_HEAD, TopScreen, last_lines, model_row, paint, table, width
+from anvil_mux.cli.screen import (
+    LAST,
+    MODEL_HEAD,
+    TopScreen,
+    last_lines,
+    lost_hosts,
+    model_row,
+    paint,
+    table,
+    width,
+)
 
 BACKEND: dict[str, Any] = {"size": None, "unload_seconds": None}
 MODEL: dict[str, Any] = {
@@ -61,6 +71,28 @@ def test_what_happened_to_a_backend_that_failed_is_shown_in_full_with_its_engine
     models = {"a": {"backends": {"a": {"error": None, "log": []}}}, "b": {"backends": {"b-1": failed}}}
     shown = list(last_lines(models))
     assert shown == ["", "b-1: exited with code 139", *[f"  | line {n}" for n in range(4, 9)]]
+
+
+def test_a_lost_host_is_named_with_its_backends_and_those_who_are_there_are_marked() -> None:
+    backends = {"m0": BACKEND, "m1": {**BACKEND, "host": "h1", "host_lost": True}}
+    only_there = {"c": {**BACKEND, "host": "h1", "host_lost": True}}
+    models = {
+        "m": {**MODEL, "state": "ready", "backend": "m0", "backends": backends, "host_lost": False},
+        "c": {**MODEL, "state": "ready", "backend": "c", "backends": only_there, "host_lost": True},
+    }
+    gpu = {"state": "ready", "residents": ["c"], "draining": None, "host": "h1", "host_lost": True}
+    hosts = {"h1": {"lost": True, "lost_seconds": 12.3}, "h2": {"lost": False, "lost_seconds": None}}
+    seen = state(models=models, gpus={"h1/0": gpu}, hosts=hosts)
+    assert list(lost_hosts(seen)) == ["host h1: lost for 12 s; its backends serve nobody: m1, c"]
+    picture = TopScreen()
+    picture.take("snapshot", {**seen, "events": []})
+    shown = picture.lines(0.0)
+    assert f"problem: {next(lost_hosts(seen))}" in shown
+    assert [line.split()[:5] for line in shown if "host lost" in line] == [
+        ["h1/0", "ready", "host", "lost", "c"],
+        ["c", "ready", "host", "lost", "0"],
+    ]
+    assert list(lost_hosts(state())) == []
 
 
 def test_a_picture_follows_the_state_and_keeps_the_last_events() -> None:

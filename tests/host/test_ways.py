@@ -924,7 +924,7 @@ def test_models_that_alternate_under_load_sleep_and_wake_and_never_share_the_gpu
 def test_an_engine_that_dies_while_resident_is_replaced(traffic: Traffic) -> None:
     traffic.ask("model-a")
     traffic.house.engines["a"].end("was killed (code 137)")
-    traffic.mux.died("a", "was killed (code 137)")
+    traffic.mux.facts.died("a", "was killed (code 137)")
     traffic.ask("model-a")
     assert traffic.house.calls == ["start a", "start a"]
 

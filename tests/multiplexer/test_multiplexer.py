@@ -139,7 +139,7 @@ class Player:
 
     def play(self, trace, until):
         def main():
-            self._mux.adopt(self._resident)
+            self._mux.facts.adopt(self._resident)
             self._mux.start()
             for entry in trace:
                 self._clock.sleep(entry.at - self._clock.now())
@@ -156,13 +156,13 @@ class Player:
                 case Arrival():
                     self._request(entry)
                 case Unloading(_, model):
-                    self._mux.unload(model)
+                    self._mux.facts.unload(model)
                 case Death(_, backend):
-                    self._mux.died(backend, "killed")
+                    self._mux.facts.died(backend, "killed")
                 case Reload(_, config):
-                    self._mux.reconfigure(config, {})
+                    self._mux.facts.reconfigure(config, {})
                 case HostLost(_, host):
-                    self._mux.host_lost(host)
+                    self._mux.facts.host_lost(host)
                 case HostBack(_, host, found):
                     running = {name: f"http://127.0.0.1:{8000 + n}" for n, name in enumerate(found)}
                     standby = {
@@ -170,9 +170,11 @@ class Player:
                         for name, how in found.items()
                         if how.level
                     }
-                    self._mux.host_back(host, {n: u for n, u in running.items() if n not in standby}, standby)
+                    self._mux.facts.host_back(
+                        host, {n: u for n, u in running.items() if n not in standby}, standby
+                    )
                 case HostGone(_, host):
-                    self._mux.host_gone(host)
+                    self._mux.facts.host_gone(host)
         except self._errors.MuxError:
             pass
 
@@ -330,17 +332,17 @@ class Stage:
 @pytest.mark.parametrize("seed", range(5))
 def test_who_comes_before_it_is_known_what_runs_is_served_by_that_and_starts_nothing_beside(seed):
     def main(stage):
-        stage.mux.expect("ab")
+        stage.mux.facts.expect("ab")
         early, other = stage.request(1.0, "a", 1.0), stage.request(1.0, "b", 1.0)
         stage.clock.sleep(5.0)
         assert stage.mux.overview.unseen == ["a", "b"]
         assert stage.engines.calls == []
-        assert stage.mux.adopt({"a": "http://127.0.0.1:1"}) == []
+        assert stage.mux.facts.adopt({"a": "http://127.0.0.1:1"}) == []
         stage.clock.sleep(2.0)
         assert (early.leased, other.leased) == (5.0, None)
         assert stage.mux.overview.unseen == ["b"]
         assert stage.engines.calls == []
-        stage.mux.looked_at(["b"])
+        stage.mux.facts.looked_at(["b"])
         stage.clock.sleep(20.0)
         assert stage.engines.calls == [(7.0, "evict a"), (8.0, "load b")]
         assert other.leased == 14.0
@@ -417,13 +419,13 @@ def test_a_sleeper_is_stopped_by_hand_and_loaded_anew():
     def main(stage):
         stage.mux.load("a")
         for _ in range(2):
-            assert stage.mux.unload("a")
+            assert stage.mux.facts.unload("a")
             stage.clock.sleep(3.0)
-        assert not stage.mux.unload("a")
+        assert not stage.mux.facts.unload("a")
         stage.mux.load("a")
-        assert stage.mux.unload_idle("a")
+        assert stage.mux.facts.unload("a", when_idle=True)
         stage.clock.sleep(3.0)
-        assert not stage.mux.unload_idle("a")
+        assert not stage.mux.facts.unload("a", when_idle=True)
 
     stage = Stage(Config(policy="eager", backends=(one("a", "0", evict_to=("sleep",)),))).play(main)
     assert [call for _, call in stage.engines.calls] == ["load a", "evict a", "demote a", "load a", "evict a"]
@@ -437,7 +439,7 @@ def test_a_load_is_cancelled_by_hand_while_its_keeper_is_in_it_and_the_other_mod
     def main(stage):
         waiting, other = stage.request(1.0, "a"), stage.request(4.5, "b")
         stage.clock.sleep(3.0)
-        assert stage.mux.unload("a")
+        assert stage.mux.facts.unload("a")
         stage.clock.sleep(0.5)
         assert stage.states()["a"] == "cancelling"
         stage.clock.sleep(30.0)
@@ -472,7 +474,7 @@ def test_a_cancel_that_comes_when_the_load_has_succeeded_does_no_harm(late):
     def main(stage):
         stage.request(0.0, "a")
         stage.clock.sleep(4.0 - 0.25 + late)
-        assert stage.mux.unload("a")
+        assert stage.mux.facts.unload("a")
         stage.clock.sleep(10.0)
         assert stage.states()["a"] == "stopped"
         again = stage.request(0.0, "a")
@@ -487,13 +489,13 @@ def test_what_is_not_kept_goes_with_its_last_lease_unless_somebody_asks_for_it_a
     def main(stage):
         with stage.mux.lease("a"):
             with stage.mux.lease("a"):
-                assert not stage.mux.unload_idle("a")
+                assert not stage.mux.facts.unload("a", when_idle=True)
             stage.clock.sleep(5.0)
             assert calls(stage) == ["load a"]
         stage.clock.sleep(3.0)
         assert calls(stage) == ["load a", "evict a"]
         with stage.mux.lease("a"):
-            assert not stage.mux.unload_idle("a")
+            assert not stage.mux.facts.unload("a", when_idle=True)
             with stage.mux.lease("a"):
                 pass
         stage.clock.sleep(3.0)
@@ -785,7 +787,7 @@ def test_a_backend_that_refuses_all_it_is_asked_is_stopped_and_loaded_anew(seed)
         stage.engines.ended = lambda backend: None
         stage.engines.answers = lambda backend, limit: False
         with stage.mux.lease("a") as lease:
-            assert stage.mux.unreachable(lease) is None
+            assert stage.mux.facts.unreachable(lease) is None
             assert stage.clock.now() == 4.0 + KNOWN_SECONDS
             stage.clock.sleep(REFUSED_SECONDS - KNOWN_SECONDS - 1.0)
             assert not lease.severed
@@ -819,11 +821,11 @@ def test_a_backend_that_answers_in_the_end_stays_as_it_is(answer, seed):
         stage.engines.ended, stage.engines.answers = lambda backend: None, answers
         failed = stage.mux.lease("a")
         stage.request(0.0, "a", seconds=10.0 if not answer else 1000.0)
-        assert stage.mux.unreachable(failed) is None
+        assert stage.mux.facts.unreachable(failed) is None
         failed.release()
         stage.clock.sleep(900.0)
         assert stage.states()["a"] == "ready"
-        assert stage.mux._doubts._open == {}
+        assert stage.mux.facts.doubts._open == {}
 
     stage = Stage(seed=seed)
     stage.play(main)
@@ -838,7 +840,7 @@ def test_a_backend_that_is_silent_has_as_long_as_a_request_would_have(seed):
     def main(stage):
         stage.engines.ended, stage.engines.answers = lambda backend: None, answers
         failed = stage.mux.lease("a")
-        stage.mux.unreachable(failed)
+        stage.mux.facts.unreachable(failed)
         failed.release()
         neighbour = stage.request(0.0, "a", seconds=599.0)
         stage.clock.sleep(598.0 - KNOWN_SECONDS)
@@ -866,7 +868,7 @@ def test_how_a_backend_ended_is_waited_for_where_that_is_known_late(seed):
 
         def fail():
             with stage.mux.lease("a") as lease:
-                crashes.append(stage.mux.unreachable(lease))
+                crashes.append(stage.mux.facts.unreachable(lease))
 
         for _ in range(3):
             stage.later(0.0, fail)
@@ -888,7 +890,7 @@ def test_a_backend_that_ended_is_loaded_anew_without_a_stop(seed):
         with stage.mux.lease("a"):
             pass
         with stage.mux.lease("a") as lease:
-            stage.mux.unreachable(lease)
+            stage.mux.facts.unreachable(lease)
         with stage.mux.lease("a"):
             assert stage.clock.now() == 8.0
 
@@ -903,9 +905,9 @@ def test_a_late_word_of_an_old_backend_does_not_disturb_the_new_one(ended):
         with stage.mux.lease("a"):
             pass
         with stage.mux.lease("a") as old:
-            stage.mux.died("a", "killed")
+            stage.mux.facts.died("a", "killed")
             with stage.mux.lease("a"):
-                stage.mux.unreachable(old)
+                stage.mux.facts.unreachable(old)
                 assert stage.states()["a"] == "ready"
                 assert stage.mux.overview.status().leases == 1
 
@@ -952,10 +954,10 @@ def test_load_and_unload_from_outside(seed):
         stage.mux.load("a")
         assert stage.clock.now() == 4.0
         assert stage.mux.overview.status().leases == 0
-        assert stage.mux.unload("a")
+        assert stage.mux.facts.unload("a")
         stage.clock.sleep(2.0)
         assert stage.states()["a"] == "stopped"
-        assert not stage.mux.unload("a")
+        assert not stage.mux.facts.unload("a")
 
     Stage(seed=seed).play(main)
 
@@ -964,7 +966,7 @@ def test_load_and_unload_from_outside(seed):
 def test_what_ran_before_is_leased_without_a_load(seed):
     def main(stage):
         running = {"a": "http://127.0.0.1:9001", "b": "http://127.0.0.1:9002", "x": "http://127.0.0.1:9003"}
-        assert stage.mux.adopt(running) == ["b"]
+        assert stage.mux.facts.adopt(running) == ["b"]
         with stage.mux.lease("a") as lease:
             assert lease.address == ("127.0.0.1", 9001)
 
@@ -1194,7 +1196,7 @@ def test_nothing_but_the_load_itself_waits_for_a_load(real):
     with pytest.raises(UnknownModel):
         real.mux.resolve("c")
     assert real.mux.overview.status().models[0].state == "loading"
-    assert not real.mux.unload("b")
+    assert not real.mux.facts.unload("b")
     real.engines.may_load["a"].set()
     join(threads)
 

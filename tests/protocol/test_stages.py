@@ -38,7 +38,7 @@ def staged(concurrency: int | None = None, **settings: object) -> Rig:
     )
     made = Rig(backends=backends, gpus=(Gpu("0"), Gpu("1")), **settings)
     made.mechanism.engines = {"p": made.engine, "d": made.other}
-    assert made.mux.adopt({"p": made.engine.url, "d": made.other.url}) == []
+    assert made.mux.facts.adopt({"p": made.engine.url, "d": made.other.url}) == []
     return made
 
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_asked_in_stages_is_asked_of_the_decode_backend(rig: Rig,
 def test_while_one_stage_is_not_resident_the_other_serves_alone(resident: str) -> None:
     rig = staged()
     try:
-        rig.mux.died("p" if resident == "d" else "d", "killed")
+        rig.mux.facts.died("p" if resident == "d" else "d", "killed")
         client = ask(rig)
         asked = (rig.other if resident == "d" else rig.engine).next()
         assert b"kv_transfer_params" not in asked.body
@@ -165,7 +165,7 @@ def test_while_one_stage_is_not_resident_the_other_serves_alone(resident: str) -
 
 
 def test_a_stage_that_died_is_back_for_the_requests_after_the_next(rig: Rig) -> None:
-    rig.mux.died("p", "killed")
+    rig.mux.facts.died("p", "killed")
     client = ask(rig)
     reply(rig.other.next(), {})
     assert client.read().status == 200

@@ -230,7 +230,7 @@ def test_a_other_process_that_takes_the_memory_of_a_sleeper_makes_nobody_stuck(m
 
     def main() -> None:
         standby(world)
-        assert world.mux.unload("b")
+        assert world.mux.facts.unload("b")
         world.wait(3.0)
         leave = world.other_process(TOTAL)
         for model in "ab":

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from anvil_mux.config.config import Backend
 from tests.chromium import PROGRAM, Chromium
 from tests.cli.test_cli import compose
+from tests.fake_engine import Rig
 from tests.running import Running, serving
 
 pytestmark = [
@@ -91,6 +93,23 @@ def test_it_shows_every_model_and_gpu_and_asks_nobody_else(mux: Running, page: C
     ]
     own = f"http://127.0.0.1:{mux.port}/"
     assert {url for url in page.asked if not url.startswith((own, "data:"))} == set()
+
+
+def test_a_lost_host_and_what_is_there_are_marked(make_rig: Callable[..., Rig], browser: Chromium) -> None:
+    there, replica = Backend("a", "a", ("0",), host="h1"), Backend("m1", "m", ("1",), host="h1")
+    rig = make_rig(backends=(there, replica, Backend("m0", "m", ("0",))))
+    rig.mux.facts.adopt({"a": rig.engine.url})
+    browser.open("http://{}:{}/".format(*rig.address))
+    browser.wait(f"document.readyState === 'complete' && {READY} && {state_of('a')} === 'ready'")
+    rig.mux.facts.host_lost("h1")
+    browser.wait("document.getElementById('health').textContent === 'the host h1 is lost'")
+    assert browser.ask(state_of("a")) == "ready, host lost"
+    assert browser.ask(state_of("m")) == "stopped"
+    assert browser.ask(f"{row('m')}.textContent.includes('m1: stopped, host lost')")
+    gpus = "[...document.querySelectorAll('#gpus .chip')].map(each => each.textContent)"
+    assert browser.ask(gpus) == ["free", "ready, host lost", "free, host lost"]
+    rig.mux.facts.host_back("h1", {"a": rig.engine.url})
+    browser.wait(f"{READY} && {state_of('a')} === 'ready'")
 
 
 def test_a_name_is_text_and_nothing_else(page: Chromium) -> None:

@@ -573,7 +573,7 @@ def test_a_client_that_leaves_after_the_last_event_had_a_whole_answer(rig: Rig, 
     assert asked.was_left()
     rig.events.wait("released")
     assert rig.events.record().code == ""
-    rig.mux.died("a", "was killed")
+    rig.mux.facts.died("a", "was killed")
     assert rig.events.of("stopped")[-1].cause.kind == "died"
 
 
@@ -821,7 +821,7 @@ def test_a_neighbour_that_gets_bytes_is_proof_of_life_whatever_the_engine_says(
     streaming.read_until(b"data: 2\n\n\r\n")
     may_answer.set()
     assert client.read().status == 502
-    assert seen(lambda: rig.mux._doubts._open, lambda doubts: not doubts) == {}
+    assert seen(lambda: rig.mux.facts.doubts._open, lambda doubts: not doubts) == {}
     assert rig.events.of("draining") == []
 
 

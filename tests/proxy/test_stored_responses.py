@@ -105,7 +105,7 @@ def test_an_answer_is_fetched_and_deleted_where_it_is(rig: Rig, method: bytes) -
 def test_an_answer_that_nobody_gave_or_whose_engine_is_gone_is_not_found_and_loads_nothing(rig: Rig) -> None:
     assert rig.client().get(b"/v1/responses/resp_9").status == 404
     first_answer(rig)
-    rig.mux.unload("m")
+    rig.mux.facts.unload("m")
     rig.events.wait("stopped", 2)
     assert rig.client().get(b"/v1/responses/resp_1").status == 404
     assert rig.events.of("loading") == []

@@ -295,6 +295,40 @@ def test_a_lost_host_keeps_what_the_configuration_has_no_longer_until_it_is_back
     assert fleet.core.layout.slot("a") is None
 
 
+def test_one_that_goes_to_another_host_holds_its_gpus_where_it_was_until_it_has_left_and_then_there():
+    a = on("", "a", ttl=5.0)
+    fleet = Fleet(a, on("h", "b"))
+    running = fleet.request("a", 0.0)
+    fleet.loaded("a", 1.0)
+    moved = Config(backends=(on("h", "a"), on("h", "b")), policy="eager")
+    fleet.take(fleet.core.reconfigured(moved, 2.0))
+    waiting = fleet.request("a", 3.0)
+    homes = {name: group.name for name, group in fleet.core.layout.of_backend.items()}
+    assert homes == {"a": "0", "b": "h/0"}
+    assert fleet.take(fleet.core.released(running, 4.0)) == ["evict a"]
+    assert fleet.step(Evict, "a") == Evict("a", "stop", (), 2)
+    left = fleet.core.evicted(Evict("a", "stop", (), 2), 5.0)
+    assert fleet.take(left) == ["load a"]
+    assert [(group.name, group.host.name) for group in fleet.core.layout.groups] == [("h/0", "h")]
+    assert fleet.core.layout.slot("a").backend.host == "h"
+    fleet.loaded("a", 6.0)
+    assert waiting.backend == "a"
+    assert fleet.core.layout.slot("a").occupies == {"h/0": 1}
+
+
+def test_one_that_goes_to_another_host_ties_groups_there_only_once_it_is_there():
+    apart = on("h", "b", "0"), on("h", "c", "1")
+    fleet = Fleet(on("", "a"), *apart)
+    fleet.request("a", 0.0)
+    fleet.loaded("a", 1.0)
+    fleet.take(
+        fleet.core.reconfigured(Config(backends=(on("h", "a", "0", "1"), *apart), policy="eager"), 2.0)
+    )
+    assert sorted(group.name for group in fleet.core.layout.groups) == ["0", "h/0", "h/1"]
+    fleet.take(fleet.core.died("a", 3.0, "killed"))
+    assert [group.name for group in fleet.core.layout.groups] == ["h/0+h/1"]
+
+
 # Residents and reservations of a model on several hosts
 
 

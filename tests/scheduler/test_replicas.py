@@ -40,7 +40,7 @@ def fleet(policy: str, concurrency: int | None = None, **settings: object) -> Ri
     """Two replicas, a and b, resident."""
     backends = tuple(Backend(name, "m", (gpu,), concurrency=concurrency) for name, gpu in ("a0", "b1"))
     made = Rig(backends=backends, gpus=(Gpu("0"), Gpu("1")), routing=policy, **settings)
-    assert made.mux.adopt({"a": made.engine.url, "b": made.other.url}) == []
+    assert made.mux.facts.adopt({"a": made.engine.url, "b": made.other.url}) == []
     return made
 
 
@@ -103,11 +103,11 @@ def test_a_request_that_asks_for_it_is_told_what_speaks_for_each_replica_and_is_
 
 
 def test_a_replica_that_is_not_resident_is_ruled_out_by_its_state(rig: Rig) -> None:
-    rig.mux.died("a", "killed")
+    rig.mux.facts.died("a", "killed")
     b, a = explained(rig)["stages"]["neutral"]
     assert (b["backend"], b["chosen"]) == ("b", True)
     assert a == {"backend": "a", "chosen": False, "removed_by": "stopped", "metrics": {}}
-    rig.mux.died("b", "killed")
+    rig.mux.facts.died("b", "killed")
     assert [row["chosen"] for row in explained(rig)["stages"]["neutral"]] == [False, False]
 
 
@@ -116,7 +116,7 @@ def test_numbers_that_nobody_knows_are_null() -> None:
     policy = {"selector": {"metric": {"by": ["predicted_ttft"]}}}
     rig = Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})
     try:
-        rig.mux.adopt({"a": rig.engine.url, "b": rig.other.url})
+        rig.mux.facts.adopt({"a": rig.engine.url, "b": rig.other.url})
         assert explained(rig)["stages"]["neutral"][0]["metrics"] == {"predicted_ttft": None}
     finally:
         rig.close()
@@ -174,7 +174,7 @@ def test_the_command_why_shows_it_as_a_table(rig: Rig, capsys: pytest.CaptureFix
 def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys: pytest.CaptureFixture[str]) -> None:
     rig = fleet("num_requests", routing_mode="full")
     try:
-        rig.mux.observed("a", EngineLoad(running=3, waiting=1, usage=0.5))
+        rig.mux.facts.observed("a", EngineLoad(running=3, waiting=1, usage=0.5))
         a, b = explained(rig)["stages"]["neutral"]
         assert b["engine"]["running"] is None
         assert (a["removed_by"], a["metrics"]) == ("metric", {"num_requests": 4})
@@ -192,7 +192,7 @@ def test_what_an_engine_says_of_itself_is_told_with_its_age(capsys: pytest.Captu
 
 
 def test_without_the_mode_full_nothing_is_told_of_engines(rig: Rig) -> None:
-    rig.mux.observed("a", EngineLoad(running=3, waiting=1))
+    rig.mux.facts.observed("a", EngineLoad(running=3, waiting=1))
     assert "engine" not in explained(rig)["stages"]["neutral"][0]
     backends = json.loads(rig.client().get(b"/healthz").body)["models"]["m"]["backends"]
     assert backends["a"]["engine"] is None
@@ -338,7 +338,7 @@ def test_a_request_without_a_byte_moves_when_its_replica_is_put_out(rig: Rig) ->
     rig.engine.next()
     elsewhere = ask(rig, LONG)
     held = rig.other.next()
-    rig.mux.unanswering("a", loaded=rig.mux._scheduler.layout.slot("a").loaded)
+    rig.mux.facts.unanswering("a", loaded=rig.mux._scheduler.layout.slot("a").loaded)
     for asked in (held, rig.other.next()):
         asked.send(JSON_OK)
     assert [client.read().status for client in (first, elsewhere)] == [200] * 2
@@ -381,9 +381,9 @@ def test_a_request_without_a_byte_moves_when_its_replica_turns_stale(body: bytes
     try:
         client = ask(rig, body)
         asked = rig.engine.next()
-        rig.mux.silent("a")
-        rig.mux.hear({"a": [Report(load=EngineLoad(1, 0, None), age_seconds=61.0)]})
-        rig.mux.silent("a")
+        rig.mux.facts.silent("a")
+        rig.mux.facts.hear({"a": [Report(load=EngineLoad(1, 0, None), age_seconds=61.0)]})
+        rig.mux.facts.silent("a")
         rig.other.next().send(JSON_OK)
         assert asked.was_left()
         assert (client.read().header(b"x-anvil-backend") or b"").startswith(b"b; load_balance: ")
@@ -414,7 +414,7 @@ def test_a_replica_that_fails_takes_those_on_its_node_out_with_it() -> None:
     )
     rig = Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})
     try:
-        rig.mux.adopt({"a": rig.engine.url, "b": rig.other.url})
+        rig.mux.facts.adopt({"a": rig.engine.url, "b": rig.other.url})
         rig.events.wait("stuck")  # nobody knows how to load c
         for _ in range(2):
             told = answered(ask(rig), rig.other.next())
@@ -431,7 +431,7 @@ def test_a_policy_that_lets_nobody_take_more_is_an_overload() -> None:
     backends = (Backend("a", "m", ("0",)), Backend("b", "m", ("1",)))
     rig = Rig(backends=backends, gpus=(), routing="one", routing_policies={"one": policy})
     try:
-        rig.mux.adopt({"a": rig.engine.url, "b": rig.other.url})
+        rig.mux.facts.adopt({"a": rig.engine.url, "b": rig.other.url})
         clients, asked = [], []
         for engine in (rig.engine, rig.other):
             clients.append(ask(rig))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
 from anvil_mux.config.config import Backend
@@ -27,7 +26,7 @@ class Listener:
     def __init__(self, *news: object) -> None:
         self.board = [HostNews(number, cast(Any, what)) for number, what in enumerate(news, 1)]
         self.told: list[object] = []
-        self.overview = self
+        self.overview = self.facts = self
 
     def news(self, after: int, timeout: float) -> list[HostNews]:
         return [each for each in self.board if each.number > after]
@@ -81,7 +80,7 @@ def test_a_mistake_of_who_is_told_loses_only_that_news() -> None:
         took.append(phase)
         assert phase != "load"
 
-    reader = NewsReader(cast(Any, listener), cast(Any, SimpleNamespace(backend=listener.backend)), mistake)
+    reader = NewsReader(cast(Any, listener), cast(Any, listener), mistake)
     try:
         reader._turn()
     except AssertionError:

@@ -112,19 +112,19 @@ def test_what_others_send_to_an_engine_counts_when_it_says_so() -> None:
     settings = {"routing": "num_requests", "routing_mode": "full"}
     rig = Rig(backends=backends, gpus=(Gpu("0"), Gpu("1")), **settings)
     try:
-        rig.mux.adopt({"a": rig.engine.url, "b": rig.other.url, "c": rig.other.url})
+        rig.mux.facts.adopt({"a": rig.engine.url, "b": rig.other.url, "c": rig.other.url})
         rig.engine.answer = lambda asked: page(SGLANG)
         rig.other.answer = lambda asked: page(LLAMACPP.replace("7", "0"))
         told: dict[str, EngineLoad | None] = {}
         both = threading.Event()
 
         def observed(backend: str, load: EngineLoad | None) -> None:
-            rig.mux.observed(backend, load)
+            rig.mux.facts.observed(backend, load)
             told[backend] = load
             if len(told) == 2:
                 both.set()
 
-        scraper = Scraper(rig.mux.overview.resident_replicas, observed, rig.mux.silent, every=60.0)
+        scraper = Scraper(rig.mux.overview.resident_replicas, observed, rig.mux.facts.silent, every=60.0)
         scraper.worker.start()
         assert both.wait(GUARD)
         scraper.worker.close()

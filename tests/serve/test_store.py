@@ -245,17 +245,17 @@ def test_two_multiplexers_that_share_engines_do_not_send_both_their_requests_to_
     try:
         one, other = (rig.mux for rig in rigs)
         for mux in (one, other):
-            mux.adopt({"a": rigs[0].engine.url, "b": rigs[0].other.url})
+            mux.facts.adopt({"a": rigs[0].engine.url, "b": rigs[0].other.url})
         heard = threading.Event()
 
         def hear(told: dict[str, list[Report]]) -> None:
-            other.hear(told)
+            other.facts.hear(told)
             if told:
                 heard.set()
 
         sharing = Sharing(kept, other.overview.reports, hear, lambda text: None, every=0.01)
         with one.lease("m", work=WORK) as first:
-            Sharing(kept, one.overview.reports, one.hear, lambda text: None).once()
+            Sharing(kept, one.overview.reports, one.facts.hear, lambda text: None).once()
             sharing.worker.start()
             assert heard.wait(GUARD)
             with other.lease("m", work=WORK) as second:

@@ -17,7 +17,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.scheduler.progress import Progress
-from anvil_mux.scheduler.status import BackendState, GpuState, ModelState, Status
+from anvil_mux.scheduler.status import BackendState, GpuState, HostState, ModelState, Status
 from anvil_mux.scheduler.steps import Cancel, Evict, Load, Ticket
 from anvil_mux.sim.simulate import Arrival, Engines, simulate
 from anvil_mux.telemetry.accesslog import Served
@@ -580,6 +580,14 @@ def test_gpus_are_shown_with_who_uses_them() -> None:
     assert [(sample.labels, sample.value) for sample in family.samples] == [
         ({"gpu": "1", "model": "both"}, 1)
     ]
+
+
+def test_a_lost_host_is_shown_and_nothing_where_there_is_only_one() -> None:
+    hosts = HostState("h1", 12.0), HostState("h2")
+    seen = Metrics(CONFIG, lambda: Status(0.0, (), (), 0, 0, hosts))
+    assert [value(seen, "anvil_host_lost", host=host) for host in ("h1", "h2")] == [1, 0]
+    family = next(f for f in Metrics(CONFIG, nothing).registry.collect() if f.name == "anvil_host_lost")
+    assert family.samples == []
 
 
 def test_what_is_declared_of_a_gpu_counts_where_it_cannot_be_read() -> None:

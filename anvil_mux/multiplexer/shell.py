@@ -1,0 +1,144 @@
+"""The shell around the scheduler: one lock, facts in, and what follows from them carried out.
+
+Under the lock the scheduler is told a fact and returns ``Effects``, and what has to hold at once is noted:
+who waits no longer, and when time is to have passed. Outside of it the rest is carried out: threads of
+requests that ended waiting are woken by a latch of their own, leases are cut, and then the steps are handed
+to the workers (stop a container, start one, wait until it answers: minutes, if need be), which report how
+each has ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from anvil_mux.clock import Clock
+from anvil_mux.config.config import Config
+from anvil_mux.host.seam import Host
+from anvil_mux.multiplexer.counts import RequestCounts
+from anvil_mux.multiplexer.lease import EngineRun
+from anvil_mux.multiplexer.performer import Job, Performer
+from anvil_mux.multiplexer.workers import Workers
+from anvil_mux.scheduler.costs import Cost, Costs
+from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.footprint import Footprint, Footprints
+from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.steps import NOTHING, Cancel, Effects, Load, Step, Ticket
+
+log = logging.getLogger(__name__)
+
+
+class Shell:
+    """The scheduler of one multiplexer, the lock around it, and the workers that perform its steps."""
+
+    def __init__(
+        self,
+        config: Config,
+        host: Host,
+        clock: Clock,
+        emit: Callable[[Event], object],
+        *,
+        emit_leases: bool,
+        costs: Iterable[Cost],
+        footprints: Iterable[Footprint],
+    ) -> None:
+        self._host = host
+        self.clock = clock
+        self.emit = emit
+        """Takes every event, under the lock."""
+        # Replaced as a whole, under the lock, and never altered: whoever only reads them needs none.
+        self._take(config)
+        # The lock guards everything below it. It is held for microseconds: no I/O, no engine, no Docker.
+        self.lock = clock.lock()
+        self.scheduler = Scheduler(
+            config, emit, Costs(costs), Footprints(footprints), emit_leases=emit_leases
+        )
+        self.counts = RequestCounts(self.lock)
+        # Of these two whoever needs one entry reads it without the lock.
+        self.backends = {each.name: each for each in config.backends}
+        """The backends as they were last started or are to be; also those that went."""
+        self.runs: dict[str, EngineRun] = {}
+        """Backend -> the last run that was seen of it."""
+        self.loads: dict[str, int] = {}
+        """Backend -> the number of its last load; none: it was adopted."""
+        performer = Performer(host, self.scheduler, self.apply, self._loaded)
+        self.workers = Workers[Job](
+            clock=clock,
+            lock=self.lock,
+            perform=performer.perform,
+            failed=performer.not_begun,
+            time_passed=self._time_passed,
+            name=lambda job: job.step.backend,
+        )
+
+    def _take(self, config: Config) -> None:
+        self.config = config
+        self.names = config.names
+        """Every name by which a model may be asked for -> the model."""
+        self.served = frozenset(self.names.values())
+
+    def apply(self, fact: Callable[[float], Effects]) -> Effects:
+        """Tell the scheduler that something is so since now, and carry out what follows from it."""
+        with self.lock:
+            effects = fact(self.clock.now())
+            jobs = self.noted(effects)
+        self.carry_out(effects, jobs)
+        return effects
+
+    def noted(self, effects: Effects) -> Sequence[Job]:
+        """Note what has to hold at once of effects, under the lock, and make jobs of their steps."""
+        if effects is NOTHING:
+            return ()
+        for ticket in effects.woken:
+            self.counts.count_waiting(ticket, -1)
+        if effects.ask_at is not None:
+            self.workers.ask_at(effects.ask_at)
+        return [self._job(step) for step in effects.steps]
+
+    def _job(self, step: Step) -> Job:
+        slot = self.scheduler.layout.slot(step.backend)
+        assert slot is not None, step
+        if isinstance(step, Load):
+            self.backends[step.backend] = slot.backend
+        return Job(step, slot.backend)
+
+    def carry_out(self, effects: Effects, jobs: Sequence[Job]) -> None:
+        """Without the lock, in this order: nobody is cut after the engine was told to go."""
+        for ticket in effects.woken:
+            ticket.wake.set()
+        for ticket in effects.cut:
+            _cut(ticket)
+        for job in jobs:
+            if isinstance(job.step, Cancel):
+                self._host.cancel(job.backend, job.step.number)
+        begun = [job for job in jobs if not isinstance(job.step, Cancel)]
+        if begun:
+            self.workers.submit(begun)
+
+    def _time_passed(self) -> None:
+        self.apply(self.scheduler.time_passed)
+
+    # Facts with which something changes here
+
+    def _loaded(self, step: Load, address: tuple[str, int], how: str, now: float) -> Effects:
+        effects = self.scheduler.loaded(step, now, how)
+        if effects is not NOTHING:
+            self.runs[step.backend] = EngineRun(address)
+            self.loads[step.backend] = step.number
+        return effects
+
+    def reconfigured(self, config: Config, now: float, expected: Iterable[str]) -> Effects:
+        """Another configuration holds from now on. Under the lock."""
+        self._take(config)
+        effects = self.scheduler.reconfigured(config, now, expected=expected)
+        self.backends.update({slot.name: slot.backend for slot in self.scheduler.layout.slots})
+        return effects
+
+
+def _cut(ticket: Ticket) -> None:
+    cut = ticket.cut  # the lease may end just now
+    try:
+        if cut:
+            cut()
+    except Exception:  # a worker must not end
+        log.exception("cutting a severed request for %s", ticket.model)

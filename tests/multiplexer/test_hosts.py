@@ -1,0 +1,80 @@
+"""What is seen of a host that is lost, and of the requests that it had; in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from anvil_mux.config.config import Config
+from anvil_mux.scheduler.status import HostState
+from anvil_mux.telemetry import healthz
+from tests.multiplexer.test_multiplexer import Stage
+from tests.sim.test_simulate import one
+
+M = one("m0", "0", model="m"), one("m1", "0", model="m", host="h1")
+FLEET = Config(policy="eager", backends=(*M, one("c", "1", host="h1")))
+SEEDS = pytest.mark.parametrize("seed", range(5))
+
+
+@SEEDS
+def test_a_lost_host_is_marked_with_all_that_is_there_until_it_is_back(seed):
+    def main(stage):
+        stage.request(0.0, "c")
+        stage.clock.sleep(20.0)
+        assert stage.mux.overview.status().hosts == (HostState("h1"),)
+        stage.mux.facts.host_lost("h1")
+        stage.clock.sleep(12.0)
+        status = stage.mux.overview.status()
+        models = {model.model: model for model in status.models}
+        assert status.hosts == (HostState("h1", 12.0),)
+        assert {gpu.gpu: gpu.host and gpu.host.is_lost for gpu in status.gpus} == {
+            "0": None,
+            "h1/0": True,
+            "h1/1": True,
+        }
+        assert {each.backend: each.is_lost for each in models["m"].backends} == {"m0": False, "m1": True}
+        assert [(m.state, m.is_lost, m.offered_state) for m in (models["c"], models["m"])] == [
+            ("ready", True, "stopped"),
+            ("stopped", False, "stopped"),
+        ]
+        stage.mux.facts.host_back("h1", {"c": "http://127.0.0.1:1"})
+        status = stage.mux.overview.status()
+        assert status.hosts == (HostState("h1"),)
+        assert {m.model: m.offered_state for m in status.models} == {"m": "stopped", "c": "ready"}
+
+    Stage(FLEET, seed=seed).play(main)
+
+
+def test_of_several_backends_the_one_that_can_serve_stands_for_its_model():
+    def main(stage):
+        stage.mux.facts.adopt({"m1": "http://127.0.0.1:1"})
+        stage.mux.facts.host_lost("h1")
+        [model] = [model for model in stage.mux.overview.status().models if model.model == "m"]
+        assert (model.backend, model.state) == ("m0", "stopped")
+
+    Stage(FLEET).play(main)
+
+
+def test_healthz_names_hosts_only_where_there_are_some_beside_our_own():
+    def told(stage):
+        status = stage.mux.overview.status()
+        models = [healthz.model_state(model) for model in status.models]
+        backends = [backend for model in models for backend in model["backends"].values()]
+        gpus = [healthz.gpu_state(gpu, healthz.Seen()) for gpu in status.gpus]
+        return [healthz.host_state(host) for host in status.hosts], models, backends, gpus
+
+    def alone(stage):
+        hosts, *rest = told(stage)
+        assert hosts == []
+        assert not [key for part in rest for each in part for key in each if "host" in key]
+
+    def with_others(stage):
+        stage.mux.facts.host_lost("h1")
+        stage.clock.sleep(2.5)
+        hosts, models, backends, gpus = told(stage)
+        assert hosts == [{"lost": True, "lost_seconds": 2.5}]
+        assert [model["host_lost"] for model in models] == [False, True]
+        places = [(each.get("host"), each.get("host_lost")) for each in (*backends, *gpus)]
+        assert places == [(None, None), ("h1", True), ("h1", True)] * 2
+
+    Stage().play(alone)
+    Stage(FLEET).play(with_others)

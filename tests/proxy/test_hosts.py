@@ -1,0 +1,145 @@
+"""What clients see of hosts that are lost, over real sockets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from anvil_mux.config.config import Backend
+from anvil_mux.proxy.waiting import Patience
+from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, chunk
+from tests.running import seen
+
+HERE, THERE = Backend("b", "m", ("0",)), Backend("a", "m", ("0",), host="h1")
+ALONE = Backend("a", "m", ("0",), host="h1")
+ASK, STREAM = b'{"model":"m"}', b'{"model":"m","stream":true}'
+Make = Callable[..., Rig]
+
+
+def resident(rig: Rig, *backends: str) -> None:
+    engines = {"a": rig.engine, "b": rig.other}
+    assert rig.mux.facts.adopt({name: engines[name].url for name in backends}) == []
+
+
+def test_a_model_on_a_lost_host_is_offered_to_nobody(make_rig: Make) -> None:
+    rig = make_rig(backends=(ALONE,))
+    resident(rig, "a")
+    rig.engine.answer = lambda _: JSON_OK
+    client = rig.client()
+
+    def offered() -> tuple[object, object, object]:
+        listed = json.loads(client.get(b"/v1/models").body)["data"][0]["status"]["value"]
+        health = json.loads(client.get(b"/healthz").body)
+        return listed, health["resident"], health["hosts"]["h1"]["lost"]
+
+    assert offered() == ("loaded", "m", False)
+    rig.mux.facts.host_lost("h1")
+    assert offered() == ("unloaded", None, True)
+    client.post(ASK)
+    refused = client.read()
+    error = json.loads(refused.body)["error"]
+    assert (refused.status, error["code"]) == (503, "host_lost")
+    assert "on the host h1" in error["message"]
+    assert refused.header(b"retry-after")
+    rig.mux.facts.host_back("h1", {"a": rig.engine.url})
+    assert offered() == ("loaded", "m", False)
+    client.post(ASK)
+    assert client.read().status == 200
+
+
+def test_where_there_is_one_host_none_is_named(rig: Rig) -> None:
+    assert b"host" not in rig.client().get(b"/healthz").body
+
+
+# Requests that a lost host had
+
+
+def test_one_whose_client_has_seen_nothing_is_answered_by_another_host(make_rig: Make) -> None:
+    rig = make_rig(backends=(THERE, HERE))
+    resident(rig, "a")
+    client = rig.client()
+    client.post(ASK)
+    rig.engine.next()
+    resident(rig, "b")
+    rig.other.answer = lambda _: JSON_OK
+    rig.mux.facts.host_lost("h1")
+    assert client.read().status == 200
+    assert (rig.events.record().backend, rig.events.record().code) == ("b", "")
+    assert [event.cause.host for event in rig.events.of("severed")] == ["h1"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("body", [ASK, STREAM])
+def test_it_waits_for_a_load_where_no_other_is_resident(make_rig: Make, body: bytes) -> None:
+    rig = make_rig(backends=(THERE, HERE))
+    resident(rig, "a")
+    rig.other.answer = lambda _: JSON_OK
+    client = rig.client()
+    client.post(body)
+    rig.engine.next()
+    rig.mux.facts.host_lost("h1")
+    assert client.read().status == 200
+    assert rig.events.record().backend == "b"
+    assert [event.backend for event in rig.events.of("loading")] == ["b"]
+
+
+def test_it_is_told_that_its_host_is_lost_where_there_is_no_other(make_rig: Make) -> None:
+    rig = make_rig(backends=(ALONE,))
+    resident(rig, "a")
+    client = rig.client()
+    client.post(ASK)
+    rig.engine.next()
+    rig.mux.facts.host_lost("h1")
+    answer = client.read()
+    error = json.loads(answer.body)["error"]
+    assert (answer.status, error["code"]) == (503, "host_lost")
+    assert "on the host h1" in error["message"]
+
+
+def test_an_answer_that_has_begun_ends_with_an_error_that_names_the_host(make_rig: Make) -> None:
+    rig = make_rig(backends=(THERE, HERE))
+    resident(rig, "a")
+    client = rig.client()
+    client.post(STREAM)
+    rig.engine.next().send(SSE_HEAD, chunk(b"data: 1\n\n"))
+    client.read_until(b"data: 1\n\n\r\n")
+    rig.mux.facts.host_lost("h1")
+    said = client.rest()
+    assert b"m ran on the host h1, which was lost before this request ended" in said
+    assert not said.endswith(b"0\r\n\r\n")
+    assert rig.events.record().code == "severed"
+    assert rig.events.of("loading") == []
+
+
+def test_a_stream_that_we_began_while_its_model_was_loading_goes_on_elsewhere(make_rig: Make) -> None:
+    """It was sent comment lines of ours, and nothing of an engine."""
+    rig = make_rig(backends=(THERE, HERE), patience=Patience(grace=0.0, comment_every=0.0))
+    rig.mechanism.gate.clear()
+    rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+    client = rig.client()
+    client.post(STREAM)
+    client.read_until(b"anvil-mux loading m")
+    resident(rig, "a")
+    rig.engine.next()
+    rig.mux.facts.host_lost("h1")
+    rig.mechanism.gate.set()
+    client.read_until(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert (rig.events.record().backend, rig.events.record().code) == ("b", "")
+
+
+def test_of_one_that_failed_while_its_host_was_not_lost_yet_nothing_more_is_waited_for(
+    make_rig: Make,
+) -> None:
+    """Its engine's connection ends, and nobody knows why; then its host is lost."""
+    rig = make_rig(backends=(THERE, HERE))
+    rig.mechanism.well = None
+    resident(rig, "a")
+    rig.other.answer = lambda _: JSON_OK
+    client = rig.client()
+    client.post(ASK)
+    rig.engine.next().close()
+    seen(lambda: rig.mux.facts.doubts._open, lambda doubts: "a" in doubts)
+    rig.mux.facts.host_lost("h1")
+    assert client.read().status == 200
+    assert rig.mux.facts.doubts._open == {}
