@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import Eviction
@@ -34,6 +34,8 @@ class Common(NamedTuple):
     """The objects and settings that all GPU groups of one configuration share."""
 
     config: Config
+    gpus: Mapping[str, Gpu]
+    """All GPUs of all hosts, by the names that they have among them."""
     policy: Policy
     eviction: Eviction
     emit: Callable[[Event], object]
@@ -60,7 +62,9 @@ class Draft(NamedTuple):
 def place(draft: Draft, common: Common) -> Placement:
     """The slots of one GPU group. Backends keep those that they have, unless they left them for good."""
     kept = {name: slot for each in draft.before for name, slot in each.slots.items() if not slot.is_left}
-    return Placement(draft.backends, common.config.gpus, common.eviction, kept, common.hosts)
+    names = dict.fromkeys(gpu for backend in draft.backends for gpu in backend.gpu_names)
+    gpus = [common.gpus[name] for name in names if name in common.gpus]
+    return Placement(draft.backends, gpus, common.eviction, kept, common.hosts)
 
 
 def coming_models(slots: Iterable[Slot], wanted: Mapping[str, Backend]) -> dict[str, str]:
@@ -111,18 +115,26 @@ def _go_on_with(model: Model, old: Model) -> None:
         model.replicas.in_flight.go_on_from(old.replicas.in_flight)
 
 
-def build_state(
-    draft: Draft, placement: Placement, models: Mapping[str, Model], common: Common
-) -> GroupState:
-    """The state of a GPU group; ``models``: also those of other groups."""
+def models_of(placed: Sequence[Placement], models: Mapping[str, Model]) -> list[dict[str, Model]]:
+    """The models of each of these GPU groups, in the order of ``models``."""
+    nth = {name: number for number, placement in enumerate(placed) for name in placement.slots}
+    found: list[dict[str, Model]] = [{} for _ in placed]
+    for name, model in models.items():
+        for slot in model.slots:
+            if slot.name in nth:
+                found[nth[slot.name]][name] = model
+    return found
+
+
+def build_state(draft: Draft, placement: Placement, models: dict[str, Model], common: Common) -> GroupState:
+    """The state of a GPU group, whose ``models`` may have backends in others too."""
     kept = {slot.name for each in draft.before for slot in each.slots.values() if not slot.is_left}
-    here = {name: each for name, each in models.items() if any(s.name in placement.slots for s in each.slots)}
     state = GroupState(
         name=draft.name,
         config=common.config,
         policy=common.policy,
         placement=placement,
-        models=here,
+        models=models,
         states=common.states,
         host=common.hosts[draft.host],
         memory=common.memories[draft.host],

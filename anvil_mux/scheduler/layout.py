@@ -16,7 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from anvil_mux.config.config import Backend, Config
-from anvil_mux.scheduler.building import Common, Draft, build_models, build_state, coming_models, place
+from anvil_mux.scheduler.building import (
+    Common,
+    Draft,
+    build_models,
+    build_state,
+    coming_models,
+    models_of,
+    place,
+)
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import build_eviction
@@ -114,6 +122,7 @@ class Layout:
         self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         self._common = Common(
             config=config,
+            gpus={gpu.name: gpu for gpu in config.gpus},
             policy=build_policy(config.policy, config.policy_settings),
             eviction=build_eviction(config.eviction, config.eviction_settings),
             emit=self._emit,
@@ -175,8 +184,8 @@ class Layout:
         slots = [slot for placement in placed for slot in placement.slots.values()]
         models = self._build_models(slots, drafts, others)
         made = []
-        for draft, placement in zip(drafts, placed, strict=True):
-            state = build_state(draft, placement, models, self._common)
+        for draft, placement, own in zip(drafts, placed, models_of(placed, models), strict=True):
+            state = build_state(draft, placement, own, self._common)
             made.append(GpuGroup(state, self.groups_of))
         for group in others:
             own = group.state.models

@@ -78,7 +78,7 @@ class Placement:
         for gpu, amount in residual.items():
             others = [slot for slot in self.slots.values() if gpu in slot.occupies]
             shared = sum(s.occupies[gpu] for s in others if s.state not in HOLDING or s.backend.vram)
-            if amount and shared + amount > self.capacity[gpu] > 1:
+            if amount and shared + amount > self.capacity.get(gpu, 1) > 1:
                 return True
         return False
 
@@ -215,17 +215,20 @@ def gpu_groups(
     GPUs are tied by a backend that needs several of them; nothing ties those of several hosts. ``before``:
     the GPU groups that a backend goes on from; backends that go on from the same one stay together.
     """
-    groups: list[tuple[set[str], list[Backend]]] = []
-    for backend in backends:
+    groups: dict[int, tuple[set[str], list[Backend]]] = {}  # by the place of the last backend
+    of_tie: dict[str, int] = {}
+    for place, backend in enumerate(backends):
         ties = {f"gpu {gpu}" for gpu in backend.gpu_names}
         ties |= {f"group {backend.host} {group}" for group in before(backend)}
         members: list[Backend] = []
-        for group in [g for g in groups if g[0] & ties]:
-            groups.remove(group)
-            ties |= group[0]
-            members += group[1]
-        groups.append((ties, [*members, backend]))
-    return [(_group_name(members), members) for _, members in groups]
+        for found in sorted({of_tie[tie] for tie in ties if tie in of_tie}):
+            its_ties, its_members = groups.pop(found)
+            ties |= its_ties
+            members = members + its_members if members else its_members
+        members.append(backend)
+        groups[place] = ties, members
+        of_tie.update(dict.fromkeys(ties, place))
+    return [(_group_name(members), members) for _, members in groups.values()]
 
 
 def _group_name(members: list[Backend]) -> str:

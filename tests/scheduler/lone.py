@@ -27,6 +27,7 @@ def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Polic
     footprints = Footprints()
     common = Common(
         config=config,
+        gpus={gpu.name: gpu for gpu in config.gpus},
         policy=policy or build_policy(config.policy, config.policy_settings),
         eviction=build_eviction(config.eviction, config.eviction_settings),
         emit=emit,

@@ -159,6 +159,10 @@ def test_what_can_never_fit_is_known_before_anything_is_drained():
             [("no-gpu:c", "c"), ("0", "a"), ("no-gpu:d", "d")],
         ),
         ([Backend("c", "m"), one("d", "0", model="m")], [("no-gpu:c", "c"), ("0", "d")]),
+        (
+            [one("a"), one("b", "1"), one("c", "2"), one("t", "0", "2"), one("u", "1"), one("v", "3")],
+            [("0+2", "act"), ("1", "bu"), ("3", "v")],
+        ),
     ],
 )
 def test_gpus_are_tied_by_sets_and_not_by_replicas(backends, expected):

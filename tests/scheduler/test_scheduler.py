@@ -3,7 +3,7 @@
 import itertools
 from math import inf
 
-from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import Draining, LoadError, WaitedTooLong
 from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Costs
@@ -221,3 +221,15 @@ def test_a_load_that_ends_in_another_model_after_a_reload_is_not_what_that_model
     replicas = (backend("a", model="m"), backend("b", model="m"))
     effects = house.core.reconfigured(Config(backends=replicas, policy="eager"), 2.0)
     assert names(effects.steps) == ["cancel a"]
+
+
+def test_a_group_knows_its_own_gpus_and_models_only():
+    """Else a thousand hosts take a thousand times a thousand entries."""
+    backends = [Backend(f"{host}-{gpu}", f"m{gpu}", (gpu,), host=host) for host in "xyz" for gpu in "01"]
+    gpus = tuple(Gpu(gpu, vram=20, host=host) for host in "xyz" for gpu in "01")
+    scheduler = Scheduler(Config(backends=tuple(backends), gpus=gpus), [].append, Costs(), Footprints())
+    for group in scheduler.layout.groups:
+        (name,) = group.slots
+        host, _, gpu = name.partition("-")
+        assert list(group.state.placement.capacity) == [f"{host}/{gpu}"]
+        assert list(group.state.models) == [f"m{gpu}"]
