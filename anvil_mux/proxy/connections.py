@@ -99,6 +99,8 @@ class Connections:
         if len(self._idle) < limit:
             upstream.idle_since = time.monotonic()
             self._idle.append(upstream)
+            if not self._limit:
+                self.close()
         else:
             upstream.socket.close()
 
@@ -124,11 +126,17 @@ class Connections:
         return not used and not idle
 
     def close(self) -> None:
+        """Closes those that idle."""
         while self._idle:
             try:
                 self._idle.pop().socket.close()
             except IndexError:
                 break
+
+    def end(self) -> None:
+        """Keeps none any more: those that are still in use are closed when they are put back."""
+        self._limit = 0
+        self.close()
 
 
 class Pool:
@@ -150,11 +158,12 @@ class Pool:
         """Called now and then, so that a quiet mux holds no connections."""
         for run, connections in list(self._of_run.items()):
             if connections.sweep():
-                self._of_run.pop(run, None)  # what is put there meanwhile goes with the last who used it
+                self._of_run.pop(run, None)
+                connections.end()
 
     def close(self) -> None:
         for connections in list(self._of_run.values()):
-            connections.close()
+            connections.end()
 
 
 def _is_quiet(connection: socket) -> bool:

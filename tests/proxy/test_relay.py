@@ -593,6 +593,16 @@ def test_a_client_that_leaves_the_line_is_forgotten(rig: Rig) -> None:
 # Connections that idle
 
 
+def test_a_connection_that_is_put_back_after_the_end_of_its_pool_is_closed() -> None:
+    pool, (near, far) = connections.Pool(), socket.socketpair()
+    of_run = pool.of("run", Backend("a", "a"))
+    pool.close()
+    of_run.put(connections.Upstream(near))
+    with far:
+        assert far.recv(1) == b""
+    assert near.fileno() < 0
+
+
 def test_few_connections_are_kept_to_an_engine_in_which_each_holds_a_thread(
     make_rig: Callable[..., Rig],
 ) -> None:
