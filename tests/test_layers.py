@@ -24,13 +24,14 @@ ORDER = (
     "telemetry",
     "proxy",
     "sim",
+    "cluster",
     "serve",
     "cli",
     "__main__",
 )
 """Each package imports only packages that stand before it."""
 
-SERVING = ("host", "multiplexer", "telemetry", "proxy", "serve")
+SERVING = ("host", "multiplexer", "telemetry", "proxy", "cluster", "serve")
 """These never import the simulator."""
 
 PURE = ("protocol", "routing", "scheduler")

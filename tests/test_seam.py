@@ -19,7 +19,7 @@ from tests.test_layers import MODULES, OURS, imported, package
 TOUCHES = {
     *("adopt", "checkpoint", "compose", "container", "containers", "control", "deaths", "docker", "driver"),
     *("endpoint", "freed", "gpu", "gpu_monitor", "load_logs", "news", "process", "project", "runtime"),
-    *("served", "swap", "visit", "ways"),
+    *("served", "swap", "ways"),
 }
 """The modules of host/ that read NVML and /proc, or move services and memory: none is used outside."""
 
@@ -27,7 +27,8 @@ ALLOWED = {
     "multiplexer": {"host.seam"},
     "telemetry": {"host.seam"},
     "proxy": {"host.seam", "host.engine"},
-    "serve": {"host.seam", "host.local"},
+    "cluster": {"host.seam", "host.local", "host.visit"},
+    "serve": {"host.seam", "host.local", "host.hosts"},
     "cli": {"host.seam", "host.local", "host.engine", "host.check", "host.byhand"},
 }
 """Package -> the modules of host/ that it may use. ``engine`` has what differs between engines, as paths;

@@ -48,6 +48,18 @@ def gpu_name(host: str, id: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Machine:
+    """A host of the cluster, as it described itself or as the file describes it."""
+
+    gpus: tuple[Gpu, ...] = ()
+    host_memory: int | None = None
+    """Bytes of its memory for all engines there; None: not known."""
+    address: str = ""
+    """The address at which its engines are reached; "": not known, since it has never been there."""
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Service:
     """The part of a compose service that the runtimes need, interpolated."""
 
@@ -203,6 +215,8 @@ class Config:
     """Bytes of host memory for all engines, running and in standby; None: all there is."""
     memory_of_hosts: dict[str, int] = field(default_factory=dict)
     """The same of other hosts, where it is bounded."""
+    composed: dict[str, str] = field(default_factory=dict)
+    """Host -> a compose file for it, of the services that are described anew for a host or a GPU."""
     preload: bool = False
     """Whether every backend is loaded once at the start, unless it says otherwise."""
     key_file: str | None = None

@@ -55,15 +55,19 @@ class HostConfig:
     files: tuple[str, ...] = ()
     """The compose files, by their paths on the host."""
     runtime: str = "compose"
+    composed: str = ""
+    """One more compose file, by its text: services that are described anew for this host or its GPUs."""
 
     @classmethod
-    def of(cls, config: Config) -> HostConfig:
+    def of(cls, config: Config, host: str = "") -> HostConfig:
+        """Return the part for one host; ``host``: its name, "" for the one that anvil-mux runs on."""
         return cls(
-            backends=config.backends,
-            gpus=config.gpus,
-            project=config.project,
-            files=config.files,
+            backends=tuple([backend for backend in config.backends if backend.host == host]),
+            gpus=tuple([gpu for gpu in config.gpus if gpu.host == host]),
+            project=f"{config.project}-{host}" if host else config.project,
+            files=() if host else config.files,
             runtime=config.runtime,
+            composed=config.composed.get(host, ""),
         )
 
 

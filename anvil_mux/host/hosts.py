@@ -1,0 +1,42 @@
+"""Several hosts behind the calls that name a backend: each call goes to the backend's own host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from anvil_mux.config.config import Backend
+from anvil_mux.host.seam import LOG_LINES, Evicted, Host, Loaded
+
+
+class Hosts:
+    """All hosts of one anvil-mux, by name; "" is the one that it runs on. The calls are those of ``Host``."""
+
+    def __init__(self, hosts: Mapping[str, Host]) -> None:
+        self.by_name = hosts
+
+    def __getitem__(self, name: str) -> Host:
+        return self.by_name[name]
+
+    def load(self, backend: Backend, how: str, number: int) -> Loaded:
+        return self.by_name[backend.host].load(backend, how, number)
+
+    def cancel(self, backend: Backend, number: int) -> None:
+        self.by_name[backend.host].cancel(backend, number)
+
+    def evict(self, backend: Backend, how: str) -> Evicted:
+        return self.by_name[backend.host].evict(backend, how)
+
+    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
+        return self.by_name[backend.host].demote(backend, how, to)
+
+    def stop(self, backend: Backend) -> None:
+        self.by_name[backend.host].stop(backend)
+
+    def ended(self, backend: Backend) -> str | None:
+        return self.by_name[backend.host].ended(backend)
+
+    def answers(self, backend: Backend, limit: float) -> bool | None:
+        return self.by_name[backend.host].answers(backend, limit)
+
+    def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
+        return self.by_name[backend.host].log_tail(backend, lines)
