@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from anvil_mux.host.seam import LOOPBACK, url_of
+
 ALIVE = frozenset({"running", "paused", "restarting", "stopping"})
 HALF_REMOVED = frozenset({"removing", "dead"})
 LABEL = "com.docker.compose"
 MOMENT = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)")
 """Docker's moments are UTC to the nanosecond; Podman's are of its time zone."""
-ANYWHERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+ANYWHERE = ("", "0.0.0.0", "::")
+"""The addresses that stand for all of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +58,20 @@ class Container:
         return datetime.fromisoformat(told[1] + zone).timestamp() + float(f"0{told[2] or ''}")
 
 
-def base_url(container: Container, port: int) -> str | None:
-    """Return the URL at which this host reaches the engine that listens on ``port`` inside."""
+def base_url(container: Container, port: int, address: str = LOOPBACK) -> str | None:
+    """Return the URL of the engine that listens on ``port`` inside; None if it cannot be reached.
+
+    ``address``: of the host. A container's own address is of use on its host alone.
+    """
     if container.network_mode == "host":
-        return f"http://127.0.0.1:{port}"
+        return url_of(address, port)
     published = [(ip, outside) for inside, ip, outside in container.ports if inside == f"{port}/tcp"]
     published.sort(key=lambda each: ":" in each[0])
     for ip, outside in published:
-        host = ANYWHERE.get(ip, ip)
-        return f"http://[{host}]:{outside}" if ":" in host else f"http://{host}:{outside}"
-    return f"http://{container.ips[0]}:{port}" if container.ips else None
+        if ip in ANYWHERE:
+            ip = "::1" if (ip, address) == ("::", LOOPBACK) else address
+        return url_of(ip, outside)
+    return url_of(container.ips[0], port) if container.ips and address == LOOPBACK else None
 
 
 def how_it_ended(container: Container) -> str | None:

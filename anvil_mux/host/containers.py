@@ -30,7 +30,7 @@ from anvil_mux.host.docker import ContainerEngine, DockerRefused, Missing
 from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import listen_port
 from anvil_mux.host.project import Project
-from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, HostConfig
+from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig
 
 LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
@@ -52,9 +52,11 @@ class ContainerRuntime:
         environ: Mapping[str, str] | None = None,
         lock: int | None = None,
         run: compose.Run | None = None,
+        address: str = LOOPBACK,
     ) -> None:
         env = dict(os.environ if environ is None else environ)
         endpoint = find_endpoint(env)
+        self._address = address
         self._run = run or partial(compose.run, env=compose.environment(env, endpoint), lock=lock)
         self._engine = ContainerEngine(endpoint)
         self._project = Project(config, self._engine)
@@ -111,15 +113,14 @@ class ContainerRuntime:
         except Gone:
             # `docker compose down` took the container or its network.
             container = self._started(self._create(backend, anew=True))
-        url = base_url(container, listen_port(backend))
+        url = base_url(container, listen_port(backend), self._address)
         self._project.runs(backend.name, container, fit=True)
         self._deaths.started(backend.name, container)
         with self._lock:
             self._digests[backend.name] = backend.service.digest
         if url is None:
-            how = how_it_ended(container) or (
-                f'has no address: publish its port, such as ports: ["127.0.0.1::{listen_port(backend)}"]'
-            )
+            ports = f'ports: ["{self._address}::{listen_port(backend)}"]'
+            how = how_it_ended(container) or f"has no address: publish its port, such as {ports}"
             raise LoadError(f"service {backend.name} {how}")
         return url
 
@@ -242,7 +243,7 @@ class ContainerRuntime:
             if backend is None:
                 continue
             restarting = container.status == "restarting"
-            urls[name] = "" if restarting else base_url(container, listen_port(backend)) or ""
+            urls[name] = "" if restarting else base_url(container, listen_port(backend), self._address) or ""
             self._project.runs(name, container, fit=False)
             self._deaths.answer_for(name, container)
             with self._lock:

@@ -23,6 +23,7 @@ from anvil_mux.host.process import ProcessRuntime
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import (
     LOG_LINES,
+    LOOPBACK,
     Evicted,
     Found,
     GpusSeen,
@@ -39,27 +40,35 @@ from anvil_mux.host.ways import WAYS, Told
 from anvil_mux.state import state_folder
 
 
-def build_runtime(config: HostConfig, lock: int | None = None) -> Runtime:
+def build_runtime(config: HostConfig, lock: int | None = None, address: str = LOOPBACK) -> Runtime:
     """Make the runtime that the configuration names."""
     if config.runtime == "process":
-        return ProcessRuntime(config)
+        return ProcessRuntime(config, address=address)
     from anvil_mux.host.containers import ContainerRuntime
 
-    return ContainerRuntime(config, lock=lock)
+    return ContainerRuntime(config, lock=lock, address=address)
 
 
 class LocalHost:
     """This machine, see ``seam.Host``.
 
     ``lock``: the project's, which commands that outlive us go on to hold. ``told`` learns what the phases of
-    steps took; None: they are news.
+    steps took; None: they are news. ``address``: at which its engines are to be reached.
     """
 
     name = "local"
 
-    def __init__(self, config: HostConfig, lock: int | None = None, told: Told | None = None) -> None:
+    def __init__(
+        self,
+        config: HostConfig,
+        lock: int | None = None,
+        told: Told | None = None,
+        *,
+        address: str = LOOPBACK,
+    ) -> None:
         self._config = config
-        self.runtime = runtime = build_runtime(config, lock)
+        self._address = address
+        self.runtime = runtime = build_runtime(config, lock, address)
         """The runtime, of use within this package alone."""
         found = gpu.probe()
         self._gpus = gpu.listed(found)
@@ -89,7 +98,7 @@ class LocalHost:
         self._load_logs.worker.start()
 
     def inventory(self) -> Inventory:
-        return Inventory(self._gpus, _memory(), standby_levels=tuple(WAYS))
+        return Inventory(self._gpus, _memory(), self._address, standby_levels=tuple(WAYS))
 
     def reconfigure(self, config: HostConfig) -> None:
         before = self._config

@@ -13,9 +13,11 @@ well as its front does, and may outlive it. Nothing is polled: ends are seen thr
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import select
 import signal
@@ -31,10 +33,12 @@ from pathlib import Path
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, LoadError
-from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, HostConfig
+from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, url_of
 from anvil_mux.state import state_folder, write_whole
 
 MARK = "ANVIL_MUX_RUN"
+PLACE = re.compile(r"\$(?:\{(HOST|PORT)\}|(HOST|PORT)\b)")
+"""The words of a command that stand for the address and the port at which the service is to listen."""
 KILL_TIMEOUT = 10.0
 """Seconds that the kernel may take over SIGKILL."""
 REAP_SECONDS = 1.0
@@ -62,9 +66,15 @@ class ProcessRuntime:
     """The services of one compose file as processes, see ``runtime.Runtime``."""
 
     def __init__(
-        self, config: HostConfig, *, state: Path | None = None, environ: Mapping[str, str] | None = None
+        self,
+        config: HostConfig,
+        *,
+        state: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        address: str = LOOPBACK,
     ) -> None:
         self._config = config
+        self._address = address
         self._names = {backend.name for backend in config.backends}
         """The names of services, also of those that are about to go."""
         self._environ = dict(os.environ if environ is None else environ)
@@ -77,7 +87,7 @@ class ProcessRuntime:
         self._up: dict[str, Record] = {}  # the runs that `watch` answers for
 
     def start(self, backend: Backend) -> str:
-        digest = _digest(backend)
+        digest = _digest(backend, self._address)
         record = self._record(backend.name)
         if record is not None and record.digest == digest and _alive(record):
             _signal_session(record, signal.SIGCONT)
@@ -85,12 +95,12 @@ class ProcessRuntime:
             return record.url
         self.stop(backend)
         self._log_file(backend.name).unlink(missing_ok=True)  # should it not come to a run, none is shown
-        port = _claim_port(backend)
+        port = _claim_port(backend, self._address)
         intent = Record(
             pid=0,
             started=0,
             boot=_boot(),
-            url=f"http://127.0.0.1:{port}",
+            url=url_of(self._address, port),
             digest=digest,
             mark=secrets.token_hex(8),
         )
@@ -270,12 +280,13 @@ class ProcessRuntime:
         if not backend.service.command:
             raise LoadError(f"service {backend.name} has no command; runtime: process needs one")
         folder = self._folder(backend)
-        argv = [
-            word.replace("${PORT}", str(port)).replace("$PORT", str(port)) for word in backend.service.command
-        ]
+        variables = dict(backend.service.environment)
+        place = {"HOST": variables.get("HOST", self._address), "PORT": str(port)}
+        words = backend.service.command
+        argv = [PLACE.sub(lambda found: place[found[1] or found[2]], word) for word in words]
         if "/" in argv[0]:
             argv[0] = os.path.join(folder, argv[0])
-        env = {**self._environ, **dict(backend.service.environment), "PORT": str(port), MARK: mark}
+        env = {**self._environ, **variables, **place, MARK: mark}
         try:
             with self._log_file(backend.name).open("wb") as log:
                 return subprocess.Popen(
@@ -331,13 +342,17 @@ class ProcessRuntime:
             raise BackendError(f"service {name}: cannot write its record: {error}") from None
 
 
-def _claim_port(backend: Backend) -> int:
+def _claim_port(backend: Backend, address: str) -> int:
     """The backend's port after making sure that nobody has it, or one that the kernel chose."""
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", backend.port or 0))
+            probe.bind((address, backend.port or 0))
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise LoadError(
+                    f"service {backend.name} cannot listen at {address}: that is no address of this machine"
+                ) from None
             raise LoadError(
                 f"service {backend.name} cannot have port {backend.port} ({error.strerror}): "
                 "another program has it; leave the port out to get a free one in $PORT"
@@ -346,9 +361,9 @@ def _claim_port(backend: Backend) -> int:
         return port
 
 
-def _digest(backend: Backend) -> str:
+def _digest(backend: Backend, address: str) -> str:
     service = backend.service
-    described = [service.command, service.environment, service.working_dir, backend.port]
+    described = [service.command, service.environment, service.working_dir, backend.port, address]
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 

@@ -16,10 +16,17 @@ from typing import NamedTuple, Protocol
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.settings import gib
 
+LOOPBACK = "127.0.0.1"
+"""The address of engines that only their own machine is to reach."""
 LOG_LINES = 20
 """The last lines of an engine that are told by default."""
 FOLLOWED_LINES = 100
 """The last lines with which a log begins that is followed."""
+
+
+def url_of(address: str, port: int) -> str:
+    """Return the base URL of an engine that listens there."""
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 class HostGpu(NamedTuple):
@@ -39,7 +46,7 @@ class Inventory:
     gpus: tuple[HostGpu, ...] = ()
     memory: int | None = None
     """Bytes of host memory; None where the machine does not tell."""
-    address: str = "127.0.0.1"
+    address: str = LOOPBACK
     """The address at which its engines are reached."""
     standby_levels: tuple[str, ...] = ()
     """The levels that it knows, and ``stop``."""

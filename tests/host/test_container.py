@@ -87,6 +87,24 @@ def test_where_an_engine_is_reached(special: dict[str, Any], url: str | None):
 
 
 @pytest.mark.parametrize(
+    ("special", "url"),
+    [
+        ({"ports": (("8080/tcp", "10.0.0.2", 32775),)}, "http://10.0.0.2:32775"),
+        ({"ports": (("8080/tcp", "0.0.0.0", 81), ("8080/tcp", "::", 81))}, "http://10.0.0.2:81"),
+        ({"ports": (("8080/tcp", "::", 81),)}, "http://10.0.0.2:81"),
+        ({"network_mode": "host"}, "http://10.0.0.2:8080"),
+        ({"ips": ("172.21.0.2",)}, None),
+    ],
+)
+def test_where_an_engine_is_reached_from_another_machine(special: dict[str, Any], url: str | None):
+    assert base_url(replace(RUNNING, **special), 8080, "10.0.0.2") == url
+
+
+def test_an_address_of_ipv6_stands_in_brackets():
+    assert base_url(replace(RUNNING, network_mode="host"), 8080, "fd00::2") == "http://[fd00::2]:8080"
+
+
+@pytest.mark.parametrize(
     ("told", "moment"),
     [
         ("1970-01-01T00:01:00.25544524Z", 60.25544524),

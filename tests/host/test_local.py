@@ -112,6 +112,23 @@ def test_a_load_that_was_cancelled_before_it_began_leaves_nothing(host: LocalHos
     assert host.load(A, "stop", 4).how == "stop"
 
 
+def test_engines_are_reached_at_the_address_that_the_host_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "anvil-mux" / "seam").mkdir(parents=True)
+    command = (*COMMAND, "--host", "$HOST")
+    backend = dataclasses.replace(A, service=Service(command=command))
+    host = LocalHost(dataclasses.replace(CONFIG, backends=(backend,)), address="127.0.0.2")
+    assert host.inventory().address == "127.0.0.2"
+    try:
+        assert host.load(backend, "stop", 1).url.startswith("http://127.0.0.2:")
+        assert host.answers(backend, GUARD)
+    finally:
+        host.stop(backend)
+        host.close()
+
+
 def test_the_inventory_is_plain(host: LocalHost) -> None:
     inventory = host.inventory()
     assert isinstance(inventory, Inventory)

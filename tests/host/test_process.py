@@ -41,10 +41,10 @@ class House:
         self.deaths: queue.Queue[str] = queue.Queue()
         self._open: list[tuple[ProcessRuntime, tuple[Backend, ...], threading.Thread]] = []
 
-    def runtime(self, *backends: Backend) -> ProcessRuntime:
+    def runtime(self, *backends: Backend, address: str = "127.0.0.1") -> ProcessRuntime:
         config = Config(backends=backends, project="p", files=(str(self.folder / "compose.yaml"),))
         environ = {**os.environ, "XDG_STATE_HOME": str(self.folder / "state")}
-        runtime = ProcessRuntime(config, environ=environ)
+        runtime = ProcessRuntime(config, environ=environ, address=address)
         watcher = threading.Thread(target=runtime.watch, args=(self.deaths.put,))
         watcher.start()
         self._open.append((runtime, backends, watcher))
@@ -139,6 +139,52 @@ def test_a_declared_port_is_used(house: House):
         port = held.getsockname()[1]
         backend = shell(FOREVER, port=port)
         assert house.runtime(backend).start(backend) == f"http://127.0.0.1:{port}"
+
+
+def test_a_service_is_told_the_address_at_which_it_is_to_listen(house: House):
+    backend = Backend(name="a", model="a", service=Service(command=("env",)))
+    runtime = house.runtime(backend, address="127.0.0.2")
+    url = runtime.start(backend)
+    house.died()
+    told = dict(line.split("=", 1) for line in runtime.log_tail(backend, 1000) if "=" in line)
+    assert told["HOST"] == "127.0.0.2"
+    assert url == f"http://127.0.0.2:{told['PORT']}"
+
+
+def test_both_can_stand_in_the_command_and_names_that_begin_like_them_are_left_alone(house: House):
+    words = ("echo", "$HOST:${PORT}", "$HOSTNAME", "$PORTS", "${HOST}.")
+    backend = Backend(name="a", model="a", service=Service(command=words))
+    runtime = house.runtime(backend, address="127.0.0.2")
+    place = runtime.start(backend).removeprefix("http://")
+    house.died()
+    assert runtime.log_tail(backend) == [f"{place} $HOSTNAME $PORTS 127.0.0.2."]
+
+
+def test_a_service_that_names_its_own_host_keeps_it(house: House):
+    service = Service(command=("sh", "-c", "echo $HOST"), environment=(("HOST", "0.0.0.0"),))
+    backend = Backend(name="a", model="a", service=service)
+    runtime = house.runtime(backend, address="127.0.0.2")
+    assert runtime.start(backend).startswith("http://127.0.0.2:")
+    house.died()
+    assert runtime.log_tail(backend) == ["0.0.0.0"]
+
+
+def test_an_engine_at_another_address_is_started_anew_where_it_is_looked_for(house: House):
+    backend = shell(FOREVER)
+    first = house.runtime(backend)
+    first.start(backend)
+    before = house.pid()
+    first.close()
+    second = house.runtime(backend, address="127.0.0.2")
+    assert second.start(backend).startswith("http://127.0.0.2:")
+    assert not running(before)
+
+
+def test_an_address_that_is_not_this_machines_is_said_before_anything_starts(house: House):
+    backend = shell(FOREVER)
+    with pytest.raises(LoadError, match=r"a cannot listen at 203\.0\.113\.1: that is no address"):
+        house.runtime(backend, address="203.0.113.1").start(backend)
+    assert not house.file("a.json").exists()
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(house: House):
