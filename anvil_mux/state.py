@@ -13,8 +13,13 @@ def state_folder(project: str, environ: Mapping[str, str]) -> Path:
     return Path(home, "anvil-mux", project)
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Replaces ``file``, which may not be there yet. One thread at a time writes a file."""
+def write_whole(file: Path, text: str, mode: int = 0o666) -> None:
+    """Replaces ``file``, which may not be there yet. One thread at a time writes a file.
+
+    ``mode``: who may read and write it, less what the umask forbids.
+    """
     part = file.with_name(f"{file.name}.part")
-    part.write_text(text)
+    part.unlink(missing_ok=True)
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as written:
+        written.write(text)
     os.replace(part, file)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from anvil_mux.config.config import Backend
@@ -31,9 +32,12 @@ from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import listen_port
 from anvil_mux.host.project import Project
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig
+from anvil_mux.state import state_folder, write_whole
 
 LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
+COMPOSED = "compose.yaml"
+"""The file in the state folder with the services that are described anew for this host or its GPUs."""
 STOPS_TIMEOUT = 60.0
 """How long a start waits for stops that an anvil-mux before it has asked for."""
 
@@ -55,11 +59,12 @@ class ContainerRuntime:
         address: str = LOOPBACK,
     ) -> None:
         env = dict(os.environ if environ is None else environ)
+        self._composed = state_folder(config.project, env) / COMPOSED
         endpoint = find_endpoint(env)
         self._address = address
         self._run = run or partial(compose.run, env=compose.environment(env, endpoint), lock=lock)
         self._engine = ContainerEngine(endpoint)
-        self._project = Project(config, self._engine)
+        self._project = Project(self._with_composed(config), self._engine)
         self._deaths = Deaths(self._project, self._engine)
         self._looked = False  # whether ``running`` was called
         # Two `compose create` at once would both make the project's network.
@@ -71,7 +76,11 @@ class ContainerRuntime:
         self._unstarted: dict[str, tuple[str, str]] = {}  # the runs before starts that came to nothing
 
     def reconfigure(self, config: HostConfig) -> None:
-        self._project.reconfigure(config)
+        self._project.reconfigure(self._with_composed(config))
+
+    def _with_composed(self, config: HostConfig) -> HostConfig:
+        """Return the configuration with the file of its composed services among its files."""
+        return replace(config, files=(*config.files, str(self._composed))) if config.composed else config
 
     def watch(self, died: Callable[[str], None]) -> None:
         self._deaths.watch(died)
@@ -164,6 +173,7 @@ class ContainerRuntime:
                 recreate = "--no-recreate"
                 if anew and (left := self._project.find(backend)):
                     self._engine.remove(left.id)
+            self._write_composed(config)
             argv = compose.create_command(config, service, recreate)
             done = self._run(argv, compose.CREATE_TIMEOUT)
         if done.code:
@@ -172,6 +182,16 @@ class ContainerRuntime:
         if container is None:
             raise BackendError(f"`{compose.shown(argv)}` made no container for {backend.name}")
         return container.id
+
+    def _write_composed(self, config: HostConfig) -> None:
+        """Write the composed services where Compose reads them; whoever only looks writes nothing."""
+        if not config.composed:
+            return
+        try:
+            self._composed.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_whole(self._composed, config.composed, 0o600)  # environments hold secrets
+        except OSError as error:
+            raise BackendError(f"{self._composed} cannot be written: {error.strerror}") from None
 
     def _why_not_created(self, backend: Backend, failed: str) -> MuxError:
         self._engine.ping()

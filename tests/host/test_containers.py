@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from anvil_mux.command import Done
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import containers
 from anvil_mux.host.containers import ContainerRuntime, missing_images, user_of
 from anvil_mux.host.endpoint import Unreachable
+from anvil_mux.host.seam import HostConfig
 from tests.host.conftest import runtime_at
 from tests.host.docker_stand_in import AWAY, CONFIG, REPLICAS, URL, A, B, Docker, replica
 
@@ -559,3 +563,71 @@ def test_root_of_a_rootless_engine_is_who_runs_it(tmp_path: Path, user: str, id:
     os.chown(address, 1234, 1234)
     told = user_of(Backend("a", "a", service=Service(user=user)), {"DOCKER_HOST": f"unix://{address}"})
     assert told == id
+
+
+# Services that are described anew for this host or its GPUs
+
+
+class Composer:
+    """The runtime of composed services, and what each ``compose create`` finds."""
+
+    def __init__(self, docker: Docker, folder: Path, *files: str) -> None:
+        self.docker = docker
+        self.files = files
+        self.created: list[tuple[list[str], str, int]] = []
+        """The files as they were named, and the text and the mode of the last one."""
+        environ = {"DOCKER_HOST": docker.host, "XDG_STATE_HOME": str(folder)}
+        config = self.config("one", "m.0")
+        self.runtime = ContainerRuntime(config, environ=environ, run=self.run, address="10.0.0.2")
+
+    def config(self, composed: str, *names: str) -> HostConfig:
+        backends = tuple(replace(A, name=name, model="m") for name in names)
+        return HostConfig(backends, project="p-b", files=self.files, composed=composed)
+
+    def run(self, argv: Sequence[str], timeout: float) -> Done:
+        if "create" in argv:
+            files = [word for before, word in pairwise(argv) if before == "-f"]
+            last = Path(files[-1])
+            self.created.append((files, last.read_text(), last.stat().st_mode & 0o777))
+        return self.docker.run(argv, timeout)
+
+
+def test_composed_services_are_a_file_more_that_nobody_else_may_read(docker: Docker, tmp_path: Path):
+    composer = Composer(docker, tmp_path, "/s/compose.yaml")
+    file = tmp_path / "anvil-mux" / "p-b" / "compose.yaml"
+    assert not file.exists()
+    [backend] = composer.config("one", "m.0").backends
+    composer.runtime.start(backend)
+    assert composer.created == [(["/s/compose.yaml", str(file)], "one", 0o600)]
+    assert file.parent.stat().st_mode & 0o777 == 0o700
+
+
+def test_on_another_host_they_are_the_only_file_and_a_reload_writes_it_anew(docker: Docker, tmp_path: Path):
+    composer = Composer(docker, tmp_path)
+    config = composer.config("two", "m.0", "m.1")
+    first, second = config.backends
+    composer.runtime.start(first)
+    composer.runtime.reconfigure(config)
+    composer.runtime.start(second)
+    assert [(len(files), text) for files, text, _ in composer.created] == [(1, "one"), (1, "two")]
+    assert list(composer.runtime.running()) == ["m.0", "m.1"]
+    composer.runtime.reconfigure(composer.config("three", "m.1"))
+    composer.runtime.stop(first)
+    assert list(composer.runtime.running()) == ["m.1"]
+
+
+def test_composed_services_that_run_are_adopted_and_orphans_stopped(docker: Docker, tmp_path: Path):
+    docker.add("c0", "m.0")
+    docker.add("c9", "m.9")
+    composer = Composer(docker, tmp_path)
+    assert list(composer.runtime.running()) == ["m.0"]
+    composer.runtime.stop(Backend("m.9", "m.9"))
+    assert docker.state("c9")["Status"] == "exited"
+    assert composer.created == []
+
+
+def test_composed_services_that_cannot_be_written_are_said(docker: Docker, tmp_path: Path):
+    composer = Composer(docker, tmp_path)
+    (tmp_path / "anvil-mux").write_text("in the way")
+    with pytest.raises(BackendError, match=r"compose.yaml cannot be written: Not a directory"):
+        composer.runtime.start(composer.config("one", "m.0").backends[0])
