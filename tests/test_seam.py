@@ -19,7 +19,7 @@ from tests.test_layers import MODULES, OURS, imported, package
 TOUCHES = {
     *("adopt", "checkpoint", "compose", "container", "containers", "control", "deaths", "docker", "driver"),
     *("endpoint", "freed", "gpu", "gpu_monitor", "load_logs", "news", "process", "project", "runtime"),
-    *("served", "swap", "ways"),
+    *("served", "starter", "swap", "ways"),
 }
 """The modules of host/ that read NVML and /proc, or move services and memory: none is used outside."""
 

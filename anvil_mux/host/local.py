@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext, suppress
 
 from anvil_mux.clock import Clock
@@ -35,25 +35,36 @@ from anvil_mux.host.seam import (
     ServiceEnded,
 )
 from anvil_mux.host.served import ServiceNote
+from anvil_mux.host.starter import Detached
 from anvil_mux.host.swap import Swapper
 from anvil_mux.host.ways import WAYS, Told
 from anvil_mux.state import state_folder
 
 
-def build_runtime(config: HostConfig, lock: int | None = None, address: str = LOOPBACK) -> Runtime:
+def build_runtime(
+    config: HostConfig,
+    lock: int | None = None,
+    *,
+    address: str = LOOPBACK,
+    environ: Mapping[str, str] | None = None,
+    detached: bool = False,
+) -> Runtime:
     """Make the runtime that the configuration names."""
     if config.runtime == "process":
-        return ProcessRuntime(config, address=address)
+        starter = Detached() if detached else None
+        return ProcessRuntime(config, environ=environ, address=address, starter=starter)
     from anvil_mux.host.containers import ContainerRuntime
 
-    return ContainerRuntime(config, lock=lock, address=address)
+    return ContainerRuntime(config, environ=environ, lock=lock, address=address)
 
 
 class LocalHost:
     """This machine, see ``seam.Host``.
 
     ``lock``: the project's, which commands that outlive us go on to hold. ``told`` learns what the phases of
-    steps took; None: they are news. ``address``: at which its engines are to be reached.
+    steps took; None: they are news. ``address``: at which its engines are to be reached. ``environ``: the
+    variables of engines and commands; None: our own. ``detached``: engines that are processes outlive whoever
+    ends the children of this one, see starter.py.
     """
 
     name = "local"
@@ -65,15 +76,19 @@ class LocalHost:
         told: Told | None = None,
         *,
         address: str = LOOPBACK,
+        environ: Mapping[str, str] | None = None,
+        detached: bool = False,
     ) -> None:
         self._config = config
         self._address = address
-        self.runtime = runtime = build_runtime(config, lock, address)
+        self.runtime = runtime = build_runtime(
+            config, lock, address=address, environ=environ, detached=detached
+        )
         """The runtime, of use within this package alone."""
         found = gpu.probe()
         self._gpus = gpu.listed(found)
         probe, checkpointer = gpu.probe if found.readings else None, Checkpointer()
-        state = state_folder(config.project, os.environ)
+        state = state_folder(config.project, os.environ if environ is None else environ)
         self._served, self._notes = ServiceNote(state), Notes(state)
         self._board = NewsBoard()
         self._swapper = Swapper(

@@ -22,7 +22,6 @@ import secrets
 import select
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections import deque
@@ -34,6 +33,7 @@ from pathlib import Path
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig, url_of
+from anvil_mux.host.starter import Child, OwnChildren, Starter, StarterLost
 from anvil_mux.state import state_folder, write_whole
 
 MARK = "ANVIL_MUX_RUN"
@@ -72,8 +72,10 @@ class ProcessRuntime:
         state: Path | None = None,
         environ: Mapping[str, str] | None = None,
         address: str = LOOPBACK,
+        starter: Starter | None = None,
     ) -> None:
         self._config = config
+        self._starter = starter or OwnChildren()
         self._address = address
         self._names = {backend.name for backend in config.backends}
         """The names of services, also of those that are about to go."""
@@ -83,7 +85,7 @@ class ProcessRuntime:
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Guards the fields below; held for single reads and writes only.
         self._lock = threading.Lock()
-        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._children: dict[str, Child] = {}
         self._up: dict[str, Record] = {}  # the runs that `watch` answers for
 
     def start(self, backend: Backend) -> str:
@@ -213,7 +215,8 @@ class ProcessRuntime:
             with self._lock:
                 up = dict(self._up)
             for name in self._wait_for_end(up):
-                self._judge(name, up[name], died)
+                if not self._closed.is_set():
+                    self._judge(name, up[name], died)
 
     def reconfigure(self, config: HostConfig) -> None:
         self._names = self._names | {backend.name for backend in config.backends}
@@ -229,9 +232,8 @@ class ProcessRuntime:
             children = list(self._children.values())
             self._children.clear()
         for child in children:
-            if child.poll() is None:
-                # It runs on; Popen must not complain of that when it is collected.
-                child.returncode = 0
+            child.leave()
+        self._starter.close()
 
     # Deaths
 
@@ -276,7 +278,7 @@ class ProcessRuntime:
 
     # Processes
 
-    def _spawn(self, backend: Backend, port: int, mark: str) -> subprocess.Popen[bytes]:
+    def _spawn(self, backend: Backend, port: int, mark: str) -> Child:
         if not backend.service.command:
             raise LoadError(f"service {backend.name} has no command; runtime: process needs one")
         folder = self._folder(backend)
@@ -288,18 +290,12 @@ class ProcessRuntime:
             argv[0] = os.path.join(folder, argv[0])
         env = {**self._environ, **variables, **place, MARK: mark}
         try:
-            with self._log_file(backend.name).open("wb") as log:
-                return subprocess.Popen(
-                    argv,
-                    cwd=folder,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+            return self._starter.start(argv, cwd=folder, env=env, log=self._log_file(backend.name))
         except OSError as error:
             raise LoadError(f"service {backend.name} cannot be started: {error}") from None
+        except StarterLost as error:
+            # Its record stays: whatever stops the service finds the process by its mark, if there is one.
+            raise BackendError(f"service {backend.name}: {error}") from None
 
     def _folder(self, backend: Backend) -> str:
         files = self._config.files
@@ -308,14 +304,10 @@ class ProcessRuntime:
         )
 
     def _reap(self, name: str, patience: float = 0.0) -> int | None:
-        """The exit code of our own child, once it has one: of two threads only one may ask at a time."""
+        """The exit code of our own child, once it has one."""
         with self._lock:
             child = self._children.get(name)
-        if child is None or not patience:
-            return child.poll() if child else None
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(patience)
-        return child.returncode
+        return child.code(patience) if child else None
 
     # Records
 

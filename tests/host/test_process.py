@@ -21,6 +21,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config, Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host.process import ProcessRuntime, Record
+from anvil_mux.host.starter import Child, Detached, OwnChildren, StarterLost
 from anvil_mux.state import state_folder
 from tests.running import seen
 
@@ -36,15 +37,16 @@ def shell(script: str, name: str = "a", **special: Any) -> Backend:
 class House:
     """A folder for state and gates, and runtimes whose engines end with the test."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, starter: type[OwnChildren | Detached] = OwnChildren) -> None:
         self.folder = folder
+        self.starter = starter
         self.deaths: queue.Queue[str] = queue.Queue()
         self._open: list[tuple[ProcessRuntime, tuple[Backend, ...], threading.Thread]] = []
 
     def runtime(self, *backends: Backend, address: str = "127.0.0.1") -> ProcessRuntime:
         config = Config(backends=backends, project="p", files=(str(self.folder / "compose.yaml"),))
         environ = {**os.environ, "XDG_STATE_HOME": str(self.folder / "state")}
-        runtime = ProcessRuntime(config, environ=environ, address=address)
+        runtime = ProcessRuntime(config, environ=environ, address=address, starter=self.starter())
         watcher = threading.Thread(target=runtime.watch, args=(self.deaths.put,))
         watcher.start()
         self._open.append((runtime, backends, watcher))
@@ -75,12 +77,16 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    house = House(tmp_path)
+def house(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[House]:
+    house = House(tmp_path, getattr(request, "param", OwnChildren))
     try:
         yield house
     finally:
         house.close()
+
+
+either_parent = pytest.mark.parametrize("house", [OwnChildren, Detached], indirect=True)
+"""Whether services are children of ours or detached."""
 
 
 def running(pid: int) -> bool:
@@ -223,6 +229,7 @@ def test_a_program_with_a_slash_is_found_in_the_services_folder(house: House):
     assert runtime.log_tail(backend) == [f"from {folder}"]
 
 
+@either_parent
 def test_a_program_that_is_missing_is_a_load_error(house: House):
     backend = Backend(name="a", model="a", service=Service(command=("no-such-engine",)))
     with pytest.raises(LoadError, match=r"service a cannot be started: .*no-such-engine"):
@@ -245,6 +252,7 @@ def test_both_streams_are_logged_and_each_start_begins_a_new_log(house: House):
     assert runtime.log_tail(backend, 1) == [f"run {port}"]
 
 
+@either_parent
 def test_how_a_service_ended_is_told(house: House):
     backend = shell("exit 3")
     runtime = house.runtime(backend)
@@ -254,6 +262,7 @@ def test_how_a_service_ended_is_told(house: House):
     assert runtime.ended(backend) == "exited with code 3"
 
 
+@either_parent
 def test_a_kill_from_outside_is_seen_and_told(house: House):
     backend = shell(FOREVER)
     runtime = house.runtime(backend)
@@ -303,6 +312,7 @@ def test_stopping_what_does_not_run_is_no_error(house: House):
     runtime.stop(backend)
 
 
+@either_parent
 def test_a_service_that_ignores_sigterm_is_killed_after_its_grace(house: House):
     gate = house.gate()
     backend = shell(f"trap '' TERM; echo up > {gate}; while :; do sleep 1000; done", stop_timeout=0.2)
@@ -345,6 +355,7 @@ def test_workers_of_a_stopped_engine_are_gone_too(house: House):
     assert not running(worker)
 
 
+@either_parent
 def test_workers_that_outlive_their_engine_are_ended_before_its_death_is_told(house: House):
     gate = house.gate()
     backend = shell(f"sleep 1000 & echo $! > {gate}; exit 1")
@@ -366,6 +377,7 @@ def test_our_own_stop_is_no_death(house: House):
     assert house.deaths.empty()
 
 
+@either_parent
 def test_a_new_runtime_adopts_what_runs(house: House):
     backend = shell(FOREVER)
     first = house.runtime(backend)
@@ -409,10 +421,30 @@ def test_a_killed_anvil_mux_loses_no_engine(house: House):
     assert runtime.ended(backend) == "ended"
 
 
+def test_one_whose_start_was_not_told_any_more_is_ended_by_its_mark(
+    house: House, monkeypatch: pytest.MonkeyPatch
+):
+    backend = shell(FOREVER)
+    runtime = house.runtime(backend)
+    start = runtime._starter.start
+
+    def lost(*args: Any, **words: Any) -> Child:
+        start(*args, **words).leave()
+        raise StarterLost("it has ended")
+
+    monkeypatch.setattr(runtime._starter, "start", lost)
+    with pytest.raises(BackendError, match="service a: it has ended"):
+        runtime.start(backend)
+    assert len(inhabitants(house.folder)) == 1
+    runtime.stop(backend)
+    assert inhabitants(house.folder) == []
+
+
 class Killed(BaseException):
     """Stands for an end of the program that lets it do nothing more."""
 
 
+@either_parent
 def test_an_engine_is_known_even_if_anvil_mux_is_killed_while_it_starts_it(
     house: House, monkeypatch: pytest.MonkeyPatch
 ):
@@ -430,7 +462,8 @@ def test_an_engine_is_known_even_if_anvil_mux_is_killed_while_it_starts_it(
         first.start(backend)
     [engine] = inhabitants(house.folder)
     second = house.runtime(backend)
-    assert second.pids(backend) == [engine]
+    # A process has no environment for the moment in which the shell becomes its command.
+    assert seen(lambda: second.pids(backend), bool) == [engine]
     assert second.start(backend) == second.running()["a"]
     assert inhabitants(house.folder) == [engine]
     second.stop(backend)
@@ -485,6 +518,7 @@ def test_a_broken_record_is_no_record(house: House, text: str):
     assert runtime.start(backend).startswith("http://127.0.0.1:")
 
 
+@either_parent
 def test_a_record_that_cannot_be_written_leaves_nothing_running(house: House):
     backend = shell(FOREVER)
     house.file("a.json.part").mkdir(parents=True)

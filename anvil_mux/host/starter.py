@@ -1,0 +1,249 @@
+"""The two parents that a process of a service may have: anvil-mux itself, or a process that outlives it.
+
+``OwnChildren`` starts children of ours. ``Detached`` is for an agent, which itself is a child of something
+that ends its children: there a small program of its own, whose parent is init, starts them and knows their
+exit codes. That program is this module run as a file, with Python's own modules alone. It reads a question a
+line and answers each with a line, JSON both, and ends with its input; what it has started runs on. What it
+inherited and engines must not have (niceness, a score for the OOM killer, signals blocked or ignored) it
+takes off once, at its start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+ANSWER_SECONDS = 30.0
+"""How long a start may take; a program on a file system that is away may never begin."""
+
+
+class StarterLost(Exception):
+    """The program that starts processes ended, or hangs: what it was asked for may have been done."""
+
+
+class Child(Protocol):
+    """A process that was started."""
+
+    pid: int
+
+    def code(self, patience: float = 0.0) -> int | None:
+        """Return its exit code (negative: the signal), waiting so long for its end; None: not known."""
+
+    def leave(self) -> None:
+        """Let it run on; nobody asks any more."""
+
+
+class Starter(Protocol):
+    """Starts processes, each in a session of its own. One thread at a time asks for one child."""
+
+    def start(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], log: Path) -> Child:
+        """Start a process that prints to ``log``. OSError if it cannot be run; StarterLost: nobody knows."""
+
+    def close(self) -> None:
+        """Free what this object holds; processes run on."""
+
+
+def _start(argv: Sequence[str], cwd: str, env: Mapping[str, str], log: str) -> subprocess.Popen[bytes]:
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+class OwnChildren:
+    """Starts children of this process."""
+
+    def start(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], log: Path) -> Child:
+        return _OwnChild(_start(argv, cwd, env, str(log)))
+
+    def close(self) -> None:
+        pass
+
+
+class _OwnChild:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid = process.pid
+
+    def code(self, patience: float = 0.0) -> int | None:
+        if not patience:
+            return self._process.poll()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+        return self._process.returncode
+
+    def leave(self) -> None:
+        if self._process.poll() is None:
+            self._process.returncode = 0  # Popen must not complain when it is collected
+
+
+class Detached:
+    """Starts processes that are no children of this one, so nobody ends them as such. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Guarded by it, which is held for a question and its answer:
+        self._program: subprocess.Popen[bytes] | None = None
+
+    def start(self, argv: Sequence[str], *, cwd: str, env: Mapping[str, str], log: Path) -> Child:
+        with self._lock:
+            self._program = self._program or _begin()
+            answer = self._ask(self._program, {"start": [list(argv), cwd, dict(env), str(log)]})
+        if "errno" in answer:
+            raise OSError(answer["errno"], answer["why"], argv[0])
+        pid: int = answer["pid"]
+        return _DetachedChild(pid, lambda: self._code(pid))
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _code(self, pid: int) -> int | None:
+        """Ask for an exit code, which only the program that has started the process can tell."""
+        with self._lock, suppress(StarterLost):
+            if self._program:
+                code: int | None = self._ask(self._program, {"code": pid}).get("code")
+                return code
+        return None
+
+    def _ask(self, program: subprocess.Popen[bytes], question: Mapping[str, object]) -> dict[str, Any]:
+        try:
+            line = _exchange(program, json.dumps(question).encode() + b"\n")
+        except OSError:
+            line = b""
+        if not line:
+            self._end()
+            raise StarterLost("the program that starts processes has ended, or hangs")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _end(self) -> None:
+        program, self._program = self._program, None
+        if program is not None:
+            for stream in (program.stdin, program.stdout):
+                with suppress(OSError):
+                    assert stream
+                    stream.close()
+
+
+class _DetachedChild:
+    def __init__(self, pid: int, ask: Callable[[], int | None]) -> None:
+        self.pid = pid
+        self._ask = ask
+        self._code: int | None = None
+
+    def code(self, patience: float = 0.0) -> int | None:
+        if self._code is None:
+            self._code = self._ask()
+        if self._code is None and patience and _ends(self.pid, patience):
+            self._code = self._ask()
+        return self._code
+
+    def leave(self) -> None:
+        pass
+
+
+def _begin() -> subprocess.Popen[bytes]:
+    """Start the program; its first process has ended by then, so that its parent is init."""
+    program = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__],
+        cwd="/",
+        env={},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    program.wait()
+    return program
+
+
+def _exchange(program: subprocess.Popen[bytes], question: bytes) -> bytes:
+    """Return the program's answer; empty if there is none in time."""
+    assert program.stdin
+    assert program.stdout
+    program.stdin.write(question)
+    program.stdin.flush()
+    return program.stdout.readline() if _readable(program.stdout.fileno(), ANSWER_SECONDS) else b""
+
+
+def _ends(pid: int, patience: float) -> bool:
+    """Whether the process ends within so many seconds."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return _readable(fd, patience)
+    finally:
+        os.close(fd)
+
+
+def _readable(fd: int, timeout: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(timeout * 1000))
+
+
+# The program
+
+
+def main() -> None:
+    if os.fork():
+        os._exit(0)
+    _shed()
+    started: dict[int, subprocess.Popen[bytes]] = {}
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer = _begun(question["start"], started) if "start" in question else _ended(question, started)
+        print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+def _begun(what: list[Any], started: dict[int, subprocess.Popen[bytes]]) -> dict[str, object]:
+    argv, cwd, env, log = what
+    try:
+        child = _start(argv, cwd, env, log)
+    except OSError as error:
+        return {"errno": error.errno, "why": error.strerror}
+    started[child.pid] = child
+    return {"pid": child.pid}
+
+
+def _ended(question: Mapping[str, int], started: dict[int, subprocess.Popen[bytes]]) -> dict[str, object]:
+    child = started.get(question["code"])
+    code = child.poll() if child else None
+    if code is not None:
+        del started[question["code"]]
+    return {"code": code}
+
+
+def _shed() -> None:
+    """Take off what those who started us are given and engines must not have."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("0")
+
+
+if __name__ == "__main__":
+    main()
