@@ -448,7 +448,7 @@ class Killed(BaseException):
 def test_an_engine_is_known_even_if_anvil_mux_is_killed_while_it_starts_it(
     house: House, monkeypatch: pytest.MonkeyPatch
 ):
-    backend = shell(FOREVER)
+    backend = Backend(name="a", model="a", service=Service(command=("sleep", "1000")))
     first = house.runtime(backend)
     write = first._write_record
 
@@ -462,7 +462,7 @@ def test_an_engine_is_known_even_if_anvil_mux_is_killed_while_it_starts_it(
         first.start(backend)
     [engine] = inhabitants(house.folder)
     second = house.runtime(backend)
-    # A process has no environment for the moment in which the shell becomes its command.
+    # A process has no environment for the moment in which it becomes its command.
     assert seen(lambda: second.pids(backend), bool) == [engine]
     assert second.start(backend) == second.running()["a"]
     assert inhabitants(house.folder) == [engine]
