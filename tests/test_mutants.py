@@ -292,9 +292,14 @@ HOST_MUTANTS = {
         "",
     ),
     "what is found on a host that is back is left as it was": (
-        "host_facts",
-        "        held = self._free(now)\n",
-        "        held = []\n",
+        "scheduler",
+        "(group.host_facts, group.host_facts.free(now))",
+        "(group.host_facts, [])",
+    ),
+    "more backends of a model are loaded than may be": (
+        "residents",
+        "return most is None or len(_counted(model, slot)) < most",
+        "return True",
     ),
 }
 """Planted bugs that are seen on several hosts."""

@@ -118,6 +118,8 @@ class Backend:
     """Whether it is never evicted for another model."""
     priority: int = 0
     """The higher, the earlier its queue is served and the later it is evicted."""
+    most: int | None = None
+    """How many backends of its model are resident at once; None: as many as the policy wants."""
     ttl: float | None = None
     """Idle seconds after which it is evicted although nobody needs its GPUs; None: never."""
     min_residency: float = 0.0

@@ -19,7 +19,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import Eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.hosts import HostRecord
-from anvil_mux.scheduler.model import Model, max_waits, ready_slots
+from anvil_mux.scheduler.model import Model, max_waits
 from anvil_mux.scheduler.placement import Placement
 from anvil_mux.scheduler.planner import worth
 from anvil_mux.scheduler.policies import Policy
@@ -101,7 +101,6 @@ def _model(name: str, slots: list[Slot], config: Config, limits: Mapping[str, fl
         replicas=Replicas(slots, config) if len(slots) > 1 else None,
         priority=max(slot.backend.priority for slot in slots),
         max_wait=limits.get(name, config.max_wait),
-        ready=ready_slots(slots),
     )
 
 

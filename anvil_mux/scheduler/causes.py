@@ -24,6 +24,7 @@ Kind = Literal[
     "demote_timer",
     "retry_stuck",
     "standby_full",
+    "surplus",
     # of a load that no request waits for, and of one that is cancelled
     "preload",
     "missing_stage",
@@ -130,6 +131,7 @@ SENTENCES: dict[Kind, str] = {
     "memory_needed": "its memory is needed",
     "demote_timer": "in standby by {way} for {seconds:.0f} s",
     "retry_stuck": "trying again to stop it",
+    "surplus": "as many of its backends as may be are resident without it",
     "standby_full": "no room for standby by {way}",
     "preload": "preloaded before anybody asks",
     "missing_stage": "preloaded because the other stage is there",
@@ -186,6 +188,7 @@ _SEVERED: dict[Kind, str] = {
     "unloaded": "{of} was unloaded on request",
     "changed": "the configuration of {of} changed",
     "removed": "{of} was removed from the configuration",
+    "surplus": "as many backends of {of} as may be were resident without this one",
     "idle": "{of} was evicted because nobody used it",
     "policy": "the policy unloaded {of}",
     "silent": "the engine of {of} did not answer",

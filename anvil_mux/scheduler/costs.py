@@ -6,8 +6,8 @@ on the requests of the moment and would make a busy model look expensive. Each i
 average (``ALPHA``, as llmux has it); the first swap counts in full.
 
 Before the first swap in a direction the same model's loads from elsewhere serve, and the same victims'
-evictions; before those, what the engine and the way of loading suggest. Not thread-safe: the lock of the
-scheduler guards it.
+evictions; before those, its last load on another host; before that, what the engine and the way of
+loading suggest. Not thread-safe: the lock of the scheduler guards it.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Costs:
     def __init__(self, known: Iterable[Cost] = ()) -> None:
         self._known: dict[tuple[str, str, str, str], Cost] = {}
         self._loads: dict[tuple[str, str, str], float] = {}  # (host, target, way) -> seconds, from anywhere
+        self._elsewhere: dict[tuple[str, str], float] = {}  # (target, way) -> seconds, the last on any
         self._evictions: dict[tuple[str, str], float] = {}  # (host, source) -> seconds, for anyone
         self._estimates: dict[tuple[str, str, str, str, str], Cost] = {}  # those made since the last swap
         for cost in known:
@@ -95,7 +96,8 @@ class Costs:
             return cost
         first = FIRST_RETURN_SECONDS.get(way, OTHER_FIRST_LOAD_SECONDS)
         first = FIRST_LOAD_SECONDS.get((engine, way), first)
-        load_seconds = self._loads.get((host, target, way), first)
+        elsewhere = self._elsewhere.get((target, way), first)
+        load_seconds = self._loads.get((host, target, way), elsewhere)
         evict_seconds = self._evictions.get((host, source), FIRST_EVICT_SECONDS) if source else 0.0
         return Cost(source, target, way, evict_seconds, load_seconds, host=host)
 
@@ -118,6 +120,7 @@ class Costs:
         self._estimates.clear()
         self._known[cost.host, cost.source, cost.target, cost.way] = cost
         self._loads[cost.host, cost.target, cost.way] = cost.load_seconds
+        self._elsewhere[cost.target, cost.way] = cost.load_seconds
         if cost.source:
             self._evictions[cost.host, cost.source] = cost.evict_seconds
 

@@ -61,6 +61,8 @@ class Decider:
         """Return the step to perform now, each once, or until when to wait."""
         if self._state.unseen or self._state.host.is_lost:
             return Wait(FOREVER)
+        if self._state.bounded:
+            self._upkeep.give_up_surplus(now)
         while True:
             if now < self._until and self._planned == self._state.version:
                 if self._ask_policy(self._plans, now):
@@ -200,9 +202,9 @@ class Decider:
         """Do what the policy says; whether that was anything."""
         state = self._state
         state.deferred, self._ask_again = None, FOREVER
-        if not plans and not state.ready:
-            return False  # nothing to be loaded, nothing to be evicted
         more = {} if plans else spills(state, now)
+        if not (plans or more or state.ready):
+            return False  # nothing to be loaded, nothing to be evicted
         seen = snapshot(state, now, plans, [spill for _, spill in more.values()] if more else ())
         decision = ask(state.policy, seen)
         if isinstance(decision, Stay):

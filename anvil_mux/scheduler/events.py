@@ -59,8 +59,8 @@ KINDS = {
     "failed": "a request ended without a lease; the `detail` of its `cause` is the error's code",
     "deferred": "the policy holds a swap back; `seconds` from now at most, or it is said again",
     "draining": "a backend gets no new leases, because it makes room for `target` or for another `cause`",
-    "severed": "a request still leased when the drain ended, which took `seconds`; `cause` is "
-    "evicted (for `target`), unloaded, changed, removed, idle, policy, silent, host_lost or shutdown",
+    "severed": "a request still leased when the drain ended, which took `seconds`; `cause` is evicted "
+    "(for `target`), unloaded, changed, removed, idle, surplus, policy, silent, host_lost or shutdown",
     "evicting": "a backend begins to leave its GPUs; `seconds` is what the drain took",
     "stopped": "a backend holds nothing; with a `cause` it failed to load, or died",
     "standby": "a backend was evicted and not stopped, and is at the standby level `way`; with a `cause` "

@@ -15,7 +15,7 @@ from anvil_mux.scheduler.planner import victims
 from anvil_mux.scheduler.slot import LOADING, Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Step
-from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus
+from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus, swap_to
 
 
 class GroupSwaps:
@@ -47,6 +47,7 @@ class GroupSwaps:
         self._state.swaps.append(swap)
         if target:
             target.coming = True
+            self._state.models[target.model].note(target)
             self._state.memory.changes += 1
         self._drain(swap, leaving, now, drain)
 
@@ -177,6 +178,16 @@ class GroupSwaps:
             rest = SwapInProgress(None, going, now, swap.cause, swap.severs, begun=True)
             self._state.swaps.append(rest)
 
+    def give_up(self, slot: Slot, now: float, cause: Cause) -> None:
+        """Have a backend go that is resident, or on its way to be."""
+        swap = swap_to(self._state.swaps, slot)
+        if swap is None:
+            self.evict(slot, now, cause)
+        elif slot.state in LOADING:
+            swap.cancel = cause
+        else:
+            self.call_off(swap, now)
+
     def reprieve(self, victim: Slot, now: float) -> None:
         """Make a victim that only drained ready again; one that is leaving drains on."""
         if victim.leaving:
@@ -217,4 +228,5 @@ class GroupSwaps:
         self._state.swaps.remove(swap)
         if swap.target:
             swap.target.coming = False
+            self._state.models[swap.target.model].note(swap.target)
             self._state.memory.changes += 1

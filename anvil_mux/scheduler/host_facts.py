@@ -7,7 +7,7 @@ found and may not stay is stuck until it is stopped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from anvil_mux.scheduler.admission import Admission
@@ -67,10 +67,12 @@ class HostFacts:
             model.queue.left = now
             self._admission.fill_places(model, now)  # requests that needed one of these go elsewhere
 
-    def back(self, now: float, found: Mapping[str, FoundBackend]) -> None:
-        """Give each backend the state in which it was found: first those that run, then those in standby."""
+    def back(self, now: float, found: Mapping[str, FoundBackend], held: Collection[Slot]) -> None:
+        """Give each backend the state in which it was found: first those that run, then those in standby.
+
+        ``held``: those that held something before, of which nothing is counted any more (``free``).
+        """
         slots, cause = self._state.slots.values(), Cause("not_found", host=self._state.host.name)
-        held = self._free(now)
         for slot in sorted(slots, key=lambda slot: slot.name in found and found[slot.name].level != ""):
             if slot.name in found:
                 self._take_over(slot, found[slot.name], now)
@@ -99,10 +101,10 @@ class HostFacts:
     def gone(self, now: float) -> None:
         """Declare that nothing runs there: its backends hold nothing any more, and none is loaded."""
         cause = Cause("host_gone", host=self._state.host.name)
-        for slot in self._free(now):
+        for slot in self.free(now):
             self._state.emit(Event(now, "stopped", slot.model, slot.name, cause=cause))
 
-    def _free(self, now: float) -> list[Slot]:
+    def free(self, now: float) -> list[Slot]:
         """Stop counting what backends hold, and return those that held something."""
         held = [slot for slot in self._state.slots.values() if slot.state != "stopped"]
         for slot in held:

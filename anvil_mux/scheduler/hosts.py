@@ -16,3 +16,8 @@ class HostRecord:
     """Whether the host does not answer. What ran there may still run, so its GPUs go to no other backend."""
     since: float = -math.inf
     """When it was lost last."""
+
+    @property
+    def takes_loads(self) -> bool:
+        """Whether anything may be loaded there."""
+        return not self.is_lost

@@ -27,12 +27,28 @@ class Model:
     max_wait: float
     """After how many seconds its queue is overdue at the latest."""
     demand: Demand = field(default_factory=Demand)
-    ready: list[Slot] = field(default_factory=list)
+    ready: list[Slot] = field(init=False)
     """The backends that may be leased."""
+    active: dict[Slot, None] = field(init=False)
+    """The backends that are not just stopped, in any GPU group, or that a swap is to load."""
+    bounded: bool = field(init=False)
+    """Whether only so many of its backends are resident at once: see residents.py."""
     home: str = ""
     """The name of the GPU group in which its queue stands; "": it has backends in one only."""
     unload_when_idle: bool = False
     """Whether it is evicted once nobody uses it, unless it is asked for before."""
+
+    def __post_init__(self) -> None:
+        self.active = {slot: None for slot in self.slots if slot.coming or slot.state != "stopped"}
+        self.ready = ready_slots(self.slots)
+        self.bounded = any(slot.backend.most is not None for slot in self.slots)
+
+    def note(self, slot: Slot) -> None:
+        """Note that a backend has entered a state, or is the target of a swap or is so no longer."""
+        if slot.coming or slot.state != "stopped":
+            self.active[slot] = None
+        else:
+            self.active.pop(slot, None)
 
     def takes(self, owner: str = "") -> bool:
         """Whether a request would be leased at once; one that needs ``owner`` waits for it."""
@@ -53,17 +69,17 @@ class Model:
 
     @property
     def is_loading(self) -> bool:
-        return any(slot.state in LOADING for slot in self.slots)
+        return any(slot.state in LOADING for slot in self.active)
 
     @property
     def is_used(self) -> bool:
         """Whether any request is leased."""
-        return any(slot.holders for slot in self.slots)
+        return any(slot.holders for slot in self.active)
 
     @property
     def is_coming(self) -> bool:
         """Whether a swap under way will make it resident; slots that become its own later do not count."""
-        return any(slot.coming and slot.model == self.name for slot in self.slots)
+        return any(slot.coming and slot.model == self.name for slot in self.active)
 
 
 def ready_slots(slots: Iterable[Slot]) -> list[Slot]:

@@ -28,6 +28,7 @@ class Moves:
         """Have a slot enter a state, with all that hangs on it."""
         state, before, model = self._state, slot.state, self._state.models[slot.model]
         slot.enter(what, now)
+        model.note(slot)
         leaves_ready = before == "ready"
         if leaves_ready and model.queue.limited:
             model.queue.left = now

@@ -1,8 +1,9 @@
 """Preloads: of backends that are configured so, and of stages that a model in use lacks.
 
 They are begun only while no queue waits and no swap is under way, evict no backend that has had work, and
-stop none in standby. Two other loads that no request waits for are begun elsewhere: one that wakes a
-backend on its way to a deeper standby level (upkeep.py), and another replica of a busy model (decider.py).
+stop none in standby. Of a model with a ``most`` so many backends are preloaded, where there is room first.
+Two other loads that no request waits for are begun elsewhere: one that wakes a backend on its way to a deeper
+standby level (upkeep.py), and another replica of a busy model (decider.py).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import victims
+from anvil_mux.scheduler.residents import may_come
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
 
@@ -25,19 +27,24 @@ class Preload(NamedTuple):
 
 
 def next_preload(state: GroupState, now: float) -> Preload | None:
-    """The next preload; backends for which there is no room any more are passed over."""
-    while state.preloads:
-        slot = state.preloads[0]
-        found = victims(state, slot, set(), frozenset(), now)
+    """The next preload; backends for which there is no room any more are passed over.
+
+    So are those of a model of which enough are resident; while they are coming, the others are kept.
+    """
+    for slot in tuple(state.preloads):
+        model = state.models[slot.model]
+        if not may_come(model, slot) and model.is_coming:
+            continue
+        found = victims(state, slot, set(), frozenset(), now) if may_come(model, slot) else None
         failed = slot.state != "stopped" or slot.retry_at > now or found is None
         if failed or any(each.state == "standby" or each.has_had_work for each in found or ()):
-            state.preloads.pop(0)
+            state.preloads.remove(slot)
         elif any(each.stays_until > now for each in found or ()):
             return None
         elif found:
             return Preload(slot, found, Cause("make_room", slot.model))
         else:
-            state.preloads.pop(0)
+            state.preloads.remove(slot)
             if state.memory.has_room(slot):
                 return Preload(slot, [], _cause(state, slot, now))
     return None

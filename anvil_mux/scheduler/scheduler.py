@@ -221,11 +221,12 @@ class Scheduler:
         record = self.layout.hosts.get(host)
         if record is None or not record.is_lost:
             return NOTHING
+        groups = self.layout.on_host(host)
+        held = [(group.host_facts, group.host_facts.free(now)) for group in groups]
         record.is_lost = False
         self._emit(Event(now, "host_back", "", cause=Cause("host_back", host=host)))
-        groups = self.layout.on_host(host)
-        for group in groups:
-            group.host_facts.back(now, found)
+        for facts, slots in held:
+            facts.back(now, found, slots)
         return self._settling.settle(groups, now)
 
     def host_gone(self, host: str, now: float) -> Effects:

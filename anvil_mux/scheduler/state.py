@@ -18,6 +18,7 @@ from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.model import Model, ready_slots
 from anvil_mux.scheduler.placement import Placement
 from anvil_mux.scheduler.policies import Policy, Stay
+from anvil_mux.scheduler.residents import may_come
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.steps import Ticket
@@ -64,6 +65,8 @@ class GroupState:
     """Whether some model takes only so many requests at once."""
     routed: list[Model] = field(init=False)
     """The models with several backends."""
+    bounded: list[Model] = field(init=False)
+    """The models of which only so many backends are resident at once."""
 
     def __post_init__(self) -> None:
         self.slots = self.placement.slots
@@ -75,6 +78,7 @@ class GroupState:
         """Compute anew what depends on the models and their backends."""
         self.limited = any(model.queue.limited for model in self.models.values())
         self.routed = [model for model in self.models.values() if model.replicas]
+        self.bounded = [model for model in self.models.values() if model.bounded]
 
     def changed(self) -> None:
         """Note that another swap may be possible, or one less."""
@@ -93,9 +97,10 @@ class GroupState:
         return [slot for slot in model.slots if slot.name in self.slots] if model.home else model.slots
 
     def loadable(self, model: Model, now: float) -> list[Slot]:
-        """The backends of a model here that could be loaded, were their GPUs free."""
+        """The backends of a model here that could be loaded now, were their GPUs free."""
         slots = self.own(model) if model.home else model.slots
-        return [slot for slot in slots if slot.is_loadable(now)]
+        found = [slot for slot in slots if slot.is_loadable(now)]
+        return [slot for slot in found if may_come(model, slot)] if model.bounded else found
 
     def model_of(self, slot: Slot) -> Model:
         return self.models[slot.model]

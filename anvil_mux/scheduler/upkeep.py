@@ -12,6 +12,7 @@ from anvil_mux.scheduler.group_swaps import GroupSwaps
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.planner import waiting
 from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.scheduler.residents import may_come, surplus
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import DESCENTS, below, demoted_at
 from anvil_mux.scheduler.state import GroupState
@@ -69,7 +70,17 @@ class Upkeep:
     def _is_calm(self, slot: Slot) -> bool:
         """Whether a backend in standby may be woken for a moment: there is room, and no queue waits."""
         state = self._state
-        return not state.swaps and not waiting(state) and state.fits(slot) and state.memory.has_room(slot)
+        if state.swaps or waiting(state) or not may_come(state.models[slot.model], slot):
+            return False
+        return state.fits(slot) and state.memory.has_room(slot)
+
+    def give_up_surplus(self, now: float) -> None:
+        """Give up backends here of models of which more are resident or coming than may be."""
+        for model in self._state.bounded:
+            while (slot := surplus(model)) and slot is self._state.slots.get(slot.name):
+                self._swaps.give_up(slot, now, Cause("surplus"))
+                if slot.state == "loading":
+                    break  # it counts until its load is being cancelled, which is the next step
 
     def evict_idle(self, now: float) -> bool:
         """Begin to evict idle residents; whether there were any."""

@@ -602,12 +602,25 @@ class _Checker:
         for gpu in self._slots[event.backend].holds:
             amount = used[gpu]
             self._claim(amount <= self._capacity[gpu], event, f"GPU {gpu} is overfull")
+        most, others = self._slots[event.backend].backend.most, self._others_like(event.backend)
+        self._claim(most is None or others < most, event, f"{others} of its model are resident or loading")
         budget = self._config.memory_of(self._hosts[event.backend])
         if budget is not None:
             there = [name for name, host in self._hosts.items() if host == self._hosts[event.backend]]
             runs = [n for n in there if n == event.backend or self._backends[n].state in HOLDING]
             ram = sum(self._slots[name].backend.ram or 0 for name in runs)
             self._claim(ram <= budget, event, "what runs needs more host memory than there is")
+
+    def _others_like(self, backend: str) -> int:
+        """How many other backends of its model, and for the same stage, are resident or loading."""
+        this = self._slots[backend].backend
+        names = [n for n, s in self._slots.items() if s.model == this.model and n != backend]
+        return sum(
+            self._slots[name].backend.infer_type == this.infer_type
+            and self._backends[name].state in ("ready", "loading")
+            and not self._is_lost(name)
+            for name in names
+        )
 
     def _is_wanted(self, model: str) -> bool:
         """Whether it has a queue, or a replica at which requests wait behind each other."""

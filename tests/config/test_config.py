@@ -160,7 +160,7 @@ def test_the_tables_cover_the_dataclasses() -> None:
         assert set(filled) <= set(owner.__dataclass_fields__)
         assert beside in (
             {"backends", "files", "warnings", "origins", "said", "memory_of_hosts", "composed"},
-            {"name", "service", "host"},
+            {"name", "service", "host", "most"},
         )
 
 

@@ -95,7 +95,8 @@ def test_each_host_has_a_memory_of_its_own():
 def test_what_a_swap_costs_is_learned_for_each_host():
     costs = Costs([Cost("", "m", "stop", 0.0, 90.0), Cost("", "m", "stop", 0.0, 3.0, 1, "h")])
     estimates = [costs.estimate("", "m", "stop", "vllm", host) for host in ("", "h", "k")]
-    assert [each.load_seconds for each in estimates] == [90.0, 3.0, 60.0]
+    assert [each.load_seconds for each in estimates] == [90.0, 3.0, 3.0]
+    assert costs.estimate("", "n", "stop", "vllm", "k").load_seconds == 60.0
     assert [costs.knows("m", "stop", host) for host in ("", "h", "k")] == [True, True, False]
     costs.learn("", "m", "stop", 0.0, 13.0, "h")
     assert [cost.load_seconds for cost in costs] == [90.0, 6.0]
@@ -255,6 +256,17 @@ def test_whatever_it_was_it_is_what_it_was_found_to_be(state):
     assert fleet.state("a") == "stopped"
     fleet.request("b", 12.0)
     assert fleet.step(Load, "b")
+
+
+def test_of_a_host_that_is_back_only_what_was_found_is_leased_whatever_was_resident_there():
+    fleet = Fleet(on("h", "m0", model="m"), on("h", "m1", "1", model="m"), on("k", "m2", model="m"))
+    for name in ("m0", "m1"):
+        fleet.take(fleet.core.adopted(name, 0.0))
+    fleet.take(fleet.core.host_lost("h", 2.0))
+    waiting = [fleet.request("m", 3.0) for _ in range(3)]
+    fleet.take(fleet.core.host_back("h", 4.0, {"m0": FoundBackend()}))
+    assert [ticket.backend for ticket in waiting] == ["m0"] * 3
+    assert fleet.state("m1") == "stopped"
 
 
 def test_what_was_found_beside_another_and_cannot_stay_is_stopped_before_anything_is_loaded_there():

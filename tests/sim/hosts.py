@@ -47,6 +47,21 @@ FLEETS = {
         one("b", "1", host="h1", ram=3, evict_to=("sleep", "checkpoint")),
         one("c", "0", ram=5),
     ),
+    "as many as may be": (
+        *(
+            one(f"m{host}{gpu}", gpu, model="m", host=host, most=1)
+            for host in ("", "h1", "h2")
+            for gpu in ("0", "1")
+        ),
+        *(
+            one(f"n{host}", "0", model="n", host=host, most=2, preload=True, evict_to=("sleep",))
+            for host in ("", "h1", "h2")
+        ),
+        *(one(f"l{host}", "1", model="l", host=host, most=1, concurrency=1) for host in ("", "h1", "h2")),
+        one("a", "0"),
+        one("b", "0", "1", host="h1"),
+        one("c", "1", host="h2"),
+    ),
 }
 HOSTS = ("", "h1", "h2")
 MEMORY = {"h1": 13, "h2": 12}
