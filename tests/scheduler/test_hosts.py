@@ -131,6 +131,48 @@ def test_a_queue_goes_elsewhere_when_its_host_is_lost():
     assert waiting.backend == "m1"
 
 
+HERE = ("a", "b", "c", "d")
+SLOW = [Cost("", "m", "stop", 0.0, 30.0, 1, host) for host in HERE]
+
+
+def four_hosts(costs=SLOW, **settings):
+    """``m`` is in standby on ``d``, ``c`` is free, ``a`` and ``b`` have residents."""
+    backends = [on(host, f"m{host}", model="m", evict_to=("sleep",)) for host in HERE]
+    others = [on(host, f"x{host}") for host in "ab"]
+    fleet = Fleet(*backends, *others, costs=costs, **settings)
+    for name in ("xa", "xb"):
+        fleet.take(fleet.core.adopted(name, 0.0))
+    fleet.take(fleet.core.adopted_standby("md", 0.0, "sleep", {}))
+    return fleet
+
+
+def test_a_queue_goes_to_a_warm_standby_then_to_a_free_gpu_then_to_the_cheapest_swap():
+    fleet = four_hosts(
+        [*SLOW, Cost("xb", "m", "stop", 3.0, 30.0, 1, "b"), Cost("xa", "m", "stop", 9.0, 30.0, 1, "a")]
+    )
+    fleet.request("m", 1.0)
+    assert fleet.step(Load, "md").how == "sleep"
+    for host, step in (("d", "load mc"), ("c", "evict xb"), ("b", "evict xa")):
+        assert fleet.take(fleet.core.host_lost(host, 2.0)) == [step]
+
+
+def test_the_cheapest_swap_is_the_one_that_the_host_makes_quickest():
+    costs = [
+        Cost("", "m", "stop", 0.0, seconds, 1, host) for host, seconds in zip("ab", (40.0, 20.0), strict=True)
+    ]
+    fleet = four_hosts(costs)
+    for host in "cd":
+        fleet.take(fleet.core.host_lost(host, 1.0))
+    fleet.request("m", 2.0)
+    assert [step.backend for step in fleet.steps] == ["xb"]
+
+
+def test_of_hosts_that_are_equally_near_the_first_by_name_is_taken_and_of_its_gpus_too():
+    fleet = Fleet(on("b", "m0", model="m"), on("a", "m1", "1", model="m"), on("a", "m2", "0", model="m"))
+    fleet.request("m", 0.0)
+    assert [step.backend for step in fleet.steps] == ["m2"]
+
+
 def test_what_is_ready_on_any_host_serves_and_nothing_is_loaded_beside_it():
     fleet = Fleet(*M)
     fleet.request("m", 0.0)
