@@ -198,10 +198,10 @@ class Stuck(MuxError):
     retry_after = 30.0
 
 
-class HostsLost(MuxError):
-    """The hosts of all of a model's backends are lost, so it can be loaded nowhere."""
+class HostUnavailable(MuxError):
+    """The hosts of all of a model's backends are lost or drained, so it can be loaded nowhere."""
 
-    status, code = 503, "host_lost"
+    status, code = 503, "host_unavailable"
     retry_after = 30.0
 
 

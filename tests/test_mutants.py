@@ -288,7 +288,8 @@ HOST_MUTANTS = {
     ),
     "a queue stays where its host was lost": (
         "planner",
-        "    if state.unseen or leaves or all_obstacles(state, model, now):\n        return math.inf\n",
+        "    if state.unseen or leaves or not state.host.takes_loads or all_obstacles(state, model, now):\n"
+        "        return math.inf\n",
         "",
     ),
     "what is found on a host that is back is left as it was": (

@@ -102,9 +102,9 @@ class Facts:
 
     # From hosts
 
-    def memory_seen(self, held: Mapping[str, int]) -> None:
-        """Other processes hold so many bytes of these GPUs."""
-        self._apply(partial(self._scheduler.memory_seen, held))
+    def memory_seen(self, held: Mapping[str, int], host: str = "") -> None:
+        """Other processes hold so many bytes of these GPUs of a host."""
+        self._apply(partial(self._scheduler.memory_seen, held, host=host))
 
     def host_lost(self, host: str) -> None:
         """Take a host as lost: its leases are cut, and nothing is begun there until it is back."""
@@ -127,6 +127,10 @@ class Facts:
     def host_gone(self, host: str) -> None:
         """Nothing runs any more on a lost host."""
         self._apply(partial(self._scheduler.host_gone, host))
+
+    def host_drained(self, host: str, drained: bool) -> None:
+        """Have all go that is on a host, and load nothing there; or do so no longer."""
+        self._apply(partial(self._scheduler.host_drained, host, drained=drained))
 
     def expect(self, backends: Iterable[str]) -> None:
         """Begin nothing beside backends that may run already until each was adopted or ``looked_at``."""

@@ -141,6 +141,8 @@ class Admission:
     def admit(self, model: Model, now: float) -> None:
         """Lease the queue of a model that is ready."""
         queue = model.queue
+        if not model.ready:
+            return  # its host was drained: it goes next
         if queue.tickets:
             model.demand.admitted(len(queue), now - queue.first.since)
             complete(self._state, model, now)

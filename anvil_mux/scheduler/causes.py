@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
+from anvil_mux.scheduler.hosts import LOCAL
+
 Kind = Literal[
     # of a drain, an eviction or a demotion
     "overdue",
@@ -25,6 +27,7 @@ Kind = Literal[
     "retry_stuck",
     "standby_full",
     "surplus",
+    "host_drained",
     # of a load that no request waits for, and of one that is cancelled
     "preload",
     "missing_stage",
@@ -60,6 +63,7 @@ Kind = Literal[
     "died_early",
     "evict_failed",
     "host_back",
+    "host_undrained",
     "not_found",
     "host_gone",
     "unfit",
@@ -113,7 +117,7 @@ class Cause(NamedTuple):
     detail: str = ""
     """Text from elsewhere: an engine's, a policy's, a difference of configurations, the code of an error."""
     host: str = ""
-    """The host that is lost or back."""
+    """The host that is lost, back or drained."""
 
 
 _EARLY = "{detail} {seconds:.1f} s after it was loaded, before it gave one whole answer"
@@ -131,6 +135,8 @@ SENTENCES: dict[Kind, str] = {
     "memory_needed": "its memory is needed",
     "demote_timer": "in standby by {way} for {seconds:.0f} s",
     "retry_stuck": "trying again to stop it",
+    "host_drained": "the host {host} is drained",
+    "host_undrained": "the host {host} is not drained any more",
     "surplus": "as many of its backends as may be are resident without it",
     "standby_full": "no room for standby by {way}",
     "preload": "preloaded before anybody asks",
@@ -188,6 +194,7 @@ _SEVERED: dict[Kind, str] = {
     "unloaded": "{of} was unloaded on request",
     "changed": "the configuration of {of} changed",
     "removed": "{of} was removed from the configuration",
+    "host_drained": "{of} ran on the host {host}, which was drained",
     "surplus": "as many backends of {of} as may be were resident without this one",
     "idle": "{of} was evicted because nobody used it",
     "policy": "the policy unloaded {of}",
@@ -215,7 +222,7 @@ class Severance(NamedTuple):
     def sentence(self, model: str) -> str:
         """The sentence for the client, without a full stop; ``model``: the request's."""
         cause = self.cause
-        what = _SEVERED[cause.kind].format(of=model, model=cause.model, host=cause.host or "here")
+        what = _SEVERED[cause.kind].format(of=model, model=cause.model, host=cause.host or LOCAL)
         drained = f", after a drain of {self.seconds:.1f} s" if self.seconds else ""
         return f"{what} before this request ended{drained}"
 
@@ -231,7 +238,8 @@ def ending(cause: Cause) -> str:
 
 
 def _filled(template: str, cause: Cause) -> str:
-    return template.format(**{**cause._asdict(), "residents": " and ".join(cause.residents)})
+    figures = {**cause._asdict(), "residents": " and ".join(cause.residents), "host": cause.host or LOCAL}
+    return template.format(**figures)
 
 
 _KINDS = frozenset(get_args(Kind))

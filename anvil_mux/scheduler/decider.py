@@ -61,6 +61,8 @@ class Decider:
         """Return the step to perform now, each once, or until when to wait."""
         if self._state.unseen or self._state.host.is_lost:
             return Wait(FOREVER)
+        if self._state.host.is_drained:
+            self._upkeep.clear_host(now)
         if self._state.bounded:
             self._upkeep.give_up_surplus(now)
         while True:

@@ -60,7 +60,8 @@ KINDS = {
     "deferred": "the policy holds a swap back; `seconds` from now at most, or it is said again",
     "draining": "a backend gets no new leases, because it makes room for `target` or for another `cause`",
     "severed": "a request still leased when the drain ended, which took `seconds`; `cause` is evicted "
-    "(for `target`), unloaded, changed, removed, idle, surplus, policy, silent, host_lost or shutdown",
+    "(for `target`), unloaded, changed, removed, idle, surplus, policy, silent, host_lost, "
+    "host_drained or shutdown",
     "evicting": "a backend begins to leave its GPUs; `seconds` is what the drain took",
     "stopped": "a backend holds nothing; with a `cause` it failed to load, or died",
     "standby": "a backend was evicted and not stopped, and is at the standby level `way`; with a `cause` "
@@ -75,6 +76,8 @@ KINDS = {
     "host_lost": "nobody hears of a host any more: the one that its `cause` names",
     "host_back": "a host that was lost is heard of again; then comes what was found of its backends, where "
     "it is not what it was",
+    "host_drained": "a host is to have nothing on it: what is there is drained and stopped",
+    "host_undrained": "a host that was drained may have backends again",
     "reloaded": "another configuration holds from now on; the `detail` of its `cause` is what is different",
     "reload_failed": "another configuration was refused for a `cause`, and nothing has changed",
 }

@@ -104,7 +104,7 @@ class GroupSwaps:
         slot = swap.target
         if not (swap.cancel and slot and slot.state == "loading"):
             return None
-        if self._is_wanted(slot):
+        if self._is_wanted(slot) and not slot.host.is_drained:
             swap.cancel = None
             return None
         return self._moves.cancel(slot, now, swap.cancel)
@@ -195,6 +195,14 @@ class GroupSwaps:
             self.begin_leaving(victim, now, max(left, 0.0))
         else:
             self._moves.reprieve(victim, now)
+
+    def reprieve_all(self, now: float) -> None:
+        """End the swaps that were begun because the host was drained, as far as they only drain."""
+        for swap in [swap for swap in self._state.swaps if swap.cause.kind == "host_drained"]:
+            if not swap.begun:
+                for victim in swap.victims:
+                    victim.next_level = ""
+                self.dissolve(swap, now)
 
     def spare(self, slot: Slot, now: float) -> None:
         """Take a backend that was pinned out of the swaps that drain it for another model."""

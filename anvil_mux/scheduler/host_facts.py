@@ -1,4 +1,4 @@
-"""The facts about a GPU group's host: it is lost, is back, or is declared gone.
+"""The facts about a GPU group's host: it is lost, is back, is declared gone, or is drained by hand.
 
 The record of a host says whether it is lost. Its backends keep the states that they had meanwhile: they may
 still run. When the host is back each backend is what it was found to be, whatever its state was. One that was
@@ -97,6 +97,17 @@ class HostFacts:
         return self._outcomes.adopt_standby(
             slot, now, found.level, found.residual, host_bytes=found.host_bytes, cause=ADOPTED
         )
+
+    def drained(self, now: float, drained: bool) -> None:
+        """The host was drained by hand, or is so no longer: what is there goes (upkeep.py), or stays."""
+        state = self._state
+        state.changed()
+        if not drained and not state.host.is_lost:
+            self._swaps.reprieve_all(now)
+            for slot in state.slots.values():
+                if slot.state == "standby" and not slot.failed_stops and not slot.leaving:
+                    slot.next_level = ""
+        self._admission.fail_refused(now)
 
     def gone(self, now: float) -> None:
         """Declare that nothing runs there: its backends hold nothing any more, and none is loaded."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+LOCAL = "local"
+"""The name, for people, of the host that anvil-mux runs on."""
+
 
 @dataclass(eq=False, slots=True)
 class HostRecord:
@@ -17,7 +20,10 @@ class HostRecord:
     since: float = -math.inf
     """When it was lost last."""
 
+    is_drained: bool = False
+    """Whether it was drained by hand: nothing stays or is loaded there."""
+
     @property
     def takes_loads(self) -> bool:
         """Whether anything may be loaded there."""
-        return not self.is_lost
+        return not (self.is_lost or self.is_drained)

@@ -78,13 +78,16 @@ class Model:
 
     @property
     def is_coming(self) -> bool:
-        """Whether a swap under way will make it resident; slots that become its own later do not count."""
-        return any(slot.coming and slot.model == self.name for slot in self.active)
+        """Whether a swap under way will make it resident; slots that become its own later do not count.
+
+        Nor does what is still being loaded on a host that was drained: it does not stay.
+        """
+        return any(s.coming and s.model == self.name and not s.host.is_drained for s in self.active)
 
 
 def ready_slots(slots: Iterable[Slot]) -> list[Slot]:
     """The backends that may be leased."""
-    return [slot for slot in slots if slot.state == "ready" and not slot.host.is_lost]
+    return [slot for slot in slots if slot.serves]
 
 
 def max_waits(slots: Iterable[Slot], config: Config) -> dict[str, float]:

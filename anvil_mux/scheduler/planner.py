@@ -144,7 +144,7 @@ def bound(state: GroupState, model: Model, now: float) -> float:
 
 def swap_seconds(state: GroupState, model: Model, now: float) -> float:
     """How long it will take to have ``model`` here, drain included, as far as is known."""
-    if state.host.is_lost:
+    if not state.host.takes_loads:
         return math.inf
     found = None if model.ready else plan(state, model, busy_gpus(state.swaps), now)
     if found:
@@ -162,7 +162,7 @@ def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupStat
 
 def _wait_seconds(state: GroupState, model: Model, now: float) -> float:
     leaves = all(slot.leaving for slot in state.own(model))
-    if state.unseen or leaves or all_obstacles(state, model, now):
+    if state.unseen or leaves or not state.host.takes_loads or all_obstacles(state, model, now):
         return math.inf
     return swap_seconds(state, model, now)
 
@@ -214,7 +214,7 @@ def _lacks_load(state: GroupState, model: Model) -> bool:
 
 def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | None:
     """The next replica of a busy model, and what the policy is shown of it."""
-    if state.host.is_lost or model.is_coming or not state.loadable(model, now):
+    if not state.host.takes_loads or model.is_coming or not state.loadable(model, now):
         return None
     behind = _behind(state, model, now)
     if not behind:

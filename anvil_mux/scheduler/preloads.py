@@ -31,7 +31,7 @@ def next_preload(state: GroupState, now: float) -> Preload | None:
 
     So are those of a model of which enough are resident; while they are coming, the others are kept.
     """
-    for slot in tuple(state.preloads):
+    for slot in tuple(state.preloads) if state.host.takes_loads else ():
         model = state.models[slot.model]
         if not may_come(model, slot) and model.is_coming:
             continue

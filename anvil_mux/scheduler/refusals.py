@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from anvil_mux.config.settings import gib
 from anvil_mux.errors import (
@@ -10,17 +10,20 @@ from anvil_mux.errors import (
     DoesNotFit,
     GpuMemoryShort,
     HostMemoryShort,
-    HostsLost,
+    HostUnavailable,
     LoadError,
     MuxError,
     Stuck,
     with_log,
 )
+from anvil_mux.scheduler.hosts import LOCAL, HostRecord
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Ticket
 
+MOST_HOSTS = 5
+"""How many hosts the text of an error names."""
 MOST_CRASHES = 2
 """How often backends end under one request before that is refused."""
 
@@ -28,12 +31,28 @@ MOST_CRASHES = 2
 def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
     """Why no backend of ``model`` can be loaded; None if one can, or is loading or being evicted."""
     first: MuxError | None = None
+    away: dict[HostRecord, None] = {}
     for each in state.states_of(model):
+        if not each.host.takes_loads:
+            away[each.host] = None
+            continue
         error = all_obstacles(each, model, now)
         if error is None:
             return None
         first = first or error
-    return first
+    return first or (unavailable(model.name, list(away), now) if away else None)
+
+
+def unavailable(model: str, hosts: Sequence[HostRecord], now: float) -> MuxError:
+    """The error of a request for a model none of whose hosts can have it."""
+    whys = [_why_away(host, now) for host in hosts[:MOST_HOSTS]]
+    more = f", and so on for {len(hosts) - MOST_HOSTS} more hosts" if len(hosts) > MOST_HOSTS else ""
+    return HostUnavailable(f"{model} has no host to run on now: {', '.join(whys)}{more}.")
+
+
+def _why_away(host: HostRecord, now: float) -> str:
+    name = host.name or LOCAL
+    return f"{name} has not answered for {now - host.since:.0f} s" if host.is_lost else f"{name} is drained"
 
 
 def all_obstacles(state: GroupState, model: Model, now: float) -> MuxError | None:
@@ -48,8 +67,6 @@ def all_obstacles(state: GroupState, model: Model, now: float) -> MuxError | Non
 
 
 def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
-    if state.host.is_lost:
-        return HostsLost(f"{slot.name} is on the host {state.host.name or 'here'}, which does not answer.")
     if slot.state not in ("stopped", "standby", "stuck") or (slot.leaving and slot.state != "stuck"):
         return None
     for other in state.slots.values():

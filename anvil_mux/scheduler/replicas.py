@@ -42,7 +42,7 @@ class Replicas:
         """The backends to load so that each stage has one; a second, if the only one takes both."""
         if not self._staged:
             return []
-        there = [slot for slot in self._slots.values() if not slot.host.is_lost]
+        there = [slot for slot in self._slots.values() if slot.host.takes_loads]
         loaded = [slot for slot in there if slot.state != "stopped"]
         able = [slot for slot in there if slot.state == "stopped" and slot.retry_at <= now]
         found: list[Slot] = []

@@ -11,7 +11,7 @@ No lock, no clock and no I/O: the multiplexer calls it under its lock, the simul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from anvil_mux.config.change import compare
 from anvil_mux.config.config import Config, gpu_name
@@ -237,6 +237,19 @@ class Scheduler:
         return self._settling.settle(groups, now) if groups else NOTHING
 
     # Facts from people
+
+    def host_drained(self, host: str, now: float, drained: bool) -> Effects:
+        """A host is to have nothing on it, and to get nothing; not ``drained``: it may have again."""
+        record = self.layout.hosts.get(host)
+        if record is None or record.is_drained is drained:
+            return NOTHING
+        record.is_drained = drained
+        kind: Literal["host_drained", "host_undrained"] = "host_drained" if drained else "host_undrained"
+        self._emit(Event(now, kind, "", cause=Cause(kind, host=host)))
+        groups = self.layout.on_host(host)
+        for group in groups:
+            group.host_facts.drained(now, drained)
+        return self._settling.settle(groups, now)
 
     def unload_asked(self, model: str, now: float, *, when_idle: bool = False) -> Effects:
         """The model is to be unloaded; ``when_idle``: once nobody uses it, unless it is asked for before.

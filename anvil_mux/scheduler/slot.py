@@ -115,7 +115,7 @@ class Slot:
     @property
     def serves(self) -> bool:
         """Whether it may be leased."""
-        return self.state == "ready" and not self.host.is_lost
+        return self.state == "ready" and self.host.takes_loads
 
     def named(self, amounts: Mapping[str, int]) -> dict[str, int]:
         """Amounts by GPU id of its host -> the same by the names that GPUs have among those of all hosts."""
@@ -172,6 +172,7 @@ class Slot:
         """The backend answers, loaded from the standby level ``way`` in so many seconds."""
         self.loaded, self.load_seconds = now, seconds
         self.failed_starts, self.failed_stops, self.error, self.log = 0, 0, "", ()
+        self.retry_at = min(self.retry_at, now)  # a stop that failed while it was in standby is settled
         self.level = "stop"
         if way == "stop":
             self.ram = self.backend.ram or 0

@@ -98,6 +98,8 @@ class GroupState:
 
     def loadable(self, model: Model, now: float) -> list[Slot]:
         """The backends of a model here that could be loaded now, were their GPUs free."""
+        if self.host.is_drained:
+            return []
         slots = self.own(model) if model.home else model.slots
         found = [slot for slot in slots if slot.is_loadable(now)]
         return [slot for slot in found if may_come(model, slot)] if model.bounded else found

@@ -27,6 +27,8 @@ class HostState:
     host: str
     lost_seconds: float | None = None
     """Seconds since it was lost; None: it is not lost."""
+    is_drained: bool = False
+    """Whether it was drained by hand."""
 
     @property
     def is_lost(self) -> bool:
@@ -228,7 +230,9 @@ def _backend_state(
 
 def host_state(host: HostRecord, now: float) -> HostState | None:
     """One host; None: the one that anvil-mux runs on."""
-    return HostState(host.name, now - host.since if host.is_lost else None) if host.name else None
+    if not host.name:
+        return None
+    return HostState(host.name, now - host.since if host.is_lost else None, host.is_drained)
 
 
 _SHOWN = ("ready", "draining", "loading", "cancelling", "evicting", "stuck", "demoting", "standby", "stopped")

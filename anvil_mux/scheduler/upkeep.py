@@ -45,9 +45,15 @@ class Upkeep:
             if slot.state == "stuck":
                 return self._moves.evict(slot, now, Cause("retry_stuck"))
             if slot.next_level == "stop" and may_be_stopped(self._state, slot):
-                why = Cause(slot.leaving) if slot.leaving else UNLOADED
+                why = self._why_stopped(slot)
                 return self._moves.demote(slot, now, Cause("retry_stuck") if slot.failed_stops else why)
         return None
+
+    def _why_stopped(self, slot: Slot) -> Cause:
+        if slot.leaving:
+            return Cause(slot.leaving)
+        host = self._state.host
+        return Cause("host_drained", host=host.name) if host.is_drained else UNLOADED
 
     def _demote_next(self, now: float) -> Step | None:
         """Demote a backend that has been at its level for long enough, or because host memory is short."""
@@ -74,6 +80,18 @@ class Upkeep:
             return False
         return state.fits(slot) and state.memory.has_room(slot)
 
+    def clear_host(self, now: float) -> None:
+        """Have all go that is on a drained host, or on its way there; what is in standby is stopped."""
+        cause = Cause("host_drained", host=self._state.host.name)
+        slots = self._state.slots.values()
+        for slot in [slot for slot in slots if slot.coming and slot.state != "cancelling"]:
+            self._swaps.give_up(slot, now, cause)  # that makes victims ready which only drained
+        for slot in slots:
+            if slot.state == "ready":
+                self._swaps.evict(slot, now, cause)
+            if slot.state in ("draining", "standby"):
+                slot.next_level = "stop"
+
     def give_up_surplus(self, now: float) -> None:
         """Give up backends here of models of which more are resident or coming than may be."""
         for model in self._state.bounded:
@@ -97,5 +115,5 @@ class Upkeep:
 
 def may_be_stopped(state: GroupState, slot: Slot) -> bool:
     """Whether a backend is in standby and no request waits for it as it is."""
-    wanted = state.models[slot.model].queue.tickets and not slot.leaving
+    wanted = state.models[slot.model].queue.tickets and not slot.leaving and not state.host.is_drained
     return slot.state == "standby" and not slot.coming and not wanted

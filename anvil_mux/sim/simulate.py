@@ -93,7 +93,15 @@ class HostGone(NamedTuple):
     host: str
 
 
-TraceEntry = Arrival | Unloading | Death | Reload | HostLost | HostBack | HostGone
+class HostDrained(NamedTuple):
+    """A host is drained by hand, or is so no longer."""
+
+    at: float
+    host: str
+    drained: bool = True
+
+
+TraceEntry = Arrival | Unloading | Death | Reload | HostLost | HostBack | HostGone | HostDrained
 
 
 class Outcome(NamedTuple):
@@ -235,7 +243,9 @@ class _Simulation:
             now, _, call, argument = heappop(heap)
             call(now, argument)
 
-    def _tell(self, entry: Unloading | Death | Reload | HostLost | HostBack | HostGone) -> Effects:
+    def _tell(
+        self, entry: Unloading | Death | Reload | HostLost | HostBack | HostGone | HostDrained
+    ) -> Effects:
         match entry:
             case Unloading(at, model):
                 served = model in self._scheduler.layout.served
@@ -250,6 +260,8 @@ class _Simulation:
                 return self._scheduler.host_back(host, at, found)
             case HostGone(at, host):
                 return self._scheduler.host_gone(host, at)
+            case HostDrained(at, host, drained):
+                return self._scheduler.host_drained(host, at, drained)
 
     def _at(self, moment: float, call: Callable[[float, Any], None], argument: object) -> None:
         heappush(self._heap, (moment, next(self._order), call, argument))
@@ -450,6 +462,7 @@ class _Checker:
         self._groups = _groups(config)
         self._hosts = {backend.name: backend.host for backend in config.backends}
         self._lost: set[str] = set()
+        self._drained: set[str] = set()
         self._unfound: set[str] = set()
         """Backends of a host that is back of which nothing was said yet."""
 
@@ -457,7 +470,7 @@ class _Checker:
         self._claim(event.at >= self._then.at, event, "time goes backwards")
         if event.at > self._then.at:
             self._look_for_overdue(event)
-            if self._lost or self._unfound:
+            if self._lost or self._unfound or self._drained:
                 self._look_at_hosts(event)
         admitted = event.kind == "leased" and event.model == self._admitting
         still = not admitted and self._could_be_served(self._admitting)
@@ -471,6 +484,8 @@ class _Checker:
             self._judge_release(event)
         elif event.kind in ("host_lost", "host_back"):
             self._judge_host(event)
+        elif event.kind in ("host_drained", "host_undrained"):
+            self._judge_drain(event)
         elif event.kind not in ("pinned", "unpinned", "deferred"):
             self._judge_move(event)
         self._then.read(event)
@@ -498,11 +513,23 @@ class _Checker:
             if own == host and self._backends[name].state != "stopped":
                 self._unfound.add(name)
 
+    def _judge_drain(self, event: Event) -> None:
+        host = event.cause.host if event.cause else ""
+        is_news = (event.kind == "host_drained") is not (host in self._drained)
+        self._claim(is_news, event, f"{host} was so already")
+        self._drained ^= {host}
+
     def _look_at_hosts(self, event: Event) -> None:
-        """Before time goes on: nothing is leased on a lost host, and what was found is known."""
+        """Before time goes on: nothing is leased on a lost host, nothing is ready on a drained one.
+
+        And of what is on a host that is back it is known what it is.
+        """
         for name in sorted(self._unfound):
             self._claim(False, event, f"nobody says what {name} is, whose host is back")
         self._unfound.clear()
+        for name, host in self._hosts.items() if self._drained else ():
+            stays = host in self._drained - self._lost and self._backends[name].state == "ready"
+            self._claim(not stays, event, f"{name} is ready, whose host is drained")
         for name, host in self._hosts.items() if self._lost else ():
             if host in self._lost:
                 self._claim(not self._backends[name].leases, event, f"{name} is leased, whose host is lost")
@@ -542,7 +569,7 @@ class _Checker:
         """Whether there is a place at any backend that is ready, or at this one."""
         for name, each in self._backends.items():
             if each.model == model and backend in ("", name) and each.state == "ready":
-                if self._lost and self._is_lost(name):
+                if self._hosts[name] in self._lost or self._hosts[name] in self._drained:
                     continue
                 limit = self._slots[name].backend.concurrency
                 if limit is None or len(each.leases) < limit:
@@ -566,6 +593,7 @@ class _Checker:
             if event.kind == "evicting" and backend.target:
                 self._judge_begin(backend.target, event)
         if event.kind == "loading":
+            self._claim(self._hosts[event.backend] not in self._drained, event, "its host is drained")
             self._judge_load(event)
         elif event.kind == "ready":
             self._admitting = event.model
@@ -575,7 +603,9 @@ class _Checker:
         elif event.kind == "demoting" and event.target:
             self._judge_begin(event.target, event)
         elif event.kind == "cancelling":
-            self._claim(not self._queues[event.model].tickets, event, "somebody waits for it")
+            goes_elsewhere = self._hosts[event.backend] in self._drained
+            waited_for = self._queues[event.model].tickets and not goes_elsewhere
+            self._claim(not waited_for, event, "somebody waits for it")
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
 
     def _judge_move_of_host(self, event: Event) -> None:
@@ -618,7 +648,7 @@ class _Checker:
         return sum(
             self._slots[name].backend.infer_type == this.infer_type
             and self._backends[name].state in ("ready", "loading")
-            and not self._is_lost(name)
+            and self._hosts[name] not in self._lost | self._drained
             for name in names
         )
 
@@ -650,6 +680,7 @@ class _Checker:
             if event.at <= overdue or (model in self._limited and self._is_resident(model)):
                 continue
             groups = [g for g in self._groups if any(self._slots[name].model == model for name in g)]
-            there = [name for group in groups for name in group if not self._is_lost(name)]
+            away = self._lost | self._drained
+            there = [name for group in groups for name in group if self._hosts[name] not in away]
             still = all(self._backends[name].state in ("ready", "stopped", "standby") for name in there)
             self._claim(not still, event, f"{model} is overdue, and its swap has not begun")

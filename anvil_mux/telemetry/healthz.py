@@ -81,7 +81,8 @@ def _place(host: HostState | None) -> dict[str, object]:
 
 
 def host_state(host: HostState) -> dict[str, object]:
-    return {"lost": host.is_lost, "lost_seconds": _rounded(host.lost_seconds)}
+    lost_seconds = _rounded(host.lost_seconds)
+    return {"lost": host.is_lost, "lost_seconds": lost_seconds, "drained": host.is_drained}
 
 
 def _rounded(seconds: float | None) -> float | None:

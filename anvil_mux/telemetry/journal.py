@@ -194,7 +194,15 @@ _OF_REQUESTS = frozenset(("queued", "leased", "released"))
 _MOVES = frozenset(
     ("loading", "cancelling", "ready", "draining", "evicting", "standby", "demoting", "stopped")
 )
-_NORMAL = _MOVES | {"deferred", "pinned", "unpinned", "reloaded", "host_back"}
+_NORMAL = _MOVES | {
+    "deferred",
+    "pinned",
+    "unpinned",
+    "reloaded",
+    "host_back",
+    "host_drained",
+    "host_undrained",
+}
 
 
 def _is_failure(event: Event) -> bool:
@@ -297,6 +305,8 @@ _PLAIN = {
     "reload_failed": "configuration refused, nothing has changed: {reason}",
     "host_lost": "{reason}: its requests are severed, and nothing is loaded there",
     "host_back": "{reason}",
+    "host_drained": "{reason}: what is there is drained and stopped, and nothing is loaded there",
+    "host_undrained": "{reason}",
 }
 
 

@@ -112,7 +112,15 @@ class Situation:
                 self._release(event)
             case "pinned" | "unpinned":
                 self.pins[event.model] = event.kind == "pinned"
-            case "deferred" | "reloaded" | "reload_failed" | "host_lost" | "host_back":
+            case (
+                "deferred"
+                | "reloaded"
+                | "reload_failed"
+                | "host_lost"
+                | "host_back"
+                | "host_drained"
+                | "host_undrained"
+            ):
                 pass
             case _:
                 self._move(event)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import Config, Gpu
+from anvil_mux.errors import GpuMemoryShort, HostUnavailable
 from anvil_mux.scheduler.status import HostState
 from anvil_mux.telemetry import healthz
 from tests.multiplexer.test_multiplexer import Stage
@@ -54,6 +55,35 @@ def test_of_several_backends_the_one_that_can_serve_stands_for_its_model():
     Stage(FLEET).play(main)
 
 
+def test_a_host_is_drained_by_hand_and_used_again():
+    def main(stage):
+        stage.mux.facts.adopt({"c": "http://127.0.0.1:1"})
+        stage.mux.facts.host_drained("h1", True)
+        stage.clock.sleep(2.0)
+        status = stage.mux.overview.status()
+        assert status.hosts == (HostState("h1", None, is_drained=True),)
+        assert {m.model: m.state for m in status.models} == {"m": "stopped", "c": "stopped"}
+        assert healthz.host_state(status.hosts[0]) == {"lost": False, "lost_seconds": None, "drained": True}
+        with pytest.raises(HostUnavailable, match="h1 is drained"):
+            stage.mux.lease("c")
+        stage.mux.facts.host_drained("h1", False)
+        stage.mux.lease("c").release()
+
+    Stage(FLEET).play(main)
+
+
+def test_memory_of_other_processes_is_that_of_a_gpu_of_their_host():
+    def main(stage):
+        stage.mux.facts.memory_seen({"0": 8}, "h1")
+        stage.mux.lease("a").release()
+        with pytest.raises(GpuMemoryShort):
+            stage.mux.lease("b")
+
+    gpus = Gpu("0", vram=10), Gpu("0", vram=10, host="h1")
+    backends = one("a", "0", vram=5), one("b", "0", vram=5, host="h1")
+    Stage(Config(policy="eager", max_wait=1.0, backends=backends, gpus=gpus)).play(main)
+
+
 def test_healthz_names_hosts_only_where_there_are_some_beside_our_own():
     def told(stage):
         status = stage.mux.overview.status()
@@ -71,7 +101,7 @@ def test_healthz_names_hosts_only_where_there_are_some_beside_our_own():
         stage.mux.facts.host_lost("h1")
         stage.clock.sleep(2.5)
         hosts, models, backends, gpus = told(stage)
-        assert hosts == [{"lost": True, "lost_seconds": 2.5}]
+        assert hosts == [{"lost": True, "lost_seconds": 2.5, "drained": False}]
         assert [model["host_lost"] for model in models] == [False, True]
         places = [(each.get("host"), each.get("host_lost")) for each in (*backends, *gpus)]
         assert places == [(None, None), ("h1", True), ("h1", True)] * 2

@@ -37,6 +37,7 @@ from anvil_mux.sim.simulate import (
     Death,
     Engines,
     HostBack,
+    HostDrained,
     HostGone,
     HostLost,
     Outcome,
@@ -175,6 +176,8 @@ class Player:
                     )
                 case HostGone(_, host):
                     self._mux.facts.host_gone(host)
+                case HostDrained(_, host, drained):
+                    self._mux.facts.host_drained(host, drained)
         except self._errors.MuxError:
             pass
 

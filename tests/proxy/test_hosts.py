@@ -40,8 +40,8 @@ def test_a_model_on_a_lost_host_is_offered_to_nobody(make_rig: Make) -> None:
     client.post(ASK)
     refused = client.read()
     error = json.loads(refused.body)["error"]
-    assert (refused.status, error["code"]) == (503, "host_lost")
-    assert "on the host h1" in error["message"]
+    assert (refused.status, error["code"]) == (503, "host_unavailable")
+    assert "h1 has not answered for" in error["message"]
     assert refused.header(b"retry-after")
     rig.mux.facts.host_back("h1", {"a": rig.engine.url})
     assert offered() == ("loaded", "m", False)
@@ -93,8 +93,8 @@ def test_it_is_told_that_its_host_is_lost_where_there_is_no_other(make_rig: Make
     rig.mux.facts.host_lost("h1")
     answer = client.read()
     error = json.loads(answer.body)["error"]
-    assert (answer.status, error["code"]) == (503, "host_lost")
-    assert "on the host h1" in error["message"]
+    assert (answer.status, error["code"]) == (503, "host_unavailable")
+    assert "h1 has not answered for" in error["message"]
 
 
 def test_an_answer_that_has_begun_ends_with_an_error_that_names_the_host(make_rig: Make) -> None:

@@ -206,12 +206,12 @@ def test_the_leases_of_a_lost_host_are_severed_and_its_queues_fail_if_nobody_els
     fleet.take(fleet.core.host_lost("h", 3.0))
     assert fleet.last.cut == [running]
     assert running.severed.cause == Cause("host_lost", host="h")
-    assert (waiting.error.status, waiting.error.code) == (503, "host_lost")
+    assert (waiting.error.status, waiting.error.code) == (503, "host_unavailable")
     assert waiting.error.retry_after
     assert fleet.last.woken == [waiting]
     assert beside.severed is None
     assert fleet.kinds(3.0) == ["host_lost", "severed b", "failed c"]
-    assert fleet.request("b", 4.0).error.code == "host_lost"
+    assert fleet.request("b", 4.0).error.code == "host_unavailable"
     assert fleet.core.host_lost("h", 5.0) is NOTHING
 
 
@@ -330,7 +330,7 @@ def test_a_host_that_is_declared_gone_holds_nothing_and_is_still_lost():
     fleet.take(fleet.core.host_lost("h", 2.0))
     fleet.take(fleet.core.host_gone("h", 3.0))
     assert fleet.state("a") == "stopped"
-    assert fleet.request("a", 4.0).error.code == "host_lost"
+    assert fleet.request("a", 4.0).error.code == "host_unavailable"
     fleet.take(fleet.core.host_back("h", 5.0, {}))
     fleet.request("a", 6.0)
     assert fleet.step(Load, "a")
@@ -383,6 +383,148 @@ def test_one_that_goes_to_another_host_ties_groups_there_only_once_it_is_there()
     assert [group.name for group in fleet.core.layout.groups] == ["h/0+h/1"]
 
 
+# Drained by hand
+
+
+def test_what_is_on_a_host_that_is_drained_is_drained_and_stopped_and_its_queues_go_elsewhere():
+    fleet = Fleet(*M, on("h", "s", "1", evict_to=("sleep",)), on("h", "x", "2", evict_to=("sleep",)))
+    for name in ("m1", "x"):
+        fleet.take(fleet.core.adopted(name, 0.0))
+    fleet.take(fleet.core.adopted_standby("s", 0.0, "sleep", {}))
+    running = fleet.request("m", 1.0)
+    assert fleet.take(fleet.core.host_drained("h", 2.0, True)) == ["demote s", "evict x"]
+    assert [(step.backend, getattr(step, "to", step.how)) for step in fleet.steps] == [
+        ("s", "stop"),
+        ("x", "stop"),
+    ]
+    assert fleet.state("m1") == "draining"
+    waiting = fleet.request("m", 3.0)
+    assert [step.backend for step in fleet.steps][2:] == ["m0"]
+    fleet.loaded("m0", 4.0)
+    assert waiting.backend == "m0"
+    assert running.severed is None
+    assert fleet.take(fleet.core.time_passed(7.0)) == ["evict m1"]
+    assert running.severed.cause == Cause("host_drained", host="h")
+    assert fleet.core.host_drained("h", 8.0, True) is NOTHING
+    fleet.evicted("m1", 8.0)
+    assert fleet.request("s", 9.0).error.code == "host_unavailable"
+    fleet.take(fleet.core.host_drained("h", 10.0, False))
+    fleet.request("x", 11.0)
+    assert fleet.kinds(10.0) == ["host_undrained"]
+
+
+def test_a_load_on_a_host_that_is_drained_is_cancelled_and_its_queue_need_not_wait_for_that():
+    fleet = Fleet(on("a", "m0", model="m"), on("b", "m1", model="m"))
+    waiting = fleet.request("m", 0.0)
+    assert fleet.take(fleet.core.host_drained("a", 1.0, True)) == ["cancel m0", "load m1"]
+    late = fleet.core.loaded(fleet.step(Load, "m0"), 2.0, "stop")  # too late to be cancelled
+    assert fleet.take(late) == ["evict m0"]
+    assert not waiting.settled
+    fleet.loaded("m1", 3.0)
+    assert waiting.backend == "m1"
+
+
+def test_victims_that_only_drained_for_a_load_there_go_as_well():
+    fleet = Fleet(on("h", "a"), on("h", "b"), drain_timeout=60.0)
+    running = fleet.request("a", 0.0)
+    fleet.loaded("a", 1.0)
+    waiting = fleet.request("b", 2.0)
+    fleet.take(fleet.core.host_drained("h", 3.0, True))
+    assert waiting.error.code == "host_unavailable"
+    assert fleet.state("a") == "draining"
+    assert fleet.take(fleet.core.released(running, 4.0)) == ["evict a"]
+
+
+def test_what_has_only_been_drained_so_far_stays_when_the_host_is_to_be_used_again():
+    fleet = Fleet(on("h", "a", evict_to=("sleep",)), on("h", "b"))
+    running = fleet.request("a", 0.0)
+    fleet.loaded("a", 1.0)
+    fleet.take(fleet.core.host_drained("h", 2.0, True))
+    assert fleet.request("a", 3.0).error.code == "host_unavailable"
+    assert fleet.take(fleet.core.host_drained("h", 4.0, False)) == []
+    assert fleet.state("a") == "ready"
+    assert fleet.request("a", 5.0).backend == "a"
+    fleet.take(fleet.core.time_passed(60.0))
+    assert running.severed is None
+    fleet.request("b", 61.0)
+    fleet.take(fleet.core.time_passed(70.0))
+    assert fleet.step(Evict, "a").how == "sleep"
+
+
+def test_what_is_found_on_a_drained_host_that_is_back_goes_at_once_and_gets_no_lease():
+    fleet = Fleet(*M)
+    fleet.take(fleet.core.host_lost("h", 0.0))
+    fleet.take(fleet.core.host_drained("h", 1.0, True))
+    waiting = fleet.request("m", 2.0)
+    assert fleet.step(Load, "m0")
+    assert fleet.take(fleet.core.host_back("h", 3.0, {"m1": FoundBackend()})) == ["evict m1"]
+    assert not waiting.settled
+
+
+def test_requests_are_told_which_hosts_their_model_has_and_what_is_so():
+    fleet = Fleet(on("gpu-b", "m0", model="m"), on("gpu-c", "m1", model="m"), on("", "x"))
+    fleet.take(fleet.core.host_lost("gpu-b", 1.0))
+    waiting = fleet.request("m", 2.0)
+    assert not waiting.settled
+    fleet.take(fleet.core.host_drained("gpu-c", 13.0, True))
+    for ticket in (waiting, fleet.request("m", 13.0)):
+        assert (ticket.error.status, ticket.error.code, ticket.error.retry_after) == (
+            503,
+            "host_unavailable",
+            30.0,
+        )
+        what = "m has no host to run on now: gpu-b has not answered for 12 s, gpu-c is drained."
+        assert ticket.error.message == what
+    fleet.take(fleet.core.host_lost("", 14.0))
+    assert "local has not answered for 2 s" in fleet.request("x", 16.0).error.message
+
+
+# Lost from the very start
+
+
+def test_a_host_may_be_lost_before_anything_is_known_of_it():
+    fleet = Fleet(*M, on("h", "a", "1"))
+    fleet.core.host_lost("h", 0.0)
+    fleet.core.expected(["m0", "m1", "a"])
+    assert fleet.core.layout.unseen == ["m0"]
+    assert fleet.core.adopted("m1", 0.0) is NOTHING
+    fleet.take(fleet.core.looked_at("m0", 0.0))
+    fleet.take(fleet.core.time_passed(0.0))
+    waiting = fleet.request("m", 1.0)
+    assert [step.backend for step in fleet.steps] == ["m0"]
+    assert fleet.request("a", 1.0).error.code == "host_unavailable"
+    fleet.take(fleet.core.host_back("h", 2.0, {"m1": FoundBackend(), "a": FoundBackend("sleep")}))
+    assert waiting.backend == "m1"
+    assert fleet.state("a") == "standby"
+
+
+def test_what_was_expected_there_is_waited_for_no_longer_once_its_host_is_lost():
+    fleet = Fleet(*M)
+    fleet.core.expected(["m1"])
+    waiting = fleet.request("m", 0.0)
+    assert [step.backend for step in fleet.steps] == ["m0"]
+    fleet.take(fleet.core.host_lost("h", 1.0))
+    assert fleet.core.layout.unseen == []
+    assert fleet.core.looked_at("m1", 2.0) is NOTHING
+    fleet.loaded("m0", 3.0)
+    assert waiting.backend == "m0"
+
+
+def test_a_late_report_of_an_eviction_says_nothing_of_what_was_loaded_since():
+    fleet = Fleet(on("h", "a"), on("h", "b"))
+    first = fleet.request("a", 0.0)
+    fleet.loaded("a", 1.0)
+    fleet.take(fleet.core.released(first, 2.0))
+    fleet.request("b", 3.0)
+    late = fleet.step(Evict, "a")
+    fleet.take(fleet.core.host_lost("h", 4.0))
+    fleet.take(fleet.core.host_back("h", 5.0, {"a": FoundBackend()}))
+    running = fleet.request("a", 6.0)
+    assert fleet.core.evicted(late, 7.0) is NOTHING
+    assert fleet.core.evict_failed(late, 7.0, "no") is NOTHING
+    assert (fleet.state("a"), running.severed) == ("ready", None)
+
+
 # Residents and reservations of a model on several hosts
 
 
@@ -407,3 +549,15 @@ def test_an_overdue_queue_reserves_one_candidate_not_all():
     state, model = fleet.core.layout.of_backend["m1"].state, fleet.core.layout.models["m"]
     assert [slot.name for slot in state.loadable(model, 0.0)] == ["m1", "m2"]
     assert [slot.name for slot in reserved(state, model, 0.0)] == ["m1"]
+
+
+def test_a_backend_that_could_not_be_stopped_in_standby_takes_requests_once_it_is_loaded():
+    fleet = Fleet(*M[:1], on("", "m2", "1", model="m", evict_to=("sleep",)))
+    fleet.take(fleet.core.adopted_standby("m2", 0.0, "sleep", {}))
+    fleet.take(fleet.core.unload_asked("m", 1.0))
+    [stop] = fleet.steps
+    fleet.take(fleet.core.evict_failed(stop, 2.0, "no"))
+    waiting = fleet.request("m", 3.0)
+    fleet.loaded("m2", 4.0)
+    assert waiting.error is None
+    assert waiting.backend == "m2"

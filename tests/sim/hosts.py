@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from anvil_mux.config.config import Config
 from anvil_mux.scheduler.host_facts import FoundBackend
-from anvil_mux.sim.simulate import HostBack, HostGone, HostLost
+from anvil_mux.sim.simulate import HostBack, HostDrained, HostGone, HostLost
 from tests.sim.test_simulate import Hazards, one, own_settings, random_settings, random_traffic, tick
 
 FLEETS = {
@@ -95,6 +95,16 @@ def losses(draw, backends, end):
             yield HostBack(tick(now), host, found(draw, [b for b in backends if b.host == host]))
 
 
+def drains(draw, end):
+    """Hosts that are drained by hand, mostly for a while; also lost ones."""
+    now = tick(draw.uniform(0.0, end))
+    for host in draw.sample(HOSTS, draw.choice((0, 1, 1, 2))):
+        yield HostDrained(now, host)
+        if draw.random() < 0.8:
+            yield HostDrained(tick(now + draw.uniform(0.5, 20.0)), host, drained=False)
+        now += tick(draw.uniform(1.0, 20.0))
+
+
 def world_of_hosts(fleet, policy, seed, requests=80):
     """A configuration, a trace of distinct moments with losses of hosts, and engines."""
     draw = random.Random(f"{fleet} {policy} {seed}")
@@ -118,5 +128,6 @@ def world_of_hosts(fleet, policy, seed, requests=80):
     )
     trace, end = random_traffic(draw, backends, requests)
     trace += losses(draw, backends, end)
+    trace += drains(draw, end)
     trace.sort(key=lambda entry: entry.at)
     return config, trace, engines
