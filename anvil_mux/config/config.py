@@ -225,7 +225,7 @@ class Config:
     """The absolute path of the file with API keys."""
     tls_cert: str | None = None
     tls_key: str | None = None
-    hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     """Names by which clients may call it, besides those of this machine."""
     cors: tuple[str, ...] = ()
     """Origins of other web sites whose pages may use it."""

@@ -40,7 +40,7 @@ from anvil_mux.config.plugins import Plugins
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.profile import Profile, read
 from anvil_mux.config.settings import Setting
-from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
+from anvil_mux.config.table import RENAMED, SERVICE_SETTINGS, SETTINGS
 from anvil_mux.errors import ConfigError
 
 
@@ -157,6 +157,9 @@ class _ConfigReader:
         values = self._take(SETTINGS, given, ("x-anvil",))
         for key in values:
             self._origins[key] = self._problems.where(("x-anvil", key)).partition(": ")[0]
+        for old, new in RENAMED.items():
+            if self._environ.get(f"ANVIL_{old.upper()}"):
+                self._problems.of_variable(f"ANVIL_{old.upper()}", f"is now ANVIL_{new.upper()}")
         for key, setting in SETTINGS.items():
             variable = f"ANVIL_{key.upper()}"
             if text := self._environ.get(variable):
@@ -196,7 +199,7 @@ class _ConfigReader:
         taken: dict[str, Any] = {}
         for name, value in (given or {}).items():
             if name not in table:
-                self._problems.add((*key, prefix + name), f"unknown key; {settings.nearest(name, table)}")
+                self._problems.add((*key, prefix + name), _unknown(name, table))
             elif value is not None:
                 tell = partial(self._problems.within, (*key, prefix + name))
                 taken |= self._read(name, table[name], value, tell)
@@ -376,6 +379,12 @@ class _ConfigReader:
         """The GPU under its own id, with its real memory where none is declared."""
         real = self._present.get(gpu.id)
         return gpu if real is None else Gpu(real.id, gpu.vram or real.vram, gpu.reserve)
+
+
+def _unknown(key: str, table: Mapping[str, Setting]) -> str:
+    if table is SETTINGS and key in RENAMED:
+        return f"is now called {RENAMED[key]}: write x-anvil: {{{RENAMED[key]}: ...}}"
+    return f"unknown key; {settings.nearest(key, table)}"
 
 
 def _check_service(name: str, described: dict[str, Any]) -> None:

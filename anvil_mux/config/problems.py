@@ -47,6 +47,10 @@ class Problems:
             case _:
                 self.add(("x-anvil", key, *path), text)
 
+    def of_variable(self, variable: str, text: str) -> None:
+        """Add a problem with a variable of the environment."""
+        self._found.append(f"{variable}: {text}")
+
     def where(self, key: KeyPath) -> str:
         """The file, line and key that a key of the merged files comes from."""
         return max(reversed(self._documents), key=lambda document: document.knows(key)).where(key)

@@ -187,7 +187,7 @@ SETTINGS: dict[str, Setting] = {
         TEXT, "A file with the certificate (and its chain) for https; needs tls_key.", is_file=True
     ),
     "tls_key": _live(TEXT, "A file with the certificate's private key.", is_file=True),
-    "hosts": _live(
+    "allowed_hosts": _live(
         settings.NAMES, "Names in the Host header that are answered to besides this machine's; see security."
     ),
     "cors": _live(settings.ORIGINS, "Other web sites whose pages may use this address; see security."),
@@ -195,6 +195,8 @@ SETTINGS: dict[str, Setting] = {
     "hooks": _at_start(hooks.KIND, "Commands or web addresses that get the events of models."),
 }
 """The settings in ``x-anvil`` at the top level, which fill ``Config``."""
+RENAMED = {"hosts": "allowed_hosts"}
+"""A key of the top level that is another setting's name now -> the name of what it was."""
 
 _steers = partial(Setting, live=True, logged=True)
 _replaces = partial(Setting, live=False, logged=True)

@@ -46,7 +46,7 @@ class Access:
         self.config = config
         self.keys = keys
         self.only_local_hosts = only_local_hosts
-        self._hosts = frozenset(host.lower() for host in config.hosts)
+        self._hosts = frozenset(host.lower() for host in config.allowed_hosts)
         self._readers = frozenset(origin.encode("ascii") for origin in config.cors)
         self._models: Mapping[str, str] = config.names
         names: dict[str, set[str]] = {}
@@ -90,7 +90,7 @@ class Access:
         if (self.only_local_hosts or self._hosts) and not _is_local(host):
             name = host.decode("latin-1")
             if _name_in(name) not in self._hosts:
-                text = f"this address does not answer for the host {name!r}; see the setting `hosts`"
+                text = f"this address does not answer for the host {name!r}; see the setting `allowed_hosts`"
                 raise BadRequest(text, status=403)
         acts = (
             entry.route.model_in == "query"  # a GET that loads a model, as no other does

@@ -134,7 +134,8 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
            max_queue: 3, max_connections: 4, upstream_timeout: 5, loading_grace: 6, max_body: 1MiB,
            client_timeout: 7, max_upload: 2MB, default_model: a, on_exit: stop, routing: lmetric,
            host_memory: 64GiB, preload: yes, hooks: {url: "http://x"},
-           hosts: [mux], cors: ["HTTPS://app.example"], key_file: /keys, tls_cert: /cert, tls_key: /key}
+           allowed_hosts: [mux], cors: ["HTTPS://app.example"], key_file: /keys, tls_cert: /cert,
+           tls_key: /key}
         services: {a: {command: [a], x-anvil: {}}}
     """
     found = plain(tmp_path, text)
@@ -147,7 +148,8 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert (found.default_model, found.on_exit, found.routing) == ("a", "stop", "lmetric")
     assert (found.host_memory, found.preload, found.backends[0].preload) == (64 << 30, True, True)
     assert [hook.url for hook in found.hooks] == ["http://x"]
-    assert (found.hosts, found.cors, found.key_file) == (("mux",), ("https://app.example",), "/keys")
+    assert (found.allowed_hosts, found.cors) == (("mux",), ("https://app.example",))
+    assert found.key_file == "/keys"
     assert (found.tls_cert, found.tls_key) == ("/cert", "/key")
     assert not {key for key, origin in found.origins.items() if origin == "default"}
 
@@ -216,6 +218,13 @@ def test_a_bad_setting_is_blamed_on_what_gave_it(tmp_path: Path) -> None:
     blamed = sorted(problem.partition(":")[0] for problem in caught.value.problems)
     given = ["--drain-timeout", "--eviction", "ANVIL_DEFAULT_MODEL", "ANVIL_MAX_WAIT", "ANVIL_POLICY"]
     assert blamed == given
+
+
+def test_a_setting_that_was_renamed_is_told_by_its_new_name(tmp_path: Path) -> None:
+    (told,) = problems(tmp_path, TOP % "hosts: [mux.example]")
+    assert told.endswith(": x-anvil.hosts: is now called allowed_hosts: write x-anvil: {allowed_hosts: ...}")
+    (told,) = problems(tmp_path, TOP % "", environ={"ANVIL_HOSTS": "mux.example"})
+    assert told == "ANVIL_HOSTS: is now ANVIL_ALLOWED_HOSTS"
 
 
 def test_an_alias_that_is_the_model_itself_is_dropped(tmp_path: Path) -> None:
@@ -1293,11 +1302,11 @@ def test_replicas_may_share_what_each_gets_a_port_of_its_own_from(tmp_path: Path
 
 
 def test_files_of_keys_and_certificates_are_seen_from_the_compose_file(tmp_path: Path) -> None:
-    top = "x-anvil: {key_file: keys.txt, tls_cert: /etc/cert.pem, tls_key: ../key.pem, hosts: mux.example}"
-    found = plain(tmp_path, f"{top}\nservices: {{a: {{image: x, x-anvil: {{}}}}}}")
+    files = "key_file: keys.txt, tls_cert: /etc/cert.pem, tls_key: ../key.pem"
+    found = plain(tmp_path, TOP % f"{files}, allowed_hosts: mux.example")
     assert found.key_file == str(tmp_path / "keys.txt")
     assert (found.tls_cert, found.tls_key) == ("/etc/cert.pem", str(tmp_path.parent / "key.pem"))
-    assert found.hosts == ("mux.example",)
+    assert found.allowed_hosts == ("mux.example",)
 
 
 @pytest.mark.parametrize(

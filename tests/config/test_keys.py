@@ -324,7 +324,7 @@ def test_keeping_alive_for_nothing_is_for_admins_too(locked: Rig) -> None:
 
 
 def test_names_that_are_given_are_answered_to(make_rig: Callable[..., Rig]) -> None:
-    rig = make_rig(hosts=("mux.example",))
+    rig = make_rig(allowed_hosts=("mux.example",))
     for host, status in (
         (b"mux.example", 200),
         (b"MUX.example:9292", 200),
@@ -338,7 +338,7 @@ def test_names_that_are_given_are_answered_to(make_rig: Callable[..., Rig]) -> N
 
 def test_on_an_open_address_names_are_checked_only_where_they_are_given(make_rig: Callable[..., Rig]) -> None:
     for hosts, status in (((), 200), (("mux.example",), 403)):
-        rig = make_rig(hosts=hosts)
+        rig = make_rig(allowed_hosts=hosts)
         rig.handler.only_local_hosts = False
         client = rig.client()
         client.send(b"GET /v1/models HTTP/1.1\r\nHost: evil.example\r\n\r\n")
