@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from anvil_mux.config.config import Config
+    from anvil_mux.config.config import Config, Machine
 
 T = TypeVar("T")
 
@@ -60,9 +60,13 @@ def read_positive(text: str) -> int:
 
 
 def configuration(
-    files: Sequence[str], overrides: Mapping[str, object] | None = None, *, here: bool = False
+    files: Sequence[str],
+    overrides: Mapping[str, object] | None = None,
+    *,
+    here: bool = False,
+    hosts: Mapping[str, Machine] | None = None,
 ) -> Config:
-    """Load the configuration; ``here``: it has to work on this machine."""
+    """Load the configuration; ``here``: it has to work on this machine; ``hosts``: those of the cluster."""
     from anvil_mux import plugins
     from anvil_mux.config import composefile, config
     from anvil_mux.host import check
@@ -75,4 +79,5 @@ def configuration(
         present=present,
         overrides=overrides,
         judge=check.why_not_checkpoint if here else None,
+        hosts=hosts or {},
     )

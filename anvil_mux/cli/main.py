@@ -271,6 +271,7 @@ def _configuration_served(given: argparse.Namespace) -> Config:
 
 
 def _check(given: argparse.Namespace) -> int:
+    from anvil_mux.config.config import LOCAL
     from anvil_mux.host import check
     from anvil_mux.host.seam import HostConfig
     from anvil_mux.serve.credentials import open_address, secrets
@@ -280,16 +281,20 @@ def _check(given: argparse.Namespace) -> int:
     warnings = [*config.warnings, *_slow_loads(config), *_missing_images(config)]
     warnings += check.missing_rights(HostConfig.of(config))
     warnings += filter(None, [open_address(config, keyring)])
-    rows = [_backend_row(config, backend) for backend in config.backends]
+    rows: list[tuple[str, ...]] = [_backend_row(config, backend) for backend in config.backends]
+    keys: tuple[str, ...] = ("model", "backend", "engine", "gpus", "vram", "port")
+    if any(backend.host for backend in config.backends):
+        keys = (*keys, "host")
+        rows = [(*row, each.host or LOCAL) for row, each in zip(rows, config.backends, strict=True)]
     if given.json:
-        keys = ("model", "backend", "engine", "gpus", "vram", "port")
         models = [
-            {**dict(zip(keys, row, strict=True)), "gpus": row[3].split(",") if row[3] else []} for row in rows
+            {**dict(zip(keys, row, strict=True)), "gpus": list(backend.gpus)}
+            for row, backend in zip(rows, config.backends, strict=True)
         ]
         listen = f"{config.host}:{config.port}"
         print_json({"listen": listen, "models": models, "problems": [], "warnings": warnings})
         return 0
-    print_table(("MODEL", "BACKEND", "ENGINE", "GPUS", "VRAM", "PORT"), rows)
+    print_table([key.upper() for key in keys], rows)
     for warning in warnings:
         say(f"warning: {warning}")
     counts = f"{counted(rows, 'backend')}, {counted(warnings, 'warning')}"
@@ -364,8 +369,14 @@ def _value(config: Config, key: str) -> Any:
         case "listen":
             return f"{config.host}:{config.port}"
         case "gpus":
-            sizes = ((gpu.id, {"vram": gpu.vram, "reserve": gpu.reserve}) for gpu in config.gpus)
-            return {id: {name: size for name, size in about.items() if size} for id, about in sizes}
+            return _gpus(config, "")
+        case "machines":
+            hosts = dict.fromkeys([*(gpu.host for gpu in config.gpus if gpu.host), *config.memory_of_hosts])
+            about = {host: (_gpus(config, host), config.memory_of(host)) for host in hosts}
+            return {
+                host: {k: v for k, v in (("gpus", gpus), ("host_memory", memory)) if v}
+                for host, (gpus, memory) in about.items()
+            }
         case "hooks":
             return [{name: said for name, said in asdict(hook).items() if said} for hook in config.hooks]
         case "policy" | "eviction":
@@ -377,6 +388,14 @@ def _value(config: Config, key: str) -> Any:
             store = re.sub("//.*@", "//***@", config.routing_store)  # may hold a password
             return {"default": config.routing, "mode": mode, "policies": policies, "store": store}
     return getattr(config, key)
+
+
+def _gpus(config: Config, host: str) -> dict[str, dict[str, int]]:
+    """The GPUs of a host, as the file would say them."""
+    sizes = [
+        (gpu.id, (("vram", gpu.vram), ("reserve", gpu.reserve))) for gpu in config.gpus if gpu.host == host
+    ]
+    return {id: {name: size for name, size in about if size} for id, about in sizes}
 
 
 def _print_routing(given: argparse.Namespace) -> int:

@@ -104,8 +104,11 @@ def within(old: Config, new: Config) -> Config:
 
 
 def _resized(old: Described, new: Described) -> set[str]:
-    """The GPUs whose memory is known to be another now."""
-    before = {gpu.name: gpu for gpu in old.gpus}
+    """The GPUs whose memory is known to be another now.
+
+    Those of a host that was not there are not: until then each of their backends had its GPUs whole.
+    """
+    before = {gpu.name: gpu for gpu in old.gpus if not gpu.host or gpu.vram is not None}
     return {gpu.name for gpu in new.gpus if before.get(gpu.name, gpu) != gpu}
 
 

@@ -20,6 +20,7 @@ from anvil_mux.config.config import (
     Gpu,
     default_of,
 )
+from anvil_mux.config.interpolate import KeyPath
 from anvil_mux.config.plugins import Plugins
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.settings import gib
@@ -28,8 +29,8 @@ from anvil_mux.config.settings import gib
 class Checks:
     """The checks of one configuration; what they find they add to ``problems``.
 
-    ``values``: the arguments of ``Config`` that are given. ``host_ports``: backend -> the ports of the host
-    that it takes.
+    ``values``: the arguments of ``Config`` that are given. ``gpus``: by their names. ``host_ports``: backend
+    -> the ports of its host that it takes. ``services``: backend -> the service of the files behind it.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Checks:
         backends: Sequence[Backend],
         gpus: Mapping[str, Gpu],
         host_ports: Mapping[str, Set[int]],
+        services: Mapping[str, str],
     ) -> None:
         self._problems = problems
         self._plugins = plugins
@@ -48,6 +50,9 @@ class Checks:
         self._backends = backends
         self._gpus = gpus
         self._host_ports = host_ports
+        self._services = services
+        self._several = Counter(services[each.name] for each in backends if each.service.scale == 1)
+        """Service -> how many backends are made of it, of which only some are loaded at once."""
 
     def run(self) -> None:
         self._check_settings()
@@ -57,6 +62,10 @@ class Checks:
         self._check_room()
         self._check_ports()
         self._check_waits()
+
+    def _key(self, backend: Backend, *path: str) -> KeyPath:
+        """The key of the files below which the backend's service stands."""
+        return ("services", self._services[backend.name], *path)
 
     def _value(self, key: str) -> Any:
         """The value that holds for a setting of ``Config``."""
@@ -89,7 +98,7 @@ class Checks:
             self._problems.of_setting("routing", f"no policy {default}; {settings.nearest(default, known)}")
         models: dict[str, tuple[str, str]] = {}
         for backend in self._backends:
-            key = ("services", backend.service_name, "x-anvil", "routing")
+            key = self._key(backend, "x-anvil", "routing")
             name = backend.routing or default
             if backend.routing and name not in known:
                 self._problems.add(key, f"no policy {name}; {settings.nearest(name, known)}")
@@ -98,9 +107,7 @@ class Checks:
                 self._problems.add(key, f"is {name}, but {first}, a replica of the same model, has {other}")
             for need in sorted(needs.get(name, ())):
                 if not getattr(backend, need):
-                    self._problems.add(
-                        ("services", backend.service_name), f"needs {need}, because routing is {name}"
-                    )
+                    self._problems.add(self._key(backend), f"needs {need}, because routing is {name}")
 
     def _check_stages(self) -> None:
         for one, other in (("prefill", "decode"), ("decode", "prefill")):
@@ -108,7 +115,7 @@ class Checks:
             for backend in self._backends:
                 if backend.infer_type == one and backend.model not in served:
                     self._problems.add(
-                        ("services", backend.service_name, "x-anvil", "infer_type"),
+                        self._key(backend, "x-anvil", "infer_type"),
                         f"is {one}, but no service of {backend.model} is {other}: both stages are needed",
                     )
 
@@ -127,59 +134,85 @@ class Checks:
     def _check_names(self) -> None:
         for name, count in Counter(backend.name for backend in self._backends).items():
             if count > 1:
-                self._problems.add(("services", name), f"a replica of a scaled service is called {name} too")
+                scaled = any(each.name == name and each.service.scale > 1 for each in self._backends)
+                what = "a replica of a scaled service" if scaled else "what another service becomes on a host"
+                self._problems.add(("services", name), f"{what} is called {name} too")
         owners = {backend.model: backend.model for backend in self._backends}
         for backend in self._backends:
             for alias in backend.aliases:
                 owner = owners.setdefault(alias, backend.model)
                 if owner != backend.model:
                     self._problems.add(
-                        ("services", backend.service_name, "x-anvil", "aliases"),
+                        self._key(backend, "x-anvil", "aliases"),
                         f"{alias} is already a name of {owner}",
                     )
 
     def _check_room(self) -> None:
-        for gpu in self._gpus.values():
-            users = [backend for backend in self._backends if gpu.id in backend.gpus]
-            room = _room(gpu)
-            for backend in users:
-                key = ("services", backend.service_name, "x-anvil", "vram")
-                if backend.vram and room is None:
-                    self._problems.warnings.append(
-                        f"{self._problems.where(key)} has no effect: how large GPU {gpu.id} is is not known; "
-                        f'declare it: x-anvil: {{gpus: {{"{gpu.id}": {{vram: ...}}}}}}'
-                    )
-                elif backend.vram and room is not None and backend.vram > room:
-                    self._problems.add(
-                        key, f"{gib(backend.vram)} never fit GPU {gpu.id}, which has {gib(room)} for models"
-                    )
-            self._check_replicas(gpu, room, users)
-            self._check_pins(gpu, room, users)
+        users: dict[str, list[Backend]] = {name: [] for name in self._gpus}
+        for backend in self._backends:
+            for name in backend.gpu_names:
+                users[name].append(backend)
+        told: set[str] = set()
+        for name, gpu in self._gpus.items():
+            for backend in users[name]:
+                if backend.vram and (service := self._services[backend.name]) not in told:
+                    told |= {service} if self._check_size(gpu, backend) else set()
+            self._check_replicas(gpu, users[name])
+        self._check_pins(users)
 
-    def _check_replicas(self, gpu: Gpu, room: int | None, users: Sequence[Backend]) -> None:
-        for name, count in Counter(backend.service_name for backend in users).items():
-            pair = [backend for backend in users if backend.service_name == name][:2]
-            if count > 1 and not pair[0].vram_measured and not _fit(pair, room):
+    def _check_size(self, gpu: Gpu, backend: Backend) -> bool:
+        """Check that a GPU is large enough for a backend; return whether something was wrong with that."""
+        key, room = self._key(backend, "x-anvil", "vram"), _room(gpu)
+        assert backend.vram
+        if room is None:
+            text = f'gpus: {{"{gpu.id}": {{vram: ...}}}}'
+            self._problems.warnings.append(
+                f"{self._problems.where(key)} has no effect: how large GPU {gpu.name} is is not known; "
+                f"declare it: x-anvil: {{{f'machines: {{{gpu.host}: {{{text}}}}}' if gpu.host else text}}}"
+            )
+        elif backend.vram > room:
+            self._problems.add(
+                key, f"{gib(backend.vram)} never fit GPU {gpu.name}, which has {gib(room)} for models"
+            )
+        return room is None or backend.vram > room
+
+    def _check_replicas(self, gpu: Gpu, users: Sequence[Backend]) -> None:
+        for name, count in Counter(self._services[backend.name] for backend in users).items():
+            if count < 2:
+                continue
+            pair = [backend for backend in users if self._services[backend.name] == name][:2]
+            if not pair[0].vram_measured and not _fit(pair, _room(gpu)):
                 self._problems.warn(
                     ("services", name),
-                    f"no two of its replicas fit on GPU {gpu.id}, "
+                    f"no two of its replicas fit on GPU {gpu.name}, "
                     "so they take turns: declare what one takes, x-anvil: {vram: ...}",
                 )
 
-    def _check_pins(self, gpu: Gpu, room: int | None, users: Sequence[Backend]) -> None:
-        pinned = [backend for backend in users if backend.pin]
-        names = ", ".join(backend.name for backend in pinned)
-        if not _fit(pinned, room):
-            key = ("services", pinned[-1].service_name, "x-anvil", "pin")
-            self._problems.add(key, f"the pinned {names} do not fit on GPU {gpu.id} together")
-            return
-        for backend in users:
-            if pinned and not backend.pin and not _fit([*pinned, backend], room):
-                self._problems.warn(
-                    ("services", backend.service_name),
-                    f"does not fit on GPU {gpu.id} beside the pinned {names}: while that is loaded its "
-                    "requests are refused; unpin, or declare less vram",
-                )
+    def _check_pins(self, users: Mapping[str, Sequence[Backend]]) -> None:
+        """Check that what is pinned fits, and leaves room; a choice counts only if all of it is taken."""
+        beaten: Counter[str] = Counter()
+        for name, gpu in self._gpus.items():
+            room = _room(gpu)
+            pinned = [each for each in users[name] if each.pin and not self._has_choice(each)]
+            names = ", ".join(backend.name for backend in pinned)
+            if not _fit(pinned, room):
+                key = self._key(pinned[-1], "x-anvil", "pin")
+                self._problems.add(key, f"the pinned {names} do not fit on GPU {name} together")
+                continue
+            for backend in users[name] if pinned else ():
+                if backend in pinned or _fit([*pinned, backend], room):
+                    continue
+                service = self._services[backend.name]
+                beaten[service] += 1
+                if beaten[service] >= self._several[service]:
+                    self._problems.warn(
+                        ("services", service),
+                        f"does not fit on GPU {name} beside the pinned {names}: while that is loaded its "
+                        "requests are refused; unpin, or declare less vram",
+                    )
+
+    def _has_choice(self, backend: Backend) -> bool:
+        return self._several[self._services[backend.name]] > 1
 
     def _check_waits(self) -> None:
         """Check that requests may wait for long enough to be served."""
@@ -190,7 +223,7 @@ class Checks:
                     f"queue_timeout ({limit:g} s) is less than max_wait ({longest:g} s): a queue is overdue "
                     "before that, early enough for a load that takes as long as loads usually do"
                 )
-        slow = [backend.name for backend in self._backends if backend.load_timeout > limit]
+        slow = dict.fromkeys(self._services[b.name] for b in self._backends if b.load_timeout > limit)
         if slow:
             self._problems.warnings.append(
                 f"queue_timeout ({limit:g} s) is less than the load_timeout of {', '.join(slow)}: requests "
@@ -198,28 +231,26 @@ class Checks:
             )
 
     def _check_ports(self) -> None:
-        users: dict[int, list[int]] = {}  # port -> the backends that take it, by their place in the list
+        users: dict[tuple[str, int], list[int]] = {}  # (host, port) -> places of backends in the list
         listen = self._value("port")
         for place, backend in enumerate(self._backends):
             for port in self._host_ports[backend.name]:
-                users.setdefault(port, []).append(place)
-            if listen in self._host_ports[backend.name]:
-                self._problems.add(
-                    ("services", backend.service_name), f"port {listen} is the one that anvil-mux listens on"
-                )
+                users.setdefault((backend.host, port), []).append(place)
+            if listen in self._host_ports[backend.name] and not backend.host:
+                self._problems.add(self._key(backend), f"port {listen} is the one that anvil-mux listens on")
         for pair in sorted({pair for places in users.values() for pair in combinations(places, 2)}):
             self._check_pair(*(self._backends[place] for place in pair))
 
     def _check_pair(self, one: Backend, other: Backend) -> None:
-        """Check that two backends that take the same port never run at once."""
+        """Check that two backends that take the same port of a host never run at once."""
         common = self._host_ports[one.name] & self._host_ports[other.name]
         if self._take_turns(one, other):
             return
         ports = ", ".join(map(str, sorted(common)))
         text = f"port {ports} is also that of {one.name}, and both may run at once"
-        if one.service_name == other.service_name:
+        if self._services[one.name] == self._services[other.name]:
             text = f"port {ports} cannot be that of all its replicas: {self._port_advice(other)}"
-        self._problems.add(("services", other.service_name), text)
+        self._problems.add(self._key(other), text)
 
     def _port_advice(self, backend: Backend) -> str:
         if self._value("runtime") == "process":
@@ -230,7 +261,9 @@ class Checks:
         """Whether two backends never run at once; one in standby keeps its port."""
         if {*one.evict_to, *other.evict_to} != {"stop"} or one.vram_measured or other.vram_measured:
             return False
-        common = set(one.gpus) & set(other.gpus)
+        if one.most == 1 and self._services[one.name] == self._services[other.name]:
+            return True
+        common = set(one.gpu_names) & set(other.gpu_names)
         return any(not _fit((one, other), _room(self._gpus[gpu])) for gpu in common)
 
 

@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from anvil_mux.errors import ConfigError
 
 FILE_NAMES = ("compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml")
 COMPOSE_TIMEOUT = 60.0
+SHARED = ("networks", "volumes", "secrets", "configs")
+"""The things beside services that services use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Content:
     warnings: tuple[str, ...]
     plain: bool
     """Whether it was read without the Compose program."""
+    shared: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """``SHARED`` -> name -> description."""
 
 
 Compose = Callable[[Sequence[str], Mapping[str, str]], Done | None]
@@ -68,7 +72,7 @@ def combine(
     content, unset = interpolate.resolve(documents[0], environ)
     warnings = tuple(_unset(documents[0].file, name) for name in unset)
     project = _project(documents[0].file, content, environ)
-    return Content(content.get("services"), content.get("x-anvil"), project, warnings, plain=True)
+    return _content(content, project, warnings, plain=True)
 
 
 def compose_config(files: Iterable[Path]) -> list[str]:
@@ -102,9 +106,13 @@ def _composed(file: Path, answer: Done) -> Content:
         raise ConfigError([f"{file}: docker compose config: {why}"])
     # It prints every $ that stands for itself as $$.
     content = yaml.load(answer.out.replace("$$", "$"), interpolate.Loader) or {}
-    return Content(
-        content.get("services"), content.get("x-anvil"), content.get("name", ""), tuple(warnings), plain=False
-    )
+    return _content(content, content.get("name", ""), tuple(warnings), plain=False)
+
+
+def _content(content: Mapping[str, Any], project: str, warnings: tuple[str, ...], *, plain: bool) -> Content:
+    shared = {kind: found for kind in SHARED if isinstance(found := content.get(kind), dict)}
+    services, settings = content.get("services"), content.get("x-anvil")
+    return Content(services, settings, project, warnings, plain=plain, shared=shared)
 
 
 def _warning(file: Path, text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from anvil_mux.config import hooks, service
 from anvil_mux.config.profile import Profile
@@ -53,10 +53,26 @@ class Machine:
 
     gpus: tuple[Gpu, ...] = ()
     host_memory: int | None = None
-    """Bytes of its memory for all engines there; None: not known."""
+    """Bytes of its memory, of which engines get 9/10 unless the file says how much; None: not known."""
     address: str = ""
     """The address at which its engines are reached; "": not known, since it has never been there."""
     labels: tuple[tuple[str, str], ...] = ()
+
+
+class DeclaredMachine(NamedTuple):
+    """A host as the file describes it; None: as it describes itself."""
+
+    gpus: tuple[Gpu, ...] | None = None
+    host_memory: int | None = None
+    """Bytes of its memory for all engines there."""
+
+
+LOCAL, ANY_HOST = "local", "any"
+"""The names that files give to the host that anvil-mux runs on, and to every host."""
+HOST_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+"""The pattern for names of hosts, which become parts of compose projects and files."""
+WantedHosts = str | tuple[str, ...] | dict[str, str]
+"""The hosts on which a service may run: ``ANY_HOST``, their names, or the labels that they have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +235,8 @@ class Config:
     """The same of other hosts, where it is bounded."""
     composed: dict[str, str] = field(default_factory=dict)
     """Host -> a compose file for it, of the services that are described anew for a host or a GPU."""
+    absent: tuple[str, ...] = ()
+    """The hosts that services name and that are not in the cluster; each has its backends all the same."""
     preload: bool = False
     """Whether every backend is loaded once at the start, unless it says otherwise."""
     key_file: str | None = None

@@ -193,7 +193,7 @@ def gpus(service: RawService, variables: Mapping[str, str]) -> str | tuple[str, 
     ``variables`` is its environment. CUDA_VISIBLE_DEVICES counts where it cannot mean "the second of those
     that I was given".
     """
-    given = _reserved(service)
+    given = reserved(service)
     visible = variables.get("NVIDIA_VISIBLE_DEVICES")
     if given is None and service.get("runtime") == "nvidia" and visible is not None:
         given = _visible(visible)
@@ -208,7 +208,7 @@ def gpus(service: RawService, variables: Mapping[str, str]) -> str | tuple[str, 
 
 def reserves_gpu(service: RawService) -> bool:
     """Whether Docker would give the container any GPU."""
-    return _reserved(service) is not None or service.get("runtime") == "nvidia"
+    return reserved(service) is not None or service.get("runtime") == "nvidia"
 
 
 def sees_only(gpus: Sequence[str]) -> dict[str, str]:
@@ -216,8 +216,9 @@ def sees_only(gpus: Sequence[str]) -> dict[str, str]:
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
-def _reserved(service: RawService) -> str | tuple[str, ...] | None:
-    requests = [*_deployed(service), *_short(service), *_cdi(service)]
+def reserved(service: RawService) -> str | tuple[str, ...] | None:
+    """``ALL``, or ids of the GPUs that the service reserves; None where it reserves none."""
+    requests = [*map(_request, gpu_requests(service)), *_cdi(service)]
     if not requests:
         return None
     if ALL in requests:
@@ -225,27 +226,44 @@ def _reserved(service: RawService) -> str | tuple[str, ...] | None:
     return tuple(dict.fromkeys(id for request in requests for id in request))
 
 
-def _deployed(service: RawService) -> Iterator[str | tuple[str, ...]]:
+def counted_gpus(service: RawService, variables: Mapping[str, str]) -> int | None:
+    """How many GPUs the service reserves without a word on which; None where that is not so."""
+    requests = [*gpu_requests(service)]
+    if len(requests) != 1 or any(_cdi(service)) or "CUDA_VISIBLE_DEVICES" in variables:
+        return None
+    found = None if _list(requests[0], "device_ids") else _request(requests[0])
+    return len(found) or None if isinstance(found, tuple) else None
+
+
+def gpu_requests(service: RawService) -> Iterator[Mapping[str, Any]]:
+    """The reservations of GPUs, each as {driver, count, device_ids, capabilities}."""
+    for device in devices(service):
+        if is_gpu(device):
+            yield device
+    if service.get("gpus") == ALL:
+        yield {"count": ALL}
+        return
+    for request in _list(service, "gpus"):
+        if not isinstance(request, Mapping):
+            raise ValueError("gpus must be `all` or a list of {driver, count, device_ids}")
+        yield request
+
+
+def devices(service: RawService) -> list[Mapping[str, Any]]:
+    """The devices that are reserved under deploy."""
     inner: Any = service
     for key in ("deploy", "resources", "reservations"):
         inner = inner.get(key) or {}
         if not isinstance(inner, Mapping):
             raise ValueError(f"{key} must be a mapping")
-    for device in _list(inner, "devices"):
-        if not isinstance(device, Mapping):
-            raise ValueError("deploy.resources.reservations.devices must list mappings")
-        if any(str(each).startswith(("gpu", "nvidia")) for each in _list(device, "capabilities")):
-            yield _request(device)
+    found = _list(inner, "devices")
+    if not all(isinstance(device, Mapping) for device in found):
+        raise ValueError("deploy.resources.reservations.devices must list mappings")
+    return found
 
 
-def _short(service: RawService) -> Iterator[str | tuple[str, ...]]:
-    if service.get("gpus") == ALL:
-        yield ALL
-        return
-    for request in _list(service, "gpus"):
-        if not isinstance(request, Mapping):
-            raise ValueError("gpus must be `all` or a list of {driver, count, device_ids}")
-        yield _request(request)
+def is_gpu(device: Mapping[str, Any]) -> bool:
+    return any(str(each).startswith(("gpu", "nvidia")) for each in _list(device, "capabilities"))
 
 
 def _request(request: Mapping[str, Any]) -> str | tuple[str, ...]:
@@ -259,13 +277,21 @@ def _request(request: Mapping[str, Any]) -> str | tuple[str, ...]:
     return tuple(str(index) for index in range(int(count)))
 
 
+CDI = "nvidia.com/gpu"
+"""The kind of device by which CDI knows GPUs."""
+
+
 def _cdi(service: RawService) -> Iterator[str | tuple[str, ...]]:
     for device in _list(service, "devices"):
-        source = device.get("source") if isinstance(device, Mapping) else device
-        vendor, equals, id = str(source).partition("=")
-        if equals and vendor == "nvidia.com/gpu":
-            id = id.partition(":")[0]
+        if id := cdi_gpu(device):
             yield ALL if id == ALL else (id,)
+
+
+def cdi_gpu(device: Any) -> str:
+    """The id of a GPU that CDI is asked for; "" if the device is none."""
+    source = device.get("source") if isinstance(device, Mapping) else device
+    vendor, _, id = str(source).partition("=")
+    return id.partition(":")[0] if vendor == CDI else ""
 
 
 def _visible(value: str) -> str | tuple[str, ...] | None:

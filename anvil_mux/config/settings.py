@@ -35,8 +35,9 @@ class Setting:
     the backends of a service for which another value is set are replaced."""
     logged: bool = False
     """Whether the event log records it: when things happen depends on it."""
-    fills: tuple[str, ...] = ()
-    """The fields that it fills, in the order in which its kind reads them; (): the one of its own name."""
+    fills: tuple[str, ...] | None = ()
+    """The fields that it fills, in the order in which its kind reads them; (): the one of its own name; None:
+    none, since it decides which backends there are."""
     later: tuple[str, ...] = ()
     """The fields of a live setting that hold from the next start on all the same."""
     is_file: bool = False
@@ -46,7 +47,7 @@ class Setting:
 
     def fields_of(self, key: str) -> tuple[str, ...]:
         """The fields that it fills under its key."""
-        return self.fills or (key,)
+        return () if self.fills is None else self.fills or (key,)
 
     def waiting(self, key: str) -> tuple[str, ...]:
         """The fields that a reload leaves as they are."""
@@ -54,11 +55,11 @@ class Setting:
 
 
 def filled(table: Mapping[str, Setting], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Field -> value, of what was read: key -> value."""
+    """Field -> value, of what was read: key -> value; a setting that fills none keeps its key."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        setting = table[key]
-        found |= zip(setting.fields_of(key), value if setting.fills else (value,), strict=True)
+        names = table[key].fields_of(key) or (key,)
+        found |= zip(names, value if len(names) > 1 else (value,), strict=True)
     return found
 
 

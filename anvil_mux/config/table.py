@@ -13,15 +13,20 @@ from typing import Any
 
 from anvil_mux.config import hooks, service, settings
 from anvil_mux.config.config import (
+    ANY_HOST,
     DEFAULT_ROUTING,
     EITHER,
     ENGINES,
+    HOST_NAME,
     INFER_TYPES,
+    LOCAL,
     WAY_ALIASES,
     WAYS,
     Backend,
     Config,
+    DeclaredMachine,
     Gpu,
+    WantedHosts,
     default_of,
 )
 from anvil_mux.config.rewrite import check_strip, read_set
@@ -52,6 +57,51 @@ def _read_used_gpus(value: Any) -> str | tuple[str, ...] | list[tuple[str, ...]]
     if isinstance(value, list) and any(isinstance(each, list) for each in value):
         return [settings.NAMES.read(each) for each in value]
     return service.ALL if value == service.ALL else settings.NAMES.read(value)
+
+
+def _read_machines(value: Any) -> dict[str, DeclaredMachine]:
+    if not isinstance(value, dict):
+        raise ValueError(f"must hold {{host: {{gpus, host_memory}}}}, not {settings.show(value)}")
+    machines = settings.MappingReader(value, value)
+    found = {name: machines.take(name, about, partial(_read_machine, name)) for name, about in value.items()}
+    made: dict[str, DeclaredMachine] = machines.make({name: each for name, each in found.items() if each})
+    return made
+
+
+def _read_machine(name: str, about: Any) -> DeclaredMachine:
+    if name == LOCAL:
+        raise ValueError("is anvil-mux's own machine: its gpus and host_memory go to the top level")
+    _check_host(name)
+    if about is None:
+        return DeclaredMachine()
+    if not isinstance(about, dict):
+        raise ValueError(f"must hold gpus or host_memory, not {settings.show(about)}")
+    parts = settings.MappingReader(about, ("gpus", "host_memory"))
+    gpus = parts.read("gpus", _read_gpus)
+    made: DeclaredMachine = parts.make(DeclaredMachine(gpus, parts.read("host_memory", settings.MEMORY.read)))
+    return made
+
+
+def _read_hosts(value: Any) -> WantedHosts:
+    if isinstance(value, dict) and value:
+        return {settings.TEXT.read(label): settings.TEXT.read(each) for label, each in value.items()}
+    names: tuple[str, ...] = settings.NAMES.read(value or [])
+    if names == (ANY_HOST,):
+        return ANY_HOST
+    if not names:
+        raise ValueError("must name a host, or any, or {label: value}")
+    for name in names:
+        _check_host(name)
+    return names
+
+
+def _check_host(name: str) -> None:
+    if name == ANY_HOST:
+        raise ValueError(f"{ANY_HOST} means every host, so it is written alone: hosts: {ANY_HOST}")
+    if not HOST_NAME.fullmatch(name):
+        raise ValueError(
+            f"a host's name may hold lower-case letters, digits, - and _, not {settings.show(name)}"
+        )
 
 
 def _read_vram(value: Any) -> tuple[int | None, bool]:
@@ -137,6 +187,13 @@ SETTINGS: dict[str, Setting] = {
         "The GPUs that may be used, with their memory and what of it no model gets.",
         logged=True,
     ),
+    "machines": _live(
+        ValueKind("{host: {gpus, host_memory}}", _read_machines),
+        "The same of other hosts, where it is not to be what they report themselves (see cluster.md).",
+        fills=("memory_of_hosts",),
+        default="",
+        logged=True,
+    ),
     "policy": _live(
         settings.CHOSEN, "When a swap is worth its cost.", fills=("policy", "policy_settings"), logged=True
     ),
@@ -208,6 +265,18 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         ValueKind("list of ids, or all", _read_used_gpus),
         "The GPUs it needs, all of them; by default those that the service reserves. "
         "A scaled process may have a list for each replica.",
+    ),
+    "gpu_count": _replaces(
+        COUNT, "Any so many free GPUs of a host, instead of `gpus` (see cluster.md).", fills=None, default=""
+    ),
+    "hosts": _replaces(
+        ValueKind("list of hosts, any, or {label: value}", _read_hosts),
+        "Where it may run; by default where anvil-mux runs (see cluster.md).",
+        fills=("host",),
+        default="",
+    ),
+    "most": _steers(
+        COUNT, "How many are loaded at once, where there are hosts or GPUs to choose among.", default="1"
     ),
     "vram": _replaces(
         ValueKind("size, or measured", _read_vram),

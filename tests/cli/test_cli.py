@@ -177,6 +177,33 @@ def test_check_lists_what_will_be_served(tmp_path: Path, capsys: pytest.CaptureF
     assert "2 backends, 0 warnings; will listen on 127.0.0.1:9292" in seen.err
 
 
+def test_check_names_hosts_where_there_are_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "compose.yaml"
+    file.write_text("""
+        x-anvil: {runtime: process, gpus: ["0"], machines: {h: {gpus: ["0", "1"]}}}
+        services: {a: {command: [x], x-anvil: {hosts: [local, h], gpu_count: 1}}}
+    """)
+    assert main(["check", str(file)]) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["MODEL", "BACKEND", "ENGINE", "GPUS", "VRAM", "PORT", "HOST"],
+        ["a", "a", "openai", "0", "all", "free", "local"],
+        ["a", "a.h.0", "openai", "0", "all", "free", "h"],
+        ["a", "a.h.1", "openai", "1", "all", "free", "h"],
+    ]
+    assert main(["check", "--json", str(file)]) == 0
+    models = json.loads(capsys.readouterr().out)["models"]
+    assert [(model["gpus"], model["host"]) for model in models] == [
+        (["0"], "local"),
+        (["0"], "h"),
+        (["1"], "h"),
+    ]
+    assert main(["config", "--json", str(file)]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert (seen["gpus"], seen["machines"]) == ({"0": {}}, {"h": {"gpus": {"0": {}, "1": {}}}})
+
+
 def test_check_in_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--json", str(compose(tmp_path))]) == 0
     seen = json.loads(capsys.readouterr().out)

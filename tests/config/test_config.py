@@ -130,6 +130,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     text = """
         x-anvil:
           {listen: "0.0.0.0:80", runtime: process, project: p, gpus: ["0"], eviction: lru,
+           machines: {b: {host_memory: 8GiB}},
            policy: {name: debounce, quiet: "2"}, drain_timeout: 0, queue_timeout: 1m, max_wait: 2,
            max_queue: 3, max_connections: 4, upstream_timeout: 5, loading_grace: 6, max_body: 1MiB,
            client_timeout: 7, max_upload: 2MB, default_model: a, on_exit: stop, routing: lmetric,
@@ -147,6 +148,7 @@ def test_every_field_of_config_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert (found.max_body, found.max_upload) == (1 << 20, 2_000_000)
     assert (found.default_model, found.on_exit, found.routing) == ("a", "stop", "lmetric")
     assert (found.host_memory, found.preload, found.backends[0].preload) == (64 << 30, True, True)
+    assert found.memory_of_hosts == {"b": 8 << 30}
     assert [hook.url for hook in found.hooks] == ["http://x"]
     assert (found.allowed_hosts, found.cors) == (("mux",), ("https://app.example",))
     assert found.key_file == "/keys"
@@ -161,8 +163,8 @@ def test_the_tables_cover_the_dataclasses() -> None:
         assert len(filled) == len(set(filled)), "each field is filled by one setting"
         assert set(filled) <= set(owner.__dataclass_fields__)
         assert beside in (
-            {"backends", "files", "warnings", "origins", "said", "memory_of_hosts", "composed"},
-            {"name", "service", "host", "most"},
+            {"backends", "files", "warnings", "origins", "said", "composed", "absent"},
+            {"name", "service"},
         )
 
 
@@ -280,7 +282,7 @@ def test_the_engine_is_what_the_image_says_or_the_program(tmp_path: Path, said: 
         ),
         ("deploy: {resources: {reservations: {devices: [{count: 1, capabilities: [tpu]}]}}}", ()),
         ("gpus: all", ("0", "1", "2")),
-        ("gpus: [{driver: nvidia, count: 1}]", ("0",)),
+        ("gpus: [{driver: nvidia, count: 3}]", ("0", "1", "2")),
         ("gpus: [{device_ids: ['1']}]", ("1",)),
         ("devices: ['nvidia.com/gpu=1', /dev/fuse]", ("1",)),
         ("devices: [{source: nvidia.com/gpu=2, target: nvidia.com/gpu=2}]", ("2",)),

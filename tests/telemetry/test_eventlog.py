@@ -127,6 +127,14 @@ def test_a_line_holds_only_what_is_not_empty(file: Path) -> None:
     ]
 
 
+def test_the_header_tells_what_is_on_other_hosts() -> None:
+    there = Backend("m.h.0", "m", ("0",), host="h", most=1)
+    told = Config((there,), (Gpu("0", 24, host="h"),), memory_of_hosts={"h": 9})
+    read_back = eventlog.config_of(json.loads(json.dumps(eventlog.header(told, 0.0))))
+    assert (read_back.backends, read_back.gpus) == (told.backends, told.gpus)
+    assert read_back.memory_of("h") == 9
+
+
 def test_the_header_tells_everything_that_events_depend_on_and_no_secret() -> None:
     secret = Service(environment=(("HF_TOKEN", "s3cret"),), command=("serve", "s3cret"))
     backends = (

@@ -1,0 +1,356 @@
+"""The services of compose files -> backends: what each says of its engine, and each place where it may run.
+
+A scaled service is one backend for each of its containers, one with a choice of hosts or GPUs one for each
+candidate (candidates.py). Guesses about the engine come from service.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from anvil_mux.config import composing, interpolate, service, settings
+from anvil_mux.config.candidates import HostChoice, Need, Places, as_name
+from anvil_mux.config.composing import ComposedFiles, Place
+from anvil_mux.config.config import LABEL, SERVICE_NAME, WAYS, Backend, Judge, Service, WantedHosts
+from anvil_mux.config.problems import Problems
+from anvil_mux.config.profile import Profile, read
+from anvil_mux.config.reading import take
+from anvil_mux.config.table import SERVICE_SETTINGS
+
+Description = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The things that hold for all services of the files."""
+
+    folder: Path
+    """The folder of the first file."""
+    variables: Mapping[str, str]
+    project: str
+    process: bool
+    """Whether services are local processes."""
+    plain: bool
+    """Whether the files were read without the Compose program."""
+    preload: bool
+    judge: Judge | None
+
+
+class BackendReader:
+    """Reads services into backends; what is wrong with one hides nothing of another."""
+
+    def __init__(
+        self, problems: Problems, places: Places, composed: ComposedFiles, around: Surroundings
+    ) -> None:
+        self._problems = problems
+        self._places = places
+        self._composed = composed
+        self._around = around
+        self.ports: dict[str, set[int]] = {}
+        """Backend -> the ports of its host that it takes."""
+        self.services: dict[str, str] = {}
+        """Backend -> the service of the files that it is made of."""
+        self._most: dict[str, int] = {}
+        """Service that has a choice -> how many of its backends are resident at once."""
+        self._anew: dict[tuple[str, Place], tuple[Description, Service]] = {}
+
+    def read(self, services: Mapping[str, Any]) -> list[Backend]:
+        """The backends of the services, in their order."""
+        backends: list[Backend] = []
+        ours = False
+        for name, described in services.items():
+            key = ("services", name)
+            try:
+                said = service.labels(described, LABEL)
+                if not said and "x-anvil" not in described:
+                    continue
+                ours = True
+                given = take(self._problems, SERVICE_SETTINGS, said, (*key, "labels"), LABEL)
+                given |= take(self._problems, SERVICE_SETTINGS, described.get("x-anvil"), (*key, "x-anvil"))
+                made = list(self._backends(name, described, settings.filled(SERVICE_SETTINGS, given)))
+                self.services |= dict.fromkeys([backend.name for backend in made], name)
+                backends += made
+            except ValueError as error:
+                ours = True
+                self._problems.add(key, str(error))
+        if not ours:
+            self._problems.add(
+                ("services",), "none serves a model; add `x-anvil: {}` to each service that does"
+            )
+        return self._bounded(backends)
+
+    def _bounded(self, backends: list[Backend]) -> list[Backend]:
+        """The backends with ``most``, which is a model's: what its services have together."""
+        choosing = {backend.model for backend in backends if self.services[backend.name] in self._most}
+        if not choosing:
+            return backends
+        each = Counter((backend.model, self.services[backend.name]) for backend in backends)
+        most: Counter[str] = Counter()
+        for (model, name), count in each.items():
+            most[model] += self._most.get(name, count)
+        return [replace(each, most=most[each.model]) if each.model in choosing else each for each in backends]
+
+    # One service
+
+    def _backends(self, name: str, described: Description, given: dict[str, Any]) -> Iterator[Backend]:
+        _check_service(name, described)
+        if self._around.plain and "env_file" in described:
+            self._problems.add(("services", name, "env_file"), interpolate.NEED_COMPOSE)
+        hosts, count, most = (given.pop(key, None) for key in ("host", "gpu_count", "most"))
+        engine = self._fill_in(name, described, given)
+        variables = service.environment(described, self._around.variables)
+        used = given.pop("gpus", None)
+        self._check_choice(name, described, hosts=hosts, count=count, most=most, used=used)
+        given.setdefault("preload", self._around.preload)
+        given.setdefault("evict_to", service.lightest_levels(described, variables, engine))
+        if "profile" in given:
+            given["profile"] = self._profile(name, given["profile"])
+        given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != given["model"])
+        template = Backend(name, service=self._service(described, variables), **given)
+        if self._around.process and not template.service.command:
+            self._problems.add(("services", name), "needs a `command`, since runtime is process")
+        if isinstance(used, list) or service.copies(described) > 1:
+            yield from self._replicas(template, described, variables, used)
+            return
+        need = count or (used if used is not None else _reserved(described, variables))
+        candidates = self._places.candidates(name, hosts, need, template.vram)
+        if hosts is not None or count is not None or most is not None or len(candidates) > 1:
+            self._most[name] = most or 1
+        if most is not None and hosts is None and not isinstance(need, int):
+            self._problems.add(
+                ("services", name, "x-anvil", "most"),
+                "has nothing to choose among: name hosts, or say with gpu_count how many GPUs it needs",
+            )
+        as_written = partial(self._is_as_written, described, count=count, need=need)
+        yield from self._placed(template, described, variables, candidates, as_written)
+
+    def _check_choice(
+        self,
+        name: str,
+        described: Description,
+        *,
+        hosts: WantedHosts | None,
+        count: int | None,
+        most: int | None,
+        used: object,
+    ) -> None:
+        key = ("services", name, "x-anvil")
+        if count is not None and used is not None:
+            self._problems.add(
+                (*key, "gpu_count"), "and gpus are both given: gpus names them, gpu_count takes any so many"
+            )
+        scaled = isinstance(used, list) or service.copies(described) > 1
+        for setting, value in (("hosts", hosts), ("gpu_count", count), ("most", most)):
+            if scaled and value is not None:
+                raise ValueError(f"is scaled, and has x-anvil.{setting}: say with most how many are loaded")
+
+    def _fill_in(self, name: str, described: Description, given: dict[str, Any]) -> str:
+        """Fill in settings that are not given by what the service says; return its engine."""
+        model = given.setdefault("model", settings.TEXT.read(name))
+        engine = given.setdefault("engine", service.engine(described))
+        names = service.served_model(described, engine)
+        if names and model not in names:
+            given.setdefault("served_model", names[0])
+        if grace := described.get("stop_grace_period"):
+            given.setdefault("stop_timeout", settings.read_seconds(grace))
+        if "port" not in given:
+            listens = service.commanded_port if self._around.process else service.listens_on
+            given["port"] = listens(described)
+        return str(engine)
+
+    def _check_levels(
+        self, name: str, backend: Backend, described: Description, variables: dict[str, str]
+    ) -> None:
+        levels = backend.evict_to
+        key = ("services", name, "x-anvil", "evict_to")
+        if list(levels) != sorted(levels, key=WAYS.index):
+            down = ", ".join(sorted(levels, key=WAYS.index))
+            self._problems.add(key, f"goes from the lightest standby level down: write [{down}]")
+        for way in levels:
+            why = service.cannot_evict_to(described, variables, backend.engine, way)
+            if way == "checkpoint" and self._around.judge and not backend.host:
+                why = why or self._around.judge(backend.gpus, backend.checkpoint_anyway) or ""
+            if why:
+                self._problems.add(key, f"{way} cannot work: {why}")
+
+    def _profile(self, name: str, file: str) -> Profile | None:
+        """The profile in a file, whose path begins at the folder of the first compose file."""
+        path = self._around.folder / file
+        try:
+            return read(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            text = f"{path} cannot be read: {error.strerror}"
+        except ValueError as error:
+            text = f"{path}: {error}"
+        self._problems.add(("services", name, "x-anvil", "profile"), text)
+        return None
+
+    def _service(self, described: Description, variables: dict[str, str]) -> Service:
+        folder = described.get("working_dir")
+        if folder is not None and self._around.process:
+            folder = os.path.abspath(self._around.folder / str(folder))
+        return Service(
+            image=described.get("image"),
+            command=service.argv(described),
+            environment=tuple(sorted(variables.items())),
+            working_dir=folder,
+            profiles=service.profiles(described),
+            user=str(described.get("user") or ""),
+            digest=service.digest(described, LABEL),
+        )
+
+    def _note(self, name: str, backend: Backend, described: Description, variables: dict[str, str]) -> None:
+        """Note what bites in a service, as it is described for its first backend, and check its levels."""
+        self._check_levels(name, backend, described, variables)
+        if self._around.process:
+            bites = service.process_bites(described, backend.port)
+        else:
+            bites = service.bites(described, backend.engine, backend.port, backend.gpus)
+        self._warn(name, bites)
+
+    def _warn(self, name: str, bites: Iterator[str]) -> None:
+        place = self._problems.where(("services", name)).partition(": ")[0]
+        self._problems.warnings += [f"{place}: service {name}: {text}" for text in bites]
+
+    def _ports(self, described: Description, port: int | None, *, fixed: bool) -> set[int]:
+        """The ports of its host that a service takes; ``fixed``: those that it publishes are as written."""
+        if self._around.process:
+            return {port} if port else set()
+        found = {each.outside for each in service.published(described) if each.outside} if fixed else set()
+        return {*found, *({port} if port and described.get("network_mode") == "host" else ())}
+
+    # Scaled services
+
+    def _replicas(
+        self,
+        template: Backend,
+        described: Description,
+        variables: dict[str, str],
+        used: str | tuple[str, ...] | list[tuple[str, ...]] | None,
+    ) -> Iterator[Backend]:
+        """The containers of a scaled service, each a backend."""
+        name, scale = template.name, service.copies(described)
+        if not isinstance(used, list):
+            reserved = service.gpus(described, variables) or () if used is None else used
+            each_gpus, gpus = None, self._places.used_here(name, reserved)
+        else:
+            if not self._around.process:
+                self._problems.add(
+                    ("services", name, "x-anvil", "gpus"),
+                    "differ between replicas, and Compose gives all containers of a service the same GPUs: "
+                    "write a service for each, each with the same x-anvil: {model: ...}",
+                )
+            each_gpus = [self._places.used_here(name, each) for each in used]
+            if len(each_gpus) != scale:
+                raise ValueError(f"has {scale} replicas, and gpus for {len(each_gpus)}")
+            gpus = each_gpus[0]
+        self._note(name, replace(template, gpus=gpus), described, variables)
+        ports = self._ports(described, template.port, fixed=True)
+        for number in range(1, scale + 1):
+            made = replace(template.service, name=name, number=number, scale=scale)
+            if each_gpus:
+                gpus = each_gpus[number - 1]
+                made = _seeing(made, gpus)
+            self.ports[f"{name}-{number}"] = ports
+            yield replace(template, name=f"{name}-{number}", gpus=gpus, service=made)
+
+    # Services with a choice
+
+    def _placed(
+        self,
+        template: Backend,
+        described: Description,
+        variables: dict[str, str],
+        candidates: Sequence[HostChoice],
+        as_written: Callable[[HostChoice], bool],
+    ) -> Iterator[Backend]:
+        """A backend for each candidate."""
+        name = template.name
+        ports = {fixed: self._ports(described, template.port, fixed=fixed) for fixed in (True, False)}
+        for number, candidate in enumerate(candidates):
+            backend = replace(template, name=candidate.name, host=candidate.host, gpus=candidate.gpus)
+            shown = described
+            if self._around.process and not as_written(candidate):
+                backend = replace(backend, service=self._process_of(template.service, candidate))
+            elif not as_written(candidate):
+                made, needed = self._described_anew(template, described, variables, candidate)
+                backend = replace(backend, service=needed)
+                self._compose(backend, made)
+                shown = composing.at(composing.HERE, made)
+            self.ports[backend.name] = ports[shown is described or candidate.alone]
+            if number == 0:
+                self._note(name, backend, shown, variables)
+            yield backend
+        if not self._around.process and any(candidate.host for candidate in candidates):
+            for key, text in composing.cannot_leave(described, template.port):
+                self._problems.add(("services", name, key), text)
+            self._warn(name, composing.bites(described, self._image(name, described)))
+
+    def _is_as_written(
+        self, described: Description, candidate: HostChoice, *, count: int | None, need: Need
+    ) -> bool:
+        """Whether the service, as it is written, has the candidate's GPUs and no others."""
+        if candidate.host or not candidate.alone:
+            return False
+        if not isinstance(need, int):
+            return True
+        if self._around.process:
+            return count is None and candidate.gpus == tuple(map(str, range(need)))
+        reserved = service.reserved(described)
+        return reserved in (None, candidate.gpus) or (
+            reserved == service.ALL and candidate.gpus == self._places.all_here
+        )
+
+    def _process_of(self, made: Service, candidate: HostChoice) -> Service:
+        folder = made.working_dir or os.path.abspath(self._around.folder)
+        made = replace(made, working_dir=folder) if candidate.host else made
+        return _seeing(made, candidate.gpus) if candidate.gpus else made
+
+    def _described_anew(
+        self, template: Backend, described: Description, variables: dict[str, str], candidate: HostChoice
+    ) -> tuple[Description, Service]:
+        """The description for a candidate, and what the runtimes need of it; of one kind on all hosts."""
+        name = template.name
+        place = Place(candidate.gpus, template.port, candidate.alone, bool(candidate.host))
+        if (name, place) not in self._anew:
+            image = self._image(name, described)
+            made = composing.described_anew(described, place, variables=variables, image=image)
+            needed = self._service({**made, "image": described.get("image")}, made["environment"])
+            # Beside the service of the files, which keeps its name, there is one of another name.
+            own = "" if candidate.host or not candidate.alone else f"{name}.{as_name(candidate.gpus)}"
+            self._anew[name, place] = made, replace(needed, name=own)
+        return self._anew[name, place]
+
+    def _compose(self, backend: Backend, made: Description) -> None:
+        """Write the description into the file of its host, if that is there."""
+        if not backend.host:
+            self._composed.add("", backend.service_name, composing.at(composing.HERE, made))
+        elif found := self._places.cluster.get(backend.host):
+            self._composed.add(backend.host, backend.service_name, composing.at(found.address, made))
+
+    def _image(self, name: str, described: Description) -> str:
+        return str(described.get("image") or f"{self._around.project}-{name}")
+
+
+def _reserved(described: Description, variables: Mapping[str, str]) -> Need:
+    """The GPUs that a service says it needs, to Compose or by its environment."""
+    return service.counted_gpus(described, variables) or service.gpus(described, variables) or ()
+
+
+def _seeing(made: Service, gpus: Sequence[str]) -> Service:
+    """The service as a process that sees these GPUs alone."""
+    variables = {**dict(made.environment), **service.sees_only(gpus)}
+    return replace(made, environment=tuple(sorted(variables.items())))
+
+
+def _check_service(name: str, described: Description) -> None:
+    if not SERVICE_NAME.fullmatch(name):
+        raise ValueError("its name may hold letters, digits, ., _ and - only; x-anvil: {model: ...} any")
+    if service.copies(described) > 1 and "container_name" in described:
+        raise ValueError("is scaled, so it can have no container_name")

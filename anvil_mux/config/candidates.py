@@ -1,0 +1,259 @@
+"""The candidates of a service: each choice of a host on which it may run, and of GPUs there, is a backend.
+
+A service that names no hosts runs where anvil-mux runs. One that needs any N GPUs may have each aligned block
+of N of a host, in the order of its GPUs (0-1, 2-3, ...): blocks never overlap, so that GPU groups stay small.
+
+Hosts that are named but not there have their candidates all the same: a model that nobody can serve now is
+not a model that does not exist.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from anvil_mux.config import service, settings
+from anvil_mux.config.config import ANY_HOST, HOST_NAME, LOCAL, DeclaredMachine, Gpu, Machine, WantedHosts
+from anvil_mux.config.interpolate import KeyPath
+from anvil_mux.config.problems import Problems
+
+Need = str | tuple[str, ...] | int
+"""The GPUs that a service needs: ``service.ALL``, these, or any so many."""
+
+
+class HostChoice(NamedTuple):
+    """One choice of a host and of GPUs there."""
+
+    name: str
+    """The name of the backend."""
+    host: str
+    gpus: tuple[str, ...]
+    alone: bool = True
+    """Whether it is its service's only one on its host."""
+
+
+class Places:
+    """The hosts there are, anvil-mux's own among them, and what services may have of them.
+
+    ``declared``: the GPUs of this machine by the file, ``present``: by their driver, under id and UUID.
+    ``hosts``: the cluster, as its hosts describe themselves. ``machines``: other hosts by the file.
+    """
+
+    def __init__(
+        self,
+        problems: Problems,
+        *,
+        declared: Sequence[Gpu],
+        present: Mapping[str, Gpu],
+        hosts: Mapping[str, Machine],
+        machines: Mapping[str, DeclaredMachine],
+    ) -> None:
+        self._problems = problems
+        self._present = present
+        self._declared = {gpu.id: gpu for gpu in map(self._known, declared)}
+        self.cluster = {name: machine for name, machine in hosts.items() if self._is_name(name)}
+        self._machines = machines
+        self._gpus = {name: self._gpus_of_machine(name) for name in dict.fromkeys((*self.cluster, *machines))}
+        here = {gpu.id: gpu for gpu in present.values()}
+        self._gpus[""] = self._declared or here or None
+        self.here = tuple(self._gpus[""] or ())
+        """The ids of the GPUs of this machine that may be used, as far as they are known."""
+        self.all_here = tuple(here or self._declared)
+        """The ids of all GPUs of this machine."""
+        self._absent: dict[str, list[str]] = {}
+        """Host that is not there -> the services that name it."""
+
+    # What there is
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        return tuple(self._absent)
+
+    def gpus(self, used: Mapping[str, Collection[str]]) -> Iterator[Gpu]:
+        """All GPUs that are declared or reported, and those that are used. ``used``: host -> ids."""
+        for host, ids in sorted(used.items()):
+            found = self._declared if not host else self._gpus.get(host) or {}
+            unknown = sorted(set(ids) - set(found), key=lambda id: (len(id), id))
+            yield from found.values()
+            yield from (self._known(Gpu(id)) if not host else Gpu(id, host=host) for id in unknown)
+
+    def memory(self) -> dict[str, int]:
+        """Host -> bytes of its memory for all engines there, where that is known."""
+        found: dict[str, int] = {}
+        for name in dict.fromkeys((*self.cluster, *self._machines)):
+            declared = self._machines.get(name, DeclaredMachine()).host_memory
+            reported = self.cluster[name].host_memory if name in self.cluster else None
+            if declared is not None or reported is not None:
+                found[name] = (reported or 0) * 9 // 10 if declared is None else declared
+        return found
+
+    def _gpus_of_machine(self, name: str) -> dict[str, Gpu] | None:
+        reported = {gpu.id: gpu for gpu in self.cluster[name].gpus} if name in self.cluster else None
+        declared = self._machines.get(name, DeclaredMachine()).gpus
+        if declared is None:
+            return reported and {id: replace(gpu, host=name) for id, gpu in reported.items()}
+        vrams = {id: gpu.vram for id, gpu in (reported or {}).items()}
+        return {gpu.id: Gpu(gpu.id, gpu.vram or vrams.get(gpu.id), gpu.reserve, name) for gpu in declared}
+
+    def _known(self, gpu: Gpu) -> Gpu:
+        """A GPU of this machine under its own id, with its real memory where none is declared."""
+        real = self._present.get(gpu.id)
+        return gpu if real is None else Gpu(real.id, gpu.vram or real.vram, gpu.reserve)
+
+    def _is_name(self, name: str) -> bool:
+        fit = HOST_NAME.fullmatch(name) is not None and name not in (LOCAL, ANY_HOST)
+        if not fit:
+            self._problems.warnings.append(
+                f"the host {name} of the cluster is left out: a name may hold lower-case letters, digits, - "
+                f"and _, and is neither {LOCAL} nor {ANY_HOST}"
+            )
+        return fit
+
+    # Candidates
+
+    def candidates(
+        self, name: str, wanted: WantedHosts | None, need: Need, vram: int | None
+    ) -> list[HostChoice]:
+        """The candidates of a service; none where its file has a problem, which is noted."""
+        if wanted is None:
+            return self._only_here(name, need, vram)
+        found: list[HostChoice] = []
+        lacking: list[str] = []
+        for host in self._matching(wanted, need):
+            try:
+                choices = self._choices(host, need, vram)
+            except ValueError as error:
+                lacking.append(f"{host or LOCAL} {error}")
+                continue
+            found += _named(name, host, choices, need)
+            if host and host not in self.cluster:
+                self._absent.setdefault(host, []).append(name)
+        if lacking and not found and isinstance(wanted, tuple):
+            self._problems.add(_hosts_key(name), f"fits nowhere: {'; '.join(lacking)}")
+        elif lacking and wanted != ANY_HOST:
+            self._problems.warn(_hosts_key(name), f"fits on some hosts only: {'; '.join(lacking)}")
+        return found if found or isinstance(wanted, tuple) else self._nowhere(name, wanted, need)
+
+    def _only_here(self, name: str, need: Need, vram: int | None) -> list[HostChoice]:
+        if not isinstance(need, int):
+            return [HostChoice(name, "", self.used_here(name, need))]
+        try:
+            return _named(name, "", self._choices("", need, vram), need)
+        except ValueError as error:
+            self._problems.add(("services", name, "x-anvil", "gpu_count"), f"this machine {error}")
+            return []
+
+    def _nowhere(self, name: str, wanted: str | dict[str, str], need: Need) -> list[HostChoice]:
+        """A candidate on a host that is never there, since none is as wanted."""
+        host = wanted if isinstance(wanted, str) else ",".join(f"{k}={v}" for k, v in wanted.items())
+        self._absent.setdefault(host, []).append(name)
+        return _named(name, host, [_unknown(need)], need)
+
+    def _matching(self, wanted: WantedHosts, need: Need) -> Sequence[str]:
+        """The hosts that are meant, whether they have the GPUs or not; ``""`` is this one."""
+        if isinstance(wanted, tuple):
+            return ["" if name == LOCAL else name for name in wanted]
+        if isinstance(wanted, dict):
+            labels = set(wanted.items())
+            return sorted(name for name, each in self.cluster.items() if labels <= set(each.labels))
+        known = sorted({*self.cluster, *self._machines})
+        return ["", *known] if self.here or not need else known
+
+    def _choices(self, host: str, need: Need, vram: int | None) -> list[tuple[str, ...]]:
+        """The choices of GPUs on a host; ValueError says why there is none."""
+        known = self._gpus.get(host)
+        if not need:
+            return [()]
+        if known is None and not host and need == service.ALL:
+            raise ValueError('has GPUs that are not known: declare them, x-anvil: {gpus: ["0"]}')
+        if known is None:
+            return [_unknown(need)]
+        if isinstance(need, int):
+            return _blocks(known, need, vram)
+        if need == service.ALL and not known:
+            raise ValueError("has no GPU")
+        ids = tuple(known) if need == service.ALL else self._ids(host, need)
+        if missing := [id for id in ids if id not in known]:
+            raise ValueError(f"has no GPU {', '.join(missing)}; it has {', '.join(known) or 'none'}")
+        return [ids]
+
+    def used_here(self, name: str, used: str | tuple[str, ...]) -> tuple[str, ...]:
+        """The GPUs of this machine that a service names."""
+        if used == service.ALL:
+            if not self.here:
+                say = 'say which there are at the top level: x-anvil: {gpus: ["0"]}'
+                self._problems.add(("services", name), f"uses all GPUs; {say}")
+            return self.here
+        ids = self._ids("", used)
+        for id in ids:
+            if self._declared and id not in self._declared:
+                declared = ", ".join(self._declared)
+                self._problems.add(
+                    ("services", name, "x-anvil", "gpus"), f"GPU {id} is not declared; declared: {declared}"
+                )
+        return ids
+
+    def _ids(self, host: str, used: Sequence[str]) -> tuple[str, ...]:
+        """The ids of GPUs that a service may name by UUID, on this machine."""
+        return tuple(dict.fromkeys(id if host else self._known(Gpu(id)).id for id in used))
+
+    # What is not there
+
+    def tell_absent(self) -> None:
+        """Warn of services that wait for hosts which are not there."""
+        if not self.cluster and not self._machines:
+            names = list(dict.fromkeys(name for names in self._absent.values() for name in names))
+            if names:
+                text = f"served there once serve is started with --cluster: {', '.join(names)}"
+                self._problems.warn(_hosts_key(names[0]), text)
+            return
+        for host, names in self._absent.items():
+            if self.cluster or host not in self._machines:
+                is_name = HOST_NAME.fullmatch(host) and host != ANY_HOST
+                what = f"host {host} is in the cluster" if is_name else f"host of the cluster fits ({host})"
+                hint = f"; {settings.nearest(host, self.cluster)}" if is_name and self.cluster else ""
+                self._problems.warn(_hosts_key(names[0]), f"no {what}; {', '.join(names)} wait for it{hint}")
+
+
+def _hosts_key(name: str) -> KeyPath:
+    return ("services", name, "x-anvil", "hosts")
+
+
+def _unknown(need: Need) -> tuple[str, ...]:
+    """The GPUs of a host of which nothing is known."""
+    if isinstance(need, int):
+        return tuple(str(index) for index in range(need))
+    return ("0",) if need == service.ALL else tuple(need)
+
+
+def _blocks(known: Mapping[str, Gpu], count: int, vram: int | None) -> list[tuple[str, ...]]:
+    """The aligned blocks of so many GPUs, without those with a GPU that is too small."""
+    if len(known) < count:
+        raise ValueError(f"has {len(known) or 'no'} GPU{'s'[: len(known) != 1]}, and {count} are needed")
+    ids = tuple(known)
+    blocks = [ids[at : at + count] for at in range(0, len(ids) - count + 1, count)]
+    fit = [block for block in blocks if not any(_too_small(known[id], vram) for id in block)]
+    if not fit:
+        raise ValueError(f"has no GPU that {settings.gib(vram or 0)} fit")
+    return fit
+
+
+def _too_small(gpu: Gpu, vram: int | None) -> bool:
+    return bool(gpu.vram and vram and vram > gpu.vram - gpu.reserve)
+
+
+def _named(name: str, host: str, choices: Sequence[tuple[str, ...]], need: Need) -> list[HostChoice]:
+    """Name a service's candidates on a host: SERVICE, SERVICE.HOST, SERVICE.GPUS or SERVICE.HOST.GPUS."""
+    alone = len(choices) == 1
+    by_gpus = isinstance(need, int) and bool(host or not alone)
+    return [
+        HostChoice(".".join(filter(None, (name, host, as_name(gpus) if by_gpus else ""))), host, gpus, alone)
+        for gpus in choices
+    ]
+
+
+def as_name(gpus: Sequence[str]) -> str:
+    """GPUs as a part of a name, which may hold no more than a service's name."""
+    return re.sub(r"[^a-zA-Z0-9._-]", "_", "-".join(gpus))

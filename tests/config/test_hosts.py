@@ -1,0 +1,725 @@
+"""Services that may run on several hosts or GPUs: which backends they become, and how each is described."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from anvil_mux.config import change, interpolate, service
+from anvil_mux.config.composefile import run_compose
+from anvil_mux.config.config import SERVICE_NAME, Backend, Config, Gpu, Machine
+from anvil_mux.errors import ConfigError
+from anvil_mux.host.seam import HostConfig
+from anvil_mux.plugins import load
+from tests.config.test_config import has_compose
+
+GIB = 1 << 30
+Sizes = int | list[int]
+
+
+def machine(
+    gpus: int = 2, *, vram: int | None = 24 * GIB, address: str = "10.0.0.2", **labels: str
+) -> Machine:
+    found = tuple(Gpu(str(index), vram) for index in range(gpus))
+    return Machine(found, 100 * GIB, address, tuple(sorted(labels.items())))
+
+
+AB = {"a": machine(address="10.0.0.1"), "b": machine(address="10.0.0.2")}
+TWO_HERE = {"0": Gpu("0", 24 * GIB), "GPU-x": Gpu("0", 24 * GIB), "1": Gpu("1", 24 * GIB)}
+ONE_HERE = {"0": Gpu("0", 24 * GIB)}
+
+
+def read(folder: Path, text: str, **given: Any) -> Config:
+    """Read without the Compose program."""
+    file = folder / "compose.yaml"
+    file.write_text(text)
+    return load([file], **{"environ": {}, "compose": None, **given})
+
+
+def one(folder: Path, own: str, rest: str = "", top: str = "", **given: Any) -> Config:
+    """The configuration of a file with one service ``m``: its ``x-anvil``, and the rest of it."""
+    quiet = "image: x, profiles: [llm], ports: ['127.0.0.1::80']"
+    return read(
+        folder, f"x-anvil: {{{top}}}\nservices: {{m: {{{quiet}, x-anvil: {{{own}}}, {rest}}}}}", **given
+    )
+
+
+def places(config: Config) -> dict[str, str]:
+    """Backend -> HOST/GPUS."""
+    return {each.name: f"{each.host}/{','.join(each.gpus)}" for each in config.backends}
+
+
+def composed(config: Config, host: str = "") -> dict[str, Any]:
+    """The file for a host, with variables' signs as they are meant."""
+    found: dict[str, Any] = json.loads(config.composed[host].replace("$$", "$"))
+    return found
+
+
+def problems(folder: Path, own: str, rest: str = "", **given: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        one(folder, own, rest, **given)
+    return [problem.replace(f"{folder}/", "") for problem in caught.value.problems]
+
+
+RESERVED = "gpus: [{count: 1}]"
+
+# Which backends there are
+
+
+@pytest.mark.parametrize(
+    ("own", "rest", "expected"),
+    [
+        ("hosts: b", "", {"m.b": "b/"}),
+        ("hosts: [a, b]", "", {"m.a": "a/", "m.b": "b/"}),
+        ("hosts: [local, b], gpus: ['1']", "", {"m": "/1", "m.b": "b/1"}),
+        ("hosts: [a, b], gpus: ['1']", "", {"m.a": "a/1", "m.b": "b/1"}),
+        ("hosts: b, gpus: all", "", {"m.b": "b/0,1"}),
+        ("hosts: b, gpu_count: 1", "", {"m.b.0": "b/0", "m.b.1": "b/1"}),
+        ("hosts: b, gpu_count: 2", "", {"m.b.0-1": "b/0,1"}),
+        ("hosts: b", RESERVED, {"m.b.0": "b/0", "m.b.1": "b/1"}),
+        ("hosts: any", "", {"m": "/", "m.a": "a/", "m.b": "b/"}),
+        ("hosts: any, gpus: ['1']", "", {"m": "/1", "m.a": "a/1", "m.b": "b/1"}),
+        ("hosts: any, gpu_count: 2", "", {"m": "/0,1", "m.a.0-1": "a/0,1", "m.b.0-1": "b/0,1"}),
+        ("hosts: {zone: x}", "", {"m.b": "b/"}),
+        ("gpu_count: 1", "", {"m.0": "/0", "m.1": "/1"}),
+        ("", RESERVED, {"m.0": "/0", "m.1": "/1"}),
+        ("", "gpus: [{count: 2}]", {"m": "/0,1"}),
+        ("gpus: ['1']", RESERVED, {"m": "/1"}),
+        ("", f"{RESERVED}, environment: {{CUDA_VISIBLE_DEVICES: 0}}", {"m": "/0"}),
+        ("", f"{RESERVED}, scale: 2", {"m-1": "/0", "m-2": "/0"}),
+    ],
+)
+def test_a_service_is_a_backend_for_each_place_where_it_may_run(
+    tmp_path: Path, own: str, rest: str, expected: dict[str, str]
+) -> None:
+    hosts = {"a": machine(), "b": machine(zone="x")}
+    assert places(one(tmp_path, own, rest, present=TWO_HERE, hosts=hosts)) == expected
+
+
+def test_a_reservation_of_one_gpu_is_the_gpu_where_there_is_but_one(tmp_path: Path) -> None:
+    for given in ({}, {"present": ONE_HERE}, {"top": "gpus: ['0']"}):
+        found = one(tmp_path, "", RESERVED, **given)
+        assert places(found) == {"m": "/0"}
+        assert (found.composed, found.backends[0].most) == ({}, None)
+
+
+def test_two_models_that_reserve_one_gpu_each_may_run_side_by_side(tmp_path: Path) -> None:
+    text = f"services: {{m: {{x-anvil: {{}}, {RESERVED}}}, n: {{x-anvil: {{}}, {RESERVED}}}}}"
+    found = read(tmp_path, text, present=TWO_HERE)
+    assert places(found) == {"m.0": "/0", "m.1": "/1", "n.0": "/0", "n.1": "/1"}
+    assert not [text for text in found.warnings if "turns" in text]
+
+
+def test_any_n_gpus_are_aligned_blocks_in_the_order_of_the_gpus(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: h, gpu_count: 2", hosts={"h": machine(5)})
+    assert places(found) == {"m.h.0-1": "h/0,1", "m.h.2-3": "h/2,3"}
+
+
+def test_only_gpus_that_a_model_fits_are_candidates(tmp_path: Path) -> None:
+    top = "gpus: {'0': {vram: 8GiB}, '1': {vram: 24GiB}, '2': {vram: 24GiB, reserve: 20GiB}}"
+    found = one(tmp_path, "gpu_count: 1, vram: 10GiB", RESERVED, top)
+    assert (places(found), found.warnings) == ({"m": "/1"}, ())
+
+
+def test_any_leaves_out_this_machine_where_it_has_no_gpu_for_the_model(tmp_path: Path) -> None:
+    assert places(one(tmp_path, "hosts: any, gpu_count: 1", hosts=AB)).keys() == {
+        *("m.a.0", "m.a.1", "m.b.0", "m.b.1")
+    }
+    found = one(tmp_path, "hosts: any, gpus: ['1']", hosts=AB, present=ONE_HERE)
+    assert (places(found).keys(), found.warnings) == (
+        {"m.a", "m.b"},
+        tuple(text for text in found.warnings if "reserves none" in text),
+    )
+
+
+def test_the_uuid_of_a_gpu_of_this_machine_is_its_id(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: [local, b], gpus: [GPU-x]", present=TWO_HERE, hosts=AB)
+    assert places(found) == {"m": "/0"}
+    assert any("b has no GPU GPU-x; it has 0, 1" in text for text in found.warnings)
+
+
+def test_labels_must_all_match(tmp_path: Path) -> None:
+    hosts = {"a": machine(zone="x"), "b": machine(zone="x", rack="1"), "c": machine(rack="1")}
+    assert places(one(tmp_path, "hosts: {zone: x, rack: 1}", hosts=hosts)).keys() == {"m.b"}
+
+
+def test_names_are_those_that_files_and_compose_take(tmp_path: Path) -> None:
+    found = one(tmp_path, "gpu_count: 1", top='gpus: ["MIG:0/1", "1"]')
+    assert places(found) == {"m.MIG_0_1": "/MIG:0/1", "m.1": "/1"}
+    assert all(SERVICE_NAME.fullmatch(each.service_name) for each in found.backends)
+
+
+# How many are loaded at once
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"), [("hosts: any", 1), ("hosts: any, most: 2", 2), ("gpu_count: 1, most: 3", 3)]
+)
+def test_one_is_loaded_at_a_time_unless_most_says_more(tmp_path: Path, own: str, expected: int) -> None:
+    found = one(tmp_path, own, hosts=AB, present=TWO_HERE)
+    assert {each.most for each in found.backends} == {expected}
+    assert {each.model for each in found.backends} == {"m"}
+
+
+def test_most_is_what_all_services_of_a_model_have_together(tmp_path: Path) -> None:
+    text = """services:
+      one: {x-anvil: {model: m, gpu_count: 1, most: 2}}
+      two: {x-anvil: {model: m, gpu_count: 1}}
+      three: {x-anvil: {model: m, gpus: ["0"]}}
+      other: {x-anvil: {gpus: ["0"]}}
+    """
+    found = read(tmp_path, text, present=TWO_HERE)
+    assert {each.most for each in found.backends if each.model == "m"} == {4}
+    assert found.backends[-1].most is None
+
+
+# What is wrong
+
+
+@pytest.mark.parametrize(
+    ("own", "rest", "expected"),
+    [
+        ("most: 2", "", "services.m.x-anvil.most: has nothing to choose among: name hosts"),
+        ("gpu_count: 1, gpus: ['0']", "", "gpu_count: and gpus are both given"),
+        ("gpu_count: 0", "", "gpu_count: must be a whole number of at least 1"),
+        ("gpu_count: 3", "", "gpu_count: this machine has 2 GPUs, and 3 are needed"),
+        ("", "gpus: [{count: 3}]", "gpu_count: this machine has 2 GPUs, and 3 are needed"),
+        ("gpu_count: 1, vram: 30GiB", "", "gpu_count: this machine has no GPU that 30.0 GiB fit"),
+        ("hosts: b, gpu_count: 3", "", "hosts: fits nowhere: b has 2 GPUs, and 3 are needed"),
+        ("hosts: [a, b], gpu_count: 3", "", "fits nowhere: a has 2 GPUs, and 3 are needed; b has 2 GPUs"),
+        ("hosts: b, gpus: ['5']", "", "hosts: fits nowhere: b has no GPU 5; it has 0, 1"),
+        ("hosts: []", "", "services.m.x-anvil.hosts: must name a host, or any, or {label: value}"),
+        ("hosts: {}", "", "services.m.x-anvil.hosts: must name a host, or any, or {label: value}"),
+        ("hosts: [any, b]", "", "hosts: any means every host, so it is written alone"),
+        ("hosts: [A.b]", "", "hosts: a host's name may hold lower-case letters, digits, - and _, not 'A.b'"),
+        ("hosts: any", "scale: 2", "services.m: is scaled, and has x-anvil.hosts: say with most how many"),
+        ("gpu_count: 1", "deploy: {replicas: 2}", "services.m: is scaled, and has x-anvil.gpu_count"),
+        ("hosts: a, gpus: [['0']]", "", "services.m: is scaled, and has x-anvil.hosts"),
+        ("hosts: b", "network_mode: 'service:x'", "services.m.network_mode: shares what only the host"),
+    ],
+)
+def test_what_cannot_be_chosen_is_told_with_its_key(
+    tmp_path: Path, own: str, rest: str, expected: str
+) -> None:
+    found = problems(tmp_path, own, rest, hosts=AB, present=TWO_HERE)
+    assert len(found) == 1, found
+    assert found[0].startswith("compose.yaml:2: ")
+    assert expected in found[0]
+
+
+def test_an_engine_elsewhere_needs_a_port_that_is_known(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"services.m.x-anvil: port is needed, since its engine is reached"):
+        read(tmp_path, "services: {m: {image: x, x-anvil: {hosts: b}}}", hosts=AB)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{local: {}}", "machines.local: is anvil-mux's own machine: its gpus and host_memory go to the top"),
+        ("{any: {}}", "machines.any: any means every host"),
+        ("{b: {gpu: 1}}", "machines.b.gpu: unknown key; did you mean gpus?"),
+        ("{b: {gpus: {'0': {vram: x}}}}", "machines.b.gpus.0.vram: must be a size"),
+        ("{b: 3}", "machines.b: must hold gpus or host_memory, not 3"),
+        ("[b]", "machines: must hold {host: {gpus, host_memory}}"),
+    ],
+)
+def test_what_is_wrong_with_a_machine_is_told_with_its_key(
+    tmp_path: Path, written: str, expected: str
+) -> None:
+    (found,) = problems(tmp_path, "", top=f"machines: {written}")
+    assert f"compose.yaml:1: x-anvil.{expected}" in found
+
+
+def test_a_name_of_the_cluster_that_files_cannot_have_is_left_out(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: any", hosts={"b": machine(), "B.example": machine(), "local": machine()})
+    assert places(found) == {"m": "/", "m.b": "b/"}
+    assert len([text for text in found.warnings if "of the cluster is left out" in text]) == 2
+
+
+def test_a_host_that_is_too_small_among_several_is_a_warning(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: [a, b], gpu_count: 4", RESERVED, hosts={"a": machine(2), "b": machine(4)})
+    assert places(found) == {"m.b.0-1-2-3": "b/0,1,2,3"}
+    (warning,) = found.warnings
+    assert "services.m.x-anvil.hosts: fits on some hosts only: a has 2 GPUs, and 4 are needed" in warning
+
+
+# Hosts that are not there
+
+
+def test_without_a_cluster_the_models_are_known_and_wait(tmp_path: Path) -> None:
+    text = "services: {m: {x-anvil: {hosts: b, port: 1}}, n: {x-anvil: {hosts: any, gpu_count: 1, port: 1}}}"
+    found = read(tmp_path, text)
+    assert places(found) == {"m.b": "b/", "n.any.0": "any/0"}
+    assert (found.absent, found.composed) == (("b", "any"), {})
+    (warning,) = [text for text in found.warnings if "--cluster" in text]
+    assert "services.m.x-anvil.hosts: served there once serve is started with --cluster: m, n" in warning
+
+
+def test_a_host_that_is_not_in_the_cluster_is_a_warning_and_has_its_backends(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: [gpu-a, gpu-c], gpu_count: 2", RESERVED, hosts={"gpu-a": machine()})
+    assert places(found) == {"m.gpu-a.0-1": "gpu-a/0,1", "m.gpu-c.0-1": "gpu-c/0,1"}
+    assert (found.absent, list(found.composed)) == (("gpu-c",), ["gpu-a"])
+    assert Gpu("1", host="gpu-c") in found.gpus
+    (warning,) = found.warnings
+    assert "no host gpu-c is in the cluster; m wait for it; did you mean gpu-a?" in warning
+
+
+@pytest.mark.parametrize(
+    ("own", "name"),
+    [
+        ("hosts: {zone: y}", "m.zone=y"),
+        ("hosts: {zone: y, rack: 1}, gpu_count: 1", "m.zone=y,rack=1.0"),
+        ("hosts: any, gpu_count: 4", "m.any.0-1-2-3"),
+    ],
+)
+def test_a_condition_that_no_host_meets_is_a_host_that_is_never_there(
+    tmp_path: Path, own: str, name: str
+) -> None:
+    found = one(tmp_path, own, hosts=AB)
+    (backend,) = found.backends
+    assert (backend.name, found.absent) == (name, (backend.host,))
+    assert any(f"no host of the cluster fits ({backend.host}); m wait" in text for text in found.warnings)
+
+
+def test_it_is_the_same_backend_when_its_host_comes(tmp_path: Path) -> None:
+    own, rest = "hosts: [a, b], gpus: ['0']", RESERVED
+    before, after = (one(tmp_path, own, rest, hosts=hosts) for hosts in ({"a": AB["a"]}, AB))
+    assert change.compare(before, after).kept == ("m.a", "m.b")
+    assert (before.absent, after.absent) == (("b",), ())
+
+
+# Machines that the file describes
+
+
+def test_what_the_file_says_of_a_machine_counts_more_than_what_it_reports(tmp_path: Path) -> None:
+    top = "machines: {a: {gpus: {'1': {reserve: 1GiB}}}, b: {host_memory: 7GiB}, c: {gpus: ['0', '1']}}"
+    found = one(tmp_path, "hosts: any, gpu_count: 1", RESERVED, top, hosts=AB)
+    assert list(places(found)) == ["m.a.1", "m.b.0", "m.b.1", "m.c.0", "m.c.1"]
+    assert found.gpus == (
+        Gpu("1", 24 * GIB, GIB, "a"),
+        *(Gpu(id, 24 * GIB, host="b") for id in "01"),
+        *(Gpu(id, host="c") for id in "01"),
+    )
+    assert found.memory_of_hosts == {"a": 90 * GIB, "b": 7 * GIB}
+    assert found.absent == ("c",)
+
+
+def test_a_file_with_machines_can_be_read_without_the_cluster(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: b, gpu_count: 1", RESERVED, "machines: {b: {gpus: ['0', '1']}}")
+    assert (places(found), found.warnings) == ({"m.b.0": "b/0", "m.b.1": "b/1"}, ())
+    assert found.absent == ("b",)
+
+
+# Checks are those of each host
+
+
+def test_backends_of_different_hosts_share_no_port(tmp_path: Path) -> None:
+    top, rest = "runtime: process, gpus: ['0']", "command: x --port 9292"
+    found = one(tmp_path, "hosts: [a, b], gpus: ['0']", rest, top, hosts=AB)
+    assert [each.port for each in found.backends] == [9292, 9292]
+
+
+def test_backends_of_one_host_may_not_have_the_same_port(tmp_path: Path) -> None:
+    text = """x-anvil: {runtime: process}
+services:
+  m: {command: x --port 7, x-anvil: {hosts: b, gpus: ["0"]}}
+  n: {command: x --port 7, x-anvil: {hosts: [local, b], gpus: ["1"]}}
+"""
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text, hosts=AB)
+    (problem,) = caught.value.problems
+    assert problem.endswith(":4: services.n: port 7 is also that of m.b, and both may run at once")
+
+
+@pytest.mark.parametrize(("most", "fails"), [(1, False), (2, True)])
+def test_candidates_share_a_fixed_port_only_if_one_is_loaded_at_a_time(
+    tmp_path: Path, most: int, fails: bool
+) -> None:
+    own, top, rest = f"gpu_count: 1, most: {most}", "runtime: process", "command: x --port 7"
+    if not fails:
+        assert len(one(tmp_path, own, rest, top, present=TWO_HERE).backends) == 2
+        return
+    (problem,) = problems(tmp_path, own, rest, top=top, present=TWO_HERE)
+    assert "services.m: port 7 cannot be that of all its replicas: leave it out" in problem
+
+
+def test_a_model_that_never_fits_a_host_is_told_once(tmp_path: Path) -> None:
+    hosts = {f"h{index}": machine(8) for index in range(5)}
+    (problem,) = problems(tmp_path, "hosts: [h0, h1, h2, h3, h4], gpus: all, vram: 30GiB", hosts=hosts)
+    assert "services.m.x-anvil.vram: 30.0 GiB never fit GPU h0/0, which has 24.0 GiB for models" in problem
+
+
+def test_that_the_size_of_gpus_is_not_known_is_said_once_of_a_service(tmp_path: Path) -> None:
+    hosts = {"h": machine(8, vram=None)}
+    (warning,) = one(tmp_path, "hosts: any, gpu_count: 1, vram: 9GiB", RESERVED, hosts=hosts).warnings
+    assert 'declare it: x-anvil: {machines: {h: {gpus: {"0": {vram: ...}}}}}' in warning
+
+
+def test_pinned_models_that_have_a_choice_of_gpus_need_not_fit_together(tmp_path: Path) -> None:
+    text = (
+        f"services: {{m: {{x-anvil: {{pin: true}}, {RESERVED}}}, n: {{x-anvil: {{pin: true}}, {RESERVED}}}}}"
+    )
+    assert len(read(tmp_path, text, present=TWO_HERE).backends) == 4
+    with pytest.raises(ConfigError, match="the pinned m, n do not fit on GPU 0 together"):
+        read(tmp_path, text, present=ONE_HERE)
+
+
+def test_a_model_with_a_choice_is_refused_only_where_all_of_it_is_pinned(tmp_path: Path) -> None:
+    pinned = "p: {x-anvil: {pin: true, gpus: ['0']}}"
+    for more, count in (("", 0), (", q: {x-anvil: {pin: true, gpus: ['1']}}", 1)):
+        text = f"services: {{m: {{x-anvil: {{}}, {RESERVED}}}, {pinned}{more}}}"
+        warnings = read(tmp_path, text, present=TWO_HERE).warnings
+        assert len([text for text in warnings if "services.m: does not fit" in text]) == count
+
+
+# How they are described anew
+
+
+def test_what_is_as_compose_has_it_is_not_described_anew(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: [local, b], gpus: ['0']", "gpus: [{device_ids: ['0']}]", hosts=AB)
+    assert [each.service_name for each in found.backends] == ["m", "m.b"]
+    assert list(found.composed) == ["b"]
+    alone = one(tmp_path, "gpus: ['0']", "gpus: [{device_ids: ['0']}]")
+    assert found.backends[0].service.digest == alone.backends[0].service.digest
+
+
+def test_a_gpu_that_compose_would_not_give_needs_a_service_of_its_own(tmp_path: Path) -> None:
+    found = one(tmp_path, "", RESERVED, "gpus: ['3']", present={"0": Gpu("0"), "3": Gpu("3")})
+    (backend,) = found.backends
+    assert (backend.name, backend.service_name, backend.gpus) == ("m", "m.3", ("3",))
+    assert given(composed(found)["services"]["m.3"]) == ("3",)
+
+
+def given(made: Mapping[str, Any]) -> str | tuple[str, ...] | None:
+    """The GPUs that Docker gives to a service, as it is described."""
+    return service.reserved(made)
+
+
+FORMS = [
+    "deploy: {resources: {reservations: {devices: [{driver: nvidia, count: 1, capabilities: [gpu]}]}}}",
+    "deploy: {resources: {reservations: {devices: [{device_ids: ['0'], capabilities: [gpu, utility]}]}}}",
+    "gpus: all",
+    "gpus: [{driver: nvidia, count: 1, options: {a: b}}]",
+    "runtime: nvidia, environment: {NVIDIA_VISIBLE_DEVICES: all}",
+    "gpus: all, environment: {CUDA_VISIBLE_DEVICES: '0'}",
+    "devices: ['nvidia.com/gpu=0', /dev/fuse]",
+    "devices: [{source: nvidia.com/gpu=all, target: nvidia.com/gpu=all}]",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_has_its_gpus_in_whichever_form_the_service_reserves_them(tmp_path: Path, form: str) -> None:
+    found = one(tmp_path, "hosts: [local, b], gpu_count: 1", form, hosts=AB, present=TWO_HERE)
+    for backend in found.backends:
+        made = composed(found, backend.host)["services"][backend.name]
+        assert given(made) == backend.gpus
+        assert not {"CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"} & set(made["environment"])
+        assert "runtime" not in made
+        assert ("/dev/fuse" in made.get("devices", ())) == ("/dev/fuse" in form)
+    if "options" in form:
+        (device,) = service.devices(made)
+        reserved = {"device_ids": ["1"], "capabilities": ["gpu"]}
+        assert device == {"driver": "nvidia", "options": {"a": "b"}, **reserved}
+
+
+def test_other_devices_stay_reserved(tmp_path: Path) -> None:
+    devices = "[{capabilities: [tpu], count: 1}, {capabilities: [gpu], count: 1}]"
+    rest = f"deploy: {{replicas: 1, resources: {{reservations: {{memory: 1g, devices: {devices}}}}}}}"
+    made = composed(one(tmp_path, "hosts: b", rest, hosts=AB), "b")["services"]["m.b.0"]
+    assert made["deploy"] == {
+        "resources": {
+            "reservations": {
+                "memory": "1g",
+                "devices": [
+                    {"capabilities": ["tpu"], "count": 1},
+                    {"device_ids": ["0"], "capabilities": ["gpu"]},
+                ],
+            }
+        }
+    }
+
+
+def test_what_reserves_no_gpu_gets_none(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: b, gpu_count: 1", "environment: {CUDA_VISIBLE_DEVICES: 7}", hosts=AB)
+    assert any("m: stands on GPU 0 for us but reserves none" in text for text in found.warnings)
+    made = composed(found, "b")["services"]["m.b.1"]
+    assert (given(made), made["environment"]) == (None, {"CUDA_VISIBLE_DEVICES": "1"})
+
+
+@pytest.mark.parametrize(
+    ("own", "ports", "expected"),
+    [
+        ("hosts: b", "['80']", [("80", "10.0.0.2", None)]),
+        ("hosts: b", "['127.0.0.1:8000:80']", [("80", "10.0.0.2", "8000")]),
+        ("hosts: b, gpu_count: 1", "['127.0.0.1:8000:80']", [("80", "10.0.0.2", None)]),
+        (
+            "hosts: b, port: 80",
+            "['8000:80', '127.0.0.1:8001:81', '9:9/udp']",
+            [("80", "10.0.0.2", "8000"), ("81", "127.0.0.1", "8001"), "9:9/udp"],
+        ),
+        ("hosts: b, port: 81", "[]", [("81", "10.0.0.2", None)]),
+        ("gpu_count: 1", "['8000:80']", [("80", "127.0.0.1", None)]),
+    ],
+)
+def test_engines_are_published_on_the_address_of_their_host(
+    tmp_path: Path, own: str, ports: str, expected: list[Any]
+) -> None:
+    text = f"services: {{m: {{image: x, ports: {ports}, x-anvil: {{{own}}}}}}}"
+    found = read(tmp_path, text, hosts=AB, present=TWO_HERE)
+    (host,) = found.composed
+    made = composed(found, host)["services"][found.backends[0].name]
+    assert expected == [
+        each if isinstance(each, str) else (str(each["target"]), each["host_ip"], each.get("published"))
+        for each in made["ports"]
+    ]
+
+
+def test_on_the_network_of_its_host_nothing_is_published(tmp_path: Path) -> None:
+    text = "services: {m: {image: x, network_mode: host, x-anvil: {hosts: b, port: 5}}}"
+    made = composed(read(tmp_path, text, hosts=AB), "b")["services"]["m.b"]
+    assert ("ports" in made, made["network_mode"]) == (False, "host")
+
+
+WHOLE = """
+services:
+  m:
+    build: .
+    container_name: one
+    profiles: [llm]
+    command: [x, "$$HOME"]
+    environment: [A=1, HOME, NOT_SET]
+    labels: {anvil.ttl: 5m, theirs: "1"}
+    depends_on: [redis]
+    ports: ["127.0.0.1::80"]
+    volumes: [models:/m, ./here:/h:ro, ~/there:/t, /abs:/a, {type: bind, source: x, target: /x}, /data]
+    networks: [inner]
+    secrets: [token]
+    x-anvil: {hosts: [local, b], gpu_count: 1}
+    x-other: 3
+  redis: {image: redis, volumes: [other:/o]}
+volumes: {models: {name: shared}, other: }
+networks: {inner: {driver: bridge}, default: {}}
+secrets: {token: {file: ./t}, more: {file: ./m}}
+"""
+
+
+def test_a_service_elsewhere_has_all_that_it_needs_and_nothing_of_this_machine(tmp_path: Path) -> None:
+    found = read(tmp_path, f"name: p\n{WHOLE}", hosts=AB, present=TWO_HERE, environ={"HOME": "/home/u"})
+    home = os.path.expanduser("~")
+    text = composed(found, "b")
+    assert text == {
+        "services": {name: text["services"]["m.b.0"] | _of_gpu(text, name) for name in ("m.b.0", "m.b.1")},
+        "volumes": {"models": {"name": "shared"}},
+        "networks": {"inner": {"driver": "bridge"}},
+        "secrets": {"token": {"file": f"{tmp_path}/t"}},
+    }
+    assert text["services"]["m.b.0"] == {
+        "image": "p-m",
+        "profiles": ["llm"],
+        "command": ["x", "$HOME"],
+        "environment": {"A": "1", "HOME": "/home/u"},
+        "labels": {"theirs": "1"},
+        "ports": [{"target": 80, "protocol": "tcp", "host_ip": "10.0.0.2"}],
+        "volumes": [
+            *("models:/m", f"{tmp_path}/here:/h:ro", f"{home}/there:/t", "/abs:/a"),
+            *({"type": "bind", "source": f"{tmp_path}/x", "target": "/x"}, "/data"),
+        ],
+        "networks": ["inner"],
+        "secrets": ["token"],
+    }
+    here = composed(found)["services"]["m.0"]
+    assert (here["image"], here["build"], here["depends_on"]) == ("p-m", ".", ["redis"])
+    assert "container_name" not in here
+    for told in (
+        "depends on redis, which other hosts are not given",
+        "is built, and other hosts need its image p-m",
+    ):
+        assert any(told in warning for warning in found.warnings)
+
+
+def _of_gpu(text: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The part of a description that may differ between candidates of one host."""
+    return {key: value for key, value in text["services"][name].items() if key == "deploy"}
+
+
+def test_a_candidate_has_the_digest_of_its_own_description(tmp_path: Path) -> None:
+    own, rest = "hosts: [a, b], gpu_count: 1", RESERVED
+    found = {each.name: each.service.digest for each in one(tmp_path, own, rest, hosts=AB).backends}
+    assert found["m.a.0"] == found["m.b.0"] != found["m.a.1"]
+    for other in (f"{rest}, tty: true", "gpus: [{count: 1, driver: nvidia}]"):
+        assert one(tmp_path, own, other, hosts=AB).backends[0].service.digest != found["m.a.0"]
+    moved = {**AB, "a": machine(address="10.0.0.9")}
+    assert one(tmp_path, own, rest, hosts=moved).backends[0].service.digest == found["m.a.0"]
+    assert one(tmp_path, f"{own}, ttl: 5m", rest, hosts=AB).backends[0].service.digest == found["m.a.0"]
+
+
+def test_a_host_gets_its_own_file_and_backends(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: [local, b], gpus: ['0']", hosts=AB)
+    there = HostConfig.of(found, "b")
+    assert (there.files, [each.name for each in there.backends]) == ((), ["m.b"])
+    assert list(json.loads(there.composed)["services"]) == ["m.b"]
+    assert HostConfig.of(found).composed == ""
+
+
+def test_processes_see_the_gpus_of_their_candidate_alone(tmp_path: Path) -> None:
+    top, rest = "runtime: process", "command: x --port $$PORT, environment: {A: b}"
+    found = one(tmp_path, "hosts: [local, b], gpu_count: 1", rest, top, hosts=AB, present=ONE_HERE)
+    seen = {each.name: dict(each.service.environment) for each in found.backends}
+    visible = {name: each["CUDA_VISIBLE_DEVICES"] for name, each in seen.items()}
+    assert visible == {"m": "0", "m.b.0": "0", "m.b.1": "1"}
+    assert all(each["A"] == "b" for each in seen.values())
+    assert found.composed == {}
+    assert [each.service.working_dir for each in found.backends] == [None, str(tmp_path), str(tmp_path)]
+
+
+# What changes
+
+
+def test_hosts_come_and_go(tmp_path: Path) -> None:
+    own = "hosts: any, gpu_count: 1"
+    before = one(tmp_path, own, RESERVED, hosts={"a": AB["a"]})
+    after = one(tmp_path, own, RESERVED, hosts={"b": AB["b"]})
+    found = change.compare(before, after)
+    assert (found.added, found.removed, found.kept) == (("m.b.0", "m.b.1"), ("m.a.0", "m.a.1"), ())
+    assert found.settings == ("machines",)
+
+
+def test_how_many_are_loaded_changes_under_their_leases(tmp_path: Path) -> None:
+    before, after = (one(tmp_path, f"hosts: any, most: {most}", hosts=AB) for most in (1, 2))
+    found = change.compare(before, after)
+    assert (found.changed, found.kept) == ((), ("m", "m.a", "m.b"))
+    assert found.settings == ("m.most", "m.a.most", "m.b.most")
+
+
+# Whatever is written
+
+
+def drawn(draw: random.Random) -> tuple[str, dict[str, Machine], dict[str, Gpu], str]:
+    """A file, a cluster, the GPUs of this machine, and the runtime."""
+    names = draw.sample(["a", "b", "gpu-c", "d_1"], draw.randrange(1, 5))
+    hosts = {
+        name: machine(
+            draw.randrange(5),
+            vram=draw.choice([None, 8 * GIB, 24 * GIB]),
+            address=f"10.0.0.{index + 1}",
+            zone=draw.choice("xy"),
+        )
+        for index, name in enumerate(names)
+    }
+    present = {str(index): Gpu(str(index), 24 * GIB) for index in range(draw.randrange(4))}
+    wanted = ["any", "{zone: x}", "{zone: z}", "[a, b]", "[local, gpu-c]", "[gone]", "local"]
+    reserved = ["", RESERVED, "gpus: [{count: 2}]", "gpus: [{device_ids: ['0']}]", FORMS[4], FORMS[6]]
+    services = {}
+    for index in range(draw.randrange(1, 4)):
+        own = [f"hosts: {draw.choice(wanted)}"] if draw.random() < 0.8 else []
+        own += draw.choice([[], ["gpu_count: 1"], ["gpu_count: 2"], ["gpus: ['0', '1']"]])
+        own += draw.choice([[], ["vram: 10GiB"]])
+        rest = draw.choice(reserved)
+        services[f"s{index}"] = (
+            f"{{image: x, command: [x], ports: ['8{index}:80'], x-anvil: {{{', '.join(own)}}}, {rest}}}"
+        )
+    runtime = draw.choice(["compose", "compose", "process"])
+    text = "".join(f"  {name}: {about}\n" for name, about in services.items())
+    return f"x-anvil: {{runtime: {runtime}}}\nservices:\n{text}", hosts, present, runtime
+
+
+TOO_FEW = re.compile("fits nowhere|never fit|are needed|that 10.0 GiB fit|uses all GPUs; say which")
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_whatever_is_written_each_backend_has_gpus_of_its_own_host(tmp_path: Path, seed: int) -> None:
+    text, hosts, present, runtime = drawn(random.Random(seed))
+    try:
+        found = read(tmp_path, text, hosts=hosts, present=present)
+    except ConfigError as error:
+        unexpected = [text for text in error.problems if not TOO_FEW.search(text)]
+        if not unexpected:
+            return
+        raise
+    names = [each.name for each in found.backends]
+    assert len(names) == len(set(names))
+    assert {each.model for each in found.backends} == {f"s{index}" for index in range(text.count("image: x"))}
+    assert set(found.absent) == {each.host for each in found.backends if each.host} - set(hosts)
+    known = {gpu.name for gpu in found.gpus}
+    for backend in found.backends:
+        assert set(backend.gpu_names) <= known
+        if backend.host in hosts:
+            assert set(backend.gpus) <= {gpu.id for gpu in hosts[backend.host].gpus}
+    assert found.composed == {} or runtime == "compose"
+    for host in found.composed:
+        check_file(found, host)
+
+
+def check_file(config: Config, host: str) -> None:
+    """Each service of the file is a backend of the host, with its GPUs and no others."""
+    of_service = {each.service_name: each for each in config.backends if each.host == host}
+    services = composed(config, host)["services"]
+    assert set(services) <= set(of_service)
+    assert not host or set(services) == set(of_service)
+    address = "127.0.0.1" if not host else None
+    for name, made in services.items():
+        backend: Backend = of_service[name]
+        assert given(made) in (None, backend.gpus)
+        for port in made["ports"]:
+            assert port["host_ip"] == address or (host and port["host_ip"].startswith("10.0.0."))
+
+
+def test_a_large_cluster_has_each_backend_once(tmp_path: Path) -> None:
+    hosts = {f"h{index}": machine(8, address=f"10.0.0.{index}") for index in range(25)}
+    text = "".join(
+        f"  m{index}: {{ports: ['80'], {RESERVED}, x-anvil: {{hosts: any}}}}\n" for index in range(8)
+    )
+    found = read(tmp_path, f"services:\n{text}", hosts=hosts)
+    assert len({each.name for each in found.backends}) == 8 * 25 * 8
+    assert len(found.gpus) == 25 * 8
+    assert len(found.warnings) == 8, "one of each service, since it has no profile"
+
+
+# What Compose makes of it
+
+
+@pytest.mark.skipif(not has_compose(), reason="needs the Docker Compose program")
+def test_compose_reads_the_files_as_they_are_meant(tmp_path: Path) -> None:
+    odd = "$HOME $$ ${X} \u00e9 \u0085 \u007f \U0001f600 \" ' \\ # : {"
+    content: dict[str, Any] = yaml.load(f"name: p\n{WHOLE}", interpolate.Loader)
+    m = content["services"]["m"]
+    m["command"] = ["x", odd.replace("$", "$$")]
+    m["deploy"] = {"resources": {"reservations": {"devices": [{"count": 1, "capabilities": ["gpu"]}]}}}
+    file = tmp_path / "compose.yaml"
+    file.write_text(
+        json.dumps(content, ensure_ascii=False).replace("\x7f", "\\u007f").replace("\x85", "\\u0085")
+    )
+    environ = {name: os.environ[name] for name in ("PATH", "HOME")}
+    through = load([file], environ=environ, compose=run_compose, hosts=AB, present=TWO_HERE)
+    plain = load([file], environ=environ, compose=None, hosts=AB, present=TWO_HERE)
+    assert places(through) == places(plain)
+    for config in (through, plain):
+        for host, files in (("", [file]), ("b", [])):
+            made = tmp_path / "composed.yaml"
+            made.write_text(config.composed[host])
+            argv = [word for each in (*files, made) for word in ("-f", str(each))]
+            argv = ["docker", "compose", *argv, "-p", "q", "--profile", "*", "config", "--format", "json"]
+            done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+            said = json.loads(done.stdout)
+            for backend in (each for each in config.backends if each.host == host):
+                described = said["services"][backend.service_name]
+                assert described["command"][1].replace("$$", "$") == odd
+                assert given(described) == backend.gpus
+                (port,) = described["ports"]
+                assert (port["target"], port["host_ip"]) == (80, "10.0.0.2" if host else "127.0.0.1")
+                assert "published" not in port
+                assert described["environment"] == {"A": "1", "HOME": environ["HOME"]}
+                volumes = {each["target"]: each.get("source") for each in described["volumes"]}
+                assert (volumes["/h"], volumes["/m"]) == (f"{tmp_path}/here", "models")
+            assert said["volumes"]["models"]["name"] == "shared"
+            assert said["networks"]["inner"]["name"] == "q_inner"
