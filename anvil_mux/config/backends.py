@@ -331,8 +331,8 @@ class BackendReader:
         """Write the description into the file of its host, if that is there."""
         if not backend.host:
             self._composed.add("", backend.service_name, composing.at(composing.HERE, made))
-        elif found := self._places.cluster.get(backend.host):
-            self._composed.add(backend.host, backend.service_name, composing.at(found.address, made))
+        elif address := self._places.address(backend.host):
+            self._composed.add(backend.host, backend.service_name, composing.at(address, made))
 
     def _image(self, name: str, described: Description) -> str:
         return str(described.get("image") or f"{self._around.project}-{name}")

@@ -19,6 +19,8 @@ from anvil_mux.config.config import ANY_HOST, HOST_NAME, LOCAL, DeclaredMachine,
 from anvil_mux.config.interpolate import KeyPath
 from anvil_mux.config.problems import Problems
 
+SHOWN = 10
+"""How many names a warning shows."""
 Need = str | tuple[str, ...] | int
 """The GPUs that a service needs: ``service.ALL``, these, or any so many."""
 
@@ -70,6 +72,10 @@ class Places:
     @property
     def absent(self) -> tuple[str, ...]:
         return tuple(self._absent)
+
+    def address(self, host: str) -> str:
+        """The address of a host's engines; "" where it has never been there."""
+        return self.cluster[host].address if host in self.cluster else ""
 
     def gpus(self, used: Mapping[str, Collection[str]]) -> Iterator[Gpu]:
         """All GPUs that are declared or reported, and those that are used. ``used``: host -> ids."""
@@ -128,12 +134,12 @@ class Places:
                 lacking.append(f"{host or LOCAL} {error}")
                 continue
             found += _named(name, host, choices, need)
-            if host and host not in self.cluster:
+            if host and not self.address(host):
                 self._absent.setdefault(host, []).append(name)
         if lacking and not found and isinstance(wanted, tuple):
-            self._problems.add(_hosts_key(name), f"fits nowhere: {'; '.join(lacking)}")
+            self._problems.add(_hosts_key(name), f"fits nowhere: {_shown(lacking)}")
         elif lacking and wanted != ANY_HOST:
-            self._problems.warn(_hosts_key(name), f"fits on some hosts only: {'; '.join(lacking)}")
+            self._problems.warn(_hosts_key(name), f"fits on some hosts only: {_shown(lacking)}")
         return found if found or isinstance(wanted, tuple) else self._nowhere(name, wanted, need)
 
     def _only_here(self, name: str, need: Need, vram: int | None) -> list[HostChoice]:
@@ -206,19 +212,28 @@ class Places:
         if not self.cluster and not self._machines:
             names = list(dict.fromkeys(name for names in self._absent.values() for name in names))
             if names:
-                text = f"served there once serve is started with --cluster: {', '.join(names)}"
+                text = f"served there once serve is started with --cluster: {_shown(names)}"
                 self._problems.warn(_hosts_key(names[0]), text)
             return
+        waiting: dict[tuple[str, ...], list[str]] = {}
         for host, names in self._absent.items():
             if self.cluster or host not in self._machines:
-                is_name = HOST_NAME.fullmatch(host) and host != ANY_HOST
-                what = f"host {host} is in the cluster" if is_name else f"host of the cluster fits ({host})"
-                hint = f"; {settings.nearest(host, self.cluster)}" if is_name and self.cluster else ""
-                self._problems.warn(_hosts_key(names[0]), f"no {what}; {', '.join(names)} wait for it{hint}")
+                waiting.setdefault(tuple(names), []).append(host)
+        for services, hosts in waiting.items():
+            text = f"not in the cluster: {_shown(hosts)}; {_shown(services)} wait for that"
+            if len(hosts) == 1 and HOST_NAME.fullmatch(hosts[0]) and 0 < len(self.cluster) <= SHOWN:
+                text += f"; {settings.nearest(hosts[0], self.cluster)}"
+            self._problems.warn(_hosts_key(services[0]), text)
 
 
 def _hosts_key(name: str) -> KeyPath:
     return ("services", name, "x-anvil", "hosts")
+
+
+def _shown(names: Sequence[str]) -> str:
+    """The names, or the first of many."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def _unknown(need: Need) -> tuple[str, ...]:

@@ -195,7 +195,7 @@ def test_most_is_what_all_services_of_a_model_have_together(tmp_path: Path) -> N
         ("", "gpus: [{count: 3}]", "gpu_count: this machine has 2 GPUs, and 3 are needed"),
         ("gpu_count: 1, vram: 30GiB", "", "gpu_count: this machine has no GPU that 30.0 GiB fit"),
         ("hosts: b, gpu_count: 3", "", "hosts: fits nowhere: b has 2 GPUs, and 3 are needed"),
-        ("hosts: [a, b], gpu_count: 3", "", "fits nowhere: a has 2 GPUs, and 3 are needed; b has 2 GPUs"),
+        ("hosts: [a, b], gpu_count: 3", "", "fits nowhere: a has 2 GPUs, and 3 are needed, b has 2 GPUs"),
         ("hosts: b, gpus: ['5']", "", "hosts: fits nowhere: b has no GPU 5; it has 0, 1"),
         ("hosts: []", "", "services.m.x-anvil.hosts: must name a host, or any, or {label: value}"),
         ("hosts: {}", "", "services.m.x-anvil.hosts: must name a host, or any, or {label: value}"),
@@ -270,7 +270,21 @@ def test_a_host_that_is_not_in_the_cluster_is_a_warning_and_has_its_backends(tmp
     assert (found.absent, list(found.composed)) == (("gpu-c",), ["gpu-a"])
     assert Gpu("1", host="gpu-c") in found.gpus
     (warning,) = found.warnings
-    assert "no host gpu-c is in the cluster; m wait for it; did you mean gpu-a?" in warning
+    assert "hosts: not in the cluster: gpu-c; m wait for that; did you mean gpu-a?" in warning
+
+
+def test_a_host_of_which_no_address_is_known_is_not_there_yet(tmp_path: Path) -> None:
+    found = one(tmp_path, "hosts: {zone: x}, gpu_count: 1", hosts={"b": machine(address="", zone="x")})
+    assert places(found) == {"m.b.0": "b/0", "m.b.1": "b/1"}
+    assert (found.absent, found.composed) == (("b",), {})
+
+
+def test_many_hosts_that_are_not_there_are_one_warning(tmp_path: Path) -> None:
+    names = ", ".join(f"h{index}" for index in range(30))
+    found = one(tmp_path, f"hosts: [{names}]", RESERVED, hosts={"h0": machine()})
+    assert len(found.absent) == 29
+    (warning,) = found.warnings
+    assert "not in the cluster: h1, h2, h3, h4, h5, h6, h7, h8, h9, h10 and 19 more; m wait" in warning
 
 
 @pytest.mark.parametrize(
@@ -287,7 +301,7 @@ def test_a_condition_that_no_host_meets_is_a_host_that_is_never_there(
     found = one(tmp_path, own, hosts=AB)
     (backend,) = found.backends
     assert (backend.name, found.absent) == (name, (backend.host,))
-    assert any(f"no host of the cluster fits ({backend.host}); m wait" in text for text in found.warnings)
+    assert any(f"not in the cluster: {backend.host}; m wait for that" in text for text in found.warnings)
 
 
 def test_it_is_the_same_backend_when_its_host_comes(tmp_path: Path) -> None:
