@@ -86,15 +86,15 @@ class BackendReader:
         return self._bounded(backends)
 
     def _bounded(self, backends: list[Backend]) -> list[Backend]:
-        """The backends with ``most``, which is a model's: what its services have together."""
-        choosing = {backend.model for backend in backends if self.services[backend.name] in self._most}
+        """The backends with ``most``, which is a model's, or a stage's: what its services have together."""
+        choosing = {_role(backend) for backend in backends if self.services[backend.name] in self._most}
         if not choosing:
             return backends
-        each = Counter((backend.model, self.services[backend.name]) for backend in backends)
-        most: Counter[str] = Counter()
-        for (model, name), count in each.items():
-            most[model] += self._most.get(name, count)
-        return [replace(each, most=most[each.model]) if each.model in choosing else each for each in backends]
+        each = Counter((_role(backend), self.services[backend.name]) for backend in backends)
+        most: Counter[tuple[str, str]] = Counter()
+        for (role, name), count in each.items():
+            most[role] += self._most.get(name, count)
+        return [replace(b, most=most[_role(b)]) if _role(b) in choosing else b for b in backends]
 
     # One service
 
@@ -336,6 +336,11 @@ class BackendReader:
 
     def _image(self, name: str, described: Description) -> str:
         return str(described.get("image") or f"{self._around.project}-{name}")
+
+
+def _role(backend: Backend) -> tuple[str, str]:
+    """The model and the stage of it that a backend serves."""
+    return backend.model, backend.infer_type
 
 
 def _reserved(described: Description, variables: Mapping[str, str]) -> Need:

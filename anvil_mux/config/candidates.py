@@ -221,7 +221,8 @@ class Places:
                 waiting.setdefault(tuple(names), []).append(host)
         for services, hosts in waiting.items():
             text = f"not in the cluster: {_shown(hosts)}; {_shown(services)} wait for that"
-            if len(hosts) == 1 and HOST_NAME.fullmatch(hosts[0]) and 0 < len(self.cluster) <= SHOWN:
+            is_name = HOST_NAME.fullmatch(hosts[0]) and hosts[0] != ANY_HOST
+            if len(hosts) == 1 and is_name and 0 < len(self.cluster) <= SHOWN:
                 text += f"; {settings.nearest(hosts[0], self.cluster)}"
             self._problems.warn(_hosts_key(services[0]), text)
 

@@ -182,6 +182,18 @@ def test_most_is_what_all_services_of_a_model_have_together(tmp_path: Path) -> N
     assert found.backends[-1].most is None
 
 
+def test_each_stage_of_a_model_has_its_own_most(tmp_path: Path) -> None:
+    text = """services:
+      one: {x-anvil: {model: m, gpu_count: 1, infer_type: prefill}}
+      two: {x-anvil: {model: m, gpu_count: 1, infer_type: decode, most: 2}}
+    """
+    found = read(tmp_path, text, present=TWO_HERE)
+    assert [(each.infer_type, each.most) for each in found.backends] == [
+        *[("prefill", 1)] * 2,
+        *[("decode", 2)] * 2,
+    ]
+
+
 # What is wrong
 
 
@@ -337,9 +349,12 @@ def test_a_file_with_machines_can_be_read_without_the_cluster(tmp_path: Path) ->
 
 
 def test_backends_of_different_hosts_share_no_port(tmp_path: Path) -> None:
-    top, rest = "runtime: process, gpus: ['0']", "command: x --port 9292"
-    found = one(tmp_path, "hosts: [a, b], gpus: ['0']", rest, top, hosts=AB)
-    assert [each.port for each in found.backends] == [9292, 9292]
+    text = """x-anvil: {runtime: process, gpus: ["0"]}
+services:
+  m: {command: x --port 9292, x-anvil: {hosts: a, gpus: ["0"]}}
+  n: {command: x --port 9292, x-anvil: {hosts: b, gpus: ["0"]}}
+"""
+    assert [each.port for each in read(tmp_path, text, hosts=AB).backends] == [9292, 9292]
 
 
 def test_backends_of_one_host_may_not_have_the_same_port(tmp_path: Path) -> None:
