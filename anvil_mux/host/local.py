@@ -28,6 +28,7 @@ from anvil_mux.host.seam import (
     Found,
     GpusSeen,
     HostConfig,
+    HostGpu,
     HostNews,
     Inventory,
     Loaded,
@@ -56,6 +57,15 @@ def build_runtime(
     from anvil_mux.host.containers import ContainerRuntime
 
     return ContainerRuntime(config, environ=environ, lock=lock, address=address)
+
+
+def inventory(address: str = LOOPBACK) -> Inventory:
+    """Return what this machine has and can do, before any service of it is configured."""
+    return _described(gpu.listed(gpu.probe()), address)
+
+
+def _described(gpus: tuple[HostGpu, ...], address: str) -> Inventory:
+    return Inventory(gpus, _memory(), address, standby_levels=tuple(WAYS))
 
 
 class LocalHost:
@@ -113,7 +123,7 @@ class LocalHost:
         self._load_logs.worker.start()
 
     def inventory(self) -> Inventory:
-        return Inventory(self._gpus, _memory(), self._address, standby_levels=tuple(WAYS))
+        return _described(self._gpus, self._address)
 
     def reconfigure(self, config: HostConfig) -> None:
         before = self._config

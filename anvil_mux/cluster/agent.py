@@ -1,0 +1,335 @@
+"""The agent of a host: ``LocalHost`` there, for an anvil-mux on another machine, whoever carries the calls.
+
+It takes what the methods below name: configurations and names, never commands or paths. Only the anvil-mux
+that has claimed the host may change anything (ownership.py). Whatever may take long is a step: it is begun,
+goes on whether or not anybody is there to ask for it, and its result is asked for (begun.py). State, logs and
+what the owner has learned of this host stay on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import re
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import anvil_mux
+from anvil_mux.clock import Clock
+from anvil_mux.cluster import messages
+from anvil_mux.cluster.begun import Begun, BegunSteps
+from anvil_mux.cluster.messages import AgentAnswer, AgentCall, NotConfigured, Owner, StepState
+from anvil_mux.cluster.ownership import Ownership
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import BackendError, ConfigError, MuxError
+from anvil_mux.host.local import LocalHost, inventory
+from anvil_mux.host.seam import Host, HostConfig, HostNews, Inventory
+from anvil_mux.state import state_folder, write_whole
+
+log = logging.getLogger(__name__)
+
+STEPS = frozenset({"load", "evict", "demote", "stop", "adopt"})
+"""The methods of a host that are begun as steps; ``settle`` is one of the agent's own."""
+CALLS = frozenset({"running", "orphans", "cancel", "ended", "answers", "watch_gpus", "problem"})
+"""The methods of a host that its owner may call directly."""
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+"""The pattern for names that become names of files here, or words of commands."""
+LONGEST_WAIT = 60.0
+"""Seconds that one call may wait for a result or for news."""
+MOST_REMEMBERED = 16 << 20
+
+RAYS = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace",
+    "SPT_NOENV": "1",
+}
+"""Variables that Ray gives its workers beside RAY_*, by their values; any other value is somebody's own."""
+
+
+def engine_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that engines and commands are to have, without those that Ray gave us."""
+    if not any(name.startswith("RAY_") for name in environ):
+        return dict(environ)
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith("RAY_") and RAYS.get(name) != value
+    }
+
+
+class Agent:
+    """One host's agent. Any thread.
+
+    ``address``: at which the host's engines are to be reached. ``described``: what the host has, in place of
+    what is found. ``make`` makes the host, from its configuration and the descriptor of the agent's lock.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        *,
+        environ: Mapping[str, str] | None = None,
+        described: Inventory | None = None,
+        make: Callable[[HostConfig, int], Host] | None = None,
+    ) -> None:
+        _check_name(name)
+        self.name = name
+        self.address = address
+        self.instance = secrets.token_hex(8)
+        self._environ = engine_variables(os.environ if environ is None else environ)
+        self._folder = state_folder(f"agent-{name}", self._environ)
+        self._make = make or self._local_host
+        self._configuring = threading.Lock()
+        """Held while the host is made or configured anew, which may take seconds."""
+        self._changed = threading.Condition()
+        # Guarded by it:
+        self._described = described
+        self._ownership = Ownership(name, self._folder)
+        self._steps = BegunSteps(self._changed)
+        self._host: Host | None = None
+        self._config: HostConfig | None = None
+        self._is_new_owner = False
+        """Whether the owner has not configured the host yet."""
+        self._known: set[str] = set()
+        """The names of all backends that were ever configured."""
+        self._news_base = 0
+        """The number of the last news of hosts before this one."""
+        self._news_last = 0
+
+    def hello(self) -> dict[str, str]:
+        """Say what this is, in text alone: also another version of anvil-mux reads it."""
+        with self._changed:
+            owner, epoch = self._ownership.owner, self._ownership.epoch
+        return {
+            "version": anvil_mux.__version__,
+            "python": platform.python_version(),
+            "instance": self.instance,
+            "name": self.name,
+            "address": self.address,
+            "hostname": socket.gethostname(),
+            "epoch": str(epoch),
+            "owner": owner.name if owner else "",
+            "owner_id": owner.id if owner else "",
+        }
+
+    def call(self, payload: bytes) -> bytes:
+        """Carry out the call that crossed, and return its answer; see messages.py. Errors are answers."""
+        try:
+            value = self._perform(messages.read_call(payload))
+            return messages.write(AgentAnswer(self.instance, value))
+        except Exception as error:
+            if not isinstance(error, MuxError):
+                log.exception("a mistake in a call")
+            return messages.write(AgentAnswer(self.instance, error=messages.plain_error(error)))
+
+    def close(self) -> None:
+        """Free what it holds; engines and steps run on."""
+        with self._changed:
+            host, self._host = self._host, None
+            self._ownership.close()
+        if host:
+            host.close()
+
+    # Calls
+
+    def _perform(self, call: AgentCall) -> object:
+        owner, args = call.owner, call.args
+        for each in args:
+            if isinstance(each, Backend):
+                _check_backend(each)
+        match call.method:
+            case "hello":
+                return self.hello()
+            case "inventory":
+                return self._inventory()
+            case "log_tail":
+                return self._host.log_tail(*args) if self._host else []  # type: ignore[arg-type]
+            case "recall":
+                return self._recall()
+        methods: dict[str, Callable[..., object]] = {
+            "claim": self._claim,
+            "release": self._release,
+            "reconfigure": self._reconfigure,
+            "begin": self._begin,
+            "result": self._result,
+            "news": self._news,
+            "remember": self._remember,
+        }
+        if method := methods.get(call.method):
+            return method(owner, *args)
+        if call.method in CALLS:
+            return getattr(self._owned(owner), call.method)(*args)
+        raise BackendError(f"an agent has no method {call.method}")
+
+    def _claim(self, owner: Owner, description: str, takeover: bool) -> None:
+        with self._changed:
+            if not self._ownership.claim(owner._replace(name=description or owner.name), takeover):
+                return
+            self._steps.forget_all()
+            self._is_new_owner = True
+            if self._host:
+                self._host.news(sys.maxsize, 0.0)  # what happened before concerns the owner before
+
+    def _release(self, owner: Owner) -> None:
+        with self._changed:
+            self._ownership.give_up(owner)
+
+    def _owned(self, owner: Owner) -> Host:
+        """Return the host for its owner; Fenced for any other. With or without the lock."""
+        with self._changed:
+            self._ownership.check(owner)
+            if self._host is None:
+                raise NotConfigured(f"the agent of host {self.name} has no configuration yet")
+            return self._host
+
+    def _inventory(self) -> Inventory:
+        with self._changed:
+            if self._described is None:
+                self._described = inventory(self.address)
+            return self._described
+
+    def _remember(self, owner: Owner, text: str) -> None:
+        if not isinstance(text, str) or len(text) > MOST_REMEMBERED:
+            raise BackendError(f"only text of at most {MOST_REMEMBERED} characters is kept")
+        with self._changed:
+            self._ownership.check(owner)
+            try:
+                write_whole(self._folder / "remembered", text, 0o600)
+            except OSError as error:
+                raise BackendError(f"{self._folder} cannot be written: {error.strerror}") from None
+
+    def _recall(self) -> str:
+        try:
+            return (self._folder / "remembered").read_text()
+        except (OSError, ValueError):
+            return ""
+
+    # The host
+
+    def _reconfigure(self, owner: Owner, config: HostConfig) -> None:
+        _check_name(config.project)
+        for backend in config.backends:
+            _check_backend(backend)
+        with self._configuring:
+            with self._changed:
+                self._ownership.check(owner)
+                host, before, is_new = self._host, self._config, self._is_new_owner
+                lock = self._ownership.hold()
+            if not (host and before and _is_one_project(before, config) and _took(host, config, is_new)):
+                host = self._make(config, lock)
+            self._take(owner, host, config)
+
+    def _take(self, owner: Owner, host: Host, config: HostConfig) -> None:
+        """Have this host from now on, unless the owner has changed meanwhile."""
+        with self._changed:
+            old = self._host
+            try:
+                self._ownership.check(owner)
+            except MuxError:
+                if host is not old:
+                    host.close()
+                raise
+            if old is not None and old is not host:
+                left = old.news(0, 0.0)
+                last = self._news_base + (left[-1].number if left else 0)
+                self._news_base = self._news_last = max(last, self._news_last)
+            self._host, self._config, self._is_new_owner = host, config, False
+            self._known |= {backend.name for backend in config.backends}
+        if old is not None and old is not host:
+            old.close()
+
+    def _local_host(self, config: HostConfig, lock: int) -> Host:
+        try:
+            folder = state_folder(config.project, self._environ)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise BackendError(f"{folder} cannot be written: {error.strerror}") from None
+        host = LocalHost(config, lock, address=self.address, environ=self._environ, detached=True)
+        host.start(Clock())
+        return host
+
+    def _news(self, owner: Owner, after: int, timeout: float) -> list[HostNews]:
+        host = self._owned(owner)
+        with self._changed:
+            base = self._news_base
+        news = host.news(max(after - base, 0), min(timeout, LONGEST_WAIT))
+        found = [HostNews(each.number + base, each.what) for each in news]
+        with self._changed:
+            self._news_last = max(self._news_last, *(each.number for each in found), 0)
+        return found
+
+    # Steps
+
+    def _begin(self, owner: Owner, number: int, method: str, args: tuple[Any, ...]) -> None:
+        for each in args:
+            if isinstance(each, Backend):
+                _check_backend(each)
+        with self._changed:
+            self._steps.begin(number, self._step(owner, self._owned(owner), method, args))
+
+    def _step(self, owner: Owner, host: Host, method: str, args: tuple[Any, ...]) -> Begun:
+        if method == "settle":
+            return Begun(owner, method, "", partial(self._settle, *args), _nothing)
+        if method not in STEPS:
+            raise BackendError(f"a host has no step {method}")
+        backend = args[0] if args else None
+        if not isinstance(backend, Backend):
+            raise BackendError(f"{method}: which backend?")
+        cancel: Callable[[], None] = _nothing
+        if method == "load":
+            if backend.name not in self._known:
+                raise BackendError(f"{backend.name} is not configured on host {self.name}")
+            number = args[2] if len(args) > 2 and isinstance(args[2], int) else 0
+            cancel = partial(host.cancel, backend, number)
+        return Begun(owner, method, backend.name, partial(getattr(host, method), *args), cancel)
+
+    def _settle(self, timeout: float) -> bool:
+        with self._changed:
+            return self._steps.settle(timeout)
+
+    def _result(self, owner: Owner, number: int, timeout: float) -> StepState:
+        with self._changed:
+            self._ownership.check(owner)
+            state = self._steps.result(owner, number, min(timeout, LONGEST_WAIT))
+            self._ownership.check(owner)
+            return state
+
+
+def _took(host: Host, config: HostConfig, is_new_owner: bool) -> bool:
+    """Configure the host; False: it has to be made anew.
+
+    What would refuse a reload, such as a missing image, does not refuse a start, which a new owner's is.
+    """
+    try:
+        host.reconfigure(config)
+    except ConfigError:
+        if is_new_owner:
+            return False
+        raise
+    return True
+
+
+def _is_one_project(before: HostConfig, after: HostConfig) -> bool:
+    return (before.project, before.runtime) == (after.project, after.runtime)
+
+
+def _check_backend(backend: Backend) -> None:
+    _check_name(backend.name)
+    _check_name(backend.service_name)
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise BackendError(f"{name!r} is no name that can be used here")
+
+
+def _nothing() -> None:
+    pass

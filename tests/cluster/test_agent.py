@@ -1,0 +1,649 @@
+"""The agent of a host: who may change it, steps that outlive who began them, engines that are processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import anvil_mux
+from anvil_mux.cluster import messages
+from anvil_mux.cluster.agent import Agent, engine_variables
+from anvil_mux.cluster.begun import MOST
+from anvil_mux.cluster.messages import (
+    AgentCall,
+    Claimed,
+    Fenced,
+    NotConfigured,
+    Owner,
+    StepState,
+    UnknownStep,
+)
+from anvil_mux.config.config import Backend, Service
+from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
+from anvil_mux.host.seam import (
+    Awake,
+    Evicted,
+    Host,
+    HostConfig,
+    HostNews,
+    Inventory,
+    Loaded,
+    PhaseTook,
+    ServiceEnded,
+    Unfit,
+)
+
+GUARD = 30.0
+ROOT = Path(__file__).resolve().parent.parent.parent
+ENGINE = (str(ROOT / "bin" / "demo-engine"), "--model", "m", "--load-seconds", "0.1", "--host", "$HOST")
+M = Backend("m.b", "m", host="b", load_timeout=GUARD, service=Service(command=ENGINE))
+CONFIG = HostConfig((M,), project="p-b", runtime="process")
+
+FIRST = Owner(1, "first", "the lab on alpha")
+AGAIN = Owner(2, "first", "the lab on alpha")
+SECOND = Owner(2, "second", "the office on beta")
+
+
+@dataclass
+class FakeHost:
+    """A host whose loads end when a test says so."""
+
+    config: HostConfig
+    calls: list[str] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+    cancelled: set[int] = field(default_factory=set)
+    happened: list[HostNews] = field(default_factory=list)
+    lacks_images: bool = False
+    is_closed: bool = False
+    name = "fake"
+
+    def happens(self, backend: str) -> None:
+        number = self.happened[-1].number + 1 if self.happened else 1
+        self.happened.append(HostNews(number, PhaseTook(backend, "load", 0.5)))
+
+    def reconfigure(self, config: HostConfig) -> None:
+        if self.lacks_images:
+            raise ConfigError(["image x is not present"])
+        self.config = config
+
+    def load(self, backend: Backend, how: str, number: int) -> Loaded:
+        self.calls.append(f"load {number}")
+        assert self.gate.wait(GUARD)
+        if number in self.cancelled:
+            raise Cancelled(f"the load of {backend.name} was cancelled")
+        if how != "stop":
+            raise LoadError("no such level", log=["a", "b"])
+        return Loaded("http://10.0.0.2:1", how)
+
+    def cancel(self, backend: Backend, number: int) -> None:
+        self.cancelled.add(number)
+        self.gate.set()
+
+    def evict(self, backend: Backend, how: str) -> Evicted:
+        self.calls.append("evict")
+        return Evicted(how)
+
+    def stop(self, backend: Backend) -> None:
+        self.calls.append("stop")
+
+    def running(self) -> list[str]:
+        return [backend.name for backend in self.config.backends]
+
+    def problem(self) -> str:
+        return ""
+
+    def log_tail(self, backend: Backend, lines: int = 20) -> list[str]:
+        return ["said"]
+
+    def news(self, after: int, timeout: float) -> list[HostNews]:
+        self.happened = [each for each in self.happened if each.number > after]
+        return list(self.happened)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Caller:
+    """An anvil-mux as the agent sees it."""
+
+    def __init__(self, agent: Agent, owner: Owner) -> None:
+        self.agent = agent
+        self.owner = owner
+
+    def __call__(self, method: str, *args: object) -> Any:
+        call = messages.write(AgentCall(self.owner, method, args))
+        answer = messages.read_answer(self.agent.call(call))
+        assert answer.instance == self.agent.hello()["instance"]
+        if answer.error:
+            raise messages.error_of(answer.error)
+        return answer.value
+
+    def result(self, number: int) -> Any:
+        state = self("result", number, GUARD)
+        assert isinstance(state, StepState)
+        assert state.done
+        return state.value
+
+    def step(self, number: int, method: str, *args: object) -> Any:
+        self("begin", number, method, args)
+        return self.result(number)
+
+
+class Rig:
+    """Agents of host b, whose hosts are stand-ins, one after the other on one state folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.environ = {**os.environ, "XDG_STATE_HOME": str(folder)}
+        self.hosts: list[FakeHost] = []
+        self._agents: list[Agent] = []
+
+    def agent(self, make: Callable[[HostConfig, int], Host] | None = None, **special: Any) -> Agent:
+        agent = Agent("b", "127.0.0.2", environ=self.environ, make=make or self._make, **special)
+        self._agents.append(agent)
+        return agent
+
+    def owned(self, agent: Agent | None = None, owner: Owner = FIRST) -> Caller:
+        """An owner that has configured the host."""
+        mux = Caller(agent or self.agent(), owner)
+        mux("claim", owner.name, False)
+        mux("reconfigure", CONFIG)
+        return mux
+
+    @property
+    def host(self) -> FakeHost:
+        return self.hosts[-1]
+
+    def _make(self, config: HostConfig, lock: int) -> Host:
+        assert os.fstat(lock)
+        self.hosts.append(FakeHost(config))
+        return self.hosts[-1]  # type: ignore[return-value]
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.gate.set()
+        for agent in self._agents:
+            agent.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+
+
+# Claims
+
+
+def test_the_greeting_is_text_and_names_the_owner(rig: Rig):
+    agent = rig.agent()
+    before = agent.hello()
+    assert (before["name"], before["address"]) == ("b", "127.0.0.2")
+    assert (before["epoch"], before["owner"]) == ("0", "")
+    assert before["version"] == anvil_mux.__version__
+    Caller(agent, FIRST)("claim", "the lab", False)
+    after = agent.hello()
+    assert (after["epoch"], after["owner"], after["owner_id"]) == ("1", "the lab", "first")
+    assert {type(each) for pair in after.items() for each in pair} == {str}
+    assert Caller(agent, SECOND)("hello") == after
+
+
+def test_another_one_is_refused_unless_it_takes_over_or_the_host_was_given_up(rig: Rig):
+    first = rig.owned()
+    second = Caller(first.agent, SECOND)
+    with pytest.raises(Claimed, match="belongs to the lab on alpha; --takeover"):
+        second("claim", SECOND.name, False)
+    first("release")
+    assert first.agent.hello()["owner"] == ""
+    second("claim", SECOND.name, False)
+    third = Caller(first.agent, Owner(3, "third"))
+    third("claim", "", True)
+    with pytest.raises(Fenced, match="belongs to the anvil-mux third, in epoch 3"):
+        second("running")
+
+
+def test_the_same_one_may_claim_again_and_its_run_before_is_fenced(rig: Rig):
+    first = rig.owned()
+    again = rig.owned(first.agent, AGAIN)
+    with pytest.raises(Fenced, match="the lab on alpha, in epoch 2"):
+        first("begin", 1, "evict", (M, "stop"))
+    with pytest.raises(Fenced, match="epoch 2"):
+        first("claim", FIRST.name, True)
+    again("claim", AGAIN.name, False)
+    assert rig.host.calls == []
+
+
+@pytest.mark.parametrize("owner", [Owner(0, "z"), Owner(1, "alpha")])
+def test_a_takeover_needs_a_greater_claim(rig: Rig, owner: Owner):
+    first = rig.owned()
+    with pytest.raises(Fenced, match="in epoch 1"):
+        Caller(first.agent, owner)("claim", "", True)
+    first("release")
+    with pytest.raises(Fenced, match="in epoch 1"):
+        Caller(first.agent, owner)("claim", "", False)
+
+
+CHANGES = [
+    ("reconfigure", CONFIG),
+    ("begin", 1, "evict", (M, "stop")),
+    ("result", 1, 0.0),
+    ("news", 0, 0.0),
+    ("running",),
+    ("orphans",),
+    ("cancel", M, 1),
+    ("watch_gpus",),
+    ("remember", "x"),
+    ("release",),
+]
+
+
+@pytest.mark.parametrize("call", CHANGES, ids=lambda call: call[0])
+def test_who_was_taken_over_changes_nothing(rig: Rig, call: tuple[Any, ...]):
+    first = rig.owned()
+    Caller(first.agent, SECOND)("claim", SECOND.name, True)
+    with pytest.raises(Fenced, match="the office on beta"):
+        first(*call)
+    assert rig.host.calls == []
+    assert not rig.host.cancelled
+
+
+def test_a_host_that_nobody_has_claimed_is_changed_by_nobody(rig: Rig):
+    with pytest.raises(Fenced, match="host b belongs to nobody"):
+        Caller(rig.agent(), FIRST)("reconfigure", CONFIG)
+    assert rig.hosts == []
+
+
+def test_anybody_may_look(rig: Rig):
+    first = rig.owned()
+    first("remember", "what loads cost")
+    other = Caller(first.agent, Owner(0, "nobody"))
+    assert other("recall") == "what loads cost"
+    assert other("log_tail", M, 5) == ["said"]
+    assert isinstance(other("inventory"), Inventory)
+    assert other("inventory").address == "127.0.0.2"
+
+
+def test_the_owner_outlives_the_agent(rig: Rig):
+    first = rig.owned()
+    first("remember", "what loads cost")
+    Caller(first.agent, SECOND)("claim", SECOND.name, True)
+    first.agent.close()
+    later = rig.agent()
+    assert later.hello()["epoch"] == "2"
+    with pytest.raises(Fenced, match="the office on beta"):
+        Caller(later, FIRST)("reconfigure", CONFIG)
+    second = Caller(later, SECOND)
+    assert second("recall") == "what loads cost"
+    second("reconfigure", CONFIG)
+
+
+def test_of_two_agents_of_one_name_one_changes_nothing_until_the_other_has_ended(rig: Rig):
+    first = rig.owned()
+    later = Caller(rig.agent(), SECOND)
+    with pytest.raises(BackendError, match="another agent of host b, or a command that it began, still runs"):
+        later("claim", SECOND.name, True)
+    first.agent.close()
+    later("claim", SECOND.name, True)
+
+
+def test_a_broken_note_of_the_owner_is_none(rig: Rig, tmp_path: Path):
+    folder = tmp_path / "anvil-mux" / "agent-b"
+    folder.mkdir(parents=True)
+    (folder / "owner").write_text('{"epoch": "x"}')
+    assert rig.owned()("running") == ["m.b"]
+
+
+# Steps
+
+
+def test_a_step_that_is_begun_twice_is_performed_once(rig: Rig):
+    mux = rig.owned()
+    mux("begin", 7, "load", (M, "stop", 3))
+    mux("begin", 7, "load", (M, "stop", 3))
+    assert mux("result", 7, 0.0) == StepState(False)
+    rig.host.gate.set()
+    assert mux.result(7) == Loaded("http://10.0.0.2:1", "stop")
+    mux("begin", 7, "load", (M, "stop", 3))
+    assert mux.result(7) == Loaded("http://10.0.0.2:1", "stop")
+    assert rig.host.calls == ["load 3"]
+
+
+def test_a_result_is_there_for_its_owner_after_it_was_away(rig: Rig):
+    mux = rig.owned()
+    mux("begin", 7, "load", (M, "stop", 3))
+    later = Caller(mux.agent, FIRST)
+    rig.host.gate.set()
+    assert later.result(7) == Loaded("http://10.0.0.2:1", "stop")
+    later("claim", FIRST.name, False)
+    assert later.result(7) == Loaded("http://10.0.0.2:1", "stop")
+
+
+def test_the_error_of_a_step_is_told_as_it_was(rig: Rig):
+    mux = rig.owned()
+    rig.host.gate.set()
+    with pytest.raises(LoadError, match="no such level") as caught:
+        mux.step(1, "load", M, "sleep", 1)
+    assert caught.value.log == ("a", "b")
+    with pytest.raises(BackendError, match="TypeError"):
+        mux.step(2, "evict", M, "stop", "too", "many")
+
+
+def test_a_step_of_an_agent_that_was_started_anew_is_not_known(rig: Rig):
+    mux = rig.owned()
+    rig.host.gate.set()
+    mux.step(1, "load", M, "stop", 1)
+    mux.agent.close()
+    anew = Caller(rig.agent(), FIRST)
+    with pytest.raises(UnknownStep):
+        anew("result", 1, 0.0)
+    with pytest.raises(NotConfigured, match="no configuration yet"):
+        anew("begin", 2, "evict", (M, "stop"))
+    anew("reconfigure", CONFIG)
+    assert anew.step(2, "evict", M, "stop") == Evicted("stop")
+
+
+def test_a_takeover_in_the_middle_of_a_load(rig: Rig):
+    first = rig.owned()
+    first("begin", 1, "load", (M, "stop", 9))
+    second = Caller(first.agent, SECOND)
+    second("claim", SECOND.name, True)
+    with pytest.raises(Fenced):
+        first("begin", 2, "evict", (M, "stop"))
+    with pytest.raises(Fenced):
+        first("result", 1, 0.0)
+    second("reconfigure", CONFIG)
+    with pytest.raises(BackendError, match=r"m\.b: a step of the owner before is still under way"):
+        second("begin", 1, "load", (M, "stop", 1))
+    assert second.step(2, "settle", GUARD) is True
+    assert rig.host.cancelled == {9}
+    assert second.step(3, "evict", M, "stop") == Evicted("stop")
+    assert rig.host.calls == ["load 9", "evict"]
+
+
+def test_settling_is_bounded(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    mux = rig.owned()
+    monkeypatch.setattr(rig.host, "cancel", lambda backend, number: None)
+    mux("begin", 1, "load", (M, "stop", 1))
+    assert mux.step(2, "settle", 0.0) is False
+    rig.host.gate.set()
+    assert mux.step(3, "settle", GUARD) is True
+
+
+def test_results_are_forgotten_with_their_owner(rig: Rig):
+    first = rig.owned()
+    first.step(1, "evict", M, "stop")
+    again = rig.owned(first.agent, AGAIN)
+    with pytest.raises(UnknownStep):
+        again("result", 1, 0.0)
+
+
+def test_the_last_results_are_kept(rig: Rig):
+    mux = rig.owned()
+    for number in range(MOST + 2):
+        mux.step(number, "evict", M, "stop")
+    with pytest.raises(UnknownStep):
+        mux("result", 0, 0.0)
+    assert mux.result(1) == Evicted("stop")
+
+
+def test_a_load_can_be_cancelled(rig: Rig):
+    mux = rig.owned()
+    mux("begin", 1, "load", (M, "stop", 4))
+    mux("cancel", M, 4)
+    with pytest.raises(Cancelled):
+        mux.result(1)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ("close",),
+        ("_make", CONFIG, 0),
+        ("reconfigure_all",),
+        ("load", M, "stop", 1),
+        ("begin", 1, "close", (M,)),
+        ("begin", 1, "reconfigure", (CONFIG,)),
+        ("begin", 1, "load", ("m.b", "stop", 1)),
+        ("begin", 1, "load", (replace(M, name="other"), "stop", 1)),
+        ("running", "too", "many"),
+    ],
+    ids=str,
+)
+def test_nothing_but_its_methods_is_called(rig: Rig, call: tuple[Any, ...]):
+    mux = rig.owned()
+    with pytest.raises(BackendError):
+        mux(*call)
+    assert rig.host.calls == []
+    assert not rig.host.is_closed
+
+
+@pytest.mark.parametrize("name", ["../../etc/x", "..", "/etc/passwd", "--project-directory", "a b", ""])
+def test_no_name_leads_out_of_the_state_folder_or_is_an_option(rig: Rig, name: str):
+    mux = rig.owned()
+    bad = replace(M, name=name)
+    optional = replace(M, service=Service(name=name or "-"))
+    for call in (
+        ("log_tail", bad, 5),
+        ("begin", 1, "stop", (bad,)),
+        ("begin", 1, "stop", (optional,)),
+        ("reconfigure", replace(CONFIG, backends=(bad,))),
+        ("reconfigure", replace(CONFIG, project=name)),
+    ):
+        with pytest.raises(BackendError, match="is no name that can be used here"):
+            mux(*call)
+    with pytest.raises(MuxError, match="is no name"):
+        Agent(name, "127.0.0.2")
+
+
+class Evil:
+    def __init__(self, file: Path) -> None:
+        self.file = str(file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (self.file,))
+
+
+def test_a_crafted_call_runs_nothing_and_is_answered(rig: Rig, tmp_path: Path):
+    agent = rig.agent()
+    crafted = pickle.dumps(AgentCall(FIRST, "claim", (Evil(tmp_path / "ran"), False)))
+    for data in (crafted, b"", b"GET / HTTP/1.1"):
+        answer = messages.read_answer(agent.call(data))
+        assert answer.error
+        assert answer.error.kind == "Unreadable"
+    assert not (tmp_path / "ran").exists()
+    assert agent.hello()["epoch"] == "0"
+
+
+# Configurations
+
+
+def test_a_host_is_made_once_and_configured_anew_after_that(rig: Rig):
+    mux = rig.owned()
+    assert mux("running") == ["m.b"]
+    mux("reconfigure", replace(CONFIG, backends=()))
+    assert mux("running") == []
+    assert len(rig.hosts) == 1
+
+
+@pytest.mark.parametrize("special", [{"project": "other-b"}, {"runtime": "compose"}])
+def test_another_project_or_runtime_is_another_host(rig: Rig, special: dict[str, Any]):
+    mux = rig.owned()
+    mux("reconfigure", replace(CONFIG, **special))
+    first, second = rig.hosts
+    assert first.is_closed
+    assert not second.is_closed
+
+
+def test_what_would_refuse_a_reload_does_not_refuse_a_new_owner(rig: Rig):
+    mux = rig.owned()
+    rig.host.lacks_images = True
+    with pytest.raises(ConfigError, match="image x is not present"):
+        mux("reconfigure", CONFIG)
+    again = rig.owned(mux.agent, AGAIN)
+    assert [host.is_closed for host in rig.hosts] == [True, False]
+    rig.host.lacks_images = True
+    with pytest.raises(ConfigError):
+        again("reconfigure", CONFIG)
+
+
+def test_a_host_that_cannot_be_made_leaves_the_one_before(rig: Rig):
+    def fail(config: HostConfig, lock: int) -> Host:
+        raise BackendError("no disk")
+
+    mux = rig.owned()
+    mux.agent._make = fail
+    with pytest.raises(BackendError, match="no disk"):
+        mux("reconfigure", replace(CONFIG, project="other-b"))
+    assert mux("running") == ["m.b"]
+    assert not rig.host.is_closed
+
+
+# News
+
+
+def test_the_numbers_of_news_go_on_over_hosts_and_owners(rig: Rig):
+    mux = rig.owned()
+    rig.host.happens("one")
+    rig.host.happens("two")
+    assert [each.number for each in mux("news", 0, 0.0)] == [1, 2]
+    assert [each.number for each in mux("news", 1, 0.0)] == [2]
+    mux("reconfigure", replace(CONFIG, project="other-b"))
+    rig.host.happens("three")
+    assert [(each.number, each.what.backend) for each in mux("news", 2, 0.0)] == [(3, "three")]
+
+
+def test_a_new_owner_hears_nothing_of_what_was_before(rig: Rig):
+    mux = rig.owned()
+    rig.host.happens("one")
+    again = rig.owned(mux.agent, AGAIN)
+    assert again("news", 0, 0.0) == []
+    rig.host.happens("two")
+    assert [each.what.backend for each in again("news", 0, 0.0)] == ["two"]
+
+
+# Real processes
+
+
+@pytest.fixture
+def real(tmp_path: Path) -> Iterator[Caller]:
+    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
+    agent = Agent("b", "127.0.0.2", environ=environ, described=Inventory(address="127.0.0.2"))
+    mux = Caller(agent, FIRST)
+    mux("claim", "", False)
+    mux("reconfigure", CONFIG)
+    yield mux
+    mux("begin", 99, "stop", (M,))
+    mux.result(99)
+    agent.close()
+
+
+def read_until(mux: Caller, kind: type) -> Any:
+    last = 0
+    while True:
+        for news in mux("news", last, GUARD):
+            last = news.number
+            if isinstance(news.what, kind):
+                return news.what
+
+
+def test_a_real_engine_is_loaded_dies_and_is_loaded_again(real: Caller, tmp_path: Path):
+    loaded = real.step(1, "load", M, "stop", 5)
+    assert loaded.url.startswith("http://127.0.0.2:")
+    assert real("running") == ["m.b"]
+    assert real("answers", M, GUARD) is True
+    assert real("ended", M) is None
+    agent = Agent("other", "127.0.0.2")
+    assert Caller(agent, FIRST)("log_tail", M) == []
+    os.kill(pid_of(tmp_path), signal.SIGKILL)
+    ended = read_until(real, ServiceEnded)
+    assert (ended.backend, ended.why, ended.load) == ("m.b", "was killed by SIGKILL", 5)
+    assert real.step(2, "load", M, "stop", 6).how == "stop"
+    assert real("log_tail", M)
+    assert real.step(3, "evict", M, "stop") == Evicted("stop")
+    assert real("running") == []
+
+
+def pid_of(folder: Path) -> int:
+    return int(json.loads((folder / "anvil-mux" / "p-b" / "m.b.json").read_text())["pid"])
+
+
+AGENT = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from tests.cluster.test_agent import CONFIG, FIRST, M, Agent, Caller
+mux = Caller(Agent("b", "127.0.0.2"), FIRST)
+mux("claim", "", False)
+mux("reconfigure", CONFIG)
+print(mux.step(1, "load", M, "stop", 1).url, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_engine_outlives_its_agent_and_is_adopted_by_the_next(tmp_path: Path):
+    environ = {
+        **os.environ,
+        "XDG_STATE_HOME": str(tmp_path),
+        "RAY_AUTH_TOKEN": "secret",
+        "RAY_JOB_ID": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    program = [sys.executable, "-c", AGENT.format(root=str(ROOT))]
+    done = subprocess.run(program, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    pid = pid_of(tmp_path)
+    inherited = Path(f"/proc/{pid}/environ").read_bytes()
+    assert b"RAY_" not in inherited
+    assert b"OMP_NUM_THREADS" not in inherited
+    agent = Agent("b", "127.0.0.2", environ=environ)
+    mux = Caller(agent, AGAIN)
+    mux("claim", "", False)
+    mux("reconfigure", CONFIG)
+    assert mux("running") == ["m.b"]
+    assert mux.step(1, "adopt", M) == Awake(done.stdout.strip())
+    os.kill(pid, signal.SIGKILL)
+    assert read_until(mux, ServiceEnded).load == 0
+    other = replace(M, service=Service(command=(*ENGINE, "--load-seconds", "0")))
+    mux("reconfigure", replace(CONFIG, backends=(other,)))
+    mux.step(2, "load", other, "stop", 1)
+    mux("reconfigure", replace(CONFIG, backends=()))
+    agent.close()
+    later = Agent("b", "127.0.0.2", environ=environ)
+    mux = Caller(later, AGAIN)
+    mux("reconfigure", replace(CONFIG, backends=()))
+    [orphan] = mux("orphans")
+    mux.step(3, "stop", orphan)
+    assert mux("orphans") == []
+    later.close()
+
+
+def test_an_engine_that_was_described_otherwise_meanwhile_is_unfit(real: Caller):
+    real.step(1, "load", M, "stop", 1)
+    other = replace(M, service=Service(command=(*ENGINE, "--tokens-per-second", "9")))
+    again = Caller(real.agent, AGAIN)
+    again("claim", "", False)
+    again("reconfigure", replace(CONFIG, backends=(other,)))
+    again("running")
+    assert again.step(1, "adopt", other) == Unfit("its configuration changed")
+    real.owner = AGAIN
+
+
+def test_engines_have_what_was_there_before_ray():
+    own = {"PATH": "/bin", "OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "0"}
+    assert engine_variables({**own, "RAY_JOB_ID": "1", "RAY_AUTH_TOKEN": "x", "SPT_NOENV": "1"}) == own
+    rays = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace"}
+    assert engine_variables({"PATH": "/bin", **rays, "RAY_JOB_ID": "1"}) == {"PATH": "/bin"}
+    assert engine_variables(rays) == rays
