@@ -86,7 +86,7 @@ class Agent:
         self.instance = secrets.token_hex(8)
         self._environ = engine_variables(os.environ if environ is None else environ)
         self._folder = state_folder(f"agent-{name}", self._environ)
-        self._make = make or self._local_host
+        self._make = make or partial(local_host, environ=self._environ, address=address)
         self._configuring = threading.Lock()
         """Held while the host is made or configured anew, which may take seconds."""
         self._changed = threading.Condition()
@@ -246,16 +246,6 @@ class Agent:
         if old is not None and old is not host:
             old.close()
 
-    def _local_host(self, config: HostConfig, lock: int) -> Host:
-        try:
-            folder = state_folder(config.project, self._environ)
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise BackendError(f"{folder} cannot be written: {error.strerror}") from None
-        host = LocalHost(config, lock, address=self.address, environ=self._environ, detached=True)
-        host.start(Clock())
-        return host
-
     def _news(self, owner: Owner, after: int, timeout: float) -> list[HostNews]:
         host = self._owned(owner)
         with self._changed:
@@ -301,6 +291,25 @@ class Agent:
             state = self._steps.result(owner, number, min(timeout, LONGEST_WAIT))
             self._ownership.check(owner)
             return state
+
+
+def local_host(
+    config: HostConfig,
+    lock: int,
+    *,
+    environ: Mapping[str, str],
+    address: str,
+    described: Inventory | None = None,
+) -> LocalHost:
+    """Return this machine as a host whose engines outlive its agent, and which has begun to watch them."""
+    try:
+        folder = state_folder(config.project, environ)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise BackendError(f"{folder} cannot be written: {error.strerror}") from None
+    host = LocalHost(config, lock, address=address, environ=environ, detached=True, described=described)
+    host.start(Clock())
+    return host
 
 
 def _took(host: Host, config: HostConfig, is_new_owner: bool) -> bool:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import nullcontext, suppress
 
@@ -16,6 +17,7 @@ from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host import gpu
 from anvil_mux.host.adopt import Adopter, Notes
 from anvil_mux.host.checkpoint import Checkpointer
+from anvil_mux.host.gpu import Gpus
 from anvil_mux.host.gpu_monitor import GpuMonitor
 from anvil_mux.host.load_logs import LoadLogs
 from anvil_mux.host.news import NewsBoard
@@ -74,7 +76,8 @@ class LocalHost:
     ``lock``: the project's, which commands that outlive us go on to hold. ``told`` learns what the phases of
     steps took; None: they are news. ``address``: at which its engines are to be reached. ``environ``: the
     variables of engines and commands; None: our own. ``detached``: engines that are processes outlive whoever
-    ends the children of this one, see starter.py.
+    ends the children of this one, see starter.py. ``described``: what the machine is said to have; then no
+    GPU is read.
     """
 
     name = "local"
@@ -88,14 +91,16 @@ class LocalHost:
         address: str = LOOPBACK,
         environ: Mapping[str, str] | None = None,
         detached: bool = False,
+        described: Inventory | None = None,
     ) -> None:
         self._config = config
         self._address = address
+        self._described = described
         self.runtime = runtime = build_runtime(
             config, lock, address=address, environ=environ, detached=detached
         )
         """The runtime, of use within this package alone."""
-        found = gpu.probe()
+        found = gpu.probe() if described is None else Gpus()
         self._gpus = gpu.listed(found)
         probe, checkpointer = gpu.probe if found.readings else None, Checkpointer()
         state = state_folder(config.project, os.environ if environ is None else environ)
@@ -123,7 +128,7 @@ class LocalHost:
         self._load_logs.worker.start()
 
     def inventory(self) -> Inventory:
-        return _described(self._gpus, self._address)
+        return self._described or _described(self._gpus, self._address)
 
     def reconfigure(self, config: HostConfig) -> None:
         before = self._config
@@ -198,6 +203,13 @@ class LocalHost:
         self._notes.note(backend.name, "")
         if all(backend.name != each.name for each in self._config.backends):
             self._served.remove(backend)
+
+    def kill_all(self) -> None:
+        """Kill all engines at once, as the end of a machine does; for machines that are only simulated."""
+        for backend in self._backends.values():
+            for pid in self.runtime.pids(backend):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     # News
 

@@ -1,0 +1,141 @@
+"""A simulated host: calls as frames, engines that outlive it, and a power cut that they do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anvil_mux.cluster import messages
+from anvil_mux.cluster.frames import read_frame, write_frame
+from anvil_mux.cluster.messages import AgentCall, StepState
+from anvil_mux.host.seam import Awake, HostGpu
+from tests.cluster.test_agent import CONFIG, FIRST, M, pid_of
+from tests.host.test_process import gone, running
+
+GUARD = 30.0
+
+
+class Process:
+    """A simulated host, whose calls are made one after the other unless it is said otherwise."""
+
+    def __init__(self, folder: Path) -> None:
+        argv = [sys.executable, "-m", "anvil_mux.cluster.simulated", "b", "127.0.0.2", str(folder)]
+        self.process = subprocess.Popen(
+            [*argv, "--gpus", "2", "--memory", "7"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self._number = 0
+
+    def send(self, method: str, payload: bytes = b"") -> int:
+        assert self.process.stdin
+        self._number += 1
+        write_frame(self.process.stdin, (self._number, "b", method, payload, GUARD))  # type: ignore[arg-type]
+        return self._number
+
+    def read(self) -> tuple[Any, ...]:
+        assert self.process.stdout
+        frame = read_frame(self.process.stdout)  # type: ignore[arg-type]
+        assert frame is not None
+        return frame
+
+    def call(self, method: str, *args: object) -> Any:
+        number = self.send("call", messages.write(AgentCall(FIRST, method, args)))
+        answered, ok, value = self.read()
+        assert (answered, ok) == (number, True)
+        answer = messages.read_answer(value)
+        if answer.error:
+            raise messages.error_of(answer.error)
+        return answer.value
+
+    def step(self, number: int, method: str, *args: object) -> Any:
+        self.call("begin", number, method, args)
+        state = self.call("result", number, GUARD)
+        assert isinstance(state, StepState)
+        assert state.done
+        return state.value
+
+    def close(self) -> int:
+        if self.process.stdin and not self.process.stdin.closed:
+            self.process.stdin.close()
+        code = self.process.wait(GUARD)
+        assert self.process.stdout
+        self.process.stdout.close()
+        return code
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[], Process]]:
+    made: list[Process] = []
+
+    def make() -> Process:
+        made.append(Process(tmp_path))
+        return made[-1]
+
+    yield make
+    for process in made:
+        if process.process.poll() is None:
+            process.process.send_signal(signal.SIGTERM)
+        process.close()
+
+
+def owned(process: Process) -> Process:
+    process.call("claim", "", False)
+    process.call("reconfigure", CONFIG)
+    return process
+
+
+def test_it_greets_and_has_the_gpus_that_were_declared(start: Callable[[], Process]):
+    process = start()
+    number = process.send("hello")
+    assert process.read()[:2] == (number, True)
+    found = process.call("inventory")
+    assert found.address == "127.0.0.2"
+    assert found.gpus == (
+        HostGpu("0", "GPU-b-0", "simulated", 7),
+        HostGpu("1", "GPU-b-1", "simulated", 7),
+    )
+    number = process.send("shutdown")
+    assert process.read() == (number, False, "a simulated host has no method shutdown")
+
+
+def test_what_is_printed_does_not_come_between_the_frames(start: Callable[[], Process]):
+    process = start()
+    process.send("hello")
+    process.read()
+    fds = Path(f"/proc/{process.process.pid}/fd")
+    assert os.readlink(fds / "1") == os.readlink(fds / "2")
+
+
+def test_a_call_that_waits_keeps_no_other_waiting(start: Callable[[], Process]):
+    process = owned(start())
+    waiting = process.send("call", messages.write(AgentCall(FIRST, "news", (0, GUARD))))
+    number = process.send("hello")
+    assert process.read()[0] == number
+    process.send("call", messages.write(AgentCall(FIRST, "begin", (1, "load", (M, "stop", 1)))))
+    assert waiting in {process.read()[0] for _ in range(2)}
+
+
+def test_engines_outlive_it_and_are_adopted_and_a_power_cut_takes_them_along(
+    start: Callable[[], Process], tmp_path: Path
+):
+    first = owned(start())
+    loaded = first.step(1, "load", M, "stop", 1)
+    assert first.close() == 0
+    pid = pid_of(tmp_path)
+    assert running(pid)
+    second = start()
+    second.call("reconfigure", CONFIG)
+    assert second.call("running") == ["m.b"]
+    assert second.step(1, "adopt", M) == Awake(loaded.url)
+    second.process.send_signal(signal.SIGTERM)
+    assert second.process.wait(GUARD) == 128 + signal.SIGTERM
+    gone(pid)
+    third = start()
+    third.call("reconfigure", CONFIG)
+    assert third.call("running") == []
