@@ -273,7 +273,7 @@ MUTANTS = {
 HOST_MUTANTS = {
     "the GPUs of a lost host are given away": (
         "scheduler",
-        "        record.is_lost = True\n",
+        "        record.is_lost, record.is_away = True, False\n",
         "",
     ),
     "a late report of a step on a lost host counts": (
@@ -288,8 +288,8 @@ HOST_MUTANTS = {
     ),
     "a queue stays where its host was lost": (
         "planner",
-        "    if state.unseen or leaves or not state.host.takes_loads or all_obstacles(state, model, now):\n"
-        "        return math.inf\n",
+        "    if state.unseen or leaves or host.is_away or not host.takes_loads or "
+        "all_obstacles(state, model, now):\n        return math.inf\n",
         "",
     ),
     "what is found on a host that is back is left as it was": (

@@ -10,7 +10,8 @@ from functools import partial
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import UnknownModel
-from anvil_mux.host.seam import Evicted, Host
+from anvil_mux.host.hosts import AnyHost
+from anvil_mux.host.seam import Evicted
 from anvil_mux.multiplexer.doubts import Doubts
 from anvil_mux.multiplexer.lease import EngineRun, Lease
 from anvil_mux.multiplexer.performer import address_of
@@ -29,7 +30,9 @@ class Facts:
     ``has_heard(address, since)``: whether an engine has sent anybody a part of an answer since that moment.
     """
 
-    def __init__(self, shell: Shell, host: Host, has_heard: Callable[[tuple[str, int], float], bool]) -> None:
+    def __init__(
+        self, shell: Shell, host: AnyHost, has_heard: Callable[[tuple[str, int], float], bool]
+    ) -> None:
         self._shell = shell
         self._scheduler = shell.scheduler
         self._apply = shell.apply
@@ -110,6 +113,10 @@ class Facts:
         """Take a host as lost: its leases are cut, and nothing is begun there until it is back."""
         self._apply(partial(self._scheduler.host_lost, host))
         self.doubts.settle_lost()
+
+    def host_away(self, host: str, away: bool) -> None:
+        """Begin nothing on a host for now, since its agent does not answer; not ``away``: it does again."""
+        self._apply(partial(self._scheduler.host_away, host, away=away))
 
     def host_back(
         self, host: str, running: Mapping[str, str], standby: Mapping[str, Evicted] | None = None

@@ -59,7 +59,7 @@ class Decider:
 
     def next_step(self, now: float) -> Step | Wait:
         """Return the step to perform now, each once, or until when to wait."""
-        if self._state.unseen or self._state.host.is_lost:
+        if self._state.unseen or self._state.host.is_lost or self._state.host.is_away:
             return Wait(FOREVER)
         if self._state.host.is_drained:
             self._upkeep.clear_host(now)

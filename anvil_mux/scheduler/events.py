@@ -78,6 +78,8 @@ KINDS = {
     "it is not what it was",
     "host_drained": "a host is to have nothing on it: what is there is drained and stopped",
     "host_undrained": "a host that was drained may have backends again",
+    "host_away": "nothing is begun on a host for now, and requests go on: its agent does not answer",
+    "host_heard": "the agent of a host that was away answers again",
     "reloaded": "another configuration holds from now on; the `detail` of its `cause` is what is different",
     "reload_failed": "another configuration was refused for a `cause`, and nothing has changed",
 }

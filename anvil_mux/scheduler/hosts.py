@@ -19,7 +19,8 @@ class HostRecord:
     """Whether the host does not answer. What ran there may still run, so its GPUs go to no other backend."""
     since: float = -math.inf
     """When it was lost last."""
-
+    is_away: bool = False
+    """Whether it cannot be steered for now: nothing is begun there, and what runs goes on."""
     is_drained: bool = False
     """Whether it was drained by hand: nothing stays or is loaded there."""
 

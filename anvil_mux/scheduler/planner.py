@@ -162,7 +162,8 @@ def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupStat
 
 def _wait_seconds(state: GroupState, model: Model, now: float) -> float:
     leaves = all(slot.leaving for slot in state.own(model))
-    if state.unseen or leaves or not state.host.takes_loads or all_obstacles(state, model, now):
+    host = state.host
+    if state.unseen or leaves or host.is_away or not host.takes_loads or all_obstacles(state, model, now):
         return math.inf
     return swap_seconds(state, model, now)
 

@@ -196,6 +196,19 @@ class Scheduler:
 
     # Facts about hosts
 
+    def host_away(self, host: str, now: float, away: bool) -> Effects:
+        """A host cannot be steered for now, but its engines answer; not ``away``: it can be again."""
+        record = self.layout.hosts.get(host)
+        if record is None or record.is_away is away:
+            return NOTHING
+        record.is_away = away
+        kind: Literal["host_away", "host_heard"] = "host_away" if away else "host_heard"
+        self._emit(Event(now, kind, "", cause=Cause(kind, host=host)))
+        groups = self.layout.on_host(host)
+        for group in groups:
+            group.state.changed()
+        return self._settling.settle(groups, now)
+
     def host_lost(self, host: str, now: float) -> Effects:
         """A host does not answer: its leases are severed, and nothing is begun there.
 
@@ -204,7 +217,7 @@ class Scheduler:
         record = self.layout.hosts.get(host)
         if record is None or record.is_lost:
             return NOTHING
-        record.is_lost = True
+        record.is_lost, record.is_away = True, False
         record.since = now
         self._emit(Event(now, "host_lost", "", cause=Cause("host_lost", host=host)))
         groups = self.layout.on_host(host)

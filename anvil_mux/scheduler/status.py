@@ -29,6 +29,8 @@ class HostState:
     """Seconds since it was lost; None: it is not lost."""
     is_drained: bool = False
     """Whether it was drained by hand."""
+    is_away: bool = False
+    """Whether it cannot be steered for now."""
 
     @property
     def is_lost(self) -> bool:
@@ -232,7 +234,8 @@ def host_state(host: HostRecord, now: float) -> HostState | None:
     """One host; None: the one that anvil-mux runs on."""
     if not host.name:
         return None
-    return HostState(host.name, now - host.since if host.is_lost else None, host.is_drained)
+    lost_seconds = now - host.since if host.is_lost else None
+    return HostState(host.name, lost_seconds, host.is_drained, host.is_away)
 
 
 _SHOWN = ("ready", "draining", "loading", "cancelling", "evicting", "stuck", "demoting", "standby", "stopped")

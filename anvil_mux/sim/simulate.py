@@ -430,6 +430,7 @@ def check(
 ROUNDING = 1e-6
 """Seconds by which sums of moments may be off."""
 _BACKEND_MOVES = {(before, after) for (before, _), after in TRANSITIONS.items()}
+_HOST_FLAGS = {"host_drained": True, "host_undrained": False, "host_away": True, "host_heard": False}
 _TICKET_ENDS = ("leased", "failed", "gone")
 
 
@@ -463,6 +464,7 @@ class _Checker:
         self._hosts = {backend.name: backend.host for backend in config.backends}
         self._lost: set[str] = set()
         self._drained: set[str] = set()
+        self._away: set[str] = set()
         self._unfound: set[str] = set()
         """Backends of a host that is back of which nothing was said yet."""
 
@@ -484,8 +486,8 @@ class _Checker:
             self._judge_release(event)
         elif event.kind in ("host_lost", "host_back"):
             self._judge_host(event)
-        elif event.kind in ("host_drained", "host_undrained"):
-            self._judge_drain(event)
+        elif event.kind in _HOST_FLAGS:
+            self._judge_flag(event, _HOST_FLAGS[event.kind])
         elif event.kind not in ("pinned", "unpinned", "deferred"):
             self._judge_move(event)
         self._then.read(event)
@@ -500,6 +502,7 @@ class _Checker:
 
     def _judge_host(self, event: Event) -> None:
         host = event.cause.host if event.cause else ""
+        self._away.discard(host)
         if event.kind == "host_lost":
             self._claim(host not in self._lost, event, f"{host} was lost already")
             self._lost.add(host)
@@ -513,11 +516,11 @@ class _Checker:
             if own == host and self._backends[name].state != "stopped":
                 self._unfound.add(name)
 
-    def _judge_drain(self, event: Event) -> None:
+    def _judge_flag(self, event: Event, is_set: bool) -> None:
         host = event.cause.host if event.cause else ""
-        is_news = (event.kind == "host_drained") is not (host in self._drained)
-        self._claim(is_news, event, f"{host} was so already")
-        self._drained ^= {host}
+        flagged = self._drained if "drained" in event.kind else self._away
+        self._claim(is_set is not (host in flagged), event, f"{host} was so already")
+        flagged ^= {host}
 
     def _look_at_hosts(self, event: Event) -> None:
         """Before time goes on: nothing is leased on a lost host, nothing is ready on a drained one.
@@ -594,6 +597,7 @@ class _Checker:
                 self._judge_begin(backend.target, event)
         if event.kind == "loading":
             self._claim(self._hosts[event.backend] not in self._drained, event, "its host is drained")
+            self._claim(self._hosts[event.backend] not in self._away, event, "its host is away")
             self._judge_load(event)
         elif event.kind == "ready":
             self._admitting = event.model

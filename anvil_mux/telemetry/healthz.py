@@ -82,7 +82,12 @@ def _place(host: HostState | None) -> dict[str, object]:
 
 def host_state(host: HostState) -> dict[str, object]:
     lost_seconds = _rounded(host.lost_seconds)
-    return {"lost": host.is_lost, "lost_seconds": lost_seconds, "drained": host.is_drained}
+    return {
+        "lost": host.is_lost,
+        "lost_seconds": lost_seconds,
+        "away": host.is_away,
+        "drained": host.is_drained,
+    }
 
 
 def _rounded(seconds: float | None) -> float | None:

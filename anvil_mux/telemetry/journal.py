@@ -202,6 +202,8 @@ _NORMAL = _MOVES | {
     "host_back",
     "host_drained",
     "host_undrained",
+    "host_away",
+    "host_heard",
 }
 
 
@@ -307,6 +309,8 @@ _PLAIN = {
     "host_back": "{reason}",
     "host_drained": "{reason}: what is there is drained and stopped, and nothing is loaded there",
     "host_undrained": "{reason}",
+    "host_away": "{reason}: requests go on, and nothing is begun there",
+    "host_heard": "{reason}",
 }
 
 

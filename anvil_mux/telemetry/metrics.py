@@ -494,7 +494,8 @@ def _route_labels() -> dict[str, str]:
     )
     theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
     seen = "/events /logs /reload /requests/cancel /why"
-    labels |= {path: path for path in f"{state} {models} {theirs} {seen}".split()}
+    hosts = "/hosts /hosts/drain /hosts/gone /hosts/undrain"
+    labels |= {path: path for path in f"{state} {models} {theirs} {seen} {hosts}".split()}
     return labels | {"/v1/models/": "/v1/models"}
 
 

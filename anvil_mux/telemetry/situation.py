@@ -120,6 +120,8 @@ class Situation:
                 | "host_back"
                 | "host_drained"
                 | "host_undrained"
+                | "host_away"
+                | "host_heard"
             ):
                 pass
             case _:

@@ -63,7 +63,12 @@ def test_a_host_is_drained_by_hand_and_used_again():
         status = stage.mux.overview.status()
         assert status.hosts == (HostState("h1", None, is_drained=True),)
         assert {m.model: m.state for m in status.models} == {"m": "stopped", "c": "stopped"}
-        assert healthz.host_state(status.hosts[0]) == {"lost": False, "lost_seconds": None, "drained": True}
+        assert healthz.host_state(status.hosts[0]) == {
+            "lost": False,
+            "lost_seconds": None,
+            "away": False,
+            "drained": True,
+        }
         with pytest.raises(HostUnavailable, match="h1 is drained"):
             stage.mux.lease("c")
         stage.mux.facts.host_drained("h1", False)
@@ -101,7 +106,7 @@ def test_healthz_names_hosts_only_where_there_are_some_beside_our_own():
         stage.mux.facts.host_lost("h1")
         stage.clock.sleep(2.5)
         hosts, models, backends, gpus = told(stage)
-        assert hosts == [{"lost": True, "lost_seconds": 2.5, "drained": False}]
+        assert hosts == [{"lost": True, "lost_seconds": 2.5, "away": False, "drained": False}]
         assert [model["host_lost"] for model in models] == [False, True]
         places = [(each.get("host"), each.get("host_lost")) for each in (*backends, *gpus)]
         assert places == [(None, None), ("h1", True), ("h1", True)] * 2

@@ -561,3 +561,39 @@ def test_a_backend_that_could_not_be_stopped_in_standby_takes_requests_once_it_i
     fleet.loaded("m2", 4.0)
     assert waiting.error is None
     assert waiting.backend == "m2"
+
+
+# A host that cannot be steered for a while
+
+
+def test_on_a_host_that_is_away_requests_go_on_and_nothing_is_begun():
+    fleet = Fleet(on("h", "a", "0"), on("h", "b", "0"))
+    fleet.core.adopted("a", 0.0)
+    running = fleet.request("a", 1.0)
+    fleet.take(fleet.core.host_away("h", 2.0, True))
+    assert fleet.kinds(2.0) == ["host_away"]
+    assert running.severed is None
+    assert fleet.request("a", 3.0).backend == "a"
+    waiting = fleet.request("b", 4.0)
+    fleet.core.released(running, 5.0)
+    assert fleet.take(fleet.core.time_passed(500.0)) == []
+    assert waiting.error is None
+    fleet.take(fleet.core.host_away("h", 501.0, False))
+    assert fleet.kinds(501.0) == ["host_heard", "draining a"]
+
+
+def test_a_queue_goes_to_a_host_that_can_be_steered():
+    fleet = Fleet(on("g", "m0", "0", model="m"), on("h", "m1", "0", model="m"))
+    fleet.take(fleet.core.host_away("g", 0.0, True))
+    fleet.request("m", 1.0)
+    assert fleet.state("m1") == "loading"
+
+
+def test_a_host_that_is_away_may_be_lost_and_is_not_away_when_it_is_back():
+    fleet = Fleet(on("h", "a", "0"))
+    fleet.core.adopted("a", 0.0)
+    fleet.take(fleet.core.host_away("h", 1.0, True))
+    fleet.take(fleet.core.host_lost("h", 2.0))
+    fleet.take(fleet.core.host_back("h", 3.0, {}))
+    fleet.request("a", 4.0)
+    assert fleet.state("a") == "loading"
