@@ -1,5 +1,5 @@
 # Sourced by the commands beside it, with $self their own real path. `environment run` makes the checkout's .venv
-# with what anvil-mux needs to run, `environment test` with what its tests need besides.
+# with what anvil-mux needs to run, `environment cluster` with Ray too, `environment test` with what its tests need.
 #
 # A stamp says for what the environment was made: this place, this interpreter, these requirements; where it fits,
 # nothing is started but readlink. An environment whose making was interrupted is marked unfinished and made anew.
@@ -43,7 +43,7 @@ make_stamp() {
 
 make_environment() {
     local wants=$root kind=$1 wanted='' since=$SECONDS
-    if [ "$kind" = test ]; then wants="${root}[test]"; fi
+    case $kind in test) wants="${root}[test]" ;; cluster) wants="${root}[ray]" ;; esac
     if [ -e "$venv/unfinished" ] || ! usable; then
         find_python
         say "making a Python environment in $venv (the first time only)"
@@ -51,14 +51,14 @@ make_environment() {
         mkdir "$venv" && touch "$venv/unfinished" && "$python" -m venv "$venv" || die "could not make $venv"
     fi
     touch "$venv/unfinished"
-    rm -f "$venv"/stamp.*
-    say "installing what anvil-mux needs to $kind"
+    rm -f "$venv/stamp.$kind"
+    say "installing what anvil-mux needs to $(case $kind in cluster) echo 'use a cluster: Ray' ;; *) echo "$kind" ;; esac)"
     env -u PYTHONPATH -u PIP_TARGET -u PIP_PREFIX PIP_USER=0 "$venv/bin/python" -m pip install \
         -qq --no-input --disable-pip-version-check --config-settings editable_mode=compat --editable "$wants" ||
         die "pip could not install it (see above). Is a package registry in reach? Then start again."
-    # What tests need includes what running needs.
+    # What tests and clusters need includes what running needs.
     make_stamp
-    if [ "$kind" = test ]; then echo "$wanted" >"$venv/stamp.run"; fi
+    if [ "$kind" != run ]; then echo "$wanted" >"$venv/stamp.run"; fi
     echo "$wanted" >"$venv/stamp.$kind" && rm "$venv/unfinished"
     say "done in $((SECONDS - since)) s"
 }

@@ -24,10 +24,10 @@ TOUCHES = {
 """The modules of host/ that read NVML and /proc, or move services and memory: none is used outside."""
 
 ALLOWED = {
-    "multiplexer": {"host.seam"},
+    "multiplexer": {"host.seam", "host.hosts"},
     "telemetry": {"host.seam"},
     "proxy": {"host.seam", "host.engine"},
-    "cluster": {"host.seam", "host.local", "host.visit"},
+    "cluster": {"host.seam", "host.local", "host.visit", "host.check"},
     "serve": {"host.seam", "host.local", "host.hosts"},
     "cli": {"host.seam", "host.local", "host.engine", "host.check", "host.byhand"},
 }

@@ -23,6 +23,17 @@ def add_files(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_cluster(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--cluster",
+        metavar="HEAD:PORT",
+        help="use the hosts of a Ray cluster too; `local`: three simulated hosts on this machine",
+    )
+    command.add_argument(
+        "--insecure-cluster", action="store_true", help="also a cluster that asks for no token"
+    )
+
+
 def read_port(text: str) -> int:
     if not text.isdigit() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"must be from 0 to 65535, not {text}")

@@ -20,8 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anvil_mux import __version__
-from anvil_mux.cli import asking, studying
-from anvil_mux.cli.arguments import add_files, add_json, configuration, read_port, read_positive, read_size
+from anvil_mux.cli import asking, hosts, studying
+from anvil_mux.cli.arguments import (
+    add_cluster,
+    add_files,
+    add_json,
+    configuration,
+    read_port,
+    read_positive,
+    read_size,
+)
 from anvil_mux.cli.output import (
     BAD_CONFIG,
     FAILED,
@@ -38,6 +46,7 @@ from anvil_mux.config.settings import gib
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 
 if TYPE_CHECKING:
+    from anvil_mux.cluster.cluster import Cluster
     from anvil_mux.config.config import Backend, Config
     from anvil_mux.serve.remote import RunningMux
 
@@ -138,6 +147,12 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
         help="when a swap is worth its cost: eager, debounce, package.module:Class",
     )
     add("--on-exit", choices=("keep", "stop"), help="what happens to running engines at exit")
+    add_cluster(command)
+    add(
+        "--takeover",
+        action="store_true",
+        help="take hosts of the cluster that another anvil-mux has, which ends then",
+    )
     add(
         "--pin",
         action=argparse.BooleanOptionalAction,
@@ -170,6 +185,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
 
 def _add_check(command: argparse.ArgumentParser) -> None:
     add_files(command)
+    add_cluster(command)
     add_json(command)
 
 
@@ -241,7 +257,8 @@ def _serve(given: argparse.Namespace) -> int:
     from anvil_mux.serve.program import serve
     from anvil_mux.serve.terminal import say as tell
 
-    config = _configuration_served(given)
+    cluster = _reached(given)
+    config = _configuration_served(given, cluster)
     for warning in config.warnings if given.verbosity >= 0 else ():
         tell(f"warning: {warning}", given.log_format)
     options = Options(
@@ -253,11 +270,21 @@ def _serve(given: argparse.Namespace) -> int:
         insecure=given.insecure,
         watch=given.watch,
         verbosity=given.verbosity,
+        takeover=given.takeover,
     )
-    return serve(config, options, partial(_configuration_served, given))
+    return serve(config, options, partial(_configuration_served, given, cluster), cluster)
 
 
-def _configuration_served(given: argparse.Namespace) -> Config:
+def _reached(given: argparse.Namespace) -> Cluster | None:
+    """The cluster that the command line names, reached; None if it names none."""
+    if not given.cluster:
+        return None
+    from anvil_mux.cluster.reach import reach
+
+    return reach(given.cluster, say, insecure=given.insecure_cluster)
+
+
+def _configuration_served(given: argparse.Namespace, cluster: Cluster | None = None) -> Config:
     """The configuration as it is now, with what the command line says."""
     overrides = {
         "drain_timeout": given.drain_timeout,
@@ -265,7 +292,7 @@ def _configuration_served(given: argparse.Namespace) -> Config:
         "policy": given.policy,
         "on_exit": given.on_exit,
     }
-    config = configuration(given.files, overrides, here=True)
+    config = configuration(given.files, overrides, here=True, hosts=cluster.machines() if cluster else {})
     port = config.port if given.port is None else given.port
     return replace(config, host=given.host or config.host, port=port)
 
@@ -276,11 +303,14 @@ def _check(given: argparse.Namespace) -> int:
     from anvil_mux.host.seam import HostConfig
     from anvil_mux.serve.credentials import open_address, secrets
 
-    config = configuration(given.files, here=True)
+    cluster = _reached(given)
+    config = configuration(given.files, here=True, hosts=cluster.machines() if cluster else {})
     keyring, _ = secrets(config)
     warnings = [*config.warnings, *_slow_loads(config), *_missing_images(config)]
     warnings += check.missing_rights(HostConfig.of(config))
     warnings += filter(None, [open_address(config, keyring)])
+    seen = _check_hosts(config, cluster) if cluster else []
+    warnings += [f"host {host['host']}: {why}" for host in seen for why in host["missing"]]
     rows: list[tuple[str, ...]] = [_backend_row(config, backend) for backend in config.backends]
     keys: tuple[str, ...] = ("model", "backend", "engine", "gpus", "vram", "port")
     if any(backend.host for backend in config.backends):
@@ -292,14 +322,28 @@ def _check(given: argparse.Namespace) -> int:
             for row, backend in zip(rows, config.backends, strict=True)
         ]
         listen = f"{config.host}:{config.port}"
-        print_json({"listen": listen, "models": models, "problems": [], "warnings": warnings})
+        told = {"listen": listen, "models": models, "problems": [], "warnings": warnings}
+        print_json({**told, **({"hosts": seen} if cluster else {})})
         return 0
+    if cluster:
+        hosts.print_hosts(seen)
+        print()
     print_table([key.upper() for key in keys], rows)
     for warning in warnings:
         say(f"warning: {warning}")
     counts = f"{counted(rows, 'backend')}, {counted(warnings, 'warning')}"
     say(f"{counts}; will listen on {config.host}:{config.port}")
     return 0
+
+
+def _check_hosts(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
+    """Report the hosts of a cluster, and what each lacks for its part of the configuration."""
+    from anvil_mux.host.seam import HostConfig
+
+    try:
+        return cluster.check(lambda name: HostConfig.of(config, name))
+    finally:
+        cluster.close()
 
 
 def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:
@@ -567,6 +611,11 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
     ),
     "pin": ("Keep a model, once it is resident, from being evicted for others", asking.pin, asking.add_model),
     "unpin": ("Let a pinned model be evicted for others again", asking.unpin, asking.add_model),
+    "hosts": (
+        "List the hosts of a running anvil-mux, drain one, or declare it gone",
+        hosts.run,
+        hosts.add_arguments,
+    ),
     "reload": ("Put the compose files into effect as they are now", asking.reload, asking.add_address),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
     "simulate": ("Run traffic under each policy in virtual time", studying.run, studying.add_arguments),

@@ -28,6 +28,7 @@ from anvil_mux.cluster.messages import AgentAnswer, AgentCall, NotConfigured, Ow
 from anvil_mux.cluster.ownership import Ownership
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, MuxError
+from anvil_mux.host import check
 from anvil_mux.host.local import LocalHost, inventory
 from anvil_mux.host.seam import Host, HostConfig, HostNews, Inventory
 from anvil_mux.state import state_folder, write_whole
@@ -154,6 +155,8 @@ class Agent:
                 return self._host.log_tail(*args) if self._host else []  # type: ignore[arg-type]
             case "recall":
                 return self._recall()
+            case "lacks":
+                return _lacks(*args)  # type: ignore[arg-type]
         methods: dict[str, Callable[..., object]] = {
             "claim": self._claim,
             "release": self._release,
@@ -310,6 +313,14 @@ def local_host(
     host = LocalHost(config, lock, address=address, environ=environ, detached=True, described=described)
     host.start(Clock())
     return host
+
+
+def _lacks(config: HostConfig) -> list[str]:
+    """Say what this host lacks for a configuration, which changes nothing."""
+    try:
+        return [*check.missing_images(config), *check.missing_rights(config)]
+    except MuxError as error:
+        return [error.message]
 
 
 def _took(host: Host, config: HostConfig, is_new_owner: bool) -> bool:

@@ -3,9 +3,9 @@
     python -m anvil_mux.cluster.simulated NAME ADDRESS STATE_FOLDER [--gpus N] [--memory BYTES]
 
 It takes calls as frames on its standard input, ``(number, host, method, payload, timeout)`` with the methods
-``hello`` and ``call``, and answers ``(number, ok, value)`` on its standard output. It ends with its input,
-and engines run on, as where an agent dies. SIGTERM is a power cut: its engines are killed at once, and it
-ends.
+``hello`` and ``call``, and answers ``(number, ok, value)`` on its standard output; the first frame has the
+number 0 and says that it is ready. It ends with its input, and engines run on, as where an agent dies.
+SIGTERM is a power cut: its engines are killed at once, and it ends.
 """
 
 from __future__ import annotations
@@ -98,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     signal.signal(signal.SIGTERM, lose_power)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    write_frame(answers, (0, True, {}))
     pool = Answers(host.agent, answers)
     while frame := read_frame(calls):
         number, _, method, payload, _ = frame

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from anvil_mux.config.config import Backend
-from anvil_mux.host.seam import LOG_LINES, Evicted, Host, Loaded
+from anvil_mux.host.seam import LOG_LINES, Evicted, Found, Host, Loaded
 
 
 class Hosts:
@@ -16,6 +16,9 @@ class Hosts:
 
     def __getitem__(self, name: str) -> Host:
         return self.by_name[name]
+
+    def adopt(self, backend: Backend) -> Found:
+        return self.by_name[backend.host].adopt(backend)
 
     def load(self, backend: Backend, how: str, number: int) -> Loaded:
         return self.by_name[backend.host].load(backend, how, number)
@@ -40,3 +43,7 @@ class Hosts:
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
         return self.by_name[backend.host].log_tail(backend, lines)
+
+
+AnyHost = Host | Hosts
+"""The one that performs steps on backends: their only host, or all hosts."""

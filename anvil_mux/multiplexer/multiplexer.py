@@ -28,7 +28,7 @@ from anvil_mux.errors import (
     UnknownModel,
     WaitedTooLong,
 )
-from anvil_mux.host.seam import Host
+from anvil_mux.host.hosts import AnyHost
 from anvil_mux.multiplexer.facts import Facts
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.overview import Overview
@@ -56,7 +56,7 @@ class Multiplexer:
     def __init__(
         self,
         config: Config,
-        host: Host,
+        host: AnyHost,
         *,
         log: Callable[[Event], object],
         log_leases: bool = True,

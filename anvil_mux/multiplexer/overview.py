@@ -58,6 +58,10 @@ class Overview:
         """Find a backend as it was last started or is to be, also if the configuration has it no longer."""
         return self._shell.backends.get(name)
 
+    def configured(self) -> tuple[Backend, ...]:
+        """The backends of the configuration that holds now."""
+        return self._shell.config.backends
+
     def is_ready(self, model: str) -> bool:
         """Whether it is resident; its requests may have to wait for a place all the same."""
         with self._lock:
@@ -172,6 +176,13 @@ class Overview:
         with self._lock:
             slot = self._layout.slot(backend)
             return slot.log if slot else ()
+
+    def serving(self, host: str) -> list[tuple[Backend, tuple[str, int]]]:
+        """The backends of a host that may have leases, and where they listen."""
+        with self._lock:
+            groups = self._layout.on_host(host)
+            slots = [s for g in groups for s in g.slots.values() if s.state in ("ready", "draining")]
+            return [(slot.backend, self._shell.runs[slot.name].address) for slot in slots]
 
     def resident_replicas(self) -> list[tuple[Backend, tuple[str, int]]]:
         """The backends that may be leased, of models with several, and where they listen."""

@@ -9,7 +9,8 @@ from urllib.parse import urlsplit
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import Cancelled, LoadError, MuxError
-from anvil_mux.host.seam import Evicted, Host
+from anvil_mux.host.hosts import AnyHost
+from anvil_mux.host.seam import Evicted
 from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.steps import Demote, Effects, Evict, Load, Step
 
@@ -32,7 +33,7 @@ class Performer:
 
     def __init__(
         self,
-        host: Host,
+        host: AnyHost,
         scheduler: Scheduler,
         apply: Apply,
         loaded: Callable[[Load, tuple[str, int], str, float], Effects],

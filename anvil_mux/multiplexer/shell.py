@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Config
-from anvil_mux.host.seam import Host
+from anvil_mux.host.hosts import AnyHost
 from anvil_mux.multiplexer.counts import RequestCounts
 from anvil_mux.multiplexer.lease import EngineRun
 from anvil_mux.multiplexer.performer import Job, Performer
@@ -34,7 +34,7 @@ class Shell:
     def __init__(
         self,
         config: Config,
-        host: Host,
+        host: AnyHost,
         clock: Clock,
         emit: Callable[[Event], object],
         *,

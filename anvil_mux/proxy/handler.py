@@ -24,6 +24,7 @@ from anvil_mux.proxy.access import Access, Entry
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.client import Client
 from anvil_mux.proxy.dispatch import Dispatcher
+from anvil_mux.proxy.host_routes import HostReports
 from anvil_mux.proxy.local import Local
 from anvil_mux.proxy.page import Page
 from anvil_mux.proxy.probes import Probes
@@ -73,6 +74,8 @@ class Handler:
         sight: Callable[[], Sight] = dict,
         keys: Keyring | None = None,
         reloads: Reloads | None = None,
+        notes: Mapping[str, Callable[[], str]] | None = None,
+        hosts: HostReports = list,
     ) -> None:
         self._records = records
         self._ids = map((secrets.token_hex(5) + "-%x").__mod__, itertools.count(1))
@@ -81,9 +84,9 @@ class Handler:
         stored = StoredResponses()
         self._questions = Questions(mux, stored)
         self._dispatcher = Dispatcher(mux, relay, stored, patience)
-        self.probes = Probes(mux, metrics, checks or {}, sight, reloads)
+        self.probes = Probes(mux, metrics, checks or {}, sight=sight, reloads=reloads, notes=notes or {})
         page = Page(mux, self._feed, self.probes.state)
-        self.local = Local(mux, self.probes, page, tail, reloads)
+        self.local = Local(mux, self.probes, page, tail, reloads=reloads, reports=hosts)
 
     @property
     def only_local_hosts(self) -> bool:

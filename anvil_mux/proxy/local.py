@@ -11,6 +11,7 @@ from anvil_mux.protocol.completions import parse
 from anvil_mux.proxy.access import preflight
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.diagnosis import Diagnosis
+from anvil_mux.proxy.host_routes import HostReports, HostRoutes
 from anvil_mux.proxy.lists import OF_ONE, Lists
 from anvil_mux.proxy.operations import Operations
 from anvil_mux.proxy.page import Page
@@ -33,15 +34,18 @@ class Local:
         page: Page,
         tail: Callable[[str, int], Iterable[str]],
         reloads: Reloads | None,
+        reports: HostReports,
     ) -> None:
         self._lists = lists = Lists(mux)
         self._page = page
         operations = Operations(mux, lambda: probes.draining, reloads)
         diagnosis = Diagnosis(mux, tail)
+        hosts = HostRoutes(mux, reports)
         self.gets: dict[str, Callable[[Asked], Answer]] = {
             "/": probes.hello,
             "/health": lambda _: (200, TEXT, b"OK\n"),
             "/healthz": probes.healthz,
+            "/hosts": hosts.hosts,
             "/livez": lambda _: (200, TEXT, b"ok\n"),
             "/metrics": probes.scrape,
             "/api/hello": lambda _: (200, TEXT, b"anvil-mux\n"),
@@ -63,6 +67,9 @@ class Local:
         """The routes that write their answer themselves."""
         self.posts: dict[str, Callable[[Asked, Reply, Served], None]] = {
             "/api/show": self._ollama_show,
+            "/hosts/drain": hosts.drain,
+            "/hosts/gone": hosts.gone,
+            "/hosts/undrain": hosts.undrain,
             "/requests/cancel": operations.cancel,
             "/models/load": operations.load,
             "/models/pin": operations.pin,

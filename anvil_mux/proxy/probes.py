@@ -32,6 +32,7 @@ class Probes:
         checks: Mapping[str, Callable[[], str]],
         sight: Callable[[], Sight],
         reloads: Reloads | None,
+        notes: Mapping[str, Callable[[], str]] | None = None,
     ) -> None:
         self._mux = mux
         self._metrics = metrics
@@ -40,6 +41,8 @@ class Probes:
         self.sight = sight
         """The use of the GPUs, from memory."""
         self._reloads = reloads
+        self._notes = notes or {}
+        """Name -> what is to be known and keeps nobody from using us, from memory."""
         self._started = time.time()
         self.draining = False
 
@@ -56,7 +59,8 @@ class Probes:
         text = "ok\n" if ready else "not ready\n"
         if not ready or "verbose" in asked.request.query.split("&"):
             lines = (f"[{'-' if why else '+'}]{name} {why or 'ok'}\n" for name, why in problems.items())
-            text = "".join(lines) + text
+            notes = (f"[~]{name} {why}\n" for name, note in self._notes.items() if (why := note()))
+            text = "".join([*lines, *notes]) + text
         return 200 if ready else 503, TEXT, text.encode()
 
     def healthz(self, _: Asked) -> Answer:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from anvil_mux.clock import Clock
+from anvil_mux.cluster.cluster import Cluster
 from anvil_mux.config.change import Change
 from anvil_mux.config.config import Config
 from anvil_mux.config.keys import Keyring
@@ -28,9 +29,9 @@ from anvil_mux.proxy.server import Server
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve import credentials
 from anvil_mux.serve.adoption import Adoption
+from anvil_mux.serve.hosts_in_use import HostsInUse
 from anvil_mux.serve.learned import Known, LearnedFile
 from anvil_mux.serve.logfiles import rotation
-from anvil_mux.serve.news import NewsReader
 from anvil_mux.serve.options import CannotServe, Options
 from anvil_mux.serve.scraper import Scraper
 from anvil_mux.serve.store import RedisStore, Sharing, StoreError
@@ -59,6 +60,10 @@ class Given:
     """Reads the configuration as it is when a reload is asked for, or raises ConfigError."""
     reloading: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context that is entered for as long as a reload takes."""
+    cluster: Cluster | None = None
+    """The hosts beside this one, which were claimed."""
+    fenced: Callable[[str], object] = print
+    """A function that is told why another anvil-mux has the cluster now."""
 
 
 class Parts:
@@ -70,13 +75,14 @@ class Parts:
         self.options = options
         self.say = partial(say, form=options.log_format)
         self.clock = Clock()
-        self.host = LocalHost(HostConfig.of(config), given.lock)
-        self.config = config = complete(config, self.host)
+        local = LocalHost(HostConfig.of(config), given.lock)
+        self.config = config = complete(config, local)
         """The configuration that is in effect."""
+        self.hosts = HostsInUse(local, given.cluster, config)
         self.learned = LearnedFile(state_folder(config.project, os.environ), self.say)
         with pinned(options.pin):
             self._observe(given)
-            self._multiplex()
+            self._multiplex(given)
             self._answer(given, reconfigure)
 
     def _observe(self, given: Given) -> None:
@@ -92,7 +98,7 @@ class Parts:
             lambda: self.mux.overview.status(),
             costs=lambda: self.mux.overview.costs(),
             footprints=lambda: self.mux.overview.footprints(),
-            sight=lambda: self.news.sight(),
+            sight=lambda: self.hosts.sight(),
         )
         self.feed = Feed()
         self.journal = Journal(
@@ -110,11 +116,12 @@ class Parts:
             head = eventlog.header(self.config, self.clock.wall(0.0))
             self.event_log = EventLog(given.events, head, self.say, rotation(self.options))
 
-    def _multiplex(self) -> None:
+    def _multiplex(self, given: Given) -> None:
         known = self.learned.read(self.config)
+        hosts = self.hosts.all
         self.mux = Multiplexer(
             self.config,
-            self.host,
+            hosts,
             log=self._observers(),
             log_leases=self.event_log is not None or self.journal.tells_leases,
             costs=known.costs,
@@ -122,9 +129,16 @@ class Parts:
             clock=self.clock,
             has_heard=self.relay.has_heard,
         )
+        self.adoption = Adoption(hosts, self.mux, self.say)
+        self.hosts.begin(
+            self.mux,
+            self.adoption,
+            self.clock,
+            took=self.journal.told,
+            say=self.say,
+            fenced=given.fenced,
+        )
         self.mux.facts.expect(backend.name for backend in self.config.backends)
-        self.adoption = Adoption(self.host, self.mux, self.say)
-        self.news = NewsReader(self.host, self.mux, self.journal.told)
         facts, overview = self.mux.facts, self.mux.overview
         self.scraper = Scraper(overview.resident_replicas, facts.observed, facts.silent)
         self.sharing = self._open_sharing()
@@ -143,14 +157,21 @@ class Parts:
             self.relay,
             self.journal,
             metrics=self.journal.scrape,
-            checks={self.config.runtime: self.host.problem},
+            checks={self.config.runtime: self._runtime_problem},
+            notes={"cluster": self.hosts.problem},
+            hosts=self.hosts.reports,
             feed=self.feed,
             tail=self._log_tail,
-            sight=self.news.sight,
+            sight=self.hosts.sight,
             keys=given.keys,
             reloads=self.reloads,
         )
         self.server = self._bind(given.tls)
+
+    def _runtime_problem(self) -> str:
+        """Why services cannot be started or stopped on our own host; "" if they can, or if it has none."""
+        is_used = any(not backend.host for backend in self.config.backends)
+        return self.hosts.local.problem() if is_used else ""
 
     @property
     def url(self) -> str:
@@ -210,7 +231,7 @@ class Parts:
 
     def _log_tail(self, backend: str, lines: int = LOG_LINES) -> list[str]:
         found = self.mux.overview.backend(backend)
-        return self.host.log_tail(found, lines) if found else []
+        return self.hosts.all.log_tail(found, lines) if found else []
 
 
 def complete(config: Config, host: Host) -> Config:

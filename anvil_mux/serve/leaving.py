@@ -12,14 +12,10 @@ from anvil_mux.serve.building import Parts
 def leave_engines(parts: Parts) -> None:
     """Stop what is not to run on, and tell what does."""
     config, overview = parts.config, parts.mux.overview
-    try:
-        running = parts.host.running()
-    except MuxError as error:
-        parts.say(f"cannot see what runs: {error.message}")
-        return
+    running = _running(parts)
     leaving, loading = {backend.name: backend for backend in overview.leaving()}, overview.loading()
     unfit = [(backend, "the configuration has changed") for backend in leaving.values()]
-    here = [backend for backend in config.backends if backend.name not in leaving]
+    here = [each for each in config.backends if each.name not in leaving and parts.hosts.is_here(each.host)]
     unfit += [(backend, "it was still loading") for backend in here if backend.name in loading]
     left = [backend for backend in here if backend.name in running and backend.name not in loading]
     if config.on_exit == "stop":
@@ -28,3 +24,14 @@ def leave_engines(parts: Parts) -> None:
     parts.adoption.stop_all(unfit)
     names = ", ".join(backend.name for backend in left)
     parts.say(f"stopped; kept running for the next start (on_exit: keep): {names}" if left else "stopped")
+
+
+def _running(parts: Parts) -> set[str]:
+    """The backends that run, on all hosts that can be asked."""
+    found: set[str] = set()
+    for name in filter(parts.hosts.is_here, parts.hosts.all.by_name):
+        try:
+            found.update(parts.hosts.all[name].running())
+        except MuxError as error:
+            parts.say(f"cannot see what runs{f' on {name}' if name else ''}: {error.message}")
+    return found

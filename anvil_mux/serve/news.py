@@ -1,11 +1,10 @@
-"""The news of a host, fetched in a thread of its own and handed to whom they concern."""
+"""The news of a host, read and handed to whom they concern."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from anvil_mux.clock import Worker
-from anvil_mux.config.config import Backend
+from anvil_mux.config.config import Backend, gpu_name
 from anvil_mux.host.seam import GpusSeen, Host, LoadSaid, PhaseTook, ServiceEnded, Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.progress import LogProgress
@@ -15,24 +14,31 @@ POLL_SECONDS = 30.0
 
 
 class NewsReader:
-    """Reads the news of one host. ``took(backend, phase, seconds)`` learns what phases of steps took."""
+    """Reads the news of one host; one thread. ``took(backend, phase, seconds)`` learns what steps took."""
 
-    def __init__(self, host: Host, mux: Multiplexer, took: Callable[[Backend, str, float], object]) -> None:
+    def __init__(
+        self, name: str, host: Host, mux: Multiplexer, took: Callable[[Backend, str, float], object]
+    ) -> None:
+        self._name = name
         self._host = host
         self._mux = mux
         self._took = took
         self._sight: Sight = {}
         self._last = 0
         """The number of the last that was handed on."""
-        self.worker = Worker("news", self._turn)
 
     def sight(self) -> Sight:
-        """The use of GPUs as last seen, which is looked at more often for a while. Any thread."""
+        """The use of its GPUs, by their names, as last seen; it is looked at more often now. Any thread."""
         self._host.watch_gpus()
         return self._sight
 
-    def _turn(self) -> float:
-        for news in self._host.news(self._last, POLL_SECONDS):
+    def begin_anew(self) -> None:
+        """Begin with the first news there is: what is told by now begins to count anew."""
+        self._last, self._sight = 0, {}
+
+    def read(self, timeout: float = POLL_SECONDS) -> float:
+        """Hand on the news that come within ``timeout`` seconds; the seconds until the next call is due."""
+        for news in self._host.news(self._last, timeout):
             self._last = news.number
             self._hand_on(news.what)
         return 0.0
@@ -42,9 +48,9 @@ class NewsReader:
             case ServiceEnded(backend, why, lines, load):
                 self._mux.facts.died(backend, why, lines, load=load)
             case GpusSeen(sight):
-                self._sight = sight
-                held = {gpu: sum(each.used or 0 for each in seen.others) for gpu, seen in sight.items()}
-                self._mux.facts.memory_seen({gpu: amount for gpu, amount in held.items() if amount})
+                self._sight = {gpu_name(self._name, id): seen for id, seen in sight.items()}
+                held = {id: sum(each.used or 0 for each in seen.others) for id, seen in sight.items()}
+                self._mux.facts.memory_seen({id: n for id, n in held.items() if n}, self._name)
             case LoadSaid(backend, stage, fraction, seconds_left):
                 self._mux.overview.report(backend, LogProgress(stage, fraction, seconds_left))
             case PhaseTook(name, phase, seconds):

@@ -24,6 +24,8 @@ class Options:
     watch: bool = False
     """Whether files are watched, and a change of them is a reload."""
     verbosity: int = journal.NORMAL
+    takeover: bool = False
+    """Whether hosts are claimed that another anvil-mux has."""
 
 
 class CannotServe(MuxError):

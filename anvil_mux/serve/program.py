@@ -17,11 +17,14 @@ import faulthandler
 import logging
 import os
 import resource
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from anvil_mux.cluster.cluster import Cluster
+from anvil_mux.cluster.messages import Claimed, Fenced
 from anvil_mux.config.config import Config
 from anvil_mux.serve import credentials, reloading
 from anvil_mux.serve.building import Given, Parts, pinned
@@ -29,10 +32,10 @@ from anvil_mux.serve.leaving import leave_engines
 from anvil_mux.serve.locking import locked
 from anvil_mux.serve.logfiles import access_log, event_log
 from anvil_mux.serve.notify import Notifier
-from anvil_mux.serve.options import Options
+from anvil_mux.serve.options import CannotServe, Options
 from anvil_mux.serve.remote import RunningMux, announced
 from anvil_mux.serve.signals import RELOAD, Signals
-from anvil_mux.serve.terminal import print_banner
+from anvil_mux.serve.terminal import print_banner, say
 from anvil_mux.state import state_folder
 from anvil_mux.telemetry import journal
 from anvil_mux.telemetry.hooks import Telling
@@ -40,14 +43,19 @@ from anvil_mux.telemetry.journal import requests
 
 FAREWELL_SECONDS = 2.0
 """How long the clients of severed requests may take to be told."""
+TAKEN_OVER_CODE = 1
+"""The exit code of an anvil-mux whose cluster another one has taken over."""
 ENGINE_SECONDS = 60.0
 """Seconds that runtimes may take around an engine's own time to stop."""
 
 
-def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
+def serve(
+    config: Config, options: Options, read: Callable[[], Config], cluster: Cluster | None = None
+) -> int:
     """Serves until a signal; the exit code. ConfigError or CannotServe if it does not come to that.
 
-    ``read`` gives the configuration as it is when a reload is asked for, or raises ConfigError.
+    ``read`` gives the configuration as it is when a reload is asked for, or raises ConfigError. ``cluster``
+    was reached, and is claimed here.
     """
     keys, tls = credentials.checked(config, insecure=options.insecure)
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s", level=logging.WARNING)
@@ -56,7 +64,13 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
     signals, notifier = Signals(), Notifier(os.environ)
     with locked(config) as lock, access_log(options) as access, event_log(options) as events:
         told = partial(_reloading, notifier)
-        program = AnvilMux(config, options, Given(access, events, lock, keys, tls, read=read, reloading=told))
+        fenced = TakenOver(options)
+        if cluster:
+            _claim(cluster, config, options)
+        given = Given(
+            *(access, events, lock, keys, tls), read=read, reloading=told, cluster=cluster, fenced=fenced.end
+        )
+        program = AnvilMux(config, options, given)
         watch = reloading.Watch(lambda: reloading.files(program.parts.config))
         reload = partial(reloading.reload, program.parts)
         program.start()
@@ -76,7 +90,34 @@ def serve(config: Config, options: Options, read: Callable[[], Config]) -> int:
             notifier.tell(STOPPING="1", EXTEND_TIMEOUT_USEC=f"{program.stop_seconds * 1e6:.0f}")
             program.stop()
             beats.close()
-    return 0
+    return fenced.code
+
+
+class TakenOver:
+    """Ends the program when another anvil-mux has taken over the cluster."""
+
+    def __init__(self, options: Options) -> None:
+        self._say = partial(say, form=options.log_format)
+        self.code = 0
+        """The exit code of the program."""
+
+    def end(self, why: str) -> None:
+        """End the program as SIGTERM does, once. Any thread."""
+        if not self.code:
+            self.code = TAKEN_OVER_CODE
+            self._say(f"{why}: this one ends, and its engines run on")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _claim(cluster: Cluster, config: Config, options: Options) -> None:
+    """Claim the hosts of the cluster; CannotServe if another anvil-mux has one."""
+    folder = state_folder(config.project, os.environ)
+    try:
+        cluster.claim(folder, f"project {config.project}", takeover=options.takeover)
+    except (Claimed, Fenced) as error:
+        cluster.close()
+        advice = "two would evict each other's engines; --takeover ends that one"
+        raise CannotServe(f"{error.message}: {advice}") from None
 
 
 @contextmanager
@@ -105,8 +146,8 @@ class AnvilMux:
         # Workers start engines, which inherit what their thread may run on: they are never pinned.
         parts = self.parts
         parts.mux.start()
-        parts.host.start(parts.clock)
-        parts.news.worker.start()
+        parts.hosts.local.start(parts.clock)
+        parts.hosts.start(lambda: reloading.reload(parts))
         for number, hook in enumerate(parts.config.hooks):
             Telling(hook, parts.say).worker(f"hook-{number}", parts.feed, parts.clock.wall).start()
         if parts.config.routing_mode == "full":
@@ -127,7 +168,8 @@ class AnvilMux:
 
     def adopt(self) -> None:
         """Takes over what runs already; called once, while requests come."""
-        self.parts.adoption.begin(self.parts.config.backends)
+        self.parts.adoption.begin("", self.parts.config.backends)
+        self.parts.hosts.await_seen()
 
     # The end
 
@@ -162,12 +204,11 @@ class AnvilMux:
             parts.say(f"severed after {grace:g} s: {requests(parts.mux.sever())}")
             parts.server.drain(FAREWELL_SECONDS)
         parts.mux.close()
-        parts.news.worker.close()
         parts.journal.close()
         if parts.event_log:
             parts.event_log.close()
         leave_engines(parts)
-        parts.host.close()
+        parts.hosts.close()
 
 
 def _raise_file_limit() -> None:

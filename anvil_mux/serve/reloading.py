@@ -11,7 +11,6 @@ from anvil_mux.clock import Worker
 from anvil_mux.config.change import Change, compare, within
 from anvil_mux.config.config import Config
 from anvil_mux.errors import ConfigError, MuxError
-from anvil_mux.host.seam import HostConfig
 from anvil_mux.serve import credentials
 from anvil_mux.serve.building import Parts, complete
 from anvil_mux.telemetry import eventlog
@@ -49,10 +48,10 @@ def reconfigure(parts: Parts, config: Config) -> Change:
     One at a time, in the thread that asks.
     """
     parts.adoption.is_over.wait()  # else engines of before would be taken for those of the new description
-    read, before = complete(config, parts.host), parts.config
+    read, before = complete(config, parts.hosts.local), parts.config
     config, change = within(before, read), compare(before, read)
     keys, tls = credentials.checked(config, insecure=parts.options.insecure)
-    parts.host.reconfigure(HostConfig.of(config))
+    parts.hosts.take(config)
     for warning in [each for each in config.warnings if each not in before.warnings]:
         parts.say(f"warning: {warning}")
     parts.config = config
@@ -62,8 +61,12 @@ def reconfigure(parts: Parts, config: Config) -> Change:
     parts.metrics.know(config)
     if parts.event_log:
         parts.event_log.head(eventlog.header(config, parts.clock.wall(0.0)))
-    added = [backend for backend in config.backends if backend.name in change.added]
-    parts.adoption.take_over(added, partial(parts.mux.facts.reconfigure, config))
+    # What runs on a host that is not here is found when it is.
+    added = [each for each in config.backends if each.name in change.added and parts.hosts.is_here(each.host)]
+    with parts.hosts.busy(each.host for each in added):
+        parts.adoption.take_over(added, partial(parts.mux.facts.reconfigure, config))
+    for host in parts.hosts.missing():
+        parts.mux.facts.host_lost(host)
     return change
 
 

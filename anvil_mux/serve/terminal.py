@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from anvil_mux import __version__
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.telemetry.accesslog import stamp
+
+MOST_PLACES = 4
+"""How many of the places that a model may have are printed."""
 
 
 def say(text: str, form: str = "human") -> None:
@@ -39,12 +42,21 @@ def print_banner(config: Config, url: str, *, with_models: bool, with_key: bool)
     with while_it_is_open():
         print(f"anvil-mux {__version__} serves {url} ({', '.join(map(short, config.files))})")
         if with_models:
-            width = max(len(backend.model) for backend in config.backends)
+            places: dict[tuple[str, str], list[str]] = {}
             for backend in config.backends:
-                where = f"GPU {', '.join(backend.gpus)}" if backend.gpus else "no GPU"
-                print(f"  {backend.model:{width}}  {backend.engine} on {where}")
+                places.setdefault((backend.model, backend.engine), []).append(_place(backend))
+            width = max(len(backend.model) for backend in config.backends)
+            for (model, engine), where in places.items():
+                more = f" or {len(where) - MOST_PLACES} more" if len(where) > MOST_PLACES else ""
+                print(f"  {model:{width}}  {engine} on {' or '.join(where[:MOST_PLACES])}{more}")
             print(f"Try it:\n  {_curl_line(url, config.backends[0].model, with_key=with_key)}")
         sys.stdout.flush()
+
+
+def _place(backend: Backend) -> str:
+    if not backend.gpus:
+        return f"{backend.host}, without a GPU" if backend.host else "no GPU"
+    return f"GPU {', '.join(backend.gpu_names)}"
 
 
 def _curl_line(url: str, model: str, *, with_key: bool) -> str:

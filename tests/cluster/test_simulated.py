@@ -31,6 +31,7 @@ class Process:
             [*argv, "--gpus", "2", "--memory", "7"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._number = 0
+        assert self.read() == (0, True, {}), "it says first that it is ready"
 
     def send(self, method: str, payload: bytes = b"") -> int:
         assert self.process.stdin

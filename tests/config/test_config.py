@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from anvil_mux.cluster.local import HOSTS
 from anvil_mux.command import Done
 from anvil_mux.config import config, service, settings, table
 from anvil_mux.config.composefile import compose_config, find_files, run_compose
-from anvil_mux.config.config import Config, Gpu
+from anvil_mux.config.config import Config, Gpu, Machine
 from anvil_mux.config.interpolate import Scope
 from anvil_mux.errors import ConfigError
 from anvil_mux.host import engine, ways
@@ -951,7 +952,8 @@ def test_no_compose_file_is_an_error_that_says_what_to_do(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)
 def test_every_shipped_file_loads_without_a_warning(file: Path) -> None:
-    found = load([file], compose=None, environ={})
+    hosts = {name: Machine((Gpu("0", 24 << 30),), address=address) for name, address in HOSTS.items()}
+    found = load([file], compose=None, environ={}, hosts=hosts if file.stem == "demo-hosts" else {})
     assert len(found.backends) >= 2
     assert found.warnings == ()
 
@@ -959,7 +961,7 @@ def test_every_shipped_file_loads_without_a_warning(file: Path) -> None:
 def test_the_shipped_files_show_what_they_say() -> None:
     shipped = {file.stem: load([file], compose=None, environ={}) for file in SHIPPED}
     assert set(shipped) == {
-        *("demo", "demo-sleep", "llamacpp", "vllm-pair", "sglang"),
+        *("demo", "demo-hosts", "demo-sleep", "llamacpp", "vllm-pair", "sglang"),
         *("tensor-parallel", "prefill-decode"),
     }
     assert shipped["demo"].runtime == "process"

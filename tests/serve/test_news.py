@@ -43,9 +43,9 @@ class Listener:
 
 def handed_on(*news: object) -> tuple[NewsReader, list[object]]:
     listener = Listener(*news)
-    reader = NewsReader(cast(Any, listener), cast(Any, listener), cast(Any, listener).took)
+    reader = NewsReader("", cast(Any, listener), cast(Any, listener), cast(Any, listener).took)
     for _ in range(2):
-        assert reader._turn() == 0.0
+        assert reader.read() == 0.0
     return reader, listener.told
 
 
@@ -67,7 +67,7 @@ def test_what_other_processes_hold_is_told_and_what_was_seen_is_kept() -> None:
     other = OtherProcess("0", 1, 3 << 30)
     sight = {"0": Seen(4 << 30, 24 << 30, {"a": 1 << 30}, (other,)), "1": Seen(0, 24 << 30)}
     reader, told = handed_on(GpusSeen(sight))
-    assert told == [("memory_seen", {"0": 3 << 30}, {})]
+    assert told == [("memory_seen", {"0": 3 << 30}, "", {})]
     assert reader.sight() == sight
     assert told[1:] == ["watched"]
 
@@ -80,9 +80,9 @@ def test_a_mistake_of_who_is_told_loses_only_that_news() -> None:
         took.append(phase)
         assert phase != "load"
 
-    reader = NewsReader(cast(Any, listener), cast(Any, listener), mistake)
+    reader = NewsReader("", cast(Any, listener), cast(Any, listener), mistake)
     try:
-        reader._turn()
+        reader.read()
     except AssertionError:
-        reader._turn()
+        reader.read()
     assert took == ["load", "ready"]

@@ -1,0 +1,230 @@
+"""The way to agents: calls through a child process, which is started anew when it ends.
+
+Ray ends its driver when the head of the cluster is lost, so it lives in a child process: control is away
+then, and requests flow on. Calls and answers are frames on the child's standard input and output. A thread
+writes and a thread reads, so a child that hangs keeps nobody for longer than the call's own time limit.
+
+The child says first whether it can be of use: ``(0, True, ...)``, or ``(0, False, why)`` before it ends.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TookTooLong
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any, BinaryIO, NamedTuple, Protocol, cast
+
+from anvil_mux.cluster.frames import read_frame, write_frame
+from anvil_mux.errors import MuxError
+
+ENDED = "the process that reaches it has ended, and is started anew"
+START_SECONDS = 20.0
+"""How long a child may take until it is of use."""
+PAUSES = (1.0, 2.0, 5.0)
+"""Seconds from the end of a child to the next start; more after one, two, ... that were of no use."""
+MARGIN_SECONDS = 1.0
+"""How much longer than its own limit a call is waited for."""
+
+
+class AgentSilent(MuxError):
+    """An agent, or the way to it, does not answer in time."""
+
+
+class Node(NamedTuple):
+    """A machine of the cluster that wants to be a host."""
+
+    name: str
+    address: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    problem: str = ""
+    """Why it cannot be used, and what to do; ends a sentence."""
+
+
+class ClusterControl(Protocol):
+    """The way to the agents of all hosts. Any thread may call."""
+
+    def nodes(self) -> list[Node]:
+        """The machines that are in the cluster now; AgentSilent if that cannot be told."""
+
+    def call(self, host: str, method: str, payload: object, timeout: float) -> Any:
+        """Return what the agent of a host answers; AgentSilent if it does not within ``timeout`` seconds."""
+
+    def close(self) -> None:
+        """End what was started for it; agents and engines run on."""
+
+
+class Nowhere:
+    """The way of an anvil-mux that was started without a cluster: it leads to no host."""
+
+    def nodes(self) -> list[Node]:
+        return []
+
+    def call(self, host: str, method: str, payload: object, timeout: float) -> Any:
+        raise AgentSilent("serve was started without --cluster")
+
+    def close(self) -> None:
+        pass
+
+
+class Channel:
+    """One child process, from its start to its end."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None, now: Callable[[], float]) -> None:
+        self._now = now
+        # In a session of its own: an interrupt at the terminal is for the program, which ends its child.
+        self._child = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True
+        )
+        self._to_send: SimpleQueue[tuple[object, ...] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        # The lock guards what follows.
+        self._waiting: dict[int, Future[tuple[bool, Any]]] = {0: Future()}
+        self._number = 0
+        self.ended: float | None = None
+        """When it ended; None: it runs. Read without the lock."""
+        self.first = self._waiting[0]
+        """The first frame: whether it is of use, and what it says of itself."""
+        send, take = (self._child.stdin,), (self._child.stdout,)
+        threading.Thread(target=self._write, args=send, name="cluster-write", daemon=True).start()
+        threading.Thread(target=self._read, args=take, name="cluster-read", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def call(self, host: str, method: str, payload: object, timeout: float) -> Any:
+        answer: Future[tuple[bool, Any]] = Future()
+        with self._lock:
+            if self.ended is not None:
+                raise AgentSilent(ENDED)
+            self._number += 1
+            number = self._number
+            self._waiting[number] = answer
+        self._to_send.put((number, host, method, payload, timeout))
+        try:
+            is_ok, value = answer.result(timeout + MARGIN_SECONDS)
+        except TookTooLong:
+            raise AgentSilent(f"no answer within {timeout:g} s") from None
+        finally:
+            with self._lock:
+                self._waiting.pop(number, None)
+        if not is_ok:
+            raise AgentSilent(str(value))
+        return value
+
+    def close(self, grace: float = 2.0) -> None:
+        """End the child: it ends by itself when nobody writes to it any more."""
+        self._to_send.put(None)
+        try:
+            self._child.wait(grace)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+    def _write(self, pipe: BinaryIO) -> None:
+        with suppress(OSError, ValueError), pipe:
+            while (frame := self._to_send.get()) is not None:
+                write_frame(pipe, frame)
+
+    def _read(self, pipe: BinaryIO) -> None:
+        with suppress(OSError), pipe:
+            while (frame := read_frame(pipe)) is not None:
+                number, is_ok, value = cast("tuple[int, bool, object]", frame)
+                with self._lock:
+                    answer = self._waiting.pop(number, None)
+                if answer:
+                    answer.set_result((is_ok, value))
+        self._to_send.put(None)
+        with self._lock:
+            self.ended = self._now()
+            left, self._waiting = list(self._waiting.values()), {}
+        for answer in left:
+            answer.set_result((False, ENDED))
+        self._child.wait()
+
+
+class ChildControl:
+    """The way through a child process, see ``ClusterControl``. ``argv`` starts it."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        pauses: Sequence[float] = PAUSES,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._argv = argv
+        self._env = env
+        self._pauses = pauses
+        self._now = now
+        self._lock = threading.Lock()
+        # The lock guards what follows.
+        self._channel: Channel | None = None
+        self._failures = 0
+        """How many children in turn were of no use."""
+        self._closed = False
+        self.problem = ""
+        """Why the last child is of no use; "": it is of use, or it is not known yet. Any thread writes it."""
+
+    def start(self) -> None:
+        """Start the child, and do not wait for it."""
+        self._current()
+
+    def open(self) -> None:
+        """Start the child; AgentSilent says why it is of no use. Later ends of it mend themselves."""
+        self._reach(START_SECONDS)
+
+    @property
+    def pid(self) -> int:
+        """The child's process id; 0: there is none."""
+        channel = self._channel
+        return channel.pid if channel and channel.ended is None else 0
+
+    def nodes(self) -> list[Node]:
+        found: list[dict[str, Any]] = self.call("", "nodes", None, 5.0)
+        return [
+            Node(each["name"], each["address"], tuple(sorted(each["labels"].items())), each["problem"])
+            for each in found
+            if each["alive"]
+        ]
+
+    def call(self, host: str, method: str, payload: object, timeout: float) -> Any:
+        return self._reach(timeout).call(host, method, payload, timeout)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            channel = self._channel
+        if channel:
+            channel.close()
+
+    def _reach(self, timeout: float) -> Channel:
+        """Return the child's channel, of a child that is of use; AgentSilent."""
+        channel = self._current()
+        try:
+            is_ok, said = channel.first.result(timeout)
+        except TookTooLong:
+            raise AgentSilent("the cluster is not reached yet") from None
+        self.problem = "" if is_ok else str(said)
+        if not is_ok:
+            raise AgentSilent(str(said))
+        return channel
+
+    def _current(self) -> Channel:
+        """Return the child's channel, of a new child if it has ended."""
+        with self._lock:
+            if self._closed:
+                raise AgentSilent("anvil-mux ends")
+            if self._channel and self._channel.ended is not None:
+                pause = self._pauses[min(self._failures, len(self._pauses) - 1)]
+                if self._now() < self._channel.ended + pause:
+                    raise AgentSilent(self.problem or ENDED)
+                self._failures = self._failures + 1 if self.problem else 0
+                self._channel = None
+            self._channel = self._channel or Channel(self._argv, self._env, self._now)
+            return self._channel

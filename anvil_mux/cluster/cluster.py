@@ -1,0 +1,170 @@
+"""The cluster as one anvil-mux has it: which hosts there are, and that they are its own.
+
+``Cluster`` reaches the control, finds the hosts and claims them all with one epoch, which is higher than any
+that an agent has seen. Hosts that come later are claimed with the same one. Whoever finds a higher one there
+was taken over: it ends.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from anvil_mux.clock import Clock
+from anvil_mux.cluster.channel import AgentSilent, ClusterControl, Node
+from anvil_mux.cluster.messages import Claimed, Fenced, Owner
+from anvil_mux.cluster.remote import RemoteHost
+from anvil_mux.config.config import Gpu, Machine
+from anvil_mux.errors import MuxError
+from anvil_mux.host.seam import HostConfig, Inventory
+from anvil_mux.state import write_whole
+
+T = TypeVar("T")
+
+
+class Cluster:
+    """The hosts of a cluster, by name. Used by one thread at a time, but for ``hosts`` that are there."""
+
+    def __init__(self, control: ClusterControl, clock: Clock | None = None) -> None:
+        self.control = control
+        self._clock = clock or Clock()
+        self._owner = Owner(0, "")
+        self.hosts: dict[str, RemoteHost] = {}
+        """All hosts that were ever seen or named; also those that are not there."""
+        self.nodes: dict[str, Node] = {}
+        """The hosts that were in the cluster when it was last looked at, and may be used."""
+        self.problems: dict[str, str] = {}
+        """Host -> why it cannot be used."""
+
+    def host(self, name: str) -> RemoteHost:
+        """Return a host, also of a name that nobody has yet."""
+        if name not in self.hosts:
+            self.hosts[name] = made = RemoteHost(name, self.control, self._clock)
+            made.owner = self._owner
+        return self.hosts[name]
+
+    def look(self) -> bool:
+        """Look which hosts there are, and what new ones have; whether that has changed. AgentSilent."""
+        before = self.machines()
+        nodes = {node.name: node for node in self.control.nodes()}
+        problems = {name: node.problem for name, node in nodes.items() if node.problem}
+        usable = {name: node for name, node in nodes.items() if name not in problems}
+        new = [self.host(name) for name, node in usable.items() if node != self.nodes.get(name)]
+        self.nodes, self.problems = usable, problems
+        for name, problem in side_by_side(_look_at, new).items():
+            if problem:
+                self.problems[name] = problem
+                self.nodes.pop(name)
+        return self.machines() != before
+
+    def machines(self) -> dict[str, Machine]:
+        """Return what the configuration needs to know of all hosts that were ever seen."""
+        return {
+            name: machine(host.inventory(), self.nodes[name].labels if name in self.nodes else host.labels)
+            for name, host in self.hosts.items()
+            if host.inventory().address
+        }
+
+    def check(self, part: Callable[[str], HostConfig]) -> list[dict[str, Any]]:
+        """Report each host, with what is ``missing`` there; ``part``: of the configuration, by host."""
+
+        def missing(host: RemoteHost) -> list[str]:
+            try:
+                return host.lacks(part(host.name))
+            except MuxError as error:
+                return [error.message]
+
+        here = [self.hosts[name] for name in self.nodes]
+        found = side_by_side(missing, here)
+        told: list[dict[str, Any]] = [
+            {"host": each.name, "state": "here", **each.report(), "missing": found[each.name]}
+            for each in here
+        ]
+        for name, problem in self.problems.items():
+            told.append({"host": name, "state": "unusable", "why": problem, "missing": [problem]})
+        return told
+
+    def claim(self, folder: Path, name: str, *, takeover: bool) -> None:
+        """Claim all hosts that are there; Claimed if another anvil-mux has one, and none is kept then."""
+        id = owner_id(folder)
+        hosts = [self.hosts[each] for each in self.nodes]
+        seen = [int(each.get("epoch") or 0) for each in _answers(hosts)]
+        self._owner = Owner(max(seen, default=0) + 1, id, f"{name} on {socket.gethostname()}")
+        for host in self.hosts.values():
+            host.owner = self._owner
+        for host in hosts:
+            try:
+                host.claim(takeover=takeover)
+            except AgentSilent:
+                continue  # it is claimed when it answers
+            except (Claimed, Fenced):
+                self.release()
+                raise
+
+    def release(self) -> None:
+        """Let another anvil-mux have the hosts, as far as they can be told."""
+        side_by_side(_release, [self.hosts[each] for each in self.nodes])
+
+    def close(self) -> None:
+        """End all calls, and what was started to make them; agents and engines run on."""
+        for host in self.hosts.values():
+            host.close()
+        self.control.close()
+
+
+def machine(found: Inventory, labels: tuple[tuple[str, str], ...]) -> Machine:
+    """Return what the configuration needs to know of a host."""
+    gpus = tuple([Gpu(gpu.id, gpu.total) for gpu in found.gpus])
+    return Machine(gpus, found.memory, found.address, labels)
+
+
+def owner_id(folder: Path) -> str:
+    """Return what tells the anvil-mux of one state folder from others, in every run."""
+    file = folder / "owner"
+    try:
+        return file.read_text().strip()
+    except OSError:
+        made = secrets.token_hex(8)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        write_whole(file, made)
+        return made
+
+
+def side_by_side(do: Callable[[RemoteHost], T], hosts: Iterable[RemoteHost]) -> dict[str, T]:
+    """Do something on each host, side by side; return what it says, by the host's name."""
+    hosts = list(hosts)
+    with ThreadPoolExecutor(len(hosts) or 1) as pool:
+        return dict(zip([host.name for host in hosts], pool.map(do, hosts), strict=True))
+
+
+def _look_at(host: RemoteHost) -> str:
+    """Learn what a host has; why it cannot be used, or ""."""
+    try:
+        host.hello()
+        host.look()
+    except MuxError as error:
+        return error.message
+    return ""
+
+
+def _release(host: RemoteHost) -> str:
+    try:
+        host.release()
+    except MuxError as error:
+        return error.message
+    return ""
+
+
+def _answers(hosts: Iterable[RemoteHost]) -> list[dict[str, str]]:
+    found = []
+    for host in hosts:
+        try:
+            found.append(host.hello())
+        except MuxError:
+            continue
+    return found

@@ -1,0 +1,50 @@
+"""How the cluster that a command names is reached."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from anvil_mux.cluster.channel import AgentSilent, ChildControl
+from anvil_mux.cluster.cluster import Cluster
+from anvil_mux.cluster.local import RETURN_SECONDS, SimulatedHosts
+from anvil_mux.errors import MuxError
+from anvil_mux.state import state_folder
+
+LOCAL = "local"
+"""The cluster of simulated hosts."""
+
+
+class CannotReach(MuxError):
+    """The cluster cannot be reached, or may not be used as it is; the message says what to do."""
+
+
+def reach(address: str, say: Callable[[str], object], *, insecure: bool = False) -> Cluster:
+    """Reach a cluster, and look which hosts it has; CannotReach.
+
+    ``address``: HEAD:PORT, or ``local``, of which ``say`` is told what can be tried. ``insecure``: whether it
+    may do without a token.
+    """
+    control: ChildControl | SimulatedHosts
+    if address == LOCAL:
+        control = SimulatedHosts(Path(state_folder("simulated-hosts", os.environ)))
+    elif importlib.util.find_spec("ray") is None:
+        raise CannotReach("--cluster needs Ray: pip install 'anvil-mux[ray]' (bin/anvil-mux brings it)")
+    else:
+        words = [sys.executable, "-m", "anvil_mux.cluster.driver", address]
+        control = ChildControl([*words, *(["--insecure"] if insecure else [])])
+    cluster = Cluster(control)
+    try:
+        control.open()
+        cluster.look()
+    except AgentSilent as error:
+        cluster.close()
+        raise CannotReach(f"the cluster at {address} cannot be used: {error.message}") from None
+    if isinstance(control, SimulatedHosts):
+        for name, pid in control.pids().items():
+            later = f"{RETURN_SECONDS:g} s later"
+            say(f"host {name} is process {pid}: `kill {pid}` cuts its power, and it returns {later}")
+    return cluster

@@ -1,0 +1,342 @@
+"""A host on another machine behind the seam: what is asked of it crosses to its agent.
+
+Steps are begun there and their ends fetched by a long poll, so a step goes on while the way to the agent is
+interrupted, and its end is learned afterwards. Where the agent was started anew meanwhile the step is begun
+again, which is what a start or a stop of a service needs then. Steps end at once on a host that is given up.
+
+An agent that was started anew knows nothing: until ``contact`` has claimed and configured it, calls fail as
+if it were silent. Requests and the health question go straight to the engines, not through the agent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from anvil_mux import __version__
+from anvil_mux.clock import Clock
+from anvil_mux.cluster import messages
+from anvil_mux.cluster.channel import AgentSilent, ClusterControl
+from anvil_mux.cluster.messages import AgentCall, NotConfigured, Owner, StepState, UnknownStep
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import BackendError, ConfigError, LoadError, MuxError
+from anvil_mux.host import visit
+from anvil_mux.host.seam import (
+    LOG_LINES,
+    Awake,
+    Evicted,
+    Found,
+    HostConfig,
+    HostNews,
+    Inventory,
+    Loaded,
+)
+
+LIMIT_SECONDS = 5.0
+"""How long an agent may take over a call that is answered from memory."""
+LONG_SECONDS = 75.0
+"""How long it may take over one for which Docker is asked."""
+POLL_SECONDS = 10.0
+"""How long one question for the end of a step waits."""
+PATIENCE_SECONDS = 20.0
+"""How long the agent may be silent during a step on which an adoption or the program's end waits."""
+SETTLE_SECONDS = 15.0
+"""How long the steps of before a loss may take to end."""
+AGAIN_SECONDS = 0.5
+SAID = {"version": "anvil-mux", "python": "Python", "ray": "Ray"}
+"""The facts about an agent that people are told."""
+
+
+T = TypeVar("T")
+
+
+class OtherVersion(MuxError):
+    """The agent of a host is of another version of anvil-mux."""
+
+
+class RemoteHost:
+    """One host of the cluster, see ``seam.Host``. Any thread, but ``contact`` for one at a time."""
+
+    def __init__(self, name: str, control: ClusterControl, clock: Clock) -> None:
+        self.name = name
+        self.labels: tuple[tuple[str, str], ...] = ()
+        self.owner = Owner(0, "")
+        self._control = control
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        # The lock guards what follows; whoever reads one of them needs it not.
+        self._inventory = Inventory(address="")
+        self._instance = ""
+        """The run of the agent that was claimed and configured; "": none."""
+        self._wanted: HostConfig | None = None
+        self._given: HostConfig | None = None
+        """The configuration that this run of the agent has."""
+        self._losses = 0
+        """How often the host was given up: steps begun before end."""
+        self._urls: dict[str, str] = {}
+        self._problem = ""
+        self._is_watched = False
+        self.versions: dict[str, str] = {}
+        """The facts that the agent told of itself last."""
+        self.round_trip_seconds: float | None = None
+        """How long the last call took that is answered from memory."""
+
+    # The agent
+
+    def hello(self) -> dict[str, str]:
+        """Return what the agent says of itself; AgentSilent, or OtherVersion with what to do."""
+        begun = self._clock.now()
+        found: dict[str, str] = self._control.call(self.name, "hello", None, LIMIT_SECONDS)
+        self.round_trip_seconds = self._clock.now() - begun
+        if (version := found.get("version")) != __version__:
+            raise OtherVersion(
+                f"host {self.name} has anvil-mux {version}, and this is {__version__}: install the same on "
+                "both, then restart Ray there"
+            )
+        self.versions = {SAID[name]: text for name, text in found.items() if name in SAID}
+        return found
+
+    def claim(self, *, takeover: bool) -> None:
+        """Make the host ours; Claimed if another anvil-mux has it, Fenced if one with a higher epoch."""
+        self._call("claim", self.owner.name, takeover)
+
+    def contact(self) -> bool:
+        """Claim and configure this run of the agent if it is new; whether it is. AgentSilent, Fenced."""
+        instance = self.hello()["instance"]
+        if instance == self._instance:
+            with suppress(ConfigError):
+                self._configure()
+            return False
+        self.claim(takeover=False)
+        found = self.look()
+        with self._lock:
+            self._inventory, self._given = found, None
+            self._instance = instance
+        with suppress(ConfigError):  # loads say so
+            self._configure()
+        return True
+
+    def look(self) -> Inventory:
+        """Return the inventory as it is now; AgentSilent."""
+        found: Inventory = self._call("inventory")
+        with self._lock:
+            self._inventory = found
+        return found
+
+    def is_way_open(self) -> bool:
+        """Whether the cluster is reached, so that a silent agent is silent itself."""
+        try:
+            self._control.nodes()
+        except AgentSilent:
+            return False
+        return True
+
+    def given_up(self) -> None:
+        """End the steps under way: the host is taken as lost."""
+        with self._lock:
+            self._losses += 1
+            self._instance = ""
+
+    def settle(self) -> None:
+        """End the loads that are under way there, and return when no step is; AgentSilent."""
+        if not self._step("settle", SETTLE_SECONDS, patience=PATIENCE_SECONDS):
+            raise AgentSilent(f"steps that were begun on host {self.name} are still under way")
+
+    def release(self) -> None:
+        """Let another anvil-mux have the host."""
+        self._call("release")
+
+    def report(self) -> dict[str, Any]:
+        """Return what is told of it to people: what it is and has, and how long its agent takes."""
+        found = self._inventory
+        return {
+            "versions": self.versions,
+            "round_trip_seconds": self.round_trip_seconds,
+            "address": found.address,
+            "gpus": [{"id": gpu.id, "name": gpu.name, "total": gpu.total} for gpu in found.gpus],
+            "memory": found.memory,
+        }
+
+    def lacks(self, config: HostConfig) -> list[str]:
+        """Say what the host lacks for a configuration, which it is not given; AgentSilent."""
+        found: list[str] = self._call("lacks", config, timeout=LONG_SECONDS)
+        return found
+
+    def remember(self, text: str) -> None:
+        """Keep a text on the host, for ``recall``."""
+        self._ask("remember", text)
+
+    def recall(self) -> str:
+        """Return the text that was kept there last, "" if none was."""
+        found: str = self._call("recall")
+        return found
+
+    # The seam
+
+    def inventory(self) -> Inventory:
+        return self._inventory
+
+    def reconfigure(self, config: HostConfig) -> None:
+        """Take services as they are described there, now or at the next contact with the agent.
+
+        ConfigError if the host cannot take them.
+        """
+        with self._lock:
+            self._wanted = config
+        if self._instance:
+            self._configure()
+
+    def running(self) -> list[str]:
+        found: list[str] = self._ask("running", timeout=LONG_SECONDS)
+        return found
+
+    def orphans(self) -> list[Backend]:
+        found: list[Backend] = self._ask("orphans", timeout=LONG_SECONDS)
+        return found
+
+    def adopt(self, backend: Backend) -> Found:
+        found: Found = self._step("adopt", backend, patience=PATIENCE_SECONDS)
+        if isinstance(found, Awake):
+            self._urls[backend.name] = found.url
+        return found
+
+    def load(self, backend: Backend, how: str, number: int) -> Loaded:
+        try:
+            loaded: Loaded = self._step("load", backend, how, number)
+        except ConfigError as error:
+            raise LoadError(error.message) from None
+        self._urls[backend.name] = loaded.url
+        return loaded
+
+    def cancel(self, backend: Backend, number: int) -> None:
+        def cancel() -> None:
+            try:
+                self._ask("cancel", backend, number)
+            except MuxError:
+                pass  # whoever gives the host up ends its loads
+
+        self._clock.spawn(cancel, f"cancel-{backend.name}")
+
+    def evict(self, backend: Backend, how: str) -> Evicted:
+        found: Evicted = self._step("evict", backend, how)
+        return found
+
+    def demote(self, backend: Backend, how: str, to: str) -> Evicted:
+        found: Evicted = self._step("demote", backend, how, to)
+        return found
+
+    def stop(self, backend: Backend) -> None:
+        self._step("stop", backend, patience=PATIENCE_SECONDS)
+
+    def ended(self, backend: Backend) -> str | None:
+        try:
+            found: str | None = self._ask("ended", backend)
+        except AgentSilent:
+            return None
+        return found
+
+    def answers(self, backend: Backend, limit: float) -> bool | None:
+        url = self._urls.get(backend.name)
+        return visit.answers(backend, url, limit) if url else False
+
+    def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
+        try:
+            found: list[str] = self._ask("log_tail", backend, lines)
+        except AgentSilent:
+            return []
+        return found
+
+    def news(self, after: int, timeout: float) -> list[HostNews]:
+        if self._is_watched:
+            self._is_watched = False
+            self._ask("watch_gpus")
+        begun = self._clock.now()
+        self._problem = str(self._ask("problem"))
+        self.round_trip_seconds = self._clock.now() - begun
+        found: list[HostNews] = self._ask("news", after, timeout, timeout=timeout + LIMIT_SECONDS)
+        return found
+
+    def watch_gpus(self) -> None:
+        self._is_watched = True
+
+    def problem(self) -> str:
+        return self._problem
+
+    def close(self) -> None:
+        self.given_up()
+
+    # Calls
+
+    def _call(self, method: str, *args: object, timeout: float = LIMIT_SECONDS) -> Any:
+        """Call whichever run of the agent there is."""
+        return self._exchange(method, args, timeout)[1]
+
+    def _ask(self, method: str, *args: object, timeout: float = LIMIT_SECONDS) -> Any:
+        """Call the run of the agent that was claimed; another one, or none, counts as silent."""
+        if not (instance := self._instance):
+            raise AgentSilent(f"the agent of host {self.name} is not ready")
+        try:
+            answered, value = self._exchange(method, args, timeout)
+        except MuxError:
+            if instance != self._instance:
+                raise AgentSilent(f"the agent of host {self.name} was started anew") from None
+            raise
+        if answered != instance:
+            raise AgentSilent(f"the agent of host {self.name} was started anew")
+        return value
+
+    def _exchange(self, method: str, args: tuple[object, ...], timeout: float) -> tuple[str, Any]:
+        sent = messages.write(AgentCall(self.owner, method, args))
+        answer = messages.read_answer(self._control.call(self.name, "call", sent, timeout))
+        if answer.error:
+            if self._instance and answer.instance != self._instance:
+                raise AgentSilent(f"the agent of host {self.name} was started anew")
+            raise messages.error_of(answer.error)
+        return answer.instance, answer.value
+
+    def _configure(self) -> None:
+        with self._lock:
+            wanted = self._wanted
+            if wanted is None or wanted == self._given:
+                return
+        try:
+            self._ask("reconfigure", wanted, timeout=LONG_SECONDS)
+        except ConfigError as error:
+            raise ConfigError([f"host {self.name}: {problem}" for problem in error.problems]) from None
+        with self._lock:
+            self._given = wanted
+
+    def _step(self, method: str, *args: object, patience: float | None = None) -> Any:
+        """Have a step performed, and return how it ended; BackendError once the host is given up.
+
+        AgentSilent if the agent is silent for longer than ``patience`` seconds.
+        """
+        step, losses = next(self._numbers), self._losses
+        heard = self._clock.now()
+        ask: Callable[[], StepState] = partial(
+            self._ask, "result", step, POLL_SECONDS, timeout=POLL_SECONDS + LIMIT_SECONDS
+        )
+        while True:
+            try:
+                self._configure()
+                self._ask("begin", step, method, args)
+                while not (state := self._unless_lost(losses, ask)).done:
+                    heard = self._clock.now()
+                return state.value
+            except (AgentSilent, UnknownStep, NotConfigured) as error:
+                if patience is not None and self._clock.now() - heard > patience:
+                    raise AgentSilent(error.message) from None
+            self._unless_lost(losses, lambda: self._clock.latch().wait(AGAIN_SECONDS))
+
+    def _unless_lost(self, losses: int, do: Callable[[], T]) -> T:
+        """Do something on the host; BackendError if it was given up before or meanwhile."""
+        if losses == self._losses:
+            found = do()
+            if losses == self._losses:
+                return found
+        raise BackendError(f"the host {self.name} was lost")

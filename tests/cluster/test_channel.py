@@ -1,0 +1,120 @@
+"""The way to agents is a child process: its answers, its silence, its end, and the next one."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from anvil_mux.cluster import channel
+from anvil_mux.cluster.channel import AgentSilent, ChildControl, Node
+
+CHILD = """
+import sys, threading
+from anvil_mux.cluster.frames import read_frame, write_frame
+lock = threading.Lock()
+def say(*frame):
+    with lock:
+        write_frame(sys.stdout.buffer, frame)
+"""
+ECHO = """
+say(0, True, "ready")
+while (frame := read_frame(sys.stdin.buffer)) is not None:
+    number, host, method, payload, timeout = frame
+    if method == "end":
+        sys.exit(3)
+    if method == "nodes":
+        a = {"name": "a", "address": "127.0.0.2", "labels": {"zone": "x"}, "alive": True, "problem": ""}
+        say(number, True, [a, {**a, "name": "b", "alive": False}])
+    elif method == "fail":
+        say(number, False, "its agent has died")
+    elif method != "hang":
+        say(number, True, (host, method, payload))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_margin(monkeypatch):
+    monkeypatch.setattr(channel, "MARGIN_SECONDS", 0.0)
+
+
+@pytest.fixture
+def control(request):
+    opened = []
+
+    def make(body, **settings):
+        made = ChildControl([sys.executable, "-c", CHILD + textwrap.dedent(body)], **settings)
+        opened.append(made)
+        return made
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+def test_a_call_is_answered_by_the_child(control):
+    reached = control(ECHO)
+    assert reached.call("a", "hello", b"x", 10.0) == ("a", "hello", b"x")
+    assert reached.nodes() == [Node("a", "127.0.0.2", (("zone", "x"),))]
+
+
+def test_calls_of_several_threads_each_get_their_own_answer(control):
+    reached = control(ECHO)
+    answers = {}
+    threads = [
+        threading.Thread(target=lambda n=n: answers.update({n: reached.call("a", "ask", n, 10.0)}))
+        for n in range(20)
+    ]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert answers == {n: ("a", "ask", n) for n in range(20)}
+
+
+def test_a_call_that_is_not_answered_is_silent_after_its_limit_and_others_go_on(control):
+    reached = control(ECHO)
+    reached.open()
+    with pytest.raises(AgentSilent, match=r"no answer within 0\.01 s"):
+        reached.call("a", "hang", None, 0.01)
+    assert reached.call("a", "ask", 1, 10.0) == ("a", "ask", 1)
+
+
+def test_an_agent_of_which_the_child_says_that_it_is_dead_is_silent(control):
+    reached = control(ECHO)
+    with pytest.raises(AgentSilent, match="its agent has died"):
+        reached.call("a", "fail", None, 10.0)
+
+
+def test_calls_end_at_once_when_the_child_does_and_the_next_child_is_reached(control):
+    moment = [0.0]
+    reached = control(ECHO, now=lambda: moment[0])
+    reached.open()
+    first = reached.pid
+    with pytest.raises(AgentSilent, match="has ended"):
+        reached.call("a", "end", None, 60.0)
+    with pytest.raises(AgentSilent, match="has ended"):
+        reached.call("a", "ask", 1, 60.0)  # not at once: it may end again
+    moment[0] = 10.0
+    assert reached.call("a", "ask", 2, 10.0) == ("a", "ask", 2)
+    assert reached.pid not in (0, first)
+
+
+def test_a_child_that_is_of_no_use_says_why_and_is_tried_again_later(control):
+    moment = [0.0]
+    reached = control('say(0, False, "the token is wrong")', now=lambda: moment[0])
+    for _ in range(2):
+        with pytest.raises(AgentSilent, match="the token is wrong"):
+            reached.open()
+    assert reached.problem == "the token is wrong"
+
+
+def test_a_child_ends_when_nobody_calls_it_any_more(control):
+    reached = control(ECHO)
+    reached.open()
+    reached.close()
+    assert reached.pid == 0
+    with pytest.raises(AgentSilent):
+        reached.call("a", "ask", 1, 1.0)

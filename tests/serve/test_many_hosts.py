@@ -1,0 +1,133 @@
+"""A whole anvil-mux over three simulated hosts: served, drained, killed and found again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.running import Running, seen, serve, serving
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FLAGS = ["--host", "$$HOST", "--load-seconds", "0.1", "--tokens-per-second", "400"]
+
+
+def service(model, **settings):
+    return {
+        "command": ["bin/demo-engine", *FLAGS, "--model", model],
+        "working_dir": str(ROOT),
+        "x-anvil": settings,
+    }
+
+
+SERVICES = {
+    "here": service("here"),
+    "far": service("far", hosts=["beta"], gpu_count=1),
+    "roam": service("roam", hosts="any", gpu_count=1),
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    made = tmp_path / "compose.yaml"
+    write(made, SERVICES)
+    return made
+
+
+def write(file, services):
+    top = {"runtime": "process", "project": "many-hosts", "policy": "eager"}
+    file.write_text(yaml.safe_dump({"x-anvil": top, "services": services}))
+
+
+def backends(mux: Running):
+    models = mux.get("/healthz")["models"]
+    return {name: each for model in models.values() for name, each in model["backends"].items()}
+
+
+def ready(mux: Running):
+    return sorted(name for name, each in backends(mux).items() if each["state"] == "ready")
+
+
+def code_of(text):
+    return json.loads(text)["error"]["code"]
+
+
+def test_models_on_several_hosts_have_one_address_and_a_host_is_drained(file, tmp_path):
+    with serving(file, "--cluster", "local", state=tmp_path / "state") as mux:
+        for model in SERVICES:
+            assert mux.chat(model)[0] == 200, mux.output
+        assert ready(mux) == ["far.beta.0", "here", "roam.alpha.0"]
+        hosts = {each["host"]: each for each in mux.get("/hosts")["hosts"]}
+        assert {name: each["state"] for name, each in hosts.items()} == dict.fromkeys(
+            ("local", "alpha", "beta", "gamma"), "here"
+        )
+        assert backends(mux)["far.beta.0"]["host"] == "beta"
+
+        assert mux.request("POST", "/hosts/drain", {"host": "beta"})[0] == 200
+        assert seen(lambda: ready(mux), lambda names: "far.beta.0" not in names) == ["here", "roam.alpha.0"]
+        status, headers, text = mux.chat("far")
+        assert (status, code_of(text)) == (503, "host_unavailable")
+        assert float(headers["retry-after"]) > 0.0
+        assert mux.request("POST", "/hosts/drain", {"host": "alpha"})[0] == 200
+        assert mux.chat("roam")[0] == 200
+        assert seen(lambda: ready(mux), lambda names: "roam.alpha.0" not in names) == ["here", "roam.gamma.0"]
+        assert mux.request("POST", "/hosts/undrain", {"host": "beta"})[0] == 200
+        assert mux.chat("far")[0] == 200
+
+        status, _, text = mux.request("POST", "/hosts/gone", {"host": "gamma"})
+        assert (status, "is not lost" in text) == (400, True)
+        status, _, text = mux.request("POST", "/hosts/drain", {"host": "delta"})
+        assert (status, "Known hosts: local, alpha, beta, gamma" in text) == (404, True)
+
+
+def test_a_killed_anvil_mux_finds_its_engines_on_all_hosts(file, tmp_path):
+    first = serve(file, "--cluster", "local", state=tmp_path / "state")
+    for model in SERVICES:
+        assert first.chat(model)[0] == 200, first.output
+    before = ready(first)
+    first.stop(signal.SIGKILL)
+    with serving(file, "--cluster", "local", state=tmp_path / "state") as mux:
+        assert ready(mux) == before
+        for model in SERVICES:
+            assert mux.chat(model)[0] == 200
+        assert not [line for line in mux.output if "loading" in line]
+
+
+def test_a_reload_gives_hosts_more_models_and_takes_some_away(file, tmp_path):
+    with serving(file, "--cluster", "local", state=tmp_path / "state") as mux:
+        assert mux.chat("far")[0] == 200
+        write(file, {"here": SERVICES["here"], "more": service("more", hosts=["gamma"], gpu_count=1)})
+        assert mux.request("POST", "/reload", {})[0] == 200
+        assert mux.chat("more")[0] == 200
+        assert code_of(mux.chat("far")[2]) == "model_not_found"
+        assert seen(lambda: ready(mux), lambda names: "far.beta.0" not in names) == ["more.gamma.0"]
+
+
+def test_a_host_whose_power_is_cut_is_lost_and_its_models_are_served_elsewhere(file, tmp_path):
+    with serving(file, "--cluster", "local", state=tmp_path / "state") as mux:
+        assert mux.chat("far")[0] == mux.chat("roam")[0] == 200
+        assert ready(mux) == ["far.beta.0", "roam.alpha.0"]
+        os.kill(int(mux.tells(r"host alpha is process (\d+)")[1]), signal.SIGTERM)
+        assert mux.chat("roam")[0] == 200, mux.output
+        assert "roam.alpha.0" in ready(mux) or ready(mux) == ["far.beta.0", "roam.gamma.0"]
+        assert mux.chat("far")[0] == 200
+        state = seen(lambda: mux.get("/hosts")["hosts"][1]["state"], lambda state: state != "here")
+        assert state == "lost"
+        assert mux.chat("roam")[0] == 200
+        assert mux.get("/healthz")["hosts"]["alpha"]["lost"]
+
+
+def test_a_host_that_is_not_there_is_a_warning_and_its_models_say_so(file, tmp_path):
+    write(file, {"here": SERVICES["here"], "away": service("away", hosts=["delta"], gpu_count=1)})
+    for flags in (["--cluster", "local"], []):
+        with serving(file, *flags, state=tmp_path / "state") as mux:
+            mux.tells("warning: .*away|warning: .*delta")
+            assert mux.chat("here")[0] == 200
+            status, _, text = mux.chat("away")
+            assert (status, code_of(text)) == (503, "host_unavailable")
+            assert "delta" in text
+            assert not mux.get("/healthz")["problems"]

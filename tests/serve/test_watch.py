@@ -1,0 +1,207 @@
+"""When a host of the cluster counts as lost, and how it is back: two witnesses, in a time of its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from anvil_mux.cluster.channel import AgentSilent
+from anvil_mux.cluster.messages import Fenced
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import BackendError
+from anvil_mux.host.seam import Awake, Evicted, Unfit
+from anvil_mux.serve import watch
+from anvil_mux.serve.watch import HostWatch
+
+A, B, C = (Backend(name, name, ("0",), host="h") for name in "abc")
+
+
+class House:
+    """A host, its engines and a multiplexer, as far as a watch sees them; ``told`` is what it told them."""
+
+    def __init__(self, monkeypatch, *, is_lost=False):
+        self.moment = 100.0
+        self.told = []
+        self.agent_answers = True
+        self.way_is_open = True
+        self.instance = 1
+        self.known_instance = 0
+        self.serving = []
+        self.answering = set()
+        self.heard = set()
+        self.running = []
+        self.found = {}
+        tell = self._tell
+        facts = SimpleNamespace(
+            host_lost=tell("lost"),
+            host_away=tell("away"),
+            host_back=tell("back"),
+            died=tell("died"),
+            is_heard=lambda name, since: name in self.heard,
+        )
+        overview = SimpleNamespace(
+            configured=lambda: (A, B, C, Backend("elsewhere", "e")),
+            serving=lambda host: [(each, (each.name, 1)) for each in self.serving],
+        )
+        self.host = SimpleNamespace(
+            name="h",
+            contact=self.contact,
+            running=lambda: [each.name for each in self.running],
+            adopt=lambda backend: self.found[backend.name],
+            settle=tell("settle"),
+            given_up=tell("given up"),
+            is_way_open=lambda: self.way_is_open,
+        )
+        adoption = SimpleNamespace(
+            begin=tell("adopt"), stop_orphans=tell("stop orphans"), stop_all=tell("stop")
+        )
+        news = SimpleNamespace(begin_anew=lambda: None, read=self.read)
+        monkeypatch.setattr(watch, "is_there", lambda address, limit: address[0] in self.answering)
+        self.watch = HostWatch(
+            self.host,
+            SimpleNamespace(facts=facts, overview=overview),
+            adoption,
+            news,
+            clock=SimpleNamespace(now=lambda: self.moment),
+            say=lambda text: None,
+            fenced=tell("fenced"),
+            is_lost=is_lost,
+        )
+
+    def _tell(self, what):
+        return lambda *about: self.told.append((what, *about))
+
+    def contact(self):
+        if not self.agent_answers:
+            raise AgentSilent("no answer")
+        is_new, self.known_instance = self.instance != self.known_instance, self.instance
+        return is_new
+
+    def read(self, timeout):
+        if not self.agent_answers or self.instance != self.known_instance:
+            raise AgentSilent("no answer")
+
+    def turns(self, seconds):
+        """Let time pass, with a turn each half second; return what was told meanwhile."""
+        self.told.clear()
+        until = self.moment + seconds
+        while self.moment < until:
+            self.watch.turn()
+            self.moment += 0.5
+        return list(self.told)
+
+
+@pytest.fixture
+def house(monkeypatch):
+    made = House(monkeypatch)
+    made.turns(1.0)
+    made.serving = [A, B]
+    made.answering = {"a", "b"}
+    return made
+
+
+def test_the_first_contact_takes_over_what_runs(monkeypatch):
+    made = House(monkeypatch)
+    assert made.turns(1.0) == [("adopt", "h", [A, B, C])]
+    assert made.watch.state == "here"
+    assert made.watch.is_seen.is_set()
+
+
+def test_a_host_whose_agent_answers_is_here_whatever_its_engines_do(house):
+    house.answering = set()
+    assert house.turns(60.0) == []
+    assert house.watch.state == "here"
+
+
+def test_while_one_engine_answers_control_is_away_and_the_host_is_not_lost(house):
+    house.agent_answers, house.answering = False, {"b"}
+    assert house.turns(60.0) == [("away", "h", True)]
+    assert house.watch.state == "away"
+
+
+def test_an_engine_that_has_just_sent_a_byte_is_a_witness_too(house):
+    house.agent_answers, house.answering, house.heard = False, set(), {"a"}
+    assert house.turns(60.0) == [("away", "h", True)]
+    house.heard = set()
+    assert [what for what, *_ in house.turns(1.0)] == ["lost", "given up"]
+
+
+def test_a_host_is_lost_when_agent_and_engines_are_silent_and_not_before_five_seconds(house):
+    house.agent_answers, house.answering = False, set()
+    assert house.turns(4.5) == []
+    assert house.turns(60.0) == [("lost", "h"), ("given up",)]
+    assert house.watch.state == "lost"
+
+
+def test_a_host_without_engines_is_lost_if_others_are_reached(house):
+    house.serving, house.agent_answers = [], False
+    assert ("lost", "h") in house.turns(6.0)
+
+
+def test_a_host_without_engines_is_not_lost_while_the_way_to_all_is_closed_for_a_moment(house):
+    house.serving, house.agent_answers, house.way_is_open = [], False, False
+    assert house.turns(29.0) == []
+    assert ("lost", "h") in house.turns(2.0)
+
+
+def test_control_that_is_back_brings_no_engine_to_an_end(house):
+    house.agent_answers = False
+    house.turns(20.0)
+    house.agent_answers = True
+    assert house.turns(1.0) == [("away", "h", False)]
+    assert house.watch.state == "here"
+
+
+def test_an_agent_that_was_started_anew_says_which_engines_ended_meanwhile(house):
+    house.instance, house.running = 2, [A]
+    assert house.turns(1.0) == [("died", "b", "ended while its agent was away")]
+
+
+def test_what_runs_is_asked_again_if_the_first_question_was_not_answered(house):
+    running = house.host.running
+
+    def fail():
+        house.host.running = running
+        raise AgentSilent("no answer")
+
+    house.instance, house.running, house.host.running = 2, [A], fail
+    assert house.turns(2.0) == [("died", "b", "ended while its agent was away")]
+
+
+def test_a_lost_host_that_is_back_is_taken_stock_of_before_anything_is_begun(house):
+    house.agent_answers, house.answering = False, set()
+    house.turns(10.0)
+    house.agent_answers, house.instance, house.running = True, 2, [A, B, C]
+    asleep = Evicted("sleep", {"0": 5})
+    house.found = {"a": Awake("http://h:1"), "b": asleep, "c": Unfit("it answers for another model")}
+    assert house.turns(1.0) == [
+        ("settle",),
+        ("stop orphans", "h"),
+        ("back", "h", {"a": "http://h:1"}, {"b": asleep}),
+        ("stop", [(C, "it answers for another model")]),
+    ]
+    assert house.watch.state == "here"
+
+
+def test_a_host_that_was_not_there_at_the_start_comes_like_one_that_was_lost(monkeypatch):
+    made = House(monkeypatch, is_lost=True)
+    assert made.turns(1.0) == [("settle",), ("stop orphans", "h"), ("back", "h", {}, {}), ("stop", [])]
+
+
+def test_a_host_that_another_anvil_mux_has_taken_is_not_used_any_more(house):
+    def refuse():
+        raise Fenced("project lab on beta has it")
+
+    house.instance, house.host.contact = 2, refuse
+    assert house.turns(1.0)[0] == ("fenced", "project lab on beta has it")
+
+
+def test_an_agent_that_fails_otherwise_is_no_loss(house):
+    def fail(timeout):
+        raise BackendError("Docker does not answer")
+
+    house.watch.news.read = fail
+    with pytest.raises(BackendError):
+        house.watch.turn()  # its worker logs it and goes on
+    assert house.watch.state == "here"
