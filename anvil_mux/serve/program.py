@@ -116,8 +116,8 @@ def _claim(cluster: Cluster, config: Config, options: Options) -> None:
         cluster.claim(folder, f"project {config.project}", takeover=options.takeover)
     except (Claimed, Fenced) as error:
         cluster.close()
-        advice = "two would evict each other's engines; --takeover ends that one"
-        raise CannotServe(f"{error.message}: {advice}") from None
+        why = "two on one cluster would evict each other's engines"
+        raise CannotServe(f"{error.message} ({why})") from None
 
 
 @contextmanager
