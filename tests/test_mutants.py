@@ -188,7 +188,7 @@ MUTANTS = {
     ),
     "a queue that is overdue is loaded too late for its queue_timeout": (
         "planner",
-        "return max(min(model.max_wait, left), 0.0)",
+        "return max(min(model.max_wait, timeout - soonest), 0.0)",
         "return model.max_wait",
     ),
     "the GPUs of an overdue queue are not kept for it": (
@@ -288,8 +288,8 @@ HOST_MUTANTS = {
     ),
     "a queue stays where its host was lost": (
         "planner",
-        "    if state.unseen or leaves or host.is_away or not host.takes_loads or "
-        "all_obstacles(state, model, now):\n        return math.inf\n",
+        "    if state.unseen or host.is_away or not host.takes_loads or _is_hindered(state, model, now):\n"
+        "        return math.inf\n",
         "",
     ),
     "what is found on a host that is back is left as it was": (

@@ -215,4 +215,5 @@ class Facts:
 
     def hear(self, told: Mapping[str, Sequence[Report]]) -> None:
         """Take the reports of all other anvil-mux on the replicas that are shared with them."""
-        self._apply(partial(self._scheduler.heard, told))
+        for model in self._shell.served:
+            self._apply(partial(self._scheduler.heard, model, told))

@@ -1,15 +1,18 @@
 """Questions about what is so now, answered from memory: status, queues, progress of loads, wait estimates.
 
-Each question takes the multiplexer's lock for a moment and changes nothing; any thread may ask.
+Each question takes the multiplexer's lock for a moment, or for several, and changes nothing; any thread may
+ask.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
-from anvil_mux.config.config import Backend
+from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.errors import UnknownModel
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.shell import Shell
@@ -22,9 +25,24 @@ from anvil_mux.scheduler.planner import expected_load
 from anvil_mux.scheduler.progress import LogProgress, Progress, progress
 from anvil_mux.scheduler.slot import LOADING
 from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.status import Status, Waiter, gpu_states, host_state, model_state
+from anvil_mux.scheduler.status import (
+    GpuState,
+    ModelState,
+    Status,
+    Waiter,
+    gpu_states,
+    host_state,
+    model_state,
+)
 from anvil_mux.scheduler.steps import NO_WORK
 from anvil_mux.scheduler.wait_estimate import WaitEstimate, wait_estimate
+
+HOLD_SECONDS = 0.001
+"""How long the lock is held at a time for a question about thousands of models, backends or GPUs."""
+PAUSE_SECONDS = 0.0002
+"""How long it is let go of then."""
+
+_T = TypeVar("_T")
 
 
 class Overview:
@@ -75,29 +93,52 @@ class Overview:
             return any(slot.serves and slot.name != lease.backend.name for slot in slots)
 
     def status(self) -> Status:
-        """Take a consistent picture."""
+        """Take a picture, consistent for each model and each GPU group: the lock is held for moments."""
         with self._lock:
-            now = self._clock.now()
-            states = [group.state for group in self._layout.groups]
-            found = [self._find(name) for name in dict.fromkeys(m for each in states for m in each.models)]
-            models = tuple(model_state(s, m, now, self._progress(s, m, now)) for s, m in found)
-            known = {gpu.name: gpu for gpu in self._layout.config.gpus}
-            gpus = tuple(gpu for state in states for gpu in gpu_states(state, known, now))
-            records = dict.fromkeys(state.host for state in states)
-            hosts = tuple(filter(None, [host_state(host, now) for host in records]))
+            now, layout = self._clock.now(), self._layout
+            names, groups, known = list(layout.models), [group.name for group in layout.groups], layout.gpus
+            hosts = tuple(filter(None, [host_state(host, now) for host in layout.records]))
+        models = tuple(self._each(names, self._model_states))
+        gpus = tuple(self._each(groups, partial(self._gpu_states, known)))
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
         return Status(now, models, gpus, waiting, leases, hosts=hosts)
+
+    def _model_states(self, name: str) -> list[ModelState]:
+        """The state of a model, unless it is gone. Under the lock."""
+        if name not in self._layout.models:
+            return []
+        (state, model), now = self._find(name), self._clock.now()
+        return [model_state(state, model, now, self._progress(state, model, now))]
+
+    def _gpu_states(self, known: Mapping[str, Gpu], name: str) -> list[GpuState]:
+        """The GPUs of a GPU group, unless it is gone. Under the lock."""
+        group = self._layout.by_name.get(name)
+        return gpu_states(group.state, known, self._clock.now()) if group else []
+
+    def _each(self, names: Iterable[str], ask: Callable[[str], Iterable[_T]]) -> list[_T]:
+        """Ask about each of many names, under the lock, which is let go of now and then."""
+        left, found = deque(names), list[_T]()
+        while left:
+            with self._lock:
+                until = self._clock.now() + HOLD_SECONDS
+                while left and self._clock.now() < until:
+                    found.extend(ask(left.popleft()))
+            if left:  # whoever waits for the lock gets it only if it is not taken again at once
+                self._clock.latch().wait(PAUSE_SECONDS)
+        return found
 
     def waiters(self, most: int) -> list[Waiter]:
         """The first ``most`` requests of each queue."""
         with self._lock:
-            queues = [self._layout.models[name].queue for name in self._layout.of_model]
+            queues = [model.queue for model in self._layout.models.values() if model.queue.tickets]
             return [Waiter(t.id, t.model, t.since) for queue in queues for t in islice(queue, most)]
 
     def loading(self) -> list[str]:
         """The backends that are being loaded."""
         with self._lock:
-            return [slot.name for slot in self._layout.slots if slot.state in LOADING]
+            models = self._layout.models.values()
+            loading = [slot for model in models for slot in model.active if slot.state in LOADING]
+            return list(dict.fromkeys(slot.name for slot in loading))
 
     def leaving(self) -> list[Backend]:
         """List the backends that go because the configuration has changed, and have not gone yet."""
@@ -110,20 +151,13 @@ class Overview:
         with self._lock:
             return self._layout.unseen
 
-    def _replicas(self) -> Counter[str]:
-        """Model -> how many backends the configuration has for it."""
-        return Counter(backend.model for backend in self._layout.config.backends)
-
     def explain(
         self, model: str, work: Work = NO_WORK, *, staged: bool = False
     ) -> dict[str, list[dict[str, Any]]]:
         """Stage -> what would be made of each replica of ``model``; empty where it has but one backend."""
-        if self._replicas()[model] == 1:
-            return {}
         with self._lock:
-            _, found = self._find(model)
-            assert found.replicas is not None
-            return found.replicas.explain(work, self._clock.now(), staged=staged)
+            replicas = self._find(model)[1].replicas
+            return replicas.explain(work, self._clock.now(), staged=staged) if replicas else {}
 
     def wait_estimate(self, model: str) -> WaitEstimate:
         """Say what a request for ``model`` would wait for now."""
@@ -186,15 +220,23 @@ class Overview:
 
     def resident_replicas(self) -> list[tuple[Backend, tuple[str, int]]]:
         """The backends that may be leased, of models with several, and where they listen."""
+        return self._each(self._with_replicas(), self._resident)
+
+    def _resident(self, model: str) -> list[tuple[Backend, tuple[str, int]]]:
+        """The backends of a model that may be leased, unless it is gone. Under the lock."""
+        found = self._layout.models.get(model)
+        ready = found.ready if found else ()
+        return [(slot.backend, self._shell.runs[slot.name].address) for slot in ready]
+
+    def _with_replicas(self) -> list[str]:
+        """The models with several backends."""
         with self._lock:
-            several = {model for model, number in self._replicas().items() if number > 1}
-            slots = [s for s in self._layout.slots if s.serves and s.model in several]
-            return [(slot.backend, self._shell.runs[slot.name].address) for slot in slots]
+            return [model.name for model in self._layout.models.values() if model.replicas]
 
     def reports(self) -> dict[str, Report]:
         """The reports for other anvil-mux on the replicas that are shared with them."""
-        with self._lock:
-            return self._scheduler.reports(self._clock.now())
+        reports, now = self._scheduler.reports, self._clock.now
+        return dict(self._each(self._with_replicas(), lambda model: reports(model, now()).items()))
 
     def bytes_per_token(self, model: str) -> float:
         """The bytes of a prompt for each token, as was learned; of a model with several backends."""

@@ -14,7 +14,7 @@ from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.planner import bound, spill
+from anvil_mux.scheduler.planner import bound, may_spill
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.preloads import complete
 from anvil_mux.scheduler.refusals import refusal
@@ -62,7 +62,7 @@ class Admission:
 
     def may_spill(self, model: Model, now: float) -> bool:
         """Whether loading another backend of a busy model may be worth it, in any GPU group."""
-        return any(spill(state, model, now) for state in self._state.states_of(model))
+        return may_spill(self._state.states_of(model), model, now)
 
     def take_back(self, idle: Slot, now: float) -> None:
         """Send requests anew that wait behind others, and would be better off at ``idle``."""
@@ -174,6 +174,7 @@ class Admission:
             ticket = queue.take(lambda ticket: model.takes(ticket.work.owner))
             if ticket is None:
                 return
+            self._state.touch()
             places = [slot for slot in model.ready if not slot.full]
             self._admit_one(model, ticket, places, now)
 

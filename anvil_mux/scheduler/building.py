@@ -47,6 +47,8 @@ class Common(NamedTuple):
     """Host -> its memory."""
     states: dict[str, list[GroupState]]
     """Model -> the states of the GPU groups that have backends of it."""
+    touched: dict[GroupState, None]
+    """The states in which something has changed: see ``GroupState.touched``."""
 
 
 class Draft(NamedTuple):
@@ -114,27 +116,35 @@ def _go_on_with(model: Model, old: Model) -> None:
         model.replicas.in_flight.go_on_from(old.replicas.in_flight)
 
 
-def models_of(placed: Sequence[Placement], models: Mapping[str, Model]) -> list[dict[str, Model]]:
-    """The models of each of these GPU groups, in the order of ``models``."""
+def slots_of(placed: Sequence[Placement], models: Mapping[str, Model]) -> list[dict[str, list[Slot]]]:
+    """The slots of each model in each of these GPU groups, in the order of ``models``."""
     nth = {name: number for number, placement in enumerate(placed) for name in placement.slots}
-    found: list[dict[str, Model]] = [{} for _ in placed]
+    found: list[dict[str, list[Slot]]] = [{} for _ in placed]
     for name, model in models.items():
         for slot in model.slots:
             if slot.name in nth:
-                found[nth[slot.name]][name] = model
+                found[nth[slot.name]].setdefault(name, []).append(slot)
     return found
 
 
-def build_state(draft: Draft, placement: Placement, models: dict[str, Model], common: Common) -> GroupState:
-    """The state of a GPU group, whose ``models`` may have backends in others too."""
+def build_state(
+    draft: Draft,
+    placement: Placement,
+    own: dict[str, list[Slot]],
+    models: Mapping[str, Model],
+    common: Common,
+) -> GroupState:
+    """The state of a GPU group; ``own``: the slots of each model there, which may have others elsewhere."""
     kept = {slot.name for each in draft.before for slot in each.slots.values() if not slot.is_left}
     state = GroupState(
         name=draft.name,
         config=common.config,
         policy=common.policy,
         placement=placement,
-        models=models,
+        models={name: models[name] for name in own},
+        own_slots=own,
         states=common.states,
+        touched=common.touched,
         host=common.hosts[draft.host],
         memory=common.memories[draft.host],
         costs=common.costs,

@@ -94,12 +94,26 @@ class Costs:
         cost = self._known.get((host, source, target, way))
         if cost:
             return cost
-        first = FIRST_RETURN_SECONDS.get(way, OTHER_FIRST_LOAD_SECONDS)
-        first = FIRST_LOAD_SECONDS.get((engine, way), first)
-        elsewhere = self._elsewhere.get((target, way), first)
-        load_seconds = self._loads.get((host, target, way), elsewhere)
         evict_seconds = self._evictions.get((host, source), FIRST_EVICT_SECONDS) if source else 0.0
-        return Cost(source, target, way, evict_seconds, load_seconds, host=host)
+        return Cost(source, target, way, evict_seconds, self._load(target, way, engine, host), host=host)
+
+    def _load(self, target: str, way: str, engine: str, host: str) -> float:
+        """Seconds of a load in no known direction."""
+        seconds = self._loads.get((host, target, way))
+        if seconds is None:
+            seconds = self._elsewhere.get((target, way))
+        if seconds is None:
+            first = FIRST_RETURN_SECONDS.get(way, OTHER_FIRST_LOAD_SECONDS)
+            seconds = FIRST_LOAD_SECONDS.get((engine, way), first)
+        return seconds
+
+    def seconds(self, source: str, target: str, way: str, engine: str, host: str) -> float:
+        """Estimate the seconds of a swap, and nothing more: to compare hundreds of GPU groups."""
+        cost = self._known.get((host, source, target, way))
+        if cost:
+            return cost.seconds
+        evict_seconds = self._evictions.get((host, source), FIRST_EVICT_SECONDS) if source else 0.0
+        return evict_seconds + self._load(target, way, engine, host)
 
     def knows(self, target: str, way: str, host: str = "") -> bool:
         """Whether a model was ever loaded from that standby level on that host."""

@@ -12,6 +12,7 @@ swaps that are under way may not be cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 
@@ -22,8 +23,8 @@ from anvil_mux.scheduler.building import (
     build_models,
     build_state,
     coming_models,
-    models_of,
     place,
+    slots_of,
 )
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
@@ -33,13 +34,17 @@ from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.placement import gpu_groups
-from anvil_mux.scheduler.planner import nearest
+from anvil_mux.scheduler.planner import nearest, wait_seconds
 from anvil_mux.scheduler.policies import build_policy
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.state import GroupState
 
 BY_NAME = attrgetter("name")
+FEW_GROUPS = 16
+"""A model with backends in more GPU groups is wide: not all of them are asked for each change."""
+LONGER = 1.25
+"""How much longer a wait has become when all groups of a wide model are looked at again."""
 
 
 class Layout:
@@ -59,14 +64,20 @@ class Layout:
         self.of_model: dict[str, GpuGroup] = {}
         """Model -> the group in which its queue stands."""
         self.of_backend: dict[str, GpuGroup] = {}
+        self.by_name: dict[str, GpuGroup] = {}
+        self._by_host: dict[str, list[GpuGroup]] = {}
         self.groups: list[GpuGroup] = []
         self.groups_of: dict[str, list[GpuGroup]] = {}
         """Model -> the groups that have backends of it, by name. The groups have this too, as the next."""
         self.states: dict[str, list[GroupState]] = {}
         """Model -> the states of these groups."""
+        self.touched: dict[GroupState, None] = {}
+        """The states in which something has changed: see ``GroupState.touched``."""
         self.spread: list[str] = []
         """The models with backends in several groups."""
         self.hosts: dict[str, HostRecord] = {}
+        """All hosts, by name; ``records``: those that have groups."""
+        self.records: list[HostRecord] = []
         self.memories: dict[str, HostMemory] = {}
         """Host -> its memory; ``bounded``: where that is bounded."""
         self._moving: set[str] = set()
@@ -106,7 +117,7 @@ class Layout:
 
     def on_host(self, host: str) -> list[GpuGroup]:
         """The groups of a host, by name."""
-        return sorted([group for group in self.groups if group.host.name == host], key=BY_NAME)
+        return self._by_host.get(host, [])
 
     # Changes
 
@@ -114,6 +125,7 @@ class Layout:
         """Another configuration holds from now on; ``regroup`` follows."""
         self.config = config
         self._wanted = {backend.name: backend for backend in config.backends}
+        self.gpus = {gpu.name: gpu for gpu in config.gpus}
         self.served = {backend.model for backend in config.backends}
         for name in ("", *{backend.host for backend in config.backends}):
             self.hosts.setdefault(name, HostRecord(name))
@@ -122,7 +134,7 @@ class Layout:
         self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         self._common = Common(
             config=config,
-            gpus={gpu.name: gpu for gpu in config.gpus},
+            gpus=self.gpus,
             policy=build_policy(config.policy, config.policy_settings),
             eviction=build_eviction(config.eviction, config.eviction_settings),
             emit=self._emit,
@@ -132,6 +144,7 @@ class Layout:
             hosts=self.hosts,
             memories=self.memories,
             states=self.states,
+            touched=self.touched,
         )
 
     def regroup(self) -> list[GpuGroup]:
@@ -172,11 +185,20 @@ class Layout:
         made.admission.resume(now)
         return made
 
-    def place_queue(self, model: Model, now: float) -> None:
-        """Choose anew in which group the queue of a model with backends in several stands."""
-        home = nearest(self.states[model.name], model, now)
-        model.home = home.name
-        self.of_model[model.name] = next(each for each in self.groups_of[model.name] if each.state is home)
+    def place_queue(self, model: Model, now: float, changed: Sequence[GroupState] | None = None) -> None:
+        """Choose anew in which group the queue of a model with backends in several stands.
+
+        ``changed``: the states that have changed since it was chosen last. Of a wide model only these are
+        looked at, as long as the queue's wait where it stands has not become much longer.
+        """
+        states = self.states[model.name]
+        if model.is_wide and changed is not None:
+            home = self.of_model[model.name].state
+            if wait_seconds(home, model, now) <= LONGER * model.wait:
+                states = list(dict.fromkeys((home, *changed)))
+        home = nearest(states, model, now)
+        model.home, model.wait = home.name, wait_seconds(home, model, now) if model.is_wide else math.inf
+        self.of_model[model.name] = self.by_name[home.name]
 
     def _build(self, drafts: Sequence[Draft], others: Sequence[GpuGroup] = ()) -> None:
         """Make the groups of ``drafts``; ``others`` go on as they are."""
@@ -184,12 +206,12 @@ class Layout:
         slots = [slot for placement in placed for slot in placement.slots.values()]
         models = self._build_models(slots, drafts, others)
         made = []
-        for draft, placement, own in zip(drafts, placed, models_of(placed, models), strict=True):
-            state = build_state(draft, placement, own, self._common)
+        for draft, placement, own in zip(drafts, placed, slots_of(placed, models), strict=True):
+            state = build_state(draft, placement, own, models, self._common)
             made.append(GpuGroup(state, self.groups_of))
         for group in others:
-            own = group.state.models
-            own.update({name: models[name] for name in own if name in models})
+            there = group.state.models
+            there.update({name: models[name] for name in there if name in models})
         self.groups = [*others, *made]
         self._index()
 
@@ -212,7 +234,10 @@ class Layout:
         """Note where everything is, now that there are other groups than before."""
         self.of_backend = {name: group for group in self.groups for name in group.slots}
         self.groups_of.clear()
+        self.by_name, self._by_host = {}, {}
         for group in sorted(self.groups, key=BY_NAME):
+            self.by_name[group.name] = group
+            self._by_host.setdefault(group.host.name, []).append(group)
             for name in group.state.models:
                 self.groups_of.setdefault(name, []).append(group)
         self.states.clear()
@@ -222,7 +247,9 @@ class Layout:
             model = self.models[name]
             of_model[name] = next((each for each in own if each.name == model.home), own[0])
             model.home = of_model[name].name if len(own) > 1 else ""
+            model.is_wide = len(own) > FEW_GROUPS
         self.of_model = of_model  # as a whole: it is read without the lock, too
         self.spread = [name for name, own in self.groups_of.items() if len(own) > 1]
+        self.records = list(dict.fromkeys(group.host for group in self.groups))
         for group in self.groups:
             group.state.remodelled()

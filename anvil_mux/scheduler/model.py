@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -33,12 +34,22 @@ class Model:
     """The backends that are not just stopped, in any GPU group, or that a swap is to load."""
     bounded: bool = field(init=False)
     """Whether only so many of its backends are resident at once: see residents.py."""
+    _order: dict[Slot, int] = field(init=False, repr=False)
     home: str = ""
     """The name of the GPU group in which its queue stands; "": it has backends in one only."""
+    wait: float = math.inf
+    """The seconds that its queue was to wait there when that was chosen."""
+    is_wide: bool = False
+    """Whether it has backends in so many GPU groups that not all of them are asked about it each time."""
+    spill_home: str = ""
+    """The GPU group in which another replica of a wide model may be worth a load; "": none is known."""
+    spill_again: float = -math.inf
+    """When it is looked for again."""
     unload_when_idle: bool = False
     """Whether it is evicted once nobody uses it, unless it is asked for before."""
 
     def __post_init__(self) -> None:
+        self._order = {slot: nth for nth, slot in enumerate(self.slots)}
         self.active = {slot: None for slot in self.slots if slot.coming or slot.state != "stopped"}
         self.ready = ready_slots(self.slots)
         self.bounded = any(slot.backend.most is not None for slot in self.slots)
@@ -49,6 +60,13 @@ class Model:
             self.active[slot] = None
         else:
             self.active.pop(slot, None)
+        if self.replicas:
+            self.replicas.note(slot)
+
+    def renew_ready(self) -> None:
+        """Bring up to date which backends may be leased, in their order."""
+        self.ready = [slot for slot in self.active if slot.serves and slot.model == self.name]
+        self.ready.sort(key=self._order.__getitem__)
 
     def takes(self, owner: str = "") -> bool:
         """Whether a request would be leased at once; one that needs ``owner`` waits for it."""

@@ -29,13 +29,13 @@ class Moves:
         state, before, model = self._state, slot.state, self._state.models[slot.model]
         slot.enter(what, now)
         model.note(slot)
+        state.placement.note(slot)
         leaves_ready = before == "ready"
         if leaves_ready and model.queue.limited:
             model.queue.left = now
         if leaves_ready or slot.state == "ready":
             state.ready = ready_slots(state.slots.values())
-            ready = ready_slots(model.slots) if model.home else state.ready
-            model.ready = [each for each in ready if each.model == slot.model]
+            model.renew_ready()
         state.changed()
         state.memory.changes += 1
         if leaves_ready and model.queue.limited:

@@ -34,7 +34,16 @@ class Placement:
         self.others: Mapping[str, int] = {}
         """GPU -> bytes that other processes hold there."""
         self.slots = {each.name: self._slot(each, before.get(each.name)) for each in backends}
+        self.active = {slot: None for slot in self.slots.values() if slot.state != "stopped"}
+        """The backends that hold memory, or may: of many that could be loaded there are few."""
         self._eviction = eviction
+
+    def note(self, slot: Slot) -> None:
+        """Note that a backend has entered a state."""
+        if slot.state == "stopped":
+            self.active.pop(slot, None)
+        else:
+            self.active[slot] = None
 
     def _slot(self, backend: Backend, slot: Slot | None) -> Slot:
         holds = {}
@@ -64,7 +73,7 @@ class Placement:
         backends that it is to be ``without`` count as gone.
         """
         used = {gpu: 0 if self._needs_whole(target, gpu) else self.others.get(gpu, 0) for gpu in target.holds}
-        for slot in self.slots.values():
+        for slot in self.active:
             holding = slot.state in HOLDING
             if slot is target or slot in without or not (holding or slot.residual):
                 continue
@@ -123,7 +132,7 @@ class Placement:
     def _evictable(self, busy: set[str], staying: Set[str]) -> Iterator[Slot]:
         return (
             slot
-            for slot in self.slots.values()
+            for slot in self.active
             if slot.state in ("ready", "standby")
             and not (slot.pinned and slot.state == "ready")
             and slot.name not in staying
@@ -203,8 +212,7 @@ class Placement:
 
     def _pinned(self, target: Slot) -> list[Slot]:
         """The pinned backends that stay, whatever ``target`` needs; one that is being unloaded does not."""
-        slots = self.slots.values()
-        return [slot for slot in slots if slot.pinned and slot is not target and slot.state in STAYING]
+        return [slot for slot in self.active if slot.pinned and slot is not target and slot.state in STAYING]
 
 
 def gpu_groups(

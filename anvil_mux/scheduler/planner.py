@@ -18,11 +18,17 @@ from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import Spill
 from anvil_mux.scheduler.refusals import all_obstacles
 from anvil_mux.scheduler.slot import Slot
-from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.state import GroupState, Still
 from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus, coming, swap_to
 
 FIRST_SERVICE_SECONDS = 10.0
 """How long a lease is taken to last, of a model that has not answered yet."""
+SPILL_PAUSE_SECONDS = 0.25
+"""How long it is believed that there is nowhere room for another replica, of a model in many GPU groups."""
+
+
+_TargetAndVictims = tuple[Slot, list[Slot]]
+"""A backend, and the victims that make room for it."""
 
 
 class Plan(NamedTuple):
@@ -57,16 +63,23 @@ def plan(
     state: GroupState, model: Model, busy: set[str], now: float, staying: Set[str] = frozenset()
 ) -> Plan | None:
     """The replica that is loaded at the cost of the fewest victims, or None while none can be."""
-    best: tuple[Slot, list[Slot]] | None = None
-    for slot in state.loadable(model, now):
-        found = victims(state, slot, busy, staying, now)
-        if found is not None and (best is None or len(found) < len(best[1])):
-            best = slot, found
+    best = _choose(state, state.loadable(model, now), busy, now, staying)
     if best is None:
         return None
     evicts = tuple([victim.model for victim in best[1]])
-    target = best[0]
-    return Plan(target, best[1], evicts, cost(state, source_of(evicts), target, target.level))
+    return Plan(*best, evicts, _cost_of_loading(state, *best))
+
+
+def _choose(
+    state: GroupState, slots: Iterable[Slot], busy: set[str], now: float, staying: Set[str]
+) -> _TargetAndVictims | None:
+    """The backend of ``slots`` that is loaded at the cost of the fewest victims, and these."""
+    best: _TargetAndVictims | None = None
+    for slot in slots:
+        found = victims(state, slot, busy, staying, now)
+        if found is not None and (best is None or len(found) < len(best[1])):
+            best = slot, found
+    return best
 
 
 def victims(
@@ -95,6 +108,10 @@ def victims(
 
 def cost(state: GroupState, source: str, target: Slot, way: str) -> Cost:
     return state.costs.estimate(source, target.model, way, target.backend.engine, state.host.name)
+
+
+def _cost_of_loading(state: GroupState, target: Slot, leaving: Sequence[Slot]) -> Cost:
+    return cost(state, source_of([victim.model for victim in leaving]), target, target.level)
 
 
 def cost_of(state: GroupState, swap: SwapInProgress, target: Slot) -> Cost:
@@ -137,35 +154,95 @@ def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, 
 
 def bound(state: GroupState, model: Model, now: float) -> float:
     """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
-    states = state.states_of(model) if model.home else (state,)
-    left = state.config.queue_timeout - min([swap_seconds(each, model, now) for each in states])
-    return max(min(model.max_wait, left), 0.0)
+    soonest, timeout = math.inf, state.config.queue_timeout
+    for each in state.states_of(model) if model.home else (state,):
+        soonest = min(soonest, swap_seconds(each, model, now))
+        if soonest <= timeout - model.max_wait:
+            break  # an even shorter one makes no difference
+    return max(min(model.max_wait, timeout - soonest), 0.0)
 
 
 def swap_seconds(state: GroupState, model: Model, now: float) -> float:
     """How long it will take to have ``model`` here, drain included, as far as is known."""
     if not state.host.takes_loads:
         return math.inf
-    found = None if model.ready else plan(state, model, busy_gpus(state.swaps), now)
+    found = None if model.ready else _first_choice(state, model, now)
     if found:
-        return _drain_seconds(state, found.victims) + found.cost.seconds
-    slots = state.own(model) if model.home else model.slots
-    return min([_swap_seconds_later(state, slot) for slot in slots])
+        target, leaving = found
+        source = source_of([victim.model for victim in leaving])
+        engine, host = target.backend.engine, state.host.name
+        seconds = state.costs.seconds(source, target.model, target.level, engine, host)
+        return _drain_seconds(state, leaving) + seconds if leaving else seconds
+    return min([_swap_seconds_later(state, slot) for slot in state.own(model)])
+
+
+def _first_choice(state: GroupState, model: Model, now: float) -> _TargetAndVictims | None:
+    """The backend that would be loaded here for a queue, were none elsewhere, and its victims."""
+    slots = [slot for slot in state.own(model) if slot.is_loadable(now)]
+    if not _still(state).is_simple:
+        return _choose(state, slots, busy_gpus(state.swaps), now, frozenset())
+    best: _TargetAndVictims | None = None
+    for slot in slots:
+        found = _kept_victims(state, slot, now)
+        if found is not None and (best is None or len(found) < len(best[1])):
+            best = slot, found
+    return best
+
+
+def _kept_victims(state: GroupState, target: Slot, now: float) -> list[Slot] | None:
+    """The victims for a backend in a simple group, found once for all that need the same GPUs."""
+    still, needs = state.still, (target.whole, *target.holds.items(), *target.residual)
+    if needs not in still.victims:
+        still.victims[needs] = victims(state, target, busy_gpus(state.swaps), frozenset(), now)
+    return still.victims[needs]
+
+
+def _still(state: GroupState) -> Still:
+    """The findings about a GPU group that hold until it changes."""
+    if state.still.version != state.version:
+        slots = state.placement.active
+        able = sum([slot.state == "ready" or bool(slot.residual) for slot in slots])
+        rare = any(slot.state == "stuck" or slot.pinned or slot.failed_stops for slot in slots)
+        state.still = Still(state.version, state.memory.budget is None and able < 2 and not rare, {})
+    return state.still
 
 
 def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupState:
     """The GPU group in which a queue of ``model`` is to stand: the one where its wait is shortest."""
     if len(states) == 1:
         return states[0]
-    return min(states, key=lambda state: (_wait_seconds(state, model, now), state.host.name, state.name))
+    return min(states, key=lambda state: (wait_seconds(state, model, now), state.host.name, state.name))
 
 
-def _wait_seconds(state: GroupState, model: Model, now: float) -> float:
-    leaves = all(slot.leaving for slot in state.own(model))
+def wait_seconds(state: GroupState, model: Model, now: float) -> float:
+    """How long a queue of ``model`` would wait here; infinite if nothing can be loaded for it."""
     host = state.host
-    if state.unseen or leaves or host.is_away or not host.takes_loads or all_obstacles(state, model, now):
+    if state.unseen or host.is_away or not host.takes_loads or _is_hindered(state, model, now):
         return math.inf
-    return swap_seconds(state, model, now)
+    before = min([_seconds_before(state, slot) for slot in state.own(model)]) if state.swaps else 0.0
+    return before + swap_seconds(state, model, now)
+
+
+def _seconds_before(state: GroupState, slot: Slot) -> float:
+    """How long the swaps under way on the GPUs of a backend will take."""
+    longest = 0.0
+    for swap in state.swaps:
+        target = swap.target
+        if target is slot or slot.holds.keys().isdisjoint(swap.gpus()):
+            continue
+        seconds = _drain_seconds(state, swap.victims) + (
+            cost_of(state, swap, target).seconds if target else 0.0
+        )
+        longest = max(longest, seconds)
+    return longest
+
+
+def _is_hindered(state: GroupState, model: Model, now: float) -> bool:
+    """Whether no backend of ``model`` here could be loaded."""
+    for slot in state.own(model) if _still(state).is_simple else ():
+        if slot.is_loadable(now) and _kept_victims(state, slot, now) is not None:
+            return False
+    return all(slot.leaving for slot in state.own(model)) or all_obstacles(state, model, now) is not None
 
 
 def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
@@ -173,7 +250,7 @@ def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
     goals = [swap.target for swap in state.swaps if swap.target and swap.target is not slot]
     others = [goal for goal in goals if goal.holds.keys() & slot.holds.keys()]
     way = slot.level if slot.state in ("stopped", "standby") else slot.backend.evict_to[0]
-    swapped = cost(state, source_of(other.model for other in others), slot, way)
+    swapped = cost(state, source_of([other.model for other in others]), slot, way)
     return _drain_seconds(state, others) + swapped.seconds
 
 
@@ -204,8 +281,32 @@ def spills(state: GroupState, now: float) -> dict[str, tuple[Plan, Spill]]:
     """Busy models of which another replica could be loaded, unless any queue waits for a load."""
     if not state.routed or any(map(partial(_lacks_load, state), state.models.values())):
         return {}
-    found = {model.name: spill(state, model, now) for model in state.routed}
+    models = [each for each in state.routed if not each.is_wide or each.spill_home == state.name]
+    found = {model.name: spill(state, model, now) for model in models}
     return {name: each for name, each in found.items() if each}
+
+
+def may_spill(states: Sequence[GroupState], model: Model, now: float) -> bool:
+    """Whether loading another backend of a busy model may be worth it, in any of these GPU groups.
+
+    Of a wide model one group is remembered, and others are looked at only now and then.
+    """
+    if not _behind(model, now):
+        return False
+    if not model.is_wide:
+        return any(spill(state, model, now) for state in states)
+    if any(spill(state, model, now) for state in states if state.name == model.spill_home):
+        return True
+    model.spill_home = ""
+    if now < model.spill_again:
+        return False
+    model.spill_again = now + SPILL_PAUSE_SECONDS
+    for state in states:
+        if found := spill(state, model, now):
+            model.spill_home = state.name
+            if not found[0].victims:
+                break
+    return bool(model.spill_home)
 
 
 def _lacks_load(state: GroupState, model: Model) -> bool:
@@ -217,7 +318,7 @@ def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | N
     """The next replica of a busy model, and what the policy is shown of it."""
     if not state.host.takes_loads or model.is_coming or not state.loadable(model, now):
         return None
-    behind = _behind(state, model, now)
+    behind = _behind(model, now)
     if not behind:
         return None
     used = {slot.name for slot in state.slots.values() if slot.holders or slot.model == model.name}
@@ -237,14 +338,11 @@ def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | N
     )
 
 
-def _behind(state: GroupState, model: Model, now: float) -> list[float]:
+def _behind(model: Model, now: float) -> list[float]:
     """How long each request has waited that waits behind others at a replica, or for a place at any."""
     assert model.replicas is not None
     in_flight = model.replicas.in_flight
     behind = [
-        now - slot.holders[ticket]
-        for slot in model.slots
-        if slot.serves
-        for ticket in in_flight.waiting(slot.name)[1:]
+        now - slot.holders[ticket] for slot in model.ready for ticket in in_flight.waiting(slot.name)[1:]
     ]
     return behind + [now - each.since for each in model.queue if not model.needed(each.work.owner)]

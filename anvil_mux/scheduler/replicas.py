@@ -27,6 +27,19 @@ class Replicas:
         self._slots = {slot.name: slot for slot in slots}
         self._staged = any(slot.backend.infer_type in ("prefill", EITHER) for slot in slots)
         self.in_flight = _tracker(slots, config)
+        self._order = {slot: nth for nth, slot in enumerate(slots)}
+        self._loaded = {slot for slot in slots if slot.state != "stopped"}
+        """The backends that are not stopped: of the hundreds that there may be, few."""
+        self._doubtful = dict.fromkeys(slots)
+        """The backends that may have failed: those that were never loaded have not."""
+
+    def note(self, slot: Slot) -> None:
+        """Note that a backend entered a state."""
+        self._doubtful[slot] = None
+        if slot.state == "stopped":
+            self._loaded.discard(slot)
+        else:
+            self._loaded.add(slot)
 
     def take_one_more(self) -> bool:
         """Whether a request would be leased at once."""
@@ -97,7 +110,7 @@ class Replicas:
             yield ticket, self._slots[ticket.backend]
 
     def _ready(self) -> list[Slot]:
-        return [slot for slot in self._slots.values() if slot.serves]
+        return sorted([slot for slot in self._loaded if slot.serves], key=self._order.__getitem__)
 
     def _stages(self, ready: list[Slot], *, staged: bool) -> dict[str, list[Slot]]:
         """Stage -> the backends that may get it; neutral: one backend does all of a request."""
@@ -155,7 +168,13 @@ class Replicas:
 
     def _failed(self, now: float) -> list[str]:
         """The backends that could not be stopped, or loaded lately."""
-        return [s.name for s in self._slots.values() if s.state == "stuck" or s.retry_at > now]
+        failed = []
+        for slot in tuple(self._doubtful):
+            if slot.state == "stuck" or slot.retry_at > now:
+                failed.append(slot.name)
+            elif slot.since < now:  # else its failure may be noted in a moment
+                del self._doubtful[slot]
+        return failed
 
 
 def _takes(slot: Slot, stage: str) -> bool:

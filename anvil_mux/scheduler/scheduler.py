@@ -176,16 +176,16 @@ class Scheduler:
             replicas.in_flight.observe(backend, load, now)
         return NOTHING
 
-    def reports(self, now: float) -> dict[str, Report]:
-        """The reports for other anvil-mux on the replicas here; a question, and no fact."""
-        trackers = [model.replicas.in_flight for model in self.layout.models.values() if model.replicas]
-        return {name: each for in_flight in trackers for name, each in in_flight.reports(now).items()}
+    def reports(self, model: str, now: float) -> dict[str, Report]:
+        """The reports for other anvil-mux on the replicas of a model; a question, and no fact."""
+        found = self.layout.models.get(model)
+        return found.replicas.in_flight.reports(now) if found and found.replicas else {}
 
-    def heard(self, reports: Mapping[str, Sequence[Report]], now: float) -> Effects:
-        """Other anvil-mux reported what they do at the replicas here."""
-        for model in self.layout.models.values():
-            if model.replicas:
-                model.replicas.in_flight.hear(reports, now)
+    def heard(self, model: str, reports: Mapping[str, Sequence[Report]], now: float) -> Effects:
+        """Other anvil-mux reported what they do at the replicas of a model."""
+        found = self.layout.models.get(model)
+        if found and found.replicas:
+            found.replicas.in_flight.hear(reports, now)
         return NOTHING
 
     def memory_seen(self, held: Mapping[str, int], now: float, host: str = "") -> Effects:

@@ -1,20 +1,24 @@
 """The way from facts to effects: GPU groups are asked for their next steps until nothing changes any more.
 
 Asked are the groups of a fact, and those with which they share something that has changed: the memory of a
-host, where it is bounded, or a model with backends in several groups. Steps are numbered here, so that a
-report of one that is no longer under way is recognized.
+host, where it is bounded, or a model with backends in several groups. Of a wide model (layout.py) only those
+are asked that it concerns: where its queue stands, a swap is to load it, it is to be preloaded, too many of
+it are resident, or another replica may be worth a load. Steps are numbered here, so that a report of one that
+is no longer under way is recognized.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
+from anvil_mux.scheduler.alarms import Alarms
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.layout import BY_NAME, Layout
-from anvil_mux.scheduler.policies import FOREVER
+from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Cancel, Effects, Evict, Step, Ticket, Wait
 
 
@@ -29,14 +33,13 @@ class _Gathered(NamedTuple):
 class _SharedState(NamedTuple):
     """The state that all GPU groups of one model share."""
 
-    version: int
     home: str
     waits: bool
     ready: int
     is_coming: bool
 
 
-_UNSEEN = _SharedState(-1, "", waits=False, ready=0, is_coming=False)
+_UNSEEN = _SharedState("", waits=False, ready=0, is_coming=False)
 
 
 class Settling:
@@ -44,8 +47,7 @@ class Settling:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._ask_at: dict[GpuGroup, float] = {}
-        """When each group is asked again without a new fact."""
+        self._alarms = Alarms()
         self._numbers = count(1)
         self._under_way: dict[str, int] = {}
         """Backend -> the number of its step that has not been reported yet."""
@@ -75,14 +77,16 @@ class Settling:
 
     def begin_anew(self) -> None:
         """Forget what was kept of groups: there are others now."""
-        self._ask_at.clear()
+        self._alarms = Alarms()
         self._shared.clear()
+        self._layout.touched.clear()
+        self._layout.touched.update(dict.fromkeys(group.state for group in self._layout.groups))
 
     # Effects
 
     def due(self, now: float) -> list[GpuGroup]:
         """The groups that are to be asked although no fact concerns them."""
-        return [group for group in self._layout.groups if self._ask_at.get(group, -FOREVER) <= now]
+        return self._alarms.due(self._layout.groups, now)
 
     def settle(self, groups: Iterable[GpuGroup], now: float, gone: Iterable[GpuGroup] = ()) -> Effects:
         """Ask these groups what is to be done now, and all that this affects, until nothing changes.
@@ -104,7 +108,7 @@ class Settling:
             for group in asked:
                 self._ask(group, now, found)
             asked = self._affected(now) if self._layout.bounded or self._layout.spread else []
-        return Effects(*found, ask_at=min(self._ask_at.values(), default=FOREVER))
+        return Effects(*found, ask_at=self._alarms.first)
 
     def collected(self, group: GpuGroup) -> Effects:
         """The tickets that ended in a group that need not be asked."""
@@ -119,42 +123,62 @@ class Settling:
             if memory.changes != self._memory_changes.get(name, 0):
                 self._memory_changes[name] = memory.changes
                 hosts.add(name)
-        found = [group for group in self._layout.groups if group.host.name in hosts] if hosts else []
+        found = [group for host in hosts for group in self._layout.on_host(host)]
         if self._layout.spread:
-            found += [group for name in self._moved(now) for group in self._layout.groups_of[name]]
+            found += [group for model in self._moved(now) for group in self._concerned(model)]
         return sorted(dict.fromkeys(found), key=BY_NAME)
 
     def _with_siblings(self, groups: Iterable[GpuGroup], now: float) -> list[GpuGroup]:
-        """``groups``, and those that have backends of the same models."""
-        moved, groups_of = self._moved(now), self._layout.groups_of
-        models = [name for group in groups for name in group.state.models if len(groups_of[name]) > 1]
-        found = [*groups, *(group for name in (*models, *moved) for group in groups_of[name])]
-        return sorted(dict.fromkeys(found), key=BY_NAME)
+        """``groups``, and those that have backends of the same models, as far as it concerns them."""
+        moved, layout = self._moved(now), self._layout
+        found = dict.fromkeys(groups)
+        for model in dict.fromkeys(model for group in groups for model in group.state.routed if model.home):
+            if not model.is_wide:
+                found.update(dict.fromkeys(layout.groups_of[model.name]))
+            elif model.spill_home:
+                found[layout.by_name[model.spill_home]] = None
+        for model in moved:
+            found.update(dict.fromkeys(self._concerned(model)))
+        return sorted(found, key=BY_NAME)
 
-    def _moved(self, now: float) -> list[str]:
+    def _concerned(self, model: Model) -> Sequence[GpuGroup]:
+        """The groups that are to be asked about a model with backends in several."""
+        layout = self._layout
+        groups = layout.groups_of[model.name]
+        if not model.is_wide:
+            return groups
+        slots = [slot for slot in model.active if slot.coming or model.bounded]
+        where = [layout.of_model[model.name], *(layout.of_backend[slot.name] for slot in slots)]
+        return where + [group for group in groups if group.state.preloads]
+
+    def _moved(self, now: float) -> list[Model]:
         """The models with backends in several groups that are not as they were when these were last asked.
 
         Where a queue stands is chosen here: anew when the state of one of the groups has changed.
         """
         layout, changed = self._layout, []
-        for name in layout.spread:
+        touched: dict[str, list[GroupState]] = {}
+        for state in layout.touched:
+            for model in state.routed:
+                if model.home:
+                    touched.setdefault(model.name, []).append(state)
+        layout.touched.clear()
+        for name, states in touched.items():
             model, before = layout.models[name], self._shared.get(name, _UNSEEN)
-            version = sum([state.version for state in layout.states[name]])
-            if model.queue.tickets and version != before.version:
-                layout.place_queue(model, now)
-            seen = _SharedState(
-                version, model.home, bool(model.queue.tickets), len(model.ready), model.is_coming
-            )
-            if seen[1:] != before[1:]:
-                changed.append(name)
+            if model.queue.tickets:
+                layout.place_queue(model, now, states if before.waits else None)
+            seen = _SharedState(model.home, bool(model.queue.tickets), len(model.ready), model.is_coming)
+            if seen != before:
+                changed.append(model)
             self._shared[name] = seen
         return changed
 
     def _ask(self, group: GpuGroup, now: float, found: _Gathered) -> None:
         if group.is_outgrown:
-            self._ask_at.pop(group, None)
+            self._alarms.forget(group)
             self._shared.clear()
             group = self._layout.renew(group, now)
+            group.state.touch()
         if self._is_closed:
             _collect(group, found)
             return
@@ -164,7 +188,7 @@ class Settling:
                 found.cut.extend(step.severed)
             found.steps.append(self._numbered(step))
         _collect(group, found)
-        self._ask_at[group] = step.until
+        self._alarms.set(group, step.until)
 
     def _numbered(self, step: Step) -> Step:
         """``step`` with its number: that of the load that it cancels, or one of its own."""

@@ -7,8 +7,9 @@ be possible: each is followed by ``changed()``, and plans that were made before 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from anvil_mux.config.config import Config
 from anvil_mux.scheduler.costs import Costs
@@ -25,6 +26,19 @@ from anvil_mux.scheduler.steps import Ticket
 from anvil_mux.scheduler.swap import SwapInProgress
 
 
+class Still(NamedTuple):
+    """The findings about a GPU group that hold until it changes.
+
+    Of the hundreds of groups in which a queue could stand few change between two looks at them.
+    """
+
+    version: int = -1
+    is_simple: bool = False
+    """Whether victims depend on nothing else: not on a choice among them, on time or on the host's memory."""
+    victims: dict[Hashable, list[Slot] | None] = {}
+    """The GPU memory that a backend needs -> the victims that make room for it, as far as that was asked."""
+
+
 @dataclass(eq=False, slots=True)
 class GroupState:
     """The state of one GPU group."""
@@ -35,8 +49,13 @@ class GroupState:
     placement: Placement
     models: dict[str, Model]
     """The models that have backends here. GPU groups that have backends of the same model share it."""
+    own_slots: dict[str, list[Slot]]
+    """Model -> its slots that are here."""
     states: dict[str, list[GroupState]]
     """Model -> the states of the GPU groups that have backends of it; shared by all of them."""
+    touched: dict[GroupState, None]
+    """The states in which something has changed, until the GPU groups that share a model with them were asked
+    (settling.py); shared by all."""
     host: HostRecord
     memory: HostMemory
     costs: Costs
@@ -56,6 +75,8 @@ class GroupState:
     deferred: tuple[str, Stay] | None = None
     """The model whose swap the policy holds back, and until when and why."""
     version: int = 0
+    still: Still = field(default_factory=Still)
+    """The last findings about it, which hold for one version (planner.py)."""
     slots: dict[str, Slot] = field(init=False)
     ready: list[Slot] = field(init=False)
     """The backends that may be leased."""
@@ -83,6 +104,11 @@ class GroupState:
     def changed(self) -> None:
         """Note that another swap may be possible, or one less."""
         self.version += 1
+        self.touched[self] = None
+
+    def touch(self) -> None:
+        """Note that what GPU groups share has changed here, but no swap is possible that was not before."""
+        self.touched[self] = None
 
     def states_of(self, model: Model) -> list[GroupState]:
         """The states of all GPU groups that have backends of a model."""
@@ -94,14 +120,13 @@ class GroupState:
 
     def own(self, model: Model) -> list[Slot]:
         """The backends of a model that are here."""
-        return [slot for slot in model.slots if slot.name in self.slots] if model.home else model.slots
+        return self.own_slots[model.name]
 
     def loadable(self, model: Model, now: float) -> list[Slot]:
         """The backends of a model here that could be loaded now, were their GPUs free."""
         if self.host.is_drained:
             return []
-        slots = self.own(model) if model.home else model.slots
-        found = [slot for slot in slots if slot.is_loadable(now)]
+        found = [slot for slot in self.own_slots[model.name] if slot.is_loadable(now)]
         return [slot for slot in found if may_come(model, slot)] if model.bounded else found
 
     def model_of(self, slot: Slot) -> Model:

@@ -32,7 +32,7 @@ from anvil_mux.scheduler.model import max_waits
 from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
-from anvil_mux.scheduler.slot import HOLDING
+from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.steps import NOTHING, Cancel, Demote, Effects, Evict, Load, Step, Ticket
 from anvil_mux.telemetry.situation import Situation
 
@@ -444,6 +444,15 @@ def _groups(config: Config) -> list[set[str]]:
     return found
 
 
+def _by(slots: Iterable[Slot], keys: Callable[[Slot], Iterable[str]]) -> dict[str, list[str]]:
+    """The backends by the keys that their slots have."""
+    found: dict[str, list[str]] = {}
+    for slot in slots:
+        for key in keys(slot):
+            found.setdefault(key, []).append(slot.name)
+    return found
+
+
 class _Checker:
     """Judges each event by the situation in which it comes."""
 
@@ -462,6 +471,9 @@ class _Checker:
         self._calm_until = 0.0  # before it no queue is overdue
         self._groups = _groups(config)
         self._hosts = {backend.name: backend.host for backend in config.backends}
+        self._of_model = _by(self._slots.values(), lambda slot: [slot.model])
+        self._of_gpu = _by(self._slots.values(), lambda slot: slot.holds)
+        self._on_host = _by(self._slots.values(), lambda slot: [slot.backend.host])
         self._lost: set[str] = set()
         self._drained: set[str] = set()
         self._away: set[str] = set()
@@ -506,15 +518,14 @@ class _Checker:
         if event.kind == "host_lost":
             self._claim(host not in self._lost, event, f"{host} was lost already")
             self._lost.add(host)
-            for name, own in self._hosts.items():
-                if own == host and self._backends[name].state == "ready":
+            for name in self._on_host.get(host, ()):
+                if self._backends[name].state == "ready":
                     self._queues[self._slots[name].model].unready = event.at
             return
         self._claim(host in self._lost, event, f"{host} was not lost")
         self._lost.discard(host)
-        for name, own in self._hosts.items():
-            if own == host and self._backends[name].state != "stopped":
-                self._unfound.add(name)
+        names = self._on_host.get(host, ())
+        self._unfound |= {name for name in names if self._backends[name].state != "stopped"}
 
     def _judge_flag(self, event: Event, is_set: bool) -> None:
         host = event.cause.host if event.cause else ""
@@ -530,12 +541,14 @@ class _Checker:
         for name in sorted(self._unfound):
             self._claim(False, event, f"nobody says what {name} is, whose host is back")
         self._unfound.clear()
-        for name, host in self._hosts.items() if self._drained else ():
-            stays = host in self._drained - self._lost and self._backends[name].state == "ready"
+        for name in self._on_hosts(self._drained - self._lost):
+            stays = self._backends[name].state == "ready"
             self._claim(not stays, event, f"{name} is ready, whose host is drained")
-        for name, host in self._hosts.items() if self._lost else ():
-            if host in self._lost:
-                self._claim(not self._backends[name].leases, event, f"{name} is leased, whose host is lost")
+        for name in self._on_hosts(self._lost):
+            self._claim(not self._backends[name].leases, event, f"{name} is leased, whose host is lost")
+
+    def _on_hosts(self, hosts: Iterable[str]) -> Iterator[str]:
+        return (name for host in hosts for name in self._on_host.get(host, ()))
 
     def _is_lost(self, backend: str) -> bool:
         return self._hosts[backend] in self._lost
@@ -570,8 +583,9 @@ class _Checker:
 
     def _has_place(self, model: str, backend: str = "") -> bool:
         """Whether there is a place at any backend that is ready, or at this one."""
-        for name, each in self._backends.items():
-            if each.model == model and backend in ("", name) and each.state == "ready":
+        for name in self._of_model.get(model, ()):
+            each = self._backends[name]
+            if backend in ("", name) and each.state == "ready":
                 if self._hosts[name] in self._lost or self._hosts[name] in self._drained:
                     continue
                 limit = self._slots[name].backend.concurrency
@@ -629,18 +643,15 @@ class _Checker:
         wanted = preload or self._is_wanted(event.model) or event.model in self._then.begun
         self._claim(wanted, event, "nobody waits for it")
         self._claim(event.at >= self._backends[event.backend].retry_at, event, "before its cool-down ended")
-        used: Counter[str] = Counter()
-        for name, slot in self._slots.items():
-            holds = name == event.backend or self._backends[name].state in HOLDING
-            used.update(slot.holds if holds else {})
         for gpu in self._slots[event.backend].holds:
-            amount = used[gpu]
+            there = [n for n in self._of_gpu[gpu] if n == event.backend or self._backends[n].state in HOLDING]
+            amount = sum(self._slots[name].holds[gpu] for name in there)
             self._claim(amount <= self._capacity[gpu], event, f"GPU {gpu} is overfull")
         most, others = self._slots[event.backend].backend.most, self._others_like(event.backend)
         self._claim(most is None or others < most, event, f"{others} of its model are resident or loading")
         budget = self._config.memory_of(self._hosts[event.backend])
         if budget is not None:
-            there = [name for name, host in self._hosts.items() if host == self._hosts[event.backend]]
+            there = self._on_host[self._hosts[event.backend]]
             runs = [n for n in there if n == event.backend or self._backends[n].state in HOLDING]
             ram = sum(self._slots[name].backend.ram or 0 for name in runs)
             self._claim(ram <= budget, event, "what runs needs more host memory than there is")
@@ -648,7 +659,7 @@ class _Checker:
     def _others_like(self, backend: str) -> int:
         """How many other backends of its model, and for the same stage, are resident or loading."""
         this = self._slots[backend].backend
-        names = [n for n, s in self._slots.items() if s.model == this.model and n != backend]
+        names = [name for name in self._of_model[this.model] if name != backend]
         return sum(
             self._slots[name].backend.infer_type == this.infer_type
             and self._backends[name].state in ("ready", "loading")
@@ -658,14 +669,13 @@ class _Checker:
 
     def _is_wanted(self, model: str) -> bool:
         """Whether it has a queue, or a replica at which requests wait behind each other."""
-        leases = [len(b.leases) for b in self._backends.values() if b.model == model and b.state == "ready"]
+        backends = [self._backends[name] for name in self._of_model.get(model, ())]
+        leases = [len(each.leases) for each in backends if each.state == "ready"]
         return bool(self._queues[model].tickets) or any(count > 1 for count in leases)
 
     def _is_resident(self, model: str) -> bool:
-        return any(
-            each.model == model and each.state == "ready" and not self._is_lost(name)
-            for name, each in self._backends.items()
-        )
+        names = self._of_model.get(model, ())
+        return any(self._backends[name].state == "ready" and not self._is_lost(name) for name in names)
 
     def _overdue(self, model: str, since: float) -> float:
         bound = min(self._queues[model].bound, self._max_wait[model])  # logs of old have no bounds

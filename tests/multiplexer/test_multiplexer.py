@@ -234,6 +234,16 @@ def test_they_do_so_too_on_three_hosts_that_are_lost_and_come_back(fleet, policy
         assert differences(config, trace, perform, seed=seed) is None, seed
 
 
+@pytest.mark.seeds
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fleet", FLEETS)
+def test_they_do_so_too_where_not_all_gpu_groups_of_a_model_are_asked(fleet, policy, monkeypatch):
+    monkeypatch.setattr("anvil_mux.scheduler.layout.FEW_GROUPS", 1)
+    for seed in seeds(3, of=30):
+        config, trace, perform = world_of_hosts(fleet, policy, seed, requests=50)
+        assert differences(config, trace, perform, seed=seed) is None, seed
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_they_do_so_too_with_a_model_that_ran_before_and_with_what_was_learned(policy):
     for seed, layout in enumerate(LAYOUTS):

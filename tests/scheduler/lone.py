@@ -8,7 +8,7 @@ from typing import Any
 from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError
 from anvil_mux.routing.in_flight import InFlightTracker
-from anvil_mux.scheduler.building import Common, Draft, build_models, build_state, place
+from anvil_mux.scheduler.building import Common, Draft, build_models, build_state, place, slots_of
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import build_eviction
@@ -37,12 +37,14 @@ def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Polic
         hosts={"": HostRecord()},
         memories={"": HostMemory(config.host_memory, footprints)},
         states={},
+        touched={},
     )
     name = "+".join(sorted(name for name, _ in gpu_groups(config.backends)))
     draft = Draft(name, "", config.backends)
     placement = place(draft, common)
     models = build_models(placement.slots.values(), config)
-    state = build_state(draft, placement, models, common)
+    [own] = slots_of([placement], models)
+    state = build_state(draft, placement, own, models, common)
     group = GpuGroup(state, dict.fromkeys(models, groups := []))
     groups.append(group)
     common.states.update({model: [state] for model in models})

@@ -173,6 +173,17 @@ def test_of_hosts_that_are_equally_near_the_first_by_name_is_taken_and_of_its_gp
     assert [step.backend for step in fleet.steps] == ["m2"]
 
 
+def test_queues_that_begin_together_go_to_different_gpus():
+    models = [on(host, f"{model}{host}", model=model) for host in "ab" for model in "mn"]
+    fleet = Fleet(*models, on("a", "xa"), on("b", "xb"), drain_timeout=60.0)
+    for host in "ab":
+        fleet.take(fleet.core.adopted(f"x{host}", 0.0))
+        fleet.request(f"x{host}", 1.0)
+    for model in "mn":
+        fleet.request(model, 2.0)
+    assert [fleet.state(f"x{host}") for host in "ab"] == ["draining", "draining"]
+
+
 def test_what_is_ready_on_any_host_serves_and_nothing_is_loaded_beside_it():
     fleet = Fleet(*M)
     fleet.request("m", 0.0)

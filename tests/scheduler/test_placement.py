@@ -17,8 +17,13 @@ def one(name, *gpus, model=None, **fields):
 def placed(*backends, gpus=(), **states):
     placement = Placement(backends, gpus, LeastRecentlyUsed())
     for name, state in states.items():
-        placement.slots[name].state = state
+        enter(placement, name, state)
     return placement
+
+
+def enter(placement, name, state):
+    placement.slots[name].state = state
+    placement.note(placement.slots[name])
 
 
 def missing(placement, name):
@@ -104,7 +109,7 @@ def test_the_victims_are_those_that_the_eviction_names_among_all_that_can_go():
         placement = Placement(backends, (Gpu("0", vram=12), Gpu("1", vram=12)), LeastRecentlyUsed())
         target, *others = placement.slots.values()
         for slot in others:
-            slot.state = draw.choice(("stopped", "ready", "ready", "standby", "evicting"))
+            enter(placement, slot.name, draw.choice(("stopped", "ready", "ready", "standby", "evicting")))
             slot.residual = dict.fromkeys(slot.holds, 1) if slot.state == "standby" else {}
             slot.last_used = draw.random()
         busy = {gpu for slot in others if slot.state == "evicting" for gpu in slot.holds}
@@ -136,12 +141,12 @@ def test_what_can_never_fit_is_known_before_anything_is_drained():
     placement = placed(*backends, gpus=TWENTY)
     why = {name: placement.never_fits(slot) for name, slot in placement.slots.items()}
     assert why == {"large": "it does not fit on GPU 0", "b": "", "p": "", "s": ""}
-    placement.slots["p"].state = "ready"
+    enter(placement, "p", "ready")
     beside = "it does not fit on GPU 0 beside the pinned p (see `anvil-mux unpin`)"
     assert placement.never_fits(placement.slots["b"]) == beside
     assert placement.never_fits(placement.slots["s"]) == ""
     assert placement.never_fits(placement.slots["p"]) == ""
-    placement.slots["p"].state = "draining"  # it was told to go all the same
+    enter(placement, "p", "draining")  # it was told to go all the same
     assert placement.never_fits(placement.slots["b"]) == ""
 
 

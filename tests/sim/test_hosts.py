@@ -1,4 +1,4 @@
-"""Three hosts that are lost and come back: no world breaks an invariant."""
+"""Three hosts that are lost, come back or are drained: no world breaks an invariant."""
 
 import pytest
 
@@ -12,4 +12,15 @@ from tests.sim.test_simulate import POLICIES, assert_is_sound
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_no_world_with_lost_hosts_breaks_an_invariant(fleet, policy):
     for seed in seeds(8, of=60):
+        assert_is_sound(world_of_hosts(fleet, policy, seed), seed)
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fleet", FLEETS)
+def test_nor_does_one_whose_models_have_backends_in_too_many_groups_to_ask_them_all(
+    fleet, policy, monkeypatch
+):
+    monkeypatch.setattr("anvil_mux.scheduler.layout.FEW_GROUPS", 1)
+    for seed in seeds(4, of=60):
         assert_is_sound(world_of_hosts(fleet, policy, seed), seed)

@@ -1,0 +1,121 @@
+"""With many hosts a fact costs what it concerns, not what there is. Calls are counted, not time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from anvil_mux.config.config import Backend, Config
+from anvil_mux.multiplexer.multiplexer import Multiplexer
+from anvil_mux.multiplexer.overview import HOLD_SECONDS
+from anvil_mux.sim.simulate import check, simulate
+from tests.bench.bench_scale import GPUS, HeldLock, Watch, WatchedClock, anywhere, hour, many, multiplexer
+
+HOSTS, MODELS = 20, 10
+PLACES = HOSTS * GPUS
+
+
+def calls(fact: Callable[[], object]) -> int:
+    """How many functions are called, in Python."""
+    count = 0
+
+    def note(frame: object, what: str, argument: object) -> None:
+        nonlocal count
+        count += what == "call"
+
+    sys.setprofile(note)
+    try:
+        fact()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def taken(most: int | None) -> Watch:
+    """Every GPU has a resident with a request; all models but one that may run anywhere wait."""
+    watch = Watch(anywhere(HOSTS, MODELS, most))
+    watch.tell("begin", lambda: watch.core.time_passed(0.0))
+    for slot in list(watch.core.layout.slots):
+        if slot.name.startswith("own."):
+            watch.tell("adopt", lambda name=slot.name: watch.core.adopted(name, 0.0))  # type: ignore[misc]
+            watch.request(slot.model, 1.0)
+    for n in range(MODELS - 1):
+        watch.request(f"any{n}", 2.0 + n)
+    return watch
+
+
+@pytest.mark.parametrize("most", [1, None])
+def test_a_load_is_decided_by_a_look_at_each_gpu_also_when_all_are_taken_and_others_wait(
+    most: int | None,
+) -> None:
+    free = Watch(anywhere(HOSTS, MODELS, most))
+    assert calls(lambda: free.request("any0", 1.0)) < 100 * PLACES
+    assert [*free.steps] == ["any0.h0000.0"]
+    watch = taken(most)
+    assert not watch.steps
+    assert calls(lambda: watch.request(f"any{MODELS - 1}", 20.0)) < 100 * PLACES
+    ends = calls(lambda: watch.tell("drains end", lambda: watch.core.time_passed(60.0)))
+    assert len(watch.steps) == MODELS
+    assert ends < 3000 * MODELS
+
+
+def test_what_is_lost_with_a_host_is_what_it_had() -> None:
+    watch = taken(1)
+    assert calls(lambda: watch.core.host_lost("h0003", 30.0)) < 100 * (MODELS + 1) * GPUS
+
+
+def test_a_lease_costs_the_same_however_many_backends_its_model_may_have() -> None:
+    def of(config: Config, model: str, *names: str) -> int:
+        mux, _ = multiplexer(config)
+        mux.facts.adopt(dict.fromkeys(names, "http://127.0.0.1:1"))
+        mux.lease(model).release()
+        return calls(lambda: [mux.lease(model).release() for _ in range(100)])
+
+    pair = Backend("a", "any0", ("0",)), Backend("b", "any0", ("1",))
+    few = of(Config(backends=pair, policy="eager"), "any0", "a")
+    assert of(anywhere(HOSTS, MODELS), "any0", "any0.h0007.3") <= 1.1 * few
+    assert of(many(HOSTS), "m7", *[f"h{host}-7" for host in range(HOSTS)]) <= 4 * few
+
+
+class Ticking(WatchedClock):
+    """A clock that goes on by a hundredth of a hold whenever it is looked at, and waits for nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.pauses = 0.0, 0
+
+    def now(self) -> float:  # type: ignore[override]
+        self.at += HOLD_SECONDS / 100
+        return self.at
+
+    def latch(self) -> Ticking:  # type: ignore[override]
+        return self
+
+    def wait(self, seconds: float) -> bool:
+        assert isinstance(self.held, HeldLock)
+        assert not self.held.is_held
+        self.pauses += 1
+        return False
+
+
+def test_status_lets_go_of_the_lock_now_and_then_and_misses_nothing() -> None:
+    config, clock = anywhere(HOSTS, MODELS), Ticking()
+    mux = Multiplexer(config, None, log=lambda event: None, clock=clock)  # type: ignore[arg-type]
+    status = mux.overview.status()
+    assert {model.model for model in status.models} == {backend.model for backend in config.backends}
+    assert [gpu.gpu for gpu in status.gpus] == [gpu.name for gpu in config.gpus]
+    assert len(status.hosts) == HOSTS
+    assert clock.pauses > 3
+    before = clock.pauses
+    assert len(mux.overview.reports()) == MODELS * PLACES
+    assert mux.overview.resident_replicas() == []
+    assert clock.pauses >= before
+
+
+def test_an_hour_of_requests_for_many_hosts_breaks_no_invariant() -> None:
+    config = many(50)
+    log = simulate(config, list(hour(config, 2000)))
+    assert check(log, config) == []
+    assert sum(event.kind == "leased" for event in log) > 1500
