@@ -106,6 +106,17 @@ class Cluster:
                 self.release()
                 raise
 
+    def recall(self) -> dict[str, str]:
+        """Return the texts that the hosts keep for their owner, by name."""
+
+        def recall(host: RemoteHost) -> str:
+            try:
+                return host.recall()
+            except MuxError:
+                return ""
+
+        return side_by_side(recall, [self.hosts[each] for each in self.nodes])
+
     def release(self) -> None:
         """Let another anvil-mux have the hosts, as far as they can be told."""
         side_by_side(_release, [self.hosts[each] for each in self.nodes])

@@ -30,7 +30,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.serve import credentials
 from anvil_mux.serve.adoption import Adoption
 from anvil_mux.serve.hosts_in_use import HostsInUse
-from anvil_mux.serve.learned import Known, LearnedFile
+from anvil_mux.serve.learned import Known, LearnedFile, as_text, recalled
 from anvil_mux.serve.logfiles import rotation
 from anvil_mux.serve.options import CannotServe, Options
 from anvil_mux.serve.scraper import Scraper
@@ -117,7 +117,7 @@ class Parts:
             self.event_log = EventLog(given.events, head, self.say, rotation(self.options))
 
     def _multiplex(self, given: Given) -> None:
-        known = self.learned.read(self.config)
+        known = self.learned.read(self.config).with_more(recalled(self.hosts.recall(), self.config))
         hosts = self.hosts.all
         self.mux = Multiplexer(
             self.config,
@@ -223,7 +223,10 @@ class Parts:
         """Tidy up and save what was learned, now and then, in the journal's thread."""
         self.relay.pool.sweep()
         self.affinity.look(time.monotonic())
-        self.learned.save(Known(self.mux.overview.costs(), self.mux.overview.footprints()))
+        known = Known(self.mux.overview.costs(), self.mux.overview.footprints())
+        self.learned.save(known)
+        for name, watch in self.hosts.watches.items():
+            watch.learned = as_text(known.of_host(name, self.config))
 
     def _last_words(self, backend: str) -> Sequence[str]:
         """The last lines of an engine, kept from its failure: it may have been started anew by now."""

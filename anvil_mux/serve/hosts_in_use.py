@@ -74,6 +74,10 @@ class HostsInUse:
             raise
         self._config = config
 
+    def recall(self) -> dict[str, str]:
+        """What hosts keep of what was learned of them, by name."""
+        return self.cluster.recall() if self.cluster else {}
+
     def missing(self) -> list[str]:
         """The hosts that backends are on and that are not there."""
         here = self.cluster.nodes if self.cluster else {}

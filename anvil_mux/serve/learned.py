@@ -2,13 +2,15 @@
 
 One file in the state folder, replaced as a whole, so that a program that is killed leaves the old one. If it
 cannot be read, that is said and forgotten: everything in it can be learned again. It holds JSON, but lacks
-the suffix, which is that of the records of processes.
+the suffix, which is that of the records of processes. What was learned of a host of the cluster is kept on
+that host as well, for an anvil-mux that takes it over.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,50 @@ class Known:
     costs: Sequence[Cost] = ()
     footprints: Sequence[Footprint] = ()
 
+    def of_host(self, host: str, config: Config) -> Known:
+        """Return what is known of one host."""
+        there = {backend.name for backend in config.backends if backend.host == host}
+        return Known(
+            [cost for cost in self.costs if cost.host == host],
+            [each for each in self.footprints if each.backend in there],
+        )
+
+    def with_more(self, other: Known) -> Known:
+        """Return this, and what only the other knows."""
+        costs = {(each.host, each.source, each.target, each.way) for each in self.costs}
+        footprints = {(each.backend, each.way) for each in self.footprints}
+        return Known(
+            [*self.costs, *(c for c in other.costs if (c.host, c.source, c.target, c.way) not in costs)],
+            [*self.footprints, *(f for f in other.footprints if (f.backend, f.way) not in footprints)],
+        )
+
+
+def as_text(known: Known) -> str:
+    """Write what is known as JSON."""
+    return json.dumps({"version": VERSION, **asdict(known)}, indent=1)
+
+
+def from_text(text: str, config: Config) -> Known:
+    """Read what is known of backends that are still served, on the GPUs that they still have.
+
+    ValueError, TypeError, KeyError or AttributeError if it is not as it was written.
+    """
+    content = json.loads(text)
+    return (
+        Known(_costs(content, config), _footprints(content, config))
+        if content["version"] == VERSION
+        else Known()
+    )
+
+
+def recalled(texts: Mapping[str, str], config: Config) -> Known:
+    """Read what hosts of the cluster have kept, by the host's name; what cannot be read is left out."""
+    found = Known()
+    for host, text in texts.items():
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            found = found.with_more(from_text(text, config).of_host(host, config))
+    return found
+
 
 class LearnedFile:
     """The file ``learned`` in ``folder``. Used by one thread at a time; ``complain`` is told once."""
@@ -40,9 +86,7 @@ class LearnedFile:
     def read(self, config: Config) -> Known:
         """Read what is known of backends that are still served, on the GPUs that they still have."""
         try:
-            content = json.loads(self._file.read_text())
-            if content["version"] == VERSION:
-                self._saved = Known(_costs(content, config), _footprints(content, config))
+            self._saved = from_text(self._file.read_text(), config)
         except FileNotFoundError:
             pass
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -54,9 +98,8 @@ class LearnedFile:
         if known == self._saved:
             return
         self._saved = known
-        content = {"version": VERSION, **asdict(known)}
         try:
-            write_whole(self._file, json.dumps(content, indent=1))
+            write_whole(self._file, as_text(known))
         except OSError as error:
             self._say(f"{self._file} cannot be written, so what swaps cost will be forgotten: {error}")
 

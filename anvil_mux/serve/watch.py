@@ -69,6 +69,9 @@ class HostWatch:
         """``new`` (it is not known what runs there), ``here``, ``away`` or ``lost``; its thread writes it."""
         self.why = ""
         """Why it is not here."""
+        self.learned = ""
+        """What was learned of the host, as text: it is kept there. Any thread writes it."""
+        self._kept = ""
         self._heard = clock.now()
         self._is_sure = False
         """Whether it is the run of the agent that was configured."""
@@ -86,6 +89,9 @@ class HostWatch:
             if not self._is_sure:
                 self._contact()
             self.news.read(POLL_SECONDS)
+            if self.learned != self._kept:
+                self._kept = self.learned
+                self.host.remember(self._kept)
         except (Fenced, Claimed) as error:
             self._fenced(error.message)
             return ALONE_SECONDS

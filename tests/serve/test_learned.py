@@ -7,7 +7,7 @@ import pytest
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.serve.learned import Known, LearnedFile
+from anvil_mux.serve.learned import Known, LearnedFile, as_text, recalled
 from tests.cli.test_cli import compose
 from tests.running import serving
 
@@ -115,3 +115,32 @@ def test_a_running_program_keeps_what_its_swaps_cost(tmp_path):
     costs = {(cost["source"], cost["target"]): cost for cost in json.loads(kept.read_text())["costs"]}
     assert costs.keys() == {("", "a"), ("a", "b"), ("b", "a")}
     assert all(cost["load_seconds"] > 0 and cost["swaps"] == 1 for cost in costs.values())
+
+
+# What hosts of the cluster keep
+
+FAR = Backend("m.h", "m", ("0",), host="h")
+WIDE = Config((*AB.backends, FAR))
+ON_H = Cost("", "m", "stop", 0.0, 7.0, 2, "h")
+HELD = Footprint("m.h", "sleep", {"0": 18}, {"0": 1}, 16, 2)
+
+
+def test_of_each_host_its_own_costs_and_footprints_are_kept_there():
+    known = Known([TO_B, ON_H], [HELD, Footprint("a", "stop")])
+    assert known.of_host("h", WIDE) == Known([ON_H], [HELD])
+
+
+def test_what_a_host_keeps_is_known_to_a_successor_that_never_swapped_there():
+    text = as_text(Known([ON_H], [HELD]))
+    assert recalled({"h": text, "g": ""}, WIDE) == Known([ON_H], [HELD])
+
+
+def test_a_host_tells_nothing_of_others_and_its_own_file_wins():
+    assert recalled({"h": as_text(Known([TO_B], [Footprint("a", "stop")]))}, WIDE) == Known()
+    newer = Cost("", "m", "stop", 0.0, 5.0, 9, "h")
+    assert Known([newer]).with_more(Known([ON_H, TO_A])) == Known([newer, TO_A])
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "costs": [{}]}', "\0"])
+def test_what_a_host_cannot_tell_is_left_out(text):
+    assert recalled({"h": text}, WIDE) == Known()
