@@ -1,0 +1,287 @@
+"""Calls to the agents of hosts: each is answered once and in its time, whatever becomes of the host.
+
+Nothing here knows Ray: ``membership`` brings the cluster, and tests another. Calls do not wait in threads:
+their results come from the cluster's own threads, their time limits from one thread for all. Only what opens
+a host has a thread, since placing an actor may take long.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import BinaryIO, NamedTuple, Protocol
+
+from anvil_mux.cluster.frames import write_frame
+
+RETRY_SECONDS = 5.0
+"""Until an agent that could not be started is tried again."""
+PINGS, PING_SECONDS = 5, 1.0
+"""How often all hosts are asked in vain, and how far apart, until nothing known of the cluster counts."""
+PING = 0
+"""The number of a call that nobody waits for."""
+
+
+class Refused(Exception):
+    """Something cannot be done; the text says why, and what to do about it."""
+
+
+class AgentAway(Refused):
+    """The agent did not answer; whether it carried the call out is not known."""
+
+
+class AgentGone(AgentAway):
+    """The agent will not answer again; another one is to be opened."""
+
+
+class FarAgent(Protocol):
+    """The agent of a host, as a cluster reaches it."""
+
+    def ask(self, method: str, args: tuple[object, ...], then: Callable[[object], None]) -> None:
+        """Begin a call; ``then`` is called with what it returned, or with the exception that it raised."""
+
+
+class FarHosts(Protocol):
+    """The hosts that can be reached."""
+
+    def nodes(self) -> list[dict[str, object]]:
+        """Return the hosts: ``name``, ``address``, ``labels``, whether ``alive``, and a ``problem`` or ""."""
+
+    def open(self, name: str) -> FarAgent:
+        """Return the agent of a host, started if it did not run. May take long; Refused if it cannot be."""
+
+
+class Calls:
+    """The calls under way: each is answered with its result, or told that its time has passed."""
+
+    def __init__(self, output: BinaryIO) -> None:
+        self._output = output
+        self._writing = threading.Lock()
+        self._changed = threading.Condition()
+        self._open: dict[int, str] = {}
+        """The number of a call, and what is answered if it takes too long."""
+        self._deadlines: list[tuple[float, int]] = []
+
+    def begin(self, number: int, timeout: float, late: str) -> None:
+        """Count the time of a call from now on."""
+        with self._changed:
+            self._open[number] = late
+            heapq.heappush(self._deadlines, (time.monotonic() + timeout, number))
+            if self._deadlines[0][1] == number:
+                self._changed.notify()
+
+    def is_open(self, number: int) -> bool:
+        """Whether somebody still waits for the answer."""
+        with self._changed:
+            return number in self._open
+
+    def end(self, number: int, ok: bool, value: object) -> None:
+        """Answer a call, unless it was answered."""
+        with self._changed:
+            if self._open.pop(number, None) is None:
+                return
+        self.write(number, ok, value)
+
+    def write(self, number: int, ok: bool, value: object) -> None:
+        """Write a frame; where nobody reads it, whoever reads our input sees that."""
+        with self._writing, suppress(OSError):
+            write_frame(self._output, (number, ok, value))
+
+    def expire(self, on_late: Callable[[], None]) -> None:
+        """Answer for ever those calls whose time has passed."""
+        while True:
+            with self._changed:
+                while not self._deadlines or (left := self._deadlines[0][0] - time.monotonic()) > 0:
+                    self._changed.wait(left if self._deadlines else None)
+                number = heapq.heappop(self._deadlines)[1]
+                late = self._open.pop(number, None)
+            if late is not None:
+                self.write(number, False, late)
+                on_late()
+
+
+class SilenceWatch:
+    """Sees that all hosts that have answered are silent, and what is known of the cluster therefore stale.
+
+    Ray does not report that: after its head came back without its memory, calls just hang.
+    """
+
+    def __init__(self, pings: int = PINGS, ping_seconds: float = PING_SECONDS) -> None:
+        self._pings = pings
+        self._ping_seconds = ping_seconds
+        self._changed = threading.Condition()
+        self._known: set[Link] = set()
+        self._suspects = False
+
+    def answered(self, link: Link) -> None:
+        """Hear that a host answered."""
+        with self._changed:
+            self._known.add(link)
+            if self._suspects:
+                self._suspects = False
+                self._changed.notify_all()
+
+    def failed(self) -> None:
+        """Hear that a call had no answer: now all hosts are asked."""
+        with self._changed:
+            if self._known and not self._suspects:
+                self._suspects = True
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Return when none of them has answered, although they were asked again and again."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._suspects)
+                known = list(self._known)
+            if not any(self._ping(known) for _ in range(self._pings)):
+                return
+
+    def _ping(self, links: list[Link]) -> bool:
+        """Ask hosts; whether one has answered before the next are to be asked."""
+        for link in links:
+            link.ping()
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._suspects, self._ping_seconds)
+
+
+class HostCall(NamedTuple):
+    """A call on its way to a host."""
+
+    number: int
+    method: str
+    args: tuple[object, ...] = ()
+
+
+class Link:
+    """One host: its agent is opened by the first call and kept until it is gone."""
+
+    def __init__(self, name: str, cluster: FarHosts, calls: Calls, watch: SilenceWatch) -> None:
+        self._name = name
+        self._cluster = cluster
+        self._calls = calls
+        self._watch = watch
+        self._lock = threading.Lock()
+        self.problem = ""
+        """Why the agent could not be opened; "" if it could, or has not been tried."""
+        self._agent: FarAgent | None = None
+        self._waiting: list[HostCall] = []
+        self._is_opening = False
+        self._retry_at = 0.0
+
+    def call(self, call: HostCall) -> None:
+        """Begin a call."""
+        opens, problem = False, ""
+        with self._lock:
+            agent = self._agent
+            if agent is None and time.monotonic() < self._retry_at:
+                problem = self.problem
+            elif agent is None:
+                self._waiting.append(call)
+                opens, self._is_opening = not self._is_opening, True
+        if agent is not None:
+            self._ask(agent, call)
+        elif problem:
+            self._calls.end(call.number, False, problem)
+        elif opens:
+            threading.Thread(target=self._open, name=f"open-{self._name}", daemon=True).start()
+
+    def ping(self) -> None:
+        """Ask an agent that was opened whether it answers; the watch hears of it."""
+        with self._lock:
+            agent = self._agent
+        if agent is not None:
+            self._ask(agent, HostCall(PING, "hello"))
+
+    def _open(self) -> None:
+        agent, problem = None, ""
+        try:
+            agent = self._cluster.open(self._name)
+        except Exception as error:
+            problem = str(error) or type(error).__name__
+        with self._lock:
+            self._agent, self.problem = agent, problem
+            self._retry_at = time.monotonic() + RETRY_SECONDS if problem else 0.0
+            waiting, self._waiting, self._is_opening = self._waiting, [], False
+        for call in waiting:
+            if agent is None:
+                self._calls.end(call.number, False, problem)
+            elif self._calls.is_open(call.number):
+                self._ask(agent, call)
+
+    def _ask(self, agent: FarAgent, call: HostCall) -> None:
+        try:
+            agent.ask(call.method, call.args, lambda value: self._ended(agent, call, value))
+        except Exception as error:
+            self._ended(agent, call, error)
+
+    def _ended(self, agent: FarAgent, call: HostCall, value: object) -> None:
+        """Take a result, in a thread of the cluster's: nothing here waits."""
+        if isinstance(value, AgentGone):
+            with self._lock:
+                if self._agent is agent:
+                    self._agent = None
+        if not isinstance(value, AgentAway):
+            self._watch.answered(self)
+        elif call.number != PING:
+            self._watch.failed()
+        ok = not isinstance(value, Exception)
+        self._calls.end(call.number, ok, value if ok else str(value))
+
+
+class Carrier:
+    """The calls that come in, and who answers them."""
+
+    def __init__(self, cluster: FarHosts, calls: Calls, watch: SilenceWatch) -> None:
+        self._cluster = cluster
+        self._calls = calls
+        self._watch = watch
+        self._lock = threading.Lock()
+        self._links: dict[str, Link] = {}
+        self._asked_nodes: list[int] = []
+
+    def begin(self, number: int, host: str, method: str, payload: object, timeout: float) -> None:
+        """Begin a call; host "" is the cluster."""
+        who = f"the agent of {host}" if host else "the head of the cluster"
+        self._calls.begin(number, timeout, f"{who} did not answer in {timeout:g} s")
+        match host, method:
+            case "", "nodes":
+                self._begin_nodes(number)
+            case "", _:
+                self._calls.end(number, False, f"the cluster has no method {method}")
+            case _, "hello":
+                self._link(host).call(HostCall(number, "hello"))
+            case _, "call":
+                self._link(host).call(HostCall(number, "call", (payload,)))
+            case _:
+                self._calls.end(number, False, f"a host has no method {method}")
+
+    def _link(self, host: str) -> Link:
+        with self._lock:
+            return self._links.setdefault(host, Link(host, self._cluster, self._calls, self._watch))
+
+    def _begin_nodes(self, number: int) -> None:
+        """Ask the head in a thread; who asks meanwhile waits for the same answer."""
+        with self._lock:
+            self._asked_nodes.append(number)
+            if len(self._asked_nodes) > 1:
+                return
+        threading.Thread(target=self._tell_nodes, name="nodes", daemon=True).start()
+
+    def _tell_nodes(self) -> None:
+        value: object
+        try:
+            ok, value = True, [self._with_problem(node) for node in self._cluster.nodes()]
+        except Exception as error:
+            ok, value = False, str(error)
+        with self._lock:
+            asked, self._asked_nodes = self._asked_nodes, []
+        for number in asked:
+            self._calls.end(number, ok, value)
+
+    def _with_problem(self, node: Mapping[str, object]) -> dict[str, object]:
+        with self._lock:
+            link = self._links.get(str(node["name"]))
+        return {**node, "problem": node["problem"] or (link.problem if link else "")}

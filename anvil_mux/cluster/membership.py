@@ -1,0 +1,344 @@
+"""Ray: the cluster is joined, its hosts are listed, and each has an agent; no other module knows Ray.
+
+A host is a node with the label ``anvil-host=NAME``. Its agent is a detached actor, placed there by the label,
+which Ray itself brings back when its process or its raylet has ended. Only bytes and plain names cross.
+
+Where Ray would take a minute to fail, or abort, this asks first: whether anything listens at the head,
+whether the token is right, and whether the cluster wants one at all, which takes a process that has none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anvil_mux
+from anvil_mux.cluster.links import AgentAway, AgentGone, Refused
+
+LABEL = "anvil-host"
+NAMESPACE = "anvil-mux"
+HOW = f"pip install 'anvil-mux[ray]=={anvil_mux.__version__}'"
+
+REACH_SECONDS = 3.0
+REQUEST_SECONDS = 10
+"""Seconds that Ray's own requests to the head may take."""
+HELLO_SECONDS = 30.0
+"""Until a new agent answers: its process has to start."""
+DISCARDED, REFUSED = 0, 1
+"""How the probe ends: the cluster answered although it showed no token; it did not."""
+
+
+class RayAgent:
+    """The agent of a host, in an actor."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self._name = name
+        self._actor = actor
+
+    def ask(self, method: str, args: tuple[object, ...], then: Callable[[object], None]) -> None:
+        """Begin a call, which ends in one of Ray's threads."""
+        future = getattr(self._actor, method).remote(*args).future()
+        future.add_done_callback(lambda done: then(self._result(done)))
+
+    def _result(self, done: Any) -> object:
+        error = done.exception()
+        return done.result() if error is None else plain_error(self._name, error)
+
+
+class RayCluster:
+    """A cluster of Ray that this process has joined."""
+
+    def __init__(self, address: str) -> None:
+        from ray._raylet import GcsClient
+
+        self._address = address
+        # Not ray.nodes(): it aborts the process when the head has come back without its memory.
+        self._head = GcsClient(address=address)
+
+    def nodes(self) -> list[dict[str, object]]:
+        """Return the hosts that are, or were, in the cluster."""
+        return [report(name, nodes) for name, nodes in self._known().items()]
+
+    def open(self, name: str) -> RayAgent:
+        """Return the agent of a host, in our version; Refused where that cannot be."""
+        import ray
+
+        address = address_of(name, self._known().get(name, []))
+        try:
+            actor, theirs = self._greet(name, address)
+            if numbers(theirs) < numbers(anvil_mux.__version__):
+                # It may have run since before an upgrade. Engines run on without it.
+                ray.kill(actor, no_restart=True)
+                actor, theirs = self._greet(name, address)
+        except Exception as error:
+            raise plain_error(name, error) from None
+        if theirs != anvil_mux.__version__:
+            raise Refused(
+                f"{name} has anvil-mux {theirs}, and this machine {anvil_mux.__version__}:"
+                " install the same version on both"
+            )
+        return RayAgent(name, actor)
+
+    def _greet(self, name: str, address: str) -> tuple[Any, str]:
+        import ray
+
+        actor = actor_of(name, address)
+        return actor, ray.get(actor.hello.remote(), timeout=HELLO_SECONDS)["version"]
+
+    def _known(self) -> dict[str, list[RayNode]]:
+        try:
+            nodes = self._head.get_all_node_info(timeout=REQUEST_SECONDS).values()
+        except Exception as error:
+            if "WrongClusterID" in str(error):
+                raise Refused(
+                    "the head came back without its memory; the other machines follow within a minute"
+                ) from None
+            raise Refused(f"the head at {self._address} does not answer: {first_line(error)}") from None
+        return named(
+            RayNode(
+                node.node_manager_address,
+                {key: value for key, value in node.labels.items() if not key.startswith("ray.io/")},
+                node.state == node.ALIVE,
+                node.start_time_ms,
+            )
+            for node in nodes
+        )
+
+
+# Being let in
+
+
+def join(address: str, *, insecure: bool) -> tuple[RayCluster, str]:
+    """Return the cluster at an address, and the version of Ray there; Refused with what to do."""
+    reach(address)
+    probe = prepare(address, insecure=insecure)
+    try:
+        import ray
+    except ImportError as error:
+        raise Refused(f"Ray cannot be imported ({error}): {HOW}") from None
+    try:
+        cluster = RayCluster(address)
+        if probe is not None and probe.wait() == DISCARDED:
+            raise Refused(
+                f"the cluster at {address} is open, so whoever reaches it can run programs there. Start"
+                " Ray with RAY_AUTH_MODE=token on all machines (docs/cluster.md), or allow --insecure-cluster"
+            )
+        ray.init(address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(why_not_joined(address, error)) from None
+    return cluster, str(ray.__version__)
+
+
+def reach(address: str) -> None:
+    """Refuse an address at which nothing listens; Ray would ask it for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
+    except ValueError:
+        raise Refused(f"`{address}` is no address of a cluster: HOST:PORT, as in 10.0.0.1:6379") from None
+    except OSError as error:
+        raise Refused(
+            f"nothing answers at {address} ({error.strerror or error}): is that the head, does Ray run there"
+            f" (`ray start --head --port={port}`), and does a firewall let this machine through?"
+        ) from None
+
+
+def prepare(address: str, *, insecure: bool) -> subprocess.Popen[bytes] | None:
+    """Set what Ray reads when it is imported; return the probe, unless the cluster may be an open one."""
+    os.environ["RAY_gcs_server_request_timeout_seconds"] = str(REQUEST_SECONDS)  # noqa: SIM112
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Only bytes and names cross, so a patch of Python more or less does not matter here.
+    os.environ.setdefault("RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL", "minor")
+    if has_token():
+        os.environ["RAY_AUTH_MODE"] = "token"
+    elif insecure:
+        os.environ["RAY_AUTH_MODE"] = "disabled"
+    else:
+        # With the mode on and no token Ray aborts.
+        raise Refused(
+            "this machine has no token for the cluster: copy ~/.ray/auth_token from the head"
+            " (made there by `ray get-auth-token --generate`), or name its file in RAY_AUTH_TOKEN_PATH"
+        )
+    return None if insecure else start_probe(address)
+
+
+def has_token() -> bool:
+    """Whether Ray finds a token where it looks for one."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return True
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
+    try:
+        return bool(path.read_text().strip())
+    except OSError:
+        return False
+
+
+def start_probe(address: str) -> subprocess.Popen[bytes]:
+    """Start a process that knocks without a token: a process of Ray's has one, or has none."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "anvil_mux.cluster.driver", address, "--probe"],
+        env={**environ, "RAY_AUTH_MODE": "disabled"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def probe(address: str) -> int:
+    """Return whether the cluster wants a token, as the exit status of a process that has none."""
+    from ray._raylet import GcsClient
+    from ray.exceptions import AuthenticationError
+
+    try:
+        GcsClient(address=address)
+    except AuthenticationError:
+        return REFUSED
+    return DISCARDED
+
+
+def why_not_joined(address: str, error: Exception) -> str:
+    """Return an error of Ray's in words that say what to do."""
+    from ray.exceptions import AuthenticationError
+
+    text, at = "", error.__cause__
+    for part in (error, at):
+        text += f"{part} " if part else ""
+    text = " ".join(text.split())
+    if isinstance(error, AuthenticationError):
+        return (
+            f"the cluster at {address} refuses the token of this machine: copy ~/.ray/auth_token from the"
+            " head, or name its file in RAY_AUTH_TOKEN_PATH"
+        )
+    if "Version mismatch" in text:
+        found = [" ".join(each) for each in re.findall(r"(Ray|Python): ([\w.+]+)", text)]
+        theirs, ours = " and ".join(found[:2]), " and ".join(found[2:4])
+        return (
+            f"the cluster at {address} has {theirs}, and this machine {ours}: all machines need the same"
+            " version of Ray and the same minor version of Python"
+        )
+    if "node to connect" in text:
+        return (
+            "no raylet of the cluster runs on this machine, and anvil-mux needs one beside it:"
+            f" `ray start --address={address} --num-cpus=0 --num-gpus=0` (docs/cluster.md)"
+        )
+    return f"cannot join the cluster at {address}: {text}"
+
+
+# Hosts
+
+
+class RayNode(NamedTuple):
+    """A machine of the cluster, in one life of its raylet."""
+
+    address: str
+    labels: Mapping[str, str]
+    alive: bool
+    since: int
+
+
+def named(nodes: Iterable[RayNode]) -> dict[str, list[RayNode]]:
+    """Return the nodes that are hosts, by their names, each name's from the oldest on."""
+    found: dict[str, list[RayNode]] = {}
+    for node in sorted(nodes, key=lambda node: node.since):
+        if name := node.labels.get(LABEL):
+            found.setdefault(name, []).append(node)
+    return found
+
+
+def report(name: str, nodes: list[RayNode]) -> dict[str, object]:
+    """Return what is told of a host."""
+    node = ([node for node in nodes if node.alive] or nodes)[-1]
+    told = {"name": name, "address": node.address, "labels": dict(node.labels), "alive": node.alive}
+    return {**told, "problem": clash(name, nodes)}
+
+
+def clash(name: str, nodes: Iterable[RayNode]) -> str:
+    """Return the problem of a name that several machines have; a machine that came back is one."""
+    addresses = sorted({node.address for node in nodes if node.alive})
+    if len(addresses) < 2:
+        return ""
+    return (
+        f"{len(addresses)} machines are called {name} ({', '.join(addresses)}): give each a name of its own"
+        f" (`ray start --labels={LABEL}=NAME`)"
+    )
+
+
+def address_of(name: str, nodes: list[RayNode]) -> str:
+    """Return the address of the one machine that has the name."""
+    if problem := clash(name, nodes):
+        raise Refused(problem)
+    alive = [node for node in nodes if node.alive]
+    if not alive:
+        what = "has left" if nodes else "is not in"
+        raise Refused(f"{name} {what} the cluster: no raylet runs with the label {LABEL}={name}")
+    return alive[-1].address
+
+
+def actor_of(name: str, address: str) -> Any:
+    """Return the actor of a host, which Ray makes if there is none."""
+    import ray
+
+    from anvil_mux.cluster.actor import HostActor
+
+    # An actor that needs nothing is placed by way of any node, also of one that has just died, which the head
+    # does not see for 13 s. One that needs a byte of memory is placed by way of our own.
+    # A raylet kills the children of a worker that ended unless it is told not to; engines are to live on.
+    environ = {"RAY_kill_child_processes_on_worker_exit": "false"}
+    return (
+        ray.remote(HostActor)
+        .options(
+            name=f"{LABEL}-{name}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            label_selector={LABEL: name},
+            num_cpus=0,
+            memory=1,
+            max_restarts=-1,
+            max_concurrency=64,
+            enable_task_events=False,
+            runtime_env={"env_vars": environ},
+        )
+        .remote(name, address)
+    )
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
+
+
+# Errors
+
+
+def plain_error(name: str, error: Exception) -> Refused:
+    """Return an error of an actor as one of ours, without Ray's traces."""
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
+
+    text = str(error)
+    if "No module named 'anvil_mux" in text:
+        return AgentGone(f"the Python that runs Ray on {name} lacks anvil-mux: {HOW} there")
+    match error:
+        case ActorUnavailableError():
+            return AgentAway(f"the agent of {name} does not run at the moment; Ray starts it again")
+        case ActorDiedError():
+            return AgentGone(f"the agent of {name} has ended: {first_line(error)}")
+        case GetTimeoutError():
+            return AgentAway(f"the agent of {name} did not answer in {HELLO_SECONDS:g} s")
+        case RayTaskError():
+            return Refused(
+                f"the agent of {name} failed: {type(error.cause).__name__}: {first_line(error.cause)}"
+            )
+    return AgentAway(f"the agent of {name}: {type(error).__name__}: {first_line(error)}")
+
+
+def first_line(error: object) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
