@@ -1,0 +1,547 @@
+"""The driver against real raylets: what it tells of a cluster, and what becomes of calls when parts fail.
+
+Processes and whole hosts fail, by SIGKILL or SIGSTOP. A call has to be answered in its time although nobody
+is there: that time is far below what Ray would take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import anvil_mux
+from anvil_mux.cluster import messages
+from anvil_mux.cluster.frames import read_frame, write_frame
+from anvil_mux.cluster.messages import AgentCall, Owner
+from anvil_mux.config.config import Backend, Service
+from anvil_mux.host.seam import HostConfig
+from tests.cluster.rig import ROOT, Cluster, Host, read, why_not
+
+pytestmark = pytest.mark.cluster
+
+GUARD = 60.0
+SHORT = 2.0
+"""The time limit of a call that nobody answers."""
+SOON = 5.0
+"""Seconds within which a wrong token is told."""
+OWNER = Owner(1, "test", "the test")
+
+
+class Driven:
+    """A driver on a host, and the answers that it gave."""
+
+    def __init__(self, host: Host, *flags: str, **environ: str | None) -> None:
+        command = [sys.executable, "-m", "anvil_mux.cluster.driver", host.cluster.address, *flags]
+        env = {name: value for name, value in {**host.environ(), **environ}.items() if value is not None}
+        self.log = (host.folder / "driver.log").open("ab")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log}
+        self.process = host.popen(command, env=env, **pipes)
+        self._number = 0
+        self._changed = threading.Condition()
+        self._answers: dict[int, tuple[bool, Any]] = {}
+        self._is_over = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while frame := read_frame(self.process.stdout):
+            number, ok, value = frame
+            assert isinstance(number, int)
+            with self._changed:
+                self._answers[number] = bool(ok), value
+                self._changed.notify_all()
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def begin(self, host: str, method: str, payload: object = None, timeout: float = GUARD) -> int:
+        self._number += 1
+        write_frame(self.process.stdin, (self._number, host, method, payload, timeout))
+        return self._number
+
+    def answer(self, number: int, within: float = GUARD) -> tuple[bool, Any]:
+        """Return an answer, which has to come in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: number in self._answers or self._is_over, within)
+            assert number in self._answers, "no answer"
+            return self._answers.pop(number)
+
+    def joined(self, within: float = GUARD) -> tuple[bool, Any]:
+        """Return the first frame."""
+        return self.answer(0, within)
+
+    def ask(self, host: str, method: str, payload: object = None, timeout: float = GUARD) -> tuple[bool, Any]:
+        """Return an answer, which has to come a second after the call's time at the latest."""
+        return self.answer(self.begin(host, method, payload, timeout), timeout + 1.0)
+
+    def value(self, *call: Any) -> Any:
+        ok, value = self.ask(*call)
+        assert ok, value
+        return value
+
+    def call(self, host: str, method: str, *args: object) -> Any:
+        """Return what the agent of a host answers to its owner."""
+        payload = messages.write(AgentCall(OWNER, method, args))
+        answer = messages.read_answer(self.value(host, "call", payload))
+        if answer.error:
+            raise messages.error_of(answer.error)
+        return answer.value
+
+    def hello(self, host: str) -> dict[str, str]:
+        """Return the greeting of an agent, asked until it comes: it is on its way back."""
+        for _ in range(int(GUARD / SHORT)):
+            if self.process.poll() is None:
+                ok, value = self.ask(host, "hello", timeout=SHORT)
+                if ok:
+                    assert isinstance(value, dict)
+                    return value
+        raise AssertionError(f"{host} does not come back: {value}")
+
+    def nodes(self) -> dict[str, dict[str, Any]]:
+        return {node["name"]: node for node in self.value("", "nodes")}
+
+    def is_asked_until_it_ends(self, host: str) -> None:
+        """Ask a host, as anvil-mux would, until the driver has ended of itself."""
+        give_up = time.monotonic() + GUARD
+        with suppress(BrokenPipeError):
+            while not self._is_over:
+                assert time.monotonic() < give_up, "the driver does not end"
+                with suppress(AssertionError):  # it ended before it answered
+                    self.ask(host, "hello", timeout=SHORT)
+        assert self.ends() != 0
+
+    def ends(self) -> int:
+        """Return its exit code once it has ended of itself."""
+        return int(self.process.wait(GUARD))
+
+    def close(self) -> None:
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait(GUARD)
+        self._reader.join(GUARD)
+        self.process.stdout.close()
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head on which the driver runs, and the hosts a and b; each test leaves it as it was."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with Cluster() as cluster:
+        for name in ("head", "a", "b"):
+            cluster.add(name)
+        cluster.wait()
+        yield cluster
+
+
+@pytest.fixture
+def drive() -> Iterator[Callable[..., Driven]]:
+    """Start a driver; at the end it has to end with its input."""
+    made: list[Driven] = []
+
+    def make(host: Host, *flags: str, **environ: str | None) -> Driven:
+        made.append(Driven(host, *flags, **environ))
+        return made[-1]
+
+    yield make
+    for driven in made:
+        driven.close()
+
+
+@pytest.fixture
+def driven(cluster: Cluster, drive: Drive) -> Driven:
+    """A driver that has joined, and has heard of both hosts."""
+    driven = drive(cluster.hosts["head"])
+    assert driven.joined()[0]
+    driven.hello("a")
+    driven.hello("b")
+    return driven
+
+
+Drive = Callable[..., Driven]
+
+
+# A cluster that is well
+
+
+def test_the_nodes_are_the_hosts_with_the_label(driven: Driven):
+    nodes = driven.nodes()
+    assert set(nodes) == {"a", "b"}
+    assert nodes["a"] == {
+        "name": "a",
+        "address": "127.0.0.3",
+        "labels": {"anvil-host": "a"},
+        "alive": True,
+        "problem": "",
+    }
+
+
+def test_each_host_has_an_agent_of_its_own(cluster: Cluster, driven: Driven):
+    for name in ("a", "b"):
+        hello = driven.hello(name)
+        assert (hello["name"], hello["address"]) == (name, cluster.hosts[name].address)
+        assert hello["version"] == anvil_mux.__version__
+        assert driven.call(name, "inventory").address == cluster.hosts[name].address
+
+
+def test_two_drivers_reach_the_same_agent(cluster: Cluster, driven: Driven, drive: Drive):
+    other = drive(cluster.hosts["head"])
+    assert other.joined()[0]
+    assert other.hello("a")["instance"] == driven.hello("a")["instance"]
+
+
+def test_a_long_message_crosses(driven: Driven):
+    driven.call("a", "claim", "the test", False)
+    text = "x" * 3_000_000
+    driven.call("a", "remember", text)
+    assert driven.call("a", "recall") == text
+
+
+def test_calls_at_once_do_not_wait_for_each_other(driven: Driven):
+    driven.call("a", "claim", "the test", False)
+    driven.call("a", "reconfigure", CONFIG)
+    payload = messages.write(AgentCall(OWNER, "news", (0, GUARD)))
+    waiting = driven.begin("a", "call", payload, SHORT)
+    assert driven.ask("a", "hello")[0]
+    assert driven.answer(waiting) == (False, f"the agent of a did not answer in {SHORT:g} s")
+
+
+def test_a_host_that_is_not_there_is_named(driven: Driven):
+    ok, said = driven.ask("nobody", "hello")
+    assert not ok
+    assert said == "nobody is not in the cluster: no raylet runs with the label anvil-host=nobody"
+
+
+def test_two_hosts_of_one_name_are_refused_until_one_is_gone(cluster: Cluster, driven: Driven):
+    twins = [cluster.add(name, label="anvil-host=twin") for name in ("first", "second")]
+    cluster.wait()
+    ok, said = driven.ask("twin", "hello")
+    for twin in twins:
+        twin.power_cut()
+        del cluster.hosts[twin.name]
+    assert not ok
+    assert said.startswith("2 machines are called twin (127.0.0.5, 127.0.0.6): give each a name of its own")
+
+
+def test_an_agent_of_an_older_version_is_replaced(cluster: Cluster, driven: Driven, drive: Drive):
+    before = driven.hello("a")["instance"]
+    driven.close()
+    run_in_python(cluster.hosts["head"], MAKE_OLD_AGENT, "a")
+    newer = drive(cluster.hosts["head"])
+    assert newer.joined()[0]
+    hello = newer.hello("a")
+    assert hello["version"] == anvil_mux.__version__
+    assert hello["instance"] != before
+
+
+def test_a_host_without_anvil_mux_says_what_to_install(cluster: Cluster, driven: Driven, tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_ANVIL_MUX)
+    bare = cluster.add("bare", environ={"PYTHONPATH": str(tmp_path)})
+    bare.wait()
+    ok, said = driven.ask("bare", "hello")
+    problem = driven.nodes()["bare"]["problem"]
+    bare.power_cut()
+    del cluster.hosts["bare"]
+    assert not ok
+    assert said == problem
+    version = anvil_mux.__version__
+    assert f"on bare lacks anvil-mux: pip install 'anvil-mux[ray]=={version}' there" in said
+
+
+# Not let in
+
+
+def test_a_wrong_token_is_told_soon(cluster: Cluster, drive: Drive, tmp_path: Path):
+    (tmp_path / "token").write_text("0" * 64)
+    driven = drive(cluster.hosts["head"], RAY_AUTH_TOKEN_PATH=str(tmp_path / "token"))
+    ok, said = driven.joined(within=SOON)
+    assert not ok
+    assert "refuses the token of this machine: copy ~/.ray/auth_token from the head" in said
+    assert driven.ends() == 1
+
+
+def test_a_machine_without_a_token_is_told_where_to_get_it(cluster: Cluster, drive: Drive, tmp_path: Path):
+    ok, said = drive(cluster.hosts["head"], RAY_AUTH_TOKEN_PATH=None, HOME=str(tmp_path)).joined(within=SOON)
+    assert not ok
+    assert said.startswith("this machine has no token for the cluster: copy ~/.ray/auth_token")
+
+
+def test_an_address_where_nobody_listens_is_told_soon(cluster: Cluster, drive: Drive):
+    address, cluster.address = cluster.address, "127.0.0.2:6390"
+    try:
+        ok, said = drive(cluster.hosts["head"]).joined(within=SOON)
+    finally:
+        cluster.address = address
+    assert not ok
+    assert "nothing answers at 127.0.0.2:6390 (Connection refused)" in said
+
+
+def test_a_machine_without_a_raylet_is_told_to_start_one(cluster: Cluster, drive: Drive):
+    bare = cluster.add("raylet-less", label="")
+    bare.wait()
+    bare.stop_ray()
+    ok, said = drive(bare).joined()
+    bare.power_cut()
+    del cluster.hosts["raylet-less"]
+    assert not ok
+    assert f"`ray start --address={cluster.address} --num-cpus=0 --num-gpus=0`" in said
+
+
+def test_other_versions_of_ray_and_python_are_told(cluster: Cluster, drive: Drive):
+    before = run_in_python(
+        cluster.hosts["head"], SET_VERSIONS, json.dumps({"ray_version": "2.53.0", "python_version": "3.9.1"})
+    )
+    try:
+        ok, said = drive(cluster.hosts["head"]).joined()
+    finally:
+        run_in_python(cluster.hosts["head"], SET_VERSIONS, before)
+    assert not ok
+    assert "has Ray 2.53.0 and Python 3.9.1, and this machine Ray" in said
+
+
+def test_an_open_cluster_is_refused_unless_that_is_allowed(drive: Drive):
+    if reason := why_not():
+        pytest.skip(reason)
+    with Cluster() as cluster:
+        head = cluster.add("head", environ={"RAY_AUTH_MODE": "disabled"})
+        head.wait()
+        ok, said = drive(head).joined()
+        assert not ok
+        assert "is open, so whoever reaches it can run programs there" in said
+        allowed = drive(head, "--insecure", RAY_AUTH_TOKEN_PATH=None, HOME=str(head.folder))
+        assert allowed.joined()[0]
+        allowed.close()
+
+
+# Failures
+
+
+def test_an_agent_that_was_killed_comes_back_and_its_engines_were_never_gone(
+    cluster: Cluster, driven: Driven
+):
+    with_engine(cluster.hosts["a"], driven, cluster.hosts["a"].kill_agent)
+
+
+def test_a_raylet_that_was_killed_comes_back_and_its_engines_were_never_gone(
+    cluster: Cluster, driven: Driven
+):
+    with_engine(cluster.hosts["a"], driven, cluster.hosts["a"].kill_raylet)
+
+
+def test_a_host_that_is_frozen_fails_in_time_and_holds_up_no_other(cluster: Cluster, driven: Driven):
+    before = driven.hello("a")["instance"]
+    waiting = driven.begin("a", "hello", timeout=GUARD)
+    assert driven.answer(waiting)[0]
+    cluster.hosts["a"].freeze()
+    try:
+        assert driven.ask("a", "hello", timeout=SHORT) == (
+            False,
+            f"the agent of a did not answer in {SHORT:g} s",
+        )
+        assert driven.ask("b", "hello", timeout=SHORT)[0]
+    finally:
+        cluster.hosts["a"].thaw()
+    assert driven.hello("a")["instance"] == before
+
+
+def test_a_host_that_lost_its_power_comes_back_with_an_agent(cluster: Cluster, driven: Driven):
+    before = driven.hello("b")["instance"]
+    cluster.hosts["b"].power_cut()
+    assert not driven.ask("b", "hello", timeout=SHORT)[0]
+    assert driven.ask("a", "hello", timeout=SHORT)[0]
+    cluster.hosts["b"].start()
+    cluster.hosts["b"].wait()
+    assert driven.hello("b")["instance"] != before
+
+
+def test_the_driver_ends_when_all_hosts_are_silent(cluster: Cluster, driven: Driven, drive: Drive):
+    for name in ("a", "b"):
+        cluster.hosts[name].freeze()
+    try:
+        assert not driven.ask("a", "hello", timeout=SHORT)[0]
+        assert driven.ends() == 3
+        assert driven.answer(0) == (False, "no host has answered for 5 s")
+        again = drive(cluster.hosts["head"])
+        assert again.joined()[0]
+        assert not again.ask("a", "hello", timeout=SHORT)[0]
+    finally:
+        for name in ("a", "b"):
+            cluster.hosts[name].thaw()
+    assert again.hello("a")
+    assert again.hello("b")
+
+
+def test_a_driver_that_is_killed_leaves_the_agents_alone(cluster: Cluster, driven: Driven, drive: Drive):
+    before = driven.hello("a")["instance"]
+    driven.process.send_signal(signal.SIGKILL)
+    assert driven.ends() != 0
+    again = drive(cluster.hosts["head"])
+    assert again.joined()[0]
+    assert again.hello("a")["instance"] == before
+
+
+LOOKING = {"RAY_raylet_liveness_self_check_interval_ms": "1000"}
+"""How often raylets ask whether the head still knows them: in contrib/ 5 s, and with Ray itself a minute."""
+
+
+def test_a_head_that_comes_back_without_its_memory_costs_the_agents_but_no_engine(drive: Drive):
+    if reason := why_not():
+        pytest.skip(reason)
+    with Cluster() as cluster:
+        head = cluster.add("head", environ=LOOKING)
+        beside = cluster.add("beside", label="", environ=LOOKING)
+        host = cluster.add("a", environ=LOOKING)
+        cluster.wait()
+        driven = drive(beside)
+        assert driven.joined()[0]
+        engine = Engine(host, driven)
+        head.power_cut()
+        assert driven.ask("a", "hello", timeout=SHORT)[0]
+        assert not driven.ask("", "nodes", timeout=SHORT)[0]
+        head.start()
+        # The raylets end, and start again with what is another cluster.
+        driven.is_asked_until_it_ends("a")
+        again = until_joined(beside, drive)
+        assert again.hello("a")["instance"] != engine.agent
+        assert engine.answers()
+        again.close()
+        driven.close()
+
+
+def test_a_head_that_keeps_its_memory_comes_back_unnoticed(drive: Drive):
+    if reason := why_not():
+        pytest.skip(reason)
+    with Cluster() as cluster:
+        store = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(cluster.folder / "gcs")}
+        head = cluster.add("head", environ=store)
+        beside = cluster.add("beside", label="")
+        cluster.add("a")
+        cluster.wait()
+        driven = drive(beside)
+        assert driven.joined()[0]
+        before = driven.hello("a")["instance"]
+        head.power_cut()
+        assert driven.ask("a", "hello", timeout=SHORT)[0]
+        head.start()
+        head.wait()
+        assert driven.nodes()["a"]["alive"]
+        assert driven.hello("a")["instance"] == before
+        driven.close()
+
+
+def until_joined(host: Host, drive: Drive) -> Driven:
+    """Return a driver that has joined, started again as often as it takes."""
+    while True:
+        driven = drive(host)
+        if driven.joined()[0]:
+            return driven
+
+
+# What runs on hosts
+
+ENGINE = (
+    sys.executable,
+    str(ROOT / "bin" / "demo-engine"),
+    "--model",
+    "m",
+    "--load-seconds",
+    "0.1",
+    "--host",
+    "$HOST",
+)
+MODEL = Backend("m", "m", load_timeout=GUARD, service=Service(command=ENGINE))
+CONFIG = HostConfig((MODEL,), project="anvil-ray", runtime="process")
+
+
+class Engine:
+    """An engine that an agent has started."""
+
+    def __init__(self, host: Host, driven: Driven) -> None:
+        self._host = host
+        self.agent = driven.hello(host.name)["instance"]
+        driven.call(host.name, "claim", "the test", False)
+        driven.call(host.name, "reconfigure", CONFIG)
+        driven.call(host.name, "begin", 1, "load", (MODEL, "stop", 1))
+        state = driven.call(host.name, "result", 1, GUARD)
+        assert state.done
+        self._url = state.value.url
+        [self.pid] = [
+            pid for pid in host.pids("demo-engine") if "demo-engine" in read(f"/proc/{pid}/cmdline")
+        ]
+
+    def answers(self) -> bool:
+        """Whether it is still the same process, and well."""
+
+        def ask() -> bool:
+            with urllib.request.urlopen(f"{self._url}/health", timeout=GUARD) as answer:
+                return bool(answer.status == 200)
+
+        return self.pid in self._host.pids("demo-engine") and self._host.cluster.inside(ask)
+
+
+def with_engine(host: Host, driven: Driven, fail: Callable[[], None]) -> None:
+    """Let something fail on a host, and see that its agent is another then and its engine the same."""
+    engine = Engine(host, driven)
+    fail()
+    while driven.hello(host.name)["instance"] == engine.agent:
+        pass
+    assert engine.answers()
+    host.wait()
+    os.kill(engine.pid, signal.SIGKILL)
+
+
+MAKE_OLD_AGENT = """
+import ray, sys
+ray.init("auto", namespace="anvil-mux", log_to_driver=False)
+name = sys.argv[1]
+ray.kill(ray.get_actor(f"anvil-host-{name}"))
+class Old:
+    def hello(self):
+        return {"version": "0.0.1"}
+options = dict(name=f"anvil-host-{name}", lifetime="detached", num_cpus=0, memory=1)
+options["label_selector"] = {"anvil-host": name}
+while True:
+    try:
+        old = ray.remote(Old).options(**options).remote()
+        break
+    except ValueError:
+        pass  # the name is taken until the other has ended
+assert ray.get(old.hello.remote())["version"] == "0.0.1"
+"""
+
+SET_VERSIONS = """
+import sys
+from ray._raylet import GcsClient
+client = GcsClient(address="127.0.0.2:6379")
+print(client.internal_kv_get(b"CLUSTER_METADATA", b"cluster").decode())
+client.internal_kv_put(b"CLUSTER_METADATA", sys.argv[1].encode(), True, b"cluster")
+"""
+
+WITHOUT_ANVIL_MUX = """
+import sys
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "anvil_mux":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Without())
+"""
+
+
+def run_in_python(host: Host, text: str, *args: str) -> str:
+    """Return what a program prints that runs on a host."""
+    done = host.run([sys.executable, "-c", text, *args])
+    assert done.returncode == 0, done.stdout
+    return str(done.stdout).strip()
