@@ -78,7 +78,10 @@ def take_output() -> BinaryIO:
 
 def give_up(calls: Calls, address: str) -> None:
     """End a process in which Ray does not return."""
-    calls.write(0, False, f"the cluster at {address} did not answer in {JOIN_SECONDS:g} s")
+    late = f"the cluster at {address} did not answer in {JOIN_SECONDS:g} s"
+    calls.write(
+        0, False, f"{late}: does the head hang, or use TLS where this machine does not (RAY_USE_TLS)?"
+    )
     os._exit(REFUSED)
 
 
