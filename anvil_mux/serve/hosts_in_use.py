@@ -75,7 +75,7 @@ class HostsInUse:
         self._config = config
 
     def recall(self) -> dict[str, str]:
-        """What hosts keep of what was learned of them, by name."""
+        """Return what was learned of hosts and is kept there, by the host's name."""
         return self.cluster.recall() if self.cluster else {}
 
     def missing(self) -> list[str]:

@@ -70,7 +70,7 @@ class HostWatch:
         self.why = ""
         """Why it is not here."""
         self.learned = ""
-        """What was learned of the host, as text: it is kept there. Any thread writes it."""
+        """A text with what was learned of the host, which keeps it. Any thread writes it."""
         self._kept = ""
         self._heard = clock.now()
         self._is_sure = False

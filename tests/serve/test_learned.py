@@ -136,11 +136,13 @@ def test_what_a_host_keeps_is_known_to_a_successor_that_never_swapped_there():
 
 
 def test_a_host_tells_nothing_of_others_and_its_own_file_wins():
-    assert recalled({"h": as_text(Known([TO_B], [Footprint("a", "stop")]))}, WIDE) == Known()
+    foreign = recalled({"h": as_text(Known([TO_B], [Footprint("a", "stop")]))}, WIDE)
+    assert (list(foreign.costs), list(foreign.footprints)) == ([], [])
     newer = Cost("", "m", "stop", 0.0, 5.0, 9, "h")
-    assert Known([newer]).with_more(Known([ON_H, TO_A])) == Known([newer, TO_A])
+    assert Known([newer]).with_more(Known([ON_H, TO_A])) == Known([newer, TO_A], [])
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"version": 1}', '{"version": 1, "costs": [{}]}', "\0"])
 def test_what_a_host_cannot_tell_is_left_out(text):
-    assert recalled({"h": text}, WIDE) == Known()
+    found = recalled({"h": text}, WIDE)
+    assert (list(found.costs), list(found.footprints)) == ([], [])
