@@ -45,6 +45,29 @@ def test_another_replica_of_a_busy_model_is_loaded_as_long_as_there_may_be_more(
         assert fleet.steps == []
 
 
+def test_no_replica_is_loaded_where_nothing_can_be_begun():
+    for away in (lambda core: core.host_away("b", 0.5, True), lambda core: core.host_drained("b", 0.5, True)):
+        fleet = Fleet(*anywhere(most=2), policy="adaptive")
+        fleet.request("m", 0.0)
+        away(fleet.core)
+        fleet.loaded("m.a", 1.0)
+        busy(fleet)
+        fleet.take(fleet.core.time_passed(60.0))
+        assert [step.backend for step in fleet.steps] == ["m.c"]
+
+
+def test_a_wide_model_has_its_next_replica_where_room_is_and_waits_for_it_to_be_there(monkeypatch):
+    monkeypatch.setattr("anvil_mux.scheduler.layout.FEW_GROUPS", 1)
+    fleet = Fleet(*anywhere(most=2), on("b", "x"), policy="adaptive")
+    fleet.take(fleet.core.adopted("x", 0.0))
+    fleet.request("x", 0.0)
+    fleet.request("m", 0.0)
+    fleet.loaded("m.a", 1.0)
+    busy(fleet)
+    fleet.take(fleet.core.time_passed(60.0))
+    assert [step.backend for step in fleet.steps] == ["m.c"]
+
+
 def test_a_backend_in_standby_does_not_count_and_loading_prefers_it():
     fleet = Fleet(*anywhere(evict_to=("sleep",)), on("b", "x"))
     fleet.take(fleet.core.host_lost("a", 0.0))
