@@ -1,8 +1,7 @@
 """The cluster as one anvil-mux has it: which hosts there are, and that they are its own.
 
-``Cluster`` reaches the control, finds the hosts and claims them all with one epoch, which is higher than any
-that an agent has seen. Hosts that come later are claimed with the same one. Whoever finds a higher one there
-was taken over: it ends.
+``Cluster`` reaches the control, finds the hosts and claims them, each with an epoch that is higher than any
+that its agent has seen. An anvil-mux that finds a higher one on a host of its own was taken over: it ends.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from anvil_mux.clock import Clock
-from anvil_mux.cluster.channel import AgentSilent, ClusterControl, Node
+from anvil_mux.cluster.channel import ClusterControl, Node
 from anvil_mux.cluster.messages import Claimed, Fenced, Owner
 from anvil_mux.cluster.remote import RemoteHost
 from anvil_mux.config.config import Gpu, Machine
@@ -34,6 +33,7 @@ class Cluster:
         self.control = control
         self._clock = clock or Clock()
         self._owner = Owner(0, "")
+        self._takeover = False
         self.hosts: dict[str, RemoteHost] = {}
         """All hosts that were ever seen or named; also those that are not there."""
         self.nodes: dict[str, Node] = {}
@@ -45,7 +45,7 @@ class Cluster:
         """Return a host, also of a name that nobody has yet."""
         if name not in self.hosts:
             self.hosts[name] = made = RemoteHost(name, self.control, self._clock)
-            made.owner = self._owner
+            made.owner, made.takeover = self._owner, self._takeover
         return self.hosts[name]
 
     def look(self) -> bool:
@@ -91,20 +91,18 @@ class Cluster:
 
     def claim(self, folder: Path, name: str, *, takeover: bool) -> None:
         """Claim all hosts that are there; Claimed if another anvil-mux has one, and none is kept then."""
-        id = owner_id(folder)
-        hosts = [self.hosts[each] for each in self.nodes]
-        seen = [int(each.get("epoch") or 0) for each in _answers(hosts)]
-        self._owner = Owner(max(seen, default=0) + 1, id, f"{name} on {socket.gethostname()}")
+        self._owner = Owner(0, owner_id(folder), f"{name} on {socket.gethostname()}")
+        self._takeover = takeover
         for host in self.hosts.values():
-            host.owner = self._owner
-        for host in hosts:
+            host.owner, host.takeover = self._owner, takeover
+        for host in [self.hosts[each] for each in self.nodes]:
             try:
-                host.claim(takeover=takeover)
-            except AgentSilent:
-                continue  # it is claimed when it answers
+                host.claim()
             except (Claimed, Fenced):
                 self.release()
                 raise
+            except MuxError:
+                continue  # it is claimed when it answers
 
     def recall(self) -> dict[str, str]:
         """Return the texts that the hosts keep for their owner, by name."""
@@ -169,13 +167,3 @@ def _release(host: RemoteHost) -> str:
     except MuxError as error:
         return error.message
     return ""
-
-
-def _answers(hosts: Iterable[RemoteHost]) -> list[dict[str, str]]:
-    found = []
-    for host in hosts:
-        try:
-            found.append(host.hello())
-        except MuxError:
-            continue
-    return found

@@ -21,7 +21,7 @@ from anvil_mux import __version__
 from anvil_mux.clock import Clock
 from anvil_mux.cluster import messages
 from anvil_mux.cluster.channel import AgentSilent, ClusterControl
-from anvil_mux.cluster.messages import AgentCall, NotConfigured, Owner, StepState, UnknownStep
+from anvil_mux.cluster.messages import AgentAnswer, AgentCall, NotConfigured, Owner, StepState, UnknownStep
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, LoadError, MuxError
 from anvil_mux.host import visit
@@ -65,6 +65,10 @@ class RemoteHost:
         self.name = name
         self.labels: tuple[tuple[str, str], ...] = ()
         self.owner = Owner(0, "")
+        """The owner that it is claimed for; its epoch is that of this host."""
+        self.takeover = False
+        """Whether it is claimed although another anvil-mux has it."""
+        self._is_ours = False
         self._control = control
         self._clock = clock
         self._numbers = itertools.count(1)
@@ -101,9 +105,13 @@ class RemoteHost:
         self.versions = {SAID[name]: text for name, text in found.items() if name in SAID}
         return found
 
-    def claim(self, *, takeover: bool) -> None:
-        """Make the host ours; Claimed if another anvil-mux has it, Fenced if one with a higher epoch."""
-        self._call("claim", self.owner.name, takeover)
+    def claim(self) -> None:
+        """Make the host ours; Claimed if another anvil-mux has it, Fenced if one has taken it from us."""
+        if not self._is_ours:  # greater than whoever had it before; from then on nobody may be greater
+            seen = int(self.hello().get("epoch") or 0)
+            self.owner = self.owner._replace(epoch=max(self.owner.epoch, seen + 1))
+        self._call("claim", self.owner.name, self.takeover)
+        self._is_ours = True
 
     def contact(self) -> bool:
         """Claim and configure this run of the agent if it is new; whether it is. AgentSilent, Fenced."""
@@ -112,7 +120,7 @@ class RemoteHost:
             with suppress(ConfigError):
                 self._configure()
             return False
-        self.claim(takeover=False)
+        self.claim()
         found = self.look()
         with self._lock:
             self._inventory, self._given = found, None
@@ -274,30 +282,20 @@ class RemoteHost:
 
     def _call(self, method: str, *args: object, timeout: float = LIMIT_SECONDS) -> Any:
         """Call whichever run of the agent there is."""
-        return self._exchange(method, args, timeout)[1]
+        return _value(self._exchange(method, args, timeout))
 
     def _ask(self, method: str, *args: object, timeout: float = LIMIT_SECONDS) -> Any:
         """Call the run of the agent that was claimed; another one, or none, counts as silent."""
         if not (instance := self._instance):
             raise AgentSilent(f"the agent of host {self.name} is not ready")
-        try:
-            answered, value = self._exchange(method, args, timeout)
-        except MuxError:
-            if instance != self._instance:
-                raise AgentSilent(f"the agent of host {self.name} was started anew") from None
-            raise
-        if answered != instance:
+        answer = self._exchange(method, args, timeout)
+        if answer.instance != instance:
             raise AgentSilent(f"the agent of host {self.name} was started anew")
-        return value
+        return _value(answer)
 
-    def _exchange(self, method: str, args: tuple[object, ...], timeout: float) -> tuple[str, Any]:
+    def _exchange(self, method: str, args: tuple[object, ...], timeout: float) -> AgentAnswer:
         sent = messages.write(AgentCall(self.owner, method, args))
-        answer = messages.read_answer(self._control.call(self.name, "call", sent, timeout))
-        if answer.error:
-            if self._instance and answer.instance != self._instance:
-                raise AgentSilent(f"the agent of host {self.name} was started anew")
-            raise messages.error_of(answer.error)
-        return answer.instance, answer.value
+        return messages.read_answer(self._control.call(self.name, "call", sent, timeout))
 
     def _configure(self) -> None:
         with self._lock:
@@ -340,3 +338,9 @@ class RemoteHost:
             if losses == self._losses:
                 return found
         raise BackendError(f"the host {self.name} was lost")
+
+
+def _value(answer: AgentAnswer) -> Any:
+    if answer.error:
+        raise messages.error_of(answer.error)
+    return answer.value

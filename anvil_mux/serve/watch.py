@@ -24,9 +24,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from anvil_mux.clock import Clock, Worker
 from anvil_mux.cluster.channel import AgentSilent
-from anvil_mux.cluster.messages import Claimed, Fenced
-from anvil_mux.cluster.remote import OtherVersion, RemoteHost
+from anvil_mux.cluster.messages import Fenced
+from anvil_mux.cluster.remote import RemoteHost
 from anvil_mux.config.config import Backend
+from anvil_mux.errors import MuxError
 from anvil_mux.host.seam import Awake, Evicted, Unfit
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.serve.adoption import Adoption, side_by_side
@@ -88,15 +89,19 @@ class HostWatch:
         try:
             if not self._is_sure:
                 self._contact()
+        except Fenced as error:
+            self._fenced(error.message)
+            return ALONE_SECONDS
+        except MuxError as error:  # silent, of another version, of another anvil-mux, or without Docker
+            return self._missed(error.message)
+        try:
             self.news.read(POLL_SECONDS)
             if self.learned != self._kept:
                 self._kept = self.learned
                 self.host.remember(self._kept)
-        except (Fenced, Claimed) as error:
+        except Fenced as error:
             self._fenced(error.message)
             return ALONE_SECONDS
-        except OtherVersion as error:
-            return self._missed(error.message)
         except AgentSilent as error:
             return self._missed(error.message)
         self._heard = self._clock.now()

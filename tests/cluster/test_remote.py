@@ -9,7 +9,7 @@ import pytest
 from anvil_mux import __version__
 from anvil_mux.cluster import messages
 from anvil_mux.cluster.channel import AgentSilent
-from anvil_mux.cluster.messages import AgentAnswer, Owner, StepState, UnknownStep
+from anvil_mux.cluster.messages import AgentAnswer, Fenced, Owner, StepState, UnknownStep
 from anvil_mux.cluster.remote import OtherVersion, RemoteHost
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ConfigError, LoadError
@@ -27,6 +27,7 @@ class Script:
         self.instance = "one"
         self.version = __version__
         self.is_silent = False
+        self.epoch = 0
         self.calls = []
         self.answers = {"inventory": lambda: Inventory(address="10.0.0.2")}
         self.waits = 0
@@ -53,9 +54,10 @@ class Script:
         if self.is_silent:
             raise AgentSilent("no answer")
         if method == "hello":
-            return {"version": self.version, "instance": self.instance, "python": "3.11"}
+            said = {"version": self.version, "instance": self.instance, "python": "3.11"}
+            return {**said, "epoch": str(self.epoch)}
         asked = messages.read_call(payload)
-        assert asked.owner == Owner(4, "me")
+        assert asked.owner == self.host.owner
         self.calls.append((asked.method, *asked.args))
         try:
             value = self.answers.get(asked.method, lambda *args: None)(*asked.args)
@@ -109,6 +111,29 @@ def test_a_contact_claims_configures_and_takes_the_inventory_once_for_each_run_o
     made.instance = "two"
     assert made.host.contact()
     assert len(made.called("claim", "reconfigure")) == 2
+
+
+def test_a_host_is_claimed_with_an_epoch_above_all_that_it_has_seen():
+    made = Script()
+    made.epoch = 7
+    made.host.contact()
+    assert made.host.owner == Owner(8, "me")
+    made.epoch, made.instance = 8, "two"
+    made.host.contact()
+    assert made.host.owner == Owner(8, "me"), "it stays the same one when the agent is started anew"
+
+
+def test_one_that_was_taken_over_does_not_take_the_host_back():
+    def claim(*_):
+        if made.epoch > made.host.owner.epoch:
+            raise Fenced("host h was claimed by project other")
+
+    made = Script()
+    made.answers["claim"] = claim
+    made.host.contact()
+    made.epoch, made.instance = 9, "two"
+    with pytest.raises(Fenced):
+        made.host.contact()
 
 
 def test_before_the_first_contact_the_agent_counts_as_silent():

@@ -1,0 +1,128 @@
+"""Which hosts a cluster has, and that they are claimed, in turns of who asks."""
+
+from __future__ import annotations
+
+import pytest
+
+from anvil_mux import __version__
+from anvil_mux.cluster import messages
+from anvil_mux.cluster.channel import AgentSilent, Node
+from anvil_mux.cluster.cluster import Cluster
+from anvil_mux.cluster.messages import AgentAnswer, Claimed
+from anvil_mux.config.config import Gpu, Machine
+from anvil_mux.host.seam import HostGpu, Inventory
+
+GIB = 1 << 30
+
+
+class Machines:
+    """Agents by the name of their host, in one process, and the way to them."""
+
+    def __init__(self, **addresses):
+        self.up = {name: Node(name, address, (("zone", "x"),)) for name, address in addresses.items()}
+        self.silent = set()
+        self.versions = {}
+        self.owners = {}
+        self.epochs = {}
+        self.kept = {}
+
+    def nodes(self):
+        return list(self.up.values())
+
+    def call(self, host, method, payload, timeout):
+        if host in self.silent or host not in self.up:
+            raise AgentSilent("no answer")
+        if method == "hello":
+            version = self.versions.get(host, __version__)
+            return {"version": version, "instance": host, "epoch": str(self.epochs.get(host, 0))}
+        call = messages.read_call(payload)
+        try:
+            value = getattr(self, call.method)(host, call.owner, *call.args)
+        except Claimed as error:
+            return messages.write(AgentAnswer(host, error=messages.plain_error(error)))
+        return messages.write(AgentAnswer(host, value))
+
+    def inventory(self, host, owner):
+        return Inventory((HostGpu("0", "u", "card", 24 * GIB),), 64 * GIB, self.up[host].address)
+
+    def claim(self, host, owner, name, takeover):
+        if self.owners.get(host, owner.id) != owner.id and not takeover:
+            raise Claimed(f"host {host} belongs to another")
+        self.owners[host], self.epochs[host] = owner.id, owner.epoch
+
+    def release(self, host, owner):
+        if self.owners.get(host) == owner.id:
+            del self.owners[host]
+
+    def recall(self, host, owner):
+        return self.kept.get(host, "")
+
+    def close(self):
+        pass
+
+
+def test_hosts_are_found_with_their_gpus_memory_and_labels():
+    cluster = Cluster(Machines(a="10.0.0.1"))
+    assert cluster.look()
+    found = Machine((Gpu("0", 24 * GIB),), 64 * GIB, "10.0.0.1", (("zone", "x"),))
+    assert cluster.machines() == {"a": found}
+    assert not cluster.look(), "nothing has changed since"
+
+
+def test_a_host_that_joins_is_a_change_and_one_that_leaves_is_still_known():
+    machines = Machines(a="10.0.0.1")
+    cluster = Cluster(machines)
+    cluster.look()
+    machines.up["b"] = Node("b", "10.0.0.2")
+    assert cluster.look()
+    assert set(cluster.machines()) == {"a", "b"}
+    del machines.up["a"]
+    cluster.look()
+    assert set(cluster.nodes) == {"b"}
+    assert set(cluster.machines()) == {"a", "b"}
+
+
+def test_a_host_that_cannot_be_used_says_why_and_the_others_are_used():
+    machines = Machines(a="10.0.0.1", b="10.0.0.2", c="10.0.0.3", d="10.0.0.4")
+    machines.versions["b"] = "0.0.1"
+    machines.silent.add("c")
+    machines.up["d"] = Node("d", problem="2 machines are called d")
+    cluster = Cluster(machines)
+    cluster.look()
+    assert set(cluster.nodes) == {"a"}
+    assert "install the same" in cluster.problems["b"]
+    assert cluster.problems["c"] == "no answer"
+    assert cluster.problems["d"] == "2 machines are called d"
+    machines.silent.clear()
+    assert cluster.look(), "it is looked at again as long as it is not used"
+    assert set(cluster.nodes) == {"a", "c"}
+
+
+def test_all_hosts_are_claimed_or_none(tmp_path):
+    machines = Machines(a="10.0.0.1", b="10.0.0.2")
+    machines.owners["b"] = "another"
+    cluster = Cluster(machines)
+    cluster.look()
+    with pytest.raises(Claimed, match="host b belongs to another"):
+        cluster.claim(tmp_path, "project lab", takeover=False)
+    assert machines.owners == {"b": "another"}
+    cluster.claim(tmp_path, "project lab", takeover=True)
+    assert len(set(machines.owners.values())) == 1
+
+
+def test_a_later_start_on_the_same_state_folder_is_the_same_owner(tmp_path):
+    machines = Machines(a="10.0.0.1")
+    for start in (1, 2):
+        cluster = Cluster(machines)
+        cluster.look()
+        cluster.claim(tmp_path, "project lab", takeover=False)
+        assert machines.epochs["a"] == start
+
+
+def test_what_hosts_keep_is_recalled_from_those_that_answer():
+    machines = Machines(a="10.0.0.1", b="10.0.0.2")
+    machines.kept["a"] = "learned"
+    cluster = Cluster(machines)
+    cluster.look()
+    machines.silent.add("b")
+    assert cluster.recall() == {"a": "learned", "b": ""}

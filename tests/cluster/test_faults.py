@@ -1,0 +1,194 @@
+"""Parts of a cluster fail in mid-stream, and clients see what docs/cluster.md says; on real raylets.
+
+The table there and the tests here have the same rows.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster import rig
+from tests.cluster.site import Site, Stream
+from tests.running import seen
+
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(rig.why_not()), reason=rig.why_not())]
+
+TOKENS = 60
+"""In an answer, which takes three seconds."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with rig.Cluster() as made:
+        for name in ("head", "gpu-a", "gpu-b"):
+            made.add(name)
+        made.wait()
+        yield made
+
+
+@pytest.fixture
+def site(cluster, tmp_path):
+    made = Site(cluster, tmp_path)
+    made.mux = made.begin()
+    try:
+        for host in ("gpu-a", "gpu-b"):
+            made.becomes(host, "here")
+        for model in ("a", "b", "roam"):
+            assert made.answers(model)
+        yield made
+    finally:
+        print("\n".join(made.mux.output))  # for whoever reads why a test failed
+        made.end()
+
+
+def test_models_on_each_host_are_served_from_one_address(site):
+    streams = {model: Stream(site, model) for model in ("a", "b", "roam")}
+    for model, stream in streams.items():
+        stream.ended()
+        assert (stream.status, stream.error, len(stream.tokens)) == (200, "", TOKENS), model
+    assert "a.gpu-a" in site.ready_on("gpu-a")
+    assert "b.gpu-b" in site.ready_on("gpu-b")
+    hosts = {each["host"]: each for each in site.ask("GET", "/hosts")[2]["hosts"]}
+    assert {name: each["state"] for name, each in hosts.items()} == {
+        "local": "here",
+        "gpu-a": "here",
+        "gpu-b": "here",
+    }
+    assert hosts["gpu-a"]["round_trip_seconds"] > 0.0
+
+
+def test_an_agent_that_is_killed_cuts_no_stream_and_comes_back_by_itself(site):
+    stream = Stream(site, "a").begun()
+    site.a.kill_agent()
+    stream.ended()
+    assert stream.is_whole, stream.error
+    assert site.answers("a2"), site.mux.output
+
+
+def test_a_raylet_that_is_killed_cuts_no_stream_and_engines_are_taken_over(site):
+    engines = site.engines()["gpu-a"]
+    stream = Stream(site, "a").begun()
+    site.a.kill_raylet()
+    stream.ended()
+    assert stream.is_whole, stream.error
+    assert engines <= site.engines()["gpu-a"]
+    site.a.wait()
+    assert site.answers("a2"), site.mux.output
+
+
+def test_a_power_cut_ends_streams_with_an_error_and_others_go_on(site):
+    on_a, on_b = Stream(site, "a").begun(), Stream(site, "b").begun()
+    site.a.power_cut()
+    on_a.ended()
+    assert not on_a.is_whole
+    assert on_a.error, "never a clean end"
+    on_b.ended()
+    assert on_b.is_whole
+    site.becomes("gpu-a", "lost")
+    status, headers, answer = site.complete("a")
+    assert (status, answer["error"]["code"]) == (503, "host_unavailable")
+    assert "gpu-a" in answer["error"]["message"]
+    assert float(headers["Retry-After"]) > 0.0
+    assert site.complete("roam")[0] == 200, "another host has it"
+    assert "roam.gpu-b" in site.ready_on("gpu-b")
+    site.a.start()
+    site.a.wait()
+    site.becomes("gpu-a", "here")
+    assert site.answers("a")
+
+
+def test_a_request_without_a_byte_is_answered_by_another_host(site):
+    [name] = [n for n, b in site.backends().items() if n.startswith("roam") and b["state"] == "ready"]
+    host = site.a if site.backends()[name]["host"] == "gpu-a" else site.b
+    host.freeze()
+    stream = Stream(site, "roam")
+    stream.ended()
+    assert stream.is_whole, stream.error
+    host.thaw()
+    site.becomes(host.name, "here")
+
+
+def test_a_host_that_hangs_is_lost_and_what_still_runs_there_is_taken_over(site):
+    engines = site.engines()["gpu-a"]
+    stream = Stream(site, "a").begun()
+    site.a.freeze()
+    stream.ended()
+    assert not stream.is_whole
+    assert stream.error
+    site.becomes("gpu-a", "lost")
+    site.a.thaw()
+    site.becomes("gpu-a", "here")
+    assert site.answers("a")
+    assert engines & site.engines()["gpu-a"]
+
+
+def test_a_head_that_is_lost_cuts_nothing_and_control_comes_back_with_it(site):
+    streams = [Stream(site, model).begun() for model in ("a", "b")]
+    site.head.kill_gcs()
+    for stream in streams:
+        stream.ended()
+        assert stream.is_whole, stream.error
+    for host in (site.head, site.a, site.b):
+        host.wait()
+    assert site.answers("a2"), site.mux.output
+    assert site.answers("b")
+
+
+def test_the_process_that_speaks_with_ray_is_started_anew(site):
+    pids = site.head.pids("anvil_mux.cluster.driver")
+    stream = Stream(site, "a").begun()
+    for pid in pids:
+        rig.send(pid, 9)
+    stream.ended()
+    assert stream.is_whole, stream.error
+    assert site.answers("a2"), site.mux.output
+    assert site.head.pids("anvil_mux.cluster.driver")
+    assert not set(site.head.pids("anvil_mux.cluster.driver")) & set(pids)
+
+
+def test_a_killed_anvil_mux_finds_its_engines_on_all_hosts(site):
+    engines = site.engines()
+    site.mux.process.kill()
+    site.mux.process.wait(30)
+    site.mux = site.begin()
+    for model in ("a", "b", "roam"):
+        assert site.complete(model)[0] == 200
+    assert site.engines() == engines
+
+
+def test_a_second_anvil_mux_is_refused_and_takes_over_when_told_to(site, tmp_path):
+    second = site.serve("--port", "9293", state=tmp_path / "second")
+    assert second.process.wait(60) == 1
+    second.tells("belongs to project faults on .*--takeover")
+    engines = site.engines()
+    third = site.begin(9293, words=["--takeover"], state=tmp_path / "second")
+    assert site.mux.process.wait(60) == 1
+    site.mux.tells("this one ends, and its engines run on")
+    assert site.complete("a", 9293)[0] == 200
+    assert site.engines() == engines
+    third.process.terminate()
+    third.process.wait(60)
+
+
+def test_a_standby_takes_over_from_one_that_was_killed(site, tmp_path):
+    """The recipe in docs/cluster.md: the standby waits until the first does not answer any more."""
+    engines = site.engines()
+    site.mux.process.kill()
+    site.mux.process.wait(30)
+    with pytest.raises(OSError):
+        site.ask("GET", "/livez")
+    standby = site.begin(9293, words=["--takeover"], state=tmp_path / "standby")
+    for model in ("a", "b", "roam"):
+        assert site.complete(model, 9293)[0] == 200
+    assert site.engines() == engines
+    standby.process.terminate()
+    standby.process.wait(60)
+
+
+def test_a_host_is_drained_and_used_again(site):
+    site.ask("POST", "/hosts/drain", {"host": "gpu-a"})
+    assert not seen(lambda: site.ready_on("gpu-a"), lambda names: not names)
+    assert site.complete("a")[2]["error"]["code"] == "host_unavailable"
+    assert site.complete("roam")[0] == 200
+    site.ask("POST", "/hosts/undrain", {"host": "gpu-a"})
+    assert site.answers("a")
