@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import socket
 import subprocess
@@ -46,12 +47,15 @@ FILE = {
 """Models on one host each, one of which makes room for the other, and one that may be on either."""
 
 
-def question(model, tokens, *, stream=False):
+NUMBERS = itertools.count(1)
+
+
+def question(model, tokens, prompt="go", *, stream=False):
     return {
         "model": model,
         "stream": stream,
         "max_tokens": tokens,
-        "messages": [{"role": "user", "content": "go"}],
+        "messages": [{"role": "user", "content": prompt}],
     }
 
 
@@ -60,6 +64,10 @@ class Stream:
 
     def __init__(self, site, model, tokens=60):
         self.model = model
+        prompt = f"question-{next(NUMBERS)}"
+        words = ["This ", "is ", f"{model}. ", "You ", "said: ", prompt]
+        self.wanted = [*words, *(f" {number}" for number in range(1, tokens))][:tokens]
+        """The tokens of the whole answer, which no other question has."""
         self.tokens = []
         self.error = ""
         """What the stream, or the answer in its place, says went wrong; "" if nothing does."""
@@ -68,7 +76,7 @@ class Stream:
         """Whether it ended as a whole answer does."""
         self.since, self.until = time.monotonic(), 0.0
         self._begun = threading.Event()
-        self._asked = json.dumps(question(model, tokens, stream=True))
+        self._asked = json.dumps(question(model, tokens, prompt, stream=True))
         self._thread = threading.Thread(target=self._read, args=(site,), daemon=True)
         self._thread.start()
 
