@@ -1,6 +1,6 @@
 /* An engine that costs nothing, so that a benchmark sees the relay in front of it.
  *
- *   stub_engine [--port N] [--model NAME] [--load-seconds S]      (or PORT, MODEL in the environment)
+ *   stub_engine [--port N] [--model NAME] [--load-seconds S]      (or PORT, MODEL, and HOST, in the environment)
  *
  * One thread, one epoll, HTTP/1.1 keep-alive on 127.0.0.1. GET /health, GET /v1/models and
  * POST /v1/chat/completions, whose JSON body may hold
@@ -370,6 +370,7 @@ static int listen_on(int port) {
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_port = htons((uint16_t)port)};
     at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (getenv("HOST")) inet_pton(AF_INET, getenv("HOST"), &at.sin_addr);
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &(int){1}, sizeof(int));
     if (fd < 0 || bind(fd, (struct sockaddr *)&at, sizeof at) || listen(fd, 4096)) die("listen");
     return fd;

@@ -174,14 +174,24 @@ class Site:
 
     def serve(self, *words, state=None):
         argv = [sys.executable, "-m", "anvil_mux", "serve", str(self.file)]
+        return self._spawn([*argv, "--cluster", self.cluster.address, *words], state)
+
+    def _spawn(self, argv, state):
         environ = {**self.head.environ(), **({"XDG_STATE_HOME": str(state)} if state else {})}
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        argv += ["--cluster", self.cluster.address, *words]
         return Running(self.head.popen(argv, env=environ, text=True, **pipes), argv)
 
     def begin(self, port=PORT, **options):
         """Start an anvil-mux, and return once it knows what runs."""
         mux = self.serve("--port", str(port), *options.pop("words", ()), **options)
+        return self._started(mux, port)
+
+    def begin_alone(self, port, *words, state):
+        """Start an anvil-mux without a cluster, in the same network."""
+        argv = [sys.executable, "-m", "anvil_mux", "serve", str(self.file), "--port", str(port), *words]
+        return self._started(self._spawn(argv, state), port)
+
+    def _started(self, mux, port):
         mux.wait_until_listening()
         assert not seen(
             lambda: self.ask("GET", "/healthz", port=port)[2]["adopting"], lambda names: not names
