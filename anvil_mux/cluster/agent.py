@@ -16,7 +16,7 @@ import secrets
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -143,9 +143,7 @@ class Agent:
 
     def _perform(self, call: AgentCall) -> object:
         owner, args = call.owner, call.args
-        for each in args:
-            if isinstance(each, Backend):
-                _check_backend(each)
+        _check_names(args)
         match call.method:
             case "hello":
                 return self.hello()
@@ -218,9 +216,6 @@ class Agent:
     # The host
 
     def _reconfigure(self, owner: Owner, config: HostConfig) -> None:
-        _check_name(config.project)
-        for backend in config.backends:
-            _check_backend(backend)
         with self._configuring:
             with self._changed:
                 self._ownership.check(owner)
@@ -262,9 +257,6 @@ class Agent:
     # Steps
 
     def _begin(self, owner: Owner, number: int, method: str, args: tuple[Any, ...]) -> None:
-        for each in args:
-            if isinstance(each, Backend):
-                _check_backend(each)
         with self._changed:
             self._steps.begin(number, self._step(owner, self._owned(owner), method, args))
 
@@ -341,9 +333,18 @@ def _is_one_project(before: HostConfig, after: HostConfig) -> bool:
     return (before.project, before.runtime) == (after.project, after.runtime)
 
 
-def _check_backend(backend: Backend) -> None:
-    _check_name(backend.name)
-    _check_name(backend.service_name)
+def _check_names(args: Iterable[object]) -> None:
+    """Refuse a call with a name that cannot be used here, wherever in its arguments that stands."""
+    for each in args:
+        match each:
+            case Backend():
+                _check_name(each.name)
+                _check_name(each.service_name)
+            case HostConfig():
+                _check_name(each.project)
+                _check_names(each.backends)
+            case tuple() | list():
+                _check_names(each)
 
 
 def _check_name(name: str) -> None:

@@ -442,6 +442,8 @@ def test_no_name_leads_out_of_the_state_folder_or_is_an_option(rig: Rig, name: s
         ("begin", 1, "stop", (optional,)),
         ("reconfigure", replace(CONFIG, backends=(bad,))),
         ("reconfigure", replace(CONFIG, project=name)),
+        ("lacks", replace(CONFIG, backends=(optional,))),
+        ("lacks", replace(CONFIG, project=name)),
     ):
         with pytest.raises(BackendError, match="is no name that can be used here"):
             mux(*call)
