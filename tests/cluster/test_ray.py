@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -339,6 +340,24 @@ def test_a_raylet_that_was_killed_comes_back_and_its_engines_were_never_gone(
     cluster: Cluster, driven: Driven
 ):
     with_engine(cluster.hosts["a"], driven, cluster.hosts["a"].kill_raylet)
+
+
+def test_an_agent_ends_with_its_raylet_and_lets_the_next_one_have_the_host(cluster: Cluster, driven: Driven):
+    host = cluster.add("c", environ={"RAY_raylet_death_check_interval_milliseconds": "3600000"})
+    host.wait()
+    before = driven.hello("c")["instance"]
+    driven.call("c", "claim", "the test", False)
+    [agent] = [os.pidfd_open(pid) for pid in host.pids("ray::HostActor")]
+    host.kill_raylet()
+    ended = select.select([agent], [], [], GUARD)[0]
+    os.close(agent)
+    assert ended
+    host.wait()
+    while driven.hello("c")["instance"] == before:
+        pass
+    driven.call("c", "claim", "the test", False)
+    host.power_cut()
+    del cluster.hosts["c"]
 
 
 def test_a_host_that_is_frozen_fails_in_time_and_holds_up_no_other(cluster: Cluster, driven: Driven):
