@@ -154,11 +154,11 @@ def reload(given: argparse.Namespace) -> int:
 
 
 def logs(given: argparse.Namespace) -> int:
-    """Print the logs of an anvil-mux elsewhere; of one that runs here the engines themselves are read."""
+    """Print the logs of engines elsewhere, by way of anvil-mux; on this machine the engines' own are read."""
     from anvil_mux.serve import remote
 
     if given.follow:
-        raise BackendError("-f follows a log only where it runs: there, or with its compose file (--file)")
+        raise BackendError("-f follows a log only where both the engine and anvil-mux run")
 
     def ask(**of: str) -> Any:
         return ask_mux(given, "GET", remote.query("/logs", lines=str(given.lines), **of))

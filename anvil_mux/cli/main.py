@@ -494,6 +494,8 @@ def _logs(given: argparse.Namespace) -> int:
         return asking.logs(given)
     config = configuration(place.files if place else given.files or _files_served())
     backends = [b for b in config.backends if given.model in (b.name, b.model, *b.aliases)]
+    if any(backend.host for backend in backends or config.backends):
+        return asking.logs(given)  # an engine on another host, or one whose name only the cluster tells
     if not backends:
         known = ", ".join(b.model for b in config.backends)
         raise BackendError(f"no service serves {given.model}; known: {known}")

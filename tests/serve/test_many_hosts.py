@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,23 @@ def test_models_on_several_hosts_have_one_address_and_a_host_is_drained(file, tm
         assert (status, "is not lost" in text) == (400, True)
         status, _, text = mux.request("POST", "/hosts/drain", {"host": "delta"})
         assert (status, "Known hosts: local, alpha, beta, gamma" in text) == (404, True)
+
+
+def test_logs_of_engines_on_other_hosts_come_by_way_of_anvil_mux(file, tmp_path):
+    def logs(*words):
+        argv = [sys.executable, "-m", "anvil_mux", "logs", *words]
+        environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+        done = subprocess.run(argv, env=environ, cwd=ROOT, text=True, capture_output=True)
+        return done.stdout + done.stderr
+
+    with serving(file, "--cluster", "local", state=tmp_path / "state") as mux:
+        for model in SERVICES:
+            assert mux.chat(model)[0] == 200, mux.output
+        for words in (["--url", f"127.0.0.1:{mux.port}"], ["--file", str(file)]):
+            for name in ("here", "far", "far.beta.0"):
+                assert "listens on" in logs(name, *words)
+            assert "only where both the engine and anvil-mux run" in logs("far", "-f", *words)
+            assert "nobody" in logs("nobody", *words)
 
 
 def test_a_killed_anvil_mux_finds_its_engines_on_all_hosts(file, tmp_path):
