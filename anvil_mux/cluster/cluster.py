@@ -51,7 +51,7 @@ class Cluster:
     def look(self) -> bool:
         """Look which hosts there are, and what new ones have; whether that has changed. AgentSilent."""
         before = self.machines()
-        nodes = {node.name: node for node in self.control.nodes()}
+        nodes = {node.name: node for node in sorted(self.control.nodes())}
         problems = {name: node.problem for name, node in nodes.items() if node.problem}
         usable = {name: node for name, node in nodes.items() if name not in problems}
         new = [self.host(name) for name, node in usable.items() if node != self.nodes.get(name)]
@@ -75,6 +75,7 @@ class Cluster:
 
         def missing(host: RemoteHost) -> list[str]:
             try:
+                host.hello()  # the first one may have had to wait for the agent to start
                 return host.lacks(part(host.name))
             except MuxError as error:
                 return [error.message]
