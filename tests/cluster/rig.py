@@ -205,8 +205,8 @@ class Host:
         self._init = None
         if self._dockerd is not None:
             self._dockerd.wait(END_TIMEOUT)
-            for left in self.folder.glob("docker*.pid"):
-                left.unlink()
+            (self.folder / "docker.pid").unlink(missing_ok=True)
+            shutil.rmtree(self.folder / "docker-run", ignore_errors=True)  # as the start of a machine does
 
     def freeze(self) -> None:
         """Make it silent: no process of it runs, but its addresses accept connections."""
