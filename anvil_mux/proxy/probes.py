@@ -47,7 +47,7 @@ class Probes:
         self.draining = False
 
     def hello(self, _: Asked) -> Answer:
-        lines = (f"  {model.model}  {model.state}\n" for model in self._mux.overview.status().models)
+        lines = (f"  {model.model}  {model.offered_state}\n" for model in self._mux.overview.status().models)
         text = f"anvil-mux {__version__}\n\nmodels:\n{''.join(lines)}\nstate: /healthz  metrics: /metrics\n"
         return 200, TEXT, text.encode()
 

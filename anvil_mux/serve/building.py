@@ -99,6 +99,7 @@ class Parts:
             costs=lambda: self.mux.overview.costs(),
             footprints=lambda: self.mux.overview.footprints(),
             sight=lambda: self.hosts.sight(),
+            round_trips=lambda: self.hosts.round_trips(),
         )
         self.feed = Feed()
         self.journal = Journal(

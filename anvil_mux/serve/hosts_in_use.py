@@ -167,6 +167,11 @@ class HostsInUse:
         away = [name for name, each in self.watches.items() if each.state in ("away", "lost")]
         return f"not here: {', '.join(away)}" if away else ""
 
+    def round_trips(self) -> dict[str, float]:
+        """Seconds that the agents of the hosts that are here took to answer last."""
+        here = [each.host for each in list(self.watches.values()) if each.state == "here"]
+        return {host.name: host.round_trip_seconds for host in here if host.round_trip_seconds is not None}
+
     def reports(self) -> list[dict[str, Any]]:
         """Return the part of GET /hosts that the scheduler does not know."""
         gpus = [{"id": gpu.id, "name": gpu.name, "total": gpu.total} for gpu in self.local.inventory().gpus]

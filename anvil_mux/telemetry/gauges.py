@@ -14,7 +14,7 @@ from anvil_mux.host.seam import Seen, Sight
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import TRANSITIONS
 from anvil_mux.scheduler.footprint import Footprint
-from anvil_mux.scheduler.status import Status
+from anvil_mux.scheduler.status import BackendState, Status
 
 STATES = sorted({state for state, _ in TRANSITIONS} | set(TRANSITIONS.values()))
 NONE, SEVERAL = "none", "several"
@@ -29,13 +29,14 @@ def of_models(status: Status) -> Iterator[Metric]:
     yield _gauge("anvil_inflight_requests", "Requests that hold a lease.", "model", inflight)
     queued: Samples = {(m.model,): float(m.waiting) for m in models}
     yield _gauge("anvil_queued_requests", "Requests that are queued.", "model", queued)
-    states: Samples = {(m.model, state): float(m.state == state) for m in models for state in STATES}
+    states: Samples = {(m.model, state): float(m.offered_state == state) for m in models for state in STATES}
     yield _gauge("anvil_model_state", "1 for the state that the model is in.", "model state", states)
     far = [(m.model, m.progress.fraction) for m in models if m.progress]
     done: Samples = {(model,): fraction for model, fraction in far if fraction is not None}
     yield _gauge("anvil_model_load_progress_ratio", "How much of a load is done, if known.", "model", done)
     backends = [backend for model in models for backend in model.backends]
-    states = {(b.backend, state): float(b.state == state) for b in backends for state in STATES}
+    told = [backend for backend in backends if _is_told(backend)]
+    states = {(b.backend, state): float(b.state == state) for b in told for state in STATES}
     yield _gauge("anvil_backend_state", "1 for the state that the backend is in.", "backend state", states)
     said = {b.backend: b.engine for b in backends if b.engine}
     loads = {name: each.load for name, each in said.items() if each.load}
@@ -50,6 +51,14 @@ def of_models(status: Status) -> Iterator[Metric]:
     ages: Samples = {(name,): each.age_seconds for name, each in said.items()}
     text = "How old the engine's last figures are."
     yield _gauge("anvil_engine_figures_age_seconds", text, "backend", ages)
+
+
+def _is_told(backend: BackendState) -> bool:
+    """Whether the state of a backend is a series.
+
+    On other hosts a model may have hundreds of backends, of which all but a few are always stopped.
+    """
+    return backend.host is None or backend.state != "stopped"
 
 
 def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
@@ -73,10 +82,18 @@ def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
     yield _bytes("anvil_gpu_memory_residual_bytes", "What backends in standby still hold.", kept)
 
 
-def of_hosts(status: Status) -> Iterator[Metric]:
+def of_hosts(status: Status, round_trips: Mapping[str, float]) -> Iterator[Metric]:
+    """The hosts beside the one that anvil-mux runs on; ``round_trips``: seconds to each agent and back."""
     lost: Samples = {(host.host,): float(host.is_lost) for host in status.hosts}
-    text = "1 while nobody hears of the host; of those beside the one that anvil-mux runs on."
-    yield _gauge("anvil_host_lost", text, "host", lost)
+    yield _gauge("anvil_host_lost", "1 while nobody hears of the host.", "host", lost)
+    away: Samples = {(host.host,): float(host.is_away) for host in status.hosts}
+    text = "1 while the agent of the host is silent and its engines answer."
+    yield _gauge("anvil_host_away", text, "host", away)
+    drained: Samples = {(host.host,): float(host.is_drained) for host in status.hosts}
+    yield _gauge("anvil_host_drained", "1 while the host is drained by hand.", "host", drained)
+    trips: Samples = {(host,): seconds for host, seconds in round_trips.items()}
+    text = "How long the agent of the host took to answer last, of hosts that are here."
+    yield _gauge("anvil_host_round_trip_seconds", text, "host", trips)
 
 
 def of_costs(costs: Iterable[Cost], models: Container[str]) -> Iterator[Metric]:

@@ -141,11 +141,13 @@ class Metrics:
         costs: Callable[[], Iterable[Cost]] = tuple,
         footprints: Callable[[], Iterable[Footprint]] = tuple,
         sight: Callable[[], Sight] = dict,
+        round_trips: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._status = status
         self._costs = costs
         self._footprints = footprints
         self._sight = sight
+        self._round_trips = round_trips
         self._models: dict[str, str] = {}
         self._routes = _route_labels()
         self._requests: Counter[tuple[str, str, int]] = Counter()
@@ -412,7 +414,7 @@ class Metrics:
         status = self._status()
         yield from gauges.of_models(status)
         yield from gauges.of_gpus(status, self._sight())
-        yield from gauges.of_hosts(status)
+        yield from gauges.of_hosts(status, self._round_trips())
 
     def describe(self) -> Iterable[Metric]:
         """Describe nothing: registering must not ask a multiplexer that is not there yet for its status."""

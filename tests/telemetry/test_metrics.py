@@ -515,10 +515,11 @@ def test_gauges_show_the_moment_of_the_scrape() -> None:
     assert value(seen, "anvil_model_state", model="a", state="ready") == 1
 
 
-def test_each_backend_has_a_state_of_its_own() -> None:
-    def backend(name: str, state: str) -> BackendState:
-        return BackendState(name, state, None, ("0",), 0, "", None, None, None, None, 0.0, "", ())
+def backend(name: str, state: str) -> BackendState:
+    return BackendState(name, state, None, ("0",), 0, "", None, None, None, None, 0.0, "", ())
 
+
+def test_each_backend_has_a_state_of_its_own() -> None:
     both = backend("a-0", "ready"), backend("a-1", "stuck")
     model = ModelState("a", "ready", "a-0", ("0",), (), 0, 0, "", None, backends=both)
     seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
@@ -582,12 +583,44 @@ def test_gpus_are_shown_with_who_uses_them() -> None:
     ]
 
 
-def test_a_lost_host_is_shown_and_nothing_where_there_is_only_one() -> None:
-    hosts = HostState("h1", 12.0), HostState("h2")
-    seen = Metrics(CONFIG, lambda: Status(0.0, (), (), 0, 0, hosts))
-    assert [value(seen, "anvil_host_lost", host=host) for host in ("h1", "h2")] == [1, 0]
-    family = next(f for f in Metrics(CONFIG, nothing).registry.collect() if f.name == "anvil_host_lost")
-    assert family.samples == []
+def test_how_hosts_are_is_shown_and_nothing_where_there_is_only_one() -> None:
+    hosts = HostState("h1", 12.0), HostState("h2", is_drained=True), HostState("h3", is_away=True)
+    seen = Metrics(CONFIG, lambda: Status(0.0, (), (), 0, 0, hosts), round_trips=lambda: {"h2": 0.002})
+
+    def shown(name: str) -> list[float | None]:
+        return [value(seen, name, host=host) for host in ("h1", "h2", "h3")]
+
+    assert shown("anvil_host_lost") == [1, 0, 0]
+    assert shown("anvil_host_away") == [0, 0, 1]
+    assert shown("anvil_host_drained") == [0, 1, 0]
+    assert shown("anvil_host_round_trip_seconds") == [None, 0.002, None]
+    families = [f for f in Metrics(CONFIG, nothing).registry.collect() if f.name.startswith("anvil_host_")]
+    assert [family.samples for family in families] == [[]] * 4
+
+
+def test_a_model_whose_hosts_are_all_lost_is_stopped_for_those_who_ask() -> None:
+    here, lost = HostState("h2"), HostState("h1", 12.0)
+    ready = [replace(backend(host.host, "ready"), host=host) for host in (lost, here)]
+
+    def states(*backends: BackendState) -> list[str]:
+        model = ModelState("a", "ready", "h1", ("h1/0",), (), 0, 0, "", None, backends=backends)
+        seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
+        return [each for each in STATES if value(seen, "anvil_model_state", model="a", state=each)]
+
+    assert states(ready[0]) == ["stopped"]
+    assert states(*ready) == ["ready"]
+
+
+def test_of_the_many_backends_on_other_hosts_those_that_are_stopped_are_no_series() -> None:
+    host = HostState("h")
+    far = [
+        replace(backend(name, state), host=host) for name, state in (("a.h.0", "ready"), ("a.h.1", "stopped"))
+    ]
+    backends = (*far, backend("a.0", "stopped"))
+    model = ModelState("a", "ready", "a.h.0", ("h/0",), (), 0, 0, "", None, backends=backends)
+    seen = Metrics(CONFIG, lambda: Status(0.0, (model,), (), 0, 0))
+    shown = [value(seen, "anvil_backend_state", backend=b.backend, state=b.state) for b in backends]
+    assert shown == [1, None, 1]
 
 
 def test_what_is_declared_of_a_gpu_counts_where_it_cannot_be_read() -> None:
