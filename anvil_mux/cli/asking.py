@@ -18,8 +18,11 @@ from typing import Any
 
 from anvil_mux.cli.arguments import add_json, read_positive, read_sizes
 from anvil_mux.cli.output import PROGRESS_SECONDS, print_json, print_table, say
-from anvil_mux.cli.screen import MODEL_HEAD, event_line, last_lines, lost_hosts, model_row
+from anvil_mux.cli.screen import event_line, hosts_not_here, last_lines, models_table, named
 from anvil_mux.errors import BackendError, ConfigError, MuxError
+
+MOST_STOPPED = 8
+"""How many replicas that are stopped are listed."""
 
 
 def add_address(command: argparse.ArgumentParser) -> None:
@@ -76,13 +79,12 @@ def ps(given: argparse.Namespace) -> int:
     if given.json:
         print_json(status)
         return 0
-    print_table(MODEL_HEAD, [model_row(name, model) for name, model in status["models"].items()])
-    for line in last_lines(status["models"]):
+    for line in [*models_table(status), *last_lines(status["models"])]:
         print(line)
     for name, why in (status.get("problems") or {}).items():
         say(f"warning: {name}: {why}")
-    for lost in lost_hosts(status):
-        say(f"warning: {lost}")
+    for host in hosts_not_here(status):
+        say(f"warning: {host}")
     return 0
 
 
@@ -265,14 +267,39 @@ def why(given: argparse.Namespace) -> int:
         print_json(found)
         return 0
     print(found["sentence"])
+    _print_hosts(found.get("hosts") or ())
     if given.explain or given.tokens:
         for stage, rows in found["stages"].items():
             _print_explained(stage, rows)
     return 0
 
 
+def _print_hosts(hosts: Sequence[Mapping[str, Any]]) -> None:
+    """The hosts where a model may run: those where it is loaded, those that are left out, and the others."""
+    empty = [each for each in hosts if not each["left_out"] and each["states"].keys() == {"stopped"}]
+    rows = [
+        (
+            each["host"],
+            ", ".join(f"{count} {state}" for state, count in each["states"].items()),
+            each["left_out"] or "",
+        )
+        for each in hosts
+        if each not in empty
+    ]
+    if rows:
+        print_table(("HOST", "BACKENDS", "LEFT OUT"), rows)
+    if empty:
+        print(f"It may be loaded on {named(each['host'] for each in empty)}.")
+
+
 def _print_explained(stage: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Each replica, the step of the policy that removes it, and what the metrics say of it."""
+    """Each replica, the step of the policy that removes it, and what the metrics say of it.
+
+    Those that are stopped, of which there may be hundreds, are counted where they are many.
+    """
+    stopped = [row for row in rows if row["removed_by"] == "stopped"]
+    if len(stopped) > MOST_STOPPED:
+        rows = [row for row in rows if row["removed_by"] != "stopped"]
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     read = any("engine" in row for row in rows)
     shown = [
@@ -286,6 +313,8 @@ def _print_explained(stage: str, rows: Sequence[Mapping[str, Any]]) -> None:
     ]
     head = ("REPLICA" if stage == "neutral" else stage.upper(), "REMOVED BY", *names)
     print_table((*head, "ITS ENGINE") if read else head, shown)
+    if len(stopped) > MOST_STOPPED:
+        print(f"and {len(stopped)} that are stopped")
 
 
 def _of_engine(said: Mapping[str, Any] | None) -> str:

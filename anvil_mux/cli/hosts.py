@@ -31,6 +31,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     ):
         told = what.add_parser(name, help=about, description=f"{about}.")
         told.add_argument("host", metavar="HOST", help="a name that `hosts` lists")
+        told.add_argument(
+            *("-f", "--file"),
+            action="append",
+            dest="files",
+            default=argparse.SUPPRESS,  # else it would replace what stands before WHAT
+            metavar="FILE",
+            help="compose file",
+        )
+        told.add_argument("--url", default=argparse.SUPPRESS, help="where anvil-mux is; see `ps`")
 
 
 def run(given: argparse.Namespace) -> int:

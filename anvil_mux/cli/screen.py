@@ -5,14 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 from anvil_mux.config.settings import gib
+from anvil_mux.scheduler.hosts import LOCAL
 
 LAST = 8
 """How many events the screen shows."""
+MOST = 5
+"""How many things of one kind a line names."""
+MOST_HOSTS = 12
+"""How many hosts the screen shows, of those that are here and where nothing moves."""
+MOVING = ("loading", "cancelling", "draining", "evicting", "demoting", "stuck")
 COLOURS = {
     "ready": "32",
     "loading": "33",
@@ -66,13 +72,41 @@ def model_row(name: str, model: StatusJson) -> tuple[str, ...]:
         + (" pinned" if model.get("pinned") else "")
         + _host_lost(model),
         "" if backend["size"] is None else gib(backend["size"]),
-        ",".join(model["gpus"]),
+        where(model),
         str(model["leases"]),
         str(model["waiting"]),
         "" if seconds is None else f"{seconds:.1f} s",
         _until(model, backend["unload_seconds"]),
         error if len(error) <= 60 else error[:57] + "...",
     )
+
+
+def where(model: StatusJson) -> str:
+    """The GPUs that a model is on, or the hosts where it needs none; else where it may be loaded."""
+    candidates = model.get("candidates")
+    if not candidates:
+        return ",".join(model["gpus"])
+    loaded = [each for each in model["backends"].values() if each["state"] != "stopped"]
+    there = [each for each in loaded if not each.get("host_lost")] or loaded
+    if not there and candidates["backends"] == 1:
+        there = list(model["backends"].values())
+    if there:
+        return named([place for each in there for place in each["gpus"] or [host_of(each)]], ",")
+    if candidates["hosts"] > 1:
+        return f"any of {candidates['hosts']} hosts"
+    return f"any of {candidates['backends']} on {host_of(model['backends'][model['backend']])}"
+
+
+def host_of(about: StatusJson) -> str:
+    """The name for people of the host of a GPU or a backend."""
+    return str(about.get("host") or LOCAL)
+
+
+def named(names: Iterable[str], between: str = ", ") -> str:
+    """Some names, and how many more there are."""
+    found = list(dict.fromkeys(names))
+    more = f" and {len(found) - MOST} more" if len(found) > MOST else ""
+    return between.join(found[:MOST]) + more
 
 
 def last_lines(models: Mapping[str, StatusJson], most: int = 5) -> Iterator[str]:
@@ -89,14 +123,30 @@ def _host_lost(about: StatusJson) -> str:
     return " " + paint("host lost", COLOURS["stuck"]) if about.get("host_lost") else ""
 
 
-def lost_hosts(status: StatusJson) -> Iterator[str]:
-    """The hosts that nobody hears of, a line for each, with the backends that are there."""
+def hosts_not_here(status: StatusJson) -> Iterator[str]:
+    """The hosts that do not take loads now, a line for each, with what is loaded there."""
     for name, host in status.get("hosts", {}).items():
-        if host["lost"]:
-            backends = [pair for model in status["models"].values() for pair in model["backends"].items()]
-            there = ", ".join(each for each, about in backends if about.get("host") == name)
-            since = f"lost for {host['lost_seconds']:.0f} s"
-            yield f"host {name}: {since}; its backends serve nobody: {there}"
+        if not (host["lost"] or host["away"] or host["drained"]):
+            continue
+        backends = [pair for model in status["models"].values() for pair in model["backends"].items()]
+        loaded = [each for each, about in backends if host_of(about) == name and about["state"] != "stopped"]
+        going = "going on" if host["away"] else "until its requests have ended"
+        of_those = "serving nobody" if host["lost"] else going
+        loaded_there = f"; loaded there, {of_those}: {named(loaded)}" if loaded else ""
+        yield f"host {name}: {host_state(host)}{loaded_there}"
+
+
+def host_state(host: StatusJson) -> str:
+    """The state of a host in a word or two."""
+    if host["lost"]:
+        return f"lost for {host['lost_seconds']:.0f} s"
+    return "away" if host["away"] else "drained" if host["drained"] else "here"
+
+
+def models_table(status: StatusJson) -> list[str]:
+    """The table of ``ps`` and ``top``."""
+    head = [("WHERE" if each == "GPUS" and status.get("hosts") else each) for each in MODEL_HEAD]
+    return table(head, (model_row(*pair) for pair in status["models"].items()))
 
 
 MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "UNTIL", "LAST ERROR")
@@ -136,11 +186,13 @@ class TopScreen:
         running = f"{state['leases']} in flight, {state['waiting']} waiting"
         shown = [f"anvil-mux {state['version']}: {state['status']}, {running}", ""]
         shown += [f"problem: {name}: {why}" for name, why in state["problems"].items()]
-        shown += [f"problem: {lost}" for lost in lost_hosts(state)]
-        shown += table(
-            ("GPU", "STATE", "RESIDENT", ""), map(_gpu_row, *zip(*state["gpus"].items(), strict=True))
-        )
-        shown += ["", *table(MODEL_HEAD, (model_row(*pair) for pair in state["models"].items()))]
+        shown += [f"problem: {host}" for host in hosts_not_here(state)]
+        if state.get("hosts"):
+            shown += _hosts_table(state)
+        else:
+            rows = [_gpu_row(*pair) for pair in state["gpus"].items()]
+            shown += table(("GPU", "STATE", "RESIDENT", ""), rows)
+        shown += ["", *models_table(state)]
         if state["queued"]:
             rows = [(f"#{w['ticket']}", w["model"], f"{now - w['since']:.0f} s") for w in state["queued"]]
             shown += ["", *table(("WAITS", "FOR", "SINCE"), rows)]
@@ -148,13 +200,53 @@ class TopScreen:
 
 
 def _gpu_row(gpu: str, about: StatusJson) -> tuple[str, ...]:
-    drain = about["draining"]
-    note = f"makes room for {drain['target']}, {drain['seconds_left']:.0f} s left" if drain else ""
-    state = state_cell(about["state"]) + _host_lost(about)
-    return gpu, state, ", ".join(about["residents"]), note
+    return gpu, state_cell(about["state"]), ", ".join(about["residents"]), _leaving(about)
+
+
+def _leaving(gpu: StatusJson) -> str:
+    drain = gpu["draining"]
+    return f"makes room for {drain['target']}, {drain['seconds_left']:.0f} s left" if drain else ""
+
+
+def _hosts_table(state: StatusJson) -> list[str]:
+    """A line for each host: first those that are not here and those where something moves."""
+    gpus: dict[str, list[StatusJson]] = {name: [] for name in state["hosts"]}
+    for about in state["gpus"].values():
+        gpus.setdefault(host_of(about), []).append(about)
+    stirring = [name for name in gpus if _is_stirring(state["hosts"].get(name), gpus[name])]
+    shown = [*stirring, *[name for name in gpus if name not in stirring][:MOST_HOSTS]]
+    names = [name for name in gpus if name in shown]
+    rows = [_host_row(name, state["hosts"].get(name), gpus[name]) for name in names]
+    lines = table(("HOST", "STATE", "GPUS", "RESIDENT", ""), rows)
+    left = [gpu for name in gpus.keys() - shown for gpu in gpus[name]]
+    return [*lines, f"and {len(gpus) - len(shown)} more hosts: {_summed_up(left)}"] if left else lines
+
+
+def _is_stirring(host: StatusJson | None, gpus: Iterable[StatusJson]) -> bool:
+    """Whether there is more to say of a host than what is loaded there."""
+    return bool(host and host_state(host) != "here") or any(gpu["state"] in MOVING for gpu in gpus)
+
+
+def _host_row(name: str, host: StatusJson | None, gpus: Sequence[StatusJson]) -> tuple[str, ...]:
+    state = host_state(host) if host else "here"
+    colour = COLOURS["stuck"] if host and host["lost"] else "" if state == "here" else COLOURS["loading"]
+    residents = named(model for gpu in gpus for model in gpu["residents"])
+    return (
+        name,
+        paint(state, colour),
+        _summed_up(gpus),
+        residents,
+        "; ".join(filter(None, map(_leaving, gpus))),
+    )
+
+
+def _summed_up(gpus: Iterable[StatusJson]) -> str:
+    """How many GPUs are in each state."""
+    return ", ".join(f"{count} {state}" for state, count in Counter(gpu["state"] for gpu in gpus).items())
 
 
 def event_line(event: StatusJson) -> str:
     """An event as ``anvil-mux events`` prints it."""
     clock = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-    return f"{clock} {event['model'] or 'anvil-mux'}: {event['text']}"
+    on = f" on {event['host']}" if event.get("host") else ""
+    return f"{clock} {event['model'] or 'anvil-mux'}{on}: {event['text']}"

@@ -103,6 +103,13 @@ class Overview:
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
         return Status(now, models, gpus, waiting, leases, hosts=hosts)
 
+    def model(self, name: str) -> ModelState:
+        """The picture of one model; UnknownModel if it is not served any more."""
+        with self._lock:
+            self._find(name)
+            [state] = self._model_states(name)
+        return state
+
     def _model_states(self, name: str) -> list[ModelState]:
         """The state of a model, unless it is gone. Under the lock."""
         if name not in self._layout.models:

@@ -16,6 +16,7 @@ from anvil_mux.protocol.completions import finite
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.routing.routing import Work
+from anvil_mux.telemetry import healthz
 
 LOG_LINES = 200
 MAX_LOG_LINES = 5000
@@ -64,7 +65,9 @@ class Diagnosis:
             key: round(value, 1) if isinstance(value, float) else value
             for key, value in found._asdict().items()
         }
-        _answer(reply, {**told, "sentence": found.sentence, "stages": finite(stages)})
+        hosts = healthz.hosts_of(self._mux.overview.model(model))
+        more = {"hosts": hosts} if hosts else {}
+        _answer(reply, {**told, "sentence": found.sentence, "stages": finite(stages), **more})
 
 
 def _named(asked: Asked) -> tuple[str, dict[str, list[str]]]:

@@ -85,7 +85,7 @@ class Handler:
         self._questions = Questions(mux, stored)
         self._dispatcher = Dispatcher(mux, relay, stored, patience)
         self.probes = Probes(mux, metrics, checks or {}, sight=sight, reloads=reloads, notes=notes or {})
-        page = Page(mux, self._feed, self.probes.state)
+        page = Page(mux, self._feed, lambda: self.probes.state(brief=True))
         self.local = Local(mux, self.probes, page, tail, reloads=reloads, reports=hosts)
 
     @property

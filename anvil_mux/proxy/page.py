@@ -39,7 +39,7 @@ Picture = dict[str, Any]
 
 
 class Page:
-    """Serves the page and its events. Any thread. ``state``: what ``/healthz`` tells."""
+    """Serves the page and its events. Any thread. ``state``: what ``/healthz`` tells, in brief."""
 
     def __init__(self, mux: Multiplexer, feed: Feed, state: Callable[[], Picture]) -> None:
         self._mux = mux
@@ -90,7 +90,10 @@ class Page:
         return {"now": round(time.time(), 3), **state, "queued": queued}
 
     def _event(self, event: Event) -> Picture:
-        return told(event, self._at(event.at))
+        """An event for those who look on, with the host of its backend if that is not our own."""
+        backend = self._mux.overview.backend(event.backend)
+        host = {"host": backend.host} if backend and backend.host else {}
+        return {**told(event, self._at(event.at)), **host}
 
     def _at(self, moment: float) -> float:
         return round(self._mux.overview.wall(moment), 2)

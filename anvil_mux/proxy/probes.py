@@ -68,8 +68,8 @@ class Probes:
         status = 503 if state["problems"] else 200
         return status, JSON, json.dumps(state, indent=1).encode("ascii") + b"\n"
 
-    def state(self) -> dict[str, Any]:
-        """The state that /healthz and the page tell."""
+    def state(self, *, brief: bool = False) -> dict[str, Any]:
+        """The state that /healthz tells; ``brief``: as those are told who follow it."""
         status = self._mux.overview.status()
         problems = {name: why for name, why in self._problems().items() if why}
         ready = [model.model for model in status.models if model.offered_state == "ready"]
@@ -83,7 +83,7 @@ class Probes:
             "adopting": self._mux.overview.unseen,
             "waiting": status.waiting,
             "leases": status.leases,
-            "models": {model.model: healthz.model_state(model) for model in status.models},
+            "models": {m.model: healthz.model_state(m, brief=brief) for m in status.models},
             "gpus": {gpu.gpu: healthz.gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
             **({"hosts": hosts} if hosts else {}),
             "resident": ready[0] if ready else None,

@@ -156,6 +156,7 @@ class Replicas:
         for slot in self._slots.values():
             if slot.name not in told:
                 why = slot.state if slot.state != "ready" else self._left_out(slot, kind)
+                why = "host_lost" if slot.host.is_lost else why
                 rows.append({"backend": slot.name, "chosen": False, "removed_by": why, "metrics": {}})
         return rows
 

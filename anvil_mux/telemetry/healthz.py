@@ -1,20 +1,29 @@
 """The JSON objects of /healthz for models, GPUs and hosts; the commands read the same.
 
-Of hosts nothing is said where there are none beside the one that anvil-mux runs on.
+Of hosts nothing is said where there are none beside the one that anvil-mux runs on. Where a model may run in
+many places, ``candidates`` counts them, and those who look on are told of the few backends that matter.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from anvil_mux.host.seam import OtherProcess, Seen
 from anvil_mux.routing import in_flight
 from anvil_mux.scheduler.causes import sentence, to_json
+from anvil_mux.scheduler.hosts import LOCAL
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.status import BackendState, Deferral, GpuState, HostState, ModelState
 
+MANY = 8
+"""More backends than that are summed up, also where there is but one host."""
 
-def model_state(model: ModelState) -> dict[str, object]:
+
+def model_state(model: ModelState, *, brief: bool = False) -> dict[str, object]:
+    """One model; ``brief``: without the backends that are stopped, where there may be many."""
+    candidates = _candidates(model)
+    backends = [each for each in model.backends if not (brief and candidates) or _matters(model, each)]
     return {
         "state": model.state,
         "backend": model.backend,
@@ -28,9 +37,50 @@ def model_state(model: ModelState) -> dict[str, object]:
         "last_error": model.last_error or None,
         "load_seconds": model.load_seconds,
         "progress": _progress(model.progress),
-        "backends": {backend.backend: _backend_state(backend) for backend in model.backends},
+        "backends": {backend.backend: _backend_state(backend) for backend in backends},
+        **candidates,
         **({"host_lost": model.is_lost} if any(backend.host for backend in model.backends) else {}),
     }
+
+
+def _candidates(model: ModelState) -> dict[str, object]:
+    """How many backends a model has, and on how many hosts, where these are too many to list."""
+    hosts = {each.host.host if each.host else "" for each in model.backends}
+    if not any(hosts) and len(model.backends) <= MANY:
+        return {}
+    return {"candidates": {"backends": len(model.backends), "hosts": len(hosts)}}
+
+
+def hosts_of(model: ModelState) -> list[dict[str, object]]:
+    """The hosts where a model may run, how many backends it has there in which state, and which are left out.
+
+    Empty where there is but the one that anvil-mux runs on.
+    """
+    found: dict[HostState | None, Counter[str]] = {}
+    for each in model.backends:
+        found.setdefault(each.host, Counter())[each.state] += 1
+    if not any(found):
+        return []
+    return [
+        {"host": host.host if host else LOCAL, "states": dict(states), "left_out": _left_out(host)}
+        for host, states in found.items()
+    ]
+
+
+def _left_out(host: HostState | None) -> str | None:
+    """Why nothing is loaded on a host now; None: it takes loads."""
+    if host and host.lost_seconds is not None:
+        return f"lost: has not answered for {host.lost_seconds:.0f} s"
+    if host and host.is_drained:
+        return "drained by hand"
+    if host and host.is_away:
+        return "away: its agent is silent; what is loaded there goes on"
+    return None
+
+
+def _matters(model: ModelState, backend: BackendState) -> bool:
+    """Whether there is more to say of a backend than that it might be loaded."""
+    return backend.state != "stopped" or bool(backend.error) or backend.backend == model.backend
 
 
 def _progress(progress: Progress | None) -> dict[str, object] | None:

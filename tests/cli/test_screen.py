@@ -10,9 +10,11 @@ from anvil_mux.cli.screen import (
     LAST,
     MODEL_HEAD,
     TopScreen,
+    event_line,
+    hosts_not_here,
     last_lines,
-    lost_hosts,
     model_row,
+    models_table,
     paint,
     table,
     width,
@@ -73,26 +75,91 @@ def test_what_happened_to_a_backend_that_failed_is_shown_in_full_with_its_engine
     assert shown == ["", "b-1: exited with code 139", *[f"  | line {n}" for n in range(4, 9)]]
 
 
-def test_a_lost_host_is_named_with_its_backends_and_those_who_are_there_are_marked() -> None:
-    backends = {"m0": BACKEND, "m1": {**BACKEND, "host": "h1", "host_lost": True}}
-    only_there = {"c": {**BACKEND, "host": "h1", "host_lost": True}}
+# Several hosts
+
+GPU: dict[str, Any] = {"state": "free", "residents": [], "draining": None}
+HOST: dict[str, Any] = {"lost": False, "lost_seconds": None, "away": False, "drained": False}
+LOST = {**HOST, "lost": True, "lost_seconds": 12.3}
+
+
+def on(host: str, state: str = "ready", *, lost: bool = False, **more: Any) -> dict[str, Any]:
+    return {**BACKEND, "state": state, "gpus": [f"{host}/0"], "host": host, "host_lost": lost, **more}
+
+
+def model(candidates: tuple[int, int], **backends: dict[str, Any]) -> dict[str, Any]:
+    counted = dict(zip(("backends", "hosts"), candidates, strict=True))
+    first, about = next(iter(backends.items()))
+    lost = all(each["host_lost"] for each in backends.values())
+    told = {"state": about["state"], "backend": first, "backends": backends, "candidates": counted}
+    return {**MODEL, **told, "host_lost": lost}
+
+
+def test_a_host_that_is_not_here_is_named_with_what_is_loaded_there() -> None:
     models = {
-        "m": {**MODEL, "state": "ready", "backend": "m0", "backends": backends, "host_lost": False},
-        "c": {**MODEL, "state": "ready", "backend": "c", "backends": only_there, "host_lost": True},
+        "m": model((3, 3), m0=on("h2"), m1=on("h1", lost=True), m2=on("h1", "stopped", lost=True)),
+        "c": model((1, 1), c=on("h1", lost=True)),
     }
-    gpu = {"state": "ready", "residents": ["c"], "draining": None, "host": "h1", "host_lost": True}
-    hosts = {"h1": {"lost": True, "lost_seconds": 12.3}, "h2": {"lost": False, "lost_seconds": None}}
-    seen = state(models=models, gpus={"h1/0": gpu}, hosts=hosts)
-    assert list(lost_hosts(seen)) == ["host h1: lost for 12 s; its backends serve nobody: m1, c"]
+    gpus = {"h1/0": {**GPU, "state": "ready", "residents": ["c"], "host": "h1", "host_lost": True}}
+    hosts = {"h1": LOST, "h2": {**HOST, "drained": True}, "h3": {**HOST, "away": True}, "h4": HOST}
+    seen = state(models=models, gpus=gpus, hosts=hosts)
+    told = [
+        "host h1: lost for 12 s; loaded there, serving nobody: m1, c",
+        "host h2: drained; loaded there, until its requests have ended: m0",
+        "host h3: away",
+    ]
+    assert list(hosts_not_here(seen)) == told
     picture = TopScreen()
     picture.take("snapshot", {**seen, "events": []})
     shown = picture.lines(0.0)
-    assert f"problem: {next(lost_hosts(seen))}" in shown
-    assert [line.split()[:5] for line in shown if "host lost" in line] == [
-        ["h1/0", "ready", "host", "lost", "c"],
-        ["c", "ready", "host", "lost", "0"],
-    ]
-    assert list(lost_hosts(state())) == []
+    assert [line for line in shown if line.startswith("problem: ")] == [f"problem: {each}" for each in told]
+    assert [line.split()[:4] for line in shown if "host lost" in line] == [["c", "ready", "host", "lost"]]
+    assert list(hosts_not_here(state())) == []
+
+
+@pytest.mark.parametrize(
+    ("about", "place"),
+    [
+        (model((8, 4), a=on("h1", "stopped")), "any of 4 hosts"),
+        (model((8, 1), a=on("h1", "stopped")), "any of 8 on h1"),
+        (model((1, 1), a=on("h1", "stopped")), "h1/0"),
+        (model((8, 4), a=on("h1", "stopped"), b=on("h2", "loading"), c=on("h3")), "h2/0,h3/0"),
+        (model((8, 4), a=on("h1", lost=True), b=on("h2")), "h2/0"),
+        (model((8, 4), a=on("h1", lost=True)), "h1/0"),
+        (model((8, 4), a=on("h1", gpus=[])), "h1"),
+        (model((9, 9), **{f"b{n}": on(f"h{n}") for n in range(7)}), "h0/0,h1/0,h2/0,h3/0,h4/0 and 2 more"),
+    ],
+)
+def test_a_row_says_where_a_model_is_or_how_many_hosts_may_have_it(about: dict[str, Any], place: str) -> None:
+    seen = state(models={"m": about}, hosts={"h1": HOST})
+    head, shown = models_table(seen)
+    assert shown[head.index("WHERE") :].startswith(place + " ")
+    assert "GPUS" in models_table(state())[0]
+
+
+def test_of_many_hosts_the_screen_shows_those_that_are_not_here_and_counts_others() -> None:
+    names = [f"h{number:02}" for number in range(30)]
+    gpus = {f"{name}/{gpu}": {**GPU, "host": name} for name in names for gpu in "01"}
+    drain = {"target": "b", "leases": 2, "seconds_left": 11.6}
+    gpus["h28/1"] |= {"state": "draining", "residents": ["a"], "draining": drain}
+    hosts = {**dict.fromkeys(names, HOST), "h20": LOST, "h29": {**HOST, "away": True}}
+    picture = TopScreen()
+    picture.take("snapshot", {**state(gpus=gpus, hosts=hosts), "events": []})
+    shown = picture.lines(0.0)
+    table = shown[shown.index("HOST  STATE          GPUS                RESIDENT") + 1 :]
+    assert [line[:3] for line in table[:15]] == [*names[:12], "h20", "h28", "h29"]
+    assert "lost for 12 s  2 free" in table[12]
+    assert "a         makes room for b, 12 s left" in table[13]
+    assert table[15] == "and 15 more hosts: 30 free"
+
+
+def test_a_screen_without_gpus_has_a_table_without_rows() -> None:
+    picture = TopScreen()
+    picture.take("snapshot", state(gpus={}, events=[]))
+    assert "GPU  STATE  RESIDENT" in picture.lines(0.0)
+
+
+def test_an_event_names_the_host_of_its_backend() -> None:
+    assert event_line({**event(0), "host": "h1"}).endswith(" a on h1: event 0")
 
 
 def test_a_picture_follows_the_state_and_keeps_the_last_events() -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from anvil_mux.config.config import Backend
 from anvil_mux.proxy.waiting import Patience
+from anvil_mux.scheduler.events import Event
 from tests.fake_engine import JSON_OK, SSE_HEAD, Rig, chunk
+from tests.proxy.test_watching import Watcher
 from tests.running import seen
 
 HERE, THERE = Backend("b", "m", ("0",)), Backend("a", "m", ("0",), host="h1")
@@ -51,6 +53,50 @@ def test_a_model_on_a_lost_host_is_offered_to_nobody(make_rig: Make) -> None:
 
 def test_where_there_is_one_host_none_is_named(rig: Rig) -> None:
     assert b"host" not in rig.client().get(b"/healthz").body
+
+
+def candidates(*hosts: str) -> list[Backend]:
+    """Two backends of a model on each host."""
+    return [Backend(f"m.{host}.{gpu}", "m", (gpu,), host=host) for host in hosts for gpu in "01"]
+
+
+def test_those_who_look_on_are_told_of_the_backends_that_matter(make_rig: Make) -> None:
+    rig = make_rig(backends=candidates("h1", "h2", "h3"))
+    rig.mux.facts.adopt({"m.h2.1": rig.engine.url})
+    rig.feed.tell(Event(0.0, "ready", "m", "m.h2.1"))
+    _, told = Watcher(rig.client()).next()
+    assert told["models"]["m"]["candidates"] == {"backends": 6, "hosts": 3}
+    assert told["models"]["m"]["backends"].keys() == {"m.h2.1"}
+    assert [event["host"] for event in told["events"]] == ["h2"]
+    assert len(json.loads(rig.client().get(b"/healthz").body)["models"]["m"]["backends"]) == 6
+
+
+def test_of_a_few_backends_on_one_host_all_are_told(make_rig: Make) -> None:
+    rig = make_rig(backends=[Backend(f"m.{gpu}", "m", (gpu,)) for gpu in "01234567"])
+    _, told = Watcher(rig.client()).next()
+    assert "candidates" not in told["models"]["m"]
+    assert len(told["models"]["m"]["backends"]) == 8
+
+
+def test_why_names_the_hosts_and_says_which_are_left_out(make_rig: Make) -> None:
+    rig = make_rig(backends=candidates("", "h1", "h2", "h3"))
+    rig.mux.facts.adopt({"m.h1.0": rig.engine.url})
+    rig.mux.facts.host_lost("h1")
+    rig.mux.facts.host_drained("h2", True)
+    rig.mux.facts.host_away("h3", True)
+    told = {each.pop("host"): each for each in json.loads(rig.client().get(b"/why?model=m").body)["hosts"]}
+    assert told["local"] == {"states": {"stopped": 2}, "left_out": None}
+    assert told["h1"]["states"] == {"ready": 1, "stopped": 1}
+    assert told["h1"]["left_out"].startswith("lost: has not answered for ")
+    assert told["h2"]["left_out"] == "drained by hand"
+    assert told["h3"]["left_out"] == "away: its agent is silent; what is loaded there goes on"
+    stages = json.loads(rig.client().get(b"/why?model=m").body)["stages"]
+    removed = {row["backend"]: row["removed_by"] for row in stages["neutral"]}
+    assert (removed["m.h1.0"], removed["m.h2.0"]) == ("host_lost", "stopped")
+
+
+def test_why_names_no_host_where_there_is_one(rig: Rig) -> None:
+    assert "hosts" not in json.loads(rig.client().get(b"/why?model=a").body)
 
 
 # Requests that a lost host had

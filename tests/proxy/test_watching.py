@@ -188,7 +188,8 @@ def test_every_route_of_ours_has_a_label_in_the_metrics(rig: Rig) -> None:
 
 
 def test_no_other_web_site_may_act_here(rig: Rig) -> None:
-    for path in (b"/requests/cancel", b"/models/load", b"/models/unload", b"/models/pin", b"/models/unpin"):
+    models = (b"/models/load", b"/models/unload", b"/models/pin", b"/models/unpin")
+    for path in (b"/requests/cancel", *models, b"/hosts/drain", b"/hosts/gone"):
         client = rig.client()
         client.post(b'{"model":"a","ticket":1}', path, b"Origin: http://evil.example\r\n")
         assert client.read().status == 403
