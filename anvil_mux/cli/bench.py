@@ -120,6 +120,7 @@ def _stay_together(config: Config, a: Backend, b: Backend) -> bool:
     if not placement.fits(first):
         return False
     first.enter("adopt", 0.0)
+    placement.note(first)
     return placement.fits(second)
 
 

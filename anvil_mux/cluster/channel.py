@@ -91,7 +91,8 @@ class Channel:
         """The first frame: whether it is of use, and what it says of itself."""
         send, take = (self._child.stdin,), (self._child.stdout,)
         threading.Thread(target=self._write, args=send, name="cluster-write", daemon=True).start()
-        threading.Thread(target=self._read, args=take, name="cluster-read", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=take, name="cluster-read", daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -125,6 +126,7 @@ class Channel:
         except subprocess.TimeoutExpired:
             self._child.kill()
             self._child.wait()
+        self._reader.join(grace)  # it ends with the child's output
 
     def _write(self, pipe: BinaryIO) -> None:
         with suppress(OSError, ValueError), pipe:

@@ -748,7 +748,7 @@ def test_logs_of_one_that_runs_elsewhere_are_asked_for(
     assert main(["logs", "nope", "--url", url]) == 1
     assert "The model `nope` does not exist. Known models: a, b." in capsys.readouterr().err
     assert main(["logs", "a", "-f", "--url", url]) == 1
-    assert "where it runs" in capsys.readouterr().err
+    assert "-f follows a log only where both the engine and anvil-mux run" in capsys.readouterr().err
 
 
 def test_why_says_what_a_request_would_wait_for(url: str, capsys: pytest.CaptureFixture[str]) -> None:

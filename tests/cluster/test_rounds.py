@@ -160,6 +160,7 @@ def test_no_answer_is_lost_or_doubled_whatever_fails(cluster, tmp_path):
             load = Load(site, SEED * 1000 + number)
             what, host = rng.choice(list(faults.by_name)), rng.choice((site.a, site.b))
             threading.Event().wait(rng.uniform(0.2, 3.0))
+            print(f"round {number + 1}: {what} ({host.name})", flush=True)
             happened.append(faults.happen(what, host))
             answers = load.end()
             flaws = [(each.model, text) for each in answers if (text := flaw(each, happened))]
@@ -167,9 +168,10 @@ def test_no_answer_is_lost_or_doubled_whatever_fails(cluster, tmp_path):
                 whole=sum(each.is_whole for each in answers), told=sum(bool(a.error) for a in answers)
             )
             took = happened[-1].until - happened[-1].since
-            print(f"round {number + 1}: {what} ({host.name}), {took:.0f} s, {len(answers)} answers: {flaws}")
+            print(f"    over after {took:.0f} s, {len(answers)} answers, flaws: {flaws}", flush=True)
             assert not flaws, "\n".join(site.mux.output[-60:])
         print(f"{ROUNDS} rounds: {counts['whole']} whole answers, {counts['told']} that said why not")
         assert counts["whole"] > ROUNDS
     finally:
+        print("\n".join(site.mux.output[-200:]))  # for whoever reads why it failed
         site.end()
