@@ -18,8 +18,6 @@ from anvil_mux.scheduler.steps import Crash, Ticket
 
 KNOWN_SECONDS = 2.0
 """Seconds that a failed request waits to learn whether its engine has ended; Docker knows 0.1 s later."""
-KNOWN_ELSEWHERE_SECONDS = 10.0
-"""The same where the engine is on another host: by then it is known whether that host is lost."""
 REFUSED_SECONDS = 30.0
 """After which an engine is stopped that runs, takes no connection and says nothing on those that it has.
 
@@ -99,7 +97,7 @@ class Doubts:
             doubt.waiting.append(found)
         if is_new:
             self._clock.spawn(partial(self._look_into, backend, doubt), f"doubt-{backend.name}")
-        found.wait(KNOWN_ELSEWHERE_SECONDS if backend.host else KNOWN_SECONDS)
+        found.wait(KNOWN_SECONDS)
         return ticket.crash
 
     def settle(self, name: str) -> None:
