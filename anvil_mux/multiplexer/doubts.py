@@ -18,6 +18,8 @@ from anvil_mux.scheduler.steps import Crash, Ticket
 
 KNOWN_SECONDS = 2.0
 """Seconds that a failed request waits to learn whether its engine has ended; Docker knows 0.1 s later."""
+LOST_SECONDS = 10.0
+"""The same on another host: so long it takes to learn that the host is lost, with all that it was doing."""
 REFUSED_SECONDS = 30.0
 """After which an engine is stopped that runs, takes no connection and says nothing on those that it has.
 
@@ -97,7 +99,7 @@ class Doubts:
             doubt.waiting.append(found)
         if is_new:
             self._clock.spawn(partial(self._look_into, backend, doubt), f"doubt-{backend.name}")
-        found.wait(KNOWN_SECONDS)
+        found.wait(LOST_SECONDS if backend.host else KNOWN_SECONDS)
         return ticket.crash
 
     def settle(self, name: str) -> None:

@@ -45,6 +45,25 @@ def test_a_lost_host_is_marked_with_all_that_is_there_until_it_is_back(seed):
     Stage(FLEET, seed=seed).play(main)
 
 
+@SEEDS
+def test_a_request_without_an_answer_waits_to_learn_that_its_host_is_lost(seed):
+    def main(stage):
+        def lose():
+            stage.clock.sleep(7.0)
+            stage.mux.facts.host_lost("h1")
+
+        stage.engines.ended = lambda backend: None
+        stage.engines.answers = lambda backend, limit: False
+        with stage.mux.lease("c") as lease:
+            stage.clock.spawn(lose, "lose")
+            begun = stage.clock.now()
+            stage.mux.facts.unreachable(lease)
+            assert lease.is_host_lost
+            assert stage.clock.now() == begun + 7.0
+
+    Stage(FLEET, seed=seed).play(main)
+
+
 def test_of_several_backends_the_one_that_can_serve_stands_for_its_model():
     def main(stage):
         stage.mux.facts.adopt({"m1": "http://127.0.0.1:1"})
