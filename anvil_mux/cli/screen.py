@@ -87,7 +87,7 @@ def where(model: StatusJson) -> str:
     if not candidates:
         return ",".join(model["gpus"])
     loaded = [each for each in model["backends"].values() if each["state"] != "stopped"]
-    there = [each for each in loaded if not each.get("host_lost")] or loaded
+    there = loaded if model.get("host_lost") else [each for each in loaded if not each.get("host_lost")]
     if not there and candidates["backends"] == 1:
         there = list(model["backends"].values())
     if there:

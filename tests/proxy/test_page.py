@@ -95,21 +95,176 @@ def test_it_shows_every_model_and_gpu_and_asks_nobody_else(mux: Running, page: C
     assert {url for url in page.asked if not url.startswith((own, "data:"))} == set()
 
 
-def test_a_lost_host_and_what_is_there_are_marked(make_rig: Callable[..., Rig], browser: Chromium) -> None:
+# Several hosts
+
+
+@pytest.fixture
+def opened(browser: Chromium) -> Iterator[Callable[[Rig], Chromium]]:
+    """Opens the page of a rig, on which every question is answered with yes; it must do nothing wrong."""
+
+    def open_page(rig: Rig) -> Chromium:
+        browser.problems.clear()
+        browser.size(1280, 900)
+        browser.open("http://{}:{}/".format(*rig.address))
+        browser.wait("document.readyState === 'complete' && !!state")
+        browser.ask("window.questions = [], window.confirm = text => questions.push(text) > 0, null")
+        return browser
+
+    yield open_page
+    assert browser.problems == []
+
+
+def host(name: str) -> str:
+    return f"[...document.querySelectorAll('#hosts > div')].find(host => host.dataset.key === {name!r})"
+
+
+def cards(name: str) -> str:
+    return f"[...{host(name)}.querySelectorAll('.gpus > div')].map(card => card.innerText)"
+
+
+def press_of(page: Chromium, name: str, label: str) -> None:
+    page.ask(f"{host(name)}.querySelector({json.dumps(f'button[aria-label={json.dumps(label)}]')}).click()")
+
+
+def test_gpus_stand_under_their_host_with_its_state(
+    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
+) -> None:
     there, replica = Backend("a", "a", ("0",), host="h1"), Backend("m1", "m", ("1",), host="h1")
-    rig = make_rig(backends=(there, replica, Backend("m0", "m", ("0",))))
+    rig = make_rig(backends=(there, replica, Backend("m0", "m", ("0",)), Backend("c", "c", host="h2")))
     rig.mux.facts.adopt({"a": rig.engine.url})
-    browser.open("http://{}:{}/".format(*rig.address))
-    browser.wait(f"document.readyState === 'complete' && {READY} && {state_of('a')} === 'ready'")
+    page = opened(rig)
+    page.wait(f"{READY} && {state_of('a')} === 'ready'")
+    health, chip = "document.getElementById('health').textContent", "querySelector('.chip').textContent"
+    assert page.ask("[...document.querySelectorAll('#hosts h3')].map(each => each.textContent)") == [
+        "h1",
+        "h2",
+        "local",
+    ]
+    assert page.ask("document.getElementById('hosts-here').textContent") == "3 of 3 hosts here"
+    assert page.ask(cards("h1")) == ["GPU 0\nready\na", "GPU 1\nfree"]
+    assert page.ask(cards("h2")) == []
+    assert page.ask(cards("local")) == ["GPU 0\nfree"]
+    assert page.ask(f"{row('m')}.children[2].textContent") == "on any of 2 hosts"
+    assert page.ask(f"{row('c')}.children[2].textContent") == "h2"
+    rig.mux.facts.host_away("h2", True)
+    page.wait(f"{health} === 'the host h2 is away'")
+    assert page.ask(f"{host('h2')}.{chip}") == "away"
     rig.mux.facts.host_lost("h1")
-    browser.wait("document.getElementById('health').textContent === 'the host h1 is lost'")
-    assert browser.ask(state_of("a")) == "ready, host lost"
-    assert browser.ask(state_of("m")) == "stopped"
-    assert browser.ask(f"{row('m')}.textContent.includes('m1: stopped, host lost')")
-    gpus = "[...document.querySelectorAll('#gpus .chip')].map(each => each.textContent)"
-    assert browser.ask(gpus) == ["free", "ready, host lost", "free, host lost"]
+    page.wait(f"{health} === 'the host h1 is lost, the host h2 is away'")
+    assert page.ask(f"{host('h1')}.{chip}").startswith("lost for ")
+    assert page.ask(cards("h1")) == ["GPU 0\nout of service\na", "GPU 1\nout of service"]
+    assert page.ask(state_of("a")) == "ready, host lost"
+    assert page.ask(f"{row('a')}.children[2].textContent") == "h1/0"
+    assert page.ask(state_of("m")) == "stopped"
+    rig.mux.facts.host_away("h2", False)
     rig.mux.facts.host_back("h1", {"a": rig.engine.url})
-    browser.wait(f"{READY} && {state_of('a')} === 'ready'")
+    page.wait(f"{READY} && {state_of('a')} === 'ready' && {host('h1')}.{chip} === 'here'")
+
+
+def test_a_host_is_drained_and_declared_gone_by_its_buttons(
+    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
+) -> None:
+    rig = make_rig(backends=(Backend("a", "a", ("0",), host="h1"), Backend("b", "b", ("0",))))
+    rig.mux.facts.adopt({"a": rig.engine.url})
+    page = opened(rig)
+    page.wait(f"{state_of('a')} === 'ready'")
+    labels = f"[...{host('h1')}.querySelectorAll('button:not([hidden])')].map(each => each.ariaLabel)"
+    assert page.ask(labels) == ["Drain the host h1"]
+    press_of(page, "h1", "Drain the host h1")
+    page.wait(
+        f"{host('h1')}.querySelector('.chip').textContent === 'drained' && {state_of('a')} === 'stopped'"
+    )
+    assert page.ask(labels) == ["Undrain the host h1"]
+    assert page.ask("questions.length") == 0
+    press_of(page, "h1", "Undrain the host h1")
+    page.wait(READY + f" && {host('h1')}.querySelector('.chip').textContent === 'here'")
+    rig.mux.facts.adopt({"a": rig.engine.url})
+    rig.mux.facts.host_lost("h1")
+    page.wait(f"{labels}.join() === 'Drain the host h1,Declare the host h1 gone'")
+    assert page.ask(state_of("a")) == "ready, host lost"
+    press_of(page, "h1", "Declare the host h1 gone")
+    page.wait(f"{state_of('a')} === 'stopped, host lost'")
+    assert page.ask("questions.length") == 1
+    assert page.ask("[...document.querySelectorAll('#hosts h3')].pop().textContent") == "local"
+    assert page.ask(f"{host('local')}.querySelectorAll('button:not([hidden])').length") == 0
+
+
+def test_before_a_host_is_drained_on_which_requests_run_it_is_asked(
+    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
+) -> None:
+    rig = make_rig(backends=(Backend("a", "a", ("0",), host="h1"),))
+    rig.mux.facts.adopt({"a": rig.engine.url})
+    page = opened(rig)
+    page.wait(f"{state_of('a')} === 'ready'")
+    with rig.mux.lease("a"):
+        page.wait(f"{row('a')}.children[3].textContent === '1'")
+        press_of(page, "h1", "Drain the host h1")
+        page.wait("questions.length === 1 && questions[0].startsWith('1 request still runs on h1.')")
+        page.wait(f"{host('h1')}.querySelector('.chip').textContent === 'drained'")
+
+
+def test_of_a_model_that_may_run_in_many_places_those_are_shown_where_it_is(
+    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
+) -> None:
+    names = [f"h{number:02}" for number in range(50)]
+    models = [
+        Backend(f"{model}.{name}.{gpu}", model, (gpu,), host=name)
+        for model in ("a", "b", "c")
+        for name in names
+        for gpu in "01234567"
+    ]
+    rig = make_rig(backends=models)
+    rig.mux.facts.adopt({"a.h03.1": rig.engine.url, "a.h07.0": rig.engine.url, "b.h20.4": rig.engine.url})
+    rig.mux.facts.host_lost("h20")
+    page = opened(rig)
+    place = [page.ask(f"{row(model)}.children[2].textContent") for model in "abc"]
+    assert place == ["h03/1, h07/0", "on any of 50 hosts", "on any of 50 hosts"]
+    assert page.ask(f"{row('a')}.textContent.includes('a.h03.1: ready, a.h07.0: ready')")
+    assert page.ask(state_of("b")) == "stopped"
+    assert page.ask("document.querySelectorAll('*').length") < 1500
+    shown = "[...document.querySelectorAll('#hosts > div')].filter(host => host.querySelector('.gpus > div'))"
+    assert page.ask(f"{shown}.map(host => host.dataset.key)") == ["h20"]
+    assert page.ask("document.querySelector('#hosts h3').textContent") == "h20"
+    assert page.ask(f"{host('h03')}.querySelector('.note').textContent") == "7 free, 1 ready"
+    press_of(page, "h03", "Show the GPUs of h03")
+    page.wait(f"{cards('h03')}.length === 8")
+    press_of(page, "h03", "Hide the GPUs of h03")
+    page.wait(f"{cards('h03')}.length === 0")
+    page.ask("why('b'), null")
+    page.wait(f"{row('b')}.textContent.includes('Left out: h20 (lost: has not answered for ')")
+
+
+def test_what_was_loaded_on_a_lost_host_is_not_drawn_as_resident(
+    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
+) -> None:
+    rig = make_rig(backends=(Backend("a", "a", ("0",), host="h1"), Backend("b", "b", ("0",), host="h2")))
+    rig.mux.facts.adopt({"a": rig.engine.url, "b": rig.engine.url})
+    page = opened(rig)
+    drawn = "state && Object.fromEntries(Object.entries(bars(0, 100)).map(([name, {bars}]) => [name, bars]))"
+    lost = {"kind": "host_lost", "host": "h1"}
+    told: list[dict[str, Any]] = [
+        {"at": 10, "kind": "ready", "model": "a", "backend": "a", "host": "h1", "cause": {"kind": "adopted"}},
+        {"at": 10, "kind": "ready", "model": "b", "backend": "b", "host": "h2", "cause": {"kind": "adopted"}},
+        {"at": 40, "kind": "host_lost", "model": "", "backend": "", "cause": lost, "reason": "it is lost"},
+        {"at": 60, "kind": "host_back", "model": "", "backend": "", "text": "it is back"},
+        {"at": 60, "kind": "ready", "model": "a", "backend": "a", "host": "h1", "cause": {"kind": "adopted"}},
+    ]
+    page.ask(f"source.close(), events = {json.dumps(told)}, null")
+    assert page.ask(drawn) == {
+        "a": [
+            {"state": "ready", "since": 10, "until": 40},
+            {"state": "failed", "since": 40, "until": 40, "text": "it is lost"},
+            {"state": "ready", "since": 60, "until": 100},
+        ],
+        "b": [{"state": "ready", "since": 10, "until": 100}],
+    }
+    page.ask("events = [], state.models.a.host_lost = true, null")
+    assert page.ask(drawn)["a"] == []
+
+
+def test_where_there_is_one_host_none_is_shown(page: Chromium) -> None:
+    assert page.ask("document.getElementById('hosts').hidden && !document.getElementById('gpus').hidden")
+    assert page.ask("document.getElementById('hosts-here').textContent") == ""
 
 
 def test_a_name_is_text_and_nothing_else(page: Chromium) -> None:
