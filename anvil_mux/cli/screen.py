@@ -210,7 +210,7 @@ def _leaving(gpu: StatusJson) -> str:
 
 def _hosts_table(state: StatusJson) -> list[str]:
     """A line for each host: first those that are not here and those where something moves."""
-    gpus: dict[str, list[StatusJson]] = {name: [] for name in state["hosts"]}
+    gpus: dict[str, list[StatusJson]] = {name: [] for name in sorted(state["hosts"])}
     for about in state["gpus"].values():
         gpus.setdefault(host_of(about), []).append(about)
     stirring = [name for name in gpus if _is_stirring(state["hosts"].get(name), gpus[name])]

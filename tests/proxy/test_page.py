@@ -136,9 +136,9 @@ def test_gpus_stand_under_their_host_with_its_state(
     page.wait(f"{READY} && {state_of('a')} === 'ready'")
     health, chip = "document.getElementById('health').textContent", "querySelector('.chip').textContent"
     assert page.ask("[...document.querySelectorAll('#hosts h3')].map(each => each.textContent)") == [
+        "local",
         "h1",
         "h2",
-        "local",
     ]
     assert page.ask("document.getElementById('hosts-here').textContent") == "3 of 3 hosts here"
     assert page.ask(cards("h1")) == ["GPU 0\nready\na", "GPU 1\nfree"]
@@ -185,7 +185,6 @@ def test_a_host_is_drained_and_declared_gone_by_its_buttons(
     press_of(page, "h1", "Declare the host h1 gone")
     page.wait(f"{state_of('a')} === 'stopped, host lost'")
     assert page.ask("questions.length") == 1
-    assert page.ask("[...document.querySelectorAll('#hosts h3')].pop().textContent") == "local"
     assert page.ask(f"{host('local')}.querySelectorAll('button:not([hidden])').length") == 0
 
 
