@@ -286,16 +286,25 @@ HOST_MUTANTS = {
         'if model.home in ("", state.name) and not model.is_coming]',
         "if model.name not in coming(state.swaps)]",
     ),
-    "a queue stays where its host was lost": (
-        "planner",
-        "    if state.unseen or host.is_away or not host.takes_loads or _is_hindered(state, model, now):\n"
-        "        return math.inf\n",
-        "",
+    "what is on a lost host is leased": (
+        "slot",
+        'return self.state == "ready" and self.host.takes_loads',
+        'return self.state == "ready"',
     ),
     "what is found on a host that is back is left as it was": (
         "scheduler",
-        "(group.host_facts, group.host_facts.free(now))",
+        "(group.host_facts, group.host_facts.free(record, now))",
         "(group.host_facts, [])",
+    ),
+    "a gang is lost with its first host only": (
+        "placement",
+        "GangHosts(hosts) if backend.more else hosts[0]",
+        "hosts[0]",
+    ),
+    "a gang gives up its gpus with the first of its hosts that is back": (
+        "host_facts",
+        "if not any(p.is_cut_off for p in s.host.parts if p is not host)]",
+        "]",
     ),
     "more backends of a model are loaded than may be": (
         "residents",

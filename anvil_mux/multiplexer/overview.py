@@ -222,7 +222,8 @@ class Overview:
         """The backends of a host that may have leases, and where they listen."""
         with self._lock:
             groups = self._layout.on_host(host)
-            slots = [s for g in groups for s in g.slots.values() if s.state in ("ready", "draining")]
+            there = [s for g in groups for s in g.slots.values() if s.host.name == host]
+            slots = [slot for slot in there if slot.state in ("ready", "draining")]
             return [(slot.backend, self._shell.runs[slot.name].address) for slot in slots]
 
     def resident_replicas(self) -> list[tuple[Backend, tuple[str, int]]]:

@@ -19,6 +19,7 @@ from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import Eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.hosts import HostRecord
+from anvil_mux.scheduler.memories import SharedMemories
 from anvil_mux.scheduler.model import Model, max_waits
 from anvil_mux.scheduler.placement import Placement
 from anvil_mux.scheduler.planner import worth
@@ -136,6 +137,9 @@ def build_state(
 ) -> GroupState:
     """The state of a GPU group; ``own``: the slots of each model there, which may have others elsewhere."""
     kept = {slot.name for each in draft.before for slot in each.slots.values() if not slot.is_left}
+    parts = {host.name: host for slot in placement.slots.values() for host in slot.host.parts}
+    hosts = tuple([parts[name] for name in sorted(parts)]) or (common.hosts[draft.host],)
+    memories = [common.memories[host.name] for host in hosts]
     state = GroupState(
         name=draft.name,
         config=common.config,
@@ -145,8 +149,8 @@ def build_state(
         own_slots=own,
         states=common.states,
         touched=common.touched,
-        host=common.hosts[draft.host],
-        memory=common.memories[draft.host],
+        hosts=hosts,
+        memory=memories[0] if len(memories) == 1 else SharedMemories(memories),
         costs=common.costs,
         footprints=common.footprints,
         emit=common.emit,

@@ -29,7 +29,7 @@ from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.snapshot import ask, snapshot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Step, Ticket, Wait
-from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus
+from anvil_mux.scheduler.swap import SwapInProgress
 from anvil_mux.scheduler.upkeep import Upkeep
 
 SHORTEST_DEFERRAL = 1.0
@@ -59,10 +59,9 @@ class Decider:
 
     def next_step(self, now: float) -> Step | Wait:
         """Return the step to perform now, each once, or until when to wait."""
-        if self._state.unseen or self._state.host.is_lost or self._state.host.is_away:
+        if self._state.unseen or self._state.is_out_of_reach:
             return Wait(FOREVER)
-        if self._state.host.is_drained:
-            self._upkeep.clear_host(now)
+        self._upkeep.clear_hosts(now)
         if self._state.bounded:
             self._upkeep.give_up_surplus(now)
         while True:
@@ -120,7 +119,7 @@ class Decider:
     def _begin_swap(self, models: list[Model], now: float) -> bool:
         """Begin at most one swap: that of the oldest overdue queue, else what the policy proposes."""
         state = self._state
-        busy = busy_gpus(state.swaps) if state.swaps else set[str]()
+        busy = state.busy_gpus()
         if self._serve_overdue(models, busy, now):
             return True
         staying = state.staying(now) if state.stayers else set[str]()
@@ -142,8 +141,8 @@ class Decider:
         """Serve the oldest overdue queue, or fail it; the GPUs of those that must wait on become ``busy``."""
         state = self._state
 
-        def call(slot: Slot, short: int) -> bool:
-            return state.memory.call(slot, short, state.slots.values(), now)
+        def call(slot: Slot, missing: Mapping[str, int]) -> bool:
+            return state.memory.call(slot, missing, state.slots.values(), now)
 
         for model in models:
             if model.queue.overdue_at > now:
@@ -165,7 +164,7 @@ class Decider:
         if not unwanted:
             return False
         loads = [swap.target for swap in unwanted if swap.target]
-        busy = busy_gpus([swap for swap in state.swaps if swap not in unwanted])
+        busy = state.busy_gpus(but=unwanted)
         stays = state.staying(now)
         for model in models:
             staying = stays if model.queue.overdue_at > now else frozenset[str]()
@@ -180,7 +179,7 @@ class Decider:
     def _is_unwanted(self, swap: SwapInProgress) -> bool:
         """Whether a swap loads a backend that no request waits for any more."""
         slot = swap.target
-        if slot is None or slot.state != "loading" or swap.preload or swap.cancel:
+        if slot is None or slot.state != "loading" or swap.preload or swap.cancel or not swap.is_steered:
             return False
         return not (slot.pinned or self._state.models[slot.model].queue.tickets)
 
@@ -228,6 +227,7 @@ class Decider:
 
     def _unload(self, model: Model, cause: Cause, now: float) -> bool:
         slots = [slot for slot in self._state.own(model) if slot.state == "ready" and not slot.pinned]
+        slots = [slot for slot in slots if slot.host.is_steered]
         for slot in slots:
             self._swaps.evict(slot, now, cause, severs=POLICY)
         return bool(slots)

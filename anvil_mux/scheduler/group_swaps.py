@@ -15,7 +15,7 @@ from anvil_mux.scheduler.planner import victims
 from anvil_mux.scheduler.slot import LOADING, Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Step
-from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus, swap_to
+from anvil_mux.scheduler.swap import SwapInProgress, swap_to
 
 
 class GroupSwaps:
@@ -48,7 +48,7 @@ class GroupSwaps:
         if target:
             target.coming = True
             self._state.models[target.model].note(target)
-            self._state.memory.changes += 1
+            self._state.memory.changed()
         self._drain(swap, leaving, now, drain)
 
     def evict(self, slot: Slot, now: float, cause: Cause, *, severs: Cause | None = None) -> None:
@@ -71,7 +71,7 @@ class GroupSwaps:
 
     def advance(self, now: float) -> Step | None:
         """The next step of the swaps under way."""
-        for swap in tuple(self._state.swaps):
+        for swap in self._state.steered_swaps:
             target = swap.target
             if target and not (swap.begun or swap.preload or self._is_wanted(target)):
                 self.dissolve(swap, now)
@@ -144,7 +144,7 @@ class GroupSwaps:
         state = self._state
         if state.fits(target):
             return True
-        busy = busy_gpus(state.swaps, but=swap)
+        busy = state.busy_gpus(but=[swap])
         more = None if swap.preload else victims(state, target, busy, frozenset(), now)
         if more is None:
             self.dissolve(swap, now)
@@ -165,17 +165,31 @@ class GroupSwaps:
             if victim.state == "draining":
                 self.reprieve(victim, now)
 
-    def end_all(self) -> None:
-        """End all swaps without a further step: the host is lost."""
+    def end_lost(self, now: float) -> list[Slot]:
+        """End the swaps of which a backend's host is lost, without a further step there.
+
+        Returns their victims on other hosts that only drained.
+        """
+        spared = []
         for swap in tuple(self._state.swaps):
-            self._end(swap)
+            slots = [*swap.victims, swap.target] if swap.target else swap.victims
+            if not slots or any(slot.host.is_lost for slot in slots):
+                self._end(swap)
+                left = [victim for victim in swap.victims if not victim.host.is_lost]
+                spared += [victim for victim in left if victim.state == "draining"]
+                self._wait_for(swap, [victim for victim in left if victim.state == "evicting"], now)
+        return spared
 
     def call_off(self, swap: SwapInProgress, now: float) -> None:
         """End a swap whose target is not wanted any more. Victims that are being evicted are waited for."""
         going = [victim for victim in swap.victims if victim.state == "evicting"]
         self.dissolve(swap, now)
+        self._wait_for(swap, going, now)
+
+    def _wait_for(self, ended: SwapInProgress, going: list[Slot], now: float) -> None:
+        """Wait for the victims of a swap that was ended while they are being evicted."""
         if going:
-            rest = SwapInProgress(None, going, now, swap.cause, swap.severs, begun=True)
+            rest = SwapInProgress(None, going, now, ended.cause, ended.severs, begun=True)
             self._state.swaps.append(rest)
 
     def give_up(self, slot: Slot, now: float, cause: Cause) -> None:
@@ -197,9 +211,9 @@ class GroupSwaps:
             self._moves.reprieve(victim, now)
 
     def reprieve_all(self, now: float) -> None:
-        """End the swaps that were begun because the host was drained, as far as they only drain."""
+        """End the swaps that were begun because a host was drained that is not now, if they only drain."""
         for swap in [swap for swap in self._state.swaps if swap.cause.kind == "host_drained"]:
-            if not swap.begun:
+            if not (swap.begun or any(victim.host.is_drained for victim in swap.victims)):
                 for victim in swap.victims:
                     victim.next_level = ""
                 self.dissolve(swap, now)
@@ -223,7 +237,7 @@ class GroupSwaps:
         for swap in self._state.swaps:
             if swap.target is target:
                 source = source_of(swap.gone)
-                host = self._state.host.name
+                host = target.host.name
                 self._state.costs.learn(source, target.model, way, swap.evict_seconds, seconds, host=host)
 
     def end_to(self, slot: Slot) -> None:
@@ -237,4 +251,4 @@ class GroupSwaps:
         if swap.target:
             swap.target.coming = False
             self._state.models[swap.target.model].note(swap.target)
-            self._state.memory.changes += 1
+            self._state.memory.changed()

@@ -127,9 +127,9 @@ class Layout:
         self._wanted = {backend.name: backend for backend in config.backends}
         self.gpus = {gpu.name: gpu for gpu in config.gpus}
         self.served = {backend.model for backend in config.backends}
-        for name in ("", *{backend.host for backend in config.backends}):
+        for name in ("", *{host for backend in config.backends for host in backend.hosts}):
             self.hosts.setdefault(name, HostRecord(name))
-            memory = self.memories.setdefault(name, HostMemory(None, self._footprints))
+            memory = self.memories.setdefault(name, HostMemory(None, self._footprints, name))
             memory.budget = config.memory_of(name)
         self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         self._common = Common(
@@ -171,13 +171,13 @@ class Layout:
     def _before(self, backend: Backend) -> list[GpuGroup]:
         """The group in which a backend is until now, if there is one on its host."""
         group = self.of_backend.get(backend.name)
-        return [group] if group and group.host.name == backend.host else []
+        return [group] if group and any(host.name == backend.host for host in group.hosts) else []
 
     def renew(self, group: GpuGroup, now: float) -> GpuGroup:
         """Put another group in the place of one of which a slot was left for good."""
         staying = {slot.name: slot.backend for slot in group.leaving}
         members = [staying.get(name) or self._wanted.get(name) for name in group.slots]
-        draft = Draft(group.name, group.host.name, [each for each in members if each], [group.state])
+        draft = Draft(group.name, group.hosts[0].name, [each for each in members if each], [group.state])
         position = self.groups.index(group)
         self._build([draft], [each for each in self.groups if each is not group])
         made = self.groups.pop()
@@ -237,7 +237,8 @@ class Layout:
         self.by_name, self._by_host = {}, {}
         for group in sorted(self.groups, key=BY_NAME):
             self.by_name[group.name] = group
-            self._by_host.setdefault(group.host.name, []).append(group)
+            for host in group.hosts:
+                self._by_host.setdefault(host.name, []).append(group)
             for name in group.state.models:
                 self.groups_of.setdefault(name, []).append(group)
         self.states.clear()
@@ -250,6 +251,6 @@ class Layout:
             model.is_wide = len(own) > FEW_GROUPS
         self.of_model = of_model  # as a whole: it is read without the lock, too
         self.spread = [name for name, own in self.groups_of.items() if len(own) > 1]
-        self.records = list(dict.fromkeys(group.host for group in self.groups))
+        self.records = list(dict.fromkeys(host for group in self.groups for host in group.hosts))
         for group in self.groups:
             group.state.remodelled()

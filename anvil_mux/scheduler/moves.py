@@ -37,7 +37,7 @@ class Moves:
             state.ready = ready_slots(state.slots.values())
             model.renew_ready()
         state.changed()
-        state.memory.changes += 1
+        state.memory.changed()
         if leaves_ready and model.queue.limited:
             self._admission.fill_places(model, now)  # those that needed this one wait for it no longer
         if model.replicas and slot.state not in ("ready", "draining"):

@@ -160,7 +160,7 @@ class Outcomes:
         if cause:
             slot.error, slot.log = ending(cause), tuple(log)
         state.emit(Event(now, slot.state, slot.model, slot.name, cause=cause, way=how if standby else ""))
-        if standby or slot.failed_starts:  # else nothing is refused that was not before
+        if standby or slot.failed_starts or len(state.hosts) > 1:  # else nothing new is refused
             self._admission.fail_refused(now)
 
     def evict_failed(self, slot: Slot, now: float, why: str) -> None:
@@ -202,13 +202,16 @@ class Outcomes:
             slot.next_level = "stop"
             self._swaps.begin(None, [slot], now, Cause("silent"), drain_timeout=0.0)
 
-    def memory_seen(self, held: Mapping[str, int]) -> bool:
-        """Other processes hold so many bytes, by GPU; whether that is news.
+    def memory_seen(self, held: Mapping[str, int], host: str = "") -> bool:
+        """Other processes hold so many bytes, by GPU, on a host; whether that is news.
 
         It is not believed while a backend is loaded or evicted: its processes may be taken for others.
         """
         state = self._state
         moving = any(slot.state in (*LOADING, "evicting", "demoting") for slot in state.slots.values())
+        if len(state.hosts) > 1:
+            before = state.placement.others.items()
+            held = {gpu: amount for gpu, amount in before if state.host_of(gpu).name != host} | dict(held)
         if moving or held == state.placement.others:
             return False
         state.placement.others = held

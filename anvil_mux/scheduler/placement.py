@@ -1,8 +1,9 @@
 """GPU memory: what backends hold, what is missing to load one, and which victims make room for it.
 
-The arithmetic of a GPU group. Its GPUs are those of one host, and have the names that they have among the
-GPUs of all hosts. Memory is counted in bytes per GPU; a GPU of unknown size counts as one unit that every
-backend needs whole, and so does a backend without declared ``vram`` on any GPU. Nothing here changes a state.
+The arithmetic of a GPU group. Its GPUs are those of one host, or of several that a gang ties, and have the
+names that they have among the GPUs of all hosts. Memory is counted in bytes per GPU; a GPU of unknown size
+counts as one unit that every backend needs whole, and so does a backend without declared ``vram`` on any GPU.
+Nothing here changes a state.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from types import MappingProxyType
 from anvil_mux.config.config import Backend, Gpu, gpu_name
 from anvil_mux.config.settings import gib
 from anvil_mux.scheduler import eviction as whom
-from anvil_mux.scheduler.hosts import HostRecord
+from anvil_mux.scheduler.hosts import GangHosts, HostRecord
 from anvil_mux.scheduler.slot import HOLDING, STAYING, Slot
 
 
@@ -51,7 +52,8 @@ class Placement:
             whole = self.capacity.setdefault(gpu, 1)
             holds[gpu] = backend.vram if backend.vram and whole > 1 else whole
         if slot is None:
-            return Slot(backend, holds, host=self._hosts.get(backend.host) or HostRecord(backend.host))
+            hosts = tuple([self._hosts.get(name) or HostRecord(name) for name in backend.hosts])
+            return Slot(backend, holds, host=GangHosts(hosts) if backend.more else hosts[0])
         if slot.backend.ram != backend.ram:
             slot.ram = backend.ram or 0
         if slot.backend.pin != backend.pin:
@@ -119,15 +121,16 @@ class Placement:
 
     def sparing_host(
         self,
-        short: int,
+        short: Mapping[str, int],
         but: Collection[Slot],
         busy: set[str],
         staying: Set[str] = frozenset(),
         loss: Callable[[Slot], float] = lambda _: 0.0,
     ) -> list[Slot] | None:
-        """The residents, ``but`` some, to evict so that ``short`` bytes of host memory become free."""
+        """The residents, ``but`` some, to evict so that ``short`` bytes (by host) of memory become free."""
         slots = [s for s in self._evictable(busy, staying) if s.state == "ready" and s not in but and s.ram]
-        return self._choose([(slot, {"host": slot.ram}) for slot in slots], {"host": short}, loss)
+        frees = [(slot, dict.fromkeys(slot.backend.hosts, slot.ram)) for slot in slots]
+        return self._choose(frees, short, loss)
 
     def _evictable(self, busy: set[str], staying: Set[str]) -> Iterator[Slot]:
         return (
@@ -178,6 +181,14 @@ class Placement:
             if gpu in target.holds and not self._needs_whole(target, gpu)
         )
 
+    def holds_off(self, other: Slot, target: Slot) -> bool:
+        """Whether ``target`` does not fit beside a backend that holds its GPUs, if that cannot be evicted."""
+        return other.state in HOLDING and any(
+            target.holds[gpu] + amount > self.capacity[gpu]
+            for gpu, amount in other.holds.items()
+            if gpu in target.holds
+        )
+
     def _in_the_way(self, standby: Slot, target: Slot) -> bool:
         """Whether stopping a backend in standby frees memory; not for a target that takes its GPUs whole."""
         if standby is target or standby.failed_stops:
@@ -220,14 +231,14 @@ def gpu_groups(
 ) -> list[tuple[str, list[Backend]]]:
     """The backends grouped into GPU groups, each named after its GPUs ("0+1"; "no-gpu:NAME" without any).
 
-    GPUs are tied by a backend that needs several of them; nothing ties those of several hosts. ``before``:
+    GPUs are tied by a backend that needs several of them; those of several hosts only by a gang. ``before``:
     the GPU groups that a backend goes on from; backends that go on from the same one stay together.
     """
     groups: dict[int, tuple[set[str], list[Backend]]] = {}  # by the place of the last backend
     of_tie: dict[str, int] = {}
     for place, backend in enumerate(backends):
         ties = {f"gpu {gpu}" for gpu in backend.gpu_names}
-        ties |= {f"group {backend.host} {group}" for group in before(backend)}
+        ties |= {f"group {group}" for group in before(backend)}
         members: list[Backend] = []
         for found in sorted({of_tie[tie] for tie in ties if tie in of_tie}):
             its_ties, its_members = groups.pop(found)

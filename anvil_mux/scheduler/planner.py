@@ -19,7 +19,7 @@ from anvil_mux.scheduler.policies import Spill
 from anvil_mux.scheduler.refusals import all_obstacles
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState, Still
-from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus, coming, swap_to
+from anvil_mux.scheduler.swap import SwapInProgress, coming, swap_to
 
 FIRST_SERVICE_SECONDS = 10.0
 """How long a lease is taken to last, of a model that has not answered yet."""
@@ -97,9 +97,10 @@ def victims(
     """
     lost = partial(loss, state, now)
     found = state.placement.victims(target, busy, staying, lost, without)
-    if found is None or (short := state.memory.short(target, [*found, *without])) <= 0:
+    if found is None or state.memory.short(target, [*found, *without]) <= 0:
         return found
-    more = state.placement.sparing_host(short, found, busy, staying, lost)
+    missing = state.memory.missing(target, [*found, *without])
+    more = state.placement.sparing_host(missing, found, busy, staying, lost)
     return None if more is None else found + more
 
 
@@ -107,7 +108,7 @@ def victims(
 
 
 def cost(state: GroupState, source: str, target: Slot, way: str) -> Cost:
-    return state.costs.estimate(source, target.model, way, target.backend.engine, state.host.name)
+    return state.costs.estimate(source, target.model, way, target.backend.engine, target.host.name)
 
 
 def _cost_of_loading(state: GroupState, target: Slot, leaving: Sequence[Slot]) -> Cost:
@@ -123,7 +124,7 @@ def expected_load(state: GroupState, slot: Slot) -> float | None:
     """How long the load under way of a backend will take; None if it was never loaded by that way."""
     for each in state.states_of(state.models[slot.model]):
         if swap := swap_to(each.swaps, slot):
-            is_known = each.costs.knows(slot.model, swap.way, each.host.name)
+            is_known = each.costs.knows(slot.model, swap.way, slot.host.name)
             return cost_of(each, swap, slot).load_seconds if is_known else None
     return None
 
@@ -164,23 +165,22 @@ def bound(state: GroupState, model: Model, now: float) -> float:
 
 def swap_seconds(state: GroupState, model: Model, now: float) -> float:
     """How long it will take to have ``model`` here, drain included, as far as is known."""
-    if not state.host.takes_loads:
-        return math.inf
     found = None if model.ready else _first_choice(state, model, now)
     if found:
         target, leaving = found
         source = source_of([victim.model for victim in leaving])
-        engine, host = target.backend.engine, state.host.name
+        engine, host = target.backend.engine, target.host.name
         seconds = state.costs.seconds(source, target.model, target.level, engine, host)
         return _drain_seconds(state, leaving) + seconds if leaving else seconds
-    return min([_swap_seconds_later(state, slot) for slot in state.own(model)])
+    slots = [slot for slot in state.own(model) if slot.host.takes_loads]
+    return min([_swap_seconds_later(state, slot) for slot in slots], default=math.inf)
 
 
 def _first_choice(state: GroupState, model: Model, now: float) -> _TargetAndVictims | None:
     """The backend that would be loaded here for a queue, were none elsewhere, and its victims."""
-    slots = [slot for slot in state.own(model) if slot.is_loadable(now)]
+    slots = [slot for slot in state.own(model) if slot.host.takes_loads and slot.is_loadable(now)]
     if not _still(state).is_simple:
-        return _choose(state, slots, busy_gpus(state.swaps), now, frozenset())
+        return _choose(state, slots, state.busy_gpus(), now, frozenset())
     best: _TargetAndVictims | None = None
     for slot in slots:
         found = _kept_victims(state, slot, now)
@@ -193,7 +193,7 @@ def _kept_victims(state: GroupState, target: Slot, now: float) -> list[Slot] | N
     """The victims for a backend in a simple group, found once for all that need the same GPUs."""
     still, needs = state.still, (target.whole, *target.holds.items(), *target.residual)
     if needs not in still.victims:
-        still.victims[needs] = victims(state, target, busy_gpus(state.swaps), frozenset(), now)
+        still.victims[needs] = victims(state, target, state.busy_gpus(), frozenset(), now)
     return still.victims[needs]
 
 
@@ -211,15 +211,15 @@ def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupStat
     """The GPU group in which a queue of ``model`` is to stand: the one where its wait is shortest."""
     if len(states) == 1:
         return states[0]
-    return min(states, key=lambda state: (wait_seconds(state, model, now), state.host.name, state.name))
+    return min(states, key=lambda state: (wait_seconds(state, model, now), state.hosts[0].name, state.name))
 
 
 def wait_seconds(state: GroupState, model: Model, now: float) -> float:
     """How long a queue of ``model`` would wait here; infinite if nothing can be loaded for it."""
-    host = state.host
-    if state.unseen or host.is_away or not host.takes_loads or _is_hindered(state, model, now):
+    slots = [slot for slot in state.own(model) if slot.host.takes_loads and not slot.host.is_away]
+    if state.unseen or not slots or _is_hindered(state, slots, now):
         return math.inf
-    before = min([_seconds_before(state, slot) for slot in state.own(model)]) if state.swaps else 0.0
+    before = min([_seconds_before(state, slot) for slot in slots]) if state.swaps else 0.0
     return before + swap_seconds(state, model, now)
 
 
@@ -237,12 +237,12 @@ def _seconds_before(state: GroupState, slot: Slot) -> float:
     return longest
 
 
-def _is_hindered(state: GroupState, model: Model, now: float) -> bool:
-    """Whether no backend of ``model`` here could be loaded."""
-    for slot in state.own(model) if _still(state).is_simple else ():
+def _is_hindered(state: GroupState, slots: Sequence[Slot], now: float) -> bool:
+    """Whether none of these backends of a model could be loaded."""
+    for slot in slots if _still(state).is_simple else ():
         if slot.is_loadable(now) and _kept_victims(state, slot, now) is not None:
             return False
-    return all(slot.leaving for slot in state.own(model)) or all_obstacles(state, model, now) is not None
+    return all(slot.leaving for slot in slots) or all_obstacles(state, slots, now) is not None
 
 
 def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
@@ -316,13 +316,13 @@ def _lacks_load(state: GroupState, model: Model) -> bool:
 
 def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | None:
     """The next replica of a busy model, and what the policy is shown of it."""
-    if state.host.is_away or not state.host.takes_loads or model.is_coming or not state.loadable(model, now):
+    if model.is_coming or not any(not slot.host.is_away for slot in state.loadable(model, now)):
         return None
     behind = _behind(model, now)
     if not behind:
         return None
     used = {slot.name for slot in state.slots.values() if slot.holders or slot.model == model.name}
-    found = plan(state, model, busy_gpus(state.swaps), now, used | state.staying(now))
+    found = plan(state, model, state.busy_gpus(), now, used | state.staying(now))
     if found is None:
         return None
     reload = [cost(state, "", each, each.backend.evict_to[0]).load_seconds for each in found.victims]

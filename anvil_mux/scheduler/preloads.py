@@ -31,11 +31,13 @@ def next_preload(state: GroupState, now: float) -> Preload | None:
 
     So are those of a model of which enough are resident; while they are coming, the others are kept.
     """
-    for slot in tuple(state.preloads) if state.host.takes_loads else ():
+    for slot in tuple(state.preloads):
+        if not (slot.host.takes_loads and slot.host.is_steered):
+            continue
         model = state.models[slot.model]
         if not may_come(model, slot) and model.is_coming:
             continue
-        found = victims(state, slot, set(), frozenset(), now) if may_come(model, slot) else None
+        found = victims(state, slot, state.busy_gpus(), frozenset(), now) if may_come(model, slot) else None
         failed = slot.state != "stopped" or slot.retry_at > now or found is None
         if failed or any(each.state == "standby" or each.has_had_work for each in found or ()):
             state.preloads.remove(slot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from anvil_mux.config.settings import gib
 from anvil_mux.errors import (
@@ -33,10 +33,13 @@ def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
     first: MuxError | None = None
     away: dict[HostRecord, None] = {}
     for each in state.states_of(model):
-        if not each.host.takes_loads:
-            away[each.host] = None
+        own = each.own(model)
+        able = [slot for slot in own if slot.host.takes_loads]
+        for slot in own if len(able) < len(own) else ():
+            away.update({host: None for host in slot.host.parts if not host.takes_loads})
+        if not able:
             continue
-        error = all_obstacles(each, model, now)
+        error = all_obstacles(each, able, now)
         if error is None:
             return None
         first = first or error
@@ -55,10 +58,10 @@ def _why_away(host: HostRecord, now: float) -> str:
     return f"{name} has not answered for {now - host.since:.0f} s" if host.is_lost else f"{name} is drained"
 
 
-def all_obstacles(state: GroupState, model: Model, now: float) -> MuxError | None:
-    """The same for the backends of ``model`` in this GPU group."""
+def all_obstacles(state: GroupState, slots: Sequence[Slot], now: float) -> MuxError | None:
+    """The same for some backends of a model in this GPU group, whose hosts take loads."""
     first: MuxError | None = None
-    for slot in state.own(model):
+    for slot in slots:
         error = _obstacle(state, slot, now)
         if error is None:
             return None
@@ -80,7 +83,18 @@ def _obstacle(state: GroupState, slot: Slot, now: float) -> MuxError | None:
         text = f"{slot.name} {what} and is not tried again for {pause:.0f} s: {slot.error}"
         return LoadError(text, log=slot.log, retry_after=pause)
     why = state.placement.never_fits(slot) or state.memory.never_fits(slot)
-    return DoesNotFit(f"{slot.name} cannot be loaded: {why}.") if why else None
+    if why:
+        return DoesNotFit(f"{slot.name} cannot be loaded: {why}.")
+    return _behind_a_lost_gang(state, slot, now) if len(state.hosts) > 1 else None
+
+
+def _behind_a_lost_gang(state: GroupState, slot: Slot, now: float) -> MuxError | None:
+    """The error for a backend beside which a gang holds GPUs that has another host, which is lost."""
+    for other in state.placement.active:
+        if other is not slot and other.host.is_cut_off and state.placement.holds_off(other, slot):
+            whys = ", ".join([_why_away(host, now) for host in other.host.parts if host.is_lost])
+            return HostUnavailable(f"{other.name} holds a GPU of {slot.name}, and {whys}.")
+    return None
 
 
 def _is_stuck_before(state: GroupState, other: Slot, slot: Slot) -> bool:
@@ -91,21 +105,23 @@ def _is_stuck_before(state: GroupState, other: Slot, slot: Slot) -> bool:
 
 
 def lack_of_memory(
-    state: GroupState, model: Model, busy: set[str], call: Callable[[Slot, int], bool]
+    state: GroupState, model: Model, busy: set[str], call: Callable[[Slot, Mapping[str, int]], bool]
 ) -> MuxError | None:
     """Why an overdue queue is not served: the memory is held by others than this GPU group's backends.
 
-    ``call``: asks other GPU groups to free so many bytes of host memory for a backend; None if they will.
+    ``call``: asks other GPU groups to free so much host memory (bytes by host) for a backend; None if they
+    will.
     """
     may_go = ("ready", "draining", "evicting")
     others = [slot for slot in state.slots.values() if slot.state in may_go and not slot.pinned]
+    others = [slot for slot in others if not slot.host.is_cut_off]
     for slot in state.own(model):
         if slot.state not in ("stopped", "standby") or not busy.isdisjoint(slot.holds):
             continue
         if lack := state.placement.others_before(slot):
             return GpuMemoryShort(f"{slot.name} cannot be loaded: {lack}.")
         short = state.memory.short(slot, others)
-        if short > 0 and not call(slot, short):
+        if short > 0 and not call(slot, state.memory.missing(slot, others)):
             who = ", ".join(f"{name} has {gib(each)}" for name, each in state.memory.insisting(slot))
             return HostMemoryShort(f"{slot.name} lacks {gib(short)} of host memory: {who}.")
     return None

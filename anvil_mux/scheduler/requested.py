@@ -44,9 +44,9 @@ class Requested:
 
     def _unload_here(self, model: Model, is_ready: bool, now: float) -> bool:
         """Unload what is in this GPU group; ``is_ready``: the model was resident, here or elsewhere."""
-        if self._state.host.is_lost:
+        slots = [slot for slot in self._state.own(model) if not slot.host.is_lost]
+        if not slots:
             return False
-        slots = self._state.own(model)
         ready = [slot for slot in slots if slot.state == "ready"]
         given_up = self._give_up_load(model, is_ready, now)
         for slot in ready:
@@ -97,7 +97,7 @@ class Requested:
 
     def _pin_here(self, model: Model, now: float, *, pinned: bool) -> None:
         self._state.changed()
-        self._state.memory.changes += 1
+        self._state.memory.changed()
         for slot in [s for s in self._state.own(model) if s.pinned != pinned and not s.leaving]:
             slot.pinned = pinned
             if pinned:
@@ -113,7 +113,7 @@ class Requested:
         for swap in tuple(self._state.swaps):
             if swap.target and swap.target.leaving and swap.target.state not in LOADING:
                 self._swaps.dissolve(swap, now)
-        for slot in slots if not self._state.host.is_lost else ():
+        for slot in [slot for slot in slots if not slot.host.is_lost]:
             if slot.leaving and slot.state == "ready":
                 self._swaps.begin_leaving(slot, now)
             elif slot.leaving and slot.state == "standby":

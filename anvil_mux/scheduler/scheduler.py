@@ -129,7 +129,7 @@ class Scheduler:
         """Backends may run already: nothing is begun beside them until each was adopted or ``looked_at``."""
         for name in backends:
             group = self.layout.of_backend.get(name)
-            if group and not group.host.is_lost:
+            if group and not group.slots[name].host.is_lost:
                 group.outcomes.expect(name)
         return NOTHING
 
@@ -153,7 +153,7 @@ class Scheduler:
 
     def _took_over(self, backend: str, now: float, fact: Callable[[GpuGroup, Slot], bool]) -> Effects:
         group = self.layout.of_backend.get(backend)
-        if group is None or group.host.is_lost or not fact(group, group.slots[backend]):
+        if group is None or group.slots[backend].host.is_lost or not fact(group, group.slots[backend]):
             return NOTHING
         return self._settling.settle([group], now)
 
@@ -191,8 +191,9 @@ class Scheduler:
     def memory_seen(self, held: Mapping[str, int], now: float, host: str = "") -> Effects:
         """Other processes hold so many bytes of these GPUs of a host."""
         named = {gpu_name(host, id): amount for id, amount in held.items()} if host else held
-        there = [group for group in self.layout.on_host(host) if not group.host.is_lost]
-        return self._settling.settle([group for group in there if group.outcomes.memory_seen(named)], now)
+        record = self.layout.hosts.get(host)
+        there = [] if record is None or record.is_lost else self.layout.on_host(host)
+        return self._settling.settle([each for each in there if each.outcomes.memory_seen(named, host)], now)
 
     # Facts about hosts
 
@@ -222,8 +223,8 @@ class Scheduler:
         self._emit(Event(now, "host_lost", "", cause=Cause("host_lost", host=host)))
         groups = self.layout.on_host(host)
         for group in groups:
-            self._settling.forget_steps(group.slots)
-            group.host_facts.lost(now)
+            self._settling.forget_steps([slot.name for slot in group.host_facts.on(record)])
+            group.host_facts.lost(record, now)
         return self._settling.settle(groups, now)
 
     def host_back(self, host: str, now: float, found: Mapping[str, FoundBackend]) -> Effects:
@@ -235,19 +236,24 @@ class Scheduler:
         if record is None or not record.is_lost:
             return NOTHING
         groups = self.layout.on_host(host)
-        held = [(group.host_facts, group.host_facts.free(now)) for group in groups]
-        record.is_lost = False
+        held = [(group.host_facts, group.host_facts.free(record, now)) for group in groups]
+        record.is_lost, record.is_gone = False, False
         self._emit(Event(now, "host_back", "", cause=Cause("host_back", host=host)))
         for facts, slots in held:
-            facts.back(now, found, slots)
+            self._settling.forget_steps([slot.name for slot in slots])
+            facts.back(record, now, found, slots)
         return self._settling.settle(groups, now)
 
     def host_gone(self, host: str, now: float) -> Effects:
         """An operator declares that nothing runs on a lost host any more; it stays lost until it is back."""
-        groups = [group for group in self.layout.on_host(host) if group.host.is_lost]
+        record = self.layout.hosts.get(host)
+        if record is None or not record.is_lost or record.is_gone:
+            return NOTHING
+        record.is_gone = True
+        groups = self.layout.on_host(host)
         for group in groups:
-            group.host_facts.gone(now)
-        return self._settling.settle(groups, now) if groups else NOTHING
+            group.host_facts.gone(record, now)
+        return self._settling.settle(groups, now)
 
     # Facts from people
 
@@ -261,7 +267,7 @@ class Scheduler:
         self._emit(Event(now, kind, "", cause=Cause(kind, host=host)))
         groups = self.layout.on_host(host)
         for group in groups:
-            group.host_facts.drained(now, drained)
+            group.host_facts.drained(record, now, drained=drained)
         return self._settling.settle(groups, now)
 
     def unload_asked(self, model: str, now: float, *, when_idle: bool = False) -> Effects:
@@ -317,7 +323,7 @@ class Scheduler:
 
     def _told(self, backend: str, now: float, fact: BackendFact) -> Effects:
         group = self.layout.of_backend.get(backend)
-        if group is None or group.host.is_lost:
+        if group is None or group.slots[backend].host.is_cut_off:
             return NOTHING
         fact(group, group.slots[backend])
         return self._settling.settle([group], now)

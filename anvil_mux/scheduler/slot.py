@@ -23,7 +23,7 @@ from typing import Any
 from anvil_mux.config.config import Backend, gpu_name
 from anvil_mux.scheduler.causes import Cause, Leaving
 from anvil_mux.scheduler.events import TRANSITIONS
-from anvil_mux.scheduler.hosts import HostRecord
+from anvil_mux.scheduler.hosts import GangHosts, HostRecord
 
 HOLDING = frozenset(("loading", "cancelling", "ready", "draining", "evicting", "stuck"))
 """States in which a backend's GPUs are its own."""
@@ -90,7 +90,7 @@ class Slot:
     error: str = ""
     log: tuple[str, ...] = ()
     load_seconds: float | None = None
-    host: HostRecord = field(default_factory=HostRecord)
+    host: HostRecord | GangHosts = field(default_factory=HostRecord)
     name: str = field(init=False)
     model: str = field(init=False)
 
@@ -118,8 +118,11 @@ class Slot:
         return self.state == "ready" and self.host.takes_loads
 
     def named(self, amounts: Mapping[str, int]) -> dict[str, int]:
-        """Amounts by GPU id of its host -> the same by the names that GPUs have among those of all hosts."""
-        host = self.host.name
+        """Amounts by GPU id of its host -> the same by the names that GPUs have among those of all hosts.
+
+        Those of a gang have these names already.
+        """
+        host = "" if self.backend.more else self.host.name
         return {gpu_name(host, id): amount for id, amount in amounts.items()} if host else dict(amounts)
 
     @property

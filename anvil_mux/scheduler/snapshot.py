@@ -28,7 +28,6 @@ from anvil_mux.scheduler.policies import (
 from anvil_mux.scheduler.refusals import refusal
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
-from anvil_mux.scheduler.swap import busy_gpus
 
 
 def snapshot(
@@ -60,7 +59,7 @@ def _resident(state: GroupState, slot: Slot, now: float) -> Resident:
     rate, growth = demand.rates(now)
     if model.home:  # residents in several GPU groups share what comes
         rate, growth = rate / max(len(model.ready), 1), growth / max(len(model.ready), 1)
-    way, host = backend.evict_to[0], state.host.name
+    way, host = backend.evict_to[0], slot.host.name
     reload_seconds = state.costs.estimate("", slot.model, way, backend.engine, host).load_seconds
     # By position, like the next: policies that hold swaps back ask for these tens of thousands of times.
     return Resident(
@@ -137,7 +136,7 @@ def awaited(state: GroupState, model: Model, now: float) -> Awaited:
         for swap in each.swaps:
             if swap.target and swap.target.model == model.name and not swap.cancel:
                 expected = cost_of(each, swap, swap.target)
-                known = each.costs.knows(model.name, expected.way, each.host.name)
+                known = each.costs.knows(model.name, expected.way, swap.target.host.name)
                 return Awaited(None, swap.target, swap.victims, expected, known, until=swap.until)
     return _planned(state if model.queue else nearest(state.states_of(model), model, now), model, now)
 
@@ -150,14 +149,14 @@ def _planned(state: GroupState, model: Model, now: float) -> Awaited:
     models = waiting(state)
     if not queue and not model.is_coming and not (state.limited and model.ready):
         models.append(model)
-    busy, staying = busy_gpus(state.swaps), state.staying(now)
+    busy, staying = state.busy_gpus(), state.staying(now)
     found = {each.name: plan(state, each, busy, now, staying) for each in models}
     plans = {name: each for name, each in found.items() if each}
     if model.name not in plans:
         return Awaited(overdue_at=overdue_at)
     decision = ask(state.policy, snapshot(state, now, plans, most=most))
     target, victims, _, expected = plans[model.name]
-    known = state.costs.knows(model.name, target.level, state.host.name)
+    known = state.costs.knows(model.name, target.level, target.host.name)
     return Awaited(
         None, target, victims, expected, loaded_before=known, decision=decision, overdue_at=overdue_at
     )

@@ -17,7 +17,7 @@ before anything is drained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from anvil_mux.config.config import Backend
@@ -71,7 +71,11 @@ def demoted_at(slot: Slot) -> float | None:
 class HostMemory:
     """The memory of one host, and how much each backend there keeps of it. Its GPU groups share it."""
 
-    def __init__(self, budget: int | None = None, footprints: Footprints | None = None) -> None:
+    def __init__(
+        self, budget: int | None = None, footprints: Footprints | None = None, name: str = ""
+    ) -> None:
+        self.name = name
+        """The name of the host."""
         self._footprints = footprints or Footprints()
         self.budget = budget
         """Bytes that all engines may have; None: it is not bounded."""
@@ -79,6 +83,15 @@ class HostMemory:
         """How often a share of it changed: then all GPU groups of the host are to be asked again."""
         self._slots: dict[str, tuple[Slot, Worth]] = {}
         self._called: dict[str, str] = {}  # backend -> the model of another GPU group for which it is evicted
+
+    @property
+    def parts(self) -> tuple[HostMemory, ...]:
+        """The memory itself, as the only one of its GPU groups: see memories.py."""
+        return (self,)
+
+    def changed(self) -> None:
+        """Note that a share of it changed."""
+        self.changes += 1
 
     def join(self, slot: Slot, worth: Worth) -> None:
         self._slots[slot.name] = slot, worth
@@ -89,6 +102,10 @@ class HostMemory:
             return 0
         staying = (slot for slot, _ in self._slots.values() if slot is not target and slot not in leaving)
         return target.ram + sum(map(_insists_on, staying)) - self.budget
+
+    def missing(self, target: Slot, leaving: Collection[Slot] = ()) -> dict[str, int]:
+        """The same, by host."""
+        return {self.name: self.short(target, leaving)}
 
     def never_fits(self, target: Slot) -> str:
         """Why ``target`` could not run even alone; "" if it could."""
@@ -102,17 +119,18 @@ class HostMemory:
         amounts = [(name, _insists_on(slot)) for name, (slot, _) in self._slots.items() if slot is not but]
         return sorted(((name, amount) for name, amount in amounts if amount), key=lambda each: -each[1])
 
-    def call(self, target: Slot, short: int, own: Collection[Slot], now: float) -> bool:
+    def call(self, target: Slot, missing: Mapping[str, int], own: Collection[Slot], now: float) -> bool:
         """Have idle residents of other GPU groups evicted for ``target``; False if that frees too little.
 
-        ``own``: the slots of its GPU group. Backends that are being evicted already are waited for.
+        ``missing``: see there; ``own``: the slots of its GPU group. Backends that are being evicted already
+        are waited for.
         """
-        idle = []
+        short, idle = missing[self.name], []
         for slot, worth in self._slots.values():
             if slot in own:
                 continue
             if slot.state in ("draining", "evicting"):
-                short -= slot.ram
+                short -= 0 if slot.host.is_cut_off else slot.ram
             elif slot.ram and _is_idle(slot, now):
                 idle.append((worth(slot, now), slot.name, slot.ram))
         called = {}
@@ -227,13 +245,13 @@ def _insists_on(slot: Slot) -> int:
 
 
 def _is_idle(slot: Slot, now: float) -> bool:
-    if slot.state != "ready" or slot.holders or slot.pinned:
+    if slot.state != "ready" or slot.holders or slot.pinned or not slot.host.is_steered:
         return False
     return slot.loaded + slot.backend.min_residency <= now
 
 
 def _leaves(slot: Slot, now: float) -> bool:
     """Whether a backend will leave its level soon, or can be demoted, so that host memory is freed."""
-    return not slot.coming and (
-        slot.state == "draining" or (slot.state == "standby" and slot.retry_at <= now)
-    )
+    if slot.coming or not slot.host.is_steered:
+        return False
+    return slot.state == "draining" or (slot.state == "standby" and slot.retry_at <= now)

@@ -7,7 +7,7 @@ be possible: each is followed by ``changed()``, and plans that were made before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.hosts import HostRecord
+from anvil_mux.scheduler.memories import SharedMemories
 from anvil_mux.scheduler.model import Model, ready_slots
 from anvil_mux.scheduler.placement import Placement
 from anvil_mux.scheduler.policies import Policy, Stay
@@ -23,7 +24,7 @@ from anvil_mux.scheduler.residents import may_come
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.steps import Ticket
-from anvil_mux.scheduler.swap import SwapInProgress
+from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus
 
 
 class Still(NamedTuple):
@@ -56,8 +57,9 @@ class GroupState:
     touched: dict[GroupState, None]
     """The states in which something has changed, until the GPU groups that share a model with them were asked
     (settling.py); shared by all."""
-    host: HostRecord
-    memory: HostMemory
+    hosts: tuple[HostRecord, ...]
+    """The host of its GPUs; several, by name, where a gang ties GPUs of several."""
+    memory: HostMemory | SharedMemories
     costs: Costs
     footprints: Footprints
     emit: Callable[[Event], object]
@@ -122,11 +124,39 @@ class GroupState:
         """The backends of a model that are here."""
         return self.own_slots[model.name]
 
+    @property
+    def is_out_of_reach(self) -> bool:
+        """Whether no step may be begun here: its host, or each of its hosts, is lost or away."""
+        return all(host.is_lost or host.is_away for host in self.hosts)
+
+    @property
+    def steered_swaps(self) -> tuple[SwapInProgress, ...]:
+        """The swaps under way that can go on: all, unless a host of their backends is lost or away."""
+        if len(self.hosts) == 1:
+            return tuple(self.swaps)
+        return tuple([swap for swap in self.swaps if swap.is_steered])
+
+    def host_of(self, gpu: str) -> HostRecord:
+        """The host of a GPU."""
+        if len(self.hosts) == 1:
+            return self.hosts[0]
+        backends = [slot.backend for slot in self.slots.values()]
+        owns = (h for h in self.hosts for b in backends if gpu in b.gpu_names_on(h.name))
+        return next(owns)
+
+    def busy_gpus(self, but: Collection[SwapInProgress] = ()) -> set[str]:
+        """The GPUs on which no swap can begin: they are in one, ``but`` for some, or cannot be steered."""
+        busy = busy_gpus([swap for swap in self.swaps if swap not in but]) if self.swaps else set[str]()
+        if len(self.hosts) > 1:
+            far = [host.name for host in self.hosts if not host.is_steered]
+            slots = self.slots.values() if far else ()
+            busy |= {gpu for slot in slots for name in far for gpu in slot.backend.gpu_names_on(name)}
+        return busy
+
     def loadable(self, model: Model, now: float) -> list[Slot]:
         """The backends of a model here that could be loaded now, were their GPUs free."""
-        if self.host.is_drained:
-            return []
-        found = [slot for slot in self.own_slots[model.name] if slot.is_loadable(now)]
+        own = self.own_slots[model.name]
+        found = [slot for slot in own if slot.host.takes_loads and slot.is_loadable(now)]
         return [slot for slot in found if may_come(model, slot)] if model.bounded else found
 
     def model_of(self, slot: Slot) -> Model:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from anvil_mux.config.config import Gpu
 from anvil_mux.routing.in_flight import EngineFigures
 from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.hosts import HostRecord
+from anvil_mux.scheduler.hosts import GangHosts, HostRecord
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.progress import Progress
@@ -64,7 +64,7 @@ class BackendState:
     engine: EngineFigures | None = None
     """The last figures of its engine, where engines are read."""
     host: HostState | None = None
-    """The host that it runs on; None: the one that anvil-mux runs on."""
+    """The host that it runs on, of a gang the first; None: the one that anvil-mux runs on."""
 
     @property
     def is_lost(self) -> bool:
@@ -230,7 +230,7 @@ def _backend_state(
     )
 
 
-def host_state(host: HostRecord, now: float) -> HostState | None:
+def host_state(host: HostRecord | GangHosts, now: float) -> HostState | None:
     """One host; None: the one that anvil-mux runs on."""
     if not host.name:
         return None
@@ -265,5 +265,5 @@ def _gpu_state(state: GroupState, gpu: Gpu, now: float) -> GpuState:
         reserve=gpu.reserve,
         residuals=tuple((s.name, s.residual[gpu.name]) for s in slots if s.residual.get(gpu.name)),
         reserved_for=promises(state.swaps).get(gpu.name, ()),
-        host=host_state(state.host, now),
+        host=host_state(state.host_of(gpu.name), now),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from anvil_mux.scheduler.causes import UNLOADED, Cause
 from anvil_mux.scheduler.group_swaps import GroupSwaps
+from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.planner import waiting
 from anvil_mux.scheduler.policies import FOREVER
@@ -40,7 +41,7 @@ class Upkeep:
 
     def _retry_stuck(self, now: float) -> Step | None:
         for slot in self._state.slots.values():
-            if now < slot.retry_at:
+            if now < slot.retry_at or not slot.host.is_steered:
                 continue
             if slot.state == "stuck":
                 return self._moves.evict(slot, now, Cause("retry_stuck"))
@@ -52,18 +53,21 @@ class Upkeep:
     def _why_stopped(self, slot: Slot) -> Cause:
         if slot.leaving:
             return Cause(slot.leaving)
-        host = self._state.host
-        return Cause("host_drained", host=host.name) if host.is_drained else UNLOADED
+        drained = [host for host in slot.host.parts if host.is_drained]
+        return Cause("host_drained", host=drained[0].name) if drained else UNLOADED
 
     def _demote_next(self, now: float) -> Step | None:
         """Demote a backend that has been at its level for long enough, or because host memory is short."""
         state = self._state
-        slot = state.memory.yields(now) if state.memory.budget is not None else None
-        if slot is not None and slot is state.slots.get(slot.name):
-            return self._moves.demote(slot, now, Cause("host_memory_short"), to=state.memory.lower(slot))
+        for memory in state.memory.parts:
+            found = memory.yields(now) if memory.budget is not None else None
+            if found is not None and found is state.slots.get(found.name):
+                return self._moves.demote(found, now, Cause("host_memory_short"), to=memory.lower(found))
         for slot in self._sleepers:
             until = demoted_at(slot)
             if until is None or until > now or slot.coming or state.models[slot.model].queue.tickets:
+                continue
+            if not slot.host.is_steered:
                 continue
             if DESCENTS.get((slot.level, to := below(slot, may_wake=self._is_calm(slot)))):
                 slot.next_level = to
@@ -80,10 +84,16 @@ class Upkeep:
             return False
         return state.fits(slot) and state.memory.has_room(slot)
 
-    def clear_host(self, now: float) -> None:
+    def clear_hosts(self, now: float) -> None:
         """Have all go that is on a drained host, or on its way there; what is in standby is stopped."""
-        cause = Cause("host_drained", host=self._state.host.name)
-        slots = self._state.slots.values()
+        for host in self._state.hosts:
+            if host.is_drained:
+                self._clear(host, now)
+
+    def _clear(self, host: HostRecord, now: float) -> None:
+        cause = Cause("host_drained", host=host.name)
+        all_slots = self._state.slots.values()
+        slots = [slot for slot in all_slots if host in slot.host.parts and slot.host.is_steered]
         for slot in [slot for slot in slots if slot.coming and slot.state != "cancelling"]:
             self._swaps.give_up(slot, now, cause)  # that makes victims ready which only drained
         for slot in slots:
@@ -96,13 +106,15 @@ class Upkeep:
         """Give up backends here of models of which more are resident or coming than may be."""
         for model in self._state.bounded:
             while (slot := surplus(model)) and slot is self._state.slots.get(slot.name):
+                if not slot.host.is_steered:
+                    break
                 self._swaps.give_up(slot, now, Cause("surplus"))
                 if slot.state == "loading":
                     break  # it counts until its load is being cancelled, which is the next step
 
     def evict_idle(self, now: float) -> bool:
         """Begin to evict idle residents; whether there were any."""
-        idle = [slot for slot in self.idlers if slot.idle_until <= now < FOREVER]
+        idle = [slot for slot in self.idlers if slot.idle_until <= now < FOREVER and slot.host.is_steered]
         for slot in idle:
             self._swaps.evict(slot, now, Cause("idle", seconds=slot.backend.ttl or 0.0))
         for slot in self._state.ready if self._state.memory.budget is not None else ():
@@ -115,5 +127,5 @@ class Upkeep:
 
 def may_be_stopped(state: GroupState, slot: Slot) -> bool:
     """Whether a backend is in standby and no request waits for it as it is."""
-    wanted = state.models[slot.model].queue.tickets and not slot.leaving and not state.host.is_drained
+    wanted = state.models[slot.model].queue.tickets and not slot.leaving and not slot.host.is_drained
     return slot.state == "standby" and not slot.coming and not wanted

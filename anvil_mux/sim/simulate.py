@@ -437,9 +437,9 @@ _TICKET_ENDS = ("leased", "failed", "gone")
 def _groups(config: Config) -> list[set[str]]:
     """The backends that may wait for each other: of one GPU group, or of one host whose memory is bounded."""
     found = [{backend.name for backend in group} for _, group in gpu_groups(config.backends)]
-    for host in {backend.host for backend in config.backends}:
+    for host in {host for backend in config.backends for host in backend.hosts}:
         if config.memory_of(host) is not None:
-            own = {backend.name for backend in config.backends if backend.host == host}
+            own = {backend.name for backend in config.backends if host in backend.hosts}
             found = [group for group in found if not group <= own] + [own]
     return found
 
@@ -470,15 +470,17 @@ class _Checker:
         self._limited = {s.model for s in self._slots.values() if s.backend.concurrency}
         self._calm_until = 0.0  # before it no queue is overdue
         self._groups = _groups(config)
-        self._hosts = {backend.name: backend.host for backend in config.backends}
+        self._hosts = {backend.name: frozenset(backend.hosts) for backend in config.backends}
         self._of_model = _by(self._slots.values(), lambda slot: [slot.model])
         self._of_gpu = _by(self._slots.values(), lambda slot: slot.holds)
-        self._on_host = _by(self._slots.values(), lambda slot: [slot.backend.host])
+        self._on_host = _by(self._slots.values(), lambda slot: slot.backend.hosts)
         self._lost: set[str] = set()
         self._drained: set[str] = set()
         self._away: set[str] = set()
         self._unfound: set[str] = set()
         """Backends of a host that is back of which nothing was said yet."""
+        self._gone: set[str] = set()
+        """Gangs of which a host was declared gone: what is left of them is stopped, although it is lost."""
 
     def read(self, event: Event) -> None:
         self._claim(event.at >= self._then.at, event, "time goes backwards")
@@ -515,6 +517,7 @@ class _Checker:
     def _judge_host(self, event: Event) -> None:
         host = event.cause.host if event.cause else ""
         self._away.discard(host)
+        self._gone.difference_update(self._on_host.get(host, ()))
         if event.kind == "host_lost":
             self._claim(host not in self._lost, event, f"{host} was lost already")
             self._lost.add(host)
@@ -524,7 +527,7 @@ class _Checker:
             return
         self._claim(host in self._lost, event, f"{host} was not lost")
         self._lost.discard(host)
-        names = self._on_host.get(host, ())
+        names = [name for name in self._on_host.get(host, ()) if not self._is_lost(name)]
         self._unfound |= {name for name in names if self._backends[name].state != "stopped"}
 
     def _judge_flag(self, event: Event, is_set: bool) -> None:
@@ -542,7 +545,7 @@ class _Checker:
             self._claim(False, event, f"nobody says what {name} is, whose host is back")
         self._unfound.clear()
         for name in self._on_hosts(self._drained - self._lost):
-            stays = self._backends[name].state == "ready"
+            stays = self._backends[name].state == "ready" and not self._is_lost(name)
             self._claim(not stays, event, f"{name} is ready, whose host is drained")
         for name in self._on_hosts(self._lost):
             self._claim(not self._backends[name].leases, event, f"{name} is leased, whose host is lost")
@@ -551,7 +554,8 @@ class _Checker:
         return (name for host in hosts for name in self._on_host.get(host, ()))
 
     def _is_lost(self, backend: str) -> bool:
-        return self._hosts[backend] in self._lost
+        """Whether its host is lost; of a gang, any of them."""
+        return not self._lost.isdisjoint(self._hosts[backend])
 
     def _judge_end(self, event: Event) -> None:
         self._claim(event.ticket not in self._ended, event, f"ticket {event.ticket} ends twice")
@@ -586,7 +590,7 @@ class _Checker:
         for name in self._of_model.get(model, ()):
             each = self._backends[name]
             if backend in ("", name) and each.state == "ready":
-                if self._hosts[name] in self._lost or self._hosts[name] in self._drained:
+                if not self._hosts[name].isdisjoint(self._lost | self._drained):
                     continue
                 limit = self._slots[name].backend.concurrency
                 if limit is None or len(each.leases) < limit:
@@ -596,22 +600,23 @@ class _Checker:
     def _judge_move(self, event: Event) -> None:
         backend = self._backends[event.backend]
         before = backend.state
+        found = event.cause is not None and event.cause.kind in FOUND
         if self._lost:
             self._judge_move_of_host(event)
-        if event.backend in self._unfound:  # whatever it was
+        if event.backend in self._unfound or (found and event.kind == "stuck"):  # whatever it was
             self._unfound.discard(event.backend)
             self._claim((event.kind in ("ready", "standby", "stuck", "stopped")), event, "it was looked at")
         else:
             self._claim((before, event.kind) in _BACKEND_MOVES, event, f"it was {before}")
-        found = event.cause is not None and event.cause.kind in FOUND
         if before == "draining" and not found:
             lasted = event.at - backend.since <= backend.limit + self._slack
             self._claim(lasted, event, "the drain lasted longer than drain_timeout")
             if event.kind == "evicting" and backend.target:
                 self._judge_begin(backend.target, event)
         if event.kind == "loading":
-            self._claim(self._hosts[event.backend] not in self._drained, event, "its host is drained")
-            self._claim(self._hosts[event.backend] not in self._away, event, "its host is away")
+            hosts = self._hosts[event.backend]
+            self._claim(hosts.isdisjoint(self._drained), event, "its host is drained")
+            self._claim(hosts.isdisjoint(self._away), event, "its host is away")
             self._judge_load(event)
         elif event.kind == "ready":
             self._admitting = event.model
@@ -621,7 +626,7 @@ class _Checker:
         elif event.kind == "demoting" and event.target:
             self._judge_begin(event.target, event)
         elif event.kind == "cancelling":
-            goes_elsewhere = self._hosts[event.backend] in self._drained
+            goes_elsewhere = not self._drained.isdisjoint(self._hosts[event.backend])
             waited_for = self._queues[event.model].tickets and not goes_elsewhere
             self._claim(not waited_for, event, "somebody waits for it")
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
@@ -629,7 +634,10 @@ class _Checker:
     def _judge_move_of_host(self, event: Event) -> None:
         """The GPUs of a lost host are held by what may still run there, and nobody hears of it."""
         gone = event.cause is not None and event.cause.kind == "host_gone"
-        self._claim(gone or not self._is_lost(event.backend), event, "its host is lost")
+        if gone and event.kind == "stuck":
+            self._gone.add(event.backend)
+        may_move = gone or (event.backend in self._gone and event.kind != "loading")
+        self._claim(may_move or not self._is_lost(event.backend), event, "its host is lost")
 
     def _is_pinned(self, event: Event) -> bool:
         return self._then.pins.get(event.model, self._slots[event.backend].pinned)
@@ -649,9 +657,10 @@ class _Checker:
             self._claim(amount <= self._capacity[gpu], event, f"GPU {gpu} is overfull")
         most, others = self._slots[event.backend].backend.most, self._others_like(event.backend)
         self._claim(most is None or others < most, event, f"{others} of its model are resident or loading")
-        budget = self._config.memory_of(self._hosts[event.backend])
-        if budget is not None:
-            there = self._on_host[self._hosts[event.backend]]
+        for host in self._hosts[event.backend]:
+            if (budget := self._config.memory_of(host)) is None:
+                continue
+            there = self._on_host[host]
             runs = [n for n in there if n == event.backend or self._backends[n].state in HOLDING]
             ram = sum(self._slots[name].backend.ram or 0 for name in runs)
             self._claim(ram <= budget, event, "what runs needs more host memory than there is")
@@ -663,7 +672,7 @@ class _Checker:
         return sum(
             self._slots[name].backend.infer_type == this.infer_type
             and self._backends[name].state in ("ready", "loading")
-            and self._hosts[name] not in self._lost | self._drained
+            and self._hosts[name].isdisjoint(self._lost | self._drained)
             for name in names
         )
 
@@ -695,6 +704,7 @@ class _Checker:
                 continue
             groups = [g for g in self._groups if any(self._slots[name].model == model for name in g)]
             away = self._lost | self._drained
-            there = [name for group in groups for name in group if self._hosts[name] not in away]
+            there = [n for group in groups for n in group if n in self._gone or not self._is_lost(n)]
+            there = [name for name in there if not self._hosts[name] <= away]
             still = all(self._backends[name].state in ("ready", "stopped", "standby") for name in there)
             self._claim(not still, event, f"{model} is overdue, and its swap has not begun")

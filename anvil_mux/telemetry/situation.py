@@ -183,6 +183,8 @@ class Situation:
         backend.leases.clear()
         if event.cause and event.cause.kind in FOUND:
             backend.retry_at = 0.0
+        elif event.cause and event.cause.kind == "evict_failed":
+            pass  # it is in standby as before
         elif before != "cancelling":
             backend.retry_at = event.at + cool_down(backend.failed_starts) if backend.failed_starts else 0.0
 

@@ -12,7 +12,7 @@ import pytest
 
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Backend, Config, Service
-from anvil_mux.errors import Cancelled
+from anvil_mux.errors import Cancelled, ConfigError
 from anvil_mux.host.local import LocalHost
 from anvil_mux.host.seam import Awake, Evicted, HostConfig, Inventory, PhaseTook, ServiceEnded, Unfit
 
@@ -136,3 +136,12 @@ def test_the_inventory_is_plain(host: LocalHost) -> None:
     assert inventory.memory
     assert "stop" in inventory.standby_levels
     assert plain(CONFIG)
+
+
+def test_a_backend_that_needs_gpus_of_another_host_too_is_refused(host: LocalHost) -> None:
+    gang = dataclasses.replace(A, gpus=("0",), more=(("h", ("0",)),))
+    config = dataclasses.replace(CONFIG, backends=(gang,))
+    with pytest.raises(ConfigError, match="a: a backend over several hosts cannot be run yet"):
+        host.reconfigure(config)
+    with pytest.raises(ConfigError, match="cannot be run yet"):
+        LocalHost(config)

@@ -376,12 +376,12 @@ def test_who_was_asked_to_go_and_is_used_again_stays_and_the_line_is_asked_again
     slots = {each.name: Slot(each, {each.gpus[0]: 1}, state="ready", loaded=0.0) for each in (a, b)}
     for slot in slots.values():
         host.join(slot, lambda slot, now: 0.0)
-    assert host.call(slots["b"], 2, [slots["b"]], 1.0)
+    assert host.call(slots["b"], {"": 2}, [slots["b"]], 1.0)
     slots["a"].holders["a request"] = 1.0
     changes = host.changes
     assert host.answer(slots["a"], 1.0) == ""
     assert host.changes > changes
-    assert not host.call(slots["b"], 2, [slots["b"]], 1.0)
+    assert not host.call(slots["b"], {"": 2}, [slots["b"]], 1.0)
 
 
 def test_of_two_who_are_to_be_loaded_neither_waits_for_the_other():
