@@ -316,7 +316,7 @@ def _lacks_load(state: GroupState, model: Model) -> bool:
 
 def spill(state: GroupState, model: Model, now: float) -> tuple[Plan, Spill] | None:
     """The next replica of a busy model, and what the policy is shown of it."""
-    if model.is_coming or not any(not slot.host.is_away for slot in state.loadable(model, now)):
+    if state.is_out_of_reach or model.is_coming or not state.loadable(model, now):
         return None
     behind = _behind(model, now)
     if not behind:

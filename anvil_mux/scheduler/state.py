@@ -127,6 +127,9 @@ class GroupState:
     @property
     def is_out_of_reach(self) -> bool:
         """Whether no step may be begun here: its host, or each of its hosts, is lost or away."""
+        first = self.hosts[0]
+        if not (first.is_lost or first.is_away):
+            return False
         return all(host.is_lost or host.is_away for host in self.hosts)
 
     @property
@@ -146,7 +149,9 @@ class GroupState:
 
     def busy_gpus(self, but: Collection[SwapInProgress] = ()) -> set[str]:
         """The GPUs on which no swap can begin: they are in one, ``but`` for some, or cannot be steered."""
-        busy = busy_gpus([swap for swap in self.swaps if swap not in but]) if self.swaps else set[str]()
+        busy = set[str]()
+        if self.swaps:
+            busy = busy_gpus([swap for swap in self.swaps if swap not in but] if but else self.swaps)
         if len(self.hosts) > 1:
             far = [host.name for host in self.hosts if not host.is_steered]
             slots = self.slots.values() if far else ()

@@ -41,11 +41,13 @@ class Upkeep:
 
     def _retry_stuck(self, now: float) -> Step | None:
         for slot in self._state.slots.values():
-            if now < slot.retry_at or not slot.host.is_steered:
+            if now < slot.retry_at or (slot.state != "stuck" and slot.next_level != "stop"):
+                continue
+            if not slot.host.is_steered:
                 continue
             if slot.state == "stuck":
                 return self._moves.evict(slot, now, Cause("retry_stuck"))
-            if slot.next_level == "stop" and may_be_stopped(self._state, slot):
+            if may_be_stopped(self._state, slot):
                 why = self._why_stopped(slot)
                 return self._moves.demote(slot, now, Cause("retry_stuck") if slot.failed_stops else why)
         return None
@@ -59,7 +61,7 @@ class Upkeep:
     def _demote_next(self, now: float) -> Step | None:
         """Demote a backend that has been at its level for long enough, or because host memory is short."""
         state = self._state
-        for memory in state.memory.parts:
+        for memory in state.memory.parts if state.memory.budget is not None else ():
             found = memory.yields(now) if memory.budget is not None else None
             if found is not None and found is state.slots.get(found.name):
                 return self._moves.demote(found, now, Cause("host_memory_short"), to=memory.lower(found))
