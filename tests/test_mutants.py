@@ -153,7 +153,7 @@ MUTANTS = {
     ),
     "a sleeper that could not be stopped is left alone": (
         "upkeep",
-        'if slot.next_level == "stop" and may_be_stopped(self._state, slot):',
+        "if may_be_stopped(self._state, slot):",
         "if False:",
     ),
     "the most valuable sleeper yields": (
