@@ -31,6 +31,7 @@ from anvil_mux.host.docker import ContainerEngine, DockerRefused, Missing
 from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import listen_port
 from anvil_mux.host.project import Project
+from anvil_mux.host.runtime import NotBegun
 from anvil_mux.host.seam import FOLLOWED_LINES, LOG_LINES, LOOPBACK, HostConfig
 from anvil_mux.state import state_folder, write_whole
 
@@ -94,6 +95,10 @@ class ContainerRuntime:
     # Starting
 
     def start(self, backend: Backend) -> str:
+        try:
+            self._engine.ping()
+        except MuxError as error:
+            raise NotBegun(error.message) from None
         try:
             return self._start(backend)
         except MuxError:

@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from anvil_mux.config.config import Backend
+from anvil_mux.errors import BackendError
 from anvil_mux.host.seam import LOG_LINES, HostConfig
+
+
+class NotBegun(BackendError):
+    """The start of a service failed before anything was done: there is nothing to be stopped."""
 
 
 class Runtime(Protocol):
@@ -20,7 +25,8 @@ class Runtime(Protocol):
     def start(self, backend: Backend) -> str:
         """Start the service (creating it at the first use) and return its base URL.
 
-        One that runs already is left running; it need not answer yet.
+        One that runs already is left running; it need not answer yet. NotBegun where nothing is known to have
+        been done.
         """
 
     def stop(self, backend: Backend) -> None:

@@ -25,7 +25,7 @@ from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.freed import Held, Left, Memory, host_bytes
 from anvil_mux.host.gpu import Gpus
-from anvil_mux.host.runtime import Runtime
+from anvil_mux.host.runtime import NotBegun, Runtime
 from anvil_mux.host.seam import LOG_LINES, Evicted, Loaded
 from anvil_mux.host.visit import answers
 from anvil_mux.host.ways import SLEEPS, WAYS, Checkpoint, Told, Tools, Way
@@ -102,6 +102,8 @@ class Swapper:
             return Loaded(self._way("stop").load(backend), "stop")
         except Cancelled:
             raise
+        except NotBegun as error:
+            raise LoadError(error.message) from error
         except Exception as error:
             lines = self.log_tail(backend)
             why = _reason(error)

@@ -18,7 +18,7 @@ from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import containers
 from anvil_mux.host.containers import ContainerRuntime, missing_images, user_of
-from anvil_mux.host.endpoint import Unreachable
+from anvil_mux.host.runtime import NotBegun
 from anvil_mux.host.seam import HostConfig
 from tests.host.conftest import runtime_at
 from tests.host.docker_stand_in import AWAY, CONFIG, REPLICAS, URL, A, B, Docker, replica
@@ -111,7 +111,7 @@ def test_docker_that_is_away_says_how_to_reach_it(docker: Docker, runtime: Conta
     docker.refuses_create = ["whatever it says"]
     docker.path.unlink()
     with pytest.raises(
-        Unreachable,
+        NotBegun,
         match=r"Cannot connect to the Docker daemon at unix://.*: No such file .*\. Start dockerd, or set",
     ):
         runtime.start(A)

@@ -9,6 +9,7 @@ import pytest
 from anvil_mux.config import config
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError
+from anvil_mux.host.runtime import NotBegun
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.host.swap import Swapper
 from anvil_mux.host.ways import WAYS, Stop
@@ -108,6 +109,14 @@ def test_a_start_that_fails_is_a_load_error_after_the_clean_up():
     with pytest.raises(LoadError, match="dockerd said no"):
         Swapper(runtime).load(BACKEND, "stop")
     assert runtime.calls == ["start", "log_tail", "stop"]
+
+
+def test_after_a_start_that_did_nothing_there_is_nothing_to_clean_up():
+    runtime = Notes()
+    runtime.fails = {"start": NotBegun("no dockerd"), "stop": BackendError("no dockerd")}
+    with pytest.raises(LoadError, match=r"^no dockerd$"):
+        Swapper(runtime).load(BACKEND, "stop")
+    assert runtime.calls == ["start"]
 
 
 def test_even_a_foreign_exception_is_cleaned_up_after():
