@@ -11,13 +11,14 @@ import secrets
 import socket
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from anvil_mux.clock import Clock
 from anvil_mux.cluster.channel import ClusterControl, Node
 from anvil_mux.cluster.messages import Claimed, Fenced, Owner
-from anvil_mux.cluster.remote import RemoteHost
+from anvil_mux.cluster.remote import LIMIT_SECONDS, RemoteHost
 from anvil_mux.config.config import Gpu, Machine
 from anvil_mux.errors import MuxError
 from anvil_mux.host.seam import HostConfig, Inventory
@@ -48,15 +49,18 @@ class Cluster:
             made.owner, made.takeover = self._owner, self._takeover
         return self.hosts[name]
 
-    def look(self) -> bool:
-        """Look which hosts there are, and what new ones have; whether that has changed. AgentSilent."""
+    def look(self, limit: float = LIMIT_SECONDS) -> bool:
+        """Look which hosts there are, and what new ones have; whether that has changed. AgentSilent.
+
+        ``limit``: how long the agents of new ones may take to start.
+        """
         before = self.machines()
         nodes = {node.name: node for node in sorted(self.control.nodes())}
         problems = {name: node.problem for name, node in nodes.items() if node.problem}
         usable = {name: node for name, node in nodes.items() if name not in problems}
         new = [self.host(name) for name, node in usable.items() if node != self.nodes.get(name)]
         self.nodes, self.problems = usable, problems
-        for name, problem in side_by_side(_look_at, new).items():
+        for name, problem in side_by_side(partial(_look_at, limit), new).items():
             if problem:
                 self.problems[name] = problem
                 self.nodes.pop(name)
@@ -152,10 +156,10 @@ def side_by_side(do: Callable[[RemoteHost], T], hosts: Iterable[RemoteHost]) -> 
         return dict(zip([host.name for host in hosts], pool.map(do, hosts), strict=True))
 
 
-def _look_at(host: RemoteHost) -> str:
+def _look_at(limit: float, host: RemoteHost) -> str:
     """Learn what a host has; why it cannot be used, or ""."""
     try:
-        host.hello()
+        host.hello(limit)
         host.look()
     except MuxError as error:
         return error.message

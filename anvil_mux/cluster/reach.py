@@ -14,6 +14,8 @@ from anvil_mux.cluster.local import RETURN_SECONDS, SimulatedHosts
 from anvil_mux.errors import MuxError
 from anvil_mux.state import state_folder
 
+AGENT_SECONDS = 15.0
+"""How long the agents of hosts may take to start when the cluster is reached; later ones are tried again."""
 LOCAL = "local"
 """The cluster of simulated hosts."""
 
@@ -39,7 +41,7 @@ def reach(address: str, say: Callable[[str], object], *, insecure: bool = False)
     cluster = Cluster(control)
     try:
         control.open()
-        cluster.look()
+        cluster.look(AGENT_SECONDS)
     except AgentSilent as error:
         cluster.close()
         raise CannotReach(f"the cluster at {address} cannot be used: {error.message}") from None

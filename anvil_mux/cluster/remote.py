@@ -92,10 +92,10 @@ class RemoteHost:
 
     # The agent
 
-    def hello(self) -> dict[str, str]:
+    def hello(self, limit: float = LIMIT_SECONDS) -> dict[str, str]:
         """Return what the agent says of itself; AgentSilent, or OtherVersion with what to do."""
         begun = self._clock.now()
-        found: dict[str, str] = self._control.call(self.name, "hello", None, LIMIT_SECONDS)
+        found: dict[str, str] = self._control.call(self.name, "hello", None, limit)
         self.round_trip_seconds = self._clock.now() - begun
         if (version := found.get("version")) != __version__:
             raise OtherVersion(
