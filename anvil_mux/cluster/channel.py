@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 
@@ -74,12 +75,24 @@ class Nowhere:
 class Channel:
     """One child process, from its start to its end."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str] | None, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None,
+        now: Callable[[], float],
+        log: Path | None = None,
+    ) -> None:
         self._now = now
-        # In a session of its own: an interrupt at the terminal is for the program, which ends its child.
-        self._child = subprocess.Popen(
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, start_new_session=True
-        )
+        with log.open("ab") if log else nullcontext() as printed:
+            # In a session of its own: an interrupt at the terminal is for the program, which ends its child.
+            self._child = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=printed,
+                env=env,
+                start_new_session=True,
+            )
         self._to_send: SimpleQueue[tuple[object, ...] | None] = SimpleQueue()
         self._lock = threading.Lock()
         # The lock guards what follows.
@@ -151,7 +164,10 @@ class Channel:
 
 
 class ChildControl:
-    """The way through a child process, see ``ClusterControl``. ``argv`` starts it."""
+    """The way through a child process, see ``ClusterControl``.
+
+    ``argv`` starts it; what it prints on standard error goes to the file ``log``, None: to our own.
+    """
 
     def __init__(
         self,
@@ -159,8 +175,10 @@ class ChildControl:
         env: Mapping[str, str] | None = None,
         pauses: Sequence[float] = PAUSES,
         now: Callable[[], float] = time.monotonic,
+        log: Path | None = None,
     ) -> None:
         self._argv = argv
+        self._log = log
         self._env = env
         self._pauses = pauses
         self._now = now
@@ -228,5 +246,5 @@ class ChildControl:
                     raise AgentSilent(self.problem or ENDED)
                 self._failures = self._failures + 1 if self.problem else 0
                 self._channel = None
-            self._channel = self._channel or Channel(self._argv, self._env, self._now)
+            self._channel = self._channel or Channel(self._argv, self._env, self._now, self._log)
             return self._channel

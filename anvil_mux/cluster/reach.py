@@ -16,6 +16,8 @@ from anvil_mux.state import state_folder
 
 AGENT_SECONDS = 15.0
 """How long the agents of hosts may take to start when the cluster is reached; later ones are tried again."""
+LOG_SIZE = 1 << 20
+"""Bytes of the log of Ray after which another one is begun; the one before is kept."""
 LOCAL = "local"
 """The cluster of simulated hosts."""
 
@@ -37,7 +39,7 @@ def reach(address: str, say: Callable[[str], object], *, insecure: bool = False)
         raise CannotReach("--cluster needs Ray: pip install 'anvil-mux[ray]' (bin/anvil-mux brings it)")
     else:
         words = [sys.executable, "-m", "anvil_mux.cluster.driver", address]
-        control = ChildControl([*words, *(["--insecure"] if insecure else [])])
+        control = ChildControl([*words, *(["--insecure"] if insecure else [])], log=_log_of_ray())
     cluster = Cluster(control)
     try:
         control.open()
@@ -50,3 +52,17 @@ def reach(address: str, say: Callable[[str], object], *, insecure: bool = False)
             later = f"{RETURN_SECONDS:g} s later"
             say(f"host {name} is process {pid}: `kill {pid}` cuts its power, and it returns {later}")
     return cluster
+
+
+def _log_of_ray() -> Path | None:
+    """Return the file for what Ray itself prints; None where there can be none."""
+    file = state_folder("cluster", os.environ) / "ray.log"
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with file.open("ab") as log:
+            is_full = log.tell() > LOG_SIZE
+        if is_full:
+            os.replace(file, file.with_suffix(".log.1"))
+    except OSError:
+        return None
+    return file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import importlib.util
 import json
 import os
 import re
@@ -749,6 +750,17 @@ def test_logs_of_one_that_runs_elsewhere_are_asked_for(
     assert "The model `nope` does not exist. Known models: a, b." in capsys.readouterr().err
     assert main(["logs", "a", "-f", "--url", url]) == 1
     assert "-f follows a log only where both the engine and anvil-mux run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_a_cluster_needs_ray(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", {}.get)
+    assert main([command, "compose.yaml", "--cluster", "head:6379"]) == 1
+    assert capsys.readouterr().err == (
+        "anvil-mux: error: --cluster needs Ray: pip install 'anvil-mux[ray]' (bin/anvil-mux brings it)\n"
+    )
 
 
 def test_why_says_what_a_request_would_wait_for(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,14 @@ def control(request):
         each.close()
 
 
+def test_what_the_child_prints_is_in_a_file_beside_that_of_children_before(control, tmp_path):
+    log = tmp_path / "child.log"
+    log.write_text("before\n")
+    reached = control("print('a warning', file=sys.stderr, flush=True)\n" + ECHO, log=log)
+    reached.call("a", "hello", b"x", 10.0)
+    assert log.read_text() == "before\na warning\n"
+
+
 def test_a_call_is_answered_by_the_child(control):
     reached = control(ECHO)
     assert reached.call("a", "hello", b"x", 10.0) == ("a", "hello", b"x")
