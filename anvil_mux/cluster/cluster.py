@@ -91,7 +91,7 @@ class Cluster:
             for each in here
         ]
         for name, problem in self.problems.items():
-            told.append({"host": name, "state": "unusable", "why": problem, "missing": [problem]})
+            told.append({"host": name, "state": "unusable", "missing": [problem]})
         return told
 
     def claim(self, folder: Path, name: str, *, takeover: bool) -> None:

@@ -7,7 +7,7 @@ as lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -43,6 +43,8 @@ class HostsInUse:
         """The watches of hosts that were ever there."""
         self._config = config
         self._is_away = False
+        self._told: dict[str, str] = {}
+        """Why hosts cannot be used, as it was told last."""
         self._add(config)
         for name in self._others:
             _give(self.all[name], HostConfig.of(config, name))
@@ -116,6 +118,7 @@ class HostsInUse:
         for each in self.watches.values():
             each.worker.start()
         if self.cluster:
+            self._tell_problems(self.cluster.problems)
             self._membership = Worker("cluster", lambda: self._look(changed), first=LOOK_SECONDS)
             self._membership.start()
 
@@ -149,6 +152,7 @@ class HostsInUse:
         if self._is_away:
             self._say("control of the cluster is back")
         self._is_away = False
+        self._tell_problems(self.cluster.problems)
         for name in self.cluster.nodes:
             if name not in self.watches:
                 is_lost = name in self._by_name
@@ -159,6 +163,13 @@ class HostsInUse:
         if is_changed:
             changed()
         return LOOK_SECONDS
+
+    def _tell_problems(self, problems: Mapping[str, str]) -> None:
+        """Say of hosts that were never in use why they cannot be, once."""
+        for name, why in problems.items():
+            if name not in self.watches and why != self._told.get(name):
+                self._say(f"host {name} cannot be used: {why}")
+        self._told = dict(problems)
 
     def problem(self) -> str:
         """Why the cluster cannot be steered now, "" if it can. Never blocks."""
@@ -176,12 +187,18 @@ class HostsInUse:
         """Return the part of GET /hosts that the scheduler does not know."""
         gpus = [{"id": gpu.id, "name": gpu.name, "total": gpu.total} for gpu in self.local.inventory().gpus]
         told: list[dict[str, Any]] = [{"host": "local", "state": "here", "gpus": gpus}]
-        for name, host in self.cluster.hosts.items() if self.cluster else ():
-            watch = self.watches.get(name)
-            seen = {"state": watch.state, "why": watch.why} if watch else {"state": "absent"}
-            told.append({"host": name, **seen, **host.report()})
-        known = self.cluster.problems if self.cluster else {}
-        return told + [{"host": name, "state": "unusable", "why": why} for name, why in known.items()]
+        if self.cluster:
+            hosts, problems = self.cluster.hosts, self.cluster.problems
+            for name in dict.fromkeys((*hosts, *problems)):
+                about = hosts[name].report() if name in hosts else {}
+                told.append({"host": name, **self._seen(name, problems.get(name, "")), **about})
+        return told
+
+    def _seen(self, name: str, problem: str) -> dict[str, str]:
+        """Return the state of a host of the cluster, and why it is not here."""
+        if watch := self.watches.get(name):
+            return {"state": watch.state, "why": watch.why or problem}
+        return {"state": "unusable", "why": problem} if problem else {"state": "absent"}
 
     def busy(self, names: Iterable[str]) -> ExitStack:
         """A context in which it is not just being found out what runs on these hosts."""
