@@ -147,7 +147,8 @@ class Hazards:
         if isinstance(step, Cancel):  # some come too late
             stuck = draw.random() < self.stuck
             error = BackendError("cannot be cleaned up") if stuck else None
-            return Outcome(tick(draw.choice((0.0, 1.0, 4.0)) * draw.random()), error)
+            # Never 0.0: of two loads cancelled at one moment, either may be the first to have ended.
+            return Outcome(tick(draw.choice((0.01, 1.0, 4.0)) * draw.random()), error)
         gentle = step.how == "stop" or random.Random(f"{self.seed} {step.backend} {nth} how").random() > 0.2
         how = None if gentle else "stop"
         if isinstance(step, Load):
