@@ -250,7 +250,7 @@ MUTANTS = {
     "a cost includes the drain": (
         "group_swaps",
         "swap.evict_seconds = max(now - swap.emptied, 0.0)",
-        "swap.evict_seconds = max(now - (swap.until - self._state.config.drain_timeout), 0.0)",
+        "swap.evict_seconds = max(now - (swap.until - self._state.timeouts.drain_timeout), 0.0)",
     ),
     "nothing is learned from a swap": (
         "outcomes",

@@ -10,6 +10,8 @@ from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import BackendError, LoadError, UnknownModel
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.host_facts import FoundBackend
+from anvil_mux.scheduler.index import BY_NAME
+from anvil_mux.scheduler.layout import Layout
 from anvil_mux.scheduler.steps import Demote, Evict, Load
 from anvil_mux.sim.simulate import (
     Arrival,
@@ -792,3 +794,62 @@ def test_the_lines_of_removed_models_end_in_the_order_in_which_their_models_stoo
     ]
     log = simulate(config, trace, Engines(), resident=["a"])
     assert "".join(event.model for event in log if event.kind == "failed") == names
+
+
+def test_a_routing_policy_may_go_with_the_replica_that_named_it():
+    own = {"mine": {"selector": "round_robin"}}
+    pair = (one("m-1", "0", model="m", routing="mine"), one("m-2", "1", model="m", routing="mine"))
+    without = with_backends(replace(pair[1], routing=None))
+    trace = [Arrival(0.0, "m", 10.0), Reload(1.0, without), Arrival(2.0, "m", 1.0)]
+    config = with_backends(*pair, routing_policies=own)
+    assert story(trace, config, resident=["m-1", "m-2"])[-3:] == [
+        "2 leased m-2",
+        "10 evicting m-1",
+        "11 stopped m-1",
+    ]
+
+
+@pytest.mark.parametrize("hosts", [("",), ("", "h", "k")])
+@pytest.mark.parametrize("seed", range(20))
+def test_after_an_exchange_of_gpu_groups_each_is_where_the_tables_say(seed, hosts, monkeypatch):
+    """The tables hold what they would if all of them were made anew."""
+    exchange, count = Layout._exchange, 0
+
+    def audited(layout, drafts, old):
+        nonlocal count
+        made = exchange(layout, drafts, old)
+        audit(layout)
+        count += 1
+        return made
+
+    monkeypatch.setattr(Layout, "_exchange", audited)
+    start, trace, perform = wild_history(seed, hosts)
+    simulate(start, trace, perform)
+    assert count > 1
+
+
+def audit(layout):
+    groups = layout.groups
+    assert layout.of_backend == {name: group for group in groups for name in group.slots}
+    assert layout.by_name == {group.name: group for group in groups}
+    assert set(layout.records) == {host for group in groups for host in group.hosts}
+    gpus = [gpu for group in groups for gpu in {g for slot in group.slots.values() for g in slot.holds}]
+    assert len(gpus) == len(set(gpus))
+    for host in layout.hosts:
+        here = [group for group in groups if any(each.name == host for each in group.hosts)]
+        assert layout.on_host(host) == sorted(here, key=BY_NAME)
+        names = {slot.name for group in here for slot in group.slots.values() if host in slot.backend.hosts}
+        assert layout.memories[host]._slots.keys() == names
+    assert layout.models.keys() == {name for group in groups for name in group.state.models}
+    for name, model in layout.models.items():
+        own = sorted([group for group in groups if name in group.state.models], key=BY_NAME)
+        assert layout.groups_of[name] == own
+        assert all(group.state.models[name] is model for group in own)
+        assert all(group.state.states_of(model) == [each.state for each in own] for group in own)
+        assert sorted(slot.name for slot in model.slots) == sorted(
+            slot.name for group in own for slot in group.state.own(model)
+        )
+        assert layout.of_model[name] in own
+        assert model.home == (layout.of_model[name].name if len(own) > 1 else "")
+        assert (name in layout.spread) == (len(own) > 1)
+    assert layout.touched.keys() <= {group.state for group in groups}

@@ -174,7 +174,7 @@ class Facts:
     ) -> list[str]:
         """Apply another configuration while requests run on; the rest is as with ``adopt``."""
         found = [*running, *(standby or {})]
-        self._apply(lambda now: self._shell.reconfigured(config, now, found))
+        self._shell.reconfigure(config, found)
         refused = self.adopt(running, standby)
         self.looked_at(found)
         return refused

@@ -10,7 +10,7 @@ each has ended.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from anvil_mux.clock import Clock
 from anvil_mux.config.config import Config
@@ -47,7 +47,7 @@ class Shell:
         self.emit = emit
         """Takes every event, under the lock."""
         # Replaced as a whole, under the lock, and never altered: whoever only reads them needs none.
-        self._take(config)
+        self._take(config, config.names)
         # The lock guards everything below it. It is held for microseconds: no I/O, no engine, no Docker.
         self.lock = clock.lock()
         self.scheduler = Scheduler(
@@ -71,11 +71,11 @@ class Shell:
             name=lambda job: job.step.backend,
         )
 
-    def _take(self, config: Config) -> None:
+    def _take(self, config: Config, names: Mapping[str, str]) -> None:
         self.config = config
-        self.names = config.names
+        self.names = names
         """Every name by which a model may be asked for -> the model."""
-        self.served = frozenset(self.names.values())
+        self.served = frozenset(names.values())
 
     def apply(self, fact: Callable[[float], Effects]) -> Effects:
         """Tell the scheduler that something is so since now, and carry out what follows from it."""
@@ -127,12 +127,18 @@ class Shell:
             self.loads[step.backend] = step.number
         return effects
 
-    def reconfigured(self, config: Config, now: float, expected: Iterable[str]) -> Effects:
-        """Another configuration holds from now on. Under the lock."""
-        self._take(config)
-        effects = self.scheduler.reconfigured(config, now, expected=expected)
-        self.backends.update({slot.name: slot.backend for slot in self.scheduler.layout.slots})
-        return effects
+    def reconfigure(self, config: Config, expected: Iterable[str]) -> None:
+        """Another configuration holds from now on. What follows from it alone is found without the lock."""
+        prepared, names = self.scheduler.prepare(config), config.names
+
+        def fact(now: float) -> Effects:
+            self._take(config, names)
+            effects = self.scheduler.reconfigured(prepared, now, expected=expected)
+            found = [(name, self.scheduler.layout.slot(name)) for name in prepared.different]
+            self.backends.update({name: slot.backend for name, slot in found if slot})
+            return effects
+
+        self.apply(fact)
 
 
 def _cut(ticket: Ticket) -> None:

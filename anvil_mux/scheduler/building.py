@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.eviction import Eviction
@@ -28,13 +29,14 @@ from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.replicas import Replicas
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.state import GroupState, Timeouts
 
 
 class Common(NamedTuple):
     """The objects and settings that all GPU groups of one configuration share."""
 
     config: Config
+    timeouts: Timeouts
     gpus: Mapping[str, Gpu]
     """All GPUs of all hosts, by the names that they have among them."""
     policy: Policy
@@ -79,29 +81,41 @@ def coming_models(slots: Iterable[Slot], wanted: Mapping[str, Backend]) -> dict[
 def build_models(
     slots: Iterable[Slot],
     config: Config,
+    routings: Mapping[str, Routing],
     coming: Mapping[str, str] = MappingProxyType({}),
     before: Mapping[str, Model] = MappingProxyType({}),
 ) -> dict[str, Model]:
-    """The models of these slots, in which those ``before`` go on; ``coming``: see ``coming_models``."""
+    """The models of these slots, in which those ``before`` go on; ``coming``: see ``coming_models``.
+
+    ``routings``: all routing policies that backends of ``config`` name, and its own.
+    """
     found: dict[str, list[Slot]] = {}
     for slot in slots:
         for name in dict.fromkeys((slot.model, coming.get(slot.name, slot.model))):
             found.setdefault(name, []).append(slot)
     limits = max_waits((slot for own in found.values() for slot in own), config)
-    made = {name: _model(name, own, config, limits) for name, own in found.items()}
+    made = {name: _model(name, own, config, routings, limits) for name, own in found.items()}
     for name, model in made.items():
         if old := before.get(name):
             _go_on_with(model, old)
     return made
 
 
-def _model(name: str, slots: list[Slot], config: Config, limits: Mapping[str, float]) -> Model:
+def _model(
+    name: str,
+    slots: list[Slot],
+    config: Config,
+    routings: Mapping[str, Routing],
+    limits: Mapping[str, float],
+) -> Model:
+    staying = [slot for slot in slots if not slot.leaving] or slots
+    routing = routings.get(staying[0].backend.routing or "") or routings[config.routing]
     limited = any(slot.backend.concurrency for slot in slots if slot.model == name)
     return Model(
         name=name,
         slots=slots,
         queue=ModelQueue(limited=limited),
-        replicas=Replicas(slots, config) if len(slots) > 1 else None,
+        replicas=Replicas(slots, routing, full=config.routing_mode == "full") if len(slots) > 1 else None,
         priority=max(slot.backend.priority for slot in slots),
         max_wait=limits.get(name, config.max_wait),
     )
@@ -142,7 +156,7 @@ def build_state(
     memories = [common.memories[host.name] for host in hosts]
     state = GroupState(
         name=draft.name,
-        config=common.config,
+        timeouts=common.timeouts,
         policy=common.policy,
         placement=placement,
         models={name: models[name] for name in own},

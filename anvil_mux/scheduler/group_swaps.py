@@ -42,7 +42,7 @@ class GroupSwaps:
         if severs is None:
             severs = Cause("evicted", target.model) if target else cause
         self._state.changed()
-        drain = self._state.config.drain_timeout if drain_timeout is None else drain_timeout
+        drain = self._state.timeouts.drain_timeout if drain_timeout is None else drain_timeout
         swap = SwapInProgress(target, [*leaving], now + drain, cause, severs, preload=preload)
         self._state.swaps.append(swap)
         if target:
@@ -149,9 +149,9 @@ class GroupSwaps:
         if more is None:
             self.dissolve(swap, now)
         else:
-            swap.until = now + state.config.drain_timeout
+            swap.until = now + state.timeouts.drain_timeout
             swap.victims += more
-            self._drain(swap, more, now, state.config.drain_timeout)
+            self._drain(swap, more, now, state.timeouts.drain_timeout)
         return False
 
     # End
@@ -205,7 +205,7 @@ class GroupSwaps:
     def reprieve(self, victim: Slot, now: float) -> None:
         """Make a victim that only drained ready again; one that is leaving drains on."""
         if victim.leaving:
-            left = victim.since + self._state.config.drain_timeout - now
+            left = victim.since + self._state.timeouts.drain_timeout - now
             self.begin_leaving(victim, now, max(left, 0.0))
         else:
             self._moves.reprieve(victim, now)

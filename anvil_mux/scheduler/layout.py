@@ -1,4 +1,4 @@
-"""The GPU groups of a configuration, and in which of them each backend and the queue of each model is.
+"""The GPU groups of a configuration, and what a reload makes of them.
 
 A reload changes the configuration while requests run. A backend that goes on (change.py) keeps its slot with
 all that hangs on it: state, leases, memory. One that was changed or removed is leaving (group.py): its slot
@@ -8,13 +8,17 @@ models, so a request for a backend that changed waits on, and one for a model th
 at once. No GPU group is altered: another one takes its place and goes on from it, so what follows from the
 configuration is computed in one place. GPU groups that a new backend ties together become one, and stay one:
 swaps that are under way may not be cut.
+
+Only groups of which something has changed are exchanged for others: a backend, a GPU, the memory of their
+host, or a setting by which all are built. The rest is told apart beforehand (preparing.py), and where
+everything is then is noted in index.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from typing import NamedTuple
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.building import (
@@ -28,23 +32,32 @@ from anvil_mux.scheduler.building import (
 )
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord
+from anvil_mux.scheduler.index import Index
 from anvil_mux.scheduler.model import Model
-from anvil_mux.scheduler.placement import gpu_groups
+from anvil_mux.scheduler.placement import Placement, gpu_groups, group_name
 from anvil_mux.scheduler.planner import nearest, wait_seconds
-from anvil_mux.scheduler.policies import build_policy
+from anvil_mux.scheduler.preparing import Prepared, prepare
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.state import GroupState
+from anvil_mux.scheduler.state import GroupState, Timeouts
 
-BY_NAME = attrgetter("name")
-FEW_GROUPS = 16
-"""A model with backends in more GPU groups is wide: not all of them are asked for each change."""
 LONGER = 1.25
 """How much longer a wait has become when all groups of a wide model are looked at again."""
+
+
+class Exchanged(NamedTuple):
+    """The GPU groups that took the place of others."""
+
+    old: Sequence[GpuGroup]
+    made: Sequence[GpuGroup]
+    """The groups that take their place, in the order of all."""
+    gone: Sequence[GpuGroup]
+    """The old ones of which nothing goes on, but that tickets ended there."""
+    models: Sequence[str]
+    """The models that have backends in any of them."""
 
 
 class Layout:
@@ -59,34 +72,26 @@ class Layout:
         *,
         emit_leases: bool,
     ) -> None:
-        self.models: dict[str, Model] = {}
-        """All models, also those that are about to go."""
-        self.of_model: dict[str, GpuGroup] = {}
-        """Model -> the group in which its queue stands."""
-        self.of_backend: dict[str, GpuGroup] = {}
-        self.by_name: dict[str, GpuGroup] = {}
-        self._by_host: dict[str, list[GpuGroup]] = {}
-        self.groups: list[GpuGroup] = []
-        self.groups_of: dict[str, list[GpuGroup]] = {}
-        """Model -> the groups that have backends of it, by name. The groups have this too, as the next."""
-        self.states: dict[str, list[GroupState]] = {}
-        """Model -> the states of these groups."""
+        self._index = index = Index()
+        self.models, self.of_model, self.of_backend = index.models, index.of_model, index.of_backend
+        self.groups, self.by_name, self.spread = index.groups, index.by_name, index.spread
+        self.groups_of = index.groups_of
+        """Model -> the groups that have backends of it, by name. The groups have this, too."""
         self.touched: dict[GroupState, None] = {}
         """The states in which something has changed: see ``GroupState.touched``."""
-        self.spread: list[str] = []
-        """The models with backends in several groups."""
         self.hosts: dict[str, HostRecord] = {}
         """All hosts, by name; ``records``: those that have groups."""
-        self.records: list[HostRecord] = []
         self.memories: dict[str, HostMemory] = {}
         """Host -> its memory; ``bounded``: where that is bounded."""
+        self.bounded: dict[str, HostMemory] = {}
         self._moving: set[str] = set()
         """The backends that have not left their host yet, and go to another one."""
+        self._misnamed: dict[GpuGroup, None] = {}
+        """The groups that have lost all backends on some of their GPUs."""
         self._emit, self._emit_leases = emit, emit_leases
         self._costs, self._footprints = costs, footprints
-        self.take(config)
-        groups = gpu_groups(config.backends)
-        self._build([Draft(name, members[0].host, members) for name, members in groups])
+        prepared = prepare(Config(()), config)
+        self.regroup(prepared.different, self.take(prepared))
 
     # Questions
 
@@ -111,79 +116,122 @@ class Layout:
         return sorted(name for group in self.groups for name in group.state.unseen)
 
     @property
-    def has_moved(self) -> bool:
-        """Whether a backend that goes to another host has left the one that it was on: ``regroup``."""
-        return any(self.of_backend[name].slots[name].is_left for name in self._moving)
+    def records(self) -> list[HostRecord]:
+        """The hosts that have groups."""
+        return list(self._index.records.values())
+
+    @property
+    def moved(self) -> list[str]:
+        """The backends that go to another host, and have left the one that they were on: ``move``."""
+        return [name for name in self._moving if self.of_backend[name].slots[name].is_left]
 
     def on_host(self, host: str) -> list[GpuGroup]:
         """The groups of a host, by name."""
-        return self._by_host.get(host, [])
+        return self._index.by_host.get(host, [])
+
+    def waiting_for(self, exchange: Exchanged) -> list[GpuGroup]:
+        """The groups that are to be asked after an exchange, in the order of all: those that it made, and
+        those elsewhere in which queues stand, or may, of models that it concerns."""
+        found = dict.fromkeys(exchange.made)
+        for model in [self.models[name] for name in exchange.models if name in self.models]:
+            if model.queue.tickets:
+                own = [self.of_model[model.name]] if model.is_wide else self.groups_of[model.name]
+                found.update(dict.fromkeys(own))
+        return self._index.in_order(found)
 
     # Changes
 
-    def take(self, config: Config) -> None:
-        """Another configuration holds from now on; ``regroup`` follows."""
-        self.config = config
-        self._wanted = {backend.name: backend for backend in config.backends}
-        self.gpus = {gpu.name: gpu for gpu in config.gpus}
-        self.served = {backend.model for backend in config.backends}
-        for name in ("", *{host for backend in config.backends for host in backend.hosts}):
-            self.hosts.setdefault(name, HostRecord(name))
-            memory = self.memories.setdefault(name, HostMemory(None, self._footprints, name))
-            memory.budget = config.memory_of(name)
-        self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
+    def take(self, prepared: Prepared) -> list[GpuGroup]:
+        """Another configuration holds from now on; returns the groups that it concerns: ``regroup``."""
+        self.config = config = prepared.config
+        self.gpus, self.served = prepared.gpus, prepared.served
+        self._wanted, self._places, self._routings = prepared.wanted, prepared.places, prepared.routings
+        resized = [name for name, budget in prepared.budgets.items() if self._set_budget(name, budget)]
+        if resized:
+            self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         self._common = Common(
             config=config,
+            timeouts=Timeouts(config.drain_timeout, config.queue_timeout),
             gpus=self.gpus,
-            policy=build_policy(config.policy, config.policy_settings),
-            eviction=build_eviction(config.eviction, config.eviction_settings),
+            policy=prepared.policy,
+            eviction=prepared.eviction,
             emit=self._emit,
             emit_leases=self._emit_leases,
             costs=self._costs,
             footprints=self._footprints,
             hosts=self.hosts,
             memories=self.memories,
-            states=self.states,
+            states=self._index.states,
             touched=self.touched,
         )
+        if prepared.concerns_all:
+            return list(self.groups)
+        found = self._concerned(prepared.different)
+        found |= dict.fromkeys(filter(None, map(self._index.of_gpu, prepared.different_gpus)))
+        found |= dict.fromkeys(group for host in resized for group in self.on_host(host))
+        return self._index.in_order(found)
 
-    def regroup(self) -> list[GpuGroup]:
-        """Build all groups anew, each from those whose place it takes.
+    def _set_budget(self, host: str, budget: int | None) -> bool:
+        """Note the memory of a host for engines; whether it is another than before."""
+        if host not in self.hosts:
+            self.hosts[host] = HostRecord(host)
+            self.memories[host] = HostMemory(None, self._footprints, host)
+        before, self.memories[host].budget = self.memories[host].budget, budget
+        return before != budget
 
-        Returns the groups of which nothing goes on, but that tickets ended there.
+    def _concerned(self, backends: Iterable[str]) -> dict[GpuGroup, None]:
+        """The groups that these backends are in, or are to be in; those whose name does not fit any more."""
+        found = dict.fromkeys(self._misnamed)
+        for name in backends:
+            if name in self.of_backend:
+                found[self.of_backend[name]] = None
+            wanted = self._wanted.get(name)
+            for gpu in wanted.gpu_names if wanted else ():
+                if group := self._index.of_gpu(gpu):
+                    found[group] = None
+        return found
+
+    def move(self) -> Exchanged:
+        """Give the backends that have ``moved`` their slots on their new hosts."""
+        return self.regroup(self.moved, self._index.in_order(self._concerned(self.moved)))
+
+    def regroup(self, backends: Iterable[str], old: Sequence[GpuGroup]) -> Exchanged:
+        """Build the groups of the backends that are in ``old`` groups, and of those given.
+
+        ``old``: all groups that they are in, or are to be in.
         """
-        gone = dict.fromkeys(self.groups)
-        staying = {slot.name: slot.backend for slot in self.leaving}
-        wanted = self._wanted.values()
-        self._moving = {each.name for each in wanted if staying.get(each.name, each).host != each.host}
-        drafts = []
-        backends = [*staying.values(), *(each for each in wanted if each.name not in self._moving)]
-        for name, together in gpu_groups(backends, lambda each: [group.name for group in self._before(each)]):
-            members = {each.name: staying.get(each.name, each) for each in together}
+        names = {*backends, *(name for group in old for name in group.slots)}
+        staying = {slot.name: slot.backend for group in old for slot in group.leaving}
+        wanted = [self._wanted[name] for name in names if name in self._wanted]
+        wanted.sort(key=lambda each: self._places[each.name])
+        moving = {each.name for each in wanted if staying.get(each.name, each).host != each.host}
+        self._moving = (self._moving - names) | moving
+        members = [*staying.values(), *(each for each in wanted if each.name not in moving)]
+        drafts, gone = [], dict.fromkeys(old)
+        for name, together in gpu_groups(members, lambda each: [group.name for group in self._before(each)]):
+            own = {each.name: staying.get(each.name, each) for each in together}
             merged = list(dict.fromkeys(group for each in together for group in self._before(each)))
             states = [group.state for group in merged]
-            drafts.append(Draft(name, together[0].host, list(members.values()), states))
+            drafts.append(Draft(name, together[0].host, list(own.values()), states))
             for group in merged:
                 gone.pop(group, None)
-        self._build(drafts)
-        return list(gone)
+        return self._exchange(drafts, old)._replace(gone=list(gone))
 
     def _before(self, backend: Backend) -> list[GpuGroup]:
         """The group in which a backend is until now, if there is one on its host."""
         group = self.of_backend.get(backend.name)
         return [group] if group and any(host.name == backend.host for host in group.hosts) else []
 
-    def renew(self, group: GpuGroup, now: float) -> GpuGroup:
+    def renew(self, group: GpuGroup) -> Exchanged:
         """Put another group in the place of one of which a slot was left for good."""
         staying = {slot.name: slot.backend for slot in group.leaving}
         members = [staying.get(name) or self._wanted.get(name) for name in group.slots]
-        draft = Draft(group.name, group.hosts[0].name, [each for each in members if each], [group.state])
-        position = self.groups.index(group)
-        self._build([draft], [each for each in self.groups if each is not group])
-        made = self.groups.pop()
-        self.groups.insert(position, made)
-        made.admission.resume(now)
-        return made
+        here = [each for each in members if each]
+        draft = Draft(group.name, group.hosts[0].name, here, [group.state])
+        exchange = self._exchange([draft], [group])
+        if not here or group_name(here) != group.name:
+            self._misnamed.update(dict.fromkeys(exchange.made))
+        return exchange
 
     def place_queue(self, model: Model, now: float, changed: Sequence[GroupState] | None = None) -> None:
         """Choose anew in which group the queue of a model with backends in several stands.
@@ -191,7 +239,7 @@ class Layout:
         ``changed``: the states that have changed since it was chosen last. Of a wide model only these are
         looked at, as long as the queue's wait where it stands has not become much longer.
         """
-        states = self.states[model.name]
+        states = self._index.states[model.name]
         if model.is_wide and changed is not None:
             home = self.of_model[model.name].state
             if wait_seconds(home, model, now) <= LONGER * model.wait:
@@ -200,57 +248,54 @@ class Layout:
         model.home, model.wait = home.name, wait_seconds(home, model, now) if model.is_wide else math.inf
         self.of_model[model.name] = self.by_name[home.name]
 
-    def _build(self, drafts: Sequence[Draft], others: Sequence[GpuGroup] = ()) -> None:
-        """Make the groups of ``drafts``; ``others`` go on as they are."""
+    def _exchange(self, drafts: Sequence[Draft], old: Sequence[GpuGroup]) -> Exchanged:
+        """Make the groups of ``drafts``, which take the place of the ``old`` ones."""
         placed = [place(each, self._common) for each in drafts]
-        slots = [slot for placement in placed for slot in placement.slots.values()]
-        models = self._build_models(slots, drafts, others)
+        models = self._build_models(placed, old)
         made = []
         for draft, placement, own in zip(drafts, placed, slots_of(placed, models), strict=True):
             state = build_state(draft, placement, own, models, self._common)
             made.append(GpuGroup(state, self.groups_of))
-        for group in others:
+        siblings = self._index.siblings(models, but=old)
+        for group in siblings:
             there = group.state.models
             there.update({name: models[name] for name in there if name in models})
-        self.groups = [*others, *made]
-        self._index()
-
-    def _build_models(
-        self, slots: Sequence[Slot], drafts: Iterable[Draft], others: Iterable[GpuGroup]
-    ) -> dict[str, Model]:
-        """Build the models that have backends in ``drafts``, with those that they have in ``others``."""
-        slots_there = [slot for group in others for slot in group.slots.values()]
-        coming = coming_models([*slots, *slots_there], self._wanted)
-        affected = {model for draft in drafts for state in draft.before for model in state.models}
-        affected |= {slot.model for slot in slots} | {coming.get(slot.name, slot.model) for slot in slots}
-        shared = [s for s in slots_there if s.model in affected or coming.get(s.name) in affected]
-        models = build_models([*slots, *shared], self.config, coming, self.models)
-        models = {name: model for name, model in models.items() if name in affected}
-        kept = {name for group in others for name in group.state.models} - affected
-        self.models = {**{name: m for name, m in self.models.items() if name in kept}, **models}
-        return models
-
-    def _index(self) -> None:
-        """Note where everything is, now that there are other groups than before."""
-        self.of_backend = {name: group for group in self.groups for name in group.slots}
-        self.groups_of.clear()
-        self.by_name, self._by_host = {}, {}
-        for group in sorted(self.groups, key=BY_NAME):
-            self.by_name[group.name] = group
-            for host in group.hosts:
-                self._by_host.setdefault(host.name, []).append(group)
-            for name in group.state.models:
-                self.groups_of.setdefault(name, []).append(group)
-        self.states.clear()
-        self.states.update({name: [each.state for each in own] for name, own in self.groups_of.items()})
-        of_model = {}
-        for name, own in self.groups_of.items():
-            model = self.models[name]
-            of_model[name] = next((each for each in own if each.name == model.home), own[0])
-            model.home = of_model[name].name if len(own) > 1 else ""
-            model.is_wide = len(own) > FEW_GROUPS
-        self.of_model = of_model  # as a whole: it is read without the lock, too
-        self.spread = [name for name, own in self.groups_of.items() if len(own) > 1]
-        self.records = list(dict.fromkeys(host for group in self.groups for host in group.hosts))
-        for group in self.groups:
+        affected = dict.fromkeys(name for group in old for name in group.state.models) | models
+        self._index.exchange(old, made, affected, self._wanted, self._places)
+        for group in siblings:
             group.state.remodelled()
+        for group in old:
+            self._forget(group)
+        return Exchanged(old, made, (), list(affected))
+
+    def _build_models(self, placed: Sequence[Placement], old: Sequence[GpuGroup]) -> dict[str, Model]:
+        """Build the models that have backends in groups that are made, or had in ``old`` ones.
+
+        Their backends in other groups are among those of the models, in the order of all groups.
+        """
+        slots = [slot for placement in placed for slot in placement.slots.values()]
+        coming = coming_models(slots, self._wanted)
+        affected = dict.fromkeys(name for group in old for name in group.state.models)
+        affected |= dict.fromkeys(
+            name for slot in slots for name in (slot.model, coming.get(slot.name)) if name
+        )
+        parts = [list(placement.slots.values()) for placement in placed]
+        for group in self._index.siblings(affected, but=old):
+            there = group.state.own_slots
+            shared = dict.fromkeys(slot for name in there if name in affected for slot in there[name])
+            coming |= coming_models(shared, self._wanted)
+            parts.append(list(shared))
+        parts.sort(key=lambda part: max([self._places.get(slot.name, -1) for slot in part], default=-1))
+        ordered = [slot for part in parts for slot in part]
+        models = build_models(ordered, self.config, self._routings, coming, self.models)
+        return {name: model for name, model in models.items() if name in affected}
+
+    def _forget(self, group: GpuGroup) -> None:
+        """Forget a group whose place others have taken."""
+        self.touched.pop(group.state, None)
+        self._misnamed.pop(group, None)
+        for name in group.slots:
+            slot = self.slot(name)
+            for host in group.hosts:
+                if slot is None or host.name not in slot.backend.hosts:
+                    self.memories[host.name].leave(name)

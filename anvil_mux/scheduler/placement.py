@@ -8,7 +8,7 @@ Nothing here changes a state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from types import MappingProxyType
 
 from anvil_mux.config.config import Backend, Gpu, gpu_name
@@ -247,9 +247,10 @@ def gpu_groups(
         members.append(backend)
         groups[place] = ties, members
         of_tie.update(dict.fromkeys(ties, place))
-    return [(_group_name(members), members) for _, members in groups.values()]
+    return [(group_name(members), members) for _, members in groups.values()]
 
 
-def _group_name(members: list[Backend]) -> str:
+def group_name(members: Sequence[Backend]) -> str:
+    """The name of a GPU group, after the GPUs of its backends."""
     gpus = sorted({gpu for backend in members for gpu in backend.gpu_names})
     return "+".join(gpus) or gpu_name(members[0].host, f"no-gpu:{members[0].name}")

@@ -155,7 +155,7 @@ def worth(state: GroupState, slot: Slot, now: float) -> tuple[bool, int, float, 
 
 def bound(state: GroupState, model: Model, now: float) -> float:
     """After how many seconds a queue that begins now is overdue: in time to be loaded, if it can be."""
-    soonest, timeout = math.inf, state.config.queue_timeout
+    soonest, timeout = math.inf, state.timeouts.queue_timeout
     for each in state.states_of(model) if model.home else (state,):
         soonest = min(soonest, swap_seconds(each, model, now))
         if soonest <= timeout - model.max_wait:
@@ -271,7 +271,7 @@ def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
     for victim in leaving:
         service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
         longest = max(longest, service * (1.0 + math.log(max(len(victim.holders), 1))))
-    return min(longest, state.config.drain_timeout)
+    return min(longest, state.timeouts.drain_timeout)
 
 
 # Another replica of a busy model

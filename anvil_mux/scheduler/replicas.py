@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
-from anvil_mux.config.config import EITHER, STAGES, Config
+from anvil_mux.config.config import EITHER, STAGES
 from anvil_mux.errors import Overloaded
-from anvil_mux.routing import pipeline
 from anvil_mux.routing.in_flight import InFlightTracker, Member
-from anvil_mux.routing.routing import Work
+from anvil_mux.routing.routing import Routing, Work
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.steps import Ticket
 
@@ -23,10 +22,11 @@ from anvil_mux.scheduler.steps import Ticket
 class Replicas:
     """The backends of one model, of which there are several."""
 
-    def __init__(self, slots: list[Slot], config: Config) -> None:
+    def __init__(self, slots: list[Slot], routing: Routing, *, full: bool = False) -> None:
+        """``full``: routing uses the figures of engines, besides our own counts."""
         self._slots = {slot.name: slot for slot in slots}
         self._staged = any(slot.backend.infer_type in ("prefill", EITHER) for slot in slots)
-        self.in_flight = _tracker(slots, config)
+        self.in_flight = InFlightTracker(routing, map(_member, slots), full=full)
         self._order = {slot: nth for nth, slot in enumerate(slots)}
         self._loaded = {slot for slot in slots if slot.state != "stopped"}
         """The backends that are not stopped: of the hundreds that there may be, few."""
@@ -186,22 +186,16 @@ def _is_staged(slot: Slot) -> bool:
     return slot.backend.infer_type in (*STAGES, EITHER)
 
 
-def _tracker(slots: list[Slot], config: Config) -> InFlightTracker:
-    policy = slots[0].backend.routing or config.routing
-    backends = [slot.backend for slot in slots]
-    members = [
-        Member(
-            b.name,
-            b.infer_type,
-            b.kv_tokens,
-            node=b.node,
-            failure_domain=b.failure_domain,
-            profile=b.profile,
-        )
-        for b in backends
-    ]
-    made = pipeline.build(policy, config.routing_policies)
-    return InFlightTracker(made, members, full=config.routing_mode == "full")
+def _member(slot: Slot) -> Member:
+    backend = slot.backend
+    return Member(
+        backend.name,
+        backend.infer_type,
+        backend.kv_tokens,
+        node=backend.node,
+        failure_domain=backend.failure_domain,
+        profile=backend.profile,
+    )
 
 
 def nobody_takes(model: str) -> Overloaded:

@@ -119,5 +119,5 @@ class Requested:
             elif slot.leaving and slot.state == "standby":
                 slot.next_level = "stop"
         for model in self._state.models.values():
-            if model.name not in served:
+            if model.queue.tickets and model.name not in served:
                 self._admission.fail_queue(model, UnknownModel(model.name, served), now)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from anvil_mux.config.change import compare
 from anvil_mux.config.config import Config, gpu_name
 from anvil_mux.errors import LoadError, MuxError
 from anvil_mux.routing.in_flight import EngineLoad, Report
@@ -24,6 +23,7 @@ from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.layout import Layout
+from anvil_mux.scheduler.preparing import Prepared, prepare
 from anvil_mux.scheduler.settling import Settling
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.steps import NO_USAGE, NOTHING, Effects, Step, Ticket, TokenUsage
@@ -301,21 +301,28 @@ class Scheduler:
         self._settling.close()
         return NOTHING
 
-    def reconfigured(self, config: Config, now: float, expected: Iterable[str] = ()) -> Effects:
-        """Another configuration holds from now on; ``expected``: backends that may run already."""
-        change = compare(self.layout.config, config)
+    def prepare(self, config: Config) -> Prepared:
+        """Find out what follows from another configuration. Without the lock, and no fact."""
+        return prepare(self.layout.config, config)
+
+    def reconfigured(self, config: Config | Prepared, now: float, expected: Iterable[str] = ()) -> Effects:
+        """Another configuration holds from now on; ``expected``: backends that may run already.
+
+        It is prepared here if it was not before, or if another one holds by now than it was prepared for.
+        """
+        prepared = config if isinstance(config, Prepared) else self.prepare(config)
+        if prepared.before is not self.layout.config:
+            prepared = self.prepare(prepared.config)
+        change = prepared.change
         self._emit(Event(now, "reloaded", "", cause=Cause("reconfigured", detail=str(change))))
         leaving: dict[str, Leaving] = dict.fromkeys(change.changed, "changed")
         leaving |= dict.fromkeys(change.removed, "removed")
-        self.layout.take(config)
-        for group in self.layout.groups:
-            group.requested.retire(leaving, self.layout.served, now)
-        gone = self.layout.regroup()
-        self._settling.begin_anew()
+        concerned = self.layout.take(prepared)
+        for group in concerned:
+            group.requested.retire(leaving, prepared.served, now)
+        exchange = self.layout.regroup(prepared.different, concerned)
         self.expected(expected)
-        for group in self.layout.groups:
-            group.admission.resume(now)
-        return self._settling.settle(self.layout.groups, now, gone)
+        return self._settling.settle(self._settling.exchanged(exchange, now), now, exchange.gone)
 
     def time_passed(self, now: float) -> Effects:
         """The moment ``Effects.ask_at`` has come, or a later one."""

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from anvil_mux.scheduler.alarms import Alarms
 from anvil_mux.scheduler.group import GpuGroup
-from anvil_mux.scheduler.layout import BY_NAME, Layout
+from anvil_mux.scheduler.index import BY_NAME
+from anvil_mux.scheduler.layout import Exchanged, Layout
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Cancel, Effects, Evict, Step, Ticket, Wait
@@ -75,12 +76,18 @@ class Settling:
         """Begin nothing any more."""
         self._is_closed = True
 
-    def begin_anew(self) -> None:
-        """Forget what was kept of groups: there are others now."""
-        self._alarms = Alarms()
-        self._shared.clear()
-        self._layout.touched.clear()
-        self._layout.touched.update(dict.fromkeys(group.state for group in self._layout.groups))
+    def exchanged(self, exchange: Exchanged, now: float) -> list[GpuGroup]:
+        """Go on with groups that took the place of others; returns those that are to be asked."""
+        for group in exchange.old:
+            self._alarms.forget(group)
+        for name in exchange.models:
+            self._shared.pop(name, None)
+        found = self._layout.waiting_for(exchange)
+        for group in found:
+            group.state.touch()
+        for group in found:
+            group.admission.resume(now)
+        return found
 
     # Effects
 
@@ -94,11 +101,10 @@ class Settling:
         ``gone``: groups that are not asked any more, in which tickets may have ended.
         """
         found = _Gathered([], [], [])
-        if self._layout.has_moved:
-            gone, groups = self._layout.regroup(), self._layout.groups
-            self.begin_anew()
-            for group in groups:
-                group.admission.resume(now)
+        if self._layout.moved:
+            exchange = self._layout.move()
+            still = [group for group in groups if self._layout.by_name.get(group.name) is group]
+            gone, groups = exchange.gone, {*still, *self.exchanged(exchange, now)}
         for group in gone:
             _collect(group, found)
         asked = sorted(groups, key=BY_NAME)
@@ -175,10 +181,9 @@ class Settling:
 
     def _ask(self, group: GpuGroup, now: float, found: _Gathered) -> None:
         if group.is_outgrown:
-            self._alarms.forget(group)
-            self._shared.clear()
-            group = self._layout.renew(group, now)
-            group.state.touch()
+            exchange = self._layout.renew(group)
+            [group] = exchange.made
+            self.exchanged(exchange, now)
         if self._is_closed:
             _collect(group, found)
             return

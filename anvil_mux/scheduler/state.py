@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from anvil_mux.config.config import Config
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprints
@@ -25,6 +24,13 @@ from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
 from anvil_mux.scheduler.steps import Ticket
 from anvil_mux.scheduler.swap import SwapInProgress, busy_gpus
+
+
+class Timeouts(NamedTuple):
+    """The settings of the whole that GPU groups refer to; they are named as in ``Config``."""
+
+    drain_timeout: float
+    queue_timeout: float
 
 
 class Still(NamedTuple):
@@ -45,7 +51,7 @@ class GroupState:
     """The state of one GPU group."""
 
     name: str
-    config: Config
+    timeouts: Timeouts
     policy: Policy
     placement: Placement
     models: dict[str, Model]

@@ -64,7 +64,7 @@ def wait_estimate(state: GroupState, model: Model, now: float, far: Progress | N
     if found.refusal:
         return WaitEstimate(model.name, "refused", None, None, found.refusal.message)
     if found.target and found.decision:
-        return _planned(model.name, found, now, state.config.drain_timeout)
+        return _planned(model.name, found, now, state.timeouts.drain_timeout)
     if found.target:
         return _coming(model.name, found.target, found, now, far)
     return _blocked(state, model, found, now)

@@ -21,7 +21,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from anvil_mux.clock import Clock
@@ -217,6 +217,48 @@ def holds(mux: Multiplexer, clock: WatchedClock, model: str, host: str) -> dict[
     return found
 
 
+def changed(config: Config, name: str, **settings: Any) -> Config:
+    """The same with other settings of one backend."""
+    return replace(
+        config, backends=tuple([replace(b, **settings if b.name == name else {}) for b in config.backends])
+    )
+
+
+def without(config: Config, host: str) -> Config:
+    """The same without a host."""
+    return replace(
+        config,
+        backends=tuple([replace(each) for each in config.backends if each.host != host]),
+        gpus=tuple([gpu for gpu in config.gpus if gpu.host != host]),
+    )
+
+
+def reloads(mux: Multiplexer, clock: WatchedClock, config: Config, host: str) -> dict[str, float]:
+    """What a reload changes -> the longest hold of the lock for it, in seconds; the least of some tries.
+
+    ``host``: one whose first backend is resident, and whose last is not.
+    """
+    assert clock.held
+    first, *_, last = [each.name for each in config.backends if each.host == host]
+    found: dict[str, float] = {}
+    for number in range(1, 4):
+        steps = {
+            "reload: nothing": changed(config, ""),
+            "reload: a setting of one backend": changed(config, last, priority=number),
+            "reload: a backend that is not resident": changed(config, last, port=number),
+            "reload: a backend that is resident": changed(config, first, port=number),
+            "reload: a host leaves": without(config, host),
+            "reload: a host joins": changed(config, ""),
+            "reload: a setting of all": replace(changed(config, ""), drain_timeout=float(number)),
+        }
+        for what, after in steps.items():
+            gc.collect()
+            clock.held.longest = 0.0
+            mux.facts.reconfigure(after, {})
+            found[what] = min(clock.held.longest, found.get(what, 1e9))
+    return found
+
+
 def leases_a_second(mux: Multiplexer, model: str, count: int = 20000) -> float:
     """Leases that begin and end in a second, of a model that is resident; the best of some tries."""
     best = 0.0
@@ -264,6 +306,7 @@ def show_many() -> None:
     names = [f"h{host}-{nth}" for host in range(1000) for nth in range(GPUS)]
     mux.facts.adopt(dict.fromkeys(names, "http://127.0.0.1:1"))
     tell("longest hold of the lock", holds(mux, clock, "m7", "h0500"))
+    tell("longest hold of the lock", reloads(mux, clock, config, "h0500"))
     print(f"    leases a second, many hosts: {leases_a_second(mux, config.backends[0].model):.0f}")
 
 
@@ -273,6 +316,7 @@ def show_any() -> None:
         mux, clock = multiplexer(anywhere(most=most))
         mux.facts.adopt({"any0.h0007.3": "http://127.0.0.1:1", "own.h0003.1": "http://127.0.0.1:1"})
         tell("longest hold of the lock", holds(mux, clock, "any0", "h0030"))
+        tell("longest hold of the lock", reloads(mux, clock, anywhere(most=most), "h0020"))
         print(f"    leases a second, a model that may run anywhere: {leases_a_second(mux, 'any0'):.0f}")
         print(f"    leases a second, a model on one GPU: {leases_a_second(mux, 'own-h0003-1'):.0f}")
     pair = Backend("a", "m", ("0",)), Backend("b", "m", ("1",))

@@ -11,7 +11,18 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.multiplexer.overview import HOLD_SECONDS
 from anvil_mux.sim.simulate import check, simulate
-from tests.bench.bench_scale import GPUS, HeldLock, Watch, WatchedClock, anywhere, hour, many, multiplexer
+from tests.bench.bench_scale import (
+    GPUS,
+    HeldLock,
+    Watch,
+    WatchedClock,
+    anywhere,
+    changed,
+    hour,
+    many,
+    multiplexer,
+    without,
+)
 
 HOSTS, MODELS = 20, 10
 PLACES = HOSTS * GPUS
@@ -64,6 +75,25 @@ def test_a_load_is_decided_by_a_look_at_each_gpu_also_when_all_are_taken_and_oth
 def test_what_is_lost_with_a_host_is_what_it_had() -> None:
     watch = taken(1)
     assert calls(lambda: watch.core.host_lost("h0003", 30.0)) < 100 * (MODELS + 1) * GPUS
+
+
+def test_a_reload_costs_what_it_changes() -> None:
+    def of(hosts: int, change: Callable[[Config], Config]) -> int:
+        config = many(hosts)
+        mux, _ = multiplexer(config)
+        core = mux._scheduler
+        core.time_passed(0.0)
+        prepared = core.prepare(change(config))
+        return calls(lambda: core.reconfigured(prepared, 1.0))
+
+    def one(config: Config) -> Config:
+        return changed(config, "h3-9", port=1)
+
+    def gone(config: Config) -> Config:
+        return without(config, "h0003")
+
+    assert of(4 * HOSTS, one) <= 1.1 * of(HOSTS, one)
+    assert of(4 * HOSTS, gone) <= 1.1 * of(HOSTS, gone)
 
 
 def test_a_lease_costs_the_same_however_many_backends_its_model_may_have() -> None:

@@ -238,7 +238,7 @@ def test_they_do_so_too_on_three_hosts_that_are_lost_and_come_back(fleet, policy
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleet", FLEETS)
 def test_they_do_so_too_where_not_all_gpu_groups_of_a_model_are_asked(fleet, policy, monkeypatch):
-    monkeypatch.setattr("anvil_mux.scheduler.layout.FEW_GROUPS", 1)
+    monkeypatch.setattr("anvil_mux.scheduler.index.FEW_GROUPS", 1)
     for seed in seeds(3, of=30):
         config, trace, perform = world_of_hosts(fleet, policy, seed, requests=50)
         assert differences(config, trace, perform, seed=seed) is None, seed

@@ -18,8 +18,10 @@ from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.outcomes import NOTHING_HELD
 from anvil_mux.scheduler.placement import gpu_groups
 from anvil_mux.scheduler.policies import Policy, build_policy
+from anvil_mux.scheduler.preparing import prepare
 from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.standby import HostMemory
+from anvil_mux.scheduler.state import Timeouts
 
 
 def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Policy | None = None) -> GpuGroup:
@@ -27,6 +29,7 @@ def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Polic
     footprints = Footprints()
     common = Common(
         config=config,
+        timeouts=Timeouts(config.drain_timeout, config.queue_timeout),
         gpus={gpu.name: gpu for gpu in config.gpus},
         policy=policy or build_policy(config.policy, config.policy_settings),
         eviction=build_eviction(config.eviction, config.eviction_settings),
@@ -42,7 +45,7 @@ def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Polic
     name = "+".join(sorted(name for name, _ in gpu_groups(config.backends)))
     draft = Draft(name, "", config.backends)
     placement = place(draft, common)
-    models = build_models(placement.slots.values(), config)
+    models = build_models(placement.slots.values(), config, prepare(Config(()), config).routings)
     [own] = slots_of([placement], models)
     state = build_state(draft, placement, own, models, common)
     group = GpuGroup(state, dict.fromkeys(models, groups := []))
