@@ -26,7 +26,7 @@ No lock and no clock: the GPU group calls it under the multiplexer's lock, the s
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from anvil_mux.config.profile import Profile
@@ -156,19 +156,28 @@ class InFlightTracker:
         """The mean bytes of a token. Reading it needs no lock."""
         self.prefixes = Prefixes(self._accounts)
 
-    def go_on_from(self, before: InFlightTracker) -> None:
-        """Take over what ``before`` knows of the replicas that are here; members and routing may differ."""
-        for name in self._accounts.keys() & before._accounts.keys():
-            account, member = before._accounts[name], self._accounts[name].member
+    def change(
+        self, routing: Routing, gone: Iterable[str], members: Iterable[Member], *, full: bool = False
+    ) -> None:
+        """Go on under another policy, without the replicas that are ``gone``, and with these ``members``.
+
+        Members may be new, or are described otherwise than before; what is known of them is kept.
+        """
+        self.routing, self._full = routing, full
+        for name in gone:
+            self.forget(name)
+            del self._accounts[name]
+            self.prefixes.leave(name)
+        for member in members:
+            account = self._accounts.get(member.backend)
+            if account is None:
+                self._accounts[member.backend] = _Account(member)
+                self.prefixes.join(member.backend)
+                continue
             if account.member.kv_tokens != member.kv_tokens:
-                account.kv_tokens = member.kv_tokens or before._kv_tokens
+                account.kv_tokens = member.kv_tokens or self._kv_tokens
             account.member = member
-            self._accounts[name] = account
-            self._where |= dict.fromkeys(account.entries, name)
-            self._prefill_tokens += account.prefill_tokens + account.others.prefill_tokens
-            self.prefixes.go_on_from(before.prefixes, name)
-        self._memory = replace(before._memory, replicas=len(self._accounts))
-        self.bytes_per_token, self._kv_tokens = before.bytes_per_token, before._kv_tokens
+        self._memory.replicas = len(self._accounts)
 
     def __repr__(self) -> str:
         return f"<InFlightTracker {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"

@@ -96,11 +96,26 @@ class Prefixes:
     """The blocks that each of a model's replicas holds. Not for several threads at once."""
 
     def __init__(self, replicas: Iterable[str]) -> None:
-        self._bits = {name: 1 << index for index, name in enumerate(replicas)}
+        self._bits: dict[str, int] = {}
+        self._free: list[int] = []
+        """The bits of replicas that went."""
         self._holders: dict[int, int] = {}
         """Block -> the bits of those that hold it."""
-        self._used: dict[str, dict[int, None]] = {name: {} for name in self._bits}
+        self._used: dict[str, dict[int, None]] = {}
         """The blocks of each replica, the one used longest ago first."""
+        for name in replicas:
+            self.join(name)
+
+    def join(self, replica: str) -> None:
+        """Keep account of another replica, which holds nothing."""
+        self._bits[replica] = self._free.pop() if self._free else 1 << len(self._bits)
+        self._used[replica] = {}
+
+    def leave(self, replica: str) -> None:
+        """Forget a replica."""
+        self.clear(replica)
+        self._free.append(self._bits.pop(replica))
+        del self._used[replica]
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -134,11 +149,6 @@ class Prefixes:
             used[block] = None
         while len(used) > capacity:
             self._drop(replica, next(iter(used)))
-
-    def go_on_from(self, before: Prefixes, replica: str) -> None:
-        """Take over what ``replica`` held before."""
-        blocks = list(before._used[replica])
-        self.use(replica, blocks[::-1], len(blocks))
 
     def cut(self, replica: str, blocks: Iterable[int]) -> None:
         """Note that ``replica`` turned out not to hold these."""

@@ -2,13 +2,13 @@
 
 First come the slots of each group (``place``), then the models of all of them, which may have backends in
 several (``build_models``), then the states. Backends that go on keep their slots with all that hangs on them,
-models their queue, their demand and what is in flight; swaps and preloads under way go on. Everything else
-follows from the configuration. Nothing of the states before is changed, and no fact reaches them any more.
+models their queue, their demand and their in-flight tracker; swaps and preloads under way go on. Everything
+else follows from the configuration. No fact reaches the states before any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -84,17 +84,23 @@ def build_models(
     routings: Mapping[str, Routing],
     coming: Mapping[str, str] = MappingProxyType({}),
     before: Mapping[str, Model] = MappingProxyType({}),
+    only: Collection[str] | None = None,
 ) -> dict[str, Model]:
     """The models of these slots, in which those ``before`` go on; ``coming``: see ``coming_models``.
 
-    ``routings``: all routing policies that backends of ``config`` name, and its own.
+    ``routings``: all routing policies that backends of ``config`` name, and its own. ``only``: the models of
+    which these are all slots; None: of each.
     """
     found: dict[str, list[Slot]] = {}
     for slot in slots:
         for name in dict.fromkeys((slot.model, coming.get(slot.name, slot.model))):
-            found.setdefault(name, []).append(slot)
+            if only is None or name in only:
+                found.setdefault(name, []).append(slot)
     limits = max_waits((slot for own in found.values() for slot in own), config)
-    made = {name: _model(name, own, config, routings, limits) for name, own in found.items()}
+    made = {
+        name: _model(name, own, config, routings, limits=limits, before=before.get(name))
+        for name, own in found.items()
+    }
     for name, model in made.items():
         if old := before.get(name):
             _go_on_with(model, old)
@@ -107,28 +113,30 @@ def _model(
     config: Config,
     routings: Mapping[str, Routing],
     limits: Mapping[str, float],
+    before: Model | None,
 ) -> Model:
     staying = [slot for slot in slots if not slot.leaving] or slots
     routing = routings.get(staying[0].backend.routing or "") or routings[config.routing]
-    limited = any(slot.backend.concurrency for slot in slots if slot.model == name)
+    limited, replicas = any(slot.backend.concurrency for slot in slots if slot.model == name), None
+    if len(slots) > 1:
+        full, known = config.routing_mode == "full", before.replicas if before else None
+        replicas = Replicas(slots, routing, full=full, before=known)
     return Model(
         name=name,
         slots=slots,
         queue=ModelQueue(limited=limited),
-        replicas=Replicas(slots, routing, full=config.routing_mode == "full") if len(slots) > 1 else None,
+        replicas=replicas,
         priority=max(slot.backend.priority for slot in slots),
         max_wait=limits.get(name, config.max_wait),
     )
 
 
 def _go_on_with(model: Model, old: Model) -> None:
-    """The model takes over the queue, the demand and the requests in flight of the ``old`` one."""
+    """The model takes over the queue and the demand of the ``old`` one."""
     model.demand = old.demand
     model.home = old.home
     model.unload_when_idle = old.unload_when_idle
     model.queue.go_on_from(old.queue, most=model.max_wait)
-    if model.replicas and old.replicas:
-        model.replicas.in_flight.go_on_from(old.replicas.in_flight)
 
 
 def slots_of(placed: Sequence[Placement], models: Mapping[str, Model]) -> list[dict[str, list[Slot]]]:

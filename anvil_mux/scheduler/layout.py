@@ -287,8 +287,9 @@ class Layout:
             parts.append(list(shared))
         parts.sort(key=lambda part: max([self._places.get(slot.name, -1) for slot in part], default=-1))
         ordered = [slot for part in parts for slot in part]
-        models = build_models(ordered, self.config, self._routings, coming, self.models)
-        return {name: model for name, model in models.items() if name in affected}
+        return build_models(
+            ordered, self.config, self._routings, coming=coming, before=self.models, only=affected
+        )
 
     def _forget(self, group: GpuGroup) -> None:
         """Forget a group whose place others have taken."""

@@ -22,11 +22,24 @@ from anvil_mux.scheduler.steps import Ticket
 class Replicas:
     """The backends of one model, of which there are several."""
 
-    def __init__(self, slots: list[Slot], routing: Routing, *, full: bool = False) -> None:
-        """``full``: routing uses the figures of engines, besides our own counts."""
+    def __init__(
+        self, slots: list[Slot], routing: Routing, *, full: bool = False, before: Replicas | None = None
+    ) -> None:
+        """``full``: routing uses the figures of engines, besides our own counts.
+
+        ``before``: the replicas of the model until now, whose in-flight tracker goes on.
+        """
+        self._described = {slot.name: slot.backend for slot in slots}
         self._slots = {slot.name: slot for slot in slots}
         self._staged = any(slot.backend.infer_type in ("prefill", EITHER) for slot in slots)
-        self.in_flight = InFlightTracker(routing, map(_member, slots), full=full)
+        if before is None:
+            self.in_flight = InFlightTracker(routing, map(_member, slots), full=full)
+        else:
+            known = before._described
+            gone = [name for name in known if name not in self._slots]
+            different = [_member(slot) for slot in slots if known.get(slot.name) is not slot.backend]
+            self.in_flight = before.in_flight
+            self.in_flight.change(routing, gone, different, full=full)
         self._order = {slot: nth for nth, slot in enumerate(slots)}
         self._loaded = {slot for slot in slots if slot.state != "stopped"}
         """The backends that are not stopped: of the hundreds that there may be, few."""
