@@ -7,7 +7,9 @@ test: ; bin/test quick
 lint: ; $(python) -m ruff check .
 fmt: ; $(python) -m ruff format .
 types: ; $(python) -m mypy
-docs: ; $(python) -m tests.reference > docs/reference.md
+docs:
+	$(python) -m tests.reference > docs/reference.md
+	$(python) -m anvil_mux config --schema > compose/anvil-mux.schema.json
 bench: ; bin/bench-relay
 demo: ; bin/anvil-mux serve compose/demo.yaml
 dist: ; $(python) -m pip wheel --no-deps --wheel-dir dist .

@@ -33,6 +33,13 @@ ROUTES_INTRODUCTION = """Forwarded to the engine that serves the model named in 
 refused, engines' control routes above all. Routes under `/v1/` also work without it."""
 
 
+EDITORS = """Editors complete and check all of this: `anvil-mux config --schema > anvil-mux.schema.json` makes
+a JSON Schema beside a compose file, whose first line names it, as those in `compose/` do:
+`# yaml-language-server: $schema=anvil-mux.schema.json` (VS Code with the extension YAML, Neovim, Helix, ...).
+It refers to the schema of the Compose Specification, so the editor has to reach `raw.githubusercontent.com`;
+without that, take `allOf` out of it."""
+
+
 def text() -> str:
     return "\n".join([HEAD, *(part for section in SECTIONS for part in section())])
 
@@ -53,6 +60,8 @@ def settings() -> Iterable[str]:
         "## Settings",
         "",
         "Flags win over environment variables (`ANVIL_DRAIN_TIMEOUT=60`), these over the compose file.",
+        "",
+        EDITORS,
         "",
         "### x-anvil at the top level",
         "",

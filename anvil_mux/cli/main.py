@@ -195,6 +195,9 @@ def _add_config(command: argparse.ArgumentParser) -> None:
     command.add_argument("--show-origin", action="store_true", help="say where each value comes from")
     command.add_argument("--docs", action="store_true", help="describe every setting, as Markdown tables")
     command.add_argument(
+        "--schema", action="store_true", help="print a JSON Schema of compose files, for editors"
+    )
+    command.add_argument(
         "--routing", action="store_true", help="show the routing policies, as they would be written"
     )
 
@@ -390,6 +393,8 @@ def _config(given: argparse.Namespace) -> int:
         _print_docs("x-anvil at the top level", describe(SETTINGS))
         _print_docs("x-anvil on a service", describe(SERVICE_SETTINGS))
         return 0
+    if given.schema:
+        return _print_schema()
     if given.routing:
         return _print_routing(given)
     config = configuration(given.files)
@@ -440,6 +445,18 @@ def _gpus(config: Config, host: str) -> dict[str, dict[str, int]]:
         (gpu.id, (("vram", gpu.vram), ("reserve", gpu.reserve))) for gpu in config.gpus if gpu.host == host
     ]
     return {id: {name: size for name, size in about if size} for id, about in sizes}
+
+
+def _print_schema() -> int:
+    from anvil_mux.config.schema import compose_schema
+    from anvil_mux.routing import pipeline
+    from anvil_mux.scheduler.eviction import EVICTIONS
+    from anvil_mux.scheduler.policies import POLICIES
+
+    print_json(
+        compose_schema({"policy": [*POLICIES], "eviction": [*EVICTIONS], "routing": [*pipeline.shipped()]})
+    )
+    return 0
 
 
 def _print_routing(given: argparse.Namespace) -> int:

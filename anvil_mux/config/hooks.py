@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from anvil_mux.config import settings
+from anvil_mux.config import settings, shapes
 
 OCCASIONS = ("loaded", "unloaded", "failed", "severed")
 _KEYS = ("on", "run", "url", "timeout")
@@ -66,4 +66,14 @@ def _read_url(value: Any) -> str:
     return str(value)
 
 
-KIND = settings.ValueKind("list of {on, run or url, timeout}", read)
+_HOOK = shapes.mapping(
+    {
+        "on": settings.listed(OCCASIONS, {}).shape,
+        "run": {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
+        "url": shapes.text("^https?://"),
+        "timeout": settings.SECONDS.shape,
+    }
+)
+KIND = settings.ValueKind(
+    "list of {on, run or url, timeout}", read, shapes.any_of(_HOOK, {"type": "array", "items": _HOOK})
+)

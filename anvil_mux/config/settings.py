@@ -15,12 +15,17 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from anvil_mux.config import shapes
+from anvil_mux.config.shapes import Shape
+
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
     name: str
     """The name that the documentation gives it."""
     read: Callable[[Any], Any]
+    shape: Shape = field(default_factory=dict)
+    """The JSON Schema of what ``read`` takes, by which editors complete and check (schema.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,7 @@ def one_of(*known: str) -> ValueKind:
             raise ValueError(f"must be one of {', '.join(known)}, not {show(value)}")
         return str(value)
 
-    return ValueKind(" | ".join(known), read)
+    return ValueKind(" | ".join(known), read, shapes.one_of(known))
 
 
 def whole_number(least: int, most: float = math.inf) -> ValueKind:
@@ -133,7 +138,7 @@ def whole_number(least: int, most: float = math.inf) -> ValueKind:
             raise ValueError(f"must be a whole number {limits}, not {show(value)}")
         return value
 
-    return ValueKind("whole number", read)
+    return ValueKind("whole number", read, shapes.whole(least, most))
 
 
 SIZES = {unit + "iB": 1 << 10 * power for power, unit in enumerate("KMGT", 1)}
@@ -155,7 +160,7 @@ def size(least: int = 0) -> ValueKind:
             raise ValueError(f"is only {amount} bytes; write {found[1]}GiB if you mean that")
         return amount
 
-    return ValueKind("size", read)
+    return ValueKind("size", read, shapes.amount(rf"^\s*[0-9]+(\.[0-9]+)?\s*({'|'.join(SIZES)})\s*$"))
 
 
 DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|us|m|s)")
@@ -257,7 +262,8 @@ def listed(known: Collection[str], aliases: Mapping[str, str]) -> ValueKind:
             raise ValueError("must name at least one")
         return names
 
-    return ValueKind("list of " + " | ".join(known), read)
+    names = shapes.listed(shapes.one_of([*known, *aliases]))
+    return ValueKind("list of " + " | ".join(known), read, names)
 
 
 def show(value: Any) -> str:
@@ -284,13 +290,21 @@ def plain(value: object) -> str:
     return str(value)
 
 
-SECONDS = ValueKind("seconds", read_seconds)
-TEXT = ValueKind("text", _read_text)
-NAMES = ValueKind("list of names", _read_names)
-ORIGINS = ValueKind("list of origins", _read_origins)
-FLAG = ValueKind("true | false", _read_flag)
-LISTEN = ValueKind("ADDRESS:PORT", _read_listen)
-CHOSEN = ValueKind("name, or {name: ..., its settings}", _read_chosen)
+DURATIONS = r"^([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(h|ms|us|m|s))+)$"
+SECONDS = ValueKind("seconds", read_seconds, shapes.amount(DURATIONS))
+TEXT = ValueKind("text", _read_text, shapes.text())
+NAMES = ValueKind("list of names", _read_names, shapes.listed(TEXT.shape))
+ORIGINS = ValueKind("list of origins", _read_origins, shapes.listed(shapes.text("://")))
+FLAG = ValueKind("true | false", _read_flag, shapes.any_of({"type": "boolean"}, shapes.one_of(FLAGS)))
+LISTEN = ValueKind("ADDRESS:PORT", _read_listen, shapes.text("^(.+:)?[0-9]{1,5}$"))
+CHOSEN = ValueKind(
+    "name, or {name: ..., its settings}",
+    _read_chosen,
+    shapes.any_of(
+        {"type": "string", "minLength": 1},
+        {"type": "object", "required": ["name"], "properties": {"name": {"type": "string"}}},
+    ),
+)
 PORT = whole_number(1, 65535)
 SIZE = size()
 MEMORY = size(least=1 << 20)

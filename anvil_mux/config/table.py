@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from anvil_mux.config import hooks, service, settings
+from anvil_mux.config import hooks, service, settings, shapes
 from anvil_mux.config.config import (
     ANY_HOST,
     DEFAULT_ROUTING,
@@ -159,6 +159,34 @@ def _read_store(value: Any) -> str:
     return str(value)
 
 
+_GPUS = shapes.any_of(
+    settings.NAMES.shape,
+    shapes.by_name(
+        shapes.any_of(
+            shapes.mapping({"vram": settings.MEMORY.shape, "reserve": settings.MEMORY.shape}),
+            shapes.NOTHING,
+        )
+    ),
+)
+_USED_GPUS = shapes.any_of(settings.NAMES.shape, {"type": "array", "items": settings.NAMES.shape})
+_MACHINES = shapes.by_name(
+    shapes.any_of(shapes.mapping({"gpus": _GPUS, "host_memory": settings.MEMORY.shape}), shapes.NOTHING)
+)
+_HOSTS = shapes.any_of(settings.NAMES.shape, shapes.by_name(settings.TEXT.shape))
+_VRAM = shapes.any_of({"enum": ["measured"]}, settings.MEMORY.shape)
+_ROUTING = shapes.any_of(
+    settings.TEXT.shape,
+    shapes.mapping(
+        {
+            "default": settings.TEXT.shape,
+            "mode": shapes.any_of(MODE.shape, {"const": ""}),
+            "policies": shapes.any_of({"type": "object"}, {"const": ""}),
+            "store": shapes.any_of(shapes.text("^(redis|rediss|unix)://"), {"const": ""}),
+        }
+    ),
+)
+_SET = shapes.any_of({"type": "object"}, {"type": "string", "pattern": "{"})
+
 SECONDS, TEXT, SIZE = settings.SECONDS, settings.TEXT, settings.SIZE
 COUNT = settings.whole_number(1)
 PRIORITY = settings.whole_number(-100, 100)
@@ -177,18 +205,18 @@ SETTINGS: dict[str, Setting] = {
         settings.one_of("compose", "process"), "Services as containers or as local processes."
     ),
     "project": _at_start(
-        ValueKind("text", _read_project),
+        ValueKind("text", _read_project, shapes.text(r"^[a-z0-9][a-z0-9_-]*$")),
         "The Compose project; by default as Compose names it.",
         default="",
         logged=True,
     ),
     "gpus": _live(
-        ValueKind("list of ids, or {id: {vram, reserve}}", _read_gpus),
+        ValueKind("list of ids, or {id: {vram, reserve}}", _read_gpus, _GPUS),
         "The GPUs that may be used, with their memory and what of it no model gets.",
         logged=True,
     ),
     "machines": _live(
-        ValueKind("{host: {gpus, host_memory}}", _read_machines),
+        ValueKind("{host: {gpus, host_memory}}", _read_machines, _MACHINES),
         "The same of other hosts, where it is not to be what they report themselves (see cluster.md).",
         fills=("memory_of_hosts",),
         default="",
@@ -207,6 +235,7 @@ SETTINGS: dict[str, Setting] = {
         ValueKind(
             "name, or {default, mode: lite or full, policies: {name: policy}, store}",
             _read_routing,
+            _ROUTING,
         ),
         "Which of a model's replicas gets a request (see docs/routing.md).",
         fills=("routing", "routing_policies", "routing_mode", "routing_store"),
@@ -262,7 +291,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "model": _replaces(TEXT, "What clients call it; by default the service's name. Equal: replicas."),
     "aliases": _steers(settings.NAMES, "Other names for the model."),
     "gpus": _replaces(
-        ValueKind("list of ids, or all", _read_used_gpus),
+        ValueKind("list of ids, or all", _read_used_gpus, _USED_GPUS),
         "The GPUs it needs, all of them; by default those that the service reserves. "
         "A scaled process may have a list for each replica.",
     ),
@@ -270,7 +299,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         COUNT, "Any so many free GPUs of a host, instead of `gpus` (see cluster.md).", fills=None, default=""
     ),
     "hosts": _replaces(
-        ValueKind("list of hosts, any, or {label: value}", _read_hosts),
+        ValueKind("list of hosts, any, or {label: value}", _read_hosts, _HOSTS),
         "Where it may run; by default where anvil-mux runs (see cluster.md).",
         fills=("host",),
         default="",
@@ -279,7 +308,7 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         COUNT, "How many are loaded at once, where there are hosts or GPUs to choose among.", default="1"
     ),
     "vram": _replaces(
-        ValueKind("size, or measured", _read_vram),
+        ValueKind("size, or measured", _read_vram, _VRAM),
         "What it holds on each of its GPUs; measured: what it held when it last left; by default all of it.",
         fills=("vram", "vram_measured"),
     ),
@@ -301,7 +330,9 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     ),
     "node": _steers(TEXT, "The machine it is on. The filter failover can take out all of a machine."),
     "failure_domain": _steers(TEXT, "The group of replicas it is in, for the filter failover too."),
-    "profile": _steers(ValueKind("file", TEXT.read), "How fast it is, as `anvil-mux profile` measured it."),
+    "profile": _steers(
+        ValueKind("file", TEXT.read, TEXT.shape), "How fast it is, as `anvil-mux profile` measured it."
+    ),
     "load_timeout": _steers(SECONDS, "How long a load may take."),
     "stop_timeout": _steers(SECONDS, "Grace before it is killed; by default stop_grace_period."),
     "evict_to": _replaces(
@@ -316,14 +347,17 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "ram": _steers(settings.MEMORY, "Host memory that it needs while it runs; by default as measured."),
     "preload": _steers(settings.FLAG, "The same as at the top level, for this model."),
     "strip": _live(
-        ValueKind("list of names", lambda value: check_strip(settings.NAMES.read(value))),
+        ValueKind(
+            "list of names", lambda value: check_strip(settings.NAMES.read(value)), settings.NAMES.shape
+        ),
         "Fields of JSON requests that its engine does not get.",
     ),
     "set": _live(
-        ValueKind("{name: value}", read_set), "Fields of JSON requests, and what its engine gets for them."
+        ValueKind("{name: value}", read_set, _SET),
+        "Fields of JSON requests, and what its engine gets for them.",
     ),
     "upstream": _steers(
-        ValueKind("list of paths", _read_paths),
+        ValueKind("list of paths", _read_paths, shapes.listed(shapes.text(r"^/[A-Za-z0-9_-]"))),
         "What else may be asked of the engine, below /upstream/MODEL; /sdapi/ means all below that.",
     ),
     "concurrency": _steers(
