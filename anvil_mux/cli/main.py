@@ -48,6 +48,7 @@ from anvil_mux.errors import BackendError, ConfigError, MuxError
 if TYPE_CHECKING:
     from anvil_mux.cluster.cluster import Cluster
     from anvil_mux.config.config import Backend, Config
+    from anvil_mux.serve.learned import Known
     from anvil_mux.serve.remote import RunningMux
 
 EXIT_CODES = {
@@ -301,6 +302,7 @@ def _configuration_served(given: argparse.Namespace, cluster: Cluster | None = N
 
 
 def _check(given: argparse.Namespace) -> int:
+    from anvil_mux.cli import gpus
     from anvil_mux.config.config import LOCAL
     from anvil_mux.host import check
     from anvil_mux.host.seam import HostConfig
@@ -309,9 +311,11 @@ def _check(given: argparse.Namespace) -> int:
     cluster = _reached(given)
     config = configuration(given.files, here=True, hosts=cluster.machines() if cluster else {})
     keyring, _ = secrets(config)
-    warnings = [*config.warnings, *_slow_loads(config), *_missing_images(config)]
+    known = _learned(config)
+    warnings = [*config.warnings, *_slow_loads(config, known), *_missing_images(config)]
     warnings += check.missing_rights(HostConfig.of(config))
     warnings += filter(None, [open_address(config, keyring)])
+    hints = [*gpus.vram_to_declare(config, known)]
     seen = _check_hosts(config, cluster) if cluster else []
     warnings += [f"host {host['host']}: {why}" for host in seen for why in host["missing"]]
     rows: list[tuple[str, ...]] = [_backend_row(config, backend) for backend in config.backends]
@@ -325,7 +329,7 @@ def _check(given: argparse.Namespace) -> int:
             for row, backend in zip(rows, config.backends, strict=True)
         ]
         listen = f"{config.host}:{config.port}"
-        told = {"listen": listen, "models": models, "problems": [], "warnings": warnings}
+        told = {"listen": listen, "models": models, "problems": [], "warnings": warnings, "hints": hints}
         print_json({**told, **({"hosts": seen} if cluster else {})})
         return 0
     if cluster:
@@ -334,6 +338,8 @@ def _check(given: argparse.Namespace) -> int:
     print_table([key.upper() for key in keys], rows)
     for warning in warnings:
         say(f"warning: {warning}")
+    for hint in hints:
+        say(f"hint: {hint}")
     counts = f"{counted(rows, 'backend')}, {counted(warnings, 'warning')}"
     say(f"{counts}; will listen on {config.host}:{config.port}")
     return 0
@@ -357,12 +363,16 @@ def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:
     return backend.model, backend.name, backend.engine, ",".join(backend.gpus), vram, port
 
 
-def _slow_loads(config: Config) -> list[str]:
-    """A warning for each model whose load, as it was learned, takes longer than a request may wait."""
+def _learned(config: Config) -> Known:
+    """Read the figures that anvil-mux has learned while it served these backends."""
     from anvil_mux.serve.learned import LearnedFile
     from anvil_mux.state import state_folder
 
-    known = LearnedFile(state_folder(config.project, os.environ), say).read(config)
+    return LearnedFile(state_folder(config.project, os.environ), say).read(config)
+
+
+def _slow_loads(config: Config, known: Known) -> list[str]:
+    """A warning for each model whose load, as it was learned, takes longer than a request may wait."""
     slowest: dict[str, float] = {}
     for cost in known.costs:
         slowest[cost.target] = max(cost.load_seconds, slowest.get(cost.target, 0.0))

@@ -181,7 +181,7 @@ def build_state(
     state.preloads += [s for s in state.slots.values() if s.backend.preload and s.name not in kept]
     for slot in state.slots.values():
         state.memory.join(slot, partial(worth, state))
-        placement.measure(slot, state.footprints.held(slot.name))
+        placement.measure(slot, state.footprints.held(slot.name, slot.backend.service.digest))
     for each in draft.before:
         _go_on_from(state, each)
     return state

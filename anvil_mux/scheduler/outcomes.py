@@ -41,7 +41,7 @@ class Outcomes:
 
     def adopt(self, slot: Slot, now: float) -> bool:
         """The backend ran before this program did; False if it cannot stay beside those already adopted."""
-        if not self._state.placement.fits(slot):
+        if not self._state.placement.fits(slot, runs=True):
             return False
         self._moves.enter(slot, "adopt", now)
         self._state.unseen.discard(slot.name)
@@ -148,8 +148,11 @@ class Outcomes:
             cause = slot.judge_end(now, died)
         if not slot.failed_stops:  # else an earlier attempt freed some of it
             gave_up = freed if slot.state == "evicting" else {}  # what is demoted held less than all
-            state.footprints.learn(slot.name, how, gave_up, residual, host_bytes)
-            state.placement.measure(slot, state.footprints.held(slot.name))
+            described = slot.backend.service.digest
+            state.footprints.learn(
+                slot.name, how, gave_up, residual, host_bytes=host_bytes, described=described
+            )
+            state.placement.measure(slot, state.footprints.held(slot.name, described))
         self._moves.enter(slot, "standby" if standby else "stopped", now)
         slot.level, slot.next_level = how, "stop" if slot.leaving else ""
         slot.residual, slot.host_bytes = slot.named(residual) if standby else {}, host_bytes

@@ -2,7 +2,9 @@
 
 The arithmetic of a GPU group. Its GPUs are those of one host, or of several that a gang ties, and have the
 names that they have among the GPUs of all hosts. Memory is counted in bytes per GPU; a GPU of unknown size
-counts as one unit that every backend needs whole, and so does a backend without declared ``vram`` on any GPU.
+counts as one unit that every backend needs whole, and a backend without declared ``vram`` needs every GPU so.
+Of such a backend it may be known what it held when it last left: beside it other processes may hold no more
+than the rest of the GPU, so that nobody is evicted for a load that cannot succeed.
 Nothing here changes a state.
 """
 
@@ -30,7 +32,9 @@ class Placement:
         hosts: Mapping[str, HostRecord] = MappingProxyType({}),
     ) -> None:
         """Make the slots of these backends; ``before``: those that they have already, and keep."""
+        gpus = [*gpus]
         self.capacity = {gpu.name: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
+        self._total = {gpu.name: gpu.vram for gpu in gpus if gpu.vram}
         self._hosts = hosts
         self.others: Mapping[str, int] = {}
         """GPU -> bytes that other processes hold there."""
@@ -62,19 +66,20 @@ class Placement:
         return slot
 
     def measure(self, slot: Slot, held: Mapping[str, int]) -> None:
-        """Count what a backend held when it last left, by GPU, if its memory is to be measured."""
-        held = slot.named(held)
+        """Note what a backend held when it last left, by GPU; count it if its memory is to be measured."""
+        slot.held_last = held = slot.named(held)
         if slot.backend.vram_measured and held.keys() >= slot.holds.keys():
             slot.holds = {gpu: min(max(held[gpu], 1), self.capacity[gpu]) for gpu in slot.holds}
             slot.whole = False
 
-    def missing(self, target: Slot, without: Collection[Slot] = ()) -> dict[str, int]:
+    def missing(self, target: Slot, without: Collection[Slot] = (), *, runs: bool = False) -> dict[str, int]:
         """GPU -> bytes that must be freed before ``target`` fits; negative: room to spare.
 
-        A target that needs a GPU whole takes what other processes and backends in standby leave of it. The
-        backends that it is to be ``without`` count as gone.
+        A target that needs a GPU whole takes what other processes and backends in standby leave of it, if
+        that is as much as it is known to hold. The backends that it is to be ``without`` count as gone. One
+        that ``runs`` already has its memory beside that of other processes.
         """
-        used = {gpu: 0 if self._needs_whole(target, gpu) else self.others.get(gpu, 0) for gpu in target.holds}
+        used = {gpu: 0 if runs else self._taken(target, gpu) for gpu in target.holds}
         for slot in self.active:
             holding = slot.state in HOLDING
             if slot is target or slot in without or not (holding or slot.residual):
@@ -83,6 +88,14 @@ class Placement:
                 if gpu in used and (holding or not self._needs_whole(target, gpu)):
                     used[gpu] += amount
         return {gpu: used[gpu] + need - self.capacity[gpu] for gpu, need in target.holds.items()}
+
+    def _taken(self, target: Slot, gpu: str) -> int:
+        """Bytes that other processes take away from ``target``."""
+        others = self.others.get(gpu, 0)
+        if not (others and self._needs_whole(target, gpu)):
+            return others
+        held, total = target.held_last.get(gpu), self._total.get(gpu)
+        return max(others + held - total, 0) if held and total else 0
 
     def crowds(self, residual: Mapping[str, int]) -> bool:
         """Whether the memory that a backend keeps in standby would not fit beside the others."""
@@ -165,9 +178,9 @@ class Placement:
                     return None
         return slots if needed else []
 
-    def fits(self, target: Slot) -> bool:
-        """Whether there is room without an eviction."""
-        return all(amount <= 0 for amount in self.missing(target).values())
+    def fits(self, target: Slot, *, runs: bool = False) -> bool:
+        """Whether there is room without an eviction; ``runs``: see ``missing``."""
+        return all(amount <= 0 for amount in self.missing(target, runs=runs).values())
 
     def clings(self, standby: Slot, target: Slot) -> bool:
         """Whether a backend in standby that could not be stopped leaves no room for ``target``."""
@@ -205,10 +218,14 @@ class Placement:
         """How other processes leave ``target`` no room, whatever is evicted; "" if they leave it room."""
         pinned = self._pinned(target)
         for gpu, need in target.holds.items():
-            taken = 0 if self._needs_whole(target, gpu) else self.others.get(gpu, 0)
+            taken, whole = self._taken(target, gpu), self._needs_whole(target, gpu)
             if taken and need + taken + sum(slot.holds.get(gpu, 0) for slot in pinned) > self.capacity[gpu]:
-                text = f"it needs {gib(need)} of GPU {gpu}"
-                return f"{text}, where other programs hold {gib(taken)} (see /healthz)"
+                theirs = f"where other programs hold {gib(self.others[gpu])} (see /healthz)"
+                if not whole:
+                    return f"it needs {gib(need)} of GPU {gpu}, {theirs}"
+                held, total = gib(target.held_last[gpu]), gib(self._total[gpu])
+                say = "if it takes less now, declare that: x-anvil: {vram: ...}"
+                return f"it held {held} of the {total} of GPU {gpu} when it last ran, {theirs}; {say}"
         return ""
 
     def never_fits(self, target: Slot) -> str:

@@ -61,6 +61,8 @@ class Slot:
     """The tickets that lease it, in order of admission, and since when."""
     residual: dict[str, int] = field(default_factory=dict)
     """GPU -> bytes it holds while in standby."""
+    held_last: dict[str, int] = field(default_factory=dict)
+    """GPU -> bytes it held when it last left, where that was read."""
     level: str = "stop"
     """The standby level at which it is while it is not resident, and from which it is loaded."""
     next_level: str = ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from anvil_mux.config.config import Gpu
 from anvil_mux.routing.in_flight import EngineFigures
 from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.footprint import to_declare
 from anvil_mux.scheduler.hosts import GangHosts, HostRecord
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.policies import FOREVER
@@ -63,6 +64,8 @@ class BackendState:
     """The engine's last lines, if its load failed or it died."""
     engine: EngineFigures | None = None
     """The last figures of its engine, where engines are read."""
+    vram_to_declare: str = ""
+    """The size to write down as its ``vram``, as it was measured, so that others may be loaded beside it."""
     host: HostState | None = None
     """The host that it runs on, of a gang the first; None: the one that anvil-mux runs on."""
 
@@ -185,7 +188,7 @@ def model_state(state: GroupState, model: Model, now: float, progress: Progress 
         drain_seconds_left=max(until - now, 0.0),
         deferred=_deferral(state, model, now),
         backends=tuple(
-            _backend_state(each, now, state.footprints.held(each.name), _said(model, each, now))
+            _backend_state(each, now, state.footprints.held(each.name), _said(model, each, now), state)
             for each in slots
         ),
     )
@@ -205,8 +208,17 @@ def _said(model: Model, slot: Slot, now: float) -> EngineFigures | None:
     return model.replicas.in_flight.said(slot.name, now) if model.replicas else None
 
 
+def _vram_to_declare(state: GroupState, slot: Slot) -> str:
+    """The size to declare for a backend that takes its GPUs whole, if another one needs them too."""
+    if not slot.held_last or not slot.whole or slot.backend.vram_measured:
+        return ""
+    others = [other for other in state.slots.values() if other is not slot]
+    shared = any(other.holds.keys() & slot.holds.keys() for other in others)
+    return to_declare(slot.held_last) if shared else ""
+
+
 def _backend_state(
-    slot: Slot, now: float, measured: Mapping[str, int], said: EngineFigures | None
+    slot: Slot, now: float, measured: Mapping[str, int], said: EngineFigures | None, state: GroupState
 ) -> BackendState:
     idle = slot.state == "ready" and not slot.holders
     unload_at = slot.idle_until
@@ -226,6 +238,7 @@ def _backend_state(
         error=slot.error,
         log=slot.log,
         engine=said if slot.serves else None,
+        vram_to_declare=_vram_to_declare(state, slot),
         host=host_state(slot.host, now),
     )
 

@@ -115,6 +115,7 @@ def _backend_state(backend: BackendState) -> dict[str, object]:
         "leases": backend.leases,
         "standby_level": backend.standby_level or None,
         "size": backend.size,
+        "vram_to_declare": backend.vram_to_declare or None,
         "idle_seconds": _rounded(backend.idle_seconds),
         "unload_seconds": _rounded(backend.unload_seconds),
         "load_seconds": backend.load_seconds,

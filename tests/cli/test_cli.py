@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
 from anvil_mux.host import checkpoint
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.footprint import Footprint
 from anvil_mux.scheduler.policies import POLICIES
 from anvil_mux.serve.credentials import open_address
 from anvil_mux.serve.learned import Known, LearnedFile
@@ -258,6 +260,24 @@ def test_check_warns_of_a_load_that_has_taken_longer_than_requests_may_wait(
     assert main(["check", "--json", str(file)]) == 0
     (warning,) = json.loads(capsys.readouterr().out)["warnings"]
     assert warning.startswith("the load of a has taken 651 s, and queue_timeout is 650 s")
+
+
+def test_check_names_the_memory_to_declare_for_a_model_that_shares_its_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = compose(tmp_path, "a", "b", project="hints")
+    held = {name: {"0": amount} for name, amount in (("a", (18 << 30) + 1), ("b", 1 << 30))}
+    prints = [Footprint(name, "stop", each, {"0": 0}) for name, each in held.items()]
+    folder = state_folder("hints", os.environ)
+    folder.mkdir(parents=True)
+    LearnedFile(folder, print).save(Known(footprints=[prints[0], replace(prints[1], described="otherwise")]))
+    assert main(["check", "--json", str(file)]) == 0
+    (hint,) = json.loads(capsys.readouterr().out)["hints"]
+    assert hint.startswith("a held 18.1GiB of each GPU when it last ran: declare x-anvil: {vram: 18.1GiB}")
+    compose(tmp_path, "a", project="hints")
+    assert main(["check", str(file)]) == 0
+    assert "hint" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["check", "serve"])

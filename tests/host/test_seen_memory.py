@@ -65,8 +65,10 @@ def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(t
     (tmp_path / "pynvml.py").write_text(PYNVML)
     file = tmp_path / "nvml.json"
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environ = {"PYTHONPATH": paths, "FAKE_NVML": str(file)}
-    with serving(compose(tmp_path), "--policy", "eager", state=tmp_path, environ=environ) as mux:
+    environ = {"PYTHONPATH": paths, "FAKE_NVML": str(file), "NVIDIA_VISIBLE_DEVICES": "all"}
+    with serving(
+        compose(tmp_path, max_wait=0.5), "--policy", "eager", state=tmp_path, environ=environ
+    ) as mux:
 
         def gpu() -> dict[str, Any]:
             return mux.get("/healthz")["gpus"]["0"]  # type: ignore[no-any-return]
@@ -83,6 +85,13 @@ def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(t
         assert mux.chat("b")[0] == 200
         measured = 'anvil_backend_memory_bytes{backend="a",gpu="0"} 5.36870912e+09'
         eventually(lambda: measured in mux.request("GET", "/metrics")[2])
+        # b would have to leave for a, which needs what it held: others leave it 4 GiB of 24 GiB.
+        part.write_text(json.dumps({me: 20 * GIB}))
+        part.replace(file)
+        eventually(lambda: [each["bytes"] for each in gpu()["others"]] == [20 * GIB])
+        status, _, body = mux.request("POST", "/models/load?wait=true", {"model": "a"})
+        assert (status, json.loads(body)["error"]["code"]) == (503, "gpu_memory_short")
+        assert mux.get("/healthz")["models"]["b"]["state"] == "ready"
     [kept] = tmp_path.rglob("learned")
     [footprint] = json.loads(kept.read_text())["footprints"]
     assert (footprint["backend"], footprint["held"]) == ("a", {"0": 5 * GIB})

@@ -472,6 +472,21 @@ def test_healthz_shows_what_sleepers_hold_still(make_rig: Callable[..., Rig]) ->
     assert json.loads(connection.get(b"/healthz").body)["gpus"]["0"]["residuals"] == {"a": 7}
 
 
+def test_healthz_names_the_memory_to_declare_for_a_model_that_was_measured(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(backends=(Backend("a", "a", ("0",)), Backend("b", "b", ("0",), vram=6 << 30)))
+    rig.mechanism.evict = lambda backend, how: Evicted(how, freed={"0": 7 << 30})
+    rig.engine.answer = rig.other.answer = lambda _: JSON_OK
+    connection = rig.client()
+    for body in (ASK_A, b'{"model":"b"}', ASK_A):
+        connection.post(body)
+        connection.read()
+    models = json.loads(connection.get(b"/healthz").body)["models"]
+    told = [models[name]["backends"][name]["vram_to_declare"] for name in "ab"]
+    assert told == ["7GiB", None]
+
+
 def test_healthz_shows_what_a_model_takes_and_when_an_idle_one_goes(make_rig: Callable[..., Rig]) -> None:
     backends = Backend("a", "a", ("0",), vram=5, ttl=600.0), Backend("b", "b", ("0",), vram=6)
     rig = make_rig(backends=backends, gpus=(Gpu("0", vram=20),))

@@ -36,3 +36,15 @@ def test_what_was_not_read_changes_nothing_that_is_known():
 def test_of_who_never_left_nothing_is_known():
     assert Footprints().held("a") == {}
     assert Footprints().in_standby("a", "sleep") is None
+
+
+def test_what_was_measured_before_the_service_was_described_anew_counts_no_more():
+    prints = Footprints()
+    prints.learn("a", "stop", {"0": 21}, {}, described="as it was")
+    assert prints.held("a", "as it was") == {"0": 21}
+    assert prints.held("a", "as it is") == {}
+    assert prints.held("a") == {"0": 21}
+
+
+def test_what_an_earlier_version_wrote_down_without_a_description_counts():
+    assert Footprints([Footprint("a", "stop", {"0": 21}, {"0": 0})]).held("a", "as it is") == {"0": 21}

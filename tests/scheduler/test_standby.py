@@ -700,3 +700,67 @@ def test_who_takes_a_gpu_whole_takes_what_other_processes_leave():
     driver.core.memory_seen({"0": 3})
     driver.request("a", 1.0)
     assert driver.steps(1.0) == ["load a"]
+
+
+def a_model_that_held(amount, *, reserve=0, **fields):
+    """``a``, without declared memory, held so much of 24 when it last ran, and ``b`` is resident."""
+    gpus = (Gpu("0", vram=24, reserve=reserve),)
+    driver = Driver(backend("a", **fields), backend("b"), gpus=gpus).with_resident("a")
+    driver.core.unload("a", 1.0)
+    assert driver.steps(1.0) == ["evict a"]
+    driver.core.evicted("a", 2.0, freed={"0": amount})
+    return driver.with_resident("b", 3.0)
+
+
+def test_nobody_is_evicted_for_a_model_that_would_not_fit_beside_other_processes():
+    driver = a_model_that_held(20)
+    driver.core.memory_seen({"0": 5})
+    ticket = driver.request("a", 4.0)
+    assert driver.steps(4.0) == []
+    assert driver.steps(64.0) == []
+    assert isinstance(ticket.error, GpuMemoryShort)
+    assert "it held" in str(ticket.error)
+    assert "vram" in str(ticket.error)
+    assert driver.state("b") == "ready"
+    assert driver.tell("draining") == ["draining a"]
+    driver.sound()
+
+
+def test_it_is_loaded_once_other_processes_leave_it_what_it_held():
+    driver = a_model_that_held(20)
+    driver.core.memory_seen({"0": 5})
+    driver.request("a", 4.0)
+    assert driver.steps(4.0) == []
+    driver.core.memory_seen({"0": 4})
+    assert driver.steps(5.0) == ["evict b"]
+
+
+def test_what_it_held_is_compared_with_the_whole_card_and_the_reserve_is_for_other_processes():
+    driver = a_model_that_held(20, reserve=3)
+    driver.core.memory_seen({"0": 4})
+    driver.request("a", 4.0)
+    assert driver.steps(4.0) == ["evict b"]
+
+
+@pytest.mark.parametrize("gpu", [Gpu("0", vram=24), Gpu("0")])
+def test_of_a_model_that_was_never_measured_or_a_card_of_unknown_size_nothing_is_foreseen(gpu):
+    driver = Driver(backend("a"), backend("b"), gpus=(gpu,)).with_resident("b")
+    driver.core.memory_seen({"0": 20})
+    driver.request("a", 4.0)
+    assert driver.steps(4.0) == ["evict b"]
+
+
+def test_what_is_declared_counts_for_more_than_what_was_measured():
+    driver = a_model_that_held(20, vram=10)
+    driver.core.memory_seen({"0": 13})
+    driver.request("a", 4.0)
+    assert driver.steps(4.0) == ["evict b"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"vram": 20}])
+def test_an_engine_that_runs_beside_other_processes_is_adopted(fields):
+    driver = Driver(backend("a", **fields), gpus=(Gpu("0", vram=24),)).with_resident("a")
+    driver.core.died("a", 1.0, "lost sight of it")
+    driver.core.slots["a"].held_last = {"0": 20}
+    driver.core.memory_seen({"0": 5})
+    assert driver.core.adopt("a", 2.0)
