@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from anvil_mux.host.gpu import Gpus, Reading
+from anvil_mux.host.reading import Gpus, Reading
 
 
 class FakeGpus:

@@ -18,10 +18,10 @@ from tests.test_layers import MODULES, OURS, imported, package
 
 TOUCHES = {
     *("adopt", "checkpoint", "compose", "container", "containers", "control", "deaths", "docker", "driver"),
-    *("endpoint", "freed", "gpu", "gpu_monitor", "load_logs", "news", "process", "project", "runtime"),
-    *("served", "starter", "swap", "ways"),
+    *("drm", "drm_clients", "endpoint", "freed", "gpu", "gpu_monitor", "load_logs", "meminfo", "news"),
+    *("nvml", "process", "project", "reading", "runtime", "served", "starter", "swap", "ways"),
 }
-"""The modules of host/ that read NVML and /proc, or move services and memory: none is used outside."""
+"""The modules of host/ that read NVML, /sys and /proc, or move services and memory: none is used outside."""
 
 ALLOWED = {
     "multiplexer": {"host.seam", "host.hosts"},

@@ -28,7 +28,7 @@ from anvil_mux.errors import MuxError
 from anvil_mux.host import control
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.freed import CONTEXT, Memory, host_bytes
-from anvil_mux.host.gpu import Gpus
+from anvil_mux.host.reading import Gpus
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import Awake, Evicted, Found, Unfit
 from anvil_mux.host.visit import await_ready

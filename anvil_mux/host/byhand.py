@@ -12,7 +12,7 @@ from typing import Protocol
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
-from anvil_mux.host import compose, gpu
+from anvil_mux.host import compose, gpu, nvml
 from anvil_mux.host.container import base_url
 from anvil_mux.host.docker import ContainerEngine
 from anvil_mux.host.endpoint import find_endpoint
@@ -46,7 +46,7 @@ def held(host: LocalHost, backend: Backend) -> int:
 
 def bus(backend: Backend) -> float | None:
     """Bytes per second that the buses of its GPUs carry together; None where one of them is unknown."""
-    known, found = gpu.buses(), gpu.probe()
+    known, found = nvml.buses(), gpu.probe()
     links = [known.get(reading.id) for each in backend.gpus if (reading := found.find(each))]
     return sum(link or 0.0 for link in links) if links and all(links) else None
 

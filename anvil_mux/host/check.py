@@ -9,10 +9,13 @@ from contextlib import suppress
 from anvil_mux.errors import MuxError
 from anvil_mux.host.seam import HostConfig, HostGpu
 
+DRIVERS = ("/dev/nvidiactl", "/sys/class/drm/card0", "/sys/class/drm/card1")
+"""Files that are there if a driver of GPUs is."""
+
 
 def gpus_here() -> tuple[HostGpu, ...]:
     """The GPUs of this machine; none is looked for where there is no driver of theirs."""
-    if "NVIDIA_VISIBLE_DEVICES" not in os.environ and not os.path.exists("/dev/nvidiactl"):
+    if not any(map(os.path.exists, DRIVERS)) and "NVIDIA_VISIBLE_DEVICES" not in os.environ:
         return ()
     from anvil_mux.host import gpu
 

@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anvil_mux.errors import BackendError, CheckpointFailed
-from anvil_mux.host import gpu
+from anvil_mux.host import nvml
 from anvil_mux.host.driver import Driver
+from anvil_mux.host.reading import Gpus
 
 DRIVER_BRANCH = 570
 """The first with the calls, and the first to take along what engines read of NVML."""
@@ -79,7 +80,7 @@ class Checkpointer:
     def __init__(
         self,
         connect: Callable[[], Driver] = Driver,
-        probe: Callable[[], gpu.Gpus] = gpu.probe,
+        probe: Callable[[], Gpus] = nvml.probe,
         *,
         now: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] = time.sleep,
@@ -186,7 +187,7 @@ class Checkpointer:
             self._wait(STATE_PAUSE)
         return state
 
-    def _why_not_tool(self, seen: gpu.Gpus, gpus: Sequence[str]) -> str | None:
+    def _why_not_tool(self, seen: Gpus, gpus: Sequence[str]) -> str | None:
         try:
             with self._connect() as driver:
                 tool = driver.tool()
@@ -199,7 +200,7 @@ class Checkpointer:
         return None
 
 
-def _why_not_driver(seen: gpu.Gpus) -> str | None:
+def _why_not_driver(seen: Gpus) -> str | None:
     if seen.why_none is not None:
         return f"needs an NVIDIA GPU ({seen.why_none})"
     if seen.driver_branch is None or seen.driver_branch < DRIVER_BRANCH:
@@ -207,7 +208,7 @@ def _why_not_driver(seen: gpu.Gpus) -> str | None:
     return None
 
 
-def _why_not_gpus(seen: gpu.Gpus, gpus: Sequence[str], insist: bool) -> str | None:
+def _why_not_gpus(seen: Gpus, gpus: Sequence[str], insist: bool) -> str | None:
     if len(gpus) > 1 and not insist:
         return "holds several GPUs, from which processes that work together often do not come back"
     for name in gpus:

@@ -19,7 +19,8 @@ from pathlib import Path
 from anvil_mux.config.config import Backend
 from anvil_mux.config.settings import gib
 from anvil_mux.errors import BackendError
-from anvil_mux.host.gpu import Gpus, Reading, others
+from anvil_mux.host.gpu import others
+from anvil_mux.host.reading import Gpus, Reading
 
 log = logging.getLogger(__name__)
 

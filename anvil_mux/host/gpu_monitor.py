@@ -1,6 +1,6 @@
 """The use of the GPUs, looked at in a thread of its own.
 
-NVML may take long, or hang: nobody waits for it. While somebody watches, and for a while after that, the
+A driver may take long, or hang: nobody waits for it. While somebody watches, and for a while after that, the
 thread looks once a second; else it looks now and then, to tell what other processes hold: that is not to be
 had for a model.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from anvil_mux.clock import Worker
 from anvil_mux.host import gpu
-from anvil_mux.host.gpu import Gpus, Reading
+from anvil_mux.host.reading import Gpus, Reading
 from anvil_mux.host.seam import Seen, Sight
 
 EVERY_SECONDS = 1.0
@@ -33,7 +33,7 @@ class GpuMonitor:
         gpus: Iterable[str],
         owner: Callable[[int], str | None],
         tell: Callable[[Sight], object],
-        probe: Callable[[], Gpus] = gpu.probe,
+        probe: Callable[[], Gpus] = gpu.look,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tell = tell
@@ -80,4 +80,4 @@ class GpuMonitor:
                 pids[service].append(pid)
         users = {service: reading.used_by(own) for service, own in pids.items()}
         others = gpu.others([reading], lambda pid: owners[pid] is not None)
-        return Seen(reading.used, reading.total, users, tuple(others))
+        return Seen(reading.used, reading.total, users, tuple(others), reading.sensors)

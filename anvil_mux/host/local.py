@@ -17,11 +17,11 @@ from anvil_mux.errors import ConfigError, MuxError
 from anvil_mux.host import gpu
 from anvil_mux.host.adopt import Adopter, Notes
 from anvil_mux.host.checkpoint import Checkpointer
-from anvil_mux.host.gpu import Gpus
 from anvil_mux.host.gpu_monitor import GpuMonitor
 from anvil_mux.host.load_logs import LoadLogs
 from anvil_mux.host.news import NewsBoard
 from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.reading import Gpus
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.seam import (
     LOG_LINES,

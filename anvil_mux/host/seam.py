@@ -37,6 +37,10 @@ class HostGpu(NamedTuple):
     name: str = ""
     total: int | None = None
     """Bytes of its memory; None where it cannot tell."""
+    shared: int = 0
+    """Bytes of them that are host memory as well."""
+    files: tuple[str, ...] = ()
+    """The paths of its device files; a container that is to use it needs the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +154,16 @@ class OtherProcess:
 
 
 @dataclass(frozen=True, slots=True)
+class Sensors:
+    """The figures that a GPU measures of itself; None where it does not tell."""
+
+    utilization: float | None = None
+    """The share of the last moment, from 0 to 1, in which it computed."""
+    celsius: float | None = None
+    watts: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Seen:
     """One GPU, a moment ago; bytes."""
 
@@ -158,6 +172,7 @@ class Seen:
     users: Mapping[str, int | None] = field(default_factory=dict)
     """Service of ours -> bytes that its processes hold here; None where that is not told."""
     others: tuple[OtherProcess, ...] = ()
+    sensors: Sensors = Sensors()
 
 
 Sight = Mapping[str, Seen]

@@ -24,7 +24,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled, LoadError, MuxError
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.freed import Held, Left, Memory, host_bytes
-from anvil_mux.host.gpu import Gpus
+from anvil_mux.host.reading import Gpus
 from anvil_mux.host.runtime import NotBegun, Runtime
 from anvil_mux.host.seam import LOG_LINES, Evicted, Loaded
 from anvil_mux.host.visit import answers

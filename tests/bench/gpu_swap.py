@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from anvil_mux.errors import BackendError, MuxError
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.driver import LIBRARY, Driver
-from anvil_mux.host.gpu import probe
+from anvil_mux.host.nvml import probe
 
 GIB = 1 << 30
 CHUNK = GIB // 4

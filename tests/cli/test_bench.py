@@ -19,8 +19,9 @@ from anvil_mux.cli import bench
 from anvil_mux.cli.main import main
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.errors import BackendError
-from anvil_mux.host import gpu
+from anvil_mux.host import gpu, nvml
 from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.reading import Gpus, Reading
 from tests.running import serving
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -189,14 +190,14 @@ def test_memory_that_comes_back_is_weighed_against_the_bus(
         asleep = urlopen(f"{engine['url']}/is_sleeping", timeout=GUARD).read()
         return GIB if b"true" in asleep else 3 * GIB
 
-    def probe() -> gpu.Gpus:
+    def probe() -> Gpus:
         engines = [json.loads(each.read_text()) for each in tmp_path.glob("anvil-mux/*/*.json")]
         here = tuple((each["pid"], held(each)) for each in engines)
         used = sum(amount for _, amount in here)
-        return gpu.Gpus((gpu.Reading("0", "GPU-0", "fake", 24 * GIB, used, here),))
+        return Gpus((Reading("0", "GPU-0", "fake", 24 * GIB, used, here),))
 
     monkeypatch.setattr(gpu, "probe", probe)
-    monkeypatch.setattr(gpu, "buses", lambda: {"0": 16e9})
+    monkeypatch.setattr(nvml, "buses", lambda: {"0": 16e9})
     file = compose(tmp_path)
     content = yaml.safe_load(file.read_text())
     for about in content["services"].values():

@@ -9,7 +9,7 @@ import pytest
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError
 from anvil_mux.host.freed import Held, Left, Memory, host_bytes
-from anvil_mux.host.gpu import Gpus
+from anvil_mux.host.reading import Gpus
 from tests.host.test_engine import Waiting
 from tests.sleepy_engine import GIB, Ledger
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from anvil_mux.host.gpu import Gpus, OtherProcess, Reading, buses, command, container, others, probe
+from anvil_mux.host import drm, gpu
+from anvil_mux.host.gpu import command, container, others
+from anvil_mux.host.nvml import buses, probe
+from anvil_mux.host.reading import Gpus, Reading
+from anvil_mux.host.seam import OtherProcess, Sensors
 from tests.fake_gpu import FakeGpus
+from tests.host.trees import plant
 
 FIRST, SECOND = "GPU-aaaa-1111", "GPU-abbb-2222"
 
@@ -18,7 +24,20 @@ class Nvml:
     """Two GPUs; the second cannot tell its memory or processes, as unified-memory parts."""
 
     class NVMLError(Exception):
-        pass
+        value = 0
+
+    NVML_TEMPERATURE_GPU = 0
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=43, memory=20)
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        return 61
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        if handle:
+            raise self.NVMLError("Not Supported")
+        return 213_500
 
     def __init__(self) -> None:
         self.open = 0
@@ -91,6 +110,45 @@ def test_what_a_gpu_cannot_tell_is_unknown_and_no_error():
     assert second.free is None
 
 
+def test_a_gpu_measures_itself_if_it_is_asked() -> None:
+    first, second = probe(Nvml(), sensors=True).readings
+    assert first.sensors == Sensors(0.43, 61.0, 213.5)
+    assert second.sensors == Sensors(0.43, 61.0, None)
+    assert probe(Nvml()).readings[0].sensors == Sensors()
+
+
+def test_a_gpu_without_memory_of_its_own_has_the_hosts() -> None:
+    class Unified(Nvml):
+        class NVMLError(Nvml.NVMLError):
+            value = 3
+
+    first, second = probe(Unified()).readings
+    assert (first.total, first.shared) == (24 << 30, 0)
+    assert second.total
+    assert second.shared == second.total
+    assert 0 < (second.used or 0) < second.total
+
+
+def test_gpus_of_all_vendors_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sys, proc = plant("radeon", tmp_path)
+    monkeypatch.setattr(gpu.nvml, "probe", partial(probe, Nvml()))
+    monkeypatch.setattr(gpu.drm, "probe", partial(drm.probe, sys, proc))
+    found = gpu.look()
+    assert [each.id for each in found.readings] == ["0", "1", "amd0", "amd1"]
+    assert found.driver == "570.86.15"
+    assert [each.sensors.celsius for each in found.readings] == [61.0, 61.0, None, 61.0]
+    names = "/dev/dri/renderD128", "/dev/dri/card2", "0000:03:00.0", "/dev/dri/renderD7"
+    assert [each and each.id for each in map(found.find, names)] == ["amd1", "amd0", "amd0", None]
+    nodes = [each.files[:1] for each in gpu.listed(found)]
+    assert nodes == [(), (), ("/dev/dri/renderD129",), ("/dev/dri/renderD128",)]
+
+
+def test_where_there_are_none_each_vendor_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.nvml, "probe", lambda **_: Gpus(why_none="no library"))
+    monkeypatch.setattr(gpu.drm, "probe", lambda **_: Gpus(why_none="no card"))
+    assert gpu.probe() == Gpus(why_none="no library; no card")
+
+
 def test_a_gpu_is_found_by_index_uuid_and_beginning_of_uuid():
     gpus = probe(Nvml())
     names = ["0", SECOND, "GPU-aa", "GPU-a", "2", "", "a"]
@@ -128,7 +186,7 @@ def test_without_the_library_there_are_no_gpus():
 
 
 def test_the_real_library_never_raises_here():
-    gpus = probe()
+    gpus = gpu.probe()
     assert gpus.readings or gpus.why_none
 
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from anvil_mux.host import gpu_monitor
-from anvil_mux.host.gpu import Gpus
 from anvil_mux.host.gpu_monitor import WATCHED_SECONDS, GpuMonitor
+from anvil_mux.host.reading import Gpus
 from anvil_mux.host.seam import Seen, Sight
 from tests.fake_gpu import FakeGpus
 

@@ -50,6 +50,10 @@ nvmlDeviceGetHandleByIndex = lambda index: index
 nvmlDeviceGetUUID = nvmlDeviceGetName = lambda _: "GPU-fake"
 nvmlSystemGetDriverVersion = lambda: "580.1"
 nvmlDeviceGetMPSComputeRunningProcesses = nvmlDeviceGetMigMode = nvmlDeviceGetPersistenceMode = unknown
+nvmlDeviceGetUtilizationRates = lambda _: SimpleNamespace(gpu=43)
+nvmlDeviceGetTemperature = lambda *_: 61
+nvmlDeviceGetPowerUsage = unknown
+NVML_TEMPERATURE_GPU = 0
 """
 
 

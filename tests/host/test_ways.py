@@ -21,8 +21,8 @@ from anvil_mux.host.adopt import Adopter, Awake, Notes
 from anvil_mux.host.checkpoint import Checkpointer, is_frozen
 from anvil_mux.host.driver import Driver
 from anvil_mux.host.freed import PATIENCE
-from anvil_mux.host.gpu import Gpus
 from anvil_mux.host.process import ProcessRuntime
+from anvil_mux.host.reading import Gpus
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.host.swap import Swapper
 from anvil_mux.host.ways import sleeps_first

@@ -1,0 +1,193 @@
+"""AMD's and Intel's GPUs by the kernel's own files: which there are, what they hold and who uses them.
+
+``/sys/class/drm`` has a folder for each card, and no library is needed: the driver amdgpu tells memory, load
+and sensors there (the kernel's Documentation/gpu/amdgpu), xe the size of its memory. i915 tells no size, and
+neither of Intel's tells what is used: that is the sum of its clients (drm_clients.py), where all of them can
+be seen.
+
+A GPU that is a part of the processor computes in host memory. AMD's have a part that the firmware set aside,
+which the system does not count as its own, and beside it what they may map of the rest (GTT). Intel's have
+all of the host's memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from anvil_mux.host.drm_clients import GPU_FILES, GpuClient, clients, rocm_processes
+from anvil_mux.host.meminfo import host_memory
+from anvil_mux.host.reading import UNKNOWN, Gpus, Reading
+from anvil_mux.host.seam import Sensors
+
+SYS, PROC = Path("/sys"), Path("/proc")
+VENDORS = {"amdgpu": "amd", "i915": "intel", "xe": "intel"}
+"""Driver -> the vendor whose GPUs it drives, as their ids begin."""
+INTEGRATED = "0000:00:02.0"
+"""The address at which Intel's processors have their own GPU."""
+ON_CARD, IN_HOST = r"(vram|local)\d*", r"(system|gtt)\d*"
+"""The regions of memory that a card has for itself, and those that are host memory."""
+NODE = re.compile(r"renderD\d+|card\d+")
+"""The names of device files; that for computing is the greater one."""
+APU_METRICS = (2, 3)
+"""The revisions of amdgpu's table of metrics that GPUs within a processor have; the others have 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One card of a driver that is known."""
+
+    address: str
+    """The PCI address."""
+    driver: str
+    device: str
+    """The ids of its vendor and its device."""
+    folder: Path
+    files: tuple[str, ...]
+    """The paths of its device files, that for computing first."""
+
+
+@dataclass(frozen=True, slots=True)
+class CardMemory:
+    """The memory of a card, in bytes, as far as it tells."""
+
+    total: int | None
+    used: int | None
+    shared: int = 0
+    """Bytes of ``total`` that are host memory."""
+
+
+def probe(sys: Path = SYS, proc: Path = PROC, *, sensors: bool = False) -> Gpus:
+    """Look at all cards once; never raises. ``sensors``: also what they measure."""
+    try:
+        found = cards(sys)
+        if not found:
+            return Gpus(why_none="no card of AMD or Intel in /sys/class/drm")
+        users, complete = clients(proc)
+        rocm = rocm_processes(sys)
+    except Exception as error:
+        # Files of the kernel change under whoever reads them, and no machine is to suffer from that.
+        return Gpus(why_none=f"/sys/class/drm: {error}")
+    numbers: defaultdict[str, int] = defaultdict(int)
+    readings = []
+    for card in found:
+        vendor = VENDORS[card.driver]
+        memory = _memory(card, proc)
+        held = _held(card, [each for each in users if each.address == card.address], memory, rocm)
+        used = sum(held.values()) if memory.used is None and complete else memory.used
+        readings.append(
+            Reading(
+                id=f"{vendor}{numbers[vendor]}",
+                uuid=card.address,
+                name=_read(card.folder / "product_name") or f"{vendor.upper()} {card.device}",
+                total=memory.total,
+                used=used,
+                processes=tuple((pid, amount) for pid, amount in held.items() if amount),
+                shared=memory.shared,
+                files=card.files,
+                sensors=_sensors(card) if sensors else UNKNOWN,
+            )
+        )
+        numbers[vendor] += 1
+    return Gpus(tuple(readings))
+
+
+def cards(sys: Path = SYS) -> list[Card]:
+    """Find the cards whose drivers are known, in the order of their addresses."""
+    folders = [each / "device" for each in (sys / "class" / "drm").glob("card*") if each.name[4:].isdigit()]
+    return sorted(filter(None, map(_card, folders)), key=lambda card: card.address)
+
+
+def _card(folder: Path) -> Card | None:
+    said = dict(line.partition("=")[::2] for line in _read(folder / "uevent").splitlines())
+    driver, address = said.get("DRIVER", ""), said.get("PCI_SLOT_NAME", "")
+    nodes = sorted(filter(NODE.fullmatch, (each.name for each in (folder / "drm").glob("*"))), reverse=True)
+    if driver not in VENDORS or not nodes:
+        return None
+    by_path = [f"{GPU_FILES}by-path/pci-{address}-{kind}" for kind in ("render", "card")]
+    files = (*(f"{GPU_FILES}{node}" for node in nodes), *by_path)
+    return Card(address, driver, said.get("PCI_ID", ""), folder, files)
+
+
+def _memory(card: Card, proc: Path) -> CardMemory:
+    if card.driver == "amdgpu":
+        own, used = (_number(card.folder / f"mem_info_vram_{what}") for what in ("total", "used"))
+        mapped, mapped_used = (_number(card.folder / f"mem_info_gtt_{what}") for what in ("total", "used"))
+        if own is None or mapped is None or not _is_in_processor(card):
+            return CardMemory(own, used)
+        return CardMemory(own + mapped, (used or 0) + (mapped_used or 0), mapped)
+    if card.address == INTEGRATED:
+        total, used = host_memory(proc)
+        return CardMemory(total, used, total or 0)
+    tiles = [_number(each) for each in card.folder.glob("tile*/physical_vram_size_bytes")]
+    return CardMemory(sum(each or 0 for each in tiles) or None, None)
+
+
+def _held(
+    card: Card, users: list[GpuClient], memory: CardMemory, rocm: Mapping[str, Mapping[int, int]]
+) -> dict[int, int]:
+    """Process id -> the bytes that it holds of the card."""
+    counted = ON_CARD if not memory.shared else IN_HOST
+    if card.driver == "amdgpu" and memory.shared:
+        counted = f"{ON_CARD}|{IN_HOST}"
+    held: defaultdict[int, int] = defaultdict(int)
+    for each in users:
+        held[each.pid] += sum(n for name, n in each.regions.items() if re.fullmatch(counted, name))
+    for pid, amount in rocm.get(card.files[0], {}).items():
+        held[pid] = max(held[pid], amount)  # older kernels leave it out of the client's account
+    return dict(held)
+
+
+def _is_in_processor(card: Card) -> bool:
+    """Whether AMD's GPU is a part of the processor."""
+    return not _is_suspended(card) and _metrics_revision(card.folder / "gpu_metrics") in APU_METRICS
+
+
+@lru_cache
+def _metrics_revision(file: Path) -> int:
+    """The third byte of the table of metrics, which says of which kind it is; 0 if there is none."""
+    try:
+        return file.read_bytes()[2]
+    except (OSError, IndexError):
+        return 0
+
+
+def _sensors(card: Card) -> Sensors:
+    if _is_suspended(card):
+        return UNKNOWN  # the question would wake it
+    percent = _number(card.folder / "gpu_busy_percent")
+    millidegrees = _first(card, "temp1_input", "temp2_input")
+    microwatts = _first(card, "power1_average", "power1_input")
+    return Sensors(
+        utilization=None if percent is None else percent / 100,
+        celsius=None if millidegrees is None else millidegrees / 1e3,
+        watts=None if microwatts is None else microwatts / 1e6,
+    )
+
+
+def _is_suspended(card: Card) -> bool:
+    return _read(card.folder / "power" / "runtime_status") == "suspended"
+
+
+def _first(card: Card, *names: str) -> int | None:
+    """The first of these figures that the card's sensors have."""
+    found: Iterator[int | None] = (
+        _number(folder / name) for name in names for folder in (card.folder / "hwmon").glob("hwmon*")
+    )
+    return next((each for each in found if each is not None), None)
+
+
+def _number(file: Path) -> int | None:
+    text = _read(file)
+    return int(text) if text.isdigit() else None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
