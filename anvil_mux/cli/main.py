@@ -11,7 +11,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from difflib import get_close_matches
@@ -323,9 +323,13 @@ def _check(given: argparse.Namespace) -> int:
     if any(backend.host for backend in config.backends):
         keys = (*keys, "host")
         rows = [(*row, each.host or LOCAL) for row, each in zip(rows, config.backends, strict=True)]
+    if any(backend.presets for backend in config.backends):
+        keys = (*keys, "presets")
+        names = [[preset.name for preset in each.presets] for each in config.backends]
+        rows = [(*row, ",".join(each)) for row, each in zip(rows, names, strict=True)]
     if given.json:
         models = [
-            {**dict(zip(keys, row, strict=True)), "gpus": list(backend.gpus)}
+            {**dict(zip(keys, row, strict=True)), **_lists(backend, keys)}
             for row, backend in zip(rows, config.backends, strict=True)
         ]
         listen = f"{config.host}:{config.port}"
@@ -353,6 +357,12 @@ def _check_hosts(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
         return cluster.check(lambda name: HostConfig.of(config, name))
     finally:
         cluster.close()
+
+
+def _lists(backend: Backend, keys: Collection[str]) -> dict[str, list[str]]:
+    """The lists among these keys of a backend in the JSON of check."""
+    lists = {"gpus": list(backend.gpus), "presets": [preset.name for preset in backend.presets]}
+    return {key: found for key, found in lists.items() if key in keys}
 
 
 def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:

@@ -144,9 +144,13 @@ def host_state(host: StatusJson) -> str:
 
 
 def models_table(status: StatusJson) -> list[str]:
-    """The table of ``ps`` and ``top``."""
+    """The table of ``ps`` and ``top``, and the presets of each model."""
     head = [("WHERE" if each == "GPUS" and status.get("hosts") else each) for each in MODEL_HEAD]
-    return table(head, (model_row(*pair) for pair in status["models"].items()))
+    models = status["models"].items()
+    presets = [
+        f"presets of {name}: {named(about['presets'])}" for name, about in models if "presets" in about
+    ]
+    return [*table(head, (model_row(*pair) for pair in models)), *presets]
 
 
 MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "UNTIL", "LAST ERROR")

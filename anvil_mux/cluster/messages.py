@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
-from anvil_mux.config import config, profile
+from anvil_mux.config import config, presets, profile
 from anvil_mux.errors import BackendError, Cancelled, ConfigError, LoadError, MuxError
 from anvil_mux.host import seam
 
@@ -153,7 +153,7 @@ _PLAIN_ERRORS: Mapping[str, type[MuxError]] = {
 }
 _RECORDS = {
     (module.__name__, name): each
-    for module in (config, profile, seam, sys.modules[__name__])
+    for module in (config, presets, profile, seam, sys.modules[__name__])
     for name, each in vars(module).items()
     if isinstance(each, type)
     and each.__module__ == module.__name__

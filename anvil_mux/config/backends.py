@@ -18,6 +18,7 @@ from anvil_mux.config import composing, interpolate, service, settings
 from anvil_mux.config.candidates import HostChoice, Need, Places, as_name
 from anvil_mux.config.composing import ComposedFiles, Place
 from anvil_mux.config.config import LABEL, SERVICE_NAME, WAYS, Backend, Judge, Service, WantedHosts
+from anvil_mux.config.presets import Loras, find_adapters
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.profile import Profile, read
 from anvil_mux.config.reading import take
@@ -56,6 +57,8 @@ class BackendReader:
         """Backend -> the ports of its host that it takes."""
         self.services: dict[str, str] = {}
         """Backend -> the service of the files that it is made of."""
+        self.loras: dict[str, frozenset[str]] = {}
+        """Service -> the LoRA adapters that its settings name, and not its command alone."""
         self._most: dict[str, int] = {}
         """Service that has a choice -> how many of its backends are resident at once."""
         self._anew: dict[tuple[str, Place], tuple[Description, Service]] = {}
@@ -112,6 +115,7 @@ class BackendReader:
         if "profile" in given:
             given["profile"] = self._profile(name, given["profile"])
         given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != given["model"])
+        self._name_adapters(name, described, variables, given)
         template = Backend(name, service=self._service(described, variables), **given)
         if self._around.process and not template.service.command:
             self._problems.add(("services", name), "needs a `command`, since runtime is process")
@@ -163,6 +167,20 @@ class BackendReader:
             listens = service.commanded_port if self._around.process else service.listens_on
             given["port"] = listens(described)
         return str(engine)
+
+    def _name_adapters(
+        self, name: str, described: Description, variables: dict[str, str], given: dict[str, Any]
+    ) -> None:
+        """Make names of the LoRA adapters that are wanted, and of those that the engine's command has."""
+        wanted: Loras | None = given.pop("loras", None)
+        found = find_adapters(given["engine"], service.argv(described), variables, wanted)
+        for path, text in found.problems:
+            self._problems.add(("services", name, "x-anvil", "loras", *path), text)
+        self._warn(name, iter(found.bites))
+        if wanted:
+            self.loras[name] = frozenset([adapter for adapter, _ in wanted])
+        given["presets"] = (*given.get("presets", ()), *found.presets)
+        given["loras"] = found.to_load
 
     def _check_levels(
         self, name: str, backend: Backend, described: Description, variables: dict[str, str]

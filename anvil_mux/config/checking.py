@@ -21,6 +21,7 @@ from anvil_mux.config.config import (
     default_of,
 )
 from anvil_mux.config.interpolate import KeyPath
+from anvil_mux.config.names import Names
 from anvil_mux.config.plugins import Plugins
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.settings import gib
@@ -43,8 +44,10 @@ class Checks:
         gpus: Mapping[str, Gpu],
         host_ports: Mapping[str, Set[int]],
         services: Mapping[str, str],
+        names: Names,
     ) -> None:
         self._problems = problems
+        self._names = names
         self._plugins = plugins
         self._values = values
         self._backends = backends
@@ -82,7 +85,7 @@ class Checks:
         for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
             if one in values and other not in values:
                 self._problems.of_setting(one, f"needs {other} beside it")
-        names = {name for backend in self._backends for name in (backend.model, *backend.aliases)}
+        names = {name for backend in self._backends for name in backend.names}
         if (default := values.get("default_model")) and default not in names:
             self._problems.of_setting(
                 "default_model", f"no service serves {default}; {settings.nearest(default, names)}"
@@ -137,15 +140,7 @@ class Checks:
                 scaled = any(each.name == name and each.service.scale > 1 for each in self._backends)
                 what = "a replica of a scaled service" if scaled else "what another service becomes on a host"
                 self._problems.add(("services", name), f"{what} is called {name} too")
-        owners = {backend.model: backend.model for backend in self._backends}
-        for backend in self._backends:
-            for alias in backend.aliases:
-                owner = owners.setdefault(alias, backend.model)
-                if owner != backend.model:
-                    self._problems.add(
-                        self._key(backend, "x-anvil", "aliases"),
-                        f"{alias} is already a name of {owner}",
-                    )
+        self._names.check(self._backends)
 
     def _check_room(self) -> None:
         users: dict[str, list[Backend]] = {name: [] for name in self._gpus}

@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from anvil_mux.config import hooks, service
+from anvil_mux.config.presets import Loras, Preset
 from anvil_mux.config.profile import Profile
 
 DEFAULT_ROUTING = "least_delay"
@@ -174,6 +175,10 @@ class Backend:
     """Fields that are left out of the JSON that it is asked."""
     set: tuple[tuple[str, str], ...] = ()
     """Fields, with their values as JSON, that it is asked with, whatever the client said of them."""
+    presets: tuple[Preset, ...] = ()
+    """More names for its model, each with parameters of its own; its LoRA adapters among them."""
+    loras: Loras = ()
+    """The LoRA adapters that its engine is told to load once it runs."""
     upstream: tuple[str, ...] = ()
     """Paths of the engine that may be asked for below /upstream/; a trailing slash means all below."""
     concurrency: int | None = None
@@ -203,6 +208,11 @@ class Backend:
     def service_name(self) -> str:
         """The service's name, as the compose file has it."""
         return self.service.name or self.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names by which its model may be asked for."""
+        return (*self.aliases, *[preset.name for preset in self.presets], self.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +292,7 @@ class Config:
     @property
     def names(self) -> dict[str, str]:
         """Every name by which a model may be asked for -> the model."""
-        return {name: each.model for each in self.backends for name in (*each.aliases, each.model)}
+        return {name: each.model for each in self.backends for name in each.names}
 
 
 ENGINES = tuple(dict.fromkeys(("openai", *(name for _, name in service.IMAGES))))

@@ -29,6 +29,7 @@ from anvil_mux.config.composefile import Compose, Content, combine, run_compose
 from anvil_mux.config.composing import ComposedFiles
 from anvil_mux.config.config import Backend, Config, Gpu, Judge, Machine, default_of
 from anvil_mux.config.interpolate import Document
+from anvil_mux.config.names import Names
 from anvil_mux.config.plugins import Plugins
 from anvil_mux.config.problems import Problems
 from anvil_mux.config.reading import read, take
@@ -119,6 +120,8 @@ class _ConfigReader:
         composed = ComposedFiles(content, self._folder)
         reader = BackendReader(self._problems, places, composed, self._surroundings(content, values))
         backends = reader.read(self._in_order(content.services))
+        names = Names(self._problems, reader.services, reader.loras)
+        backends = names.settled(backends)
         places.tell_absent()
         gpus = tuple(places.gpus(_used_gpus(backends)))
         Checks(
@@ -129,6 +132,7 @@ class _ConfigReader:
             gpus={gpu.name: gpu for gpu in gpus},
             host_ports=reader.ports,
             services=reader.services,
+            names=names,
         ).run()
         self._problems.raise_all()
         return Config(

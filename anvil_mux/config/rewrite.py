@@ -1,4 +1,4 @@
-"""Changes to the questions that a model gets, by the settings ``strip`` and ``set``.
+"""Changes to the questions that a model gets, by the settings ``strip`` and ``set``, and by presets.
 
 Only a backend that says so has its JSON bodies changed, and of these only the members that are named: the
 bytes of all others are passed on as they came, in their order. So numbers keep their digits and text its
@@ -16,6 +16,22 @@ from anvil_mux.errors import BadRequest
 
 UNTOUCHED = ("model", "stream")
 """The fields that decide who answers, and in which form."""
+SYSTEM_IN: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "/v1/chat/completions",
+            "/v1/chat/completions/batch",
+            "/v1/chat/completions/input_tokens",
+            "/apply-template",
+            "/tokenize",
+        ),
+        "messages",
+    ),
+    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), "system"),
+    **dict.fromkeys(("/v1/responses", "/v1/responses/compact", "/v1/responses/input_tokens"), "instructions"),
+}
+"""Path of an engine -> the field of a question in which a conversation's system message stands."""
+SYSTEM_ROLES = ("system", "developer")
 
 _decode = json.JSONDecoder().raw_decode
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -32,6 +48,39 @@ def rewritten(body: bytes | bytearray, strip: Collection[str], put: Mapping[str,
             kept.append(written)
     kept += [f"{json.dumps(name)}:{value}" for name, value in missing.items()]
     return ("{" + ",".join(kept) + "}").encode()
+
+
+def with_system(body: bytes | bytearray, path: str, system: str) -> bytes | bytearray:
+    """Return ``body`` with a system message, if it is a conversation that has none; else as it is."""
+    field = SYSTEM_IN.get(path)
+    if field is None:
+        return body
+    members = {name: written[value:] for name, written, value in _members(body)}
+    if field == "messages":
+        given = members.get(field, "")
+        found = _with_message(given, system)
+        return body if found == given else rewritten(body, (), {field: found})
+    own, said = members.get(field, "null"), members.get("input", "null")
+    if json.loads(own) or (field == "instructions" and _has_system(json.loads(said))):
+        return body
+    return rewritten(body, (), {field: json.dumps(system)})
+
+
+def _with_message(written: str, system: str) -> str:
+    """A list of messages, or of lists of them, each with a system message before it if it has none."""
+    messages = json.loads(written or "null")
+    if not isinstance(messages, list) or not messages or _has_system(messages):
+        return written
+    if all(isinstance(each, list) for each in messages):
+        return f"[{','.join([_with_message(json.dumps(each), system) for each in messages])}]"
+    opening = written.index("[") + 1
+    return f"[{json.dumps({'role': 'system', 'content': system})},{written[opening:]}"
+
+
+def _has_system(messages: object) -> bool:
+    """Whether a conversation has a system message, or one of a developer, which stands for it."""
+    found = messages if isinstance(messages, list) else []
+    return any(isinstance(each, dict) and each.get("role") in SYSTEM_ROLES for each in found)
 
 
 def _members(body: bytes | bytearray) -> Iterator[tuple[str, str, int]]:

@@ -29,6 +29,7 @@ from anvil_mux.config.config import (
     WantedHosts,
     default_of,
 )
+from anvil_mux.config.presets import read_loras, read_presets
 from anvil_mux.config.rewrite import check_strip, read_set
 from anvil_mux.config.settings import Setting, ValueKind
 
@@ -355,6 +356,14 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "set": _live(
         ValueKind("{name: value}", read_set, _SET),
         "Fields of JSON requests, and what its engine gets for them.",
+    ),
+    "presets": _live(
+        ValueKind("{name: {set, strip, system}}", read_presets),
+        "More names for the model, each with parameters of its own (see presets.md).",
+    ),
+    "loras": _at_start(
+        ValueKind("{name: path}, or list of names", read_loras),
+        "LoRA adapters as names of models (see presets.md); those of vLLM's --lora-modules are so anyway.",
     ),
     "upstream": _steers(
         ValueKind("list of paths", _read_paths, shapes.listed(shapes.text(r"^/[A-Za-z0-9_-]"))),

@@ -390,8 +390,12 @@ def model_entry(
     state: str,
     aliases: Iterable[str] = (),
     failed: bool = False,
+    parent: str = "",
 ) -> dict[str, object]:
-    """One model as OpenAI's, Anthropic's and llama.cpp's clients want it; ``state``: the GPU group's word."""
+    """One model as OpenAI's, Anthropic's and llama.cpp's clients want it; ``state``: the GPU group's word.
+
+    ``parent``: the model that it is a preset or a LoRA adapter of, in vLLM's word.
+    """
     return {
         "id": model,
         "object": "model",
@@ -402,6 +406,7 @@ def model_entry(
         "created_at": datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "aliases": list(aliases),
         "status": model_status(state, failed=failed),
+        **({"parent": parent} if parent else {}),
     }
 
 

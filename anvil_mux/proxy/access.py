@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from anvil_mux.config.config import EITHER, Config
 from anvil_mux.config.keys import Key, Keyring
+from anvil_mux.config.names import presets_of
 from anvil_mux.errors import BadRequest, Forbidden, UnknownModel
 from anvil_mux.protocol import api, http1, ollama
 from anvil_mux.protocol.http1 import Field
@@ -49,9 +50,16 @@ class Access:
         self._hosts = frozenset(host.lower() for host in config.allowed_hosts)
         self._readers = frozenset(origin.encode("ascii") for origin in config.cors)
         self._models: Mapping[str, str] = config.names
+        self.presets = presets_of(config.backends)
+        """The presets by backend and name: what the name means there."""
+        self._presets = frozenset(name for _, name in self.presets)
+        self.changes_prompt = frozenset(p.name for p in self.presets.values() if p.system or p.is_adapter)
+        """The presets whose prompts an engine caches apart from those of their model."""
         names: dict[str, set[str]] = {}
         for name, model in self._models.items():
-            names.setdefault(model, set()).add(name)
+            names.setdefault(model, set())
+            if name not in self._presets:
+                names[model].add(name)
         self._names: Mapping[str, set[str]] = names
         self.replicas: Mapping[str, int] = Counter(backend.model for backend in config.backends)
         self.only = {each.model: each for each in config.backends if self.replicas[each.model] == 1}
@@ -102,24 +110,37 @@ class Access:
 
     # Models
 
-    def may_use(self, key: Key | None, model: str) -> bool:
-        """Whether ``key`` may use a model; None: no key is asked for. Nobody uses one that is about to go."""
+    def may_use(self, key: Key | None, model: str, preset: str = "") -> bool:
+        """Whether ``key`` may use a model, or a preset of it; None: no key is asked for.
+
+        Who may use a model may use its presets. Nobody uses a model that is about to go.
+        """
         names = self._names.get(model)
         if names is None:
             return False
-        return key is None or key.models is None or not key.models.isdisjoint(names)
+        if key is None or key.models is None:
+            return True
+        return preset in key.models or not key.models.isdisjoint(names)
 
-    def resolve(self, named: str | None, *, api: str, key: Key | None) -> str:
-        """The model that a client's name stands for, or that serves those who name none."""
+    def find(self, named: str | None, *, api: str, key: Key | None) -> tuple[str, str]:
+        """The model that a client's name stands for, or that serves those who name none; and its preset."""
         name = named or self.config.default_model
         if name is None:
             raise BadRequest("the request must name a `model`", param="model")
         model = self._models.get(name)
         if model is None and api == "ollama":
-            model = self._models.get(name.removesuffix(ollama.LATEST))
-        if model is None or not self.may_use(key, model):
-            raise UnknownModel(name, [known for known in self._names if self.may_use(key, known)])
-        return model
+            name = name.removesuffix(ollama.LATEST)
+            model = self._models.get(name)
+        preset = name if name in self._presets else ""
+        if model is None or not self.may_use(key, model, preset):
+            raise UnknownModel(named or name, self._usable(key))
+        return model, preset
+
+    def _usable(self, key: Key | None) -> list[str]:
+        """The models, and then the presets, that a key may use."""
+        models = [model for model in self._names if self.may_use(key, model)]
+        presets = [name for name in self._models if name in self._presets]
+        return models + [name for name in presets if self.may_use(key, self._models[name], name)]
 
 
 def _may(key: Key, path: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Key
+from anvil_mux.config.presets import Preset
 from anvil_mux.protocol import api, http1
 from anvil_mux.protocol.completions import Translation
 from anvil_mux.proxy.access import Access
@@ -51,6 +52,8 @@ class Target:
     """Whether their model is loaded for them, if it is not."""
     unchanged_at: Backend | None
     """The backend that gets their bodies as they are, if any does."""
+    preset: str = ""
+    """The preset that they name, if they name one."""
 
 
 @dataclass(slots=True)
@@ -70,6 +73,16 @@ class Question:
     """The question for its engine, if that does not speak the client's API."""
     owner: str = ""
     """The backend that has an earlier answer which it is about."""
+
+    def preset_at(self, backend: Backend) -> Preset | None:
+        """The preset that it names, as it is at a backend."""
+        name = self.target.preset
+        return self.asked.access.presets.get((backend.name, name)) if name else None
+
+    def known_as(self, backend: Backend) -> str:
+        """The model id that the engine of a backend is asked for."""
+        preset = self.preset_at(backend)
+        return (preset and preset.served_model) or backend.served_model or self.target.model
 
     @property
     def path(self) -> str:

@@ -178,7 +178,9 @@ class Dispatcher:
         if isinstance(body, Spool):
             work = Work(tokens=round(len(body) / per_token), session=session)
         else:
-            work = prefix.read(model, body, per_token, session)
+            preset = question.target.preset
+            apart = preset if preset in question.asked.access.changes_prompt else model
+            work = prefix.read(apart, body, per_token, session)
         return work._replace(stream=question.stream, owner=self._owner(question))
 
     def _owner(self, question: Question) -> str:

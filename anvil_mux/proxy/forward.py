@@ -217,7 +217,7 @@ class Forwarder:
             reply.whole(200, [JSON], asked.answer.whole(b"", time.time()))
             return
         model, backend = question.target.model, lease.backend
-        body = _rewritten(asked.body(backend.served_model or model), backend)
+        body = _rewritten(asked.body(question.known_as(backend)), question, backend, asked.path)
         with Exchange(self._relay, lease, reply.client.socket) as exchange:
             head = heads.translated_head(question, lease, asked.path, len(body))
             response = exchange.ask("POST", head, body)
@@ -261,7 +261,9 @@ class Forwarder:
         assert isinstance(body, (bytes, bytearray))
         asked = translation.question if translation else parse(body)
         backend, model = lease.backend, question.target.model
-        first = stages.first(asked, backend.served_model or model)
+        own = _rewritten(translation.body(model) if translation else body, question, backend, question.path)
+        assert isinstance(own, (bytes, bytearray))
+        first = stages.first(asked if own is body else parse(own), question.known_as(backend))
         try:
             with Exchange(self._relay, lease, reply.client.socket) as exchange:
                 head = heads.translated_head(question, lease, question.path, len(first))
@@ -306,19 +308,25 @@ def _refusal(model: str, path: str, status: int, body: bytes) -> MuxError:
     return _engine_error(model, status, body)
 
 
-def _rewritten(body: AskedBody, backend: Backend) -> AskedBody:
-    """A body of JSON as the service of ``backend`` is to get it."""
-    if not (backend.strip or backend.set) or isinstance(body, Spool):
+def _rewritten(body: AskedBody, question: Question, backend: Backend, path: str) -> AskedBody:
+    """A body of JSON as the service of ``backend`` is to get it at ``path``, under the preset it names."""
+    preset = question.preset_at(backend)
+    if not (preset or backend.strip or backend.set) or isinstance(body, Spool):
         return body
-    return rewrite.rewritten(body, backend.strip, dict(backend.set))
+    if preset is None:
+        return rewrite.rewritten(body, backend.strip, dict(backend.set))
+    if preset.system:
+        body = rewrite.with_system(body, path, preset.system)
+    strip, put = preset.over(backend.strip, backend.set)
+    return rewrite.rewritten(body, strip, put) if strip or put else body
 
 
 def _as_known(question: Question, backend: Backend) -> RequestBody:
     """The body as the service of ``backend`` is to get it, with the name that it knows its model by."""
     body, named, model_in = question.body, question.named, question.asked.route.model_in
-    known_as = backend.served_model or question.target.model
+    known_as = question.known_as(backend)
     if model_in in ("json", "path"):
-        body = _rewritten(body, backend)
+        body = _rewritten(body, question, backend, question.path)
     if named == known_as or model_in == "upstream":
         return body
     if not isinstance(body, Spool):

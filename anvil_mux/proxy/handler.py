@@ -126,7 +126,8 @@ class Handler:
                 self.local.answer(asked, reply, record)
             else:
                 question = self._questions.read(asked, client)
-                record.model, record.stream = question.target.model, question.stream
+                record.model, record.preset = question.target.model, question.target.preset
+                record.stream = question.stream
                 try:
                     self._dispatcher.answer(question, reply, record)
                 finally:

@@ -51,7 +51,7 @@ def _constant(question: Question, lease: Lease, also: Mapping[bytes, bytes]) -> 
     request, route, backend = question.asked.request, question.asked.route, lease.backend
     query = request.query
     if route.model_in == "query":
-        query = naming.model_replaced_in_query(query, backend.served_model or question.target.model)
+        query = naming.model_replaced_in_query(query, question.known_as(backend))
     own = {**_credentials(question.asked.access, backend), **also}
     kind = request.fields.get(b"content-type")
     as_json = route.model_in == "json" and kind != b"application/json"

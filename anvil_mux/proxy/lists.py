@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import starmap
 from urllib.parse import unquote
 
 from anvil_mux.errors import UnknownModel
@@ -25,21 +26,23 @@ class Lists:
         self._started = time.time()
 
     def models(self, asked: Asked) -> Answer:
-        return 200, JSON, api.models_list(map(self._entry, self._visible(asked)))
+        return 200, JSON, api.models_list(starmap(self._entry, self._offered(asked)))
 
     def model(self, asked: Asked) -> Answer:
         name = unquote(asked.request.path[len(OF_ONE) :])
-        visible = self._visible(asked)
-        found = next((model for model in visible if name in (model.model, *model.aliases)), None)
-        if found is None:
-            raise UnknownModel(name, [model.model for model in visible])
-        return 200, JSON, json.dumps(self._entry(found)).encode("ascii")
+        offered = self._offered(asked)
+        for model, preset in offered:
+            if name == preset or (not preset and name in (model.model, *model.aliases)):
+                return 200, JSON, json.dumps(self._entry(model, preset)).encode("ascii")
+        raise UnknownModel(name, [preset or model.model for model, preset in offered])
 
     def lmstudio_models(self, asked: Asked) -> Answer:
-        return 200, JSON, api.lmstudio_list({m.model: m.offered_state for m in self._visible(asked)})
+        states = {preset or model.model: model.offered_state for model, preset in self._offered(asked)}
+        return 200, JSON, api.lmstudio_list(states)
 
     def ollama_tags(self, asked: Asked) -> Answer:
-        return 200, JSON, ollama.tags([model.model for model in self._visible(asked)], self._started)
+        names = [preset or model.model for model, preset in self._offered(asked)]
+        return 200, JSON, ollama.tags(names, self._started)
 
     def ollama_running(self, asked: Asked) -> Answer:
         resident = [m for m in self._visible(asked) if m.offered_state in ("ready", "draining")]
@@ -49,6 +52,16 @@ class Lists:
     def ollama_show(self, model: str) -> bytes:
         return ollama.show(model, self._started)
 
+    def _offered(self, asked: Asked) -> list[tuple[ModelState, str]]:
+        """The models that the request's key may use, and after each its presets; "": the model itself."""
+        access, key = asked.access, asked.key
+        return [
+            (model, preset)
+            for model in self._mux.overview.status().models
+            for preset in ("", *model.presets)
+            if access.may_use(key, model.model, preset)
+        ]
+
     def _visible(self, asked: Asked) -> list[ModelState]:
         """The models that the request's key may use."""
         return [
@@ -57,11 +70,12 @@ class Lists:
             if asked.access.may_use(asked.key, model.model)
         ]
 
-    def _entry(self, model: ModelState) -> dict[str, object]:
+    def _entry(self, model: ModelState, preset: str) -> dict[str, object]:
         return api.model_entry(
-            model.model,
+            preset or model.model,
             created=int(self._started),
             state=model.offered_state,
-            aliases=model.aliases,
+            aliases=() if preset else model.aliases,
             failed=bool(model.last_error),
+            parent=model.model if preset else "",
         )

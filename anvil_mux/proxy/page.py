@@ -129,7 +129,7 @@ def _request(served: Served) -> Picture:
         "id": served.request_id,
         "client": served.client,
         "path": served.path,
-        "model": served.model,
+        "model": served.preset or served.model,
         "status": served.status,
         "code": served.code,
         "stream": served.stream,

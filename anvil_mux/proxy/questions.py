@@ -45,8 +45,8 @@ class Questions:
             case "path":
                 body = read_json(asked, client)
                 stream = naming.model_and_stream(body)[1] and route.streams
-                model = resolve(asked, api.model_in_path(asked.request.path))
-                return Question(asked, _target(asked, model), body, stream=stream)
+                found = find(asked, api.model_in_path(asked.request.path))
+                return Question(asked, _target(asked, *found), body, stream=stream)
             case "multipart":
                 return _from_form(asked, client)
             case "query":
@@ -100,17 +100,18 @@ def target(asked: Asked, client: Client, named: str | None) -> Target:
     known = client.last_head.found
     found: Target | None = known.get((asked.access, named))
     if found is None:
-        found = _target(asked, resolve(asked, named), named)
+        found = _target(asked, *find(asked, named), named)
         client.last_head.note((asked.access, named), found)
     return found
 
 
-def _target(asked: Asked, model: str, named: str | None = None) -> Target:
+def _target(asked: Asked, model: str, preset: str = "", named: str | None = None) -> Target:
     access, key, route = asked.access, asked.key, asked.route
     backend = access.only.get(model)
     unchanged = (
         backend is not None
         and (route.model_in, route.translated) == ("json", "")
+        and not preset
         and named == (backend.served_model or model)
         and not (backend.strip or backend.set)
     )
@@ -121,12 +122,18 @@ def _target(asked: Asked, model: str, named: str | None = None) -> Target:
         explains=EXPLAIN in asked.request.fields,
         loads=naming.may_load(asked.request.query),
         unchanged_at=backend if unchanged else None,
+        preset=preset,
     )
 
 
+def find(asked: Asked, named: str | None) -> tuple[str, str]:
+    """The model that a client's name stands for, or that serves those who name none; and its preset."""
+    return asked.access.find(named, api=asked.api, key=asked.key)
+
+
 def resolve(asked: Asked, named: str | None) -> str:
-    """The model that a client's name stands for, or that serves those who name none."""
-    return asked.access.resolve(named, api=asked.api, key=asked.key)
+    """The same without the preset."""
+    return find(asked, named)[0]
 
 
 def _from_json(asked: Asked, client: Client) -> Question:

@@ -108,6 +108,8 @@ class ModelState:
     """The model that it makes room for while it drains; "" for none."""
     drain_seconds_left: float = 0.0
     deferred: Deferral | None = None
+    presets: tuple[str, ...] = ()
+    """The names of its presets, LoRA adapters among them."""
     backends: tuple[BackendState, ...] = ()
 
     @property
@@ -177,6 +179,7 @@ def model_state(state: GroupState, model: Model, now: float, progress: Progress 
         backend=slot.name,
         gpus=slot.backend.gpu_names,
         aliases=slot.backend.aliases,
+        presets=tuple(dict.fromkeys([p.name for each in slots for p in each.backend.presets])),
         waiting=len(model.queue),
         leases=sum(len(slot.holders) for slot in slots),
         last_error=slot.error,

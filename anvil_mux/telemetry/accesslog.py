@@ -31,6 +31,8 @@ class Served:
     path: str
     ended: float = 0.0
     model: str = ""
+    preset: str = ""
+    """The preset by which the model was asked for."""
     backend: str = ""
     status: int = 0
     code: str = ""
@@ -89,10 +91,11 @@ def stamp(moment: float) -> str:
 def json_line(r: Served) -> str:
     if _is_quiet(r):
         return ""
+    preset = f'"preset":{quoted(r.preset)},' if r.preset else ""
     return (
         f'{{"ts":"{stamp(r.ended)}","level":"info","event":"request","request_id":"{r.request_id}",'
         f'"client":"{r.client}","method":{quoted(r.method)},"path":{quoted(r.path)},"model":{quoted(r.model)},'
-        f'"service":{quoted(r.backend)},"status":{r.status},"code":"{r.code}",'
+        f'{preset}"service":{quoted(r.backend)},"status":{r.status},"code":"{r.code}",'
         f'"stream":{"true" if r.stream else "false"},"queue_s":{r.waited:.3f},"ttfb_s":{r.first_byte:.4f},'
         f'"duration_s":{r.seconds:.4f},"bytes":{r.sent}}}\n'
     )
@@ -103,7 +106,8 @@ def human_line(r: Served) -> str:
         return ""
     code = f" {r.code}" if r.code else ""
     waited = f" waited {r.waited:.1f}s" if r.waited >= 0.1 else ""
-    where = f" {r.model}@{r.backend}" if r.backend else f" {r.model}" if r.model else ""
+    asked_for = r.preset or r.model
+    where = f" {asked_for}@{r.backend}" if r.backend else f" {asked_for}" if asked_for else ""
     return (
         f"{stamp(r.ended)} {r.status}{code} {r.method} {ascii(r.path)[1:-1]}{where} "
         f"{r.seconds:.3f}s{waited} {r.sent}B {r.client} {r.request_id}\n"

@@ -28,6 +28,7 @@ def model_state(model: ModelState, *, brief: bool = False) -> dict[str, object]:
         "state": model.state,
         "backend": model.backend,
         "pinned": model.pinned,
+        **({"presets": list(model.presets)} if model.presets else {}),
         "gpus": list(model.gpus),
         "waiting": model.waiting,
         "oldest_wait_seconds": _rounded(model.oldest_wait),

@@ -12,7 +12,8 @@ load, ready (until its engine answers) and probe (a first token) are those of th
 model they follow one another; of several victims they run side by side. Events tell of cooldown and drain,
 swap.py of the others, those of attempts that failed too.
 
-Labels are bounded: models are configured ids or "unknown", routes those of the allow-list or "other", reasons
+Labels are bounded: models are configured ids or "unknown", presets (a label of requests that name one, and of
+no other) configured names, routes those of the allow-list or "other", reasons
 those listed here.
 """
 
@@ -150,12 +151,12 @@ class Metrics:
         self._round_trips = round_trips
         self._models: dict[str, str] = {}
         self._routes = _route_labels()
-        self._requests: Counter[tuple[str, str, int]] = Counter()
+        self._requests: Counter[tuple[Labels, int]] = Counter()
         self._durations = Histograms()
         self._first_bytes = Histograms()
         self._waits = Histograms()
-        self._tokens: defaultdict[str, list[int]] = defaultdict(lambda: [0] * len(TOKENS))
-        self._forecasts: dict[str, list[int]] = {}  # of models with replicas
+        self._tokens: defaultdict[Labels, list[int]] = defaultdict(lambda: [0] * len(TOKENS))
+        self._forecasts: dict[Labels, list[int]] = {}  # of models with replicas
         self._loads: Counter[Labels] = Counter()
         self._load_seconds = Histograms()
         self._swaps: Counter[Labels] = Counter()
@@ -194,14 +195,17 @@ class Metrics:
         replicas = Counter(backend.model for backend in config.backends)
         for model in replicas:
             if replicas[model] > 1:
-                self._forecasts.setdefault(model, [0] * len(FORECASTS))
+                self._forecasts.setdefault((model,), [0] * len(FORECASTS))
         self._models |= config.names
         for model in set(self._models.values()) - known:
             self._waits[model,], self._first_bytes[model,] = Histogram(), Histogram()
             self._severed[model,] = self._stalled[model,] = 0
-            self._tokens[model] = [0] * len(TOKENS)
+            self._tokens[model,] = [0] * len(TOKENS)
             for result in RESULTS:
                 self._loads[model, result] = 0
+        for name, preset in {(b.model, p.name) for b in config.backends for p in b.presets}:
+            for found in (self._waits, self._first_bytes, self._tokens):
+                found[name, preset]
 
     # Requests
 
@@ -209,23 +213,26 @@ class Metrics:
         """A request ended."""
         model = self._models.get(record.model, UNKNOWN)
         route = self._routes.get(record.path) or _other_spelling(record.path)
-        self._requests[model, route, record.status] += 1
+        by_model: Labels = (model,)
+        by_route: Labels = (model, route)
+        if record.preset:
+            by_model, by_route = (*by_model, record.preset), (*by_route, record.preset)
+        self._requests[by_route, record.status] += 1
         if record.code == ClientStalled.code:
             self._stalled[model,] += 1
-        self._durations[model, route].observe(record.seconds)
+        self._durations[by_route].observe(record.seconds)
         if record.backend:
-            by_model = (model,)
             self._waits[by_model].observe(record.waited)
             if record.first_byte:
                 self._first_bytes[by_model].observe(record.first_byte)
             prompt, cached = record.prompt_tokens, record.cached_tokens
             if prompt or record.tokens:
-                tokens = self._tokens[model]
+                tokens = self._tokens[by_model]
                 tokens[0] += prompt - cached if prompt > cached else 0
                 tokens[1] += cached
                 tokens[2] += record.tokens
-            if record.foreseen is not None and model in self._forecasts:
-                forecast = self._forecasts[model]
+            forecast = self._forecasts.get((model,)) if record.foreseen is not None else None
+            if forecast is not None and record.foreseen is not None:
                 thought = round(record.foreseen * prompt)
                 forecast[0] += min(thought, cached)
                 forecast[1] += max(thought - cached, 0)
@@ -376,30 +383,31 @@ class Metrics:
         """Everything counted so far, and the state of this moment."""
         info = {"version": __version__, "python": platform.python_version()}
         yield InfoMetricFamily("anvil_build", "The version of anvil-mux and of its Python.", info)
-        requests = {(model, route, str(code)): n for (model, route, code), n in list(self._requests.items())}
-        yield _counter("anvil_requests", "Requests that ended.", "model route code", requests)
+        ended = list(self._requests.items())
+        requests = {(*by[:2], str(code), *by[2:]): count for (by, code), count in ended}
+        yield _counter("anvil_requests", "Requests that ended.", "model route code preset", requests)
         yield _histogram(
             "anvil_request_duration_seconds",
             "From a request's head to the last byte of its answer.",
-            "model route",
+            "model route preset",
             self._durations,
         )
         yield _histogram(
             "anvil_time_to_first_byte_seconds",
             "From a request's head to the first byte of the engine's answer.",
-            "model",
+            "model preset",
             self._first_bytes,
         )
         yield _histogram(
             "anvil_queue_wait_seconds",
             "Time in the queue, until the model was resident.",
-            "model",
+            "model preset",
             self._waits,
         )
         yield _counter(
             "anvil_tokens",
             "Tokens of prompts (cached or not) and of answers.",
-            "model kind",
+            "model kind preset",
             _by_kind(TOKENS, self._tokens),
         )
         yield _counter(
@@ -504,13 +512,14 @@ def _route_labels() -> dict[str, str]:
 _L = TypeVar("_L", bound=Labels)
 
 
-def _by_kind(kinds: Sequence[str], counts: Mapping[str, Sequence[int]]) -> dict[Labels, int]:
-    """Counts by (model, kind); another thread may add models meanwhile."""
-    each = [(model, zip(kinds, of, strict=True)) for model, of in list(counts.items())]
-    return {(model, kind): count for model, of in each for kind, count in of}
+def _by_kind(kinds: Sequence[str], counts: Mapping[Labels, Sequence[int]]) -> dict[Labels, int]:
+    """Counts by (model, kind) and what else they are by; another thread may add models meanwhile."""
+    each = [(by, zip(kinds, of, strict=True)) for by, of in list(counts.items())]
+    return {(by[0], kind, *by[1:]): count for by, of in each for kind, count in of}
 
 
 def _counter(name: str, text: str, labels: str, values: Mapping[_L, int]) -> Metric:
+    """A counter; a value with fewer labels than there are has none of the last ones."""
     family = CounterMetricFamily(name, text, labels=labels.split())
     for key, value in list(values.items()):
         family.add_metric(key, value)

@@ -207,6 +207,22 @@ def test_check_names_hosts_where_there_are_several(
     assert (seen["gpus"], seen["machines"]) == ({"0": {}}, {"h": {"gpus": {"0": {}, "1": {}}}})
 
 
+def test_check_names_presets_where_there_are_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "compose.yaml"
+    file.write_text("""
+        x-anvil: {runtime: process}
+        services:
+          a: {command: [x], x-anvil: {presets: {fast: {system: Be quick.}}, loras: [law]}}
+          b: {command: [x], x-anvil: {}}
+    """)
+    assert main(["check", str(file)]) == 0
+    head, first, _ = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert (head[-1], first[-1]) == ("PRESETS", "fast,law")
+    assert main(["check", "--json", str(file)]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert [model["presets"] for model in seen["models"]] == [["fast", "law"], []]
+
+
 def test_check_in_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--json", str(compose(tmp_path))]) == 0
     seen = json.loads(capsys.readouterr().out)

@@ -49,6 +49,12 @@ def state(**more: Any) -> dict[str, Any]:
     return {**told, "models": models, "gpus": gpus, **more}
 
 
+def test_presets_stand_below_the_models() -> None:
+    seen = state()
+    seen["models"]["a"]["presets"] = ["a-fast", "a-think"]
+    assert models_table(seen)[3:] == ["presets of a: a-fast, a-think"]
+
+
 def event(number: int) -> dict[str, Any]:
     return {"at": float(number), "model": "a", "text": f"event {number}"}
 

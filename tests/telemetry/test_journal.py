@@ -15,7 +15,7 @@ from anvil_mux.config.config import Backend, Config
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import KINDS, Event
 from anvil_mux.telemetry import journal as journal_room
-from anvil_mux.telemetry.accesslog import human_line
+from anvil_mux.telemetry.accesslog import human_line, json_line
 from anvil_mux.telemetry.feed import Feed, FeedPosition
 from anvil_mux.telemetry.journal import _OF_REQUESTS, NORMAL, QUIET, VERBOSE, Journal, _level, story
 from anvil_mux.telemetry.metrics import Metrics
@@ -281,3 +281,11 @@ def test_an_event_is_told_in_words(kind: str, more: dict[str, Any], said: str) -
 @pytest.mark.parametrize(("backend", "shown"), [("a-1", " a@a-1 "), ("", " a ")])
 def test_the_access_log_names_the_model_also_where_no_engine_answered(backend: str, shown: str) -> None:
     assert shown in human_line(record(model="a", backend=backend))
+
+
+def test_the_access_log_names_the_preset() -> None:
+    named = record(model="a", backend="a-1", preset='a-"fast"')
+    assert ' a-"fast"@a-1 ' in human_line(named)
+    said = json.loads(json_line(named))
+    assert (said["model"], said["preset"]) == ("a", 'a-"fast"')
+    assert "preset" not in json.loads(json_line(record(model="a")))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.presets import Preset
 from anvil_mux.host.seam import OtherProcess, Seen
 from anvil_mux.protocol import api
 from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
@@ -34,6 +35,9 @@ CONFIG = Config(
     ),
     gpus=(Gpu("0"), Gpu("1")),
 )
+
+
+CHAT = "/v1/chat/completions"
 
 
 def nothing() -> Status:
@@ -106,6 +110,20 @@ class History:
         assert isinstance(self.driver.next_step(now), Load)
         self.driver.loaded(model, ready)
         return ticket
+
+
+def test_requests_that_name_a_preset_have_a_label_of_their_own() -> None:
+    fast = replace(CONFIG.backends[0], presets=(Preset("a-fast", system="Be quick."),))
+    seen = metrics(replace(CONFIG, backends=(fast, *CONFIG.backends[1:])))
+    assert value(seen, "anvil_tokens_total", model="a", preset="a-fast", kind="completion") == 0
+    seen.served(record(preset="a-fast", tokens=7))
+    seen.served(record(tokens=2))
+    for labels, tokens in (({"preset": "a-fast"}, 7), ({}, 2)):
+        assert value(seen, "anvil_requests_total", model="a", route=CHAT, code="200", **labels) == 1
+        assert value(seen, "anvil_request_duration_seconds_count", model="a", route=CHAT, **labels) == 1
+        assert value(seen, "anvil_queue_wait_seconds_count", model="a", **labels) == 1
+        assert value(seen, "anvil_time_to_first_byte_seconds_count", model="a", **labels) == 1
+        assert value(seen, "anvil_tokens_total", model="a", kind="completion", **labels) == tokens
 
 
 def test_a_swap_is_counted_and_timed() -> None:

@@ -1,0 +1,233 @@
+"""Presets and LoRA adapters: more names for a model, and what its engine is asked for under each.
+
+A preset has parameters of its own, and perhaps a system message, for the same engine: to ask for one after
+the other swaps nothing. A LoRA adapter is a preset that the engine knows: vLLM by its name, which stands
+where the model's would, llama.cpp by a field of the question. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from pathlib import PurePosixPath
+from typing import Any
+
+from anvil_mux.config import settings
+from anvil_mux.config.rewrite import check_strip, read_set
+
+ALLOWS_LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""The variable with which vLLM loads adapters while it runs."""
+APPLIES_NONE = "--lora-init-without-apply"
+"""The flag with which llama-server applies its adapters to those requests alone that ask for them."""
+
+Loras = tuple[tuple[str, str], ...]
+"""Adapters, each as its name and its path; an empty path: the engine has it already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A name by which a model may be asked for, with what is changed in the questions that use it."""
+
+    name: str
+    strip: tuple[str, ...] = ()
+    set: tuple[tuple[str, str], ...] = ()
+    system: str = ""
+    """The system message of conversations that have none."""
+    served_model: str | None = None
+    """The model id that the engine is asked for; None: the backend's."""
+    is_adapter: bool = False
+    """Whether it is a LoRA adapter, which every replica must have."""
+
+    def over(
+        self, strip: tuple[str, ...], put: Sequence[tuple[str, str]]
+    ) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Return the fields to be stripped and to be set, of a service and of this, which wins."""
+        kept = {name: value for name, value in put if name not in self.strip}
+        return (*strip, *self.strip), {**kept, **dict(self.set)}
+
+
+# The settings
+
+
+def read_presets(value: Any) -> tuple[Preset, ...]:
+    """The setting ``presets``; as a label, it is JSON."""
+    value = _from_json(value)
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"must hold names and what is set for each, such as {{fast: {{set: {{temperature: 0.2}}}}}}, "
+            f"not {settings.show(value)}"
+        )
+    reader = settings.MappingReader(value, value)
+    made = [reader.take(str(name), about, partial(_read_preset, name)) for name, about in value.items()]
+    found: tuple[Preset, ...] = reader.make(tuple([preset for preset in made if preset]))
+    return found
+
+
+def _read_preset(name: Any, about: Any) -> Preset:
+    name = settings.TEXT.read(name)
+    if not isinstance(about, dict) or not about:
+        raise ValueError("must hold set, strip or system; a name without them is one of `aliases`")
+    parts = settings.MappingReader(about, ("set", "strip", "system"))
+    made = Preset(
+        name,
+        strip=parts.read("strip", lambda names: check_strip(settings.NAMES.read(names)), ()),
+        set=parts.read("set", read_set, ()),
+        system=parts.read("system", _read_system, ""),
+    )
+    found: Preset = parts.make(made)
+    return found
+
+
+def _read_system(value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"must be the text of a system message, not {settings.show(value)}")
+    return value
+
+
+def read_loras(value: Any) -> Loras:
+    """The setting ``loras``: {name: path}, or the names of adapters that the engine has."""
+    value = _from_json(value)
+    if not isinstance(value, dict):
+        return tuple([(name, "") for name in settings.NAMES.read(value)])
+    reader = settings.MappingReader(value, value)
+    made = [(name, reader.take(str(name), path, settings.TEXT.read, "")) for name, path in value.items()]
+    found: Loras = reader.make(tuple([(settings.TEXT.read(name), path) for name, path in made]))
+    return found
+
+
+def _from_json(value: Any) -> Any:
+    """Read the JSON object that a label may hold."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+
+
+# The adapters of an engine
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The LoRA adapters of one service, as names of its model."""
+
+    presets: tuple[Preset, ...] = ()
+    to_load: Loras = ()
+    """The adapters that the engine has to be told to load once it runs."""
+    problems: tuple[settings.Problem, ...] = ()
+    bites: tuple[str, ...] = ()
+
+
+def find_adapters(
+    engine: str, words: Sequence[str], variables: Mapping[str, str], wanted: Loras | None
+) -> Adapters:
+    """The adapters that a service is to offer: ``wanted``, and those that vLLM's own command names."""
+    if engine == "llamacpp":
+        return _of_llamacpp(words, wanted or ())
+    in_command = dict(_modules(words)) if engine == "vllm" else {}
+    told = dict.fromkeys(in_command, "") | dict(wanted or ())
+    presets, to_load, problems = [], [], []
+    for name, path in told.items():
+        if why := _why_not(engine, words, variables, in_command, name=name, path=path):
+            problems.append(((name,), why))
+            continue
+        presets.append(Preset(name, served_model=name, is_adapter=True))
+        if path and name not in in_command:
+            to_load.append((name, path))
+    return Adapters(tuple(presets), tuple(to_load), tuple(problems))
+
+
+def _why_not(
+    engine: str,
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    in_command: Mapping[str, str],
+    *,
+    name: str,
+    path: str,
+) -> str:
+    """Why an engine that takes an adapter's name for a model's cannot offer it; "" if it can."""
+    if engine not in ("vllm", "openai"):
+        return (
+            f"engine {engine} takes no adapter's name as a model's; vllm and llamacpp can. Where a field of "
+            "the question chooses it, a preset can set that"
+        )
+    if name in in_command:
+        same = path in ("", in_command[name])
+        return "" if same else f"its command has it at {in_command[name]}, not at {path}"
+    if not path:
+        return f"is no adapter of its command; {settings.nearest(name, in_command)}" if in_command else ""
+    if engine != "vllm":
+        return f"engine {engine} cannot be told to load it: name it alone, loras: [{name}], if it has it"
+    if words and "--enable-lora" not in words and not any(word.startswith("--config") for word in words):
+        return "vLLM has adapters only with --enable-lora in its command"
+    if variables.get(ALLOWS_LOADING, "").strip().lower() not in ("1", "true"):
+        return (
+            f'vLLM loads an adapter while it runs only with environment: {{{ALLOWS_LOADING}: "1"}}; '
+            f"or write --lora-modules {name}={path} in its command"
+        )
+    return ""
+
+
+def _modules(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The adapters after --lora-modules, each NAME=PATH or JSON with name and path."""
+    taking = False
+    for word in words:
+        if word.startswith("--lora-modules="):
+            taking, word = True, word.partition("=")[2]
+        elif word.startswith("-"):
+            taking = word == "--lora-modules"
+            continue
+        if not taking:
+            continue
+        try:
+            said = json.loads(word)
+        except ValueError:
+            name, equals, path = word.partition("=")
+            if equals:
+                yield name, path
+        else:
+            if isinstance(said, dict) and isinstance(said.get("name"), str):
+                yield said["name"], str(said.get("path", ""))
+
+
+def _of_llamacpp(words: Sequence[str], wanted: Loras) -> Adapters:
+    """Adapters of llama-server, which numbers those of its command; a question says how much of each."""
+    files = list(_files(words))
+    by_stem = {PurePosixPath(file).stem: number for number, (file, _) in enumerate(files)}
+    by_path = {file: number for number, (file, _) in enumerate(files)}
+    presets, problems = [], []
+    for name, path in wanted:
+        number = by_path.get(path) if path else by_stem.get(name)
+        if number is None:
+            add = f"add --lora {path} to its command" if path else settings.nearest(name, by_stem)
+            text = f"{path or name} is no adapter of its command; {add}"
+            problems.append(((name,), text.removesuffix("; known: ")))
+            continue
+        scale = json.dumps([{"id": number, "scale": files[number][1]}])
+        presets.append(Preset(name, set=(("lora", scale),), is_adapter=True))
+    bites: tuple[str, ...] = ()
+    if presets and APPLIES_NONE not in words:
+        bites = (
+            "llama-server applies its LoRA adapters to requests for the model's own name too; "
+            f"add {APPLIES_NONE} to its command",
+        )
+    return Adapters(tuple(presets), (), tuple(problems), bites)
+
+
+def _files(words: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """The adapters of llama-server in the order of their numbers, each with its scale."""
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        given = (value if equals else following).split(",")
+        if flag == "--lora":
+            yield from ((file, 1.0) for file in given)
+        elif flag == "--lora-scaled":
+            for each in given:
+                file, _, scale = each.rpartition(":")
+                yield (file, float(scale)) if re.fullmatch(r"-?[0-9.]+", scale) else (each, 1.0)

@@ -1,0 +1,273 @@
+"""Presets and LoRA adapters in front of an engine: what it is asked for, and what clients see of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.config.keys import Keyring, load
+from anvil_mux.config.presets import Preset
+from tests.fake_engine import JSON_OK, SSE_HEAD, Asked, RawClient, Rig, chunk
+
+THINK = Preset("qwen-think", set=(("temperature", "1"), ("top_k", "9")), system="Think first.")
+FAST = Preset("qwen-fast", strip=("seed",), set=(("temperature", "0"),))
+SQL = Preset("sql", served_model="sql", is_adapter=True)
+LAW = Preset("law", set=(("lora", '[{"id": 0, "scale": 1.0}]'),), is_adapter=True)
+QWEN = Backend(
+    "a", "qwen", ("0",), set=(("top_k", "5"),), served_model="inside", presets=(THINK, FAST, SQL, LAW)
+)
+USER = {"role": "user", "content": "Hi"}
+SYSTEM = {"role": "system", "content": "Think first."}
+DONE = (SSE_HEAD, chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig(backends=(QWEN, Backend("b", "b", ("0",))), gpus=(Gpu("0"),))
+    yield made
+    made.close()
+
+
+def asked(rig: Rig, model: str, path: str = "/v1/chat/completions", **said: Any) -> dict[str, Any]:
+    """What the engine is asked for when a client asks for ``model``."""
+    client = rig.client()
+    client.post(json.dumps({"model": model, **said}).encode(), path.encode())
+    got = rig.engine.next()
+    got.send(JSON_OK)
+    client.read()
+    found: dict[str, Any] = json.loads(got.body)
+    return found
+
+
+# What the engine is asked for
+
+
+def test_a_preset_asks_the_engine_of_its_model_with_its_own_parameters(rig: Rig) -> None:
+    said = asked(rig, "qwen-think", messages=[USER], temperature=0.5, seed=1)
+    assert said == {
+        "model": "inside",
+        "messages": [SYSTEM, USER],
+        "temperature": 1,
+        "seed": 1,
+        "top_k": 9,
+    }
+    assert asked(rig, "qwen-fast", messages=[USER], seed=1) == {
+        "model": "inside",
+        "messages": [USER],
+        "top_k": 5,
+        "temperature": 0,
+    }
+    assert asked(rig, "qwen", messages=[USER]) == {"model": "inside", "messages": [USER], "top_k": 5}
+
+
+def test_to_go_from_one_preset_to_another_swaps_nothing(rig: Rig) -> None:
+    client = rig.client()
+    for name in ("qwen", "qwen-think", "qwen-fast", "sql", "qwen-think", "qwen"):
+        client.post(b'{"model":"%b"}' % name.encode())
+        got = rig.engine.next()
+        got.send(JSON_OK)
+        assert client.read().status == 200
+        assert json.loads(got.body).get("temperature") == {"qwen-think": 1, "qwen-fast": 0}.get(name)
+    assert len(rig.events.of("loading")) == 1
+
+
+def test_an_adapter_keeps_its_name_and_one_of_llama_cpp_becomes_a_field(rig: Rig) -> None:
+    assert asked(rig, "sql", prompt="x", path="/v1/completions") == {
+        "model": "sql",
+        "prompt": "x",
+        "top_k": 5,
+    }
+    assert asked(rig, "law", prompt="x")["lora"] == [{"id": 0, "scale": 1.0}]
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_the_clients_own_system_message_stays(rig: Rig, role: str) -> None:
+    messages = [{"role": role, "content": "Mine."}, USER]
+    assert asked(rig, "qwen-think", messages=messages)["messages"] == messages
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "expected"),
+    [
+        ("/v1/responses", {"input": "Hi"}, {"instructions": "Think first."}),
+        ("/v1/responses", {"input": "Hi", "instructions": "Mine."}, {"instructions": "Mine."}),
+        ("/v1/responses", {"input": [{"role": "developer", "content": "x"}]}, {"instructions": None}),
+        ("/v1/messages", {"messages": [USER]}, {"system": "Think first.", "messages": [USER]}),
+        ("/v1/messages", {"messages": [USER], "system": "Mine."}, {"system": "Mine."}),
+        ("/v1/messages/count_tokens", {"messages": [USER]}, {"system": "Think first."}),
+        ("/apply-template", {"messages": [USER]}, {"messages": [SYSTEM, USER]}),
+        ("/v1/chat/completions/batch", {"messages": [[USER], []]}, {"messages": [[SYSTEM, USER], []]}),
+        ("/tokenize", {"content": "Hi"}, {"messages": None}),
+        ("/v1/completions", {"prompt": "Hi"}, {"prompt": "Hi", "messages": None}),
+        ("/v1/embeddings", {"input": "Hi"}, {"input": "Hi", "instructions": None}),
+        ("/v1/chat/completions", {"messages": []}, {"messages": []}),
+        (
+            "/openai/deployments/qwen-think/chat/completions",
+            {"messages": [USER]},
+            {"messages": [SYSTEM, USER]},
+        ),
+    ],
+)
+def test_every_api_says_the_system_message_in_its_own_way(
+    rig: Rig, path: str, said: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    found = asked(rig, "qwen-think", path, **said)
+    assert {key: found.get(key) for key in expected} == expected
+    assert (found["model"], found["temperature"]) == ("inside", 1)
+
+
+def test_the_bytes_of_a_conversation_stay_as_they_were(rig: Rig) -> None:
+    client = rig.client()
+    client.post(b'{"messages" : [ {"role":"user", "content":"\\u00e9 \\/", "n":1.00}],"model":"qwen-think"}')
+    got = rig.engine.next()
+    got.send(JSON_OK)
+    client.read()
+    assert b' {"role":"user", "content":"\\u00e9 \\/", "n":1.00}]' in got.body
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "messages"),
+    [
+        ("/api/chat", {"messages": [USER]}, [SYSTEM, USER]),
+        ("/api/chat", {"messages": [{"role": "system", "content": "Mine."}, USER]}, None),
+        ("/api/generate", {"prompt": "Hi"}, [SYSTEM, USER]),
+        ("/api/generate", {"prompt": "Hi", "system": "Mine."}, None),
+    ],
+)
+def test_presets_are_ollamas_too(
+    rig: Rig, path: str, said: dict[str, Any], messages: list[Any] | None
+) -> None:
+    client = rig.client()
+    client.post(json.dumps({"model": "qwen-think:latest", **said}).encode(), path.encode())
+    got = rig.engine.next()
+    found = json.loads(got.body)
+    got.send(*DONE)
+    client.read()
+    assert found["messages"] == (messages or [{"role": "system", "content": "Mine."}, USER])
+    assert (found["model"], found["temperature"]) == ("inside", 1)
+
+
+def test_what_anthropics_clients_ask_of_an_engine_without_their_api_has_the_preset_too(rig: Rig) -> None:
+    client = rig.client()
+    client.post(
+        json.dumps({"model": "qwen-think", "messages": [USER], "max_tokens": 1}).encode(), b"/v1/messages"
+    )
+    got = rig.engine.next()
+    got.send(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+    found = json.loads((again := rig.engine.next()).body)
+    again.send(JSON_OK)
+    client.read()
+    assert found["messages"] == [SYSTEM, USER]
+
+
+def test_a_form_names_an_adapter(rig: Rig) -> None:
+    form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\nsql\r\n--x--\r\n'
+    client = rig.client()
+    client.send(
+        b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: %b\r\nContent-Length: %d\r\n"
+        b"Content-Type: multipart/form-data; boundary=x\r\n\r\n%b" % (client.host, len(form), form)
+    )
+    got = rig.engine.next()
+    got.send(JSON_OK)
+    client.read()
+    assert got.body == form
+
+
+def test_both_stages_of_a_request_get_the_preset(make_rig: Callable[..., Rig]) -> None:
+    stages = (
+        Backend("a", "m", ("0",), infer_type="prefill", presets=(THINK,), served_model="p"),
+        Backend("b", "m", ("1",), infer_type="decode", served_model="d"),
+    )
+    rig = make_rig(backends=stages, gpus=(Gpu("0"), Gpu("1")))
+    bodies: list[dict[str, Any]] = []
+
+    def answer(asked: Asked) -> bytes:
+        bodies.append(json.loads(asked.body))
+        return JSON_OK
+
+    rig.engine.answer = rig.other.answer = answer
+    client = rig.client()
+    for _ in range(2):  # the second one finds both stages loaded
+        bodies.clear()
+        client.post(b'{"model":"qwen-think","messages":[{"role":"user","content":"Hi"}]}')
+        assert client.read().status == 200
+        rig.events.wait("ready", 2)
+    assert [said["model"] for said in bodies] == ["p", "d"]
+    for said in bodies:
+        assert (said["messages"], said["temperature"]) == ([SYSTEM, USER], 1)
+
+
+# What clients see
+
+
+def names(client: RawClient, path: bytes, extra: bytes = b"") -> list[str]:
+    found = json.loads(client.get(path, extra=extra).body)
+    return [each.get("id") or each["name"] for each in found.get("data") or found["models"]]
+
+
+ALL = ["qwen", "qwen-think", "qwen-fast", "sql", "law", "b"]
+
+
+@pytest.mark.parametrize("path", [b"/v1/models", b"/api/tags", b"/api/v0/models"])
+def test_presets_are_listed(rig: Rig, path: bytes) -> None:
+    assert names(rig.client(), path) == ALL
+
+
+def test_a_preset_in_the_list_names_its_model(rig: Rig) -> None:
+    found = json.loads(rig.client().get(b"/v1/models/qwen-fast").body)
+    assert (found["id"], found["parent"], found["aliases"]) == ("qwen-fast", "qwen", [])
+    assert "parent" not in json.loads(rig.client().get(b"/v1/models/qwen").body)
+    answer = rig.client().get(b"/v1/models/qwen-slow")
+    assert answer.status == 404
+    assert b"qwen-fast" in answer.body
+
+
+def test_the_log_and_the_state_name_the_preset(rig: Rig) -> None:
+    asked(rig, "qwen-fast")
+    record = rig.events.record()
+    assert (record.model, record.preset) == ("qwen", "qwen-fast")
+    state = json.loads(rig.client().get(b"/healthz").body)["models"]
+    assert (state["qwen"]["presets"], "presets" in state["b"]) == (
+        ["qwen-think", "qwen-fast", "sql", "law"],
+        False,
+    )
+
+
+def test_a_key_of_a_preset_is_for_nothing_else(make_rig: Callable[..., Rig]) -> None:
+    keys = load(None, {"ANVIL_API_KEYS": "key-of-fast models=qwen-fast;key-of-qwen models=qwen"})
+    rig = make_rig(backends=(QWEN, Backend("b", "b", ("0",))), keys=keys)
+    client, fast, both = rig.client(), b"x-api-key: key-of-fast\r\n", b"x-api-key: key-of-qwen\r\n"
+    assert names(client, b"/v1/models", fast) == ["qwen-fast"]
+    assert names(client, b"/v1/models", both) == ALL[:-1]
+    for name, key, status in (
+        ("qwen-fast", fast, 200),
+        ("qwen", fast, 404),
+        ("qwen-think", fast, 404),
+        ("qwen-think", both, 200),
+    ):
+        client.post(b'{"model":"%b"}' % name.encode(), extra=key)
+        if status == 200:
+            rig.engine.next().send(JSON_OK)
+        assert client.read().status == status, name
+
+
+def test_other_presets_hold_from_the_next_request_on_an_open_connection(rig: Rig) -> None:
+    client = rig.client()
+    for temperature in ("1", "2"):
+        changed = replace(QWEN, presets=(replace(THINK, set=(("temperature", temperature),)),))
+        config = replace(rig.config, backends=(changed, rig.config.backends[1]))
+        rig.mux.facts.reconfigure(config, {})
+        rig.handler.reconfigure(config, Keyring())
+        client.post(b'{"model":"qwen-think"}')
+        got = rig.engine.next()
+        got.send(JSON_OK)
+        client.read()
+        assert json.loads(got.body)["temperature"] == int(temperature)
+    client.post(b'{"model":"qwen-fast"}')
+    assert client.read().status == 404
+    assert len(rig.events.of("loading")) == 1
