@@ -96,6 +96,8 @@ class SleepyEngine:
         self.kind, self.model, self.faults = kind, model, faults
         self.pid = pid
         self.asked: list[str] = []
+        self.adapters: dict[str, str] = {}
+        """LoRA adapters that it was told to load, by name."""
         self.how: str | None = None
         """How it ended."""
         self.busy = 0
@@ -151,7 +153,9 @@ class SleepyEngine:
         if url.path in ("/health", "/"):
             return 200, {}
         if url.path == "/v1/models":
-            return 200, {"data": [{"id": self.model}]}
+            return 200, {"data": [{"id": name} for name in (self.model, *self.adapters)]}
+        if url.path == "/v1/load_lora_adapter":
+            return self._load_adapter(body)
         if url.path == "/v1/chat/completions":
             return self._complete(body)
         if "has no sleep routes" in self.faults:
@@ -159,6 +163,15 @@ class SleepyEngine:
         manners: Callable[[str, dict[str, list[str]], dict[str, Any]], tuple[int, object]]
         manners = getattr(self, f"_{self.kind}")
         return manners(f"{method} {url.path}", parse_qs(url.query), body)
+
+    def _load_adapter(self, body: dict[str, Any]) -> tuple[int, object]:
+        name, path = body["lora_name"], body["lora_path"]
+        if name in self.adapters:
+            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded."}}
+        if not path.startswith("/adapters/"):
+            return 404, {"error": {"message": f"Loading lora {name} failed: No adapter found for {path}"}}
+        self.adapters[name] = path
+        return 200, f"Success: LoRA adapter '{name}' added successfully."
 
     def _complete(self, body: dict[str, Any]) -> tuple[int, object]:
         if body.get("model") != self.model:

@@ -26,6 +26,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.config.settings import gib
 from anvil_mux.errors import MuxError
 from anvil_mux.host import control
+from anvil_mux.host.adapters import load_adapters
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.freed import CONTEXT, Memory, host_bytes
 from anvil_mux.host.reading import Gpus
@@ -170,4 +171,8 @@ class Adopter:
         except MuxError:
             silent = f"it did not answer for {backend.model} within {ADOPT_SECONDS:g} s"
             return Unfit(f"{silent} (perhaps it was still loading)")
+        try:
+            load_adapters(backend, url, deadline=time.monotonic() + ADOPT_SECONDS)
+        except MuxError as error:
+            return Unfit(error.message)
         return Awake(url)

@@ -188,6 +188,10 @@ class Visit:
             return NotYet(f"{self.place}: GET {path} answers {status}")
         return self._judge(_model_ids(body))
 
+    def model_ids(self) -> list[str]:
+        """The ids in its list of models."""
+        return _model_ids(self.ask("GET", self.engine.models)[1])
+
     def _judge(self, ids: list[str]) -> Readiness | None:
         if not ids:
             return NotYet(f"{self.place} lists no model yet")

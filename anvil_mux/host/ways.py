@@ -16,6 +16,7 @@ from anvil_mux.config import service
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, Cancelled
 from anvil_mux.host import control
+from anvil_mux.host.adapters import load_adapters
 from anvil_mux.host.checkpoint import Checkpointer
 from anvil_mux.host.runtime import Runtime
 from anvil_mux.host.visit import await_ready
@@ -145,6 +146,8 @@ class Stop:
             if may_sleep(backend) and control.is_asleep(backend, url):
                 # It ran already, asleep; or it is one that loads nothing by itself.
                 control.wake(backend, url, control.UNKNOWN, tools.tend(backend))
+            deadline = begun + backend.load_timeout
+            load_adapters(backend, url, deadline=deadline, tend=tools.tend(backend), now=tools.now)
         return url
 
     def evict(self, backend: Backend) -> int:

@@ -1,0 +1,52 @@
+"""LoRA adapters that an engine is told to load once it runs: vLLM's, which its process forgets when it ends.
+
+An engine that was only asleep, checkpointed or frozen has them still.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import requests
+
+from anvil_mux.config.config import Backend
+from anvil_mux.errors import LoadError
+from anvil_mux.host.visit import Visit
+
+ROUTE = "/v1/load_lora_adapter"
+
+
+def load_adapters(
+    backend: Backend,
+    url: str,
+    *,
+    deadline: float,
+    tend: Callable[[], object] | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> None:
+    """Have the engine load those of its adapters that it lacks; LoadError says which it did not, and why.
+
+    ``tend`` is called a few times a second, and what it raises ends that.
+    """
+    if not backend.loras:
+        return
+    with Visit(backend, url, now, deadline, tend) as visit:
+        try:
+            there = visit.model_ids()
+            for name, path in backend.loras:
+                if name not in there:
+                    _load(visit, name, path)
+        except requests.RequestException as error:
+            raise LoadError(f"{backend.name} was not told of its LoRA adapters: {error}") from error
+
+
+def _load(visit: Visit, name: str, path: str) -> None:
+    asked = {"lora_name": name, "lora_path": path}
+    status, answer = visit.ask("POST", ROUTE, asked, visit.deadline - visit.now())
+    if status >= 300:
+        said = answer[:300].decode("utf-8", "replace")
+        raise LoadError(
+            f"{visit.backend.name} did not load the LoRA adapter {name} from {path}: "
+            f"POST {ROUTE} answers {status}: {said}"
+        )

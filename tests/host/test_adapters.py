@@ -1,0 +1,59 @@
+"""LoRA adapters that vLLM is told to load, with an engine that speaks its routes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.errors import LoadError
+from anvil_mux.host.adopt import Adopter, Notes
+from anvil_mux.host.seam import Awake, Unfit
+from tests.host.test_ways import A, Scene
+
+ADAPTED = replace(A, loras=(("sql", "/adapters/sql"), ("law", "/adapters/law")))
+ROUTE = "POST /v1/load_lora_adapter"
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.house.close()
+
+
+def test_adapters_are_loaded_before_the_model_is_ready(scene: Scene) -> None:
+    engine = scene.resident(ADAPTED)
+    assert engine.adapters == {"sql": "/adapters/sql", "law": "/adapters/law"}
+
+
+def test_an_engine_that_slept_has_its_adapters_still(scene: Scene) -> None:
+    engine = scene.resident(ADAPTED)
+    scene.swapper.evict(ADAPTED, "sleep")
+    scene.swapper.load(ADAPTED, "sleep")
+    assert engine.asked.count(ROUTE) == 2
+
+
+def test_an_engine_without_adapters_is_asked_for_none(scene: Scene) -> None:
+    assert ROUTE not in scene.resident(A).asked
+
+
+def test_an_adapter_that_cannot_be_loaded_is_a_load_that_failed(scene: Scene) -> None:
+    lost = replace(A, loras=(("sql", "/nowhere"),))
+    with pytest.raises(
+        LoadError, match=r"a did not load the LoRA adapter sql from /nowhere: .* No adapter found"
+    ):
+        scene.swapper.load(lost, "stop")
+    assert scene.used == 0
+
+
+def test_an_engine_that_is_adopted_is_told_of_what_it_lacks(scene: Scene, tmp_path: Path) -> None:
+    engine = scene.resident(replace(ADAPTED, loras=ADAPTED.loras[:1]))
+    adopter = Adopter(scene.house, Notes(tmp_path), probe=scene.house.ledger.probe)
+    assert adopter.look(ADAPTED, engine.url) == Awake(engine.url)
+    assert list(engine.adapters) == ["sql", "law"]
+    found = adopter.look(replace(A, loras=(("x", "/nowhere"),)), engine.url)
+    assert isinstance(found, Unfit)
+    assert "did not load the LoRA adapter x" in found.why
