@@ -191,6 +191,13 @@ class Cancelled(MuxError):
     retry = False
 
 
+class Paused(MuxError):
+    """anvil-mux is paused by hand, and `when_paused` says that requests are refused meanwhile."""
+
+    status, code = 503, "paused"
+    retry_after = 60.0
+
+
 class Stuck(MuxError):
     """A backend that could not be stopped holds the GPUs; nothing is started on top of it."""
 

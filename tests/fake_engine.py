@@ -21,6 +21,7 @@ from anvil_mux.errors import Cancelled
 from anvil_mux.host.seam import Evicted, Loaded
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.proxy.handler import Handler
+from anvil_mux.proxy.pausing import Keep
 from anvil_mux.proxy.relay import Relay
 from anvil_mux.proxy.server import Server
 from anvil_mux.proxy.waiting import Patience
@@ -373,6 +374,7 @@ class Rig:
         keys: Keyring | None = None,
         tls: ssl.SSLContext | None = None,
         mechanism: Mechanism | None = None,
+        keep_pause: Keep = lambda pause: True,
         **settings: object,
     ) -> None:
         self.engine = FakeEngine()
@@ -407,6 +409,7 @@ class Rig:
             feed=self.feed,
             tail=lambda backend, lines: self.logs.get(backend, [])[-lines:],
             keys=keys,
+            keep_pause=keep_pause,
         )
         self.server = Server(
             ("127.0.0.1", 0),

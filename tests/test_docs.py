@@ -34,7 +34,7 @@ def test_the_diagram_is_the_transition_table() -> None:
     assert {(start, what): end for start, end, what in drawn} == events.TRANSITIONS
 
 
-PAGES = (README, *((ROOT / "docs" / name).read_text() for name in ("routing.md", "cluster.md", "presets.md")))
+PAGES = (README, *(page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))))
 EXAMPLES = [text for page in PAGES for text in re.findall(r"^```yaml\n(.*?)^```$", page, re.M | re.S)]
 
 

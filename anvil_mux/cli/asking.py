@@ -18,7 +18,14 @@ from typing import Any
 
 from anvil_mux.cli.arguments import add_json, read_positive, read_sizes
 from anvil_mux.cli.output import PROGRESS_SECONDS, print_json, print_table, say
-from anvil_mux.cli.screen import event_line, hosts_not_here, last_lines, models_table, named
+from anvil_mux.cli.screen import (
+    event_line,
+    hosts_not_here,
+    last_lines,
+    models_table,
+    named,
+    pause_line,
+)
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 
 MOST_STOPPED = 8
@@ -36,6 +43,13 @@ def add_address(command: argparse.ArgumentParser) -> None:
 def add_model(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help="what clients call it")
     add_address(command)
+
+
+def add_unload(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", nargs="?", default="", help="what clients call it")
+    command.add_argument("--all", action="store_true", help="every model, those that are pinned too")
+    add_address(command)
+    command.set_defaults(refuse=command.error)
 
 
 def add_why(command: argparse.ArgumentParser) -> None:
@@ -85,6 +99,8 @@ def ps(given: argparse.Namespace) -> int:
         say(f"warning: {name}: {why}")
     for host in hosts_not_here(status):
         say(f"warning: {host}")
+    if line := pause_line(status):
+        say(line)
     return 0
 
 
@@ -124,6 +140,10 @@ def _state_of(given: argparse.Namespace) -> str:
 
 
 def unload(given: argparse.Namespace) -> int:
+    if given.all == bool(given.model):
+        given.refuse("name a model, or all of them with --all")
+    if given.all:
+        return _unload_all(given)
     told = ask_mux(given, "POST", "/models/unload", {"model": given.model})
     if told.get("resident", True):
         return _done(
@@ -132,6 +152,17 @@ def unload(given: argparse.Namespace) -> int:
             "not loaded any further",
         )
     return _done(given, "is not resident, or is already being evicted")
+
+
+def _unload_all(given: argparse.Namespace) -> int:
+    told = ask_mux(given, "POST", "/models/unload", {"all": True})
+    if given.json:
+        print_json(told)
+    elif told["models"]:
+        say(f"{', '.join(told['models'])}: evicted once their requests have ended, or not loaded any further")
+    else:
+        say("nothing is loaded")
+    return 0
 
 
 def pin(given: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anvil_mux import __version__
-from anvil_mux.cli import asking, hosts, studying
+from anvil_mux.cli import asking, hosts, pausing, studying
 from anvil_mux.cli.arguments import (
     add_cluster,
     add_files,
@@ -646,8 +646,14 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
     "unload": (
         "Evict a model, or stop one in standby; after drain_timeout its requests are severed (aborted)",
         asking.unload,
-        asking.add_model,
+        asking.add_unload,
     ),
+    "pause": (
+        "Have all models drained and stopped, and load none, so that the GPUs are free for others",
+        pausing.pause,
+        pausing.add_pause,
+    ),
+    "resume": ("End a pause", pausing.resume, asking.add_address),
     "pin": ("Keep a model, once it is resident, from being evicted for others", asking.pin, asking.add_model),
     "unpin": ("Let a pinned model be evicted for others again", asking.unpin, asking.add_model),
     "hosts": (

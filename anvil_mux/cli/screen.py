@@ -136,6 +136,23 @@ def hosts_not_here(status: StatusJson) -> Iterator[str]:
         yield f"host {name}: {host_state(host)}{loaded_there}"
 
 
+def pause_line(status: StatusJson) -> str:
+    """The pause that is on, in a line; "" if there is none."""
+    pause = status.get("paused")
+    if not pause:
+        return ""
+    until = f"until {time_of_day(pause['until'])}" if pause["until"] else "until `anvil-mux resume`"
+    fate = "wait" if pause["requests"] == "wait" else "are refused"
+    return f"paused {until}: nothing is loaded, and requests {fate}"
+
+
+def time_of_day(moment: float) -> str:
+    """The time of day of a moment, and the day if that is not today."""
+    then = time.localtime(moment)
+    today = then[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M" if today else "%Y-%m-%d %H:%M", then)
+
+
 def host_state(host: StatusJson) -> str:
     """The state of a host in a word or two."""
     if host["lost"]:
@@ -191,6 +208,7 @@ class TopScreen:
         shown = [f"anvil-mux {state['version']}: {state['status']}, {running}", ""]
         shown += [f"problem: {name}: {why}" for name, why in state["problems"].items()]
         shown += [f"problem: {host}" for host in hosts_not_here(state)]
+        shown += filter(None, [pause_line(state)])
         if state.get("hosts"):
             shown += _hosts_table(state)
         else:

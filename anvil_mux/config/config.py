@@ -277,6 +277,8 @@ class Config:
     """Origins of other web sites whose pages may use it."""
     on_exit: str = "keep"
     """The fate of running engines at exit: keep or stop."""
+    when_paused: str = "refuse"
+    """The fate of requests that come during a pause: refuse or wait."""
     hooks: tuple[hooks.Hook, ...] = ()
     warnings: tuple[str, ...] = ()
     """The warnings of `check`."""

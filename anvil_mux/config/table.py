@@ -279,6 +279,11 @@ SETTINGS: dict[str, Setting] = {
     ),
     "cors": _live(settings.ORIGINS, "Other web sites whose pages may use this address; see security."),
     "on_exit": _live(settings.one_of("keep", "stop"), "What happens to running engines at exit."),
+    "when_paused": _live(
+        settings.one_of("refuse", "wait"),
+        "Whether requests that come while anvil-mux is paused (`anvil-mux pause`) are refused, or wait.",
+        logged=True,
+    ),
     "hooks": _at_start(hooks.KIND, "Commands or web addresses that get the events of models."),
 }
 """The settings in ``x-anvil`` at the top level, which fill ``Config``."""

@@ -139,6 +139,15 @@ class Facts:
         """Have all go that is on a host, and load nothing there; or do so no longer."""
         self._apply(partial(self._scheduler.host_drained, host, drained=drained))
 
+    def paused(self, seconds: float | None) -> None:
+        """Have all go that is loaded, and load nothing, for so long (None: until ``resumed`` is said)."""
+        lasts = FOREVER if seconds is None else seconds
+        self._apply(lambda now: self._scheduler.paused(now, now + lasts))
+
+    def resumed(self) -> bool:
+        """End a pause; False if there is none."""
+        return self._apply(self._scheduler.resumed) is not NOTHING
+
     def expect(self, backends: Iterable[str]) -> None:
         """Begin nothing beside backends that may run already until each was adopted or ``looked_at``."""
         self._apply(lambda now: self._scheduler.expected(backends))

@@ -37,6 +37,7 @@ from anvil_mux.routing.routing import Work
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprint
+from anvil_mux.scheduler.pause import PAUSED
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.steps import NO_WORK, NOTHING, Crash, Effects, Ticket, TokenUsage
 
@@ -211,7 +212,8 @@ class Multiplexer:
             return NOTHING
         model = self._layout.models.get(ticket.model)
         what = "had no place for this request" if model and model.ready else "did not become resident"
-        return self._leave_queue(ticket, now, WaitedTooLong(f"{ticket.model} {what} within {limit:g} s."))
+        why = f": {PAUSED}." if self._layout.pause.is_on else "."
+        return self._leave_queue(ticket, now, WaitedTooLong(f"{ticket.model} {what} within {limit:g} s{why}"))
 
     def _abandon(self, ticket: Ticket, error: BaseException, now: float) -> Effects:
         """The request's thread stops waiting because ``tend`` raised."""

@@ -33,6 +33,7 @@ from anvil_mux.scheduler.status import (
     gpu_states,
     host_state,
     model_state,
+    pause_state,
 )
 from anvil_mux.scheduler.steps import NO_WORK
 from anvil_mux.scheduler.wait_estimate import WaitEstimate, wait_estimate
@@ -98,10 +99,11 @@ class Overview:
             now, layout = self._clock.now(), self._layout
             names, groups, known = list(layout.models), [group.name for group in layout.groups], layout.gpus
             hosts = tuple(filter(None, [host_state(host, now) for host in layout.records]))
+            pause = pause_state(layout.pause)
         models = tuple(self._each(names, self._model_states))
         gpus = tuple(self._each(groups, partial(self._gpu_states, known)))
         waiting, leases = sum(m.waiting for m in models), sum(m.leases for m in models)
-        return Status(now, models, gpus, waiting, leases, hosts=hosts)
+        return Status(now, models, gpus, waiting, leases, hosts=hosts, pause=pause)
 
     def model(self, name: str) -> ModelState:
         """The picture of one model; UnknownModel if it is not served any more."""

@@ -27,6 +27,7 @@ from anvil_mux.proxy.dispatch import Dispatcher
 from anvil_mux.proxy.host_routes import HostReports
 from anvil_mux.proxy.local import Local
 from anvil_mux.proxy.page import Page
+from anvil_mux.proxy.pausing import Keep
 from anvil_mux.proxy.probes import Probes
 from anvil_mux.proxy.questions import Questions
 from anvil_mux.proxy.relay import Relay
@@ -76,6 +77,7 @@ class Handler:
         reloads: Reloads | None = None,
         notes: Mapping[str, Callable[[], str]] | None = None,
         hosts: HostReports = list,
+        keep_pause: Keep = lambda pause: False,
     ) -> None:
         self._records = records
         self._ids = map((secrets.token_hex(5) + "-%x").__mod__, itertools.count(1))
@@ -86,7 +88,9 @@ class Handler:
         self._dispatcher = Dispatcher(mux, relay, stored, patience)
         self.probes = Probes(mux, metrics, checks or {}, sight=sight, reloads=reloads, notes=notes or {})
         page = Page(mux, self._feed, lambda: self.probes.state(brief=True))
-        self.local = Local(mux, self.probes, page, tail, reloads=reloads, reports=hosts)
+        self.local = Local(
+            mux, self.probes, page, tail, reloads=reloads, reports=hosts, keep_pause=keep_pause
+        )
 
     @property
     def only_local_hosts(self) -> bool:

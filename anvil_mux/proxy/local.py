@@ -15,6 +15,7 @@ from anvil_mux.proxy.host_routes import HostReports, HostRoutes
 from anvil_mux.proxy.lists import OF_ONE, Lists
 from anvil_mux.proxy.operations import Operations
 from anvil_mux.proxy.page import Page
+from anvil_mux.proxy.pausing import Keep, Pausing
 from anvil_mux.proxy.probes import TEXT, Answer, Probes
 from anvil_mux.proxy.questions import read_json, resolve
 from anvil_mux.proxy.reloads import Reloads
@@ -35,12 +36,13 @@ class Local:
         tail: Callable[[str, int], Iterable[str]],
         reloads: Reloads | None,
         reports: HostReports,
+        keep_pause: Keep,
     ) -> None:
         self._lists = lists = Lists(mux)
         self._page = page
         operations = Operations(mux, lambda: probes.draining, reloads)
         diagnosis = Diagnosis(mux, tail)
-        hosts = HostRoutes(mux, reports)
+        hosts, pausing = HostRoutes(mux, reports), Pausing(mux, keep_pause)
         self.gets: dict[str, Callable[[Asked], Answer]] = {
             "/": probes.hello,
             "/health": lambda _: (200, TEXT, b"OK\n"),
@@ -75,6 +77,8 @@ class Local:
             "/models/pin": operations.pin,
             "/models/unload": operations.unload,
             "/models/unpin": operations.unpin,
+            "/pause": pausing.pause,
+            "/resume": pausing.resume,
         }
         if reloads:
             self.posts["/reload"] = operations.reload

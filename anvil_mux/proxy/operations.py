@@ -15,9 +15,10 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from anvil_mux.config.keys import Key
-from anvil_mux.errors import BadRequest, ClientGone, MuxError, NotFound
+from anvil_mux.errors import BadRequest, ClientGone, MuxError, NotFound, UnknownModel
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, naming
 from anvil_mux.protocol.completions import parse
@@ -54,8 +55,23 @@ class Operations:
         reply.whole(200, [JSON], DONE)
 
     def unload(self, asked: Asked, reply: Reply, record: Served) -> None:
-        told = self._mux.facts.unload(_named(asked, reply, record))
+        """Unload the model that the body names, or with ``{"all": true}`` every one."""
+        body = read_json(asked, reply.client)
+        if parse(body).get("all") is True:
+            reply.whole(200, [JSON], json.dumps({"success": True, "models": self._unload_all()}).encode())
+            return
+        told = self._mux.facts.unload(_model_in(body, asked, record))
         reply.whole(200, [JSON], DONE if told else b'{"success":true,"resident":false}')
+
+    def _unload_all(self) -> list[str]:
+        """Unload every model, and return those of which anything was loaded."""
+        names = [model.model for model in self._mux.overview.status().models]
+        found = []
+        for name in names:
+            with suppress(UnknownModel):  # a reload has taken it away just now
+                if self._mux.facts.unload(name):
+                    found.append(name)
+        return found
 
     def pin(self, asked: Asked, reply: Reply, record: Served) -> None:
         self._mux.facts.pin(_named(asked, reply, record), True)
@@ -128,7 +144,11 @@ class Operations:
 
 def _named(asked: Asked, reply: Reply, record: Served) -> str:
     """The model that the body names."""
-    name, _ = naming.model_and_stream(read_json(asked, reply.client))
+    return _model_in(read_json(asked, reply.client), asked, record)
+
+
+def _model_in(body: bytes | bytearray, asked: Asked, record: Served) -> str:
+    name, _ = naming.model_and_stream(body)
     if name is None:
         raise BadRequest("the body must name a `model`", param="model")
     record.model = resolve(asked, name)

@@ -80,6 +80,7 @@ class Probes:
             "version": __version__,
             "uptime_seconds": round(time.time() - self._started, 1),
             "problems": problems,
+            "paused": healthz.pause_state(status.pause, self._mux.overview.wall),
             "adopting": self._mux.overview.unseen,
             "waiting": status.waiting,
             "leases": status.leases,

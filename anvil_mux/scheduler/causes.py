@@ -28,6 +28,7 @@ Kind = Literal[
     "standby_full",
     "surplus",
     "host_drained",
+    "paused",
     # of a load that no request waits for, and of one that is cancelled
     "preload",
     "missing_stage",
@@ -79,6 +80,9 @@ Kind = Literal[
     "host_lost",
     "shutdown",
     "error",
+    # of the end of a pause
+    "resumed",
+    "pause_over",
     # of another configuration
     "reconfigured",
     "bad_configuration",
@@ -90,6 +94,8 @@ DEATHS = frozenset(("died", "died_early"))
 """Causes of a stop of a backend that ended without being told to."""
 FOUND = frozenset(("adopted", "not_found", "host_gone", "unfit"))
 """Causes of a state that a backend was found in, and no step has led to."""
+CLEARING = frozenset(("host_drained", "paused"))
+"""Causes of an eviction after which nothing is loaded on the host."""
 PRELOADS = frozenset(("preload", "missing_stage", "wake_to_demote"))
 """Causes of a load that no request waits for. Another replica of a busy model has one of the policy's."""
 RESENT = frozenset(("moved", "stale"))
@@ -139,6 +145,9 @@ SENTENCES: dict[Kind, str] = {
     "retry_stuck": "trying again to stop it",
     "host_drained": "the host {host} is drained",
     "host_undrained": "the host {host} is not drained any more",
+    "paused": "anvil-mux is paused",
+    "resumed": "resumed by hand",
+    "pause_over": "its {seconds:.0f} s are over",
     "host_away": "the host {host} cannot be steered: its engines answer, and its agent does not",
     "host_heard": "the host {host} can be steered again",
     "surplus": "as many of its backends as may be are resident without it",
@@ -199,6 +208,7 @@ _SEVERED: dict[Kind, str] = {
     "changed": "the configuration of {of} changed",
     "removed": "{of} was removed from the configuration",
     "host_drained": "{of} ran on the host {host}, which was drained",
+    "paused": "anvil-mux was paused",
     "host_away": "the host {host} cannot be steered: its engines answer, and its agent does not",
     "host_heard": "the host {host} can be steered again",
     "surplus": "as many backends of {of} as may be were resident without this one",
@@ -214,6 +224,7 @@ _SEVERED: dict[Kind, str] = {
 
 ADOPTED = Cause("adopted")
 UNLOADED = Cause("unloaded")
+PAUSED = Cause("paused")
 POLICY = Cause("policy")
 """The cause where a policy gives none of its own."""
 

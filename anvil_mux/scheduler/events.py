@@ -61,7 +61,7 @@ KINDS = {
     "draining": "a backend gets no new leases, because it makes room for `target` or for another `cause`",
     "severed": "a request still leased when the drain ended, which took `seconds`; `cause` is evicted "
     "(for `target`), unloaded, changed, removed, idle, surplus, policy, silent, host_lost, "
-    "host_drained or shutdown",
+    "host_drained, paused or shutdown",
     "evicting": "a backend begins to leave its GPUs; `seconds` is what the drain took",
     "stopped": "a backend holds nothing; with a `cause` it failed to load, or died",
     "standby": "a backend was evicted and not stopped, and is at the standby level `way`; with a `cause` "
@@ -78,6 +78,9 @@ KINDS = {
     "it is not what it was",
     "host_drained": "a host is to have nothing on it: what is there is drained and stopped",
     "host_undrained": "a host that was drained may have backends again",
+    "paused": "nothing stays or is loaded on any host for `seconds`, or until it is resumed; also said when "
+    "the end of a pause is set anew",
+    "resumed": "models may be loaded again; `cause` is resumed (by hand) or pause_over",
     "host_away": "nothing is begun on a host for now, and requests go on: its agent does not answer",
     "host_heard": "the agent of a host that was away answers again",
     "reloaded": "another configuration holds from now on; the `detail` of its `cause` is what is different",

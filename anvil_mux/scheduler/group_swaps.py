@@ -8,7 +8,7 @@ and the next question serves the queues.
 
 from __future__ import annotations
 
-from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.causes import CLEARING, Cause
 from anvil_mux.scheduler.costs import source_of
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.planner import victims
@@ -104,7 +104,7 @@ class GroupSwaps:
         slot = swap.target
         if not (swap.cancel and slot and slot.state == "loading"):
             return None
-        if self._is_wanted(slot) and not slot.host.is_drained:
+        if self._is_wanted(slot) and not slot.host.is_cleared:
             swap.cancel = None
             return None
         return self._moves.cancel(slot, now, swap.cancel)
@@ -211,9 +211,12 @@ class GroupSwaps:
             self._moves.reprieve(victim, now)
 
     def reprieve_all(self, now: float) -> None:
-        """End the swaps that were begun because a host was drained that is not now, if they only drain."""
-        for swap in [swap for swap in self._state.swaps if swap.cause.kind == "host_drained"]:
-            if not (swap.begun or any(victim.host.is_drained for victim in swap.victims)):
+        """End the swaps that only drain, and were begun because a host was drained that is not now.
+
+        So are those that were begun because of a pause that is over.
+        """
+        for swap in [swap for swap in self._state.swaps if swap.cause.kind in CLEARING]:
+            if not (swap.begun or any(victim.host.is_cleared for victim in swap.victims)):
                 for victim in swap.victims:
                     victim.next_level = ""
                 self.dissolve(swap, now)

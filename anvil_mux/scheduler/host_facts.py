@@ -139,11 +139,11 @@ class HostFacts:
             slot, now, found.level, found.residual, host_bytes=found.host_bytes, cause=ADOPTED
         )
 
-    def drained(self, host: HostRecord, now: float, *, drained: bool) -> None:
-        """A host was drained by hand, or is so no longer: what is there goes (upkeep.py), or stays."""
+    def cleared(self, host: HostRecord, now: float, *, cleared: bool) -> None:
+        """Have all go that is on a host (upkeep.py), or stay: it was drained, or paused, or is no longer."""
         state = self._state
         state.changed()
-        if not drained and not host.is_lost:
+        if not cleared and not host.is_lost:
             self._swaps.reprieve_all(now)
             for slot in [slot for slot in self.on(host) if slot.host.takes_loads]:
                 if slot.state == "standby" and not slot.failed_stops and not slot.leaving:

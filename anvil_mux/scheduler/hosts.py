@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from anvil_mux.scheduler.pause import Pause
 
 LOCAL = "local"
 """The name, for people, of the host that anvil-mux runs on."""
@@ -25,6 +27,8 @@ class HostRecord:
     """Whether it cannot be steered for now: nothing is begun there, and what runs goes on."""
     is_drained: bool = False
     """Whether it was drained by hand: nothing stays or is loaded there."""
+    pause: Pause = field(default_factory=Pause)
+    """The pause of all hosts."""
 
     @property
     def parts(self) -> tuple[HostRecord, ...]:
@@ -32,9 +36,19 @@ class HostRecord:
         return (self,)
 
     @property
+    def is_cleared(self) -> bool:
+        """Whether nothing stays or is loaded there: it was drained by hand, or anvil-mux is paused."""
+        return self.is_drained or self.pause.is_on
+
+    @property
     def takes_loads(self) -> bool:
         """Whether anything may be loaded there."""
-        return not (self.is_lost or self.is_drained)
+        return not (self.is_lost or self.is_drained or self.pause.is_on)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether requests may wait for a load there: it takes loads, or will when the pause is over."""
+        return not (self.is_lost or self.is_drained or self.pause.refuses)
 
     @property
     def is_cut_off(self) -> bool:
@@ -80,8 +94,20 @@ class GangHosts:
         return any(host.is_drained for host in self.parts)
 
     @property
+    def pause(self) -> Pause:
+        return self.parts[0].pause
+
+    @property
+    def is_cleared(self) -> bool:
+        return any(host.is_cleared for host in self.parts)
+
+    @property
     def takes_loads(self) -> bool:
         return all(host.takes_loads for host in self.parts)
+
+    @property
+    def is_awaited(self) -> bool:
+        return all(host.is_awaited for host in self.parts)
 
     @property
     def is_cut_off(self) -> bool:

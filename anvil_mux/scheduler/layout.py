@@ -37,6 +37,7 @@ from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.index import Index
 from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.pause import Pause
 from anvil_mux.scheduler.placement import Placement, gpu_groups, group_name
 from anvil_mux.scheduler.planner import nearest, wait_seconds
 from anvil_mux.scheduler.preparing import Prepared, prepare
@@ -81,6 +82,8 @@ class Layout:
         """The states in which something has changed: see ``GroupState.touched``."""
         self.hosts: dict[str, HostRecord] = {}
         """All hosts, by name; ``records``: those that have groups."""
+        self.pause = Pause()
+        """The pause of all of them."""
         self.memories: dict[str, HostMemory] = {}
         """Host -> its memory; ``bounded``: where that is bounded."""
         self.bounded: dict[str, HostMemory] = {}
@@ -145,6 +148,7 @@ class Layout:
         """Another configuration holds from now on; returns the groups that it concerns: ``regroup``."""
         self.config = config = prepared.config
         self.gpus, self.served = prepared.gpus, prepared.served
+        self.pause.waits = config.when_paused == "wait"
         self._wanted, self._places, self._routings = prepared.wanted, prepared.places, prepared.routings
         resized = [name for name, budget in prepared.budgets.items() if self._set_budget(name, budget)]
         if resized:
@@ -174,7 +178,7 @@ class Layout:
     def _set_budget(self, host: str, budget: int | None) -> bool:
         """Note the memory of a host for engines; whether it is another than before."""
         if host not in self.hosts:
-            self.hosts[host] = HostRecord(host)
+            self.hosts[host] = HostRecord(host, pause=self.pause)
             self.memories[host] = HostMemory(None, self._footprints, host)
         before, self.memories[host].budget = self.memories[host].budget, budget
         return before != budget

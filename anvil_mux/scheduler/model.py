@@ -98,9 +98,10 @@ class Model:
     def is_coming(self) -> bool:
         """Whether a swap under way will make it resident; slots that become its own later do not count.
 
-        Nor does what is still being loaded on a host that was drained: it does not stay.
+        Nor does what is still being loaded on a host that was drained, or when a pause began: it does not
+        stay.
         """
-        return any(s.coming and s.model == self.name and not s.host.is_drained for s in self.active)
+        return any(s.coming and s.model == self.name and not s.host.is_cleared for s in self.active)
 
 
 def ready_slots(slots: Iterable[Slot]) -> list[Slot]:

@@ -42,7 +42,12 @@ class Plan(NamedTuple):
 
 
 def waiting(state: GroupState) -> list[Model]:
-    """The models whose queue stands here, and which no swap under way will load, oldest queue first."""
+    """The models whose queue stands here, and which no swap under way will load, oldest queue first.
+
+    None while anvil-mux is paused: nothing is loaded for them before its end.
+    """
+    if state.hosts[0].pause.is_on:
+        return []
     models = [model for model in state.models.values() if model.queue.tickets]
     if models and state.routed:
         models = [model for model in models if model.home in ("", state.name) and not model.is_coming]
@@ -172,13 +177,13 @@ def swap_seconds(state: GroupState, model: Model, now: float) -> float:
         engine, host = target.backend.engine, target.host.name
         seconds = state.costs.seconds(source, target.model, target.level, engine, host)
         return _drain_seconds(state, leaving) + seconds if leaving else seconds
-    slots = [slot for slot in state.own(model) if slot.host.takes_loads]
+    slots = [slot for slot in state.own(model) if slot.host.is_awaited]
     return min([_swap_seconds_later(state, slot) for slot in slots], default=math.inf)
 
 
 def _first_choice(state: GroupState, model: Model, now: float) -> _TargetAndVictims | None:
     """The backend that would be loaded here for a queue, were none elsewhere, and its victims."""
-    slots = [slot for slot in state.own(model) if slot.host.takes_loads and slot.is_loadable(now)]
+    slots = [slot for slot in state.own(model) if slot.host.is_awaited and slot.is_loadable(now)]
     if not _still(state).is_simple:
         return _choose(state, slots, state.busy_gpus(), now, frozenset())
     best: _TargetAndVictims | None = None
@@ -216,7 +221,7 @@ def nearest(states: Sequence[GroupState], model: Model, now: float) -> GroupStat
 
 def wait_seconds(state: GroupState, model: Model, now: float) -> float:
     """How long a queue of ``model`` would wait here; infinite if nothing can be loaded for it."""
-    slots = [slot for slot in state.own(model) if slot.host.takes_loads and not slot.host.is_away]
+    slots = [slot for slot in state.own(model) if slot.host.is_awaited and not slot.host.is_away]
     if state.unseen or not slots or _is_hindered(state, slots, now):
         return math.inf
     before = min([_seconds_before(state, slot) for slot in slots]) if state.swaps else 0.0

@@ -43,3 +43,10 @@ def progress(elapsed: float, expected: float | None, told: LogProgress | None) -
     if left <= 0.0:
         return Progress(NEARLY, None, stage)
     return Progress(min(elapsed / (elapsed + left), NEARLY), left, stage)
+
+
+def span(seconds: float) -> str:
+    """A length of time for people."""
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"

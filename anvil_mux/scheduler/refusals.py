@@ -30,13 +30,16 @@ MOST_CRASHES = 2
 
 def refusal(state: GroupState, model: Model, now: float) -> MuxError | None:
     """Why no backend of ``model`` can be loaded; None if one can, or is loading or being evicted."""
+    pause = state.hosts[0].pause
+    if pause.refuses:
+        return pause.error(now)
     first: MuxError | None = None
     away: dict[HostRecord, None] = {}
     for each in state.states_of(model):
         own = each.own(model)
-        able = [slot for slot in own if slot.host.takes_loads]
+        able = [slot for slot in own if slot.host.is_awaited]
         for slot in own if len(able) < len(own) else ():
-            away.update({host: None for host in slot.host.parts if not host.takes_loads})
+            away.update({host: None for host in slot.host.parts if not host.is_awaited})
         if not able:
             continue
         error = all_obstacles(each, able, now)

@@ -16,13 +16,14 @@ from typing import Any, Literal
 from anvil_mux.config.config import Config, gpu_name
 from anvil_mux.errors import LoadError, MuxError
 from anvil_mux.routing.in_flight import EngineLoad, Report
-from anvil_mux.scheduler.causes import Cause, Leaving
+from anvil_mux.scheduler.causes import PAUSED, Cause, Leaving
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.layout import Layout
+from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.preparing import Prepared, prepare
 from anvil_mux.scheduler.settling import Settling
 from anvil_mux.scheduler.slot import Slot
@@ -267,8 +268,34 @@ class Scheduler:
         self._emit(Event(now, kind, "", cause=Cause(kind, host=host)))
         groups = self.layout.on_host(host)
         for group in groups:
-            group.host_facts.drained(record, now, drained=drained)
+            group.host_facts.cleared(record, now, cleared=drained)
         return self._settling.settle(groups, now)
+
+    def paused(self, now: float, until: float = FOREVER) -> Effects:
+        """Nothing is to stay or be loaded on any host until a moment, or until ``resumed`` is said."""
+        pause = self.layout.pause
+        if pause.is_on and pause.until == until:
+            return NOTHING
+        was_on = pause.is_on
+        pause.begin(now, until)
+        self._emit(Event(now, "paused", "", seconds=until - now, cause=PAUSED))
+        return self._settling.settle((), now) if was_on else self._clear(now, cleared=True)
+
+    def resumed(self, now: float) -> Effects:
+        """Models may be loaded again; NOTHING if that is so already."""
+        return self._resume(now, Cause("resumed")) if self.layout.pause.is_on else NOTHING
+
+    def _resume(self, now: float, cause: Cause) -> Effects:
+        self.layout.pause.end()
+        self._emit(Event(now, "resumed", "", cause=cause))
+        return self._clear(now, cleared=False)
+
+    def _clear(self, now: float, *, cleared: bool) -> Effects:
+        """Have all go that is on any host, or stay."""
+        for group in self.layout.groups:
+            for host in group.hosts:
+                group.host_facts.cleared(host, now, cleared=cleared)
+        return self._settling.settle(self.layout.groups, now)
 
     def unload_asked(self, model: str, now: float, *, when_idle: bool = False) -> Effects:
         """The model is to be unloaded; ``when_idle``: once nobody uses it, unless it is asked for before.
@@ -322,10 +349,18 @@ class Scheduler:
             group.requested.retire(leaving, prepared.served, now)
         exchange = self.layout.regroup(prepared.different, concerned)
         self.expected(expected)
-        return self._settling.settle(self._settling.exchanged(exchange, now), now, exchange.gone)
+        groups = self._settling.exchanged(exchange, now)
+        if self.layout.pause.refuses:  # since now, it may be
+            groups = [*self.layout.groups]
+            for group in groups:
+                group.admission.fail_refused(now)
+        return self._settling.settle(groups, now, exchange.gone)
 
     def time_passed(self, now: float) -> Effects:
         """The moment ``Effects.ask_at`` has come, or a later one."""
+        pause = self.layout.pause
+        if pause.until <= now:
+            return self._resume(now, Cause("pause_over", seconds=now - pause.since))
         return self._settling.settle(self._settling.due(now), now)
 
     def _told(self, backend: str, now: float, fact: BackendFact) -> Effects:

@@ -114,7 +114,7 @@ class Settling:
             for group in asked:
                 self._ask(group, now, found)
             asked = self._affected(now) if self._layout.bounded or self._layout.spread else []
-        return Effects(*found, ask_at=self._alarms.first)
+        return Effects(*found, ask_at=min(self._alarms.first, self._layout.pause.until))
 
     def collected(self, group: GpuGroup) -> Effects:
         """The tickets that ended in a group that need not be asked."""

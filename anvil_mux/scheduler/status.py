@@ -14,11 +14,23 @@ from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.footprint import to_declare
 from anvil_mux.scheduler.hosts import GangHosts, HostRecord
 from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.pause import Pause
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.swap import drains, promises
+
+
+@dataclass(frozen=True, slots=True)
+class PauseState:
+    """The pause that is on."""
+
+    since: float
+    until: float
+    """When it ends by itself; infinite: never."""
+    waits: bool
+    """Whether requests wait for its end; else they are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +168,7 @@ class Status:
     leases: int
     hosts: tuple[HostState, ...] = ()
     """The hosts beside the one that anvil-mux runs on."""
+    pause: PauseState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +265,11 @@ def host_state(host: HostRecord | GangHosts, now: float) -> HostState | None:
         return None
     lost_seconds = now - host.since if host.is_lost else None
     return HostState(host.name, lost_seconds, host.is_drained, host.is_away)
+
+
+def pause_state(pause: Pause) -> PauseState | None:
+    """The pause that is on; None: there is none."""
+    return PauseState(pause.since, pause.until, pause.waits) if pause.is_on else None
 
 
 _SHOWN = ("ready", "draining", "loading", "cancelling", "evicting", "stuck", "demoting", "standby", "stopped")

@@ -7,7 +7,7 @@ lacks host memory.
 
 from __future__ import annotations
 
-from anvil_mux.scheduler.causes import UNLOADED, Cause
+from anvil_mux.scheduler.causes import PAUSED, UNLOADED, Cause
 from anvil_mux.scheduler.group_swaps import GroupSwaps
 from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.moves import Moves
@@ -55,8 +55,8 @@ class Upkeep:
     def _why_stopped(self, slot: Slot) -> Cause:
         if slot.leaving:
             return Cause(slot.leaving)
-        drained = [host for host in slot.host.parts if host.is_drained]
-        return Cause("host_drained", host=drained[0].name) if drained else UNLOADED
+        cleared = [host for host in slot.host.parts if host.is_cleared]
+        return _why_cleared(cleared[0]) if cleared else UNLOADED
 
     def _demote_next(self, now: float) -> Step | None:
         """Demote a backend that has been at its level for long enough, or because host memory is short."""
@@ -87,13 +87,16 @@ class Upkeep:
         return state.fits(slot) and state.memory.has_room(slot)
 
     def clear_hosts(self, now: float) -> None:
-        """Have all go that is on a drained host, or on its way there; what is in standby is stopped."""
+        """Have all go that is on a drained host, or on its way there; what is in standby is stopped.
+
+        While anvil-mux is paused, so are all hosts.
+        """
         for host in self._state.hosts:
-            if host.is_drained:
+            if host.is_cleared:
                 self._clear(host, now)
 
     def _clear(self, host: HostRecord, now: float) -> None:
-        cause = Cause("host_drained", host=host.name)
+        cause = _why_cleared(host)
         all_slots = self._state.slots.values()
         slots = [slot for slot in all_slots if host in slot.host.parts and slot.host.is_steered]
         for slot in [slot for slot in slots if slot.coming and slot.state != "cancelling"]:
@@ -129,5 +132,9 @@ class Upkeep:
 
 def may_be_stopped(state: GroupState, slot: Slot) -> bool:
     """Whether a backend is in standby and no request waits for it as it is."""
-    wanted = state.models[slot.model].queue.tickets and not slot.leaving and not slot.host.is_drained
+    wanted = state.models[slot.model].queue.tickets and not slot.leaving and not slot.host.is_cleared
     return slot.state == "standby" and not slot.coming and not wanted
+
+
+def _why_cleared(host: HostRecord) -> Cause:
+    return PAUSED if host.pause.is_on else Cause("host_drained", host=host.name)

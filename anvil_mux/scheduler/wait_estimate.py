@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from anvil_mux.scheduler.causes import sentence
 from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.pause import PAUSED, Pause
 from anvil_mux.scheduler.policies import FOREVER, Stay, SwapTo
-from anvil_mux.scheduler.progress import Progress
+from anvil_mux.scheduler.progress import Progress, span
 from anvil_mux.scheduler.slot import HOLDING, Slot
 from anvil_mux.scheduler.snapshot import Awaited, awaited
 from anvil_mux.scheduler.state import GroupState
@@ -63,11 +64,20 @@ def wait_estimate(state: GroupState, model: Model, now: float, far: Progress | N
     found = awaited(state, model, now)
     if found.refusal:
         return WaitEstimate(model.name, "refused", None, None, found.refusal.message)
+    if state.hosts[0].pause.is_on:
+        return _paused(state.hosts[0].pause, model.name, now)
     if found.target and found.decision:
         return _planned(model.name, found, now, state.timeouts.drain_timeout)
     if found.target:
         return _coming(model.name, found.target, found, now, far)
     return _blocked(state, model, found, now)
+
+
+def _paused(pause: Pause, model: str, now: float) -> WaitEstimate:
+    """Nothing is loaded before the end of the pause."""
+    left = pause.until - now if pause.until < FOREVER else None
+    when = f"for {span(left)} more" if left is not None else "until it is resumed by hand"
+    return WaitEstimate(model, "waits", left, None, f"{PAUSED} {when}; then it may be loaded.")
 
 
 def _coming(model: str, target: Slot, found: Awaited, now: float, far: Progress | None) -> WaitEstimate:
@@ -139,13 +149,6 @@ def _blocked(state: GroupState, model: Model, found: Awaited, now: float) -> Wai
     late = max(found.overdue_at - now, 0.0)
     text = f"{text}; its turn comes in {span(late)} at the latest."
     return WaitEstimate(model.name, "waits", None, None, text)
-
-
-def span(seconds: float) -> str:
-    """A length of time for people."""
-    if seconds >= 120:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def _names(names: Iterable[str]) -> str:

@@ -33,6 +33,7 @@ from anvil_mux.serve.hosts_in_use import HostsInUse
 from anvil_mux.serve.learned import Known, LearnedFile, as_text, recalled
 from anvil_mux.serve.logfiles import rotation
 from anvil_mux.serve.options import CannotServe, Options
+from anvil_mux.serve.pause_file import PauseFile
 from anvil_mux.serve.scraper import Scraper
 from anvil_mux.serve.store import RedisStore, Sharing, StoreError
 from anvil_mux.serve.terminal import say
@@ -80,6 +81,7 @@ class Parts:
         """The configuration that is in effect."""
         self.hosts = HostsInUse(local, given.cluster, config)
         self.learned = LearnedFile(state_folder(config.project, os.environ), self.say)
+        self.pause_file = PauseFile(state_folder(config.project, os.environ), self.say)
         with pinned(options.pin):
             self._observe(given)
             self._multiplex(given)
@@ -166,6 +168,7 @@ class Parts:
             sight=self.hosts.sight,
             keys=given.keys,
             reloads=self.reloads,
+            keep_pause=self.pause_file.keep,
         )
         self.server = self._bind(given.tls)
 

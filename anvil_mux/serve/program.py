@@ -146,6 +146,8 @@ class AnvilMux:
         # Workers start engines, which inherit what their thread may run on: they are never pinned.
         parts = self.parts
         parts.mux.start()
+        if left := parts.pause_file.seconds_left():
+            parts.mux.facts.paused(left)
         parts.hosts.local.start(parts.clock)
         parts.hosts.start(lambda: reloading.reload(parts))
         for number, hook in enumerate(parts.config.hooks):

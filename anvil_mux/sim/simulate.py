@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -101,7 +101,23 @@ class HostDrained(NamedTuple):
     drained: bool = True
 
 
-TraceEntry = Arrival | Unloading | Death | Reload | HostLost | HostBack | HostGone | HostDrained
+class PauseBegun(NamedTuple):
+    """Nothing is to stay or be loaded on any host, for so many seconds, or until ``PauseEnded``."""
+
+    at: float
+    seconds: float = FOREVER
+
+
+class PauseEnded(NamedTuple):
+    """A pause ends by hand; nothing happens if there is none."""
+
+    at: float
+
+
+_FactEntry = (
+    Unloading | Death | Reload | HostLost | HostBack | HostGone | HostDrained | PauseBegun | PauseEnded
+)
+TraceEntry = Arrival | _FactEntry
 
 
 class Outcome(NamedTuple):
@@ -243,9 +259,7 @@ class _Simulation:
             now, _, call, argument = heappop(heap)
             call(now, argument)
 
-    def _tell(
-        self, entry: Unloading | Death | Reload | HostLost | HostBack | HostGone | HostDrained
-    ) -> Effects:
+    def _tell(self, entry: _FactEntry) -> Effects:
         match entry:
             case Unloading(at, model):
                 served = model in self._scheduler.layout.served
@@ -262,6 +276,10 @@ class _Simulation:
                 return self._scheduler.host_gone(host, at)
             case HostDrained(at, host, drained):
                 return self._scheduler.host_drained(host, at, drained)
+            case PauseBegun(at, seconds):
+                return self._scheduler.paused(at, at + seconds)
+            case PauseEnded(at):
+                return self._scheduler.resumed(at)
 
     def _at(self, moment: float, call: Callable[[float, Any], None], argument: object) -> None:
         heappush(self._heap, (moment, next(self._order), call, argument))
@@ -430,7 +448,13 @@ def check(
 ROUNDING = 1e-6
 """Seconds by which sums of moments may be off."""
 _BACKEND_MOVES = {(before, after) for (before, _), after in TRANSITIONS.items()}
-_HOST_FLAGS = {"host_drained": True, "host_undrained": False, "host_away": True, "host_heard": False}
+_FLAGS = {
+    "host_drained": True,
+    "host_undrained": False,
+    "host_away": True,
+    "host_heard": False,
+    "resumed": False,
+}
 _TICKET_ENDS = ("leased", "failed", "gone")
 
 
@@ -486,7 +510,7 @@ class _Checker:
         self._claim(event.at >= self._then.at, event, "time goes backwards")
         if event.at > self._then.at:
             self._look_for_overdue(event)
-            if self._lost or self._unfound or self._drained:
+            if self._lost or self._unfound or self._cleared:
                 self._look_at_hosts(event)
         admitted = event.kind == "leased" and event.model == self._admitting
         still = not admitted and self._could_be_served(self._admitting)
@@ -500,9 +524,9 @@ class _Checker:
             self._judge_release(event)
         elif event.kind in ("host_lost", "host_back"):
             self._judge_host(event)
-        elif event.kind in _HOST_FLAGS:
-            self._judge_flag(event, _HOST_FLAGS[event.kind])
-        elif event.kind not in ("pinned", "unpinned", "deferred"):
+        elif event.kind in _FLAGS:
+            self._judge_flag(event, _FLAGS[event.kind])
+        elif event.kind not in ("pinned", "unpinned", "deferred", "paused"):
             self._judge_move(event)
         self._then.read(event)
         if event.kind == "queued":
@@ -531,6 +555,9 @@ class _Checker:
         self._unfound |= {name for name in names if self._backends[name].state != "stopped"}
 
     def _judge_flag(self, event: Event, is_set: bool) -> None:
+        if event.kind == "resumed":
+            self._claim(self._then.is_paused, event, "it was not paused")
+            return
         host = event.cause.host if event.cause else ""
         flagged = self._drained if "drained" in event.kind else self._away
         self._claim(is_set is not (host in flagged), event, f"{host} was so already")
@@ -544,11 +571,16 @@ class _Checker:
         for name in sorted(self._unfound):
             self._claim(False, event, f"nobody says what {name} is, whose host is back")
         self._unfound.clear()
-        for name in self._on_hosts(self._drained - self._lost):
+        for name in self._on_hosts(self._cleared - self._lost):
             stays = self._backends[name].state == "ready" and not self._is_lost(name)
-            self._claim(not stays, event, f"{name} is ready, whose host is drained")
+            self._claim(not stays, event, f"{name} is ready, whose host is drained or paused")
         for name in self._on_hosts(self._lost):
             self._claim(not self._backends[name].leases, event, f"{name} is leased, whose host is lost")
+
+    @property
+    def _cleared(self) -> Set[str]:
+        """The hosts on which nothing may stay: those that are drained, or all of them during a pause."""
+        return self._on_host.keys() if self._then.is_paused else self._drained
 
     def _on_hosts(self, hosts: Iterable[str]) -> Iterator[str]:
         return (name for host in hosts for name in self._on_host.get(host, ()))
@@ -590,7 +622,7 @@ class _Checker:
         for name in self._of_model.get(model, ()):
             each = self._backends[name]
             if backend in ("", name) and each.state == "ready":
-                if not self._hosts[name].isdisjoint(self._lost | self._drained):
+                if not self._hosts[name].isdisjoint(self._lost | self._cleared):
                     continue
                 limit = self._slots[name].backend.concurrency
                 if limit is None or len(each.leases) < limit:
@@ -615,7 +647,7 @@ class _Checker:
                 self._judge_begin(backend.target, event)
         if event.kind == "loading":
             hosts = self._hosts[event.backend]
-            self._claim(hosts.isdisjoint(self._drained), event, "its host is drained")
+            self._claim(hosts.isdisjoint(self._cleared), event, "its host is drained or paused")
             self._claim(hosts.isdisjoint(self._away), event, "its host is away")
             self._judge_load(event)
         elif event.kind == "ready":
@@ -626,7 +658,7 @@ class _Checker:
         elif event.kind == "demoting" and event.target:
             self._judge_begin(event.target, event)
         elif event.kind == "cancelling":
-            goes_elsewhere = not self._drained.isdisjoint(self._hosts[event.backend])
+            goes_elsewhere = not self._cleared.isdisjoint(self._hosts[event.backend])
             waited_for = self._queues[event.model].tickets and not goes_elsewhere
             self._claim(not waited_for, event, "somebody waits for it")
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
@@ -672,7 +704,7 @@ class _Checker:
         return sum(
             self._slots[name].backend.infer_type == this.infer_type
             and self._backends[name].state in ("ready", "loading")
-            and self._hosts[name].isdisjoint(self._lost | self._drained)
+            and self._hosts[name].isdisjoint(self._lost | self._cleared)
             for name in names
         )
 
@@ -692,7 +724,7 @@ class _Checker:
 
     def _look_for_overdue(self, event: Event) -> None:
         """Before time goes on: where nothing moves, no queue may be overdue."""
-        if event.at <= self._calm_until:
+        if event.at <= self._calm_until or self._then.is_paused:
             return
         self._calm_until = FOREVER
         for model, queue in self._queues.items():

@@ -82,6 +82,11 @@ def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
     yield _bytes("anvil_gpu_memory_residual_bytes", "What backends in standby still hold.", kept)
 
 
+def of_pause(status: Status) -> Iterator[Metric]:
+    paused: Samples = {(): float(status.pause is not None)}
+    yield _gauge("anvil_paused", "1 while anvil-mux is paused by hand.", "", paused)
+
+
 def of_hosts(status: Status, round_trips: Mapping[str, float]) -> Iterator[Metric]:
     """The hosts beside the one that anvil-mux runs on; ``round_trips``: seconds to each agent and back."""
     lost: Samples = {(host.host,): float(host.is_lost) for host in status.hosts}

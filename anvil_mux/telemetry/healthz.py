@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 from anvil_mux.host.seam import OtherProcess, Seen
 from anvil_mux.routing import in_flight
 from anvil_mux.scheduler.causes import sentence, to_json
 from anvil_mux.scheduler.hosts import LOCAL
 from anvil_mux.scheduler.progress import Progress
-from anvil_mux.scheduler.status import BackendState, Deferral, GpuState, HostState, ModelState
+from anvil_mux.scheduler.status import (
+    BackendState,
+    Deferral,
+    GpuState,
+    HostState,
+    ModelState,
+    PauseState,
+)
 
 MANY = 8
 """More backends than that are summed up, also where there is but one host."""
@@ -130,6 +138,18 @@ def _backend_state(backend: BackendState) -> dict[str, object]:
 
 def _place(host: HostState | None) -> dict[str, object]:
     return {"host": host.host, "host_lost": host.is_lost} if host else {}
+
+
+def pause_state(pause: PauseState | None, wall: Callable[[float], float]) -> dict[str, object] | None:
+    """The pause that is on; ``wall``: the Unix time of a moment."""
+    if pause is None:
+        return None
+    until = None if math.isinf(pause.until) else round(wall(pause.until))
+    return {
+        "since": round(wall(pause.since)),
+        "until": until,
+        "requests": "wait" if pause.waits else "refused",
+    }
 
 
 def host_state(host: HostState) -> dict[str, object]:

@@ -204,6 +204,8 @@ _NORMAL = _MOVES | {
     "host_undrained",
     "host_away",
     "host_heard",
+    "paused",
+    "resumed",
 }
 
 
@@ -291,7 +293,7 @@ def story(event: Event) -> str:
         case "severed" if cause:
             return f"severed #{event.ticket}: {Severance(cause, seconds).sentence(event.model)}"
         case kind if kind in _PLAIN:
-            return _PLAIN[kind].format(reason=reason)
+            return _PLAIN[kind].format(reason=reason, lasts=_lasts(seconds))
         case kind:
             took = f" after {seconds:.3f} s" if seconds else ""
             return f"{kind} #{event.ticket}{took} {reason}".rstrip()
@@ -309,9 +311,15 @@ _PLAIN = {
     "host_back": "{reason}",
     "host_drained": "{reason}: what is there is drained and stopped, and nothing is loaded there",
     "host_undrained": "{reason}",
+    "paused": "paused {lasts}: what is loaded is drained and stopped, and nothing is loaded",
+    "resumed": "resumed: {reason}",
     "host_away": "{reason}: requests go on, and nothing is begun there",
     "host_heard": "{reason}",
 }
+
+
+def _lasts(seconds: float) -> str:
+    return f"for {seconds:.0f} s" if seconds < float("inf") else "until it is resumed"
 
 
 def _deeper(way: str) -> str:

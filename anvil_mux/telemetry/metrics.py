@@ -423,6 +423,7 @@ class Metrics:
         yield from gauges.of_models(status)
         yield from gauges.of_gpus(status, self._sight())
         yield from gauges.of_hosts(status, self._round_trips())
+        yield from gauges.of_pause(status)
 
     def describe(self) -> Iterable[Metric]:
         """Describe nothing: registering must not ask a multiplexer that is not there yet for its status."""
@@ -503,7 +504,7 @@ def _route_labels() -> dict[str, str]:
         "/api/v0/models /models /models/load /models/pin /models/sse /models/unload /models/unpin /v1/models"
     )
     theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
-    seen = "/events /logs /reload /requests/cancel /why"
+    seen = "/events /logs /pause /reload /requests/cancel /resume /why"
     hosts = "/hosts /hosts/drain /hosts/gone /hosts/undrain"
     labels |= {path: path for path in f"{state} {models} {theirs} {seen} {hosts}".split()}
     return labels | {"/v1/models/": "/v1/models"}

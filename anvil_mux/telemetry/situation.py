@@ -72,6 +72,7 @@ class Situation:
         """Models whose swap has evicted somebody, until their load begins."""
         self.pins: dict[str, bool] = {}
         """Model -> whether it was pinned or unpinned by hand last."""
+        self.is_paused = False
         self._soon = SOON_SECONDS - slack
 
     @property
@@ -110,6 +111,8 @@ class Situation:
                 self._settle(event)
             case "released" | "severed":
                 self._release(event)
+            case "paused" | "resumed":
+                self.is_paused = event.kind == "paused"
             case "pinned" | "unpinned":
                 self.pins[event.model] = event.kind == "pinned"
             case (
@@ -199,6 +202,7 @@ class Situation:
             "queues": {model: _told(queue) for model, queue in queues.items()},
             "begun": sorted(self.begun),
             "pins": self.pins,
+            "paused": self.is_paused,
         }
 
     @classmethod
@@ -210,6 +214,7 @@ class Situation:
             made.backends = {name: BackendRecord(**_parsed(each)) for name, each in told["backends"].items()}
             made.queues = {model: QueueRecord(**_parsed(each)) for model, each in told["queues"].items()}
             made.begun, made.pins = set(told["begun"]), dict(told["pins"])
+            made.is_paused = bool(told.get("paused"))  # logs of old know of no pause
         return made
 
 

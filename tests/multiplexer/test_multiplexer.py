@@ -41,6 +41,8 @@ from anvil_mux.sim.simulate import (
     HostGone,
     HostLost,
     Outcome,
+    PauseBegun,
+    PauseEnded,
     Reload,
     Unloading,
     check,
@@ -48,7 +50,7 @@ from anvil_mux.sim.simulate import (
 )
 from tests.baton import BatonClock, Deadlock
 from tests.seeds import seeds
-from tests.sim.hosts import FLEETS, world_of_hosts
+from tests.sim.hosts import FLEETS, world_of_hosts, world_of_pauses
 from tests.sim.test_simulate import LAYOUTS, POLICIES, one, world
 
 PACKAGE = SimpleNamespace(errors=errors, multiplexer=multiplexer, group=group)
@@ -162,24 +164,33 @@ class Player:
                     self._mux.facts.died(backend, "killed")
                 case Reload(_, config):
                     self._mux.facts.reconfigure(config, {})
-                case HostLost(_, host):
-                    self._mux.facts.host_lost(host)
-                case HostBack(_, host, found):
-                    running = {name: f"http://127.0.0.1:{8000 + n}" for n, name in enumerate(found)}
-                    standby = {
-                        name: Evicted(how.level, how.residual, how.host_bytes)
-                        for name, how in found.items()
-                        if how.level
-                    }
-                    self._mux.facts.host_back(
-                        host, {n: u for n, u in running.items() if n not in standby}, standby
-                    )
-                case HostGone(_, host):
-                    self._mux.facts.host_gone(host)
-                case HostDrained(_, host, drained):
-                    self._mux.facts.host_drained(host, drained)
+                case PauseBegun(_, seconds):
+                    self._mux.facts.paused(seconds)
+                case PauseEnded():
+                    self._mux.facts.resumed()
+                case _:
+                    self._tell_of_host(entry)
         except self._errors.MuxError:
             pass
+
+    def _tell_of_host(self, entry):
+        match entry:
+            case HostLost(_, host):
+                self._mux.facts.host_lost(host)
+            case HostBack(_, host, found):
+                running = {name: f"http://127.0.0.1:{8000 + n}" for n, name in enumerate(found)}
+                standby = {
+                    name: Evicted(how.level, how.residual, how.host_bytes)
+                    for name, how in found.items()
+                    if how.level
+                }
+                self._mux.facts.host_back(
+                    host, {n: u for n, u in running.items() if n not in standby}, standby
+                )
+            case HostGone(_, host):
+                self._mux.facts.host_gone(host)
+            case HostDrained(_, host, drained):
+                self._mux.facts.host_drained(host, drained)
 
     def _request(self, request):
         def tend(now):
@@ -231,6 +242,15 @@ def test_the_threads_write_the_log_that_was_simulated(layout, policy):
 def test_they_do_so_too_on_three_hosts_that_are_lost_and_come_back(fleet, policy):
     for seed in seeds(5, of=30):
         config, trace, perform = world_of_hosts(fleet, policy, seed, requests=50)
+        assert differences(config, trace, perform, seed=seed) is None, seed
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fleet", FLEETS)
+def test_they_do_so_too_while_it_is_paused_now_and_then(fleet, policy):
+    for seed in seeds(5, of=30):
+        config, trace, perform = world_of_pauses(fleet, policy, seed, requests=50)
         assert differences(config, trace, perform, seed=seed) is None, seed
 
 

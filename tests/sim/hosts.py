@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import inf
 
 from anvil_mux.config.config import Config
 from anvil_mux.scheduler.host_facts import FoundBackend
-from anvil_mux.sim.simulate import HostBack, HostDrained, HostGone, HostLost
+from anvil_mux.sim.simulate import HostBack, HostDrained, HostGone, HostLost, PauseBegun, PauseEnded
 from tests.sim.test_simulate import Hazards, one, own_settings, random_settings, random_traffic, tick
 
 FLEETS = {
@@ -119,6 +120,30 @@ def drains(draw, end):
         if draw.random() < 0.8:
             yield HostDrained(tick(now + draw.uniform(0.5, 20.0)), host, drained=False)
         now += tick(draw.uniform(1.0, 20.0))
+
+
+def pauses(draw, end):
+    """Pauses of all hosts, some ended by hand and some by themselves; also one that is set anew."""
+    now = tick(draw.uniform(0.0, end))
+    for _ in range(draw.choice((0, 1, 1, 2))):
+        lasts = draw.choice((inf, tick(draw.uniform(0.5, 20.0))))
+        yield PauseBegun(now, lasts)
+        if draw.random() < 0.2:
+            now += tick(draw.uniform(0.5, 10.0))
+            yield PauseBegun(now, tick(draw.uniform(0.5, 20.0)))
+        now += tick(draw.uniform(0.5, 20.0))
+        if lasts == inf or draw.random() < 0.3:
+            yield PauseEnded(now)
+        now += tick(draw.uniform(1.0, 20.0))
+
+
+def world_of_pauses(fleet, policy, seed, requests=80):
+    """The same with pauses, in which requests are refused or wait."""
+    config, trace, engines = world_of_hosts(fleet, policy, seed, requests)
+    draw = random.Random(f"pauses {fleet} {policy} {seed}")
+    trace += pauses(draw, trace[-1].at)
+    trace.sort(key=lambda entry: entry.at)
+    return replace(config, when_paused=draw.choice(("refuse", "wait"))), trace, engines
 
 
 def world_of_hosts(fleet, policy, seed, requests=80):

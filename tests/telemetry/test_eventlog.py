@@ -556,6 +556,7 @@ def test_the_situation_is_told_as_data() -> None:
         },
         "begun": [],
         "pins": {"a": False, "c": True},
+        "paused": False,
     }
     assert led_to([*BUSY, Event(9.0, "evicting", "a", "a")])["begun"] == ["b"]
 
@@ -673,6 +674,8 @@ def test_a_running_program_writes_all_that_happens(tmp_path: Path) -> None:
             assert running.chat(model)[0] == 200
         for what in ("pin", "unpin"):
             assert running.request("POST", f"/models/{what}", {"model": "b"})[0] == 200
+        for what in ("pause", "resume"):
+            assert running.request("POST", f"/{what}", {})[0] == 200
     with serving(file, *flags, state=tmp_path) as running:
         assert running.chat("b")[0] == 200
     runs = read(log)

@@ -1,0 +1,85 @@
+"""A pause outlives the anvil-mux that was paused."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.proxy.pausing import KeptPause
+from anvil_mux.serve.pause_file import PauseFile
+from tests.cli.test_cli import compose, state
+from tests.running import seen, serving
+
+__all__ = ["state"]
+
+
+def test_it_lasts_through_a_restart_and_until_it_is_resumed(tmp_path: Path, state: Path) -> None:
+    file = compose(tmp_path, "a")
+    with serving(file, state=state) as mux:
+        assert mux.chat("a")[0] == 200
+        assert mux.request("POST", "/pause", {})[0] == 200
+        assert (
+            seen(lambda: mux.get("/healthz")["models"]["a"]["state"], lambda now: now == "stopped")
+            == "stopped"
+        )
+    with serving(file, state=state) as mux:
+        status, headers, text = mux.chat("a")
+        assert (status, json.loads(text)["error"]["code"]) == (503, "paused")
+        assert float(headers["retry-after"]) == 60
+        assert "anvil_paused 1.0" in mux.request("GET", "/metrics")[2]
+        assert mux.request("POST", "/resume", {})[0] == 200
+        assert mux.chat("a")[0] == 200
+    with serving(file, state=state) as mux:
+        assert mux.get("/healthz")["paused"] is None
+
+
+def test_one_that_ran_on_meanwhile_is_stopped_by_the_next_start(tmp_path: Path, state: Path) -> None:
+    file = compose(tmp_path, "a")
+    with serving(file, state=state, on_exit="keep") as mux:
+        assert mux.chat("a")[0] == 200
+    folder = next(each.parent for each in state.rglob("learned"))
+    assert PauseFile(folder, print).keep(KeptPause(None))
+    with serving(file, state=state) as mux:
+        assert (
+            seen(lambda: mux.get("/healthz")["models"]["a"]["state"], lambda now: now == "stopped")
+            == "stopped"
+        )
+        mux.tells(r"a: evicting|a: stopped|a: draining \(anvil-mux is paused\)")
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "told"),
+    [
+        ('{"until": null}', math.inf, 0),
+        ('{"until": 1}', None, 0),
+        ('{"until": "soon"}', math.inf, 1),
+        ("{", math.inf, 1),
+        ("[]", math.inf, 1),
+        ("\x00\x00", math.inf, 1),
+    ],
+)
+def test_what_the_file_says(tmp_path: Path, text: str, left: float | None, told: int) -> None:
+    said: list[str] = []
+    (tmp_path / "pause").write_text(text)
+    assert PauseFile(tmp_path, said.append).seconds_left() == left
+    assert len(said) == told
+
+
+def test_an_end_is_a_moment_of_the_wall_clock(tmp_path: Path) -> None:
+    file = PauseFile(tmp_path, print)
+    assert file.keep(KeptPause(time.time() + 1000))
+    left = file.seconds_left()
+    assert left is not None
+    assert 0 < left <= 1000
+    assert file.keep(None)
+    assert file.seconds_left() is None
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert not PauseFile(tmp_path / "none", said.append).keep(KeptPause(None))
+    assert said[0].endswith("so a restart forgets this: No such file or directory")
