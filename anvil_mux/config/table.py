@@ -187,6 +187,9 @@ _ROUTING = shapes.any_of(
     ),
 )
 _SET = shapes.any_of({"type": "object"}, {"type": "string", "pattern": "{"})
+_PRESET = shapes.mapping({"set": _SET, "strip": shapes.listed(shapes.text()), "system": {"type": "string"}})
+_PRESETS = shapes.any_of(shapes.by_name(_PRESET), {"type": "string", "pattern": r"{|\$"})
+_LORAS = shapes.any_of(shapes.by_name(shapes.text()), shapes.listed(shapes.text()))
 
 SECONDS, TEXT, SIZE = settings.SECONDS, settings.TEXT, settings.SIZE
 COUNT = settings.whole_number(1)
@@ -363,11 +366,11 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         "Fields of JSON requests, and what its engine gets for them.",
     ),
     "presets": _live(
-        ValueKind("{name: {set, strip, system}}", read_presets),
+        ValueKind("{name: {set, strip, system}}", read_presets, _PRESETS),
         "More names for the model, each with parameters of its own (see presets.md).",
     ),
     "loras": _at_start(
-        ValueKind("{name: path}, or list of names", read_loras),
+        ValueKind("{name: path}, or list of names", read_loras, _LORAS),
         "LoRA adapters as names of models (see presets.md); those of vLLM's --lora-modules are so anyway.",
     ),
     "upstream": _steers(

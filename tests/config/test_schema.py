@@ -94,6 +94,7 @@ VALUES: list[Any] = [
     ),
     *({}, {"0": None}, {"0": {"vram": "24GiB", "reserve": "1GiB"}}, {"0": {"ram": 1}}, {"gpu-b": None}),
     *({"gpu-b": {"gpus": ["0"], "host_memory": "64GiB"}}, {"zone": "b"}, {"temperature": 0.2, "stop": ["x"]}),
+    *("wait", {"x-think": {"set": {"temperature": 0.2}, "strip": ["n"], "system": "T"}}, {"x-law": "/l"}),
     *({"name": "debounce", "quiet": 2}, {"quiet": 2}, {"default": "mine", "policies": {"mine": {"x": 1}}}),
     *({"mode": "full", "store": "redis://h"}, {"mode": "half"}, {"store": "h:1"}, '{"temperature": 0}'),
     *({"url": "http://x", "on": ["failed"]}, [{"run": ["notify", "x"], "timeout": "5s"}], {"run": "x"}),
@@ -136,6 +137,8 @@ MISTAKES = [
     ("services", "engine", "vlm"),
     ("services", "evict_to", ["nap"]),
     ("services", "set", ["temperature"]),
+    ("services", "presets", {"fast": {"temperature": 0.2}}),
+    ("services", "loras", {"law": ["/law"]}),
     ("services", "upstream", ["docs"]),
     ("services", "pin", 2),
 ]
