@@ -41,7 +41,7 @@ from typing import Any, TypeVar
 ROOT = Path(__file__).resolve().parent.parent.parent
 PORT = 6379
 CLONE_NEWNET = 0x40000000
-START_TIMEOUT = 60.0
+START_TIMEOUT = 150.0
 END_TIMEOUT = 20.0
 RESTART_SECONDS = 1.0
 """Until a host starts Ray again that ended; the units in contrib/ have the same."""

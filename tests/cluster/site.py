@@ -14,7 +14,7 @@ from contextlib import closing
 
 import yaml
 
-from tests.cluster.rig import ROOT
+from tests.cluster.rig import ROOT, wait_for
 from tests.running import Running, seen
 
 PORT = 9292
@@ -170,7 +170,7 @@ class Site:
             hosts = self.ask("GET", "/hosts")[2]["hosts"]
             return next(each["state"] for each in hosts if each["host"] == host)
 
-        assert seen(look, lambda now: now == state) == state
+        wait_for(lambda: look() == state, f"{host} is {state}", self.head.folder / "ray.log")
 
     def serve(self, *words, state=None):
         argv = [sys.executable, "-m", "anvil_mux", "serve", str(self.file)]
