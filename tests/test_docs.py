@@ -36,6 +36,7 @@ def test_the_diagram_is_the_transition_table() -> None:
 
 WITH_EXAMPLES = """
     cluster
+    gpus
     presets
     routing
     sharing

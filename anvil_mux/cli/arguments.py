@@ -82,9 +82,10 @@ def configuration(
     from anvil_mux.config import composefile, config
     from anvil_mux.host import check
 
-    present = {}
+    present: dict[str, config.Gpu] = {}
     for found in check.gpus_here():
-        present[found.id] = present[found.uuid] = config.Gpu(found.id, vram=found.total)
+        gpu = config.Gpu(found.id, vram=found.total, shared=found.shared, file=found.file)
+        present |= dict.fromkeys((found.id, found.uuid, *found.files), gpu)
     return plugins.load(
         files or composefile.find_files(Path.cwd()),
         present=present,

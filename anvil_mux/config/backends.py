@@ -122,8 +122,12 @@ class BackendReader:
         if isinstance(used, list) or service.copies(described) > 1:
             yield from self._replicas(template, described, variables, used)
             return
-        need = count or (used if used is not None else _reserved(described, variables))
-        candidates = self._places.candidates(name, hosts, need, template.vram)
+        others = service.others_gpus(described, variables)
+        if others and hosts is None and not self._places.used_here(name, others):
+            others = None  # the file has other names for what is there
+        need = count or (used if used is not None else others or _reserved(described, variables))
+        vendors = others.vendors if others else ()
+        candidates = self._places.candidates(name, hosts, need, template.vram, vendors)
         if hosts is not None or count is not None or most is not None or len(candidates) > 1:
             self._most[name] = most or 1
         if most is not None and hosts is None and not isinstance(need, int):
@@ -255,8 +259,11 @@ class BackendReader:
         """The containers of a scaled service, each a backend."""
         name, scale = template.name, service.copies(described)
         if not isinstance(used, list):
-            reserved = service.gpus(described, variables) or () if used is None else used
-            each_gpus, gpus = None, self._places.used_here(name, reserved)
+            others = service.others_gpus(described, variables)
+            given = self._places.used_here(name, others) if others else ()
+            reserved = used if used is not None else given or service.gpus(described, variables) or ()
+            vendors = others.vendors if given and others else ()
+            each_gpus, gpus = None, self._places.used_here(name, reserved, vendors)
         else:
             if not self._around.process:
                 self._problems.add(
@@ -320,6 +327,8 @@ class BackendReader:
             return True
         if self._around.process:
             return count is None and candidate.gpus == tuple(map(str, range(need)))
+        if others := service.others_gpus(described, {}):
+            return self._places.used_here(candidate.name, others) == candidate.gpus
         reserved = service.reserved(described)
         return reserved in (None, candidate.gpus) or (
             reserved == service.ALL and candidate.gpus == self._places.all_here
@@ -335,7 +344,8 @@ class BackendReader:
     ) -> tuple[Description, Service]:
         """The description for a candidate, and what the runtimes need of it; of one kind on all hosts."""
         name = template.name
-        place = Place(candidate.gpus, template.port, candidate.alone, bool(candidate.host))
+        files, elsewhere = self._places.files(candidate), bool(candidate.host)
+        place = Place(candidate.gpus, template.port, candidate.alone, elsewhere=elsewhere, files=files)
         if (name, place) not in self._anew:
             image = self._image(name, described)
             made = composing.described_anew(described, place, variables=variables, image=image)

@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from anvil_mux.config import service, settings
 from anvil_mux.config.config import ANY_HOST, HOST_NAME, LOCAL, DeclaredMachine, Gpu, Machine, WantedHosts
+from anvil_mux.config.devices import GivenGpus, of_vendors
 from anvil_mux.config.interpolate import KeyPath
 from anvil_mux.config.problems import Problems
 
 SHOWN = 10
 """How many names a warning shows."""
-Need = str | tuple[str, ...] | int
-"""The GPUs that a service needs: ``service.ALL``, these, or any so many."""
+Need = str | tuple[str, ...] | int | GivenGpus
+"""The GPUs that a service needs: ``service.ALL``, these, any so many, or those given by device files."""
 
 
 class HostChoice(NamedTuple):
@@ -100,13 +101,13 @@ class Places:
         declared = self._machines.get(name, DeclaredMachine()).gpus
         if declared is None:
             return reported and {id: replace(gpu, host=name) for id, gpu in reported.items()}
-        vrams = {id: gpu.vram for id, gpu in (reported or {}).items()}
-        return {gpu.id: Gpu(gpu.id, gpu.vram or vrams.get(gpu.id), gpu.reserve, name) for gpu in declared}
+        known = {gpu.id: (reported or {}).get(gpu.id, Gpu(gpu.id)) for gpu in declared}
+        return {gpu.id: _described(known[gpu.id], gpu, name) for gpu in declared}
 
     def _known(self, gpu: Gpu) -> Gpu:
         """A GPU of this machine under its own id, with its real memory where none is declared."""
         real = self._present.get(gpu.id)
-        return gpu if real is None else Gpu(real.id, gpu.vram or real.vram, gpu.reserve)
+        return gpu if real is None else _described(real, gpu)
 
     def _is_name(self, name: str) -> bool:
         fit = HOST_NAME.fullmatch(name) is not None and name not in (LOCAL, ANY_HOST)
@@ -120,16 +121,24 @@ class Places:
     # Candidates
 
     def candidates(
-        self, name: str, wanted: WantedHosts | None, need: Need, vram: int | None
+        self,
+        name: str,
+        wanted: WantedHosts | None,
+        need: Need,
+        vram: int | None,
+        vendors: Sequence[str] = (),
     ) -> list[HostChoice]:
-        """The candidates of a service; none where its file has a problem, which is noted."""
+        """The candidates of a service; none where its file has a problem, which is noted.
+
+        ``vendors``: those whose GPUs it takes where it names none; (): NVIDIA's, if there are any.
+        """
         if wanted is None:
-            return self._only_here(name, need, vram)
+            return self._only_here(name, need, vram, vendors)
         found: list[HostChoice] = []
         lacking: list[str] = []
         for host in self._matching(wanted, need):
             try:
-                choices = self._choices(host, need, vram)
+                choices = self._choices(host, need, vram, vendors)
             except ValueError as error:
                 lacking.append(f"{host or LOCAL} {error}")
                 continue
@@ -142,11 +151,11 @@ class Places:
             self._problems.warn(_hosts_key(name), f"fits on some hosts only: {_shown(lacking)}")
         return found if found or isinstance(wanted, tuple) else self._nowhere(name, wanted, need)
 
-    def _only_here(self, name: str, need: Need, vram: int | None) -> list[HostChoice]:
+    def _only_here(self, name: str, need: Need, vram: int | None, vendors: Sequence[str]) -> list[HostChoice]:
         if not isinstance(need, int):
-            return [HostChoice(name, "", self.used_here(name, need))]
+            return [HostChoice(name, "", self.used_here(name, need, vendors))]
         try:
-            return _named(name, "", self._choices("", need, vram), need)
+            return _named(name, "", self._choices("", need, vram, vendors), need)
         except ValueError as error:
             self._problems.add(("services", name, "x-anvil", "gpu_count"), f"this machine {error}")
             return []
@@ -167,31 +176,54 @@ class Places:
         known = sorted({*self.cluster, *self._machines})
         return ["", *known] if self.here or not need else known
 
-    def _choices(self, host: str, need: Need, vram: int | None) -> list[tuple[str, ...]]:
+    def _choices(
+        self, host: str, need: Need, vram: int | None, vendors: Sequence[str]
+    ) -> list[tuple[str, ...]]:
         """The choices of GPUs on a host; ValueError says why there is none."""
         known = self._gpus.get(host)
         if not need:
             return [()]
+        if isinstance(need, GivenGpus) and (known is not None or not host):
+            return [self._given(host, need)]
         if known is None and not host and need == service.ALL:
             raise ValueError('has GPUs that are not known: declare them, x-anvil: {gpus: ["0"]}')
         if known is None:
             return [_unknown(need)]
         if isinstance(need, int):
-            return _blocks(known, need, vram)
+            return _blocks({id: known[id] for id in of_vendors(known, vendors)}, need, vram)
         if need == service.ALL and not known:
             raise ValueError("has no GPU")
-        ids = tuple(known) if need == service.ALL else self._ids(host, need)
+        assert not isinstance(need, GivenGpus)
+        ids = tuple(of_vendors(known, vendors)) if need == service.ALL else self._ids(host, need)
         if missing := [id for id in ids if id not in known]:
             raise ValueError(f"has no GPU {', '.join(missing)}; it has {', '.join(known) or 'none'}")
         return [ids]
 
-    def used_here(self, name: str, used: str | tuple[str, ...]) -> tuple[str, ...]:
-        """The GPUs of this machine that a service names."""
+    def _given(self, host: str, given: GivenGpus) -> tuple[str, ...]:
+        """The GPUs of a host that a service is given by device files, of those that may be used."""
+        known = self._gpus.get(host) or {}
+        if not given.ids:
+            return tuple(of_vendors(known, given.vendors))
+        by_file = {gpu.file: id for id, gpu in known.items() if gpu.file}
+        ids = [by_file.get(id, id) for id in (given.ids if host else self._ids("", given.ids))]
+        return tuple(dict.fromkeys(id for id in ids if id in known))
+
+    def files(self, choice: HostChoice) -> tuple[str, ...]:
+        """The device files of the GPUs of a choice; "" for those that have none, or none that is known."""
+        known = self._gpus.get(choice.host) or {}
+        return tuple(known[id].file if id in known else "" for id in choice.gpus)
+
+    def used_here(
+        self, name: str, used: str | tuple[str, ...] | GivenGpus, vendors: Sequence[str] = ()
+    ) -> tuple[str, ...]:
+        """The GPUs of this machine that a service names, or is given."""
+        if isinstance(used, GivenGpus):
+            return self._given("", used)
         if used == service.ALL:
             if not self.here:
                 say = 'say which there are at the top level: x-anvil: {gpus: ["0"]}'
                 self._problems.add(("services", name), f"uses all GPUs; {say}")
-            return self.here
+            return tuple(of_vendors(self.here, vendors))
         ids = self._ids("", used)
         for id in ids:
             if self._declared and id not in self._declared:
@@ -241,6 +273,8 @@ def _unknown(need: Need) -> tuple[str, ...]:
     """The GPUs of a host of which nothing is known."""
     if isinstance(need, int):
         return tuple(str(index) for index in range(need))
+    if isinstance(need, GivenGpus):
+        return (f"{need.vendors[0]}0",)
     return ("0",) if need == service.ALL else tuple(need)
 
 
@@ -254,6 +288,11 @@ def _blocks(known: Mapping[str, Gpu], count: int, vram: int | None) -> list[tupl
     if not fit:
         raise ValueError(f"has no GPU that {settings.gib(vram or 0)} fit")
     return fit
+
+
+def _described(real: Gpu, declared: Gpu, host: str = "") -> Gpu:
+    """A GPU as the file declares it, and as it reports itself where the file does not say."""
+    return replace(real, vram=declared.vram or real.vram, reserve=declared.reserve, host=host)
 
 
 def _too_small(gpu: Gpu, vram: int | None) -> bool:

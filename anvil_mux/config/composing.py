@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from anvil_mux.config import service
+from anvil_mux.config import devices, service
 from anvil_mux.config.composefile import Content
 from anvil_mux.config.config import LABEL
 from anvil_mux.config.service import RawService
@@ -44,6 +44,8 @@ class Place:
     """Whether no other candidate of the service is on the host, so that it may have fixed ports there."""
     elsewhere: bool
     """Whether the host is another than that of the compose file."""
+    files: tuple[str, ...] = ()
+    """The device file of each of the GPUs; "" where it has none, or that is not known."""
 
 
 def described_anew(
@@ -63,7 +65,7 @@ def described_anew(
     if isinstance(deploy := made.get("deploy"), Mapping):
         made["deploy"] = {name: value for name, value in deploy.items() if name != "replicas"}
     if place.gpus:
-        _give(made, described, place.gpus)
+        _give(made, described, place.gpus, place.files)
     if str(described.get("network_mode", "")) != "host":
         made["ports"] = [*_ports(described, place)]
     return made
@@ -98,9 +100,16 @@ def bites(described: RawService, image: str) -> Iterator[str]:
 # GPUs
 
 
-def _give(made: dict[str, Any], described: RawService, gpus: Sequence[str]) -> None:
-    """Have the description reserve these GPUs, in the way that it reserves some; "none" stays none."""
+def _give(made: dict[str, Any], described: RawService, gpus: Sequence[str], files: Sequence[str]) -> None:
+    """Have the description reserve these GPUs, in the way that it reserves some; "none" stays none.
+
+    ``files``: the device files of GPUs of AMD and Intel; "" where that is not known.
+    """
     environment = made["environment"]
+    if service.others_gpus(described, {}):
+        if all(files):
+            made |= devices.narrowed(made, files)
+        return
     if not service.reserves_gpu(described):
         environment |= {name: ",".join(gpus) for name in VISIBLE if name in environment}
         return
@@ -110,11 +119,11 @@ def _give(made: dict[str, Any], described: RawService, gpus: Sequence[str]) -> N
     if made.get("runtime") == "nvidia":
         made.pop("runtime")
     requests = [*service.gpu_requests(described)]
-    devices = made.get("devices") or ()
-    if any(map(service.cdi_gpu, devices)):
+    listed = made.get("devices") or ()
+    if any(map(service.cdi_gpu, listed)):
         named = [f"{service.CDI}={id}" for id in gpus]
-        made["devices"] = [*(each for each in devices if not service.cdi_gpu(each)), *named]
-    if requests or not any(map(service.cdi_gpu, devices)):
+        made["devices"] = [*(each for each in listed if not service.cdi_gpu(each)), *named]
+    if requests or not any(map(service.cdi_gpu, listed)):
         _reserve(made, described, requests, gpus)
 
 
@@ -125,7 +134,7 @@ def _reserve(
     request = {key: first[key] for key in ("driver", "options") if first.get(key)}
     wanted = dict.fromkeys(each for request in requests for each in request.get("capabilities") or ())
     request |= {"device_ids": [*gpus], "capabilities": [*(wanted or ("gpu",))]}
-    others = [device for device in service.devices(described) if not service.is_gpu(device)]
+    others = [device for device in service.reserved_devices(described) if not service.is_gpu(device)]
     deploy = made.get("deploy") or {}
     resources = deploy.get("resources") or {}
     reservations = {**(resources.get("reservations") or {}), "devices": [*others, request]}

@@ -28,7 +28,7 @@ EITHER = "either"
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device slot, real (NVML) or declared. Memory in bytes; ``vram`` None: unknown."""
+    """A device slot, real (as its driver tells) or declared. Memory in bytes; ``vram`` None: unknown."""
 
     id: str
     vram: int | None = None
@@ -36,6 +36,10 @@ class Gpu:
     """Bytes that are never given to a backend."""
     host: str = ""
     """The host that it is in; "": the one that anvil-mux runs on."""
+    shared: int = 0
+    """Bytes of its memory that are host memory as well."""
+    file: str = ""
+    """The device file by which a container is given it; "" for NVIDIA's, and where that is not known."""
 
     @property
     def name(self) -> str:

@@ -18,6 +18,8 @@ from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import Any
 
+from anvil_mux.config import devices
+
 IMAGES: tuple[tuple[str, str], ...] = (
     (r"llama-?cpp-python", "openai"),
     (r"llama\.?-?cpp|llama-server", "llamacpp"),
@@ -208,11 +210,25 @@ def gpus(service: RawService, variables: Mapping[str, str]) -> str | tuple[str, 
 
 def reserves_gpu(service: RawService) -> bool:
     """Whether Docker would give the container any GPU."""
+    return is_nvidia(service) or devices.given(service, {}) is not None
+
+
+def is_nvidia(service: RawService) -> bool:
+    """Whether the service asks Docker for GPUs of NVIDIA."""
     return reserved(service) is not None or service.get("runtime") == "nvidia"
 
 
+def others_gpus(service: RawService, variables: Mapping[str, str]) -> devices.GivenGpus | None:
+    """The GPUs of AMD or Intel that the service is given; None: none, or it asks for NVIDIA's."""
+    found = None if is_nvidia(service) else devices.given(service, variables)
+    is_rocm = found is not None and found.vendors == (devices.AMD,)
+    return found if is_rocm or gpus(service, variables) is None else None
+
+
 def sees_only(gpus: Sequence[str]) -> dict[str, str]:
-    """The variables that show a process these GPUs alone, counted as NVML does."""
+    """The variables that show a process these GPUs alone, counted as the monitoring counts them."""
+    if any(map(devices.vendor_of, gpus)):
+        return devices.sees_only(gpus)
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
 
 
@@ -237,7 +253,7 @@ def counted_gpus(service: RawService, variables: Mapping[str, str]) -> int | Non
 
 def gpu_requests(service: RawService) -> Iterator[Mapping[str, Any]]:
     """The reservations of GPUs, each as {driver, count, device_ids, capabilities}."""
-    for device in devices(service):
+    for device in reserved_devices(service):
         if is_gpu(device):
             yield device
     if service.get("gpus") == ALL:
@@ -249,7 +265,7 @@ def gpu_requests(service: RawService) -> Iterator[Mapping[str, Any]]:
         yield request
 
 
-def devices(service: RawService) -> list[Mapping[str, Any]]:
+def reserved_devices(service: RawService) -> list[Mapping[str, Any]]:
     """The devices that are reserved under deploy."""
     inner: Any = service
     for key in ("deploy", "resources", "reservations"):
@@ -388,8 +404,10 @@ def bites(service: RawService, engine: str, port: int | None, gpus: Sequence[str
             f"stands on GPU {', '.join(gpus)} for us but reserves none, so Docker gives it none; "
             "add `gpus: all` or deploy.resources.reservations.devices, unless it computes on the CPU"
         )
-    elif not gpus:
+    elif not gpus and others_gpus(service, {}) is None:
         yield "has no GPU, so it is never evicted; if it uses one, reserve it or say x-anvil: {gpus: [...]}"
+    if others_gpus(service, {}):
+        yield from devices.bites(service, gpus)
     yield from _unheard(service, engine, port)
     yield from _unpublished(service, port)
 

@@ -40,7 +40,12 @@ class HostGpu(NamedTuple):
     shared: int = 0
     """Bytes of them that are host memory as well."""
     files: tuple[str, ...] = ()
-    """The paths of its device files; a container that is to use it needs the first."""
+    """The paths of its device files."""
+
+    @property
+    def file(self) -> str:
+        """The device file by which a container is given it; "" where it has none."""
+        return next(iter(self.files), "")
 
 
 @dataclass(frozen=True, slots=True)

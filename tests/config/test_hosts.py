@@ -455,7 +455,7 @@ def test_each_has_its_gpus_in_whichever_form_the_service_reserves_them(tmp_path:
         assert "runtime" not in made
         assert ("/dev/fuse" in made.get("devices", ())) == ("/dev/fuse" in form)
     if "options" in form:
-        (device,) = service.devices(made)
+        (device,) = service.reserved_devices(made)
         reserved = {"device_ids": ["1"], "capabilities": ["gpu"]}
         assert device == {"driver": "nvidia", "options": {"a": "b"}, **reserved}
 
