@@ -213,7 +213,7 @@ class TopScreen:
             shown += _hosts_table(state)
         else:
             rows = [_gpu_row(*pair) for pair in state["gpus"].items()]
-            shown += table(("GPU", "STATE", "RESIDENT", ""), rows)
+            shown += table(("GPU", "STATE", "RESIDENT", "MEMORY", "LOAD", ""), rows)
         shown += ["", *models_table(state)]
         if state["queued"]:
             rows = [(f"#{w['ticket']}", w["model"], f"{now - w['since']:.0f} s") for w in state["queued"]]
@@ -222,7 +222,17 @@ class TopScreen:
 
 
 def _gpu_row(gpu: str, about: StatusJson) -> tuple[str, ...]:
-    return gpu, state_cell(about["state"]), ", ".join(about["residents"]), _leaving(about)
+    residents = ", ".join(about["residents"])
+    return gpu, state_cell(about["state"]), residents, *_measured(about), _leaving(about)
+
+
+def _measured(gpu: StatusJson) -> tuple[str, str]:
+    """The memory of a GPU and what it measures of itself, as far as it tells."""
+    used, total, sensors = gpu.get("used"), gpu.get("total"), gpu.get("sensors") or {}
+    memory = f"{used / (1 << 30):.1f} of {gib(total)}" if total and used is not None else ""
+    busy, celsius, watts = (sensors.get(name) for name in ("utilization", "celsius", "watts"))
+    told = ("" if busy is None else f"{busy:.0%}", "" if celsius is None else f"{celsius:.0f} °C")
+    return memory, " ".join(filter(None, (*told, "" if watts is None else f"{watts:.0f} W")))
 
 
 def _leaving(gpu: StatusJson) -> str:

@@ -32,6 +32,8 @@ LOOK_SECONDS = 1.0
 PAUSE_SECONDS = 0.25
 """Seconds between two batches: many events a second are told in groups."""
 BEAT_SECONDS = 15.0
+SENSORS_SECONDS = 5.0
+"""Seconds between two tellings of what GPUs measure, which differs at each look."""
 WAITERS = 50
 """The most waiting requests that are shown of each queue."""
 
@@ -62,7 +64,7 @@ class Page:
         events = [self._event(event) for event in news.events]
         requests = [_request(served) for served in news.requests]
         reply.event(_message("snapshot", {**shown, "events": events, "requests": requests}))
-        beat = time.monotonic()
+        beat = measured = time.monotonic()
         while not self._feed.closed:
             news = self._feed.news(news.place, LOOK_SECONDS)
             reply.stay()
@@ -72,9 +74,10 @@ class Page:
                 requests = [_request(served) for served in news.requests]
                 messages.append(_message("requests", {"requests": requests}))
             picture = self._picture()
-            if _lasting(picture) != _lasting(shown):
+            is_due = time.monotonic() - measured > SENSORS_SECONDS and _sensors(picture) != _sensors(shown)
+            if is_due or _lasting(picture) != _lasting(shown):
                 messages.append(_message("state", picture))
-                shown = picture
+                shown, measured = picture, time.monotonic()
             if not messages and time.monotonic() - beat > BEAT_SECONDS:
                 messages.append(b": nothing new\n\n")
             if messages:
@@ -141,7 +144,12 @@ def _request(served: Served) -> Picture:
     }
 
 
-_FLEETING = re.compile(r"now|since|(age|uptime|state|idle|unload|oldest_wait|retry|lost)_seconds")
+def _sensors(picture: Picture) -> dict[str, Any]:
+    """GPU -> the figures that it measures of itself."""
+    return {gpu: about["sensors"] for gpu, about in picture["gpus"].items()}
+
+
+_FLEETING = re.compile(r"now|since|sensors|(age|uptime|state|idle|unload|oldest_wait|retry|lost)_seconds")
 
 
 def _lasting(picture: Any) -> Any:

@@ -35,6 +35,8 @@ class Placement:
         gpus = [*gpus]
         self.capacity = {gpu.name: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
         self._total = {gpu.name: gpu.vram for gpu in gpus if gpu.vram}
+        self._own = {gpu.name: (gpu.vram or 0) - gpu.shared for gpu in gpus if gpu.shared}
+        """GPU with unified memory -> bytes of it that are no host memory."""
         self._hosts = hosts
         self.others: Mapping[str, int] = {}
         """GPU -> bytes that other processes hold there."""
@@ -57,9 +59,11 @@ class Placement:
             holds[gpu] = backend.vram if backend.vram and whole > 1 else whole
         if slot is None:
             hosts = tuple([self._hosts.get(name) or HostRecord(name) for name in backend.hosts])
-            return Slot(backend, holds, host=GangHosts(hosts) if backend.more else hosts[0])
+            slot = Slot(backend, holds, host=GangHosts(hosts) if backend.more else hosts[0])
+            self._share(slot)
+            return slot
         if slot.backend.ram != backend.ram:
-            slot.ram = backend.ram or 0
+            slot.ram = (backend.ram or 0) + slot.shared
         if slot.backend.pin != backend.pin:
             slot.pinned = backend.pin
         slot.backend, slot.holds, slot.whole = backend, holds, backend.vram is None
@@ -71,6 +75,14 @@ class Placement:
         if slot.backend.vram_measured and held.keys() >= slot.holds.keys():
             slot.holds = {gpu: min(max(held[gpu], 1), self.capacity[gpu]) for gpu in slot.holds}
             slot.whole = False
+        self._share(slot)
+
+    def _share(self, slot: Slot) -> None:
+        """Count what a backend needs of unified memory as host memory too; nothing if that is not known."""
+        needs = slot.held_last if slot.whole else slot.holds
+        slot.share(
+            sum(max(needs.get(gpu, 0) - own, 0) for gpu, own in self._own.items() if gpu in slot.holds)
+        )
 
     def missing(self, target: Slot, without: Collection[Slot] = (), *, runs: bool = False) -> dict[str, int]:
         """GPU -> bytes that must be freed before ``target`` fits; negative: room to spare.

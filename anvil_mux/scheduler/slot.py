@@ -75,8 +75,10 @@ class Slot:
     """Why it leaves for good: the configuration has it no longer, or not as it is."""
     whole: bool = True
     """Whether it needs its GPUs to itself."""
+    shared: int = 0
+    """Bytes of GPU memory that it needs and that are host memory as well, as far as is known."""
     ram: int = 0
-    """Bytes of host memory that it needs while it runs, as far as is known."""
+    """Bytes of host memory that it needs while it runs, as far as is known; with ``shared``."""
     host_bytes: int = 0
     """Bytes of host memory that it keeps while in standby."""
     failed_starts: int = 0
@@ -100,7 +102,7 @@ class Slot:
         self.name, self.model = self.backend.name, self.backend.model
         self.pinned = self.backend.pin
         self.whole = self.backend.vram is None
-        self.ram = self.backend.ram or 0
+        self.ram = self.least_ram
 
     def enter(self, what: str, now: float) -> None:
         """Go to the state that ``what`` leads to; ValueError, and no change, if that cannot happen to it."""
@@ -110,9 +112,19 @@ class Slot:
             raise ValueError(f"{self.name} is {self.state}: `{what}` cannot happen to it") from None
         self.since = now
         if self.state == "stopped":
-            self.ram = self.backend.ram or 0  # what it had pinned is gone
+            self.ram = self.least_ram  # what it had pinned is gone
 
     # What it holds, and how long it may stay
+
+    @property
+    def least_ram(self) -> int:
+        """Bytes of host memory that it needs in any case; on unified memory GPU memory is a part of them."""
+        return (self.backend.ram or 0) + self.shared
+
+    def share(self, shared: int) -> None:
+        """Note how much of its GPU memory is host memory as well."""
+        self.ram += shared - self.shared
+        self.shared = shared
 
     @property
     def serves(self) -> bool:
@@ -180,7 +192,7 @@ class Slot:
         self.retry_at = min(self.retry_at, now)  # a stop that failed while it was in standby is settled
         self.level = "stop"
         if way == "stop":
-            self.ram = self.backend.ram or 0
+            self.ram = self.least_ram
 
     def note_load_failed(self, now: float, error: str, log: tuple[str, ...]) -> None:
         """The backend did not become ready, and may not be loaded again before its cool-down ends."""

@@ -114,7 +114,7 @@ class HostMemory:
 
     def never_fits(self, target: Slot) -> str:
         """Why ``target`` could not run even alone; "" if it could."""
-        need = target.backend.ram or 0  # what it has pinned since then goes with a stop
+        need = target.least_ram  # what it has pinned since then goes with a stop
         if self.budget is None or need <= self.budget:
             return ""
         return f"it needs {gib(need)} of host memory; engines may have {gib(self.budget)}"
@@ -239,7 +239,7 @@ class HostMemory:
         last = self._footprints.in_standby(slot.name, way)
         if last and last.host_bytes:
             return last.host_bytes
-        return slot.ram + (sum(slot.holds.values()) if way in KEEPS_WEIGHTS else 0)
+        return slot.ram - slot.shared + (sum(slot.holds.values()) if way in KEEPS_WEIGHTS else 0)
 
 
 def _insists_on(slot: Slot) -> int:

@@ -694,7 +694,7 @@ class _Checker:
                 continue
             there = self._on_host[host]
             runs = [n for n in there if n == event.backend or self._backends[n].state in HOLDING]
-            ram = sum(self._slots[name].backend.ram or 0 for name in runs)
+            ram = sum(self._slots[name].least_ram for name in runs)
             self._claim(ram <= budget, event, "what runs needs more host memory than there is")
 
     def _others_like(self, backend: str) -> int:

@@ -71,15 +71,23 @@ def of_gpus(status: Status, sight: Sight) -> Iterator[Metric]:
     )
     seen = {gpu.gpu: sight.get(gpu.gpu, Seen()) for gpu in gpus}
     total = {gpu.gpu: gpu.total if seen[gpu.gpu].total is None else seen[gpu.gpu].total for gpu in gpus}
-    yield _bytes("anvil_gpu_memory_total_bytes", "Memory of the GPU, where it is known.", total)
+    yield _by_gpu("anvil_gpu_memory_total_bytes", "Memory of the GPU, where it is known.", total)
     used = {gpu: each.used for gpu, each in seen.items()}
-    yield _bytes("anvil_gpu_memory_used_bytes", "What is used of it, by anybody.", used)
+    yield _by_gpu("anvil_gpu_memory_used_bytes", "What is used of it, by anybody.", used)
     reserve = {gpu.gpu: gpu.reserve for gpu in gpus}
-    yield _bytes("anvil_gpu_memory_reserve_bytes", "What no backend is given of it.", reserve)
+    yield _by_gpu("anvil_gpu_memory_reserve_bytes", "What no backend is given of it.", reserve)
     foreign = {gpu: sum(s.used or 0 for s in each.others) for gpu, each in seen.items() if gpu in sight}
-    yield _bytes("anvil_gpu_memory_other_bytes", "What other processes hold.", foreign)
+    yield _by_gpu("anvil_gpu_memory_other_bytes", "What other processes hold.", foreign)
     kept = {gpu.gpu: sum(amount for _, amount in gpu.residuals) for gpu in gpus}
-    yield _bytes("anvil_gpu_memory_residual_bytes", "What backends in standby still hold.", kept)
+    yield _by_gpu("anvil_gpu_memory_residual_bytes", "What backends in standby still hold.", kept)
+    sensors = {gpu: each.sensors for gpu, each in seen.items()}
+    busy = {gpu: each.utilization for gpu, each in sensors.items()}
+    text = "The share of the last moment in which the GPU computed, where it tells."
+    yield _by_gpu("anvil_gpu_utilization_ratio", text, busy)
+    heat = {gpu: each.celsius for gpu, each in sensors.items()}
+    yield _by_gpu("anvil_gpu_temperature_celsius", "How hot the GPU is, where it tells.", heat)
+    power = {gpu: each.watts for gpu, each in sensors.items()}
+    yield _by_gpu("anvil_gpu_power_watts", "The power that the GPU takes, where it tells.", power)
 
 
 def of_pause(status: Status) -> Iterator[Metric]:
@@ -131,7 +139,7 @@ def of_footprints(footprints: Iterable[Footprint]) -> Iterator[Metric]:
     yield _gauge("anvil_backend_host_bytes", text, "backend way", host)
 
 
-def _bytes(name: str, text: str, values: Mapping[str, int | None]) -> Metric:
+def _by_gpu(name: str, text: str, values: Mapping[str, float | None]) -> Metric:
     """A gauge by GPU, without those of which it is not known."""
     return _gauge(name, text, "gpu", {(gpu,): float(n) for gpu, n in values.items() if n is not None})
 

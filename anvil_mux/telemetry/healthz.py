@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-from anvil_mux.host.seam import OtherProcess, Seen
+from anvil_mux.host.seam import OtherProcess, Seen, Sensors
 from anvil_mux.routing import in_flight
 from anvil_mux.scheduler.causes import sentence, to_json
 from anvil_mux.scheduler.hosts import LOCAL
@@ -181,12 +181,20 @@ def gpu_state(gpu: GpuState, seen: Seen) -> dict[str, object]:
         "used": seen.used,
         "total": gpu.total if seen.total is None else seen.total,
         "reserve": gpu.reserve,
+        "sensors": _sensors(seen.sensors),
         "users": dict(seen.users),
         "others": [_other_process(each) for each in seen.others],
         "residuals": dict(gpu.residuals),
         "reserved_for": list(gpu.reserved_for),
         **_place(gpu.host),
     }
+
+
+def _sensors(sensors: Sensors) -> dict[str, float | None]:
+    """The figures as far as people read them, so that they are not other ones all the time."""
+    places = {"utilization": 2, "celsius": 0, "watts": 0}
+    found = {name: getattr(sensors, name) for name in places}
+    return {name: None if n is None else round(n, places[name]) for name, n in found.items()}
 
 
 def _other_process(other_process: OtherProcess) -> dict[str, object]:

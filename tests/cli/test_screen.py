@@ -158,10 +158,23 @@ def test_of_many_hosts_the_screen_shows_those_that_are_not_here_and_counts_other
     assert table[15] == "and 15 more hosts: 30 free"
 
 
+def test_a_gpu_is_shown_with_its_memory_and_what_it_measures() -> None:
+    sensors = {"utilization": 0.874, "celsius": 61.0, "watts": 213.0}
+    told = {"used": 20 << 30, "total": 24 << 30, "sensors": sensors}
+    quiet = {"utilization": None, "celsius": 40.0, "watts": None}
+    free = {"state": "free", "residents": [], "draining": None}
+    gpus = {"0": {**free, **told}, "amd0": {**free, "used": None, "total": 8 << 30, "sensors": quiet}}
+    picture = TopScreen()
+    picture.take("snapshot", state(gpus=gpus, events=[]))
+    first, second = [line for line in picture.lines(0.0) if line.startswith(("0 ", "amd0 "))]
+    assert first.endswith("20.0 of 24.0 GiB  87% 61 °C 213 W")
+    assert second.split() == ["amd0", "free", "40", "°C"]
+
+
 def test_a_screen_without_gpus_has_a_table_without_rows() -> None:
     picture = TopScreen()
     picture.take("snapshot", state(gpus={}, events=[]))
-    assert "GPU  STATE  RESIDENT" in picture.lines(0.0)
+    assert "GPU  STATE  RESIDENT  MEMORY  LOAD" in picture.lines(0.0)
 
 
 def test_an_event_names_the_host_of_its_backend() -> None:

@@ -15,7 +15,7 @@ import pytest
 from anvil_mux import __version__
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.errors import LoadError
-from anvil_mux.host.seam import Evicted, OtherProcess, Seen
+from anvil_mux.host.seam import Evicted, OtherProcess, Seen, Sensors
 from anvil_mux.proxy import client, server
 from anvil_mux.proxy.affinity import CPUs
 from anvil_mux.scheduler.policies import Decision, Snapshot, Stay, SwapTo
@@ -451,9 +451,11 @@ def test_healthz_shows_who_uses_a_gpu(make_rig: Callable[..., Rig]) -> None:
     gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
     assert (gpu["used"], gpu["total"], gpu["reserve"], gpu["others"]) == (None, 24, 2, [])
     other_process = OtherProcess("0", 41, 5, "python3", "f00")
-    rig.handler.probes.sight = lambda: {"0": Seen(20, 25, {"a": 11}, (other_process,))}
+    sensors = Sensors(0.8749, 61.3)
+    rig.handler.probes.sight = lambda: {"0": Seen(20, 25, {"a": 11}, (other_process,), sensors)}
     gpu = json.loads(rig.client().get(b"/healthz").body)["gpus"]["0"]
     assert (gpu["used"], gpu["total"], gpu["users"]) == (20, 25, {"a": 11})
+    assert gpu["sensors"] == {"utilization": 0.87, "celsius": 61, "watts": None}
     assert gpu["others"] == [{"pid": 41, "name": "python3", "bytes": 5, "container": "f00"}]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from anvil_mux.host.seam import Seen, Sensors
 from anvil_mux.proxy import page
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import Event
@@ -104,6 +105,17 @@ def test_the_state_is_told_only_when_it_has_changed(rig: Rig, monkeypatch: pytes
     assert busy["models"]["a"]["state"] == "ready"
     asked.send(JSON_OK)
     watcher.until("state", lambda state: state["leases"] == 0)
+
+
+def test_what_gpus_measure_is_told_now_and_then(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "BEAT_SECONDS", 0.0)
+    watcher = Watcher(rig.client())
+    assert watcher.message().startswith("event: snapshot")
+    rig.handler.probes.sight = lambda: {"0": Seen(sensors=Sensors(celsius=61.0))}
+    assert [watcher.message() for _ in range(3)] == [": nothing new"] * 3
+    monkeypatch.setattr(page, "SENSORS_SECONDS", 0.0)
+    hot = watcher.until("state")
+    assert hot["gpus"]["0"]["sensors"]["celsius"] == 61
 
 
 def test_what_ticks_is_no_news() -> None:

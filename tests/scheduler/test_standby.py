@@ -764,3 +764,58 @@ def test_an_engine_that_runs_beside_other_processes_is_adopted(fields):
     driver.core.slots["a"].held_last = {"0": 20}
     driver.core.memory_seen({"0": 5})
     assert driver.core.adopt("a", 2.0)
+
+
+# Unified memory
+
+
+def unified(*backends, own=0, budget=108):
+    """A host with 120 of memory, in which its GPU computes, beside what the GPU has of its ``own``."""
+    gpu = Gpu("0", vram=120 + own, shared=120)
+    return Driver(*backends, gpus=(gpu,), host_memory=budget)
+
+
+def test_memory_that_is_the_gpus_and_the_hosts_counts_once():
+    a, b = backend("a", vram=60, ram=10), backend("b", vram=45)
+    driver = unified(a, b).with_resident("a")
+    assert driver.core.slots["a"].ram == 70
+    driver.request("b", 1.0)
+    assert driver.steps(1.0) == ["evict a"]  # 70 and 45 are more than 108
+    driver.core.evicted("a", 2.0)
+    assert driver.steps(2.0) == ["load b"]
+    driver.core.loaded("b", 3.0)
+    driver.sound()
+
+
+def test_models_whose_memory_fits_stay_side_by_side_on_unified_memory():
+    driver = unified(backend("a", vram=60, ram=3), backend("b", vram=45)).with_resident("a")
+    driver.request("b", 1.0)
+    assert driver.steps(1.0) == ["load b"]
+
+
+def test_what_a_gpu_has_of_its_own_is_no_host_memory():
+    driver = unified(backend("a", vram=150), own=96)
+    assert driver.core.slots["a"].ram == 150 - 96
+    driver.request("a", 1.0)
+    assert driver.steps(1.0) == ["load a"]
+
+
+def test_what_is_too_large_for_the_host_is_refused_at_once_on_unified_memory():
+    driver = unified(backend("a", vram=110))
+    assert isinstance(driver.request("a", 1.0).error, DoesNotFit)
+
+
+def test_of_a_model_that_takes_the_gpu_whole_what_it_held_is_host_memory():
+    driver = unified(backend("a"), backend("b")).with_resident("a")
+    assert driver.core.slots["a"].ram == 0
+    driver.core.unload("a", 1.0)
+    driver.steps(1.0)
+    driver.core.evicted("a", 2.0, freed={"0": 70})
+    assert driver.core.slots["a"].ram == 70
+    assert driver.with_resident("a", 3.0)
+    driver.sound()
+
+
+def test_weights_that_sleep_on_unified_memory_count_once():
+    driver = unified(backend("a", vram=60, ram=10, evict_to=("sleep", "stop"))).with_resident("a")
+    assert driver.core.state.memory._kept_on(driver.core.slots["a"], "sleep") == 70

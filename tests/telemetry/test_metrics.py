@@ -9,7 +9,7 @@ import pytest
 
 from anvil_mux.config.config import Backend, Config, Gpu
 from anvil_mux.config.presets import Preset
-from anvil_mux.host.seam import OtherProcess, Seen
+from anvil_mux.host.seam import OtherProcess, Seen, Sensors
 from anvil_mux.protocol import api
 from anvil_mux.routing.in_flight import EngineFigures, EngineLoad
 from anvil_mux.scheduler.causes import Cause, Kind
@@ -587,11 +587,13 @@ def test_gpus_are_shown_with_who_uses_them() -> None:
         GpuState("1", (), "stopped", "", 0, 0.0, reserved_for=("both",)),
     )
     others = (OtherProcess("0", 41, 5), OtherProcess("0", 42, None))
-    sight = {"0": Seen(20, 25, {"a": 11}, others)}
+    sight = {"0": Seen(20, 25, {"a": 11}, others, Sensors(0.43, 61.0))}
     seen = Metrics(CONFIG, lambda: Status(0.0, (), gpus, 0, 0), sight=lambda: sight)
     names = ("total", "used", "reserve", "other", "residual")
     shown = [value(seen, f"anvil_gpu_memory_{name}_bytes", gpu="0") for name in names]
     assert shown == [25, 20, 2, 5, 4]
+    measured = "utilization_ratio", "temperature_celsius", "power_watts"
+    assert [value(seen, f"anvil_gpu_{name}", gpu="0") for name in measured] == [0.43, 61, None]
     unseen = [value(seen, f"anvil_gpu_memory_{name}_bytes", gpu="1") for name in names]
     assert unseen == [None, None, 0, None, 0]
     assert [value(seen, "anvil_gpu_residents", gpu=gpu) for gpu in "01"] == [1, 0]
