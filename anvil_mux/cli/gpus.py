@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from anvil_mux.config.config import Config
+from anvil_mux.config.settings import gib
+from anvil_mux.host.check import VendorGpus
+from anvil_mux.host.seam import HostGpu
 from anvil_mux.scheduler.footprint import to_declare
 from anvil_mux.serve.learned import Known
+
+
+def as_json(found: Sequence[VendorGpus]) -> list[dict[str, Any]]:
+    """The GPUs of this machine, vendor by vendor."""
+    return [
+        {"vendor": vendor, "gpus": [each._asdict() for each in gpus], "note": note}
+        for vendor, gpus, note in found
+    ]
+
+
+def lines(found: Sequence[VendorGpus]) -> Iterator[str]:
+    """Yield a line for each vendor of which there are GPUs, or one that says why there are none."""
+    if not any(each.gpus for each in found):
+        yield "no GPU is found here: " + "; ".join(f"{each.vendor}: {each.note}" for each in found)
+    for vendor, gpus, note in found:
+        if gpus:
+            shown = ", ".join(map(_shown, gpus))
+            yield f"{vendor}: {shown}" + (f" ({note})" if note else "")
+
+
+def _shown(gpu: HostGpu) -> str:
+    name = f"{gpu.id} {gpu.name}".strip()
+    if gpu.total is None:
+        return f'{name} of a size that it does not tell (declare it: gpus: {{"{gpu.id}": {{vram: ...}}}})'
+    shared = f", {gib(gpu.shared)} of it host memory" if gpu.shared else ""
+    return f"{name} {gib(gpu.total)}{shared}"
 
 
 def vram_to_declare(config: Config, known: Known) -> Iterator[str]:

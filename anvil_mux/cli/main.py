@@ -315,7 +315,7 @@ def _check(given: argparse.Namespace) -> int:
     warnings = [*config.warnings, *_slow_loads(config, known), *_missing_images(config)]
     warnings += check.missing_rights(HostConfig.of(config))
     warnings += filter(None, [open_address(config, keyring)])
-    hints = [*gpus.vram_to_declare(config, known)]
+    hints, found = [*gpus.vram_to_declare(config, known)], check.gpus_by_vendor()
     seen = _check_hosts(config, cluster) if cluster else []
     warnings += [f"host {host['host']}: {why}" for host in seen for why in host["missing"]]
     rows: list[tuple[str, ...]] = [_backend_row(config, backend) for backend in config.backends]
@@ -334,6 +334,7 @@ def _check(given: argparse.Namespace) -> int:
         ]
         listen = f"{config.host}:{config.port}"
         told = {"listen": listen, "models": models, "problems": [], "warnings": warnings, "hints": hints}
+        told["gpus"] = gpus.as_json(found)
         print_json({**told, **({"hosts": seen} if cluster else {})})
         return 0
     if cluster:
@@ -342,8 +343,8 @@ def _check(given: argparse.Namespace) -> int:
     print_table([key.upper() for key in keys], rows)
     for warning in warnings:
         say(f"warning: {warning}")
-    for hint in hints:
-        say(f"hint: {hint}")
+    for line in [*(f"hint: {hint}" for hint in hints), *gpus.lines(found)]:
+        say(line)
     counts = f"{counted(rows, 'backend')}, {counted(warnings, 'warning')}"
     say(f"{counts}; will listen on {config.host}:{config.port}")
     return 0

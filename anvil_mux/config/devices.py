@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-RawService = Mapping[str, Any]
-
 AMD, INTEL = "amd", "intel"
 KFD, DRI, CDI = "/dev/kfd", "/dev/dri", "amd.com/gpu"
 NODE = re.compile(r"/dev/dri/((card|renderD)\d+|by-path/.+)")
@@ -46,7 +44,7 @@ def of_vendors(ids: Iterable[str], vendors: Sequence[str]) -> list[str]:
     return [id for id in known if not vendor_of(id)] or known
 
 
-def given(service: RawService, variables: Mapping[str, str]) -> GivenGpus | None:
+def given(service: Mapping[str, Any], variables: Mapping[str, str]) -> GivenGpus | None:
     """The GPUs that a service is given by device files, AMD's runtime or CDI; None: it is given none so.
 
     ``variables`` is its environment.
@@ -73,7 +71,7 @@ def _numbered(numbers: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"{AMD}{each}" for each in found) if found and all(map(str.isdigit, found)) else ()
 
 
-def narrowed(service: RawService, files: Sequence[str]) -> dict[str, Any]:
+def narrowed(service: Mapping[str, Any], files: Sequence[str]) -> dict[str, Any]:
     """The service's devices and variables if it is given these files of GPUs in place of all."""
     devices = [each for each in service.get("devices") or () if not _is_gpu(each)]
     kept = {n: value for n, value in (service.get("environment") or {}).items() if n not in NARROWING}
@@ -86,7 +84,7 @@ def sees_only(gpus: Sequence[str]) -> dict[str, str]:
     return {NARROWING[0]: ",".join(numbers)} if numbers else {}
 
 
-def bites(service: RawService, gpus: Sequence[str]) -> Iterator[str]:
+def bites(service: Mapping[str, Any], gpus: Sequence[str]) -> Iterator[str]:
     """Warnings of what a service lacks that is given GPUs by device files, with remedies."""
     found = given(service, {})
     if found is None:
@@ -107,7 +105,7 @@ def _is_gpu(device: Any) -> bool:
     return path == DRI or NODE.fullmatch(path) is not None
 
 
-def _sources(service: RawService) -> Iterator[str]:
+def _sources(service: Mapping[str, Any]) -> Iterator[str]:
     """The paths on the host of a service's devices."""
     devices = service.get("devices")
     yield from map(_source, devices if isinstance(devices, list) else ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from anvil_mux.errors import MuxError
 from anvil_mux.host.seam import HostConfig, HostGpu
@@ -20,6 +21,30 @@ def gpus_here() -> tuple[HostGpu, ...]:
     from anvil_mux.host import gpu
 
     return gpu.listed(gpu.probe())
+
+
+class VendorGpus(NamedTuple):
+    """The GPUs of one vendor in this machine."""
+
+    vendor: str
+    gpus: tuple[HostGpu, ...]
+    note: str
+    """Why there are none, or what is to be known of those that there are."""
+
+
+def gpus_by_vendor() -> list[VendorGpus]:
+    """Look at the GPUs of this machine, vendor by vendor."""
+    from anvil_mux.host import drm, drm_clients, gpu, nvml
+
+    nvidias, others = nvml.probe(), gpu.listed(cards := drm.probe())
+    driver = nvidias.driver and f"driver {nvidias.driver}"
+    found = [VendorGpus("NVIDIA", gpu.listed(nvidias), nvidias.why_none or driver)]
+    for vendor, name in drm.NAMES.items():
+        own = tuple(each for each in others if each.id.startswith(vendor))
+        unseen = bool(own) and not drm_clients.clients()[1]
+        note = "who uses them is known of your own processes alone, as not root" if unseen else ""
+        found.append(VendorGpus(name, own, note if own else cards.why_none or "no card in /sys/class/drm"))
+    return found
 
 
 def why_not_checkpoint(gpus: Sequence[str], insist: bool) -> str | None:

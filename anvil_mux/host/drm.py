@@ -27,6 +27,7 @@ from anvil_mux.host.seam import Sensors
 SYS, PROC = Path("/sys"), Path("/proc")
 VENDORS = {"amdgpu": "amd", "i915": "intel", "xe": "intel"}
 """Driver -> the vendor whose GPUs it drives, as their ids begin."""
+NAMES = {"amd": "AMD", "intel": "Intel"}
 INTEGRATED = "0000:00:02.0"
 """The address at which Intel's processors have their own GPU."""
 ON_CARD, IN_HOST = r"(vram|local)\d*", r"(system|gtt)\d*"
@@ -83,7 +84,7 @@ def probe(sys: Path = SYS, proc: Path = PROC, *, sensors: bool = False) -> Gpus:
             Reading(
                 id=f"{vendor}{numbers[vendor]}",
                 uuid=card.address,
-                name=_read(card.folder / "product_name") or f"{vendor.upper()} {card.device}",
+                name=_read(card.folder / "product_name") or f"{NAMES[vendor]} {card.device}",
                 total=memory.total,
                 used=used,
                 processes=tuple((pid, amount) for pid, amount in held.items() if amount),
