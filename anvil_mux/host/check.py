@@ -42,7 +42,7 @@ def gpus_by_vendor() -> list[VendorGpus]:
     for vendor, name in drm.NAMES.items():
         own = tuple(each for each in others if each.id.startswith(vendor))
         unseen = bool(own) and not drm_clients.clients()[1]
-        note = "who uses them is known of your own processes alone, as not root" if unseen else ""
+        note = "who holds their memory is known in part: root alone sees all processes" if unseen else ""
         found.append(VendorGpus(name, own, note if own else cards.why_none or "no card in /sys/class/drm"))
     return found
 

@@ -1,4 +1,4 @@
-"""A running anvil-mux with a stand-in for NVML: who holds what is seen, measured and remembered."""
+"""A running anvil-mux whose GPUs are stand-ins: who holds what is seen, measured and remembered."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cli.test_cli import compose, engine_pid
+import yaml
+
+from tests.cli.test_cli import compose, engine_pid, is_alive
+from tests.host.trees import plant
 from tests.running import serving
 
 GIB = 1 << 30
@@ -99,3 +102,46 @@ def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(t
     [kept] = tmp_path.rglob("learned")
     [footprint] = json.loads(kept.read_text())["footprints"]
     assert (footprint["backend"], footprint["held"]) == ("a", {"0": 5 * GIB})
+
+
+OUR_TREE = """
+import os
+from pathlib import Path
+from anvil_mux.host import drm
+
+drm.probe.__defaults__ = Path(os.environ["GPU_TREE"]), Path("/proc")
+"""
+
+
+def test_a_card_of_amd_is_watched_by_the_kernels_files(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(OUR_TREE)
+    sys, _ = plant("radeon", tmp_path / "tree")
+    kfd, used = sys / "class/kfd/kfd/proc", sys / "class/drm/card1/device/mem_info_vram_used"
+    for each in kfd.glob("*"):
+        each.rename(tmp_path / each.name)
+    file = compose(tmp_path)
+    config = yaml.safe_load(file.read_text())
+    for service in config["services"].values():
+        service |= {"devices": ["/dev/kfd", "/dev/dri/renderD128"], "x-anvil": {}}
+    file.write_text(yaml.safe_dump(config))
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environ = {"PYTHONPATH": paths, "GPU_TREE": str(sys), "NVIDIA_VISIBLE_DEVICES": "all"}
+    with serving(file, "--policy", "eager", state=tmp_path, environ=environ) as mux:
+
+        def gpu() -> dict[str, Any]:
+            return mux.get("/healthz")["gpus"]["amd1"]  # type: ignore[no-any-return]
+
+        assert mux.chat("a")[0] == 200
+        engine = engine_pid(tmp_path, "a")
+        for pid, amount in ((os.getpid(), GIB), (engine, 9 * GIB)):
+            (kfd / str(pid)).mkdir()
+            (kfd / str(pid) / "vram_30381").write_text(str(amount))
+        eventually(lambda: gpu()["users"] == {"a": 9 * GIB})
+        assert [(each["pid"], each["bytes"]) for each in gpu()["others"]] == [(os.getpid(), GIB)]
+        assert gpu()["sensors"] == {"utilization": 0.87, "celsius": 61, "watts": 213}
+        assert mux.request("POST", "/models/unload", {"model": "a"})[0] == 200
+        eventually(lambda: not is_alive(engine))
+        (kfd / str(engine)).rename(tmp_path / "ended")
+        used.write_text(str(GIB))
+        measured = 'anvil_backend_memory_bytes{backend="a",gpu="amd1"} 9.663676416e+09'
+        eventually(lambda: measured in mux.request("GET", "/metrics")[2])
