@@ -445,6 +445,19 @@ def test_memory_that_nobody_reads_is_not_shown_as_free(page: Chromium) -> None:
     assert page.ask(f"{shown}.querySelector('.bar').hidden")
 
 
+def test_what_a_gpu_measures_and_what_memory_to_declare_is_told(page: Chromium) -> None:
+    page.ask(
+        "source.close(), state.gpus[0].sensors = {utilization: 0.87, celsius: 61, watts: null}, "
+        "state.models.a.backends.a.vram_to_declare = '18.4GiB', show(), null"
+    )
+    assert (
+        page.ask("document.getElementById('gpus').querySelector('.note').textContent") == "87 % busy, 61 °C"
+    )
+    hint = "declare vram: 18.4GiB, and others may be loaded beside it"
+    assert page.ask(f"{row('a')}.textContent.includes({hint!r})")
+    assert not page.ask(f"{row('slow')}.innerText.includes('declare')")
+
+
 def test_a_reload_is_told_and_so_is_one_that_was_refused(tmp_path: Path, browser: Chromium) -> None:
     health = "document.getElementById('health').textContent"
     file = compose(tmp_path, "a")
