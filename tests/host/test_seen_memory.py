@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from tests.cli.test_cli import compose, engine_pid, is_alive
-from tests.host.trees import plant
+from tests.host.trees import instead, plant
 from tests.running import serving
 
 GIB = 1 << 30
@@ -104,17 +104,7 @@ def test_who_holds_gpu_memory_is_seen_and_what_an_eviction_frees_is_remembered(t
     assert (footprint["backend"], footprint["held"]) == ("a", {"0": 5 * GIB})
 
 
-OUR_TREE = """
-import os
-from pathlib import Path
-from anvil_mux.host import drm
-
-drm.probe.__defaults__ = Path(os.environ["GPU_TREE"]), Path("/proc")
-"""
-
-
 def test_a_card_of_amd_is_watched_by_the_kernels_files(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(OUR_TREE)
     sys, _ = plant("radeon", tmp_path / "tree")
     kfd, used = sys / "class/kfd/kfd/proc", sys / "class/drm/card1/device/mem_info_vram_used"
     for each in kfd.glob("*"):
@@ -124,8 +114,7 @@ def test_a_card_of_amd_is_watched_by_the_kernels_files(tmp_path: Path) -> None:
     for service in config["services"].values():
         service |= {"devices": ["/dev/kfd", "/dev/dri/renderD128"], "x-anvil": {}}
     file.write_text(yaml.safe_dump(config))
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environ = {"PYTHONPATH": paths, "GPU_TREE": str(sys), "NVIDIA_VISIBLE_DEVICES": "all"}
+    environ = instead(sys, tmp_path)
     with serving(file, "--policy", "eager", state=tmp_path, environ=environ) as mux:
 
         def gpu() -> dict[str, Any]:

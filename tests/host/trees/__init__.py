@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 HERE = Path(__file__).parent
+INSTEAD = """
+import os
+from pathlib import Path
+from anvil_mux.host import drm
+
+drm.probe.__defaults__ = Path(os.environ["GPU_TREE"]), Path("/proc")
+"""
+
+
+def instead(sys: Path, folder: Path) -> dict[str, str]:
+    """The variables with which a program finds this /sys instead of the machine's; it uses ``folder``."""
+    (folder / "sitecustomize.py").write_text(INSTEAD)
+    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": paths, "GPU_TREE": str(sys), "NVIDIA_VISIBLE_DEVICES": "all"}
 
 
 def plant(name: str, folder: Path) -> tuple[Path, Path]:
