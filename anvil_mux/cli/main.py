@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anvil_mux import __version__
-from anvil_mux.cli import asking, hosts, pausing, studying
+from anvil_mux.cli import asking, hosts, pausing, studying, usage
 from anvil_mux.cli.arguments import (
     add_cluster,
     add_files,
@@ -662,6 +662,7 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
         hosts.run,
         hosts.add_arguments,
     ),
+    "usage": ("Show what each API key has used of each model", usage.run, usage.add_arguments),
     "reload": ("Put the compose files into effect as they are now", asking.reload, asking.add_address),
     "logs": ("Show the last lines that a model's engine printed", _logs, _add_logs),
     "simulate": ("Run traffic under each policy in virtual time", studying.run, studying.add_arguments),

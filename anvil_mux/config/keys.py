@@ -5,7 +5,7 @@ separated by ``;``), with what it may do behind it:
 
     KEY                          everything
     KEY models=a,b               these models, their lists, nothing else; models=* for all
-    KEY models=a state           also the status page, /healthz and /metrics
+    KEY models=a state           also the status page, /healthz, /metrics and /usage
     KEY name=alice models=* admin
     KEY models=* requests=8 waiting=2      at most 8 at once, of which at most 2 wait for a model
 
@@ -30,6 +30,9 @@ SHORTEST = 8
 FIELDS = (b"authorization", b"x-api-key", b"api-key")
 """The header fields in which clients show their keys; no engine sees these."""
 
+UNNAMED = "unnamed"
+"""The name of keys that are given none: their usage is counted together."""
+
 _PLAIN = re.compile(r"[!-+\--:<-~]+")
 """The pattern for keys: printable, without comma and semicolon, which people separate keys by."""
 _COUNT = re.compile(r"[1-9][0-9]{0,5}")
@@ -41,7 +44,8 @@ class Key:
     """One API key and its rights."""
 
     digest: bytes
-    name: str = ""
+    name: str = UNNAMED
+    """The name by which its usage is counted, together with that of others of the same name."""
     models: frozenset[str] | None = None
     """Ids or aliases of the models that it may use; None: all."""
     state: bool = True
@@ -125,7 +129,7 @@ def _read(line: str) -> Iterator[Key]:
                 )
     everything = not flags
     admin = everything or "admin" in flags
-    yield Key(digest, name, models, admin or "state" in flags, admin, **limits)
+    yield Key(digest, name or UNNAMED, models, admin or "state" in flags, admin, **limits)
 
 
 def _digest(word: str) -> bytes:

@@ -73,6 +73,12 @@ class Lease:
         choice, tokens = self.ticket.choice, self.ticket.work.tokens
         return choice.hit_tokens / tokens if choice and tokens and not self.prefill else None
 
+    @property
+    def gpu_seconds(self) -> float:
+        """The GPU time that the request had, once it is released: on each GPU, its part of the time."""
+        gpus = len(self.backend.gpu_names)
+        return max(self.ticket.share, 0.0) * gpus if gpus else 0.0
+
     def first_byte(self) -> bool:
         """The answer begins to come. False: the request was taken back before; nothing of it may be shown.
 

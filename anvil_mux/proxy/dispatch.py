@@ -146,6 +146,9 @@ class Dispatcher:
         finally:
             usage = api.tokens_said(record.said)[1:] if lease.is_routed else NO_USAGE
             lease.release(whole=whole, usage=usage)
+            record.gpu_seconds += lease.gpu_seconds
+            if lease.prefill:
+                record.gpu_seconds += lease.prefill.gpu_seconds
 
     def _tend(self, question: Question, reply: Reply, waiting: list[Waiting], now: float) -> None:
         """``waiting``: made at the first call."""

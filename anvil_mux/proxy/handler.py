@@ -35,6 +35,7 @@ from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.proxy.reply import Reply
 from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.stored_responses import StoredResponses
+from anvil_mux.proxy.usage import UsageSince
 from anvil_mux.proxy.waiting import Patience
 from anvil_mux.telemetry.accesslog import Served, Sink
 from anvil_mux.telemetry.feed import Feed
@@ -78,6 +79,7 @@ class Handler:
         notes: Mapping[str, Callable[[], str]] | None = None,
         hosts: HostReports = list,
         keep_pause: Keep = lambda pause: False,
+        usage: UsageSince = lambda since: [],
     ) -> None:
         self._records = records
         self._ids = map((secrets.token_hex(5) + "-%x").__mod__, itertools.count(1))
@@ -89,7 +91,14 @@ class Handler:
         self.probes = Probes(mux, metrics, checks or {}, sight=sight, reloads=reloads, notes=notes or {})
         page = Page(mux, self._feed, lambda: self.probes.state(brief=True))
         self.local = Local(
-            mux, self.probes, page, tail, reloads=reloads, reports=hosts, keep_pause=keep_pause
+            mux,
+            self.probes,
+            page,
+            tail,
+            reloads=reloads,
+            reports=hosts,
+            keep_pause=keep_pause,
+            usage=usage,
         )
 
     @property
@@ -159,6 +168,8 @@ class Handler:
     def _record(self, record: Served, asked: Asked, reply: Reply) -> None:
         record.ended, record.seconds = time.time(), time.monotonic() - asked.since
         record.status, record.code, record.sent = reply.status, reply.code, reply.sent
+        if asked.key:
+            record.key = asked.key.name
         record.said = record.said[-api.USAGE_BYTES :]
         if not record.said:
             record.foreseen = None

@@ -20,6 +20,7 @@ from anvil_mux.proxy.probes import TEXT, Answer, Probes
 from anvil_mux.proxy.questions import read_json, resolve
 from anvil_mux.proxy.reloads import Reloads
 from anvil_mux.proxy.reply import JSON, Reply
+from anvil_mux.proxy.usage import UsageRoute, UsageSince
 from anvil_mux.telemetry.accesslog import Served
 
 FRESH = (b"Cache-Control", b"no-store")
@@ -37,6 +38,7 @@ class Local:
         reloads: Reloads | None,
         reports: HostReports,
         keep_pause: Keep,
+        usage: UsageSince,
     ) -> None:
         self._lists = lists = Lists(mux)
         self._page = page
@@ -57,6 +59,7 @@ class Local:
             "/api/version": lambda _: (200, JSON, ollama.version()),
             "/models": lists.models,
             "/readyz": probes.readyz,
+            "/usage": UsageRoute(usage).usage,
             "/v1/models": lists.models,
             OF_ONE: lists.models,
         }

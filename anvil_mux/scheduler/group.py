@@ -143,9 +143,11 @@ class GpuGroup:
         gave its answer to the end.
         """
         slot = self.slots.get(ticket.backend or "")
-        since = slot.holders.pop(ticket, None) if slot else None
-        if slot is None or since is None:
+        if slot is None or ticket not in slot.holders:
             return False
+        slot.share(now)
+        ticket.share += slot.shared
+        since = slot.holders.pop(ticket)
         state, model = self.state, self._models[ticket.model]
         self._note_use(model, slot, ticket, now - since, now)
         if whole:

@@ -122,7 +122,7 @@ class Moves:
                     target=target,
                 )
             )
-        slot.holders.clear()
+        slot.let_go(now)
         return severed
 
     def sever_all(self, now: float) -> list[Ticket]:

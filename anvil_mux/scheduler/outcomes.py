@@ -194,7 +194,7 @@ class Outcomes:
         size, crash = len(slot.holders), Crash(slot.name, slot.error, slot.log)
         for ticket in slot.holders:
             ticket.crash = crash
-        slot.holders.clear()
+        slot.let_go(now)
         self._state.emit(Event(now, "stopped", slot.model, slot.name, size=size, cause=cause))
         if slot.failed_starts:
             self._admission.fail_refused(now)

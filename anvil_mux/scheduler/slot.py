@@ -59,6 +59,13 @@ class Slot:
     last_used: float = -math.inf
     holders: dict[Any, float] = field(default_factory=dict)
     """The tickets that lease it, in order of admission, and since when."""
+    shared: float = 0.0
+    """The seconds that each of its requests would have had of it, were it there from the beginning.
+
+    While n run it grows by an nth of the time, so what one has had is the difference between two moments.
+    """
+    shared_at: float = 0.0
+    """When that was last brought up to date."""
     residual: dict[str, int] = field(default_factory=dict)
     """GPU -> bytes it holds while in standby."""
     held_last: dict[str, int] = field(default_factory=dict)
@@ -103,6 +110,20 @@ class Slot:
         self.pinned = self.backend.pin
         self.whole = self.backend.vram is None
         self.ram = self.least_ram
+
+    def share(self, now: float) -> None:
+        """Bring ``shared`` up to date; called before a lease begins or ends."""
+        running = len(self.holders)
+        if running:
+            self.shared += (now - self.shared_at) / running
+        self.shared_at = now
+
+    def let_go(self, now: float) -> None:
+        """End all leases."""
+        self.share(now)
+        for ticket in self.holders:
+            ticket.share += self.shared
+        self.holders.clear()
 
     def enter(self, what: str, now: float) -> None:
         """Go to the state that ``what`` leads to; ValueError, and no change, if that cannot happen to it."""

@@ -43,6 +43,7 @@ class Ticket:
         "prefill",
         "sender",
         "severed",
+        "share",
         "since",
         "wake",
         "work",
@@ -78,6 +79,11 @@ class Ticket:
         """Why that backend, where the model has several."""
         self.error: MuxError | None = None
         self.severed: Severance | None = None
+        self.share = 0.0
+        """Seconds that it had of its backend, once its lease has ended: a part of the time, if others ran.
+
+        Until then less than nothing: what ``Slot.shared`` was when the lease began.
+        """
         self.wake: Any = None
         """An object of the driver, by which it goes on when this ticket has ended waiting."""
         self.cut: Callable[[], None] | None = None

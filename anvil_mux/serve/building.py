@@ -43,6 +43,7 @@ from anvil_mux.telemetry.eventlog import EventLog
 from anvil_mux.telemetry.feed import Feed
 from anvil_mux.telemetry.journal import Journal
 from anvil_mux.telemetry.metrics import Metrics
+from anvil_mux.telemetry.usage import Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class Parts:
             footprints=lambda: self.mux.overview.footprints(),
             sight=lambda: self.hosts.sight(),
             round_trips=lambda: self.hosts.round_trips(),
+            usage=Usage(state_folder(self.config.project, os.environ) / "usage", self.say),
         )
         self.feed = Feed()
         self.journal = Journal(
@@ -169,6 +171,7 @@ class Parts:
             keys=given.keys,
             reloads=self.reloads,
             keep_pause=self.pause_file.keep,
+            usage=self.metrics.usage.since,
         )
         self.server = self._bind(given.tls)
 
@@ -227,6 +230,7 @@ class Parts:
         """Tidy up and save what was learned, now and then, in the journal's thread."""
         self.relay.pool.sweep()
         self.affinity.look(time.monotonic())
+        self.metrics.usage.save()
         known = Known(self.mux.overview.costs(), self.mux.overview.footprints())
         self.learned.save(known)
         for name, watch in self.hosts.watches.items():

@@ -207,6 +207,7 @@ class AnvilMux:
             parts.server.drain(FAREWELL_SECONDS)
         parts.mux.close()
         parts.journal.close()
+        parts.metrics.usage.save(at_once=True)
         if parts.event_log:
             parts.event_log.close()
         leave_engines(parts)

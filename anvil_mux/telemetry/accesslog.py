@@ -50,6 +50,10 @@ class Served:
     """Tokens of the input, as its engine reported."""
     cached_tokens: int = 0
     """Tokens of the input that the engine had in its cache."""
+    key: str = ""
+    """The name of its API key; empty where none is asked for, or it was not shown."""
+    gpu_seconds: float = 0.0
+    """The GPU time that it had: of n requests that a backend serves at once each has an nth."""
     foreseen: float | None = None
     """The part of the input that its replica was thought to have cached; None: nobody knows if it was."""
     said: bytes = b""
@@ -94,11 +98,22 @@ def json_line(r: Served) -> str:
     preset = f'"preset":{quoted(r.preset)},' if r.preset else ""
     return (
         f'{{"ts":"{stamp(r.ended)}","level":"info","event":"request","request_id":"{r.request_id}",'
-        f'"client":"{r.client}","method":{quoted(r.method)},"path":{quoted(r.path)},"model":{quoted(r.model)},'
+        f'"client":"{r.client}",{_key(r)}"method":{quoted(r.method)},"path":{quoted(r.path)},"model":{quoted(r.model)},'
         f'{preset}"service":{quoted(r.backend)},"status":{r.status},"code":"{r.code}",'
         f'"stream":{"true" if r.stream else "false"},"queue_s":{r.waited:.3f},"ttfb_s":{r.first_byte:.4f},'
-        f'"duration_s":{r.seconds:.4f},"bytes":{r.sent}}}\n'
+        f'"duration_s":{r.seconds:.4f},"bytes":{r.sent}{_used(r)}}}\n'
     )
+
+
+def _key(r: Served) -> str:
+    return f'"key":{quoted(r.key)},' if r.key else ""
+
+
+def _used(r: Served) -> str:
+    """The fields of a request that a backend served: what it took there."""
+    if not r.backend:
+        return ""
+    return f',"prompt_tokens":{r.prompt_tokens},"tokens":{r.tokens},"gpu_s":{r.gpu_seconds:.4f}'
 
 
 def human_line(r: Served) -> str:
@@ -110,7 +125,7 @@ def human_line(r: Served) -> str:
     where = f" {asked_for}@{r.backend}" if r.backend else f" {asked_for}" if asked_for else ""
     return (
         f"{stamp(r.ended)} {r.status}{code} {r.method} {ascii(r.path)[1:-1]}{where} "
-        f"{r.seconds:.3f}s{waited} {r.sent}B {r.client} {r.request_id}\n"
+        f"{r.seconds:.3f}s{waited} {r.sent}B {r.client}{f' {r.key}' if r.key else ''} {r.request_id}\n"
     )
 
 

@@ -51,6 +51,7 @@ from anvil_mux.scheduler.status import Status
 from anvil_mux.telemetry import gauges
 from anvil_mux.telemetry.accesslog import Served
 from anvil_mux.telemetry.gauges import NONE, SEVERAL
+from anvil_mux.telemetry.usage import Usage
 
 BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -143,7 +144,9 @@ class Metrics:
         footprints: Callable[[], Iterable[Footprint]] = tuple,
         sight: Callable[[], Sight] = dict,
         round_trips: Callable[[], Mapping[str, float]] = dict,
+        usage: Usage | None = None,
     ) -> None:
+        self.usage = usage or Usage()
         self._status = status
         self._costs = costs
         self._footprints = footprints
@@ -212,6 +215,7 @@ class Metrics:
     def served(self, record: Served) -> None:
         """A request ended."""
         model = self._models.get(record.model, UNKNOWN)
+        self.usage.served(model, record)
         route = self._routes.get(record.path) or _other_spelling(record.path)
         by_model: Labels = (model,)
         by_route: Labels = (model, route)
@@ -416,6 +420,7 @@ class Metrics:
             "model kind",
             _by_kind(FORECASTS, self._forecasts),
         )
+        yield from self.usage.collect()
         yield from self._of_swaps()
         yield from gauges.of_costs(self._costs(), set(self._models.values()))
         yield from gauges.of_footprints(self._footprints())
@@ -504,7 +509,7 @@ def _route_labels() -> dict[str, str]:
         "/api/v0/models /models /models/load /models/pin /models/sse /models/unload /models/unpin /v1/models"
     )
     theirs = "/api/hello /api/ps /api/show /api/tags /api/version"
-    seen = "/events /logs /pause /reload /requests/cancel /resume /why"
+    seen = "/events /logs /pause /reload /requests/cancel /resume /usage /why"
     hosts = "/hosts /hosts/drain /hosts/gone /hosts/undrain"
     labels |= {path: path for path in f"{state} {models} {theirs} {seen} {hosts}".split()}
     return labels | {"/v1/models/": "/v1/models"}

@@ -8,6 +8,7 @@ from anvil_mux.config.config import Backend
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.events import TRANSITIONS
 from anvil_mux.scheduler.slot import SOON_SECONDS, Slot, cool_down
+from tests.scheduler.test_hosts import Fleet, on
 
 STATES = {state for state, _ in TRANSITIONS} | set(TRANSITIONS.values())
 HAPPENINGS = {what for _, what in TRANSITIONS}
@@ -107,3 +108,31 @@ def test_an_end_after_an_answer_or_long_after_the_load_is_no_failed_load(at, abo
 
 def test_an_end_soon_after_the_load_and_before_a_whole_answer_counts_as_a_failed_load():
     assert ended(12.0, answered=9.0) == (Cause("died_early", seconds=2.0, detail="killed"), 1)
+
+
+def test_requests_that_run_together_share_the_time_of_their_backend():
+    fleet = Fleet(on("", "a"))
+    fleet.take(fleet.core.adopted("a", 0.0))
+    one, two = fleet.request("a", 1.0), fleet.request("a", 3.0)
+    fleet.take(fleet.core.released(one, 7.0))
+    fleet.take(fleet.core.released(two, 10.0))
+    three = fleet.request("a", 20.0)
+    fleet.take(fleet.core.released(three, 21.0))
+    assert [ticket.share for ticket in (one, two, three)] == [2.0 + 4.0 / 2, 4.0 / 2 + 3.0, 1.0]
+
+
+def test_one_that_is_severed_and_one_whose_backend_dies_had_their_share_until_then():
+    fleet = Fleet(on("", "a"))
+    fleet.take(fleet.core.adopted("a", 0.0))
+    one = fleet.request("a", 1.0)
+    fleet.take(fleet.core.unload_asked("a", 2.0))
+    fleet.take(fleet.core.time_passed(7.0))
+    assert one.severed
+    assert one.share == 6.0
+    fleet = Fleet(on("", "a"))
+    fleet.take(fleet.core.adopted("a", 0.0))
+    one, two = fleet.request("a", 1.0), fleet.request("a", 1.0)
+    fleet.take(fleet.core.died("a", 4.0, "killed"))
+    assert [one.share, two.share] == [1.5, 1.5]
+    fleet.take(fleet.core.released(one, 9.0))
+    assert one.share == 1.5

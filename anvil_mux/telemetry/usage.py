@@ -1,0 +1,218 @@
+"""The usage of each model by each API key: a fold over the records of requests that a backend served.
+
+It is kept by the hour, one file for each day (UTC) below the state folder, so that it outlives the program
+and stays small: as many rows as keys and models were used together in an hour. A file is replaced as a whole;
+what a program that is killed loses are the last ``SAVE_SECONDS``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, Metric
+
+from anvil_mux.state import write_whole
+from anvil_mux.telemetry.accesslog import Served
+
+NO_KEY = "none"
+"""The key of requests that show none, since none is asked for."""
+KEPT_DAYS = 400
+SAVE_SECONDS = 10.0
+"""How long what has changed may be in memory only."""
+
+FIGURES = ("requests", "failed", "prompt_tokens", "cached_tokens", "tokens", "seconds", "gpu_seconds")
+"""The figures of a row, in the order in which they are counted; tokens of prompts include those cached."""
+KINDS = ("prompt", "cached", "completion")
+"""The kinds of tokens in the metrics, where each token is of one kind."""
+
+Counts = list[float]
+UsagePlace = tuple[int, str, str]
+"""The hour (of Unix time), key and model that a row is about."""
+
+
+class Usage:
+    """The usage of one anvil-mux; ``folder``: where it is kept (None: nowhere), ``say`` is told what fails.
+
+    One thread at a time calls ``served``, and one ``save``; any may ask.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        say: Callable[[str], object] = lambda text: None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._folder = folder
+        self._say: Callable[[str], object] | None = say
+        self._wall = wall
+        self._rows: dict[tuple[int, str, str], Counts] = {}
+        """The rows of the days that are in memory whole: today, and those that are not written down yet."""
+        self._days: set[int] = set()
+        self._before: dict[tuple[str, str], Counts] = {}
+        """By key and model, the difference between those rows and what was counted since the start."""
+        self._changed: set[int] = set()
+        self._saved_at = 0.0
+
+    def served(self, model: str, record: Served) -> None:
+        """A request ended; ``model``: as metrics call it."""
+        if not record.backend:
+            return
+        hour = int(record.ended // 3600)
+        key = record.key or NO_KEY
+        row = self._rows.get((hour, key, model)) or self._begun((hour, key, model))
+        row[0] += 1
+        if record.status >= 400:
+            row[1] += 1
+        row[2] += record.prompt_tokens
+        row[3] += record.cached_tokens
+        row[4] += record.tokens
+        row[5] += record.seconds - record.waited
+        row[6] += record.gpu_seconds
+        self._changed.add(hour // 24)
+
+    def _begun(self, place: UsagePlace) -> Counts:
+        """The row that is counted in from now on."""
+        day = place[0] // 24
+        if day not in self._days:
+            self._days.add(day)
+            found = self._read(day)
+            self._shift(found, -1)
+            self._rows |= found
+        return self._rows.setdefault(place, [0.0] * len(FIGURES))
+
+    def _shift(self, rows: Mapping[UsagePlace, Counts], sign: int) -> None:
+        """Rows come into memory (-1), or leave it (1): what was counted since the start is as before."""
+        for place, counts in rows.items():
+            _add(self._before.setdefault(place[1:], [0.0] * len(FIGURES)), [sign * each for each in counts])
+
+    # Questions
+
+    def since(self, moment: float) -> list[dict[str, Any]]:
+        """The usage by key and model since a moment, to the hour; those with most GPU time first."""
+        found: dict[tuple[str, str], Counts] = {}
+        first = int(moment // 3600)
+        here = self._rows.copy()
+        days = {hour // 24 for hour, _, _ in here}
+        earlier = (day for day in range(first // 24, _day(self._wall()) + 1) if day not in days)
+        for rows in (here, *map(self._read, earlier)):
+            for (hour, *who), counts in rows.items():
+                if hour >= first:
+                    _add(found.setdefault((who[0], who[1]), [0.0] * len(FIGURES)), counts)
+        ordered = sorted(found.items(), key=lambda each: (-each[1][6], -each[1][5], each[0]))
+        return [{"key": key, "model": model, **_told(counts)} for (key, model), counts in ordered]
+
+    def _since_start(self) -> dict[tuple[str, str], Counts]:
+        found = {who: [*counts] for who, counts in self._before.copy().items()}
+        for (_, key, model), counts in self._rows.copy().items():
+            _add(found.setdefault((key, model), [0.0] * len(FIGURES)), counts)
+        return {who: counts for who, counts in found.items() if counts[0]}
+
+    def collect(self) -> Iterator[Metric]:
+        """The usage since the start, as metrics."""
+        requests = CounterMetricFamily(
+            "anvil_key_requests", "Requests of an API key that a backend served.", labels=("key", "model")
+        )
+        tokens = CounterMetricFamily(
+            "anvil_key_tokens",
+            "Tokens of prompts (cached or not) and of answers, by API key.",
+            labels=("key", "model", "kind"),
+        )
+        gpu = CounterMetricFamily(
+            "anvil_key_gpu_seconds",
+            "GPU time of an API key: of n requests that a backend serves at once each has an nth.",
+            labels=("key", "model"),
+        )
+        for (key, model), counts in self._since_start().items():
+            told = _told(counts)
+            requests.add_metric((key, model), told["requests"])
+            prompt, cached = told["prompt_tokens"], told["cached_tokens"]
+            for kind, count in zip(KINDS, (max(prompt - cached, 0), cached, told["tokens"]), strict=True):
+                tokens.add_metric((key, model, kind), count)
+            gpu.add_metric((key, model), counts[6])
+        yield from (requests, tokens, gpu)
+
+    # The files
+
+    def save(self, *, at_once: bool = False) -> None:
+        """Write what has changed, unless that was done a moment ago."""
+        now = self._wall()
+        if not self._changed or self._folder is None or (now - self._saved_at < SAVE_SECONDS and not at_once):
+            return
+        self._saved_at = now
+        today = _day(now)
+        for day in sorted(self._changed):
+            self._changed.discard(day)
+            rows = {at: counts for at, counts in self._rows.copy().items() if at[0] // 24 == day}
+            self._write(day, rows)
+            if day != today:
+                self._shift(rows, 1)
+                self._days.discard(day)
+                for place in rows:
+                    del self._rows[place]
+        self._forget(today - KEPT_DAYS)
+
+    def _write(self, day: int, rows: Mapping[UsagePlace, Counts]) -> None:
+        assert self._folder
+        told = [[*place, *[round(each, 3) for each in counts]] for place, counts in rows.items()]
+        try:
+            self._folder.mkdir(exist_ok=True)
+            write_whole(self._file(day), json.dumps({"version": 1, "rows": told}), 0o600)
+        except OSError as error:
+            self._complain(f"{self._file(day)} cannot be written, so usage is lost: {error.strerror}")
+
+    def _read(self, day: int) -> dict[UsagePlace, Counts]:
+        """The rows of a day; none where there are none, or none that can be read."""
+        if self._folder is None:
+            return {}
+        file = self._file(day)
+        try:
+            return dict(_row(*row) for row in json.loads(file.read_text())["rows"])
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            self._complain(f"{file} cannot be read, so the usage of that day is counted anew: {error}")
+            return {}
+
+    def _forget(self, before: int) -> None:
+        assert self._folder
+        last = _name(before)
+        for file in self._folder.glob("????-??-??"):
+            if file.name < last:
+                file.unlink(missing_ok=True)
+
+    def _file(self, day: int) -> Path:
+        assert self._folder
+        return self._folder / _name(day)
+
+    def _complain(self, text: str) -> None:
+        if self._say:
+            self._say(text)
+            self._say = None
+
+
+def _add(counts: Counts, more: Sequence[float]) -> None:
+    counts[:] = [one + other for one, other in zip(counts, more, strict=True)]
+
+
+def _row(hour: int, key: str, model: str, *counts: float) -> tuple[UsagePlace, Counts]:
+    if len(counts) != len(FIGURES) or not isinstance(key, str) or not isinstance(model, str):
+        raise ValueError("a row has another length, or no names")
+    return (int(hour), key, model), [float(each) for each in counts]
+
+
+def _told(counts: Counts) -> dict[str, Any]:
+    """The figures by their names: counts are whole numbers, times are rounded."""
+    told = zip(FIGURES, counts, strict=True)
+    return {name: round(value, 1) if name.endswith("seconds") else int(value) for name, value in told}
+
+
+def _day(moment: float) -> int:
+    return int(moment // 86400)
+
+
+def _name(day: int) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(day * 86400))

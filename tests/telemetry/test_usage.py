@@ -1,0 +1,185 @@
+"""What each API key has used: by key, model and hour, in memory, in files, in metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anvil_mux.telemetry.accesslog import Served
+from anvil_mux.telemetry.usage import KEPT_DAYS, Usage
+
+HOUR, DAY = 3600.0, 86400.0
+NOON = 20000 * DAY + 12 * HOUR
+"""A day in 2024."""
+
+
+class Wall:
+    def __init__(self, now: float = NOON) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def served(key: str = "alice", at: float = NOON, **more: Any) -> Served:
+    given = {"backend": "a", "status": 200, "prompt_tokens": 10, "tokens": 5, "seconds": 3.0, **more}
+    return Served("id", "127.0.0.1", "POST", "/v1/chat/completions", ended=at, key=key, **given)
+
+
+def row(key: str, model: str, **more: float) -> dict[str, Any]:
+    figures = {
+        "requests": 1,
+        "failed": 0,
+        "prompt_tokens": 10,
+        "cached_tokens": 0,
+        "tokens": 5,
+        "seconds": 3.0,
+        "gpu_seconds": 0.0,
+    }
+    return {"key": key, "model": model, **figures, **more}
+
+
+def test_it_is_counted_by_key_and_model_those_with_most_gpu_time_first() -> None:
+    usage = Usage(wall=Wall())
+    usage.served("a", served(gpu_seconds=1.0))
+    usage.served("a", served(gpu_seconds=1.5, waited=2.0, status=502, cached_tokens=4))
+    usage.served("b", served(gpu_seconds=4.0))
+    usage.served("a", served("bob"))
+    usage.served("a", served("", gpu_seconds=0.5))
+    assert usage.since(NOON - HOUR) == [
+        row("alice", "b", gpu_seconds=4.0),
+        row(
+            "alice",
+            "a",
+            requests=2,
+            failed=1,
+            prompt_tokens=20,
+            cached_tokens=4,
+            tokens=10,
+            seconds=4.0,
+            gpu_seconds=2.5,
+        ),
+        row("none", "a", gpu_seconds=0.5),
+        row("bob", "a"),
+    ]
+
+
+def test_a_request_that_no_backend_served_used_nothing() -> None:
+    usage = Usage(wall=Wall())
+    usage.served("a", served(backend="", status=503))
+    assert usage.since(0.0) == []
+
+
+def test_it_is_asked_to_the_hour_over_days_and_restarts(tmp_path: Path) -> None:
+    wall = Wall()
+    usage = Usage(tmp_path / "usage", print, wall)
+    usage.served("a", served())
+    wall.now += DAY
+    usage.served("a", served(at=wall.now - HOUR))
+    usage.served("a", served(at=wall.now))
+    usage.save(at_once=True)
+    assert sorted(file.name for file in (tmp_path / "usage").iterdir()) == ["2024-10-04", "2024-10-05"]
+    for again in (usage, Usage(tmp_path / "usage", print, wall)):
+        asked = [(wall.now, 1), (wall.now - HOUR, 2), (wall.now - DAY, 3), (wall.now - DAY + HOUR, 2)]
+        assert [again.since(since)[0]["requests"] for since, _ in asked] == [count for _, count in asked]
+    again.served("a", served(at=wall.now))
+    again.save(at_once=True)
+    assert Usage(tmp_path / "usage", print, wall).since(0.0)[0]["requests"] == 4
+
+
+def test_a_record_that_comes_after_midnight_is_counted_on_its_day(tmp_path: Path) -> None:
+    wall = Wall()
+    usage = Usage(tmp_path / "usage", print, wall)
+    usage.served("a", served())
+    usage.save(at_once=True)
+    wall.now += DAY
+    usage.served("a", served(at=wall.now))
+    usage.save(at_once=True)
+    usage.served("a", served(at=NOON))
+    usage.save(at_once=True)
+    assert usage.since(0.0)[0]["requests"] == 3
+
+
+def test_it_is_written_when_it_has_changed_and_not_all_the_time(tmp_path: Path) -> None:
+    wall, file = Wall(), tmp_path / "usage" / "2024-10-04"
+    usage = Usage(tmp_path / "usage", print, wall)
+    usage.save()
+    assert not file.exists()
+    usage.served("a", served())
+    usage.save()
+    before = file.read_text()
+    usage.served("a", served())
+    usage.save()
+    assert file.read_text() == before
+    wall.now += 11
+    usage.save()
+    assert json.loads(file.read_text())["rows"][0][3] == 2
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_old_days_are_forgotten(tmp_path: Path) -> None:
+    wall = Wall()
+    usage = Usage(tmp_path, print, wall)
+    usage.served("a", served())
+    usage.save(at_once=True)
+    wall.now += (KEPT_DAYS + 1) * DAY
+    usage.served("a", served(at=wall.now))
+    usage.save(at_once=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["2025-11-09"]
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"rows": [[1]]}', '{"rows": 3}', "\x00", '{"rows": [[1, 2, 3]]}']
+)
+def test_a_file_that_cannot_be_read_is_told_once_and_counted_anew(tmp_path: Path, text: str) -> None:
+    said: list[str] = []
+    (tmp_path / "2024-10-04").write_text(text)
+    usage = Usage(tmp_path, said.append, Wall())
+    usage.served("a", served())
+    assert usage.since(0.0) == [row("alice", "a")]
+    assert len(said) == 1
+    assert "so the usage of that day is counted anew" in said[0]
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_counting_goes_on(tmp_path: Path) -> None:
+    said: list[str] = []
+    usage = Usage(tmp_path / "no" / "usage", said.append, Wall())
+    usage.served("a", served())
+    usage.save()
+    assert "cannot be written, so usage is lost" in said[0]
+    assert usage.since(0.0) == [row("alice", "a")]
+
+
+def test_metrics_have_what_was_used_since_the_start() -> None:
+    usage = Usage(wall=Wall())
+    usage.served("a", served(gpu_seconds=1.5, cached_tokens=4))
+    samples = {(s.name, s.labels.get("kind")): s.value for f in usage.collect() for s in f.samples}
+    assert samples == {
+        ("anvil_key_requests_total", None): 1,
+        ("anvil_key_tokens_total", "prompt"): 6,
+        ("anvil_key_tokens_total", "cached"): 4,
+        ("anvil_key_tokens_total", "completion"): 5,
+        ("anvil_key_gpu_seconds_total", None): 1.5,
+    }
+
+
+def test_metrics_begin_anew_with_the_program_and_forget_nothing_when_a_day_ends(tmp_path: Path) -> None:
+    def requests(usage: Usage) -> list[float]:
+        return [s.value for f in usage.collect() for s in f.samples if s.name == "anvil_key_requests_total"]
+
+    wall = Wall()
+    usage = Usage(tmp_path / "usage", print, wall)
+    usage.served("a", served())
+    usage.save(at_once=True)
+    again = Usage(tmp_path / "usage", print, wall)
+    assert requests(again) == []
+    again.served("a", served())
+    assert requests(again) == [1]
+    wall.now += DAY
+    again.served("a", served(at=wall.now))
+    again.save(at_once=True)
+    assert requests(again) == [2]
+    assert again.since(0.0)[0]["requests"] == 3
