@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anvil_mux import __version__
-from anvil_mux.cli import asking, hosts, pausing, studying, usage
+from anvil_mux.cli import asking, hosts, pausing, requests, studying, usage
 from anvil_mux.cli.arguments import (
     add_cluster,
     add_files,
@@ -661,6 +661,11 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
         "List the hosts of a running anvil-mux, drain one, or declare it gone",
         hosts.run,
         hosts.add_arguments,
+    ),
+    "requests": (
+        "Show the last requests, or one of them with what was asked and answered",
+        requests.run,
+        requests.add_arguments,
     ),
     "usage": ("Show what each API key has used of each model", usage.run, usage.add_arguments),
     "reload": ("Put the compose files into effect as they are now", asking.reload, asking.add_address),

@@ -281,6 +281,8 @@ class Config:
     """Origins of other web sites whose pages may use it."""
     on_exit: str = "keep"
     """The fate of running engines at exit: keep or stop."""
+    capture: int = 0
+    """How many requests are kept in memory with what was asked and answered."""
     when_paused: str = "refuse"
     """The fate of requests that come during a pause: refuse or wait."""
     hooks: tuple[hooks.Hook, ...] = ()

@@ -69,15 +69,15 @@ class Keyring:
 
     def of(self, fields: Mapping[bytes, bytes]) -> Key:
         """The key that a request shows; Unauthorized if it shows none of ours."""
-        shown = list(_shown(fields))
+        given = list(shown(fields))
         found = None
-        for given in shown:
-            digest = sha256(given).digest()
+        for each in given:
+            digest = sha256(each).digest()
             for key in self._keys:
                 if compare_digest(digest, key.digest):
                     found = key
         if found is None:
-            what = "is not known" if shown else "is missing"
+            what = "is not known" if given else "is missing"
             raise Unauthorized(f"The API key {what}: send it as Authorization: Bearer KEY, or as x-api-key.")
         return found
 
@@ -142,7 +142,7 @@ def _digest(word: str) -> bytes:
     return sha256(word.encode("ascii")).digest()
 
 
-def _shown(fields: Mapping[bytes, bytes]) -> Iterator[bytes]:
+def shown(fields: Mapping[bytes, bytes]) -> Iterator[bytes]:
     """The keys in a request's head: as Bearer, as the password of Basic, or in a field of its own."""
     scheme, _, rest = fields.get(b"authorization", b"").partition(b" ")
     if scheme.lower() == b"bearer":

@@ -135,6 +135,11 @@ class _ConfigReader:
             names=names,
         ).run()
         self._problems.raise_all()
+        if kept := values.get("capture"):
+            self._problems.warnings.append(
+                f"capture: what is asked and answered in the last {kept} requests is kept in memory, and "
+                "shown to whoever may change things"
+            )
         return Config(
             tuple(backends),
             gpus=gpus,

@@ -282,6 +282,10 @@ SETTINGS: dict[str, Setting] = {
     ),
     "cors": _live(settings.ORIGINS, "Other web sites whose pages may use this address; see security."),
     "on_exit": _live(settings.one_of("keep", "stop"), "What happens to running engines at exit."),
+    "capture": _live(
+        settings.whole_number(0, 1000),
+        "How many requests are kept in memory with their bodies, for `anvil-mux requests`; see sharing.md.",
+    ),
     "when_paused": _live(
         settings.one_of("refuse", "wait"),
         "Whether requests that come while anvil-mux is paused (`anvil-mux pause`) are refused, or wait.",

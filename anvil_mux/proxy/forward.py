@@ -30,6 +30,7 @@ from anvil_mux.protocol.completions import Translation, parse
 from anvil_mux.proxy import heads, stored_responses
 from anvil_mux.proxy.access import Access
 from anvil_mux.proxy.asked import AskedBody, Question
+from anvil_mux.proxy.capture import BODY_BYTES
 from anvil_mux.proxy.pump import End
 from anvil_mux.proxy.questions import TRANSLATE
 from anvil_mux.proxy.relay import WHOLE, BrokenOff, Exchange, Failed, Relay, RequestBody, Silent
@@ -40,6 +41,8 @@ from anvil_mux.telemetry.accesslog import Served
 
 LACKING = (404, 405, 501)
 """How engines answer to a route that they do not have."""
+COPIED_BYTES = 2 * BODY_BYTES
+"""Bytes that are copied of a stream that is captured: its framing is among them."""
 MAX_QUOTED = 2000
 """Bytes of an engine's error that an error event repeats."""
 
@@ -122,6 +125,8 @@ class Forwarder:
                 declared = None if response.body == "none" else len(data)
                 head = heads.response_head(reply, response, exchange.last_head, length=declared)
                 reply.pass_on(response.status, head + data, "cut")
+                if reply.capture:
+                    reply.capture.said(data)
             else:
                 self._stream(question, exchange, response, reply, record)
         finally:
@@ -143,6 +148,8 @@ class Forwarder:
         chunked = length is None and reply.chunked
         reply.keep = reply.keep and (chunked or length is not None)
         events = length is None and _is_events(response)
+        if reply.capture:
+            exchange.copy(COPIED_BYTES)
         first = exchange.begin(response, chunked=chunked)
         reply.answered = bool(first)
         head = heads.response_head(reply, response, exchange.last_head, length=length, chunked=chunked)
@@ -155,6 +162,8 @@ class Forwarder:
         """The head went out while the model was loading, so what the engine says must be events."""
         if response.status >= 300 or not _is_events(response):
             raise _engine_error(question.target.model, response.status, exchange.data)
+        if reply.capture:
+            exchange.copy(COPIED_BYTES)
         first = exchange.begin(response, chunked=reply.chunked)
         reply.answered = bool(first)
         reply.send(first)
@@ -165,6 +174,8 @@ class Forwarder:
     ) -> None:
         """The rest of a body, and its end."""
         end = exchange.stream(response)
+        if reply.capture:
+            reply.capture.said(exchange.copied)
         reply.sent += exchange.streamed
         reply.answered = reply.answered or exchange.streamed > 0
         record.said, record.tokens = exchange.passed.said, exchange.passed.events

@@ -22,6 +22,8 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy.access import Access, Entry
 from anvil_mux.proxy.asked import Asked
+from anvil_mux.proxy.capture import Capture
+from anvil_mux.proxy.captures import Captures
 from anvil_mux.proxy.client import Client
 from anvil_mux.proxy.dispatch import Dispatcher
 from anvil_mux.proxy.host_routes import HostReports
@@ -85,11 +87,14 @@ class Handler:
         self._ids = map((secrets.token_hex(5) + "-%x").__mod__, itertools.count(1))
         self._access = Access(config, keys or Keyring(), only_local_hosts=False)
         self._feed = feed or Feed()
+        self._captures = Captures(config.capture)
         stored = StoredResponses()
         self._questions = Questions(mux, stored)
         self._dispatcher = Dispatcher(mux, relay, stored, patience)
         self.probes = Probes(mux, metrics, checks or {}, sight=sight, reloads=reloads, notes=notes or {})
-        page = Page(mux, self._feed, lambda: self.probes.state(brief=True))
+        page = Page(
+            mux, self._feed, lambda: {**self.probes.state(brief=True), "capture": self._captures.most}
+        )
         self.local = Local(
             mux,
             self.probes,
@@ -99,6 +104,7 @@ class Handler:
             reports=hosts,
             keep_pause=keep_pause,
             usage=usage,
+            captures=self._captures,
         )
 
     @property
@@ -113,6 +119,7 @@ class Handler:
     def reconfigure(self, config: Config, keys: Keyring) -> None:
         """Answer requests by this from now on, also those of connections that are open already."""
         self._access = Access(config, keys, only_local_hosts=self.only_local_hosts)
+        self._captures.resize(config.capture)
 
     def drain(self) -> None:
         """Make every answer from now on the last of its connection, since the program ends."""
@@ -141,6 +148,9 @@ class Handler:
                 question = self._questions.read(asked, client)
                 record.model, record.preset = question.target.model, question.target.preset
                 record.stream = question.stream
+                if access.config.capture:
+                    reply.capture = Capture()
+                    reply.capture.asked(question.body)
                 try:
                     self._dispatcher.answer(question, reply, record)
                 finally:
@@ -173,4 +183,6 @@ class Handler:
         record.said = record.said[-api.USAGE_BYTES :]
         if not record.said:
             record.foreseen = None
+        if reply.capture:
+            self._captures.keep(reply.capture, asked.request, record)
         self._records.add(record)

@@ -10,6 +10,7 @@ from anvil_mux.protocol import api, ollama
 from anvil_mux.protocol.completions import parse
 from anvil_mux.proxy.access import preflight
 from anvil_mux.proxy.asked import Asked
+from anvil_mux.proxy.captures import Captures
 from anvil_mux.proxy.diagnosis import Diagnosis
 from anvil_mux.proxy.host_routes import HostReports, HostRoutes
 from anvil_mux.proxy.lists import OF_ONE, Lists
@@ -39,6 +40,7 @@ class Local:
         reports: HostReports,
         keep_pause: Keep,
         usage: UsageSince,
+        captures: Captures,
     ) -> None:
         self._lists = lists = Lists(mux)
         self._page = page
@@ -59,6 +61,7 @@ class Local:
             "/api/version": lambda _: (200, JSON, ollama.version()),
             "/models": lists.models,
             "/readyz": probes.readyz,
+            "/requests": captures.answer,
             "/usage": UsageRoute(usage).usage,
             "/v1/models": lists.models,
             OF_ONE: lists.models,

@@ -92,6 +92,27 @@ class Passed:
         return any(b"\n" + event in b"\n" + self.last for event in LAST_EVENTS)
 
 
+class Copied(Passed):
+    """The same, and the first bytes of the answer as it was passed on."""
+
+    __slots__ = ("_left", "_pieces")
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._pieces: list[bytes] = []
+        self._left = most
+
+    def note(self, piece: bytes) -> None:
+        super().note(piece)
+        if self._left > 0:
+            self._pieces.append(piece[: self._left])
+            self._left -= len(piece)
+
+    @property
+    def copy(self) -> bytes:
+        return b"".join(self._pieces)
+
+
 class PumpedStream:
     """One body on its way from an engine to a client."""
 

@@ -26,7 +26,7 @@ from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
 from anvil_mux.proxy.bodies import AnswerBody, body_of
 from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect
-from anvil_mux.proxy.pump import End, Passed, Pump, PumpedStream
+from anvil_mux.proxy.pump import Copied, End, Passed, Pump, PumpedStream
 from anvil_mux.proxy.sockets import has_left
 from anvil_mux.proxy.tunnel import Ended, tunnel
 
@@ -403,6 +403,20 @@ class Exchange:
         if self._passed is None:
             self._passed = Passed()
         return self._passed
+
+    def copy(self, most: int) -> None:
+        """Keep the first bytes of an answer that does not come whole, too; called before it begins."""
+        self._passed = Copied(most)
+
+    @property
+    def copied(self) -> bytes:
+        """The first bytes of the answer's content, if it was to be copied."""
+        if not isinstance(self._passed, Copied):
+            return b""
+        try:
+            return http1.ChunkDecoder().feed(self._passed.copy) if self._chunked else self._passed.copy
+        except BackendError:
+            return b""  # its framing is broken: it has no content
 
     @property
     def last_payload(self) -> bytes:

@@ -13,6 +13,7 @@ from anvil_mux.errors import ClientGone, MuxError, Severed
 from anvil_mux.protocol import api, http1
 from anvil_mux.protocol.http1 import Field
 from anvil_mux.proxy.asked import Asked
+from anvil_mux.proxy.capture import Capture
 from anvil_mux.proxy.client import Client
 from anvil_mux.proxy.sockets import has_left
 from anvil_mux.proxy.tunnel import BROKEN, RESTARTED, good_bye
@@ -30,7 +31,19 @@ all."""
 class Reply:
     """Writes the answer to one request. Used by the request's thread."""
 
-    __slots__ = ("_last", "answered", "asked", "client", "code", "form", "keep", "routed", "sent", "status")
+    __slots__ = (
+        "_last",
+        "answered",
+        "asked",
+        "capture",
+        "client",
+        "code",
+        "form",
+        "keep",
+        "routed",
+        "sent",
+        "status",
+    )
 
     def __init__(self, client: Client, asked: Asked, *, keep: bool) -> None:
         self.client = client
@@ -45,6 +58,8 @@ class Reply:
         self.status = self.sent = 0
         self.code = ""
         """The error's code; empty when there was none."""
+        self.capture: Capture | None = None
+        """A copy of what is asked and answered, if that is wanted."""
         self._last = b""
         """The last bytes of content, if an error is to follow them."""
 
@@ -92,6 +107,8 @@ class Reply:
     def whole(self, status: int, headers: Sequence[Field], body: bytes) -> None:
         """Sends an answer that no engine made."""
         self.status, self.form = status, "cut"
+        if self.capture:
+            self.capture.said(body)
         connection = self.connection
         if connection is not None:
             headers = [*headers, (b"Connection", connection)]
@@ -110,6 +127,8 @@ class Reply:
     def event(self, data: bytes) -> None:
         """Writes into a stream that has begun."""
         if data:
+            if self.capture:
+                self.capture.said(data)
             self.send(http1.chunk(data) if self.chunked else data)
 
     def end(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from anvil_mux.clock import Clock
 from anvil_mux.cluster.cluster import Cluster
@@ -171,7 +172,7 @@ class Parts:
             keys=given.keys,
             reloads=self.reloads,
             keep_pause=self.pause_file.keep,
-            usage=self.metrics.usage.since,
+            usage=self._usage_since,
         )
         self.server = self._bind(given.tls)
 
@@ -235,6 +236,10 @@ class Parts:
         self.learned.save(known)
         for name, watch in self.hosts.watches.items():
             watch.learned = as_text(known.of_host(name, self.config))
+
+    def _usage_since(self, moment: float) -> list[dict[str, Any]]:
+        self.journal.flush()
+        return self.metrics.usage.since(moment)
 
     def _last_words(self, backend: str) -> Sequence[str]:
         """The last lines of an engine, kept from its failure: it may have been started anew by now."""

@@ -53,7 +53,7 @@ class Usage:
         """The rows of the days that are in memory whole: today, and those that are not written down yet."""
         self._days: set[int] = set()
         self._before: dict[tuple[str, str], Counts] = {}
-        """By key and model, the difference between those rows and what was counted since the start."""
+        """The difference between those rows and what was counted since the start, by key and model."""
         self._changed: set[int] = set()
         self._saved_at = 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -288,7 +289,7 @@ def test_a_swap_is_told_with_its_reason_and_drawn(mux: Running, page: Chromium) 
     page.wait("document.querySelectorAll('#tracks rect').length >= 3")
     page.wait("document.querySelector('#tracks svg:last-child title').textContent.startsWith('a: ')")
     page.wait("document.querySelector('#requests tr .name').textContent === " + json.dumps(ODD))
-    page.wait("Number(document.querySelector('#requests tr').lastChild.textContent) > 0")
+    page.wait("Number(document.querySelector('#requests tr').children[6].textContent) > 0")
 
 
 def test_a_model_is_pinned_and_unpinned(mux: Running, page: Chromium) -> None:
@@ -486,3 +487,95 @@ def test_it_says_when_nobody_answers_and_comes_back_by_itself(tmp_path: Path, br
     browser.wait("document.getElementById('health').textContent === 'no answer; trying again'")
     with serving(file, "--port", str(port), state=tmp_path):
         browser.wait(READY)
+
+
+# People
+
+
+HEALTH = "document.getElementById('health').textContent"
+
+
+def test_a_pause_begins_and_ends_by_its_button(
+    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
+) -> None:
+    rig = make_rig()
+    rig.mux.facts.adopt({"a": rig.engine.url})
+    page = opened(rig)
+    page.wait(f"{READY} && {state_of('a')} === 'ready'")
+    button = "document.getElementById('pause')"
+    page.ask("document.getElementById('lasts').value = '2h', null")
+    page.ask(f"{button}.click()")
+    page.wait(f"{HEALTH}.startsWith('paused until ') && {state_of('a')} === 'stopped'")
+    assert page.ask(HEALTH).endswith(": nothing is loaded, and requests are refused")
+    assert page.ask("questions.length") == 0
+    assert page.ask(f"{button}.textContent") == "Resume"
+    pause = rig.mux.overview.status().pause
+    assert pause is not None
+    assert pause.until - pause.since == pytest.approx(7200.0)
+    page.ask(f"{button}.click()")
+    page.wait(f"{READY} && {button}.textContent === 'Pause'")
+
+
+def test_before_a_pause_severs_requests_it_is_asked(
+    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
+) -> None:
+    rig = make_rig()
+    rig.mux.facts.adopt({"a": rig.engine.url})
+    page = opened(rig)
+    page.wait(f"{state_of('a')} === 'ready'")
+    with rig.mux.lease("a"):
+        page.wait(f"{row('a')}.children[3].textContent === '1'")
+        page.ask("document.getElementById('pause').click()")
+        page.wait("questions.length === 1")
+        page.wait(f"{state_of('a')} === 'draining'")
+
+
+def test_a_model_is_tried_as_it_comes_and_all_at_once(mux: Running, page: Chromium) -> None:
+    told, answer = "document.getElementById('try-told').textContent", "document.getElementById('try-answer')"
+    page.ask("document.getElementById('try-text').value = 'Say hello.', null")
+    page.ask("document.getElementById('try-model').value = 'a', null")
+    page.ask("document.getElementById('try-send').click()")
+    page.wait(f"{told}.startsWith('first token after ') && !document.getElementById('try-send').disabled")
+    streamed = page.ask(f"{answer}.textContent")
+    assert streamed
+    assert re.search(r"^first token after .+, \d+ tokens?", page.ask(told))
+    page.ask("document.getElementById('try-stream').click()")
+    page.ask("document.getElementById('try-send').click()")
+    page.wait(f"/ in /.test({told}) && !document.getElementById('try-send').disabled")
+    assert page.ask(f"{answer}.textContent") == streamed
+
+
+def test_what_is_wrong_with_a_try_is_said(
+    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
+) -> None:
+    rig = make_rig()
+    rig.mux.facts.paused(None)
+    page = opened(rig)
+    page.ask("document.getElementById('try-text').value = 'x', null")
+    page.ask("document.getElementById('try-send').click()")
+    page.wait("document.getElementById('try-told').textContent.startsWith('anvil-mux is paused')")
+    page.problems.clear()  # Chromium itself notes the 503
+
+
+def test_usage_and_a_request_with_its_bodies_are_shown(
+    tmp_path_factory: pytest.TempPathFactory, browser: Chromium
+) -> None:
+    folder = tmp_path_factory.mktemp("people")
+    with serving(compose(folder, "a", capture=5), state=folder) as mux:
+        assert mux.chat("a")[0] == 200
+        browser.problems.clear()
+        browser.open(f"http://127.0.0.1:{mux.port}/")
+        browser.wait(f"document.readyState === 'complete' && {READY}")
+        cells = "[...document.querySelectorAll('#usage td')].map(cell => cell.textContent)"
+        browser.wait(f"{cells}.length > 0")
+        assert browser.ask(cells)[:3] == ["none", "a", "1"]
+        look = "document.querySelector('#requests button')"
+        browser.wait(f"!!{look} && !{look}.parentNode.hidden")
+        browser.ask(f"{look}.click()")
+        lines = "document.getElementById('log-lines').textContent"
+        browser.wait(f"{lines}.startsWith('asked:')")
+        shown = browser.ask(lines)
+        assert '"content": "Say hello."' in shown
+        assert "answered: 200" in shown
+        browser.ask("document.getElementById('log').close()")
+        assert browser.problems == []
