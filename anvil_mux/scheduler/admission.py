@@ -48,8 +48,8 @@ class Admission:
         ticket.backend = slot.name
         model.unload_when_idle = False
         if ticket.leases:
-            slot.share(now)
-            ticket.share = -slot.shared
+            slot.count_time(now)
+            ticket.share = -slot.gpu_seconds
             slot.holders[ticket] = now
             slot.last_used = now
         if self._emit_leases:
@@ -80,8 +80,8 @@ class Admission:
 
     def send_anew(self, found: Iterable[tuple[Ticket, Slot]], cause: Cause, now: float) -> None:
         for ticket, slot in found:
-            slot.share(now)
-            ticket.share += slot.shared
+            slot.count_time(now)
+            ticket.share += slot.gpu_seconds
             del slot.holders[ticket]
             ticket.severed = Severance(cause)
             self._state.taken_back.append(ticket)

@@ -145,8 +145,8 @@ class GpuGroup:
         slot = self.slots.get(ticket.backend or "")
         if slot is None or ticket not in slot.holders:
             return False
-        slot.share(now)
-        ticket.share += slot.shared
+        slot.count_time(now)
+        ticket.share += slot.gpu_seconds
         since = slot.holders.pop(ticket)
         state, model = self.state, self._models[ticket.model]
         self._note_use(model, slot, ticket, now - since, now)

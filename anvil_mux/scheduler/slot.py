@@ -59,12 +59,12 @@ class Slot:
     last_used: float = -math.inf
     holders: dict[Any, float] = field(default_factory=dict)
     """The tickets that lease it, in order of admission, and since when."""
-    shared: float = 0.0
+    gpu_seconds: float = 0.0
     """The seconds that each of its requests would have had of it, were it there from the beginning.
 
     While n run it grows by an nth of the time, so what one has had is the difference between two moments.
     """
-    shared_at: float = 0.0
+    counted_at: float = 0.0
     """When that was last brought up to date."""
     residual: dict[str, int] = field(default_factory=dict)
     """GPU -> bytes it holds while in standby."""
@@ -111,18 +111,18 @@ class Slot:
         self.whole = self.backend.vram is None
         self.ram = self.least_ram
 
-    def share(self, now: float) -> None:
-        """Bring ``shared`` up to date; called before a lease begins or ends."""
+    def count_time(self, now: float) -> None:
+        """Bring ``gpu_seconds`` up to date; called before a lease begins or ends."""
         running = len(self.holders)
         if running:
-            self.shared += (now - self.shared_at) / running
-        self.shared_at = now
+            self.gpu_seconds += (now - self.counted_at) / running
+        self.counted_at = now
 
     def let_go(self, now: float) -> None:
         """End all leases."""
-        self.share(now)
+        self.count_time(now)
         for ticket in self.holders:
-            ticket.share += self.shared
+            ticket.share += self.gpu_seconds
         self.holders.clear()
 
     def enter(self, what: str, now: float) -> None:

@@ -82,7 +82,7 @@ class Ticket:
         self.share = 0.0
         """Seconds that it had of its backend, once its lease has ended: a part of the time, if others ran.
 
-        Until then less than nothing: what ``Slot.shared`` was when the lease began.
+        Until then less than nothing: what ``Slot.gpu_seconds`` was when the lease began.
         """
         self.wake: Any = None
         """An object of the driver, by which it goes on when this ticket has ended waiting."""
