@@ -248,8 +248,14 @@ class Host:
         self.kill("gcs/gcs_server")
 
     def kill_agent(self) -> None:
-        """Kill the process in which the agent of anvil-mux is."""
+        """Kill the process in which the agent of anvil-mux is, once there is one."""
+        wait_for(lambda: self.pids("ray::HostActor"), f"an agent on {self.name}", self._log)
         self.kill("ray::HostActor")
+
+    def kill_driver(self) -> None:
+        """Kill the process by which anvil-mux reaches the cluster, once there is one."""
+        wait_for(lambda: self.pids("anvil_mux.cluster.driver"), "a driver", self._log)
+        self.kill("anvil_mux.cluster.driver")
 
     # What is done there
 

@@ -106,7 +106,7 @@ class Faults:
             "power": self._cut,
             "hang": self._hang,
             "head": lambda host: site.head.kill_gcs(),
-            "driver": lambda host: site.head.kill("anvil_mux.cluster.driver"),
+            "driver": lambda host: site.head.kill_driver(),
             "anvil-mux": lambda host: self._kill_mux(),
         }
 
