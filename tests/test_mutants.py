@@ -203,18 +203,18 @@ MUTANTS = {
     ),
     "an idle model is evicted while it is leased": (
         "slot",
-        'self.state != "ready" or self.holders or self.backend.ttl is None',
-        'self.state != "ready" or self.backend.ttl is None',
+        'self.state != "ready" or self.holders or ttl is None',
+        'self.state != "ready" or ttl is None',
     ),
     "the moment at which an idle model goes is forgotten": (
         "upkeep",
-        " + [slot.idle_until for slot in self.idlers]",
+        " + [slot.idle_until for slot in self._state.idlers]",
         "",
     ),
     "a release does not set the timer of a ttl": (
         "group",
-        '(slot.state == "draining" or slot.backend.ttl is not None)',
-        'slot.state == "draining"',
+        'slot.state == "draining" or slot.backend.ttl is not None or',
+        'slot.state == "draining" or',
     ),
     "a min_residency holds overdue queues as well": (
         "decider",

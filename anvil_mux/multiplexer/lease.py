@@ -25,6 +25,7 @@ class Lessor(Protocol):
 
     def released(self, ticket: Ticket, usage: TokenUsage, *, whole: bool) -> None: ...
     def first_byte(self, ticket: Ticket) -> bool: ...
+    def keep_alive(self, ticket: Ticket, seconds: float) -> None: ...
 
 
 class Lease:
@@ -66,6 +67,13 @@ class Lease:
         self._lessor.released(self.ticket, usage, whole=whole)
         # It leads back to this lease: without a cycle nothing is left for the garbage collector.
         self.ticket.cut = None
+
+    def keep_alive(self, seconds: float) -> None:
+        """Have the backend stay for so long once nobody uses it, whatever its ttl, until its next load.
+
+        It goes for another model all the same.
+        """
+        self._lessor.keep_alive(self.ticket, seconds)
 
     @property
     def foreseen(self) -> float | None:

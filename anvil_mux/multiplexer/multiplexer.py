@@ -254,6 +254,10 @@ class Multiplexer:
             jobs = self._shell.noted(effects)
         self._shell.carry_out(effects, jobs)
 
+    def keep_alive(self, ticket: Ticket, seconds: float) -> None:
+        """See Lease.keep_alive."""
+        self._shell.apply(partial(self._scheduler.keep_alive_asked, ticket, seconds))
+
     def first_byte(self, ticket: Ticket) -> bool:
         """See Lease.first_byte."""
         with self._lock:

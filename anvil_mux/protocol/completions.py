@@ -100,8 +100,13 @@ class Translation:
     """The body, but for the model."""
     answer: AnswerTranslation
     stream: bool = False
-    unloads: bool = False
-    """Whether the model is unloaded afterwards, if nobody else uses it."""
+    keep_alive: float | None = None
+    """The seconds for which the model is to stay once nobody uses it; None: nothing is said of that."""
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the model is unloaded afterwards, if nobody else uses it."""
+        return self.keep_alive == 0
 
     def body(self, model: str) -> bytes:
         return written({"model": model, **self.question})

@@ -2,8 +2,8 @@
 
 Pure. ``TRANSLATE`` turns a body of Ollama's into a question in OpenAI's words and knows how to say the answer
 in Ollama's: one object, or an object per line. A request without messages or prompt asks nothing: it loads
-the model, or with ``keep_alive: 0`` unloads it. Any other ``keep_alive`` changes nothing, since how long a
-model stays is for the policy and its ``ttl`` to say.
+the model, or with ``keep_alive: 0`` unloads it. Any other ``keep_alive`` says for how long the model stays
+once nobody uses it.
 
 Options that belong to a load (``num_ctx``, ``num_gpu``, ...) are passed over, as the compose file has them;
 ``template`` and ``context`` cannot be honoured by other engines and are refused.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timezone
@@ -54,7 +55,8 @@ _OPTIONS = {
 }
 _IMAGES = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}
 """How base64 of an image begins."""
-_ZERO = re.compile(r"[+-]?0*(\.0*)?(ns|us|µs|ms|s|m|h)?")
+_DURATION = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(ns|us|µs|μs|ms|s|m|h)")
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def chat(said: dict[str, Any]) -> Translation:
@@ -117,9 +119,9 @@ def _without_stream(
 def _made(
     said: dict[str, Any], path: str, question: dict[str, Any], answer: type[_Words], *, stream: bool
 ) -> Translation:
-    name, unloads = name_in(said), _is_zero(said)
-    about = answer(name or "", "unload" if unloads else "load")
-    return Translation(name, path, question, about, stream=stream, unloads=unloads)
+    name, keep_alive = name_in(said), _keep_alive(said)
+    about = answer(name or "", "unload" if keep_alive == 0 else "load")
+    return Translation(name, path, question, about, stream=stream, keep_alive=keep_alive)
 
 
 def name_in(said: Mapping[str, Any]) -> str | None:
@@ -127,12 +129,26 @@ def name_in(said: Mapping[str, Any]) -> str | None:
     return text(said, "model") or text(said, "name") or None
 
 
-def _is_zero(said: Mapping[str, Any]) -> bool:
-    """Whether ``keep_alive`` says to unload at once."""
+def _keep_alive(said: Mapping[str, Any]) -> float | None:
+    """The seconds that ``keep_alive`` says: a number, or a duration as Go writes it; for ever if negative."""
     given = said.get("keep_alive")
-    if isinstance(given, str):
-        return bool(given) and _ZERO.fullmatch(given) is not None
-    return isinstance(given, (int, float)) and given == 0
+    if given is None or given == "":
+        return None
+    seconds = _seconds(given) if isinstance(given, str) else given
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or math.isnan(seconds):
+        text = '`keep_alive` must be a duration such as "5m", a number of seconds, 0 or -1'
+        raise BadRequest(text, param="keep_alive")
+    return math.inf if seconds < 0 else float(seconds)
+
+
+def _seconds(given: str) -> float | None:
+    """The seconds of a duration; None if it is none."""
+    sign, rest = (-1, given[1:]) if given[:1] == "-" else (1, given.removeprefix("+"))
+    if re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", rest):
+        return sign * float(rest)
+    if not re.fullmatch(f"(?:{_DURATION.pattern})+", rest):
+        return None
+    return sign * sum(float(number) * _UNITS[unit] for number, unit in _DURATION.findall(rest))
 
 
 # Questions
@@ -389,11 +405,11 @@ def tags(models: Iterable[str], since: float) -> bytes:
     return written({"models": [_model(name, since) for name in models]})
 
 
-def running(models: Mapping[str, float | None], now: float) -> bytes:
-    """Resident model -> its ttl, as /api/ps lists them."""
+def running(models: Mapping[str, float], now: float) -> bytes:
+    """Resident model -> the seconds for which it stays if nobody uses it, as /api/ps lists them."""
     listed = [
-        {**_model(name, now), "expires_at": _stamp(now + (FOR_EVER if ttl is None else ttl)), "size_vram": 0}
-        for name, ttl in models.items()
+        {**_model(name, now), "expires_at": _stamp(now + min(left, FOR_EVER)), "size_vram": 0}
+        for name, left in models.items()
     ]
     return written({"models": listed})
 

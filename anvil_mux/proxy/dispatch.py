@@ -85,7 +85,7 @@ class Dispatcher:
         asked, translation = question.asked, question.translation
         assert translation is not None
         if translation.path:
-            self.answer(replace(question, translation=replace(translation, unloads=False)), reply, record)
+            self.answer(replace(question, translation=replace(translation, keep_alive=None)), reply, record)
         else:
             reply.whole(200, [JSON], translation.answer.whole(b"", time.time()))
         if asked.key is None or asked.key.admin:

@@ -224,6 +224,9 @@ class Forwarder:
     ) -> None:
         """Asks the engine in its own words, and says the answer in the client's, in this thread."""
         asked.answer.begun(time.time(), record.waited)
+        key = question.asked.key
+        if asked.keep_alive and (key is None or key.admin):
+            lease.keep_alive(asked.keep_alive)
         if not asked.path:
             reply.whole(200, [JSON], asked.answer.whole(b"", time.time()))
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from itertools import starmap
 from urllib.parse import unquote
@@ -46,8 +47,7 @@ class Lists:
 
     def ollama_running(self, asked: Asked) -> Answer:
         resident = [m for m in self._visible(asked) if m.offered_state in ("ready", "draining")]
-        ttls = {backend.name: backend.ttl for backend in asked.access.config.backends}
-        return 200, JSON, ollama.running({m.model: ttls.get(m.backend) for m in resident}, time.time())
+        return 200, JSON, ollama.running({m.model: _stays(m) for m in resident}, time.time())
 
     def ollama_show(self, model: str) -> bytes:
         return ollama.show(model, self._started)
@@ -79,3 +79,10 @@ class Lists:
             failed=bool(model.last_error),
             parent=model.model if preset else "",
         )
+
+
+def _stays(model: ModelState) -> float:
+    """The seconds for which a resident model stays if nobody uses it from now on."""
+    resident = next(each for each in model.backends if each.backend == model.backend)
+    left = resident.ttl if resident.unload_seconds is None else resident.unload_seconds
+    return math.inf if left is None else left

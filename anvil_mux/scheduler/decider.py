@@ -91,7 +91,7 @@ class Decider:
         They do not where a drain or a ttl waits for a lease to end, or where there is a choice of victims.
         """
         state = self._state
-        if state.swaps or self._upkeep.idlers or state.routed or not self._plans:
+        if state.swaps or state.idlers or state.routed or not self._plans:
             return False
         return state.memory.budget is None and len(state.ready) < 2
 

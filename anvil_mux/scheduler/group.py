@@ -167,7 +167,9 @@ class GpuGroup:
         deferred, leases = state.deferred, len(slot.holders)
         if deferred is not None and (leases < deferred[1].leases or not self._decider.plans_hold(now)):
             return True
-        return not leases and (slot.state == "draining" or slot.backend.ttl is not None)
+        return not leases and (
+            slot.state == "draining" or slot.backend.ttl is not None or slot.keep_alive is not None
+        )
 
     def _note_use(self, model: Model, slot: Slot, ticket: Ticket, seconds: float, now: float) -> None:
         slot.last_used = now

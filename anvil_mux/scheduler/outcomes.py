@@ -84,6 +84,7 @@ class Outcomes:
         unwanted = any(swap.cancel == UNLOADED for swap in self._state.swaps if swap.target is slot)
         self._moves.enter(slot, "loaded", now)
         slot.note_loaded(now, seconds, way)
+        self._state.keep_alive(slot, None)
         self._swaps.learn(slot, way, seconds)
         self._swaps.end_to(slot)
         self._state.emit(Event(now, "ready", slot.model, slot.name, seconds=seconds, way=way))

@@ -83,6 +83,14 @@ class Scheduler:
         state = group.state
         return self._settling.collected(group) if state.settled or state.taken_back else NOTHING
 
+    def keep_alive_asked(self, ticket: Ticket, seconds: float, now: float) -> Effects:
+        """A leased request says for how long its backend is to stay once nobody uses it."""
+        group = self.layout.of_backend.get(ticket.backend or "")
+        slot = group.slots[ticket.backend or ""] if group else None
+        if group and slot and ticket in slot.holders:
+            group.state.keep_alive(slot, seconds)
+        return NOTHING
+
     def abandoned(self, ticket: Ticket, now: float, error: MuxError | None = None) -> Effects:
         """A request that waited ended by itself: its client left, or ``error`` says why it fails."""
         model = self.layout.models.get(ticket.model)

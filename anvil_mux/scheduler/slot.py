@@ -101,6 +101,8 @@ class Slot:
     error: str = ""
     log: tuple[str, ...] = ()
     load_seconds: float | None = None
+    keep_alive: float | None = None
+    """The idle seconds for which a request asked that it stays, since its load; None: none did."""
     host: HostRecord | GangHosts = field(default_factory=HostRecord)
     name: str = field(init=False)
     model: str = field(init=False)
@@ -177,11 +179,15 @@ class Slot:
         return self.last_used if self.last_used > self.loaded else self.loaded
 
     @property
+    def ttl(self) -> float | None:
+        """Idle seconds after which it is evicted although nobody needs its GPUs; None: never."""
+        return self.backend.ttl if self.keep_alive is None else self.keep_alive
+
+    @property
     def idle_until(self) -> float:
         """When it is evicted because it is not used."""
-        if self.state != "ready" or self.holders or self.backend.ttl is None:
-            return math.inf
-        return self.used + self.backend.ttl
+        ttl = self.ttl
+        return math.inf if self.state != "ready" or self.holders or ttl is None else self.used + ttl
 
     @property
     def stays_until(self) -> float:

@@ -90,6 +90,8 @@ class GroupState:
     """The backends that may be leased."""
     stayers: list[Slot] = field(init=False)
     """The backends with a min_residency."""
+    idlers: list[Slot] = field(init=False)
+    """The backends that are evicted once they were idle for a time."""
     limited: bool = field(init=False)
     """Whether some model takes only so many requests at once."""
     routed: list[Model] = field(init=False)
@@ -101,7 +103,16 @@ class GroupState:
         self.slots = self.placement.slots
         self.ready = ready_slots(self.slots.values())
         self.stayers = [slot for slot in self.slots.values() if slot.backend.min_residency]
+        self.idlers = [slot for slot in self.slots.values() if slot.ttl is not None]
         self.remodelled()
+
+    def keep_alive(self, slot: Slot, seconds: float | None) -> None:
+        """Have a backend stay for so long while it is idle; None: for its own ttl."""
+        if seconds == slot.keep_alive:
+            return
+        slot.keep_alive = seconds
+        self.idlers = [each for each in self.slots.values() if each.ttl is not None]
+        self.changed()
 
     def remodelled(self) -> None:
         """Compute anew what depends on the models and their backends."""

@@ -80,6 +80,8 @@ class BackendState:
     """The size to write down as its ``vram``, as it was measured, so that others may be loaded beside it."""
     host: HostState | None = None
     """The host that it runs on, of a gang the first; None: the one that anvil-mux runs on."""
+    ttl: float | None = None
+    """Idle seconds after which it is evicted although nobody needs its GPUs; None: it never is."""
 
     @property
     def is_lost(self) -> bool:
@@ -249,6 +251,7 @@ def _backend_state(
         size=sum(takes.values()) if takes else None,
         idle_seconds=now - slot.used if idle else None,
         unload_seconds=max(unload_at - now, 0.0) if unload_at < FOREVER else None,
+        ttl=slot.ttl if slot.ttl != FOREVER else None,
         load_seconds=slot.load_seconds,
         retry_seconds=max(slot.retry_at - now, 0.0),
         error=slot.error,

@@ -27,13 +27,12 @@ class Upkeep:
         self._state = state
         self._moves = moves
         self._swaps = swaps
-        self.idlers = [slot for slot in state.slots.values() if slot.backend.ttl is not None]
         self._sleepers = [slot for slot in state.slots.values() if slot.backend.evict_to != ("stop",)]
 
     def moments(self) -> list[float]:
         """The moments at which something is to be done, also those that have passed."""
         demotions = [until for slot in self._sleepers if (until := demoted_at(slot)) is not None]
-        return demotions + [slot.idle_until for slot in self.idlers]
+        return demotions + [slot.idle_until for slot in self._state.idlers]
 
     def step(self, now: float) -> Step | None:
         """The next step that is due."""
@@ -119,9 +118,10 @@ class Upkeep:
 
     def evict_idle(self, now: float) -> bool:
         """Begin to evict idle residents; whether there were any."""
-        idle = [slot for slot in self.idlers if slot.idle_until <= now < FOREVER and slot.host.is_steered]
+        idlers = self._state.idlers
+        idle = [slot for slot in idlers if slot.idle_until <= now < FOREVER and slot.host.is_steered]
         for slot in idle:
-            self._swaps.evict(slot, now, Cause("idle", seconds=slot.backend.ttl or 0.0))
+            self._swaps.evict(slot, now, Cause("idle", seconds=slot.ttl or 0.0))
         for slot in self._state.ready if self._state.memory.budget is not None else ():
             if model := self._state.memory.answer(slot, now):
                 cause, severs = Cause("host_memory_needed", model), Cause("evicted", model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 
@@ -318,6 +319,16 @@ def test_keeping_alive_for_nothing_is_for_admins_too(locked: Rig) -> None:
             locked.events.wait("stopped")
         else:
             assert not locked.events.of("evicting")
+
+
+def test_how_long_a_model_stays_is_for_admins_to_say(locked: Rig) -> None:
+    client = locked.client()
+    for key in (ALICE, ROOT):
+        client.post(b'{"model":"a","keep_alive":"1h"}', path=b"/api/generate", extra=bearer(key))
+        assert client.read().status == 200
+        (shown,) = json.loads(client.get(b"/api/ps", extra=bearer(ROOT)).body)["models"]
+        stays_for_years = int(shown["expires_at"][:4]) > datetime.now().year + 50
+        assert stays_for_years is (key == ALICE)
 
 
 # Who may call it what

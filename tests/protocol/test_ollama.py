@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import pytest
 
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, BadRequest, LoadError
 from anvil_mux.protocol import ollama
 from anvil_mux.proxy.waiting import Patience
+from anvil_mux.scheduler.causes import Cause
 from tests.fake_engine import SSE_HEAD, Asked, RawClient, Rig
 from tests.fake_engine import chunk as framed
 from tests.protocol.test_completions import called, chunk
@@ -122,20 +127,38 @@ def test_embeddings_of_both_ages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keep_alive", "unloads"),
+    ("keep_alive", "seconds"),
     [
-        (0, True),
-        ("0", True),
-        ("0s", True),
-        (0.0, True),
-        (-1, False),
-        ("5m", False),
-        (None, False),
-        ("", False),
+        (0, 0.0),
+        ("0", 0.0),
+        ("0s", 0.0),
+        (0.0, 0.0),
+        (-1, math.inf),
+        ("-1", math.inf),
+        ("-1m", math.inf),
+        ("-0s", 0.0),
+        (300, 300.0),
+        (0.5, 0.5),
+        ("300", 300.0),
+        ("5m", 300.0),
+        ("1h30m0.5s", 5400.5),
+        ("+1.5h", 5400.0),
+        ("250ms", 0.25),
+        ("3µs", 3e-6),
+        (None, None),
+        ("", None),
     ],
 )
-def test_keep_alive_of_nothing_unloads(keep_alive: object, unloads: bool) -> None:
-    assert ollama.chat({"model": "a", "messages": [USER], "keep_alive": keep_alive}).unloads is unloads
+def test_keep_alive_is_what_ollama_means_by_it(keep_alive: object, seconds: float | None) -> None:
+    found = ollama.chat({"model": "a", "messages": [USER], "keep_alive": keep_alive})
+    assert (found.keep_alive, found.unloads) == (seconds, seconds == 0)
+    assert ollama.embed({"model": "a", "input": "x", "keep_alive": keep_alive}).keep_alive == seconds
+
+
+@pytest.mark.parametrize("keep_alive", ["5 minutes", "m", "5x", "--1", True, [5], {}, float("nan")])
+def test_keep_alive_that_is_no_duration_is_refused(keep_alive: object) -> None:
+    with pytest.raises(BadRequest, match="`keep_alive` must be a duration"):
+        ollama.generate({"model": "a", "prompt": "x", "keep_alive": keep_alive})
 
 
 @pytest.mark.parametrize(
@@ -415,6 +438,56 @@ def test_what_an_engine_has_no_part_for_is_not_asked_again(rig: Rig) -> None:
     answer = client.read()
     assert (answer.status, answer.header(b"x-should-retry")) == (501, b"false")
     assert json.loads(answer.body)["error"] == "the engine of a cannot do this: start it with --embeddings"
+
+
+def expires(rig: Rig) -> float:
+    """In how many seconds the one resident model is to be unloaded, as /api/ps says."""
+    (model,) = json.loads(rig.client().get(b"/api/ps").body)["models"]
+    at = datetime.strptime(model["expires_at"], "%Y-%m-%dT%H:%M:%S.%f%z")
+    return at.timestamp() - time.time()
+
+
+def test_keep_alive_takes_the_place_of_the_ttl_until_another_is_given(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(backends=(Backend("a", "a", ("0",), ttl=1000.0),))
+    rig.engine.answer = speak
+    for keep_alive, least, most in (
+        (None, 900, 1000),
+        ("1h", 3500, 3600),
+        (None, 3500, 3600),
+        (-1, ollama.FOR_EVER - 100, ollama.FOR_EVER),
+        (60, 0, 60),
+    ):
+        said = {} if keep_alive is None else {"keep_alive": keep_alive}
+        assert ask(rig, "/api/chat", model="a", messages=[USER], **said).read().status == 200
+        assert least < expires(rig) <= most, keep_alive
+    assert ask(rig, "/api/embed", model="a", keep_alive="2h").read().status == 200
+    assert 7100 < expires(rig) <= 7200
+
+
+def test_keep_alive_in_the_past_of_a_load_is_forgotten_by_the_next(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(backends=(Backend("a", "a", ("0",), ttl=1000.0),))
+    assert ask(rig, "/api/generate", model="a", keep_alive="1h").read().status == 200
+    assert ask(rig, "/api/generate", model="a", keep_alive=0).read().status == 200
+    rig.events.wait("stopped")
+    assert ask(rig, "/api/generate", model="a").read().status == 200
+    assert expires(rig) <= 1000
+
+
+def test_a_model_goes_when_its_keep_alive_ends_and_not_before_its_answer(rig: Rig) -> None:
+    streaming = ask(rig, "/api/chat", model="a", messages=[USER], keep_alive="1ms")
+    asked = rig.engine.next()
+    asked.send(SSE_HEAD, framed(chunk({"content": "He"})))
+    streaming.read_until(b"\n\r\n")
+    assert not rig.events.of("draining")
+    asked.send(framed(chunk({}, "stop")), b"0\r\n\r\n")
+    assert streaming.read_chunks()[1]
+    assert rig.events.wait("draining").cause == Cause("idle", seconds=0.001)
+
+
+def test_keep_alive_keeps_no_model_from_being_evicted_for_another(rig: Rig) -> None:
+    assert ask(rig, "/api/generate", model="a", keep_alive=-1).read().status == 200
+    assert ask(rig, "/api/generate", model="org/b").read().status == 200
+    assert [event.backend for event in rig.events.of("stopped")] == ["a"]
 
 
 def test_unloading_loads_nothing(rig: Rig) -> None:

@@ -1955,6 +1955,45 @@ def test_a_ttl_of_zero_puts_a_model_out_after_its_last_answer():
     assert driver.steps(5.0) == ["evict a"]
 
 
+@pytest.mark.parametrize(("ttl", "keep_alive"), [(None, 5.0), (10.0, 5.0), (10.0, 20.0)])
+def test_keep_alive_takes_the_place_of_the_ttl_until_the_next_load(ttl, keep_alive):
+    driver = Driver(backend("a", ttl=ttl), B).with_resident("a")
+    slot, lease = driver.core.slots["a"], driver.request("a", 1.0)
+    driver.core.state.keep_alive(slot, keep_alive)
+    assert driver.core.release(lease, 2.0), "its timer must be set"
+    assert (driver.steps(2.0), driver.until) == ([], 2.0 + keep_alive)
+    assert driver.steps(2.0 + keep_alive) == ["evict a"]
+    assert driver.log[-1].cause == Cause("idle", seconds=keep_alive)
+    driver.core.evicted("a", 30.0)
+    driver.request("a", 30.0)
+    assert driver.steps(30.0) == ["load a"]
+    driver.core.loaded("a", 31.0)
+    assert (slot.ttl, slot in driver.core.state.idlers) == (ttl, ttl is not None)
+    driver.sound()
+
+
+def test_a_model_that_is_kept_for_ever_goes_for_another():
+    driver = Driver(backend("a", ttl=10.0), B).with_resident("a")
+    lease = driver.request("a", 1.0)
+    driver.core.state.keep_alive(driver.core.slots["a"], inf)
+    driver.core.release(lease, 2.0)
+    assert (driver.steps(1000.0), driver.until) == ([], inf)
+    driver.request("b", 1000.0)
+    assert driver.steps(1000.0) == ["evict a"]
+
+
+def test_a_swap_that_is_held_back_does_not_hide_that_a_model_is_kept_for_a_time_only():
+    driver = Driver(A, B, policy=Never(), max_wait=60.0)
+    assert driver.core.adopt("a", 0.0)
+    lease = driver.request("a", 1.0)
+    driver.request("b", 1.0)
+    assert driver.steps(1.0) == []
+    driver.core.state.keep_alive(driver.core.slots["a"], 5.0)
+    assert driver.core.release(lease, 3.0)
+    assert (driver.steps(3.0), driver.until) == ([], 8.0)
+    assert driver.steps(8.0) == ["evict a"]
+
+
 def test_each_of_two_co_residents_has_its_own_ttl():
     driver = Driver(backend("a", vram=5, ttl=10.0), backend("b", vram=5, ttl=30.0), gpus=TEN)
     driver.with_resident("a").with_resident("b")
