@@ -184,6 +184,7 @@ class BackendReader:
         if wanted:
             self.loras[name] = frozenset([adapter for adapter, _ in wanted])
         given["presets"] = (*given.get("presets", ()), *found.presets)
+        given["set"] = tuple((dict(found.put) | dict(given.get("set", ()))).items())
         given["loras"] = found.to_load
 
     def _check_levels(

@@ -214,6 +214,11 @@ class Backend:
         return self.service.name or self.name
 
     @property
+    def adapts_by_field(self) -> bool:
+        """Whether it has LoRA adapters that a field of a question chooses."""
+        return any(preset.is_adapter and not preset.served_model for preset in self.presets)
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names by which its model may be asked for."""
         return (*self.aliases, *[preset.name for preset in self.presets], self.model)

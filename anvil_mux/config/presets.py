@@ -16,13 +16,13 @@ from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import Any
 
-from anvil_mux.config import settings
+from anvil_mux.config import service, settings
 from anvil_mux.config.rewrite import check_strip, read_set
 
 ALLOWS_LOADING = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 """The variable with which vLLM loads adapters while it runs."""
-APPLIES_NONE = "--lora-init-without-apply"
-"""The flag with which llama-server applies its adapters to those requests alone that ask for them."""
+PROMPTS_KEPT = ("-cram", "--cache-ram")
+"""The flags that say how many prompts llama-server keeps in host memory."""
 
 Loras = tuple[tuple[str, str], ...]
 """Adapters, each as its name and its path; an empty path: the engine has it already."""
@@ -119,6 +119,8 @@ class Adapters:
     presets: tuple[Preset, ...] = ()
     to_load: Loras = ()
     """The adapters that the engine has to be told to load once it runs."""
+    put: tuple[tuple[str, str], ...] = ()
+    """The fields that requests for the model's own name are asked with, unless its service sets them."""
     problems: tuple[settings.Problem, ...] = ()
     bites: tuple[str, ...] = ()
 
@@ -128,7 +130,7 @@ def find_adapters(
 ) -> Adapters:
     """The adapters that a service is to offer: ``wanted``, and those that vLLM's own command names."""
     if engine == "llamacpp":
-        return _of_llamacpp(words, wanted or ())
+        return _of_llamacpp(words, variables, wanted or ())
     in_command = dict(_modules(words)) if engine == "vllm" else {}
     told = dict.fromkeys(in_command, "") | dict(wanted or ())
     presets, to_load, problems = [], [], []
@@ -139,7 +141,7 @@ def find_adapters(
         presets.append(Preset(name, served_model=name, is_adapter=True))
         if path and name not in in_command:
             to_load.append((name, path))
-    return Adapters(tuple(presets), tuple(to_load), tuple(problems))
+    return Adapters(tuple(presets), tuple(to_load), problems=tuple(problems))
 
 
 def _why_not(
@@ -196,8 +198,12 @@ def _modules(words: Sequence[str]) -> Iterator[tuple[str, str]]:
                 yield said["name"], str(said.get("path", ""))
 
 
-def _of_llamacpp(words: Sequence[str], wanted: Loras) -> Adapters:
-    """Adapters of llama-server, which numbers those of its command; a question says how much of each."""
+def _of_llamacpp(words: Sequence[str], variables: Mapping[str, str], wanted: Loras) -> Adapters:
+    """Adapters of llama-server, which numbers those of its command; a question says how much of each.
+
+    Each question says it of all: where nothing is said they have the scales of the command, and llama-server
+    does not notice then that a prompt in its cache was computed with others.
+    """
     files = list(_files(words))
     by_stem = {PurePosixPath(file).stem: number for number, (file, _) in enumerate(files)}
     by_path = {file: number for number, (file, _) in enumerate(files)}
@@ -208,16 +214,30 @@ def _of_llamacpp(words: Sequence[str], wanted: Loras) -> Adapters:
             add = f"add --lora {path} to its command" if path else settings.nearest(name, by_stem)
             text = f"{path or name} is no adapter of its command; {add}"
             problems.append(((name,), text.removesuffix("; known: ")))
-            continue
-        scale = json.dumps([{"id": number, "scale": files[number][1]}])
-        presets.append(Preset(name, set=(("lora", scale),), is_adapter=True))
-    bites: tuple[str, ...] = ()
-    if presets and APPLIES_NONE not in words:
-        bites = (
-            "llama-server applies its LoRA adapters to requests for the model's own name too; "
-            f"add {APPLIES_NONE} to its command",
+        else:
+            presets.append(Preset(name, set=(("lora", _scales(files, number)),), is_adapter=True))
+    if not presets:
+        return Adapters(problems=tuple(problems))
+    put, bites = [("lora", _scales(files))], []
+    if _prompts_kept(words, variables) != "0":
+        put.append(("cache_prompt", "false"))
+        bites.append(
+            "llama-server does not know by which LoRA adapter a prompt was computed that it keeps in host "
+            "memory, so each prompt is computed anew: add --cache-ram 0 to its command"
         )
-    return Adapters(tuple(presets), (), tuple(problems), bites)
+    return Adapters(tuple(presets), put=tuple(put), problems=tuple(problems), bites=tuple(bites))
+
+
+def _scales(files: Sequence[tuple[str, float]], only: int = -1) -> str:
+    """The field of a question that has one adapter apply, or none."""
+    scales = [scale if number == only else 0.0 for number, (_, scale) in enumerate(files)]
+    return json.dumps([{"id": number, "scale": scale} for number, scale in enumerate(scales)])
+
+
+def _prompts_kept(words: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """How much host memory llama-server keeps prompts in, as far as its service says so."""
+    said = [value for flag in PROMPTS_KEPT for value in service.flag_values(words, flag)]
+    return said[-1] if said else variables.get("LLAMA_ARG_CACHE_RAM")
 
 
 def _files(words: Sequence[str]) -> Iterator[tuple[str, float]]:

@@ -43,6 +43,15 @@ LACKING = (404, 405, 501)
 """How engines answer to a route that they do not have."""
 COPIED_BYTES = 2 * BODY_BYTES
 """Bytes that are copied of a stream that is captured: its framing is among them."""
+MESSAGES = "/v1/messages"
+"""The route at which llama-server passes over fields that choose a LoRA adapter."""
+WITHOUT_ADAPTERS = frozenset(
+    (
+        *("/v1/embeddings", "/embedding", "/embed", "/v2/embed", "/encode", "/pooling", "/classify"),
+        *("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking", "/score", "/v1/score"),
+    )
+)
+"""The routes at which it does not let a question choose one."""
 MAX_QUOTED = 2000
 """Bytes of an engine's error that an error event repeats."""
 
@@ -82,14 +91,16 @@ class Forwarder:
         """Asks the engine what the client asked; if it lacks the route, in words that every engine has."""
         route, backend = question.asked.route, lease.backend
         lacks, lacking = (backend.name, route.path), self._lacking(question.asked.access)
-        if not (route.translated and lacks in lacking):
+        drops_fields = route.path == MESSAGES and backend.adapts_by_field
+        if not (route.translated and (lacks in lacking or drops_fields)):
             try:
                 return self._pass_on(question, lease, _as_known(question, backend), reply, record)
             except _Lacking:
                 pass
         assert isinstance(question.body, (bytes, bytearray))
         self._translate(question, TRANSLATE[route.path](parse(question.body)), lease, reply, record)
-        lacking.add(lacks)
+        if not drops_fields:
+            lacking.add(lacks)
         return None
 
     def _lacking(self, access: Access) -> set[tuple[str, str]]:
@@ -325,6 +336,9 @@ def _refusal(model: str, path: str, status: int, body: bytes) -> MuxError:
 def _rewritten(body: AskedBody, question: Question, backend: Backend, path: str) -> AskedBody:
     """A body of JSON as the service of ``backend`` is to get it at ``path``, under the preset it names."""
     preset = question.preset_at(backend)
+    if preset and preset.is_adapter and not preset.served_model and path in WITHOUT_ADAPTERS:
+        text = f"the engine of {question.target.model} cannot apply the LoRA adapter {preset.name} at {path}"
+        raise BadRequest(text, status=501)
     if not (preset or backend.strip or backend.set) or isinstance(body, Spool):
         return body
     if preset is None:

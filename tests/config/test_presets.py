@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -183,19 +184,42 @@ def test_adapters_of_an_engine_of_which_nothing_is_known_are_believed() -> None:
 
 
 def test_llama_server_numbers_its_adapters_by_its_command() -> None:
-    words = ["--lora", "/l/a.gguf,/l/b.gguf", "--lora-scaled=/l/c.gguf:0.5", "--lora-init-without-apply"]
+    words = ["--lora", "/l/a.gguf,/l/b.gguf", "--lora-scaled=/l/c.gguf:0.5", "--cache-ram", "0"]
     found = find_adapters("llamacpp", words, {}, (("b", ""), ("law", "/l/c.gguf")))
-    assert [(each.name, dict(each.set)) for each in found.presets] == [
-        ("b", {"lora": '[{"id": 1, "scale": 1.0}]'}),
-        ("law", {"lora": '[{"id": 2, "scale": 0.5}]'}),
+    assert [(each.name, scales(each.set)) for each in found.presets] == [
+        ("b", [0.0, 1.0, 0.0]),
+        ("law", [0.0, 0.0, 0.5]),
     ]
+    assert scales(found.put) == [0.0, 0.0, 0.0]
     assert (found.problems, found.bites) == ((), ())
 
 
-def test_adapters_that_llama_server_applies_to_everything_are_warned_of(tmp_path: Path) -> None:
-    said = "x-anvil: {loras: {law: /l/law.gguf}}, command: --port 8080 --lora /l/law.gguf"
+def scales(put: tuple[tuple[str, str], ...]) -> list[float]:
+    """The scales of all adapters, by their number."""
+    said = json.loads(dict(put)["lora"])
+    assert [each["id"] for each in said] == list(range(len(said)))
+    return [each["scale"] for each in said]
+
+
+@pytest.mark.parametrize(
+    ("more", "kept"),
+    [
+        ("--cache-ram 0", True),
+        ("-cram 0", True),
+        ("--cache-ram=8192", False),
+        ("", False),
+    ],
+)
+def test_llama_server_keeps_prompts_only_where_it_cannot_mistake_their_adapter(
+    tmp_path: Path, more: str, kept: bool
+) -> None:
+    said = f"x-anvil: {{loras: {{law: /l/law.gguf}}}}, command: --port 8080 --lora /l/law.gguf {more}"
     found = plain(tmp_path, f"services: {{a: {{image: llama.cpp, {said}}}}}")
-    assert any("add --lora-init-without-apply to its command" in warning for warning in found.warnings)
+    assert (dict(found.backends[0].set).get("cache_prompt") is None) is kept
+    assert any("add --cache-ram 0 to its command" in warning for warning in found.warnings) is not kept
+    said = said.replace("x-anvil: {", "x-anvil: {set: {cache_prompt: true}, ")
+    found = plain(tmp_path, f"services: {{a: {{image: llama.cpp, {said}}}}}")
+    assert dict(found.backends[0].set)["cache_prompt"] == "true"
 
 
 # Adapters of replicas

@@ -18,9 +18,8 @@ THINK = Preset("qwen-think", set=(("temperature", "1"), ("top_k", "9")), system=
 FAST = Preset("qwen-fast", strip=("seed",), set=(("temperature", "0"),))
 SQL = Preset("sql", served_model="sql", is_adapter=True)
 LAW = Preset("law", set=(("lora", '[{"id": 0, "scale": 1.0}]'),), is_adapter=True)
-QWEN = Backend(
-    "a", "qwen", ("0",), set=(("top_k", "5"),), served_model="inside", presets=(THINK, FAST, SQL, LAW)
-)
+QWEN = Backend("a", "qwen", ("0",), set=(("top_k", "5"),), served_model="inside", presets=(THINK, FAST, SQL))
+B = Backend("b", "b", ("0",), presets=(LAW,))
 USER = {"role": "user", "content": "Hi"}
 SYSTEM = {"role": "system", "content": "Think first."}
 DONE = (SSE_HEAD, chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")
@@ -28,7 +27,7 @@ DONE = (SSE_HEAD, chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    made = Rig(backends=(QWEN, Backend("b", "b", ("0",))), gpus=(Gpu("0"),))
+    made = Rig(backends=(QWEN, B), gpus=(Gpu("0"),))
     yield made
     made.close()
 
@@ -37,7 +36,7 @@ def asked(rig: Rig, model: str, path: str = "/v1/chat/completions", **said: Any)
     """What the engine is asked for when a client asks for ``model``."""
     client = rig.client()
     client.post(json.dumps({"model": model, **said}).encode(), path.encode())
-    got = rig.engine.next()
+    got = (rig.other if model in ("b", "law") else rig.engine).next()
     got.send(JSON_OK)
     client.read()
     found: dict[str, Any] = json.loads(got.body)
@@ -83,6 +82,29 @@ def test_an_adapter_keeps_its_name_and_one_of_llama_cpp_becomes_a_field(rig: Rig
         "top_k": 5,
     }
     assert asked(rig, "law", prompt="x")["lora"] == [{"id": 0, "scale": 1.0}]
+
+
+def test_an_adapter_is_chosen_for_anthropics_clients_too_though_llama_server_would_drop_it(rig: Rig) -> None:
+    client = rig.client()
+    for name in ("law", "b"):  # at the model's own name its service sets the field
+        client.post(
+            json.dumps({"model": name, "messages": [USER], "max_tokens": 1}).encode(), b"/v1/messages"
+        )
+        got = rig.other.next()
+        got.send(JSON_OK)
+        client.read()
+        assert got.head.startswith(b"POST /v1/chat/completions ")
+        assert ("lora" in json.loads(got.body)) is (name == "law")
+
+
+@pytest.mark.parametrize("path", [b"/v1/embeddings", b"/api/embed", b"/v1/rerank", b"/embedding"])
+def test_an_adapter_that_would_not_be_applied_is_refused(rig: Rig, path: bytes) -> None:
+    client = rig.client()
+    client.post(b'{"model":"law","input":"x"}', path)
+    answer = client.read()
+    assert answer.status == 501
+    assert b"cannot apply the LoRA adapter law at " in answer.body
+    assert rig.other.asked.empty()
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
@@ -210,7 +232,7 @@ def names(client: RawClient, path: bytes, extra: bytes = b"") -> list[str]:
     return [each.get("id") or each["name"] for each in found.get("data") or found["models"]]
 
 
-ALL = ["qwen", "qwen-think", "qwen-fast", "sql", "law", "b"]
+ALL = ["qwen", "qwen-think", "qwen-fast", "sql", "b", "law"]
 
 
 @pytest.mark.parametrize("path", [b"/v1/models", b"/api/tags", b"/api/v0/models"])
@@ -232,10 +254,7 @@ def test_the_log_and_the_state_name_the_preset(rig: Rig) -> None:
     record = rig.events.record()
     assert (record.model, record.preset) == ("qwen", "qwen-fast")
     state = json.loads(rig.client().get(b"/healthz").body)["models"]
-    assert (state["qwen"]["presets"], "presets" in state["b"]) == (
-        ["qwen-think", "qwen-fast", "sql", "law"],
-        False,
-    )
+    assert [model["presets"] for model in state.values()] == [["qwen-think", "qwen-fast", "sql"], ["law"]]
 
 
 def test_a_key_of_a_preset_is_for_nothing_else(make_rig: Callable[..., Rig]) -> None:
@@ -243,7 +262,7 @@ def test_a_key_of_a_preset_is_for_nothing_else(make_rig: Callable[..., Rig]) -> 
     rig = make_rig(backends=(QWEN, Backend("b", "b", ("0",))), keys=keys)
     client, fast, both = rig.client(), b"x-api-key: key-of-fast\r\n", b"x-api-key: key-of-qwen\r\n"
     assert names(client, b"/v1/models", fast) == ["qwen-fast"]
-    assert names(client, b"/v1/models", both) == ALL[:-1]
+    assert names(client, b"/v1/models", both) == ALL[:4]
     for name, key, status in (
         ("qwen-fast", fast, 200),
         ("qwen", fast, 404),
