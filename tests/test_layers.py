@@ -26,6 +26,7 @@ ORDER = (
     "sim",
     "cluster",
     "serve",
+    "importing",
     "cli",
     "__main__",
 )

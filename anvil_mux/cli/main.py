@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anvil_mux import __version__
-from anvil_mux.cli import asking, hosts, pausing, requests, studying, usage
+from anvil_mux.cli import asking, hosts, importing, pausing, requests, studying, usage
 from anvil_mux.cli.arguments import (
     add_cluster,
     add_files,
@@ -631,6 +631,11 @@ COMMANDS: dict[str, tuple[str, Command, Add]] = {
     "serve": ("Serve the models of a compose file (the default)", _serve, _add_serve),
     "check": ("List the models, GPUs and ports of a compose file and every problem", _check, _add_check),
     "config": ("Show the settings in effect", _config, _add_config),
+    "import": (
+        "Make a compose file of another program's configuration",
+        importing.run,
+        importing.add_arguments,
+    ),
     "ps": ("Show the models of a running anvil-mux", asking.ps, asking.add_address),
     "top": (
         "Show the same as it changes, with GPUs, queues and the last events",

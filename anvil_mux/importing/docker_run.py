@@ -1,0 +1,202 @@
+"""The words of a `docker run` or `podman run` -> the service of a compose file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from anvil_mux.config.service import CDI
+from anvil_mux.importing.macros import VARIABLE
+
+ServiceKeys = dict[str, Any]
+Put = Callable[[ServiceKeys, str], None]
+
+
+@dataclass
+class ContainerRun:
+    """One container that a command line starts."""
+
+    service: ServiceKeys = field(default_factory=dict)
+    ports: list[tuple[str, str]] = field(default_factory=list)
+    """The ports that it publishes: (outside, inside)."""
+    unknown: list[str] = field(default_factory=list)
+    """The options that no key of a service stands for."""
+
+    @property
+    def volumes(self) -> list[str]:
+        """The named volumes that it has."""
+        sources = [volume.partition(":")[0] for volume in self.service.get("volumes", ())]
+        return [source for source in sources if not source.startswith((".", "/", "~", "$", VARIABLE))]
+
+    @property
+    def reserves(self) -> bool:
+        """Whether it reserves GPUs."""
+        devices = self.service.get("devices", ())
+        return "deploy" in self.service or any(str(device).startswith(CDI) for device in devices)
+
+    @property
+    def gpus(self) -> list[str]:
+        """The ids of the GPUs that it names, or counts."""
+        asked = self.service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", ())
+        named = [str(id) for device in asked for id in device.get("device_ids", ())]
+        counts = [device.get("count") for device in asked]
+        return named + [str(id) for count in counts if isinstance(count, int) for id in range(count)]
+
+
+def is_container(words: Sequence[str]) -> bool:
+    """Whether the words start a container."""
+    program = PurePosixPath(words[0]).name if words else ""
+    return program in ("docker", "podman") and (words[1:2] == ["run"] or words[1:3] == ["container", "run"])
+
+
+def read(words: Sequence[str]) -> ContainerRun:
+    """The container that the words start; see ``is_container``."""
+    made = ContainerRun()
+    rest = list(words[words.index("run") + 1 :])
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word == "--":
+            break
+        _option(made, word, rest)
+    if rest:
+        made.service = {"image": rest.pop(0), **made.service}
+    if rest:
+        made.service["command"] = rest
+    return made
+
+
+def _option(made: ContainerRun, word: str, rest: list[str]) -> None:
+    """Take one option, and its value from ``rest`` unless the word holds it."""
+    if not word.startswith("--") and len(word) > 2 and set(word[1:]) <= set(SHORT_FLAGS):
+        for letter in word[1:]:
+            _option(made, f"-{letter}", rest)
+        return
+    name, equals, value = _parts(word)
+    if name in FLAGS:
+        made.service |= FLAGS[name] if value not in ("false", "0") else {}
+    elif name not in MEANINGLESS:
+        known = name in (*OPTIONS, *IGNORED, PUBLISH)
+        if known and not equals and rest:
+            equals, value = "=", rest.pop(0)
+        if known and equals:
+            _take(made, name, value)
+        else:
+            made.unknown.append(word)
+
+
+def _parts(word: str) -> tuple[str, str, str]:
+    """The long name of an option, and its value if the word holds one."""
+    name, equals, value = word.partition("=")
+    if not word.startswith("--") and len(word) > 2 and word[:2] in SHORT:
+        name, equals, value = word[:2], "=", word[2:].removeprefix("=")
+    return SHORT.get(name, name), equals, value
+
+
+def _take(made: ContainerRun, name: str, value: str) -> None:
+    if name == PUBLISH:
+        outside, _, inside = value.removesuffix("/tcp").rpartition(":")
+        made.ports.append((outside.rpartition(":")[2], inside))
+    elif name in OPTIONS:
+        OPTIONS[name](made.service, value)
+
+
+def _set(key: str) -> Put:
+    def put(service: ServiceKeys, value: str) -> None:
+        service[key] = value
+
+    return put
+
+
+def _add(key: str) -> Put:
+    def put(service: ServiceKeys, value: str) -> None:
+        service.setdefault(key, []).append(value)
+
+    return put
+
+
+def _variable(service: ServiceKeys, value: str) -> None:
+    name, equals, text = value.partition("=")
+    service.setdefault("environment", {})[name] = text if equals else None
+
+
+def _label(service: ServiceKeys, value: str) -> None:
+    name, _, text = value.partition("=")
+    service.setdefault("labels", {})[name] = text
+
+
+def _limit(service: ServiceKeys, value: str) -> None:
+    name, _, text = value.partition("=")
+    soft, colon, hard = text.partition(":")
+    limits: Any = {"soft": int(soft), "hard": int(hard)} if colon else int(text) if text else 0
+    service.setdefault("ulimits", {})[name] = limits
+
+
+def _entrypoint(service: ServiceKeys, value: str) -> None:
+    service["entrypoint"] = [value]
+
+
+def _gpus(service: ServiceKeys, value: str) -> None:
+    """Reserve GPUs: `all`, a number, or `device=0,1`, in quotes of its own."""
+    asked: ServiceKeys = {"driver": "nvidia", "capabilities": ["gpu"]}
+    text = value.strip("\"'")
+    if text.startswith("device="):
+        asked["device_ids"] = text.removeprefix("device=").split(",")
+    else:
+        asked["count"] = int(text) if text.isdigit() else "all"
+    service["deploy"] = {"resources": {"reservations": {"devices": [asked]}}}
+
+
+PUBLISH = "--publish"
+SHORT = {
+    "-p": PUBLISH,
+    "-v": "--volume",
+    "-e": "--env",
+    "-u": "--user",
+    "-w": "--workdir",
+    "-m": "--memory",
+    "-h": "--hostname",
+    "-l": "--label",
+}
+SHORT_FLAGS = "itd"
+FLAGS: dict[str, ServiceKeys] = {
+    "--init": {"init": True},
+    "--privileged": {"privileged": True},
+    "--read-only": {"read_only": True},
+}
+MEANINGLESS = ("--rm", "-i", "-t", "-d", "--interactive", "--tty", "--detach", "--sig-proxy", "--replace")
+"""Options without a value that say how a terminal, or whoever ran the command, has the container."""
+IGNORED = ("--name", "--restart", "--pull", "--stop-timeout")
+"""Options with a value that anvil-mux sees to, or that would be in its way."""
+OPTIONS: dict[str, Put] = {
+    "--volume": _add("volumes"),
+    "--env": _variable,
+    "--env-file": _add("env_file"),
+    "--gpus": _gpus,
+    "--runtime": _set("runtime"),
+    "--ipc": _set("ipc"),
+    "--pid": _set("pid"),
+    "--shm-size": _set("shm_size"),
+    "--network": _set("network_mode"),
+    "--net": _set("network_mode"),
+    "--user": _set("user"),
+    "--userns": _set("userns_mode"),
+    "--workdir": _set("working_dir"),
+    "--entrypoint": _entrypoint,
+    "--device": _add("devices"),
+    "--group-add": _add("group_add"),
+    "--cap-add": _add("cap_add"),
+    "--cap-drop": _add("cap_drop"),
+    "--security-opt": _add("security_opt"),
+    "--ulimit": _limit,
+    "--memory": _set("mem_limit"),
+    "--cpus": _set("cpus"),
+    "--cpuset-cpus": _set("cpuset"),
+    "--hostname": _set("hostname"),
+    "--add-host": _add("extra_hosts"),
+    "--tmpfs": _add("tmpfs"),
+    "--label": _label,
+    "--platform": _set("platform"),
+    "--stop-signal": _set("stop_signal"),
+}

@@ -1,0 +1,406 @@
+"""The configuration file of llama-swap -> a compose file.
+
+A model becomes a service: a local process, or a container where every model of the file is started by a
+`docker run` of which each option has a counterpart. swap_models.py has the keys of models; here ``TOP`` says
+what becomes of the others, and ``TOP_NOTES`` why some become nothing. docs/migrating.md has all of that as a
+table. llama-swap does not look at keys that it does not know, so here they are notes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from anvil_mux.config.interpolate import Document, KeyPath
+from anvil_mux.config.rewrite import UNTOUCHED
+from anvil_mux.errors import ConfigError
+from anvil_mux.importing import macros, residency, swap_models
+from anvil_mux.importing.macros import PORT, Macros, plain
+from anvil_mux.importing.residency import SwapGroup
+from anvil_mux.importing.swap_models import UNKNOWN, SwapModel, texts
+from anvil_mux.importing.written import Note, Written
+
+NAME = "from-llama-swap"
+ORIGIN = (
+    "Made by `anvil-mux import llama-swap`; docs/migrating.md says what became of each key. llama-swap lets "
+    "requests that run end, however long that takes; here a swap severs them after drain_timeout."
+)
+FIRST_PORT = 5800
+PRIORITIES = (-100, 100)
+CUDA = "CUDA_VISIBLE_DEVICES"
+
+
+def translate(document: Document, *, known: Collection[str], gpus: Sequence[str] = ()) -> Written:
+    """Return the compose file for llama-swap's ``document``; ConfigError names what is wrong with it.
+
+    ``known``: the settings that there are, of services and at the top. ``gpus``: the GPUs of this machine.
+    """
+    return _SwapFile(document, known, gpus).written()
+
+
+class _SwapFile:
+    """One file; problems are collected, and reported together."""
+
+    def __init__(self, document: Document, known: Collection[str], gpus: Sequence[str]) -> None:
+        self._document = document
+        self._known = known
+        self._here = gpus
+        self._problems: list[str] = []
+        self._names: dict[str, str] = {}
+        self.made = Written(NAME, ORIGIN)
+        self.top: dict[str, Any] = {}
+        """Key -> value of the whole file, its macros replaced."""
+        self.models: dict[str, SwapModel] = {}
+
+    def written(self) -> Written:
+        content = self._document.content
+        common = self._mapping(content.get("macros"), ("macros",))
+        for key, value in content.items():
+            if key not in ("macros", "models"):
+                self.top[key] = self._fill(Macros(common, {}, ""), value, (key,))
+        models = self._mapping(content.get("models"), ("models",))
+        for name, said in models.items():
+            self._read_model(name, self._mapping(said, ("models", name)), common)
+        if not models:
+            self._problem(("models",) if "models" in content else (), "the file has no models")
+        self._raise()
+        self._take_turns()
+        for key, value in self.top.items():
+            self._take(key, value)
+        self._raise()
+        self._write()
+        return self.made
+
+    # What is wrong
+
+    def note(self, key: KeyPath, text: str, model: str = "") -> None:
+        about = ".".join(key[2:] if model else key)
+        self.made.notes.append(Note(self._document.where(key), about, text, self._names.get(model, "")))
+
+    def _problem(self, key: KeyPath, text: str) -> None:
+        self._problems.append(f"{self._document.where(key)}: {text}")
+
+    def _raise(self) -> None:
+        if self._problems:
+            raise ConfigError(self._problems)
+
+    def _mapping(self, value: Any, key: KeyPath) -> dict[str, Any]:
+        if value is not None and not isinstance(value, dict):
+            self._problem(key, f"must hold keys, not {value!r}")
+        return value if isinstance(value, dict) else {}
+
+    def _fill(self, filler: Macros, value: Any, key: KeyPath) -> Any:
+        try:
+            return filler.fill(value)
+        except ValueError as error:
+            self._problem(key, str(error))
+            return None
+
+    # Models
+
+    def _read_model(self, name: str, said: Mapping[str, Any], common: Mapping[str, Any]) -> None:
+        key = ("models", name)
+        own = self._mapping(said.get("macros"), (*key, "macros"))
+        filler = Macros(common, own, name)
+        filled = {each: self._fill(filler, _bare(each, value), (*key, each)) for each, value in said.items()}
+        filled.pop("macros", None)
+        self._names[name] = service = self.made.free_name(name)
+        self.made.services[service] = {}
+
+        def note(each: str, text: str) -> None:
+            self.note((*key, each) if each else key, text, name)
+
+        model = SwapModel(name, key, filled, common=self.top, known=self._known, note=note)
+        self.models[name] = model
+        if not filled.get("cmd"):
+            self._problem(key, "has no cmd")
+        for each in dict.fromkeys((*swap_models.KEYS, *filled)):
+            try:
+                self._read_key(model, each, filled.get(each))
+            except ValueError as error:
+                self._problem((*key, each), str(error))
+
+    def _read_key(self, model: SwapModel, key: str, value: Any) -> None:
+        if key in swap_models.KEYS:
+            swap_models.KEYS[key](model, value)
+        elif value not in (None, "", False, [], {}):
+            model.note(key, swap_models.NOTES.get(key, UNKNOWN))
+
+    # What is resident together
+
+    def _take_turns(self) -> None:
+        key, rules = self._rules()
+        models = list(self.models)
+        if not rules or len(models) == 1:
+            self._whole()
+            return
+        if key[-1] == "matrix":
+            turns = self._by_matrix(models, key, rules)
+        else:
+            groups = {name: self._group((*key, name), each) for name, each in rules.items()}
+            turns = residency.by_groups(models, groups)
+        taken = residency.gpus(models, turns)
+        if all(each == ["turns-1"] for each in taken.values()):
+            self._whole()
+            return
+        for name, each in taken.items():
+            self.models[name].settings["gpus"] = each
+        if gpus := list(dict.fromkeys(gpu for each in taken.values() for gpu in each)):
+            self.made.settings["gpus"] = gpus
+        self.note(
+            key,
+            "models that have a GPU in common take turns. These GPUs are names for the turns, no devices: "
+            "write real ids and `vram`, and anvil-mux itself sees what fits together.",
+        )
+
+    def _rules(self) -> tuple[KeyPath, dict[str, Any]]:
+        """The groups or the matrix, whichever is in use, and the way to it."""
+        router = _sub(_sub(self.top, "routing"), "router")
+        use = "matrix" if router.get("use") == "matrix" else "groups"
+        other = {"matrix": "groups", "groups": "matrix"}[use]
+        if _sub(_sub(router, "settings"), other):
+            self.note(("routing", "router", "settings", other), "is not in use: routing.router.use says so.")
+        for key in (("matrix",), ("groups",), ("routing", "router", "settings", use)):
+            if found := self._below(key):
+                return key, found
+        return (), {}
+
+    def _below(self, key: KeyPath) -> dict[str, Any]:
+        found = self.top
+        for each in key:
+            found = _sub(found, each)
+        return found
+
+    def _whole(self) -> None:
+        """Let models take turns on all GPUs, but for those that name theirs."""
+        visible = {name: model.environment.get(CUDA) for name, model in self.models.items()}
+        for name, model in self.models.items():
+            if visible[name] is None and not (model.container and model.container.reserves):
+                model.settings["gpus"] = "all"
+        named = [id for ids in visible.values() if ids for id in plain(ids).split(",")]
+        for model in self.models.values():
+            named += model.container.gpus if model.container else []
+        ids = [*(self._here or ["0"]), *(id.strip() for id in named if id.strip() not in ("", "-1", "all"))]
+        self.made.settings["gpus"] = sorted(dict.fromkeys(ids), key=lambda id: (len(id), id))
+        if len({ids for ids in visible.values() if ids is not None}) > 1:
+            self.note(
+                (), f"models whose {CUDA} differ stay resident side by side; llama-swap kept one at a time."
+            )
+
+    def _by_matrix(
+        self, models: Sequence[str], key: KeyPath, matrix: Mapping[str, Any]
+    ) -> set[residency.TwoModels]:
+        names = {model: model for model in models} | dict(_sub(matrix, "vars"))
+        for var, model in _sub(matrix, "vars").items():
+            if model not in self.models:
+                self.note((*key, "vars", str(var)), f"{model} is no model of the file.")
+        try:
+            found = residency.expand({n: str(text) for n, text in _sub(matrix, "sets").items()}, names)
+        except ValueError as error:
+            self._problem((*key, "sets"), str(error))
+            return set()
+        if matrix.get("evict_costs"):
+            self.note(
+                (*key, "evict_costs"),
+                "is left out: what loads cost is learned; `priority` on a service protects it.",
+            )
+        sets = [frozenset(each & set(models)) for alternatives in found.values() for each in alternatives]
+        turns, given_up = residency.by_sets(models, list(dict.fromkeys(sets)))
+        for each in given_up:
+            together = " and ".join(sorted(each))
+            self.note(
+                (*key, "sets"),
+                f"{together} take turns all the same: else more would be resident than any set allows.",
+            )
+        return turns
+
+    def _group(self, key: KeyPath, said: Any) -> SwapGroup:
+        said = self._mapping(said, key)
+        members = said.get("members") or []
+        for name in members:
+            if name not in self.models:
+                self.note((*key, "members"), f"{name} is no model of the file.")
+        swap, exclusive = said.get("swap", True), said.get("exclusive", True)
+        known = tuple(name for name in members if name in self.models)
+        return SwapGroup(known, swap is not False, exclusive is not False, said.get("persistent") is True)
+
+    # The whole
+
+    def _take(self, key: str, value: Any) -> None:
+        if key in TOP:
+            try:
+                TOP[key](self, value)
+            except ValueError as error:
+                self._problem((key,), str(error))
+        elif value not in (None, "", False, [], {}):
+            self.note((key,), TOP_NOTES.get(key, UNKNOWN))
+
+    def _write(self) -> None:
+        contained = all(model.container and not model.container.unknown for model in self.models.values())
+        settings: dict[str, Any] = {} if contained else {"runtime": "process"}
+        seconds = self.top.get("healthCheckTimeout")
+        if isinstance(seconds, int) and seconds > 600:
+            settings["queue_timeout"] = seconds  # requests wait for as long as a load may take
+        self.made.settings = macros.written({**settings, **self.made.settings})
+        first = self.top.get("startPort")
+        port = first if isinstance(first, int) else FIRST_PORT
+        for name in sorted(self.models):
+            model, service = self.models[name], self.made.services[self._names[name]]
+            given = {"model": name} if name != self._names[name] else {}
+            if contained:
+                swap_models.write_container(model, service, port, self.made.volumes)
+            else:
+                swap_models.write_process(model, service)
+            port += PORT in model.said["cmd"]
+            service["x-anvil"] = macros.written({**given, **model.settings})
+
+
+def _bare(key: str, value: Any) -> Any:
+    """The value of a model's key; a command without its comments, which may name macros."""
+    if key in ("cmd", "cmdStop") and isinstance(value, str):
+        return "\n".join(macros.uncommented(value))
+    return value
+
+
+def _sub(value: Any, key: str) -> dict[str, Any]:
+    """The mapping below a key; {} where there is none."""
+    inner = value.get(key) if isinstance(value, dict) else None
+    return inner if isinstance(inner, dict) else {}
+
+
+def _entries(value: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The entries of a mapping of mappings; ValueError if it is none."""
+    if not isinstance(value or {}, dict) or not all(
+        isinstance(each, dict) for each in (value or {}).values()
+    ):
+        raise ValueError(f"must hold a name and keys for each, not {value!r}")
+    return [(str(name), each) for name, each in (value or {}).items()]
+
+
+# Keys of the whole
+
+
+def _api_keys(file: _SwapFile, value: Any) -> None:
+    if value:
+        file.note(
+            ("apiKeys",),
+            f"{len(texts(value))} keys are not written here: put them into a file that only you can read, "
+            "one to a line, and say x-anvil: {key_file: FILE} (docs/security.md). Now none is asked for.",
+        )
+
+
+def _hooks(file: _SwapFile, value: Any) -> None:
+    started = _sub(value, "on_startup")
+    for name in texts(started.get("preload")):
+        model = next(
+            (m for m in file.models.values() if name in (m.id, *m.settings.get("aliases", ()))), None
+        )
+        if model is None:
+            file.note(("hooks", "on_startup", "preload"), f"{name} is no model of the file.")
+        else:
+            model.settings["preload"] = True
+    for key in started:
+        if key != "preload":
+            file.note(("hooks", "on_startup", key), UNKNOWN if key != "profile" else TOP_NOTES["profiles"])
+
+
+def _routing(file: _SwapFile, value: Any) -> None:
+    fifo = _sub(_sub(_sub(value, "scheduler"), "settings"), "fifo")
+    key = ("routing", "scheduler", "settings", "fifo", "priority")
+    for name, given in _sub(fifo, "priority").items():
+        if name not in file.models:
+            file.note(key, f"{name} is no model of the file.")
+        elif isinstance(given, int):
+            least, most = PRIORITIES
+            taken = min(max(given, least), most)
+            file.models[name].settings["priority"] = taken
+            if taken != given:
+                file.note(key, f"{name}: {given} becomes {taken}, the farthest there is.")
+
+
+def _selectors(file: _SwapFile, value: Any) -> None:
+    for name, said in _entries(value):
+        targets, strategy = texts(said.get("targets")), said.get("strategy")
+        key = ("selectors", str(name))
+        if not targets or targets[0] not in file.models:
+            file.note(key, "is left out: its first target is no model of the file.")
+        elif strategy == "pin":
+            file.models[targets[0]].call(name)
+        elif strategy == "warm" and "any_of" in file._known:
+            file.made.settings.setdefault("any_of", {})[name] = [t for t in targets if t in file.models]
+        else:
+            file.models[targets[0]].call(name)
+            others = ", ".join(targets[1:])
+            file.note(
+                key,
+                f"is a name of {targets[0]} alone, not of {others}; replicas have the same `model`.",
+            )
+
+
+def _peers(file: _SwapFile, value: Any) -> None:
+    for peer, said in _entries(value):
+        key = ("peers", peer)
+        proxy = str(said.get("proxy") or "")
+        if "url" not in file._known or not proxy.startswith(("http://", "https://")):
+            models = ", ".join(texts(said.get("models")))
+            file.note(key, f"is left out, and with it {models}: anvil-mux cannot ask {plain(proxy)}.")
+            continue
+        settings: dict[str, Any] = {"url": proxy.rstrip("/") + "/v1"}
+        if secret := macros.variable(said.get("apiKey")):
+            settings["api_key_env"] = secret
+        elif said.get("apiKey"):
+            file.note((*key, "apiKey"), "is not written here: put it into a variable that api_key_env names.")
+        _write_peer(file, key, said, settings)
+
+
+def _write_peer(file: _SwapFile, key: KeyPath, said: Mapping[str, Any], settings: dict[str, Any]) -> None:
+    """A service for each model of a peer."""
+    filters = _sub(said, "filters")
+    if names := [n.strip() for n in str(filters.get("stripParams") or "").split(",") if n.strip()]:
+        settings["strip"] = [name for name in names if name not in UNTOUCHED]
+    if fields := {n: each for n, each in _sub(filters, "setParams").items() if n not in UNTOUCHED}:
+        settings["set"] = fields
+    if said.get("timeouts"):
+        file.note((*key, "timeouts"), swap_models.NOTES["timeouts"])
+    for name in texts(said.get("models")):
+        full = f"{key[1]}/{name}"
+        service = file.made.free_name(full)
+        alone = sum(name in texts(_sub(file.top["peers"], p).get("models")) for p in file.top["peers"]) == 1
+        aliases = {"aliases": [name]} if alone and name not in file.models else {}
+        given = {"model": full, "served_model": name, **aliases, **settings}
+        file.made.services[service] = {"x-anvil": macros.written(given)}
+
+
+def _nothing(file: _SwapFile, value: Any) -> None:
+    """Take a key of which the models have been told already."""
+
+
+TOP: dict[str, Callable[[_SwapFile, Any], None]] = {
+    "healthCheckTimeout": _nothing,
+    "globalTTL": _nothing,
+    "unloadTimeout": _nothing,
+    "startPort": _nothing,
+    "groups": _nothing,
+    "matrix": _nothing,
+    "apiKeys": _api_keys,
+    "hooks": _hooks,
+    "routing": _routing,
+    "selectors": _selectors,
+    "peers": _peers,
+}
+TOP_NOTES = {
+    "logLevel": "is left out: `serve --quiet` and `--verbose` say how much is told.",
+    "logTimeFormat": "is left out: how messages show the time is not to be set.",
+    "logToStdout": "is left out: engines' output is in `anvil-mux logs MODEL`, messages on standard error.",
+    "logRequests": "is left out: `serve --access-log` says where requests are logged.",
+    "metricsMaxInMemory": "is left out: /metrics counts, and keeps no requests.",
+    "captureBuffer": "is left out: what a request and its answer held is not kept.",
+    "store": "is left out: anvil-mux keeps what it learns in its state folder.",
+    "ui": "is left out: the page has nothing to set.",
+    "performance": "is left out: GPUs are read all the time.",
+    "sendLoadingState": swap_models.NOTES["sendLoadingState"],
+    "includeAliasesInList": "an alias stands in the entry of its model, and has none of its own.",
+    "upstream": "below /upstream/MODEL/ only what `upstream` on a service names may be asked.",
+    "profiles": "is left out: what a name means is changed by `aliases` and a reload.",
+    "tailcat": "is left out: anvil-mux listens on TCP alone.",
+}

@@ -1,0 +1,258 @@
+"""The models of llama-swap's file -> services: what becomes of each key.
+
+``KEYS`` has those that become something, in the order in which they are taken; ``NOTES`` says why the others
+become nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from anvil_mux.config import settings
+from anvil_mux.config.interpolate import KeyPath
+from anvil_mux.config.rewrite import UNTOUCHED
+from anvil_mux.importing import docker_run, macros
+from anvil_mux.importing.docker_run import ContainerRun
+from anvil_mux.importing.macros import PORT, plain
+
+LEAST_LOAD_SECONDS = 15
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")
+PROXY = re.compile(rf"(?P<scheme>\w+)://(?P<host>\[[^]]*\]|[^/:]*)(:(?P<port>[0-9]+|{PORT}))?(?P<path>/.*)?")
+
+
+@dataclass
+class SwapModel:
+    """One model: what its keys say, and the service that it becomes."""
+
+    id: str
+    key: KeyPath
+    said: dict[str, Any]
+    """Key -> value, its macros replaced."""
+    common: Mapping[str, Any]
+    """The settings of the whole file."""
+    known: Collection[str]
+    """The settings that a service may have."""
+    note: Callable[[str, str], None]
+    words: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    port: int | None = None
+    """The port at which it is fixed; None: one that is given to it."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """The settings in its ``x-anvil``."""
+    container: ContainerRun | None = None
+
+    def call(self, *names: str) -> None:
+        """Add names by which clients may call it."""
+        had = self.settings.get("aliases", [])
+        if new := list(dict.fromkeys([*had, *(name for name in names if name != self.id)])):
+            self.settings["aliases"] = new
+
+
+# Services
+
+
+def write_process(model: SwapModel, service: dict[str, Any]) -> None:
+    service["command"] = macros.written(model.words)
+    if model.environment:
+        service["environment"] = macros.written(model.environment)
+    if model.port is not None:
+        model.settings["port"] = model.port
+    elif PORT not in model.said["cmd"]:
+        model.note(
+            "cmd", "names no port, and `proxy` neither; the engine finds its port in the variable PORT."
+        )
+    if model.container and model.container.unknown:
+        options = ", ".join(model.container.unknown)
+        model.note(
+            "cmd", f"stays a process that runs a container: {options} has no counterpart in a service."
+        )
+
+
+def write_container(model: SwapModel, service: dict[str, Any], port: int, volumes: dict[str, Any]) -> None:
+    made = model.container
+    assert made
+    service |= macros.written({**made.service, "profiles": ["llm"]}, port)
+    for name, value in service.get("environment", {}).items():
+        if value is None and name in model.environment:
+            service["environment"][name] = macros.written(model.environment[name])
+    asked = str(port) if model.port is None else str(model.port)
+    published = [macros.written(list(each), port) for each in made.ports]
+    service["ports"] = [f"127.0.0.1::{inside}" for outside, inside in published if outside == asked]
+    service["ports"] += [f"127.0.0.1:{o}:{inside}" for o, inside in published if o != asked]
+    if not published:
+        del service["ports"]
+        model.settings["port"] = int(asked)
+    elif len(published) > 1:
+        model.settings["port"] = next((int(inside) for o, inside in published if o == asked), int(asked))
+    volumes |= {name: {"name": name} for name in made.volumes}
+
+
+# Keys
+
+
+def texts(value: Any) -> list[str]:
+    if value is None:
+        return []
+    if not isinstance(value, list) or any(isinstance(each, (list, dict)) for each in value):
+        raise ValueError(f"must be a list of texts, not {value!r}")
+    return [str(each) for each in value]
+
+
+def _command(model: SwapModel, value: Any) -> None:
+    model.words = macros.words(str(value or ""))
+    if docker_run.is_container(model.words):
+        model.container = docker_run.read(model.words)
+
+
+def _proxy(model: SwapModel, value: Any) -> None:
+    found = PROXY.fullmatch(str(value or f"http://localhost:{PORT}"))
+    if found is None or found["scheme"] != "http" or found["host"] not in LOOPBACK:
+        model.note("proxy", f"is left out: engines listen on this machine, and {plain(value)} does not.")
+        return
+    if found["path"] not in (None, "/"):
+        model.note("proxy", f"the path {found['path']} is left out: engines are asked at their root.")
+    if found["port"] != PORT:
+        model.port = int(found["port"] or 80)
+
+
+def _environment(model: SwapModel, value: Any) -> None:
+    pairs = [each.partition("=") for each in texts(value)]
+    model.environment = {name: text for name, _, text in pairs}
+    if model.container:
+        used = {name for name, text in model.container.service.get("environment", {}).items() if text is None}
+        if left := sorted(set(model.environment) - used):
+            model.note("env", f"{', '.join(left)} reached `docker run`, not the container: left out.")
+
+
+def _aliases(model: SwapModel, value: Any) -> None:
+    listed = value if isinstance(value, list) else texts(value)
+    model.call(*texts([each.get("id") if isinstance(each, dict) else each for each in listed]))
+
+
+def _ttl(model: SwapModel, value: Any) -> None:
+    found = model.common.get("globalTTL") if value in (None, -1) else value
+    if found:
+        model.settings["ttl"] = found
+
+
+def _unload_timeout(model: SwapModel, value: Any) -> None:
+    if found := value or model.common.get("unloadTimeout"):
+        model.settings["stop_timeout"] = found
+
+
+def _health_timeout(model: SwapModel, value: Any) -> None:
+    if value is not None:
+        model.note("healthCheckTimeout", "llama-swap takes that of the whole file, and so do we.")
+    found = model.common.get("healthCheckTimeout")
+    if found is not None:
+        model.settings["load_timeout"] = max(found, LEAST_LOAD_SECONDS) if isinstance(found, int) else found
+
+
+def _served(model: SwapModel, value: Any) -> None:
+    if value:
+        model.settings["served_model"] = str(value)
+
+
+def _concurrency(model: SwapModel, value: Any) -> None:
+    if value:
+        model.settings["concurrency"] = value
+        model.note("concurrencyLimit", "requests above it are queued, and not refused with 429.")
+
+
+def _health(model: SwapModel, value: Any) -> None:
+    if value not in (None, "", "/health"):
+        model.note(
+            "checkEndpoint",
+            f"{value} is left out: an engine is ready when its /health and its list of models say so.",
+        )
+
+
+def _stop(model: SwapModel, value: Any) -> None:
+    if not value:
+        return
+    words = macros.words(str(value))
+    program = words[0].rpartition("/")[2] if words else ""
+    if model.container and program in ("docker", "podman") and words[1:2] in (["stop"], ["kill"], ["rm"]):
+        return  # what is told to end does so itself, and takes its container with it
+    model.note(
+        "cmdStop",
+        f"is left out: the engine gets SIGTERM, and SIGKILL later; it was {settings.show(plain(value))}.",
+    )
+
+
+def _filters(model: SwapModel, value: Any) -> None:
+    if value is None:
+        return
+    if not isinstance(value, dict):
+        raise ValueError(f"must hold stripParams and setParams, not {value!r}")
+    stripped = value.get("stripParams") or value.get("strip_params") or ""
+    names = [name.strip() for name in str(stripped).split(",") if name.strip()]
+    if kept := [name for name in names if name not in UNTOUCHED]:
+        model.settings["strip"] = kept
+    _untouched(model, "stripParams", names)
+    if fields := _fields(model, "setParams", value.get("setParams") or {}):
+        model.settings["set"] = fields
+    _by_id(model, value.get("setParamsByID") or {})
+    for key in value:
+        if key not in ("stripParams", "strip_params", "setParams", "setParamsByID"):
+            model.note("filters", f"{key}: {UNKNOWN}")
+
+
+def _untouched(model: SwapModel, key: str, names: Collection[str]) -> None:
+    if "stream" in names:
+        model.note("filters", f"{key}: `stream` is left as the client says.")
+
+
+def _fields(model: SwapModel, key: str, said: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that are set, without those that may not be, or only where a client does not."""
+    if not isinstance(said, dict):
+        raise ValueError(f"{key} must hold fields and their values, not {said!r}")
+    _untouched(model, key, said)
+    for name in said:
+        if name.endswith("?"):
+            told = "a default has no counterpart, and `set` holds whatever the client says"
+            model.note("filters", f"{key}: {name}: {told}.")
+    return {name: each for name, each in said.items() if name not in UNTOUCHED and not name.endswith("?")}
+
+
+def _by_id(model: SwapModel, said: Mapping[str, Any]) -> None:
+    """The parameters of single names, which become presets."""
+    for name, fields in said.items():
+        found = _fields(model, f"setParamsByID: {name}", fields)
+        if name == model.id:
+            model.settings["set"] = {**model.settings.get("set", {}), **found}
+        elif "presets" in model.known:
+            model.settings.setdefault("presets", {})[name] = {"set": found}
+        else:
+            model.call(name)
+            model.note("filters", f"setParamsByID: {name} is a name of the model, without these parameters.")
+
+
+KEYS: dict[str, Callable[[SwapModel, Any], None]] = {
+    "cmd": _command,
+    "proxy": _proxy,
+    "env": _environment,
+    "aliases": _aliases,
+    "useModelName": _served,
+    "filters": _filters,
+    "ttl": _ttl,
+    "healthCheckTimeout": _health_timeout,
+    "unloadTimeout": _unload_timeout,
+    "concurrencyLimit": _concurrency,
+    "checkEndpoint": _health,
+    "cmdStop": _stop,
+}
+UNKNOWN = "is left out: neither llama-swap's documentation nor this command knows it."
+NOTES = {
+    "name": "is left out: lists of models have no second name.",
+    "description": "is left out: lists of models have no descriptions.",
+    "metadata": "is left out: lists of models have no metadata.",
+    "capabilities": "is left out: lists of models do not say what a model can do.",
+    "unlisted": "every model is listed; an API key with `models=` sees its own alone (docs/security.md).",
+    "sendLoadingState": "a stream that waits for a load gets comments, which are no part of the answer.",
+    "timeouts": "is left out: `upstream_timeout` at the top level is the longest silence of any engine.",
+    "compat": "is left out: a websocket is a request like any other.",
+}

@@ -1,0 +1,512 @@
+"""llama-swap's files in, compose files out: each key, what has no counterpart, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from anvil_mux.cli.main import main
+from anvil_mux.config import interpolate
+from anvil_mux.config.config import Config
+from anvil_mux.errors import ConfigError
+from anvil_mux.importing import docker_run, llama_swap, macros, swap_models
+from anvil_mux.importing.written import Written
+from anvil_mux.plugins import load
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+ELSEWHERE = ("presets", "url", "any_of")
+
+
+def translated(
+    folder: Path, text: str, known: Collection[str] = (), gpus: Collection[str] = ("0",)
+) -> Written:
+    file = folder / "config.yaml"
+    file.write_text(text)
+    return llama_swap.translate(interpolate.read(file), known=known, gpus=[*gpus])
+
+
+def checked(folder: Path, text: str, **environ: str) -> Config:
+    """The configuration that the translated file comes to."""
+    file = folder / "compose.yaml"
+    file.write_text(translated(folder, text).text())
+    return load([file], environ=environ, compose=None)
+
+
+def service(folder: Path, keys: str, top: str = "", known: Collection[str] = ()) -> dict[str, Any]:
+    """The service of a model m with these keys, in YAML flow."""
+    text = f"{top}\nmodels: {{m: {{cmd: 'llama-server --port ${{PORT}}', {keys}}}}}"
+    return translated(folder, text, known).services["m"]
+
+
+def settings(folder: Path, keys: str, top: str = "", known: Collection[str] = ()) -> dict[str, Any]:
+    found: dict[str, Any] = service(folder, keys, top, known)["x-anvil"]
+    return found
+
+
+def notes(made: Written) -> list[str]:
+    return [f"{note.about}: {note.text}" for note in made.notes]
+
+
+def problems(folder: Path, text: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        translated(folder, text)
+    return [problem.replace(f"{folder}/", "") for problem in caught.value.problems]
+
+
+# Commands
+
+
+def test_a_model_becomes_a_process_that_is_given_its_port(tmp_path: Path) -> None:
+    config = checked(tmp_path, "models: {m: {cmd: 'llama-server --port ${PORT} -m m.gguf'}}")
+    [backend] = config.backends
+    assert config.runtime == "process"
+    assert backend.service.command == ("llama-server", "--port", "$PORT", "-m", "m.gguf")
+    assert (backend.engine, backend.gpus, backend.port) == ("llamacpp", ("0",), None)
+
+
+def test_a_command_is_split_as_llama_swap_splits_it() -> None:
+    command = "# all of this\n/bin/server --port 1 \\\n  # not this\n  --name 'a b'\n -c 'x\ny'"
+    assert macros.words(command) == ["/bin/server", "--port", "1", "--name", "a b", "-c", "x\ny"]
+
+
+MACROS = """
+macros:
+  dir: ${env.MODELS}/gguf
+  server: "llama-server --port ${PORT} -c ${ctx}"
+  ctx: 4096
+models:
+  a: {cmd: "${server} -m ${dir}/${MODEL_ID}.gguf", ttl: "${idle}", macros: {ctx: 16, idle: 60}}
+"""
+
+
+def test_macros_of_the_model_win_and_variables_stay_variables(tmp_path: Path) -> None:
+    [backend] = checked(tmp_path, MACROS, MODELS="/srv").backends
+    assert backend.service.command[3:] == ("-c", "16", "-m", "/srv/gguf/a.gguf")
+    assert backend.ttl == 60.0
+
+
+def test_a_variable_has_to_be_set_as_llama_swap_wants_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the variable MODELS must be set"):
+        checked(tmp_path, MACROS)
+
+
+def test_what_a_comment_names_is_no_macro(tmp_path: Path) -> None:
+    text = 'macros: {a: "x\\n--y"}\nmodels: {m: {cmd: "# ${a} ${gone}\\nserver ${PORT}"}}'
+    assert translated(tmp_path, text).services["m"]["command"] == ["server", "$$PORT"]
+
+
+def test_a_dollar_of_a_script_stays_one(tmp_path: Path) -> None:
+    text = """models: {m: {cmd: "bash -c 'echo $HOME $(date); exec s --port ${PORT}0'", env: [A=1$2]}}"""
+    [backend] = checked(tmp_path, text).backends
+    assert backend.service.command[2] == "echo $HOME $(date); exec s --port ${PORT}0"
+    assert dict(backend.service.environment)["A"] == "1$2"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            "macros: {a: '${b}', b: '${a}'}\nmodels: {m: {cmd: '${a}'}}",
+            "the macro a holds itself: a -> b -> a",
+        ),
+        ("models: {m: {cmd: 's ${prot}'}}", "config.yaml:1: models.m.cmd: ${prot} is no macro of the file"),
+        ("models: {m: {ttl: 3}}", "config.yaml:1: models.m: has no cmd"),
+        ("models: {}", "config.yaml:1: models: the file has no models"),
+        ("groups: {}", "config.yaml:1: the file has no models"),
+        ("models: [a]", "config.yaml:1: models: must hold keys, not ['a']"),
+        ("models: {m: [cmd]}", "config.yaml:1: models.m: must hold keys, not ['cmd']"),
+        ("models: {m: {cmd: s, aliases: {a: b}}}", "models.m.aliases: must be a list of texts"),
+        ("models: {m: {cmd: s, env: A=1}}", "models.m.env: must be a list of texts, not 'A=1'"),
+        ("models: {m: {cmd: s, filters: [a]}}", "models.m.filters: must hold stripParams"),
+        ("models: {m: {cmd: 's \"'}}", "models.m.cmd: No closing quotation"),
+        ("models: {m: {cmd: s}}\nselectors: {x: y}", "config.yaml:2: selectors: must hold a name and keys"),
+        ("models: {m: {cmd: s}, n: {cmd: s}}\nmatrix: {sets: {a: m &}}", "matrix.sets: ends too early: m &"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_place(tmp_path: Path, text: str, problem: str) -> None:
+    assert any(problem in found for found in problems(tmp_path, text)), problems(tmp_path, text)
+
+
+# Keys of models
+
+
+def test_an_id_that_is_no_name_of_a_service_stays_the_model(tmp_path: Path) -> None:
+    text = "models: {'q/w:8b': {cmd: 's ${PORT}'}, 'q/w 8b': {cmd: 's ${PORT}'}}"
+    config = checked(tmp_path, text)
+    assert [(each.name, each.model) for each in config.backends] == [
+        ("q-w-8b", "q/w:8b"),
+        ("q-w-8b-2", "q/w 8b"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "top", "expected"),
+    [
+        ("aliases: [a, m, b]", "", {"aliases": ["a", "b"]}),
+        ("aliases: [{id: a, unlisted: true}]", "", {"aliases": ["a"]}),
+        ("ttl: 60", "globalTTL: 5", {"ttl": 60}),
+        ("ttl: -1", "globalTTL: 5", {"ttl": 5}),
+        ("name: ''", "globalTTL: 5", {"ttl": 5}),
+        ("ttl: 0", "globalTTL: 5", {}),
+        ("unloadTimeout: 7", "unloadTimeout: 20", {"stop_timeout": 7}),
+        ("unloadTimeout: 0", "unloadTimeout: 20", {"stop_timeout": 20}),
+        ("unlisted: false", "healthCheckTimeout: 300", {"load_timeout": 300}),
+        ("unlisted: false", "healthCheckTimeout: 3", {"load_timeout": 15}),
+        ("useModelName: org/m", "", {"served_model": "org/m"}),
+        ("concurrencyLimit: 4", "", {"concurrency": 4}),
+        ("concurrencyLimit: 0", "", {}),
+        ("proxy: 'http://127.0.0.1:8999'", "", {"port": 8999}),
+        ("proxy: 'http://localhost:${PORT}/'", "", {}),
+        ("filters: {stripParams: 'a, model,b'}", "", {"strip": ["a", "b"]}),
+        ("filters: {setParams: {t: 0.5, o: {a: [1]}}}", "", {"set": {"t": 0.5, "o": {"a": [1]}}}),
+        ("checkEndpoint: /health", "", {}),
+    ],
+)
+def test_a_key_becomes_a_setting(tmp_path: Path, keys: str, top: str, expected: dict[str, Any]) -> None:
+    assert settings(tmp_path, keys, top) == {"gpus": "all", **expected}
+
+
+def test_variables_of_the_environment_say_on_which_gpu(tmp_path: Path) -> None:
+    text = """models:
+  a: {cmd: 's ${PORT}', env: [CUDA_VISIBLE_DEVICES=1]}
+  b: {cmd: 's ${PORT}', env: ["CUDA_VISIBLE_DEVICES=0,1"]}"""
+    assert [backend.gpus for backend in checked(tmp_path, text).backends] == [("1",), ("0", "1")]
+
+
+def test_parameters_of_a_name_become_a_preset_where_there_are_such(tmp_path: Path) -> None:
+    keys = "filters: {setParams: {a: 1}, setParamsByID: {'${MODEL_ID}': {b: 2}, 'm:high': {c: 3}}}"
+    found = settings(tmp_path, keys, known=ELSEWHERE)
+    assert (found["set"], found["presets"]) == ({"a": 1, "b": 2}, {"m:high": {"set": {"c": 3}}})
+    assert settings(tmp_path, keys)["aliases"] == ["m:high"]
+
+
+NO_COUNTERPART = [
+    *("name: N", "description: D", "metadata: {a: 1}", "capabilities: {tools: true}", "unlisted: true"),
+    *("sendLoadingState: true", "timeouts: {connect: 1}", "compat: {ignoreWebsockets: true}", "typo: 1"),
+    *(
+        "checkEndpoint: none",
+        "cmdStop: 'kill ${PID}'",
+        "proxy: 'http://10.0.0.1:80'",
+        "healthCheckTimeout: 9",
+    ),
+    *("proxy: 'http://localhost:1/v1'", "filters: {stripParams: stream}", "filters: {setParams: {'a?': 1}}"),
+    *("filters: {other: 1}", "filters: {setParamsByID: {x: {a: 1}}}", "concurrencyLimit: 4"),
+]
+
+
+@pytest.mark.parametrize("keys", NO_COUNTERPART)
+def test_what_has_no_counterpart_is_a_note_above_its_service(tmp_path: Path, keys: str) -> None:
+    made = translated(tmp_path, f"models: {{m: {{cmd: 's ${{PORT}}', {keys}}}}}")
+    [note] = made.notes
+    assert (note.service, note.about) == ("m", keys.partition(":")[0])
+    assert note.where.endswith(f"config.yaml:1: models.m.{note.about}")
+    lines = made.text().splitlines()
+    assert any(line.startswith(f"  # {note.about}: ") for line in lines[: lines.index("  m:")])
+
+
+@pytest.mark.parametrize("key", sorted(llama_swap.TOP_NOTES))
+def test_what_has_no_counterpart_in_the_whole_is_a_note_at_the_top(tmp_path: Path, key: str) -> None:
+    made = translated(tmp_path, f"{key}: {{a: 1}}\nmodels: {{m: {{cmd: 's ${{PORT}}'}}}}")
+    assert notes(made) == [f"{key}: {llama_swap.TOP_NOTES[key]}"]
+
+
+def test_keys_of_the_api_are_not_copied(tmp_path: Path) -> None:
+    made = translated(tmp_path, "apiKeys: [sk-secret]\nmodels: {m: {cmd: 's ${PORT}'}}")
+    assert "sk-secret" not in made.text()
+    assert notes(made)[0].startswith("apiKeys: 1 keys are not written here")
+
+
+def test_models_that_are_loaded_at_the_start_are_preloaded(tmp_path: Path) -> None:
+    text = """hooks: {on_startup: {preload: [a, gone]}}
+models: {m: {cmd: 's ${PORT}', aliases: [a]}, n: {cmd: 's ${PORT}'}}"""
+    made = translated(tmp_path, text)
+    assert [bool(each["x-anvil"].get("preload")) for each in made.services.values()] == [True, False]
+    assert notes(made) == ["hooks.on_startup.preload: gone is no model of the file."]
+
+
+def test_priorities_are_kept_within_what_there_is(tmp_path: Path) -> None:
+    text = """routing: {scheduler: {settings: {fifo: {priority: {m: 7, n: 500}}}}}
+models: {m: {cmd: 's ${PORT}'}, n: {cmd: 's ${PORT}'}}"""
+    made = translated(tmp_path, text)
+    assert [each["x-anvil"]["priority"] for each in made.services.values()] == [7, 100]
+    assert "n: 500 becomes 100" in notes(made)[0]
+
+
+def test_a_load_that_takes_longer_than_requests_wait_makes_them_wait(tmp_path: Path) -> None:
+    made = translated(tmp_path, "healthCheckTimeout: 900\nmodels: {m: {cmd: 's ${PORT}'}}")
+    assert made.settings["queue_timeout"] == 900
+
+
+SELECTORS = """selectors:
+  first: {strategy: pin, targets: [m, n]}
+  warm: {strategy: warm, targets: [n, m, gone]}
+  lost: {strategy: warm, targets: [gone]}
+models: {m: {cmd: 's ${PORT}'}, n: {cmd: 's ${PORT}'}}"""
+
+
+def test_a_selector_becomes_a_name(tmp_path: Path) -> None:
+    made = translated(tmp_path, SELECTORS)
+    assert [each["x-anvil"]["aliases"] for each in made.services.values()] == [["first"], ["warm"]]
+    assert [note.about for note in made.notes] == ["selectors.warm", "selectors.lost"]
+
+
+def test_a_warm_selector_becomes_any_of_where_there_is_that(tmp_path: Path) -> None:
+    assert translated(tmp_path, SELECTORS, ELSEWHERE).settings["any_of"] == {"warm": ["n", "m"]}
+
+
+PEERS = """peers:
+  cloud:
+    proxy: https://cloud.example/api/
+    apiKey: ${env.CLOUD_KEY}
+    models: [org/big, m]
+    filters: {stripParams: top_p, setParams: {zdr: true}}
+  other: {proxy: 'http://10.0.0.2:1', apiKey: secret, models: [x]}
+  cat: {proxy: 'tailcat://abc', models: [y]}
+models: {m: {cmd: 's ${PORT}'}}"""
+
+
+def test_a_peer_is_a_note_where_nothing_can_be_elsewhere(tmp_path: Path) -> None:
+    made = translated(tmp_path, PEERS)
+    assert [note.about for note in made.notes] == ["peers.cloud", "peers.other", "peers.cat"]
+    assert "org/big, m" in made.notes[0].text
+    assert [*made.services] == ["m"]
+
+
+def test_a_peers_models_become_services_elsewhere(tmp_path: Path) -> None:
+    made = translated(tmp_path, PEERS, ELSEWHERE)
+    assert made.services["cloud-org-big"]["x-anvil"] == {
+        "model": "cloud/org/big",
+        "served_model": "org/big",
+        "aliases": ["org/big"],
+        "url": "https://cloud.example/api/v1",
+        "api_key_env": "CLOUD_KEY",
+        "strip": ["top_p"],
+        "set": {"zdr": True},
+    }
+    assert "aliases" not in made.services["cloud-m"]["x-anvil"]
+    assert [note.about for note in made.notes] == ["peers.other.apiKey", "peers.cat"]
+    assert "secret" not in made.text()
+
+
+# Containers
+
+
+def test_models_that_are_all_containers_become_services_of_compose(tmp_path: Path) -> None:
+    text = """startPort: 9100
+models:
+  a:
+    cmd: docker run --name ${MODEL_ID} --init --rm -p ${PORT}:8080 -v /srv:/models img:1 -m /models/a.gguf
+    cmdStop: docker stop ${MODEL_ID}
+  b:
+    cmd: docker run -it --gpus '"device=1"' -p ${PORT}:${PORT} -v hf:/hf -e A=1 img:2 --port ${PORT}
+    ttl: 5"""
+    made = translated(tmp_path, text)
+    assert not made.notes
+    assert made.settings == {"gpus": ["0", "1"]}
+    assert made.volumes == {"hf": {"name": "hf"}}
+    assert made.services["a"] == {
+        "image": "img:1",
+        "init": True,
+        "volumes": ["/srv:/models"],
+        "command": ["-m", "/models/a.gguf"],
+        "profiles": ["llm"],
+        "ports": ["127.0.0.1::8080"],
+        "x-anvil": {"gpus": "all"},
+    }
+    assert made.services["b"]["command"] == ["--port", "9101"]
+    config = checked(tmp_path, text)
+    assert config.runtime == "compose"
+    assert [(b.name, b.gpus, b.port) for b in config.backends] == [
+        ("a", ("0", "1"), 8080),
+        ("b", ("1",), 9101),
+    ]
+
+
+def test_an_option_without_a_counterpart_keeps_the_command_a_process(tmp_path: Path) -> None:
+    text = "models: {a: {cmd: 'docker run --mount type=bind,src=/a,dst=/a -p ${PORT}:80 img'}}"
+    made = translated(tmp_path, text)
+    assert made.settings["runtime"] == "process"
+    assert made.services["a"]["command"][:2] == ["docker", "run"]
+    assert "--mount has no counterpart" in made.notes[0].text
+
+
+def test_containers_beside_processes_stay_processes(tmp_path: Path) -> None:
+    text = """models:
+  a: {cmd: 'docker run -p ${PORT}:80 img', cmdStop: docker stop a}
+  b: {cmd: 's ${PORT}'}"""
+    made = translated(tmp_path, text)
+    assert [each["command"][0] for each in made.services.values()] == ["docker", "s"]
+    assert not made.notes
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--ipc=host --shm-size 8g", {"ipc": "host", "shm_size": "8g"}),
+        ("-v/a:/a -eB=2 -e C", {"volumes": ["/a:/a"], "environment": {"B": "2", "C": None}}),
+        ("--network host --user 1:1", {"network_mode": "host", "user": "1:1"}),
+        (
+            "--ulimit memlock=-1:-1 --ulimit stack=8",
+            {"ulimits": {"memlock": {"soft": -1, "hard": -1}, "stack": 8}},
+        ),
+        ("--device nvidia.com/gpu=all", {"devices": ["nvidia.com/gpu=all"]}),
+        ("--entrypoint s --label a=b -itd --rm=true", {"entrypoint": ["s"], "labels": {"a": "b"}}),
+        ("--init=false --privileged", {"privileged": True}),
+    ],
+)
+def test_options_of_docker_run(words: str, expected: dict[str, Any]) -> None:
+    made = docker_run.read(["docker", "run", *words.split(), "img"])
+    assert (made.service, made.unknown) == ({"image": "img", **expected}, [])
+
+
+# Who is resident beside whom
+
+
+def gpus(made: Written) -> dict[str, list[str]]:
+    return {name: each["x-anvil"]["gpus"] for name, each in made.services.items()}
+
+
+def models(*names: str) -> str:
+    return "models: {" + ", ".join(f"{name}: {{cmd: 's ${{PORT}}'}}" for name in names) + "}\n"
+
+
+GROUPS = """
+  llms: {members: [a, b]}
+  small: {swap: false, exclusive: false, members: [c, d]}
+  forever: {persistent: true, swap: true, exclusive: false, members: [e, f]}
+"""
+
+
+@pytest.mark.parametrize(
+    "text", [f"groups:{GROUPS}", f"routing: {{router: {{settings: {{groups: {{{GROUPS}}}}}}}}}"]
+)
+def test_members_of_a_group_take_turns_as_it_says(tmp_path: Path, text: str) -> None:
+    flow = text.replace("\n  forever", ",\n  forever").replace("\n  small", ",\n  small")
+    made = translated(tmp_path, models("a", "b", "c", "d", "e", "f") + (flow if "routing" in text else text))
+    assert gpus(made) == {
+        "a": ["turns-1"],
+        "b": ["turns-1"],
+        "c": [],
+        "d": [],
+        "e": ["turns-2"],
+        "f": ["turns-2"],
+    }
+    assert "names for the turns" in made.notes[-1].text
+
+
+def test_exclusive_groups_take_turns_and_models_in_no_group_with_them(tmp_path: Path) -> None:
+    text = models("a", "b", "c") + "groups: {x: {swap: false, members: [a, b]}}"
+    assert gpus(translated(tmp_path, text)) == {
+        "a": ["turns-1"],
+        "b": ["turns-2"],
+        "c": ["turns-1", "turns-2"],
+    }
+
+
+def test_groups_by_which_all_take_turns_need_no_names_for_it(tmp_path: Path) -> None:
+    text = models("a", "b") + "groups: {x: {members: [a]}, y: {members: [b]}}"
+    assert gpus(translated(tmp_path, text)) == {"a": "all", "b": "all"}
+
+
+def matrix(folder: Path, sets: str, *names: str) -> Written:
+    return translated(folder, models(*names) + f"matrix: {{vars: {{x: a}}, sets: {{{sets}}}}}")
+
+
+def together(made: Written) -> set[tuple[str, str]]:
+    """The pairs of models that may be resident at once."""
+    found = gpus(made)
+    return {(one, two) for one in found for two in found if one < two and not {*found[one]} & {*found[two]}}
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        ("s: x & b", {("a", "b")}),
+        ("s: '(x | b) & c'", {("a", "c"), ("b", "c")}),
+        ("s: x | b & c", {("b", "c")}),
+        ("s: (x | b) & (c | d)", {("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")}),
+        ("base: x | b, s: +base & c", {("a", "c"), ("b", "c")}),
+        ("s: x & b & c", {("a", "b"), ("a", "c"), ("b", "c")}),
+    ],
+)
+def test_a_matrix_says_who_may_be_resident_together(
+    tmp_path: Path, sets: str, expected: set[tuple[str, str]]
+) -> None:
+    sets = sets.replace("'", "")
+    flow = ", ".join(f"{part.split(': ')[0]}: '{part.split(': ')[1]}'" for part in sets.split(", "))
+    assert together(matrix(tmp_path, flow, "a", "b", "c", "d")) == expected
+
+
+def test_a_matrix_of_pairs_never_lets_three_be_resident(tmp_path: Path) -> None:
+    made = matrix(tmp_path, "p: a & b, q: b & c, r: a & c", "a", "b", "c")
+    assert together(made) == {("a", "b"), ("b", "c")}
+    assert notes(made)[0].startswith("matrix.sets: a and c take turns all the same")
+
+
+@pytest.mark.parametrize(
+    ("sets", "problem"),
+    [
+        ("s: a & gone", "names gone, which is no model of the file"),
+        ("s: (a & b", "has a bracket that is not closed"),
+        ("s: a b", "cannot be read: a b"),
+        ("s: +t", "+t is no set of the matrix"),
+        ("s: +s & a", "+s refers to itself"),
+        ("s: & a", "has a & where a model belongs"),
+    ],
+)
+def test_an_expression_that_cannot_be_read_is_told(tmp_path: Path, sets: str, problem: str) -> None:
+    key, _, text = sets.partition(": ")
+    found = problems(tmp_path, models("a", "b") + f"matrix: {{sets: {{{key}: '{text}'}}}}")
+    assert any(problem in each for each in found), found
+
+
+def test_the_router_in_use_counts(tmp_path: Path) -> None:
+    router = "{use: matrix, settings: {groups: {g: {members: [a]}}, matrix: {sets: {s: a & b}}}}"
+    made = translated(tmp_path, models("a", "b", "c") + f"routing: {{router: {router}}}")
+    assert together(made) == {("a", "b")}
+    assert notes(made)[0] == "routing.router.settings.groups: is not in use: routing.router.use says so."
+
+
+# The command
+
+
+def test_the_command_prints_a_file_that_check_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "config.yaml").write_text("models: {'q:8b': {cmd: 's ${PORT}', unlisted: true}}")
+    assert main(["import", "llama-swap", str(tmp_path / "config.yaml")]) == 0
+    printed = capsys.readouterr()
+    assert "config.yaml:1: models.q:8b.unlisted: every model is listed" in printed.err
+    file = tmp_path / "compose.yaml"
+    file.write_text(printed.out)
+    assert main(["check", str(file)]) == 0
+    assert "q:8b" in capsys.readouterr().out
+
+
+def test_the_command_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("models: {m: {}}")
+    assert main(["import", "llama-swap", str(tmp_path / "config.yaml")]) == 78
+    assert "config.yaml:1: models.m: has no cmd" in capsys.readouterr().err
+
+
+MIGRATING = (ROOT / "docs" / "migrating.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "key", sorted({*swap_models.KEYS, *swap_models.NOTES, *llama_swap.TOP, *llama_swap.TOP_NOTES})
+)
+def test_the_document_has_each_key(key: str) -> None:
+    assert f"| `{key}`" in MIGRATING or f", `{key}`" in MIGRATING
+
+
+def test_what_the_document_shows_is_what_comes_out(tmp_path: Path) -> None:
+    """The first file of the document, translated, is its second one."""
+    shown = [part.partition("```")[0] for part in MIGRATING.split("```yaml\n")[1:]]
+    made = translated(tmp_path, shown[0])
+    assert yaml.safe_load(shown[1]) == yaml.safe_load(made.text())
+    assert shown[1] == made.text()
