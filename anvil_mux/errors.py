@@ -177,6 +177,20 @@ class WaitedTooLong(MuxError):
     retry_after = 30.0
 
 
+class WouldWaitTooLong(MuxError):
+    """Answers that a swap may not sever take longer than the request may wait, so it does not wait at all."""
+
+    status, code = 503, "would_wait_too_long"
+    retry_after = 30.0
+
+
+class NothingResident(MuxError):
+    """The request may force no swap, and no model that it may use is resident."""
+
+    status, code = 503, "nothing_resident"
+    retry_after = 30.0
+
+
 class Severed(MuxError):
     """The drain ended before this request did, and its engine was evicted; the message says what for."""
 

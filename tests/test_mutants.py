@@ -133,7 +133,7 @@ MUTANTS = {
     ),
     "a drain has no end": (
         "group_swaps",
-        "if now >= swap.until or not (victim.holders or",
+        "if now >= victim.drain_until or not (victim.holders or",
         "if not (victim.holders or",
     ),
     "a load does not wait for sleepers that yield": (
@@ -249,8 +249,8 @@ MUTANTS = {
     ),
     "a cost includes the drain": (
         "group_swaps",
-        "swap.evict_seconds = max(now - swap.emptied, 0.0)",
-        "swap.evict_seconds = max(now - (swap.until - self._state.timeouts.drain_timeout), 0.0)",
+        "swap.emptied = now",
+        "swap.emptied = victim.since",
     ),
     "nothing is learned from a swap": (
         "outcomes",

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from anvil_mux.config.settings import gib
 from anvil_mux.scheduler.hosts import LOCAL
+from anvil_mux.scheduler.progress import span
 
 LAST = 8
 """How many events the screen shows."""
@@ -176,7 +177,11 @@ MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN"
 def _until(model: StatusJson, seconds: float | None) -> str:
     """How long a model stays in its state."""
     if model["state"] in ("draining", "evicting", "cancelling"):
-        return "leaving"
+        drain = model.get("draining") or {}
+        first = next(iter(drain.get("answers", ())), None)
+        if first is None or drain["seconds_left"] is not None:
+            return "leaving"
+        return f"{first['request']} ends ({span(first['run_seconds'])})"
     if model["state"] != "ready":
         return ""
     if model["leases"]:
@@ -237,7 +242,11 @@ def _measured(gpu: StatusJson) -> tuple[str, str]:
 
 def _leaving(gpu: StatusJson) -> str:
     drain = gpu["draining"]
-    return f"makes room for {drain['target']}, {drain['seconds_left']:.0f} s left" if drain else ""
+    if not drain:
+        return ""
+    left = drain["seconds_left"]
+    end = "once its requests have ended" if left is None else f"{left:.0f} s left"
+    return f"makes room for {drain['target']}, {end}"
 
 
 def _hosts_table(state: StatusJson) -> list[str]:

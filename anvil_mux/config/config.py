@@ -149,6 +149,8 @@ class Backend:
     """How many backends of its model are resident at once; None: as many as the policy wants."""
     ttl: float | None = None
     """Idle seconds after which it is evicted although nobody needs its GPUs; None: never."""
+    drain_timeout: float | None = None
+    """Seconds that a swap waits for its requests; infinite: as long as they take; None: ``Config``'s."""
     min_residency: float = 0.0
     """Seconds after its load in which it is not evicted for a queue that is not overdue."""
     max_wait: float | None = None

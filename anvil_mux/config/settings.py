@@ -292,6 +292,13 @@ def plain(value: object) -> str:
 
 DURATIONS = r"^([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(h|ms|us|m|s))+)$"
 SECONDS = ValueKind("seconds", read_seconds, shapes.amount(DURATIONS))
+ENDLESS = "none"
+"""How people write that something has no end."""
+SECONDS_OR_NONE = ValueKind(
+    f"seconds, or {ENDLESS}",
+    lambda value: math.inf if value == ENDLESS else read_seconds(value),
+    shapes.any_of({"enum": [ENDLESS]}, SECONDS.shape),
+)
 TEXT = ValueKind("text", _read_text, shapes.text())
 NAMES = ValueKind("list of names", _read_names, shapes.listed(TEXT.shape))
 ORIGINS = ValueKind("list of origins", _read_origins, shapes.listed(shapes.text("://")))

@@ -333,6 +333,11 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "pin": _steers(settings.FLAG, "It is never evicted for another model."),
     "priority": _steers(PRIORITY, "The higher, the earlier its queue is served and the later it is evicted."),
     "ttl": _steers(SECONDS, "Idle time after which it is evicted though nobody waits; by default never."),
+    "drain_timeout": _steers(
+        settings.SECONDS_OR_NONE,
+        "The same as at the top level, for swaps that evict it; none: as long as its requests take. Where it "
+        "is unloaded by hand, its host is drained or anvil-mux ends, the top level's holds (see staying.md).",
+    ),
     "min_residency": _steers(SECONDS, "How long it stays after a load, unless a queue is overdue."),
     "max_wait": _steers(SECONDS, "The same as at the top level, for this model."),
     "routing": _steers(TEXT, "The routing policy of its model; replicas have the same."),

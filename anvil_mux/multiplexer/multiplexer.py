@@ -109,17 +109,30 @@ class Multiplexer:
         key: Key | None = None,
         staged: bool = False,
         crashes: tuple[Crash, ...] = (),
+        request: str = "",
+        rides: bool = False,
     ) -> Lease:
         """Blocks until ``model`` is resident and has a place, then holds it. Raises MuxError.
 
         ``work`` is what is known of the request, where the model has several backends, and ``key`` whose it
         is. ``staged``: it may be served in two stages, by a prefill and a decode backend that are leased
-        together. ``crashes``: those that the request was there at, under other leases.
+        together. ``crashes``: those that the request was there at, under other leases. ``request``: its id.
+        ``rides``: it may force no swap (NothingResident).
 
         ``tend(now)`` is called without the lock a few times a second while the request waits. What it raises
         ends the wait and propagates; ClientGone is how it says that nobody wants the answer any more.
         """
-        ticket = self._ask_for(model, tend, leases=True, work=work, key=key, staged=staged, crashes=crashes)
+        ticket = self._ask_for(
+            model,
+            tend,
+            leases=True,
+            work=work,
+            key=key,
+            staged=staged,
+            crashes=crashes,
+            request=request,
+            rides=rides,
+        )
         backend = ticket.backend
         assert backend is not None
         lease = Lease(self, ticket, self._backends[backend], self._runs[backend])
@@ -144,6 +157,8 @@ class Multiplexer:
         key: Key | None = None,
         staged: bool = False,
         crashes: tuple[Crash, ...] = (),
+        request: str = "",
+        rides: bool = False,
     ) -> Ticket:
         shell = self._shell
         with self._lock:
@@ -160,6 +175,7 @@ class Multiplexer:
             self._tickets += 1
             first = self._first_stage(model, now, work) if staged else None
             ticket = Ticket(self._tickets, model, now, leases, work, first, key, crashes)
+            ticket.request, ticket.rides = request, rides
             effects = self._scheduler.requested(ticket, now)
             if ticket.backend is None and ticket.error is None:
                 ticket.wake = self._clock.latch()

@@ -65,6 +65,7 @@ class Diagnosis:
             key: round(value, 1) if isinstance(value, float) else value
             for key, value in found._asdict().items()
         }
+        told["waits_for"] = [healthz.answer(each) for each in found.waits_for]
         hosts = healthz.hosts_of(self._mux.overview.model(model))
         more = {"hosts": hosts} if hosts else {}
         _answer(reply, {**told, "sentence": found.sentence, "stages": finite(stages), **more})

@@ -125,7 +125,15 @@ class Dispatcher:
         staged = model in asked.access.staged and _may_be_staged(question)
         since = time.monotonic()
         try:
-            lease = self._mux.lease(model, tend, work, key=asked.key, staged=staged, crashes=crashes)
+            lease = self._mux.lease(
+                model,
+                tend,
+                work,
+                key=asked.key,
+                staged=staged,
+                crashes=crashes,
+                request=asked.id,
+            )
         except MuxError:
             record.waited += time.monotonic() - since
             raise

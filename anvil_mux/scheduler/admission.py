@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import Cause, Severance
+from anvil_mux.scheduler.drains import too_late
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import bound, may_spill
@@ -93,10 +94,15 @@ class Admission:
 
     def wait_for_load(self, model: Model, ticket: Ticket, now: float) -> bool:
         """A request arrived for a model that is not ready; whether the next step is to be asked for."""
-        if not model.queue.tickets:  # a queue that nobody can serve any more has failed already
-            if error := refusal(self._state, model, now):
-                self.fail(ticket, error, now)
-                return False
+        begins = not model.queue.tickets
+        # A queue that nobody can serve any more has failed already.
+        error = refusal(self._state, model, now) if begins else None
+        if error is None and (self._state.patient or model.home):  # its victims may be in another GPU group
+            error = too_late(self._state, model, now)
+        if error:
+            self.fail(ticket, error, now)
+            return False
+        if begins:
             self._note_pause(model, now)
         self.enqueue(model, ticket, now)
         if self._state.deferred is not None:

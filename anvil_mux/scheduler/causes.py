@@ -90,6 +90,8 @@ Kind = Literal[
 Leaving = Literal["", "changed", "removed"]
 """Why a backend leaves for good; "": it does not."""
 
+BY_HAND = frozenset(("unloaded", "host_drained"))
+"""Causes of a drain that people ask for: a backend's own drain_timeout does not count."""
 DEATHS = frozenset(("died", "died_early"))
 """Causes of a stop of a backend that ended without being told to."""
 FOUND = frozenset(("adopted", "not_found", "host_gone", "unfit"))

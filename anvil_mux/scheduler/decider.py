@@ -106,8 +106,7 @@ class Decider:
         for slot in state.stayers if models or state.preloads else ():
             moments.append(slot.stays_until)
         for swap in state.swaps:
-            if any(victim.state == "draining" for victim in swap.victims):
-                moments.append(swap.until)
+            moments += [victim.drain_until for victim in swap.victims if victim.state == "draining"]
         for slot in state.slots.values():
             stuck = slot.state in ("stuck", "standby")
             if slot.retry_at > now and (stuck or state.models[slot.model].queue.tickets):

@@ -22,7 +22,8 @@ Invariants:
     standby residuals hold never exceeds a GPU. Without declared memory a backend needs the whole GPU.
  2. A lease is granted only in ready. Draining closes the gate; later requests queue behind the swap.
  3. Every ticket ends exactly once: leased, failed or gone.
- 4. A drain lasts at most ``drain_timeout``; what is left is severed, counted, logged.
+ 4. A drain lasts at most the victim's ``drain_timeout``, which may be without end, or the one of the whole
+    where people ask for it; what is left is severed, counted, logged.
  5. When a model becomes ready its whole queue, or as much of it as there are places, is leased before the
     policy is asked again; so is the next in queue whenever a place becomes free.
  6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished,

@@ -8,10 +8,11 @@ and the next question serves the queues.
 
 from __future__ import annotations
 
-from anvil_mux.scheduler.causes import CLEARING, Cause
+from anvil_mux.scheduler.causes import BY_HAND, CLEARING, Cause
 from anvil_mux.scheduler.costs import source_of
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.planner import victims
+from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.slot import LOADING, Slot
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Step
@@ -34,7 +35,6 @@ class GroupSwaps:
         now: float,
         cause: Cause,
         *,
-        drain_timeout: float | None = None,
         preload: bool = False,
         severs: Cause | None = None,
     ) -> None:
@@ -42,30 +42,51 @@ class GroupSwaps:
         if severs is None:
             severs = Cause("evicted", target.model) if target else cause
         self._state.changed()
-        drain = self._state.timeouts.drain_timeout if drain_timeout is None else drain_timeout
-        swap = SwapInProgress(target, [*leaving], now + drain, cause, severs, preload=preload)
+        for other in self._state.swaps:  # in which its turn to drain has not come
+            other.victims = [each for each in other.victims if each.state != "ready" or each not in leaving]
+        swap = SwapInProgress(target, [*leaving], cause, severs, preload=preload)
         self._state.swaps.append(swap)
         if target:
             target.coming = True
             self._state.models[target.model].note(target)
             self._state.memory.changed()
-        self._drain(swap, leaving, now, drain)
+        self._drain(swap, now)
 
     def evict(self, slot: Slot, now: float, cause: Cause, *, severs: Cause | None = None) -> None:
         """Begin to evict a resident without loading another backend."""
         self.begin(None, [slot], now, cause, severs=severs)
 
-    def begin_leaving(self, slot: Slot, now: float, drain_timeout: float | None = None) -> None:
+    def begin_leaving(self, slot: Slot, now: float) -> None:
         """Begin to evict a backend for good, once its leases have ended."""
         assert slot.leaving
-        self.begin(None, [slot], now, Cause(slot.leaving), drain_timeout=drain_timeout)
+        self.begin(None, [slot], now, Cause(slot.leaving))
 
-    def _drain(self, swap: SwapInProgress, leaving: list[Slot], now: float, seconds: float) -> None:
-        """Close the gates of the victims that are resident."""
+    def _drain(self, swap: SwapInProgress, now: float) -> None:
+        """Close the gates of the victims that are resident.
+
+        While some have leases and no bound the others go on serving: their turn comes when those have ended.
+        """
         target = swap.target.model if swap.target else ""
-        for victim in leaving:
-            if victim.state == "ready":
-                self._moves.drain(victim, now, swap.cause, seconds=seconds, target=target)
+        bounds = {each: self._bound(each, swap.cause) for each in swap.victims if each.state == "ready"}
+        endless = [each for each, seconds in bounds.items() if each.holders and seconds == FOREVER]
+        for victim in endless or bounds:
+            self._moves.drain(victim, now, swap.cause, seconds=bounds[victim], target=target)
+
+    def _bound(self, victim: Slot, cause: Cause) -> float:
+        """How long a victim may drain."""
+        if cause.kind == "silent":
+            return 0.0
+        by_hand = cause.kind in BY_HAND
+        return self._state.timeouts.drain_timeout if by_hand else self._state.drain_timeout(victim)
+
+    def hasten(self, slot: Slot, now: float) -> bool:
+        """Bound a drain as one that people ask for; whether that ends it earlier."""
+        until = now + self._state.timeouts.drain_timeout
+        if slot.state != "draining" or slot.drain_until <= until:
+            return False
+        slot.drain_until = until
+        self._state.changed()
+        return True
 
     # Go on
 
@@ -111,14 +132,19 @@ class GroupSwaps:
 
     def _evict_next(self, swap: SwapInProgress, now: float) -> Step | None:
         """Evict the next victim without leases, or whose drain is over; victims in standby come last."""
-        draining = [victim for victim in swap.victims if victim.state == "draining"]
-        if draining and swap.target and self._may_spare(swap.target) and self._state.fits(swap.target):
-            for victim in draining:  # the victims before them freed more than was known
+        resident = [victim for victim in swap.victims if victim.state in ("ready", "draining")]
+        if resident and swap.target and self._may_spare(swap.target) and self._state.fits(swap.target):
+            for victim in resident:  # the victims before them freed more than was known
                 swap.victims.remove(victim)
                 self.reprieve(victim, now)
             return None
+        if any(victim.is_endless for victim in resident):
+            return None  # as long as nobody was evicted all of them may be reprieved
+        if any(victim.state == "ready" for victim in resident):
+            self._drain(swap, now)
+        draining = [victim for victim in resident if victim.state == "draining"]
         for victim in draining:
-            if now >= swap.until or not (victim.holders or self._state.memory.makes_way(victim, now)):
+            if now >= victim.drain_until or not (victim.holders or self._state.memory.makes_way(victim, now)):
                 swap.begun = True
                 swap.emptied = now
                 return self._moves.evict(victim, now, swap.cause, swap)
@@ -149,9 +175,8 @@ class GroupSwaps:
         if more is None:
             self.dissolve(swap, now)
         else:
-            swap.until = now + state.timeouts.drain_timeout
             swap.victims += more
-            self._drain(swap, more, now, state.timeouts.drain_timeout)
+            self._drain(swap, now)
         return False
 
     # End
@@ -189,7 +214,7 @@ class GroupSwaps:
     def _wait_for(self, ended: SwapInProgress, going: list[Slot], now: float) -> None:
         """Wait for the victims of a swap that was ended while they are being evicted."""
         if going:
-            rest = SwapInProgress(None, going, now, ended.cause, ended.severs, begun=True)
+            rest = SwapInProgress(None, going, ended.cause, ended.severs, begun=True)
             self._state.swaps.append(rest)
 
     def give_up(self, slot: Slot, now: float, cause: Cause) -> None:
@@ -204,9 +229,10 @@ class GroupSwaps:
 
     def reprieve(self, victim: Slot, now: float) -> None:
         """Make a victim that only drained ready again; one that is leaving drains on."""
+        if victim.state == "ready":
+            return
         if victim.leaving:
-            left = victim.since + self._state.timeouts.drain_timeout - now
-            self.begin_leaving(victim, now, max(left, 0.0))
+            self.begin_leaving(victim, now)
         else:
             self._moves.reprieve(victim, now)
 
@@ -224,7 +250,7 @@ class GroupSwaps:
     def spare(self, slot: Slot, now: float) -> None:
         """Take a backend that was pinned out of the swaps that drain it for another model."""
         for swap in self._state.swaps:
-            if swap.target and slot in swap.victims and slot.state == "draining":
+            if swap.target and slot in swap.victims and slot.state in ("ready", "draining"):
                 swap.victims.remove(slot)
                 self.reprieve(slot, now)
 

@@ -65,8 +65,9 @@ class Moves:
         return Demote(slot.name, slot.level, to)
 
     def drain(self, slot: Slot, now: float, cause: Cause, *, seconds: float, target: str) -> None:
-        """Close the gate of a resident; in so many seconds its leases are severed."""
+        """Close the gate of a resident; in so many seconds, which may be infinite, its leases are severed."""
         self.enter(slot, "drain", now)
+        slot.drain_until = now + seconds
         size = len(slot.holders)
         self._state.emit(
             Event(

@@ -204,7 +204,7 @@ class Outcomes:
         """The engine of the backend does not answer: it is stopped without a drain, not put in standby."""
         if slot.state == "ready":
             slot.next_level = "stop"
-            self._swaps.begin(None, [slot], now, Cause("silent"), drain_timeout=0.0)
+            self._swaps.begin(None, [slot], now, Cause("silent"))
 
     def memory_seen(self, held: Mapping[str, int], host: str = "") -> bool:
         """Other processes hold so many bytes, by GPU, on a host; whether that is news.

@@ -262,9 +262,15 @@ def _swap_seconds_later(state: GroupState, slot: Slot) -> float:
 def reserved(state: GroupState, model: Model, now: float) -> list[Slot]:
     """The backends whose GPUs are kept for an overdue queue that must wait on.
 
-    Of a model in several GPU groups it is the one whose GPUs will be free first.
+    None of them waits for a drain without a bound: its other GPUs would be idle for as long as that takes. Of
+    a model in several GPU groups it is the one whose GPUs will be free first.
     """
     slots = state.loadable(model, now)
+    if state.patient:
+        endless = {
+            gpu for swap in state.swaps for each in swap.victims if each.is_endless for gpu in each.holds
+        }
+        slots = [slot for slot in slots if endless.isdisjoint(slot.holds)]
     if len(slots) < 2 or not model.home:
         return slots
     return [min(slots, key=lambda slot: _swap_seconds_later(state, slot))]
@@ -275,8 +281,9 @@ def _drain_seconds(state: GroupState, leaving: Iterable[Slot]) -> float:
     longest = 0.0
     for victim in leaving:
         service = state.models[victim.model].demand.service_seconds or FIRST_SERVICE_SECONDS
-        longest = max(longest, service * (1.0 + math.log(max(len(victim.holders), 1))))
-    return min(longest, state.timeouts.drain_timeout)
+        answers = service * (1.0 + math.log(max(len(victim.holders), 1)))
+        longest = max(longest, min(answers, state.drain_timeout(victim)))
+    return longest
 
 
 # Another replica of a busy model

@@ -54,7 +54,8 @@ class Requested:
         standby = [] if is_ready else [slot for slot in slots if may_be_stopped(self._state, slot)]
         for slot in standby:
             slot.next_level = "stop"
-        return bool(ready or standby or given_up)
+        hastened = [slot for slot in slots if self._swaps.hasten(slot, now)]
+        return bool(ready or standby or given_up or hastened)
 
     def _give_up_load(self, model: Model, is_ready: bool, now: float) -> bool:
         """End the swaps to ``model`` here, and the wait for them; False if there is neither."""

@@ -54,6 +54,8 @@ class Slot:
     state: str = "stopped"
     since: float = -math.inf
     """When it entered its state."""
+    drain_until: float = math.inf
+    """When its leases are severed, if it is draining; infinite: when they end."""
     loaded: float = -math.inf
     """When it last became resident."""
     last_used: float = -math.inf
@@ -161,6 +163,11 @@ class Slot:
         """
         host = "" if self.backend.more else self.host.name
         return {gpu_name(host, id): amount for id, amount in amounts.items()} if host else dict(amounts)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it drains, and for as long as its leases take."""
+        return self.state == "draining" and bool(self.holders) and self.drain_until == math.inf
 
     @property
     def occupies(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import Cause, is_cause
 from anvil_mux.scheduler.costs import NO_COST, Cost
+from anvil_mux.scheduler.drains import too_late
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import Plan, bound, cost_of, nearest, plan, waiting
 from anvil_mux.scheduler.policies import (
@@ -122,22 +123,20 @@ class Awaited(NamedTuple):
     """Whether it was loaded from that level before, so that ``cost`` is no mere guess."""
     decision: Decision | None = None
     """The policy's decision on that swap; None: it is under way."""
-    until: float = FOREVER
-    """End of the drain under way."""
     overdue_at: float = FOREVER
     """When its swap begins, whatever the policy says."""
 
 
 def awaited(state: GroupState, model: Model, now: float) -> Awaited:
     """Find out what a request for ``model`` would meet if it came now; nothing is changed."""
-    if error := refusal(state, model, now):
+    if error := refusal(state, model, now) or too_late(state, model, now):
         return Awaited(error)
     for each in state.states_of(model):
         for swap in each.swaps:
             if swap.target and swap.target.model == model.name and not swap.cancel:
                 expected = cost_of(each, swap, swap.target)
                 known = each.costs.knows(model.name, expected.way, swap.target.host.name)
-                return Awaited(None, swap.target, swap.victims, expected, known, until=swap.until)
+                return Awaited(None, swap.target, swap.victims, expected, known)
     return _planned(state if model.queue else nearest(state.states_of(model), model, now), model, now)
 
 

@@ -92,6 +92,8 @@ class GroupState:
     """The backends with a min_residency."""
     idlers: list[Slot] = field(init=False)
     """The backends that are evicted once they were idle for a time."""
+    patient: bool = field(init=False)
+    """Whether some backend has a drain_timeout of its own."""
     limited: bool = field(init=False)
     """Whether some model takes only so many requests at once."""
     routed: list[Model] = field(init=False)
@@ -104,6 +106,7 @@ class GroupState:
         self.ready = ready_slots(self.slots.values())
         self.stayers = [slot for slot in self.slots.values() if slot.backend.min_residency]
         self.idlers = [slot for slot in self.slots.values() if slot.ttl is not None]
+        self.patient = any(slot.backend.drain_timeout is not None for slot in self.slots.values())
         self.remodelled()
 
     def keep_alive(self, slot: Slot, seconds: float | None) -> None:
@@ -187,6 +190,11 @@ class GroupState:
     def fits(self, target: Slot) -> bool:
         """Whether a backend has room on its GPUs and in host memory without an eviction."""
         return self.placement.fits(target) and self.memory.short(target) <= 0
+
+    def drain_timeout(self, slot: Slot) -> float:
+        """How long a swap waits for the requests of a victim; infinite: as long as they take."""
+        own = slot.backend.drain_timeout
+        return self.timeouts.drain_timeout if own is None else own
 
     def staying(self, now: float) -> set[str]:
         """The backends that may stay for their min_residency; only an overdue queue evicts them."""

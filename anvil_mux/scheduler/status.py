@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from anvil_mux.config.config import Gpu
 from anvil_mux.routing.in_flight import EngineFigures
 from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.drains import RunningAnswer, answers
 from anvil_mux.scheduler.footprint import to_declare
 from anvil_mux.scheduler.hosts import GangHosts, HostRecord
 from anvil_mux.scheduler.model import Model
@@ -121,6 +122,8 @@ class ModelState:
     draining_target: str | None = None
     """The model that it makes room for while it drains; "" for none."""
     drain_seconds_left: float = 0.0
+    drained_for: tuple[RunningAnswer, ...] = ()
+    """The answers that its drain waits for, the longest first."""
     deferred: Deferral | None = None
     presets: tuple[str, ...] = ()
     """The names of its presets, LoRA adapters among them."""
@@ -204,6 +207,7 @@ def model_state(state: GroupState, model: Model, now: float, progress: Progress 
         oldest_wait=now - first.since if first else None,
         draining_target=target,
         drain_seconds_left=max(until - now, 0.0),
+        drained_for=answers([slot], now) if target is not None else (),
         deferred=_deferral(state, model, now),
         backends=tuple(
             _backend_state(each, now, state.footprints.held(each.name), _said(model, each, now), state)

@@ -41,6 +41,8 @@ class Ticket:
         "leases",
         "model",
         "prefill",
+        "request",
+        "rides",
         "sender",
         "severed",
         "share",
@@ -68,6 +70,10 @@ class Ticket:
         """The client that it counts for: where a queue is admitted in parts, senders take turns."""
         self.leases = leases
         """Whether it takes a lease; if not it only wants the model loaded."""
+        self.request = ""
+        """The id of its request, as its client was told."""
+        self.rides = False
+        """Whether it may force no swap: it is leased by what is ready, or fails."""
         self.prefill = prefill
         """The ticket of its first stage, leased with it if backends of both stages are resident."""
         self.crashes = crashes

@@ -20,9 +20,7 @@ class SwapInProgress:
 
     target: Slot | None
     victims: list[Slot]
-    """The victims that have not left yet."""
-    until: float
-    """End of the drain."""
+    """The victims that have not left yet; those that are ready still drain later than others."""
     cause: Cause
     severs: Cause
     """Why a request is severed that outlasts the drain."""
@@ -94,7 +92,7 @@ def promises(swaps: Iterable[SwapInProgress]) -> dict[str, tuple[str, ...]]:
 def drains(swaps: Iterable[SwapInProgress]) -> dict[str, tuple[str, float]]:
     """Draining backend -> (the model that it makes room for, or "", and when the drain ends)."""
     return {
-        victim.name: (swap.target.model if swap.target else "", swap.until)
+        victim.name: (swap.target.model if swap.target else "", victim.drain_until)
         for swap in swaps
         for victim in swap.victims
         if victim.state == "draining"

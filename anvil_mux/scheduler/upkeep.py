@@ -105,6 +105,7 @@ class Upkeep:
                 self._swaps.evict(slot, now, cause)
             if slot.state in ("draining", "standby"):
                 slot.next_level = "stop"
+            self._swaps.hasten(slot, now)
 
     def give_up_surplus(self, now: float) -> None:
         """Give up backends here of models of which more are resident or coming than may be."""

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from anvil_mux.scheduler.causes import sentence
+from anvil_mux.scheduler.drains import RunningAnswer, answers, seconds_left
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.pause import PAUSED, Pause
 from anvil_mux.scheduler.policies import FOREVER, Stay, SwapTo
@@ -31,6 +32,8 @@ class WaitEstimate(NamedTuple):
     at_most: float | None
     """The same if all that has a bound takes as long as it may; None: it has none."""
     because: str
+    waits_for: tuple[RunningAnswer, ...] = ()
+    """The answers that it waits for, the longest first."""
 
     @property
     def sentence(self) -> str:
@@ -67,9 +70,9 @@ def wait_estimate(state: GroupState, model: Model, now: float, far: Progress | N
     if state.hosts[0].pause.is_on:
         return _paused(state.hosts[0].pause, model.name, now)
     if found.target and found.decision:
-        return _planned(model.name, found, now, state.timeouts.drain_timeout)
+        return _planned(state, model.name, found, now)
     if found.target:
-        return _coming(model.name, found.target, found, now, far)
+        return _coming(state, found.target, found, now, far)
     return _blocked(state, model, found, now)
 
 
@@ -80,9 +83,11 @@ def _paused(pause: Pause, model: str, now: float) -> WaitEstimate:
     return WaitEstimate(model, "waits", left, None, f"{PAUSED} {when}; then it may be loaded.")
 
 
-def _coming(model: str, target: Slot, found: Awaited, now: float, far: Progress | None) -> WaitEstimate:
+def _coming(
+    state: GroupState, target: Slot, found: Awaited, now: float, far: Progress | None
+) -> WaitEstimate:
     """A swap to it is under way."""
-    cost = found.cost
+    model, cost = target.model, found.cost
     if target.state == "loading":
         since, left = now - target.since, far.seconds_left if far else None
         told = (
@@ -96,29 +101,62 @@ def _coming(model: str, target: Slot, found: Awaited, now: float, far: Progress 
             model, "waits", left, limit, f"it has been loading for {span(since)}{so_far}; {told}."
         )
     names = _names(victim.model for victim in found.victims)
-    busy = sum(len(victim.holders) for victim in found.victims)
-    if busy:
-        limit = max(found.until - now, 0.0)
-        text = f"{names} must make room for it, where {_running(busy)}, for {span(limit)} at the longest"
-        return WaitEstimate(model, "waits", cost.seconds, cost.seconds + limit, f"{text}.")
+    drain = _drain(state, found.victims, now)
+    if drain.answers:
+        text = f"{names} must make room for it, where {drain.words}"
+        about = drain.seconds + cost.seconds
+        return WaitEstimate(
+            model, "waits", about, _bounded(cost.seconds + drain.most), f"{text}.", waits_for=drain.answers
+        )
     text = f"{names} must leave, then it is loaded" if names else "its load begins"
     return WaitEstimate(model, "waits", cost.seconds, None, f"{text}.")
 
 
-def _planned(model: str, found: Awaited, now: float, drain_timeout: float) -> WaitEstimate:
+class _Drain(NamedTuple):
+    """The drain of some victims, as far as it is known."""
+
+    answers: tuple[RunningAnswer, ...]
+    seconds: float
+    """How long it will take yet, of those that have a bound of their own; 0: nothing is known."""
+    most: float
+    words: str
+
+
+def _drain(state: GroupState, leaving: Sequence[Slot], now: float) -> _Drain:
+    busy = [slot for slot in leaving if slot.holders]
+    if not busy:
+        return _Drain((), 0.0, 0.0, "")
+    ends = [
+        slot.drain_until - now if slot.state == "draining" else state.drain_timeout(slot) for slot in busy
+    ]
+    most = max(*ends, 0.0)
+    longest = f"for {span(most)} at the longest" if most < FOREVER else "for as long as it takes"
+    running = answers(busy, now)
+    words = f"{_running(sum(len(slot.holders) for slot in busy))}, {longest} ({running[0].words})"
+    own = [slot for slot in busy if slot.backend.drain_timeout is not None]
+    return _Drain(running, max([seconds_left(state, slot, now) for slot in own], default=0.0), most, words)
+
+
+def _bounded(seconds: float) -> float | None:
+    return seconds if seconds < FOREVER else None
+
+
+def _planned(state: GroupState, model: str, found: Awaited, now: float) -> WaitEstimate:
     """A swap to it could begin; the policy says when."""
     victims, cost = found.victims, found.cost
-    busy = sum(len(victim.holders) for victim in victims)
+    drain = _drain(state, victims, now)
     names = _names(victim.model for victim in victims)
     takes = f"then its load takes {span(cost.load_seconds)}" + ("" if found.loaded_before else " (a guess)")
     late = max(found.overdue_at - now, 0.0)
-    about, most = None, cost.seconds + (drain_timeout if busy else 0.0)
+    about, most = None, cost.seconds + drain.most
     if isinstance(found.decision, SwapTo) and found.decision.model == model:
-        about = cost.seconds
+        about = drain.seconds + cost.seconds
         text = f"{names} must make room at once" if victims else "there is room"
         text += f" ({sentence(found.decision.cause)})"
-        text += f"; {_running(busy)} there, for {span(drain_timeout)} at the longest" if busy else ""
-        return WaitEstimate(model, "waits", about, most, f"{text}; {takes}.")
+        text += f"; there {drain.words}" if drain.words else ""
+        return WaitEstimate(
+            model, "waits", about, _bounded(most), f"{text}; {takes}.", waits_for=drain.answers
+        )
     if isinstance(found.decision, Stay):
         until = min(found.decision.until, found.overdue_at)
         about = until - now + cost.seconds if found.decision.until < FOREVER else None
@@ -128,7 +166,9 @@ def _planned(model: str, found: Awaited, now: float, drain_timeout: float) -> Wa
         other = found.decision.model if found.decision else ""
         reason = sentence(found.decision.cause) if found.decision else ""
         text = f"{other} comes first ({reason}), for {span(late)} at the longest"
-    return WaitEstimate(model, "waits", about, late + most, f"{text}; {takes}.")
+    return WaitEstimate(
+        model, "waits", about, _bounded(late + most), f"{text}; {takes}.", waits_for=drain.answers
+    )
 
 
 def _blocked(state: GroupState, model: Model, found: Awaited, now: float) -> WaitEstimate:
@@ -137,18 +177,23 @@ def _blocked(state: GroupState, model: Model, found: Awaited, now: float) -> Wai
     others = [slot for slot in state.slots.values() if slot.state in HOLDING and wanted & slot.holds.keys()]
     leaving = [slot for slot in model.slots if slot.state in HOLDING]
     moving = [slot for slot in others if slot.state != "ready"]
+    drain = _drain(state, (), now)
     if leaving:
         goal, _ = drains(state.swaps).get(leaving[0].name, ("", now))
         text = f"it is leaving its GPUs{f' for {goal}' if goal else ''}, and can come back after that"
+        drain = _drain(state, leaving, now)
     elif moving:
         text = f"its GPUs are not free: {_names(f'{slot.model} is {slot.state}' for slot in moving)}"
+        drain = _drain(state, moving, now)
     else:
         stays = max([slot.loaded + slot.backend.min_residency - now for slot in others], default=0.0)
         names = _names(slot.model for slot in others) or "what is resident"
         text = f"{names} may stay for min_residency, {span(max(stays, 0.0))} more"
+    if drain.words:
+        text = f"{text}; there {drain.words}"
     late = max(found.overdue_at - now, 0.0)
-    text = f"{text}; its turn comes in {span(late)} at the latest."
-    return WaitEstimate(model.name, "waits", None, None, text)
+    turn = "then it is its turn" if drain.most == FOREVER else f"its turn comes in {span(late)} at the latest"
+    return WaitEstimate(model.name, "waits", None, None, f"{text}; {turn}.", waits_for=drain.answers)
 
 
 def _names(names: Iterable[str]) -> str:

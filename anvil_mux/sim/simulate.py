@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
-from anvil_mux.scheduler.causes import FOUND, PRELOADS
+from anvil_mux.scheduler.causes import BY_HAND, FOUND, PRELOADS
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import TRANSITIONS, Event
 from anvil_mux.scheduler.eviction import build_eviction
@@ -655,6 +655,8 @@ class _Checker:
         elif event.kind == "draining":
             self._claim(not event.target or self._is_wanted(event.target), event, "for nobody")
             self._claim(not (event.target and self._is_pinned(event)), event, "it is pinned")
+            fine = event.seconds <= self._drain_timeout(event) + self._slack
+            self._claim(fine, event, "for longer than its drain_timeout")
         elif event.kind == "demoting" and event.target:
             self._judge_begin(event.target, event)
         elif event.kind == "cancelling":
@@ -670,6 +672,12 @@ class _Checker:
             self._gone.add(event.backend)
         may_move = gone or (event.backend in self._gone and event.kind != "loading")
         self._claim(may_move or not self._is_lost(event.backend), event, "its host is lost")
+
+    def _drain_timeout(self, event: Event) -> float:
+        """How long a backend may drain: its own time, unless people ask for that."""
+        own = self._slots[event.backend].backend.drain_timeout
+        by_hand = event.cause is not None and event.cause.kind in BY_HAND
+        return self._config.drain_timeout if own is None or by_hand else own
 
     def _is_pinned(self, event: Event) -> bool:
         return self._then.pins.get(event.model, self._slots[event.backend].pinned)

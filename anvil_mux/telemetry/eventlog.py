@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 from anvil_mux import __version__
 from anvil_mux.clock import Worker
 from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.settings import ENDLESS
 from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS, fields_of
 from anvil_mux.errors import MuxError
 from anvil_mux.scheduler.causes import parse, to_json
@@ -91,9 +92,10 @@ def header(config: Config, began: float) -> dict[str, Any]:
 
 
 def _changed(thing: Backend | Gpu, among: Sequence[str]) -> dict[str, Any]:
-    """The fields of a dataclass, among some, that do not have their defaults."""
+    """The fields of a dataclass, among some, that do not have their defaults; JSON knows no infinity."""
     names = [field for field in fields(thing) if field.name in among]
-    return {f.name: getattr(thing, f.name) for f in names if getattr(thing, f.name) != f.default}
+    values = {f.name: getattr(thing, f.name) for f in names if getattr(thing, f.name) != f.default}
+    return {name: ENDLESS if value == math.inf else value for name, value in values.items()}
 
 
 def config_of(header: Mapping[str, Any]) -> Config:
@@ -108,6 +110,8 @@ def config_of(header: Mapping[str, Any]) -> Config:
 def _made(kind: Callable[..., Any], about: Mapping[str, Any]) -> Any:
     known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     given = {key: value for key, value in about.items() if key in known}
+    if given.get("drain_timeout") == ENDLESS:
+        given["drain_timeout"] = math.inf
     return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 

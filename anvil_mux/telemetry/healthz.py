@@ -13,6 +13,7 @@ from collections.abc import Callable
 from anvil_mux.host.seam import OtherProcess, Seen, Sensors
 from anvil_mux.routing import in_flight
 from anvil_mux.scheduler.causes import sentence, to_json
+from anvil_mux.scheduler.drains import RunningAnswer
 from anvil_mux.scheduler.hosts import LOCAL
 from anvil_mux.scheduler.progress import Progress
 from anvil_mux.scheduler.status import (
@@ -107,8 +108,17 @@ def _progress(progress: Progress | None) -> dict[str, object] | None:
 def _draining(model: ModelState) -> dict[str, object] | None:
     if model.draining_target is None:
         return None
-    left = _rounded(model.drain_seconds_left)
-    return {"target": model.draining_target or None, "leases": model.leases, "seconds_left": left}
+    return {
+        "target": model.draining_target or None,
+        "leases": model.leases,
+        "seconds_left": _rounded(model.drain_seconds_left),
+        "answers": [answer(each) for each in model.drained_for],
+    }
+
+
+def answer(each: RunningAnswer) -> dict[str, object]:
+    """An answer that is waited for."""
+    return {"model": each.model, "request": each.request, "run_seconds": _rounded(each.run_seconds)}
 
 
 def _deferral(deferral: Deferral) -> dict[str, object]:
@@ -171,7 +181,7 @@ def gpu_state(gpu: GpuState, seen: Seen) -> dict[str, object]:
     draining = {
         "target": gpu.draining_target or None,
         "leases": gpu.draining_leases,
-        "seconds_left": round(gpu.drain_seconds_left, 1),
+        "seconds_left": _rounded(gpu.drain_seconds_left),
     }
     return {
         "resident": gpu.residents[0] if gpu.residents else None,

@@ -274,7 +274,8 @@ def story(event: Event) -> str:
         case "ready":
             return reason or f"ready after {seconds:.1f} s"
         case "draining":
-            busy = f"; waits up to {seconds:g} s for {requests(size)}" if size else ""
+            most = f"up to {seconds:g} s" if seconds < float("inf") else "as long as it takes"
+            busy = f"; waits {most} for {requests(size)}" if size else ""
             goal = f" for {event.target}" if event.target else ""
             return f"draining{goal} ({reason}){busy}"
         case "evicting":

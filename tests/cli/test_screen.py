@@ -55,6 +55,18 @@ def test_presets_stand_below_the_models() -> None:
     assert models_table(seen)[3:] == ["presets of a: a-fast, a-think"]
 
 
+def test_a_drain_without_an_end_says_whose_answer_it_waits_for() -> None:
+    answers = [{"model": "a", "request": "id-1", "run_seconds": 750.0}]
+    drain = {"target": "b", "leases": 1, "seconds_left": None, "answers": answers}
+    models = {"a": {**MODEL, "state": "draining", "leases": 1, "draining": drain}}
+    gpus = {"0": {"state": "draining", "residents": ["a"], "draining": drain}}
+    picture = TopScreen()
+    picture.take("snapshot", state(models=models, gpus=gpus, events=[]))
+    shown = [" ".join(row) for row in rows(picture)]
+    assert "0 draining a makes room for b, once its requests have ended" in shown
+    assert "a draining 0 1 0 id-1 ends (12 min)" in shown
+
+
 def event(number: int) -> dict[str, Any]:
     return {"at": float(number), "model": "a", "text": f"event {number}"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import socket
 import threading
@@ -520,6 +521,31 @@ def test_healthz_shows_a_drain(rig: Rig) -> None:
     assert models["a"]["draining"]["target"] == "org/b"
     assert models["org/b"]["waiting"] == 1
     assert models["org/b"]["oldest_wait_seconds"] >= 0
+    asked.send(JSON_OK)
+    rig.other.next().send(JSON_OK)
+    assert second.read().status == 200
+
+
+def test_an_answer_that_a_swap_waits_for_is_named_by_the_id_of_its_request(
+    make_rig: Callable[..., Rig],
+) -> None:
+    film = Backend("a", "a", gpus=("0",), drain_timeout=math.inf)
+    rig = make_rig(backends=(film, Backend("b", "org/b", gpus=("0",))))
+    first, second = rig.client(), rig.client()
+    first.post(ASK_A, extra=b"X-Request-ID: film-7\r\n")
+    asked = rig.engine.next()
+    second.post(b'{"model":"org/b"}')
+    rig.events.wait("draining")
+    state = json.loads(rig.client().get(b"/healthz").body)
+    [answer] = state["models"]["a"]["draining"]["answers"]
+    assert (answer["model"], answer["request"]) == ("a", "film-7")
+    assert answer["run_seconds"] >= 0
+    assert state["models"]["a"]["draining"]["seconds_left"] is None
+    assert state["gpus"]["0"]["draining"]["seconds_left"] is None
+    why = json.loads(rig.client().get(b"/why?model=org/b").body)
+    assert [each["request"] for each in why["waits_for"]] == ["film-7"]
+    assert why["at_most"] is None
+    assert "request film-7 of a has run for" in why["sentence"]
     asked.send(JSON_OK)
     rig.other.next().send(JSON_OK)
     assert second.read().status == 200

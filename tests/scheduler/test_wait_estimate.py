@@ -48,7 +48,8 @@ def test_a_resident_that_serves_makes_it_wait_for_its_drain() -> None:
     assert (found.seconds, found.at_most) == (5.0, 35.0)
     assert found.sentence == (
         "A request for b waits about 5.0 s, at most 35 s: a must make room at once (1 waiting, oldest first)"
-        "; 1 request still runs there, for 30 s at the longest; then its load takes 4.0 s."
+        "; there 1 request still runs, for 30 s at the longest (request #2 of a has run for 1.0 s); "
+        "then its load takes 4.0 s."
     )
 
 
@@ -78,7 +79,7 @@ def test_a_request_joins_the_swap_that_is_under_way() -> None:
     found = ask(driver, "b", 12.0)
     assert found.sentence == (
         "A request for b waits about 11 s, at most 31 s: a must make room for it, where 1 request still runs,"
-        " for 20 s at the longest."
+        " for 20 s at the longest (request #2 of a has run for 11 s)."
     )
     driver.core.release(running, 13.0)
     assert driver.steps(13.0) == ["evict a"]
@@ -129,7 +130,8 @@ def test_one_that_leaves_comes_back_later() -> None:
     driver.request("b", 2.0)
     driver.steps(2.0)
     assert ask(driver, "a", 3.0).because == (
-        "it is leaving its GPUs for b, and can come back after that; its turn comes in 60 s at the latest."
+        "it is leaving its GPUs for b, and can come back after that; there 1 request still runs, for 29 s at "
+        "the longest (request #2 of a has run for 2.0 s); its turn comes in 60 s at the latest."
     )
 
 

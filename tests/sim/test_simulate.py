@@ -168,7 +168,7 @@ SENDERS = (None, Key(b"1"), Key(b"2"), Key(b"2"), Key(b"2"))
 
 def own_settings(backends, seed):
     """The backends, each with some settings of its own."""
-    draw = random.Random(f"own settings {seed}")
+    draw, drains = random.Random(f"own settings {seed}"), random.Random(f"drains {seed}")
     return tuple(
         replace(
             backend,
@@ -176,6 +176,7 @@ def own_settings(backends, seed):
             ttl=draw.choice((None, None, 3.0078125, 20.0078125)),
             min_residency=draw.choice((0.0, 0.0, 6.00390625, 30.00390625)),
             max_wait=draw.choice((None, None, 4.001953125, 90.001953125)),
+            drain_timeout=drains.choice((None, None, 0.0, 1.015625, inf, inf)),
         )
         for backend in backends
     )
@@ -530,6 +531,7 @@ def test_a_sound_log_has_no_fault():
         ([*UP, (4.0, "evicting", "a", 0)], "it was ready"),
         ([*DRAINING, (9.5, "evicting", "a", 0)], "longer than drain_timeout"),
         ([*UP, (4.0, "draining", "a", 0, FOR_B)], "for nobody"),
+        ([*DRAINING[:-1], (4.0, "draining", "a", 0, {**FOR_B, "seconds": 5.5})], "than its drain_timeout"),
         ([(0.0, "pinned", "a", 0), *DRAINING], "it is pinned"),
         ([*DRAINING, (5.0, "gone", "b", 2), (5.0, "evicting", "a", 0)], "nobody waits for b"),
         ([(0.0, "loading", "a", 0)], "nobody waits for it"),

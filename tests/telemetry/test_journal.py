@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -130,6 +131,8 @@ def test_events_are_told_in_the_order_in_which_they_came(
     journal.flush()
     told = [line.partition(" ")[2] for line in capfd.readouterr().err.splitlines()]
     assert told[0] == "a: draining for b (1 waiting, oldest first); waits up to 30 s for 2 requests"
+    endless = Event(1.0, "draining", "a", "a", 0, 2, math.inf, Cause("overdue"), "b")
+    assert story(endless) == "draining for b (overdue); waits as long as it takes for 2 requests"
     assert told[1].endswith("between")
     assert told[2:] == ["a: evicting, 1 request severed after 30.0 s", "a: stopped", "a: ready after 12.3 s"]
 
