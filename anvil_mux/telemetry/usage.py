@@ -207,7 +207,7 @@ def _row(hour: int, key: str, model: str, *counts: float) -> tuple[UsagePlace, C
 def _told(counts: Counts) -> dict[str, Any]:
     """The figures by their names: counts are whole numbers, times are rounded."""
     told = zip(FIGURES, counts, strict=True)
-    return {name: round(value, 1) if name.endswith("seconds") else int(value) for name, value in told}
+    return {name: round(value, 3) if name.endswith("seconds") else int(value) for name, value in told}
 
 
 def _day(moment: float) -> int:
