@@ -27,7 +27,9 @@ class ContainerRun:
     @property
     def volumes(self) -> list[str]:
         """The named volumes that it has."""
-        sources = [volume.partition(":")[0] for volume in self.service.get("volumes", ())]
+        volumes = self.service.get("volumes", ())
+        sources = [volume.partition(":")[0] for volume in volumes if isinstance(volume, str)]
+        sources += [str(mount["source"]) for mount in volumes if _is_volume(mount)]
         return [source for source in sources if not source.startswith((".", "/", "~", "$", VARIABLE))]
 
     @property
@@ -43,6 +45,10 @@ class ContainerRun:
         named = [str(id) for device in asked for id in device.get("device_ids", ())]
         counts = [device.get("count") for device in asked]
         return named + [str(id) for count in counts if isinstance(count, int) for id in range(count)]
+
+
+def _is_volume(mount: object) -> bool:
+    return isinstance(mount, dict) and mount["type"] == "volume" and "source" in mount
 
 
 def is_container(words: Sequence[str]) -> bool:
@@ -84,6 +90,8 @@ def _option(made: ContainerRun, word: str, rest: list[str]) -> None:
             _take(made, name, value)
         else:
             made.unknown.append(word)
+            if name in VALUED and not equals:
+                del rest[:1]
 
 
 def _parts(word: str) -> tuple[str, str, str]:
@@ -133,6 +141,16 @@ def _limit(service: ServiceKeys, value: str) -> None:
     service.setdefault("ulimits", {})[name] = limits
 
 
+def _mount(service: ServiceKeys, value: str) -> None:
+    """Mount what is written as `type=bind,source=...,target=...,readonly`."""
+    said = dict(part.partition("=")[::2] for part in value.split(","))
+    source, target = (next((said[key] for key in keys if key in said), "") for keys in MOUNT_KEYS)
+    mount: ServiceKeys = {"type": said.get("type", "volume"), "source": source, "target": target}
+    if "readonly" in said or "ro" in said:
+        mount["read_only"] = True
+    service.setdefault("volumes", []).append({key: each for key, each in mount.items() if each})
+
+
 def _entrypoint(service: ServiceKeys, value: str) -> None:
     service["entrypoint"] = [value]
 
@@ -169,8 +187,32 @@ MEANINGLESS = ("--rm", "-i", "-t", "-d", "--interactive", "--tty", "--detach", "
 """Options without a value that say how a terminal, or whoever ran the command, has the container."""
 IGNORED = ("--name", "--restart", "--pull", "--stop-timeout")
 """Options with a value that anvil-mux sees to, or that would be in its way."""
+VALUED = (
+    *(
+        "--dns",
+        "--sysctl",
+        "--log-driver",
+        "--log-opt",
+        "--cgroup-parent",
+        "--memory-swap",
+        "--cidfile",
+        "--ip",
+    ),
+    *(
+        "--pids-limit",
+        "--oom-score-adj",
+        "--health-cmd",
+        "--network-alias",
+        "--link",
+        "--expose",
+        "--volumes-from",
+    ),
+)
+"""Options with a value for which nothing is written."""
+MOUNT_KEYS = (("source", "src"), ("target", "dst", "destination"))
 OPTIONS: dict[str, Put] = {
     "--volume": _add("volumes"),
+    "--mount": _mount,
     "--env": _variable,
     "--env-file": _add("env_file"),
     "--gpus": _gpus,

@@ -14,10 +14,12 @@ from typing import Any
 from anvil_mux.config import settings
 from anvil_mux.config.interpolate import KeyPath
 from anvil_mux.config.rewrite import UNTOUCHED
+from anvil_mux.config.service import engine as service_engine
 from anvil_mux.importing import docker_run, macros
 from anvil_mux.importing.docker_run import ContainerRun
 from anvil_mux.importing.macros import PORT, plain
 
+DEFAULT_ENGINE = "openai"
 LEAST_LOAD_SECONDS = 15
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "0.0.0.0")
 PROXY = re.compile(rf"(?P<scheme>\w+)://(?P<host>\[[^]]*\]|[^/:]*)(:(?P<port>[0-9]+|{PORT}))?(?P<path>/.*)?")
@@ -64,6 +66,8 @@ def write_process(model: SwapModel, service: dict[str, Any]) -> None:
         model.note(
             "cmd", "names no port, and `proxy` neither; the engine finds its port in the variable PORT."
         )
+    if model.container and (engine := service_engine(model.container.service)) != DEFAULT_ENGINE:
+        model.settings["engine"] = engine
     if model.container and model.container.unknown:
         options = ", ".join(model.container.unknown)
         model.note(

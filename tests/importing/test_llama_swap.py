@@ -327,11 +327,16 @@ models:
 
 
 def test_an_option_without_a_counterpart_keeps_the_command_a_process(tmp_path: Path) -> None:
-    text = "models: {a: {cmd: 'docker run --mount type=bind,src=/a,dst=/a -p ${PORT}:80 img'}}"
+    text = "models: {a: {cmd: 'docker run --dns 10.0.0.1 -p ${PORT}:80 img'}}"
     made = translated(tmp_path, text)
     assert made.settings["runtime"] == "process"
     assert made.services["a"]["command"][:2] == ["docker", "run"]
-    assert "--mount has no counterpart" in made.notes[0].text
+    assert "--dns has no counterpart" in made.notes[0].text
+
+
+def test_the_engine_of_a_container_that_stays_a_process_is_that_of_its_image(tmp_path: Path) -> None:
+    text = "models: {a: {cmd: 'docker run --dns x -p ${PORT}:80 ghcr.io/ggml-org/llama.cpp:server'}}"
+    assert translated(tmp_path, text).services["a"]["x-anvil"]["engine"] == "llamacpp"
 
 
 def test_containers_beside_processes_stay_processes(tmp_path: Path) -> None:
@@ -348,6 +353,15 @@ def test_containers_beside_processes_stay_processes(tmp_path: Path) -> None:
     [
         ("--ipc=host --shm-size 8g", {"ipc": "host", "shm_size": "8g"}),
         ("-v/a:/a -eB=2 -e C", {"volumes": ["/a:/a"], "environment": {"B": "2", "C": None}}),
+        (
+            "--mount type=bind,src=/a,dst=/b,readonly --mount source=v,target=/v",
+            {
+                "volumes": [
+                    {"type": "bind", "source": "/a", "target": "/b", "read_only": True},
+                    {"type": "volume", "source": "v", "target": "/v"},
+                ]
+            },
+        ),
         ("--network host --user 1:1", {"network_mode": "host", "user": "1:1"}),
         (
             "--ulimit memlock=-1:-1 --ulimit stack=8",
