@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command = programs.add_parser("llama-swap", help=about, description=f"{about}.")
     command.add_argument("file", metavar="FILE", help="llama-swap's config.yaml")
     command.set_defaults(translate=_llama_swap)
+    _add_ollama(programs)
     parser.epilog = "anvil-mux import llama-swap config.yaml > compose.yaml; docs/migrating.md has every key."
+
+
+def _add_ollama(programs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    about = "Make a compose file of the models that Ollama has stored"
+    command = programs.add_parser("ollama", help=about, description=f"{about}.")
+    add = command.add_argument
+    add("store", nargs="?", metavar="FOLDER", help="its store; by default OLLAMA_MODELS, or ~/.ollama/models")
+    add(
+        "--engine",
+        choices=("llama-server", "ollama"),
+        default="llama-server",
+        help="what serves the models (default llama-server)",
+    )
+    add("--program", metavar="PATH", default="", help="the engine's program, unless its name finds it")
+    add("--image", metavar="IMAGE", default="", help="services are containers of this image, not processes")
+    command.set_defaults(translate=_ollama)
 
 
 def run(given: argparse.Namespace) -> int:
@@ -37,6 +55,14 @@ def _llama_swap(given: argparse.Namespace) -> Written:
 
     known = {*SETTINGS, *SERVICE_SETTINGS}
     return llama_swap.translate(interpolate.read(Path(given.file)), known=known, gpus=_gpus_here())
+
+
+def _ollama(given: argparse.Namespace) -> Written:
+    from anvil_mux.importing import ollama_store
+
+    store = given.store or os.environ.get("OLLAMA_MODELS") or "~/.ollama/models"
+    wanted = ollama_store.Wanted(given.engine == "ollama", given.program, given.image, _gpus_here())
+    return ollama_store.translate(Path(store).expanduser(), wanted)
 
 
 def _gpus_here() -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 
 from tests.docker.conftest import Engine, Stack
 from tests.docker.served import PATIENCE, ask, docker, eventually, served, state_of
+from tests.importing.test_ollama_store import Store
 
 SWAP = """
 macros:
@@ -33,6 +34,13 @@ models:
 """
 
 
+def _translated(stack: Stack, *args: str) -> str:
+    """What `anvil-mux import ARGS...` prints, as a project of this stack."""
+    command = [sys.executable, "-m", "anvil_mux", "import", *args]
+    done = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True, check=True)
+    return re.sub("^name: .*$", f"name: {stack.project}", done.stdout, flags=re.M)
+
+
 @pytest.fixture
 def imported(
     engine: Engine, tiny_model: Callable[[int], Path], tmp_path: Path
@@ -44,11 +52,9 @@ def imported(
         mounts = {f"mount{seed}": mount.format(tiny_model(seed)) for seed in (1, 2)}
         theirs = tmp_path / "config.yaml"
         theirs.write_text(SWAP.format(project=project, **mounts))
-        command = [sys.executable, "-m", "anvil_mux", "import", "llama-swap", str(theirs)]
-        done = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True, check=True)
-        file = tmp_path / "compose.yaml"
-        file.write_text(re.sub("^name: .*$", f"name: {project}", done.stdout, flags=re.M))
-        return Stack(file, project, ("tiny:1", "tiny:2"), engine)
+        stack = Stack(tmp_path / "compose.yaml", project, ("tiny:1", "tiny:2"), engine)
+        stack.file.write_text(_translated(stack, "llama-swap", str(theirs)))
+        return stack
 
     yield make
     engine.remove(project)
@@ -80,3 +86,24 @@ def test_llama_swaps_containers_run_as_processes_where_an_option_has_no_counterp
             assert ask(mux, model) == ""
             eventually(lambda name=f"{stack.project}-{number}": running() == [name])
     eventually(lambda: not running())
+
+
+def test_the_models_of_ollamas_store_are_served_by_llama_servers(
+    engine: Engine, tiny_model: Callable[[int], Path], tmp_path: Path
+) -> None:
+    store = Store(tmp_path / "models")
+    params = b'{"num_ctx": 1024, "temperature": 0.5, "num_thread": 1, "stop": ["x"]}'
+    for seed in (1, 2):
+        layers = {"model": tiny_model(seed).read_bytes(), "params": params, "template": b"{{ .Prompt }}"}
+        store.add(f"registry.ollama.ai/library/tiny/{seed}", layers)
+    project = f"anvil-test-{secrets.token_hex(4)}"
+    stack = Stack(tmp_path / "compose.yaml", project, ("tiny:1", "tiny:2"), engine)
+    how = ("--image", "anvil-mux-test/llamacpp", "--program", "llama-server")
+    stack.file.write_text(_translated(stack, "ollama", str(store.folder), *how))
+    try:
+        with stack.watched() as seen, served(stack) as mux:
+            for model in ("tiny:1", "tiny:2", "tiny:1"):
+                assert ask(mux, model) == ""
+        assert seen.most == 1
+    finally:
+        engine.remove(project)
