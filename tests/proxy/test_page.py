@@ -439,6 +439,12 @@ def test_of_replicas_and_of_who_rests_each_state_is_shown(page: Chromium) -> Non
     assert page.ask(f"{row('slow')}.children[1].textContent") == "standbyby sleep"
 
 
+def test_the_presets_of_a_model_stand_below_its_name(page: Chromium) -> None:
+    assert not page.ask(f"{row('a')}.textContent.includes('presets')")
+    page.ask("source.close(), state.models.a.presets = ['a-fast', 'a-think'], show(), null")
+    assert page.ask(f"{row('a')}.textContent.includes('presets: a-fast, a-think')")
+
+
 def test_memory_that_nobody_reads_is_not_shown_as_free(page: Chromium) -> None:
     page.ask("source.close(), state.gpus[0].total = 24 * 2 ** 30, show(), null")
     shown = "document.getElementById('gpus').firstChild"
