@@ -63,8 +63,8 @@ class Places:
         self._gpus[""] = self._declared or here or None
         self.here = tuple(self._gpus[""] or ())
         """The ids of the GPUs of this machine that may be used, as far as they are known."""
-        self.all_here = tuple(here or self._declared)
-        """The ids of all GPUs of this machine."""
+        self.all_here = tuple(of_vendors(here or self._declared, ()))
+        """The ids of all GPUs of this machine that a service has which asks Docker for all."""
         self._absent: dict[str, list[str]] = {}
         """Host that is not there -> the services that name it."""
 

@@ -216,7 +216,8 @@ SETTINGS: dict[str, Setting] = {
     ),
     "gpus": _live(
         ValueKind("list of ids, or {id: {vram, reserve}}", _read_gpus, _GPUS),
-        "The GPUs that may be used, with their memory and what of it no model gets.",
+        "The GPUs that may be used, with their memory and what of it no model gets; by default those that "
+        "are found: NVIDIA's by index or UUID, others as amd0 or intel0 (see gpus.md).",
         logged=True,
     ),
     "machines": _live(
@@ -305,7 +306,8 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "aliases": _steers(settings.NAMES, "Other names for the model."),
     "gpus": _replaces(
         ValueKind("list of ids, or all", _read_used_gpus, _USED_GPUS),
-        "The GPUs it needs, all of them; by default those that the service reserves. "
+        "The GPUs it needs, all of them; by default those that the service reserves, or is given by device "
+        "files (see gpus.md). "
         "A scaled process may have a list for each replica.",
     ),
     "gpu_count": _replaces(
