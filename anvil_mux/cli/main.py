@@ -42,7 +42,7 @@ from anvil_mux.cli.output import (
     print_table,
     say,
 )
-from anvil_mux.config.settings import gib
+from anvil_mux.config.settings import gib, seconds_or_none
 from anvil_mux.errors import BackendError, ConfigError, MuxError
 
 if TYPE_CHECKING:
@@ -327,6 +327,10 @@ def _check(given: argparse.Namespace) -> int:
         keys = (*keys, "presets")
         names = [[preset.name for preset in each.presets] for each in config.backends]
         rows = [(*row, ",".join(each)) for row, each in zip(rows, names, strict=True)]
+    for key, values in _staying(config).items():
+        keys = (*keys, key)
+        rows = [(*row, value) for row, value in zip(rows, values, strict=True)]
+    any_of = {name: each.to_json() for name, each in config.any_of.items()}
     if given.json:
         models = [
             {**dict(zip(keys, row, strict=True)), **_lists(backend, keys)}
@@ -335,12 +339,15 @@ def _check(given: argparse.Namespace) -> int:
         listen = f"{config.host}:{config.port}"
         told = {"listen": listen, "models": models, "problems": [], "warnings": warnings, "hints": hints}
         told["gpus"] = gpus.as_json(found)
-        print_json({**told, **({"hosts": seen} if cluster else {})})
+        more = {"any_of": any_of} if any_of else {}
+        print_json({**told, **more, **({"hosts": seen} if cluster else {})})
         return 0
     if cluster:
         hosts.print_hosts(seen)
         print()
     print_table([key.upper() for key in keys], rows)
+    for name, each in config.any_of.items():
+        print(f"{name}: any of {', '.join(each.models)}{'' if each.swaps else ', swap: never'}")
     for warning in warnings:
         say(f"warning: {warning}")
     for line in [*(f"hint: {hint}" for hint in hints), *gpus.lines(found)]:
@@ -348,6 +355,21 @@ def _check(given: argparse.Namespace) -> int:
     counts = f"{counted(rows, 'backend')}, {counted(warnings, 'warning')}"
     say(f"{counts}; will listen on {config.host}:{config.port}")
     return 0
+
+
+def _staying(config: Config) -> dict[str, list[str]]:
+    """Columns for the settings by which backends stay and come back, if any has them."""
+    found: dict[str, list[str]] = {}
+    if any(each.drain_timeout is not None for each in config.backends):
+        own = [each.drain_timeout for each in config.backends]
+        found["drain"] = ["" if each is None else seconds_or_none(each) for each in own]
+    if any(each.home for each in config.backends):
+        after = [
+            config.home_after if each.home_after is None else each.home_after for each in config.backends
+        ]
+        homes = zip(config.backends, after, strict=True)
+        found["home"] = [f"after {seconds:g} s" if each.home else "" for each, seconds in homes]
+    return found
 
 
 def _check_hosts(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
@@ -457,6 +479,8 @@ def _value(config: Config, key: str) -> Any:
             mode, policies = config.routing_mode, config.routing_policies
             store = re.sub("//.*@", "//***@", config.routing_store)  # may hold a password
             return {"default": config.routing, "mode": mode, "policies": policies, "store": store}
+        case "any_of":
+            return {name: each.to_json() for name, each in config.any_of.items()}
     return getattr(config, key)
 
 

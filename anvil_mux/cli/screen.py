@@ -168,7 +168,14 @@ def models_table(status: StatusJson) -> list[str]:
     presets = [
         f"presets of {name}: {named(about['presets'])}" for name, about in models if "presets" in about
     ]
-    return [*table(head, (model_row(*pair) for pair in models)), *presets]
+    choices = [_choice_line(*pair) for pair in status.get("any_of", {}).items()]
+    return [*table(head, (model_row(*pair) for pair in models)), *presets, *choices]
+
+
+def _choice_line(name: str, about: StatusJson) -> str:
+    """The line of a name that stands for several models."""
+    never = "" if about["swap"] == "allowed" else ", swap: never"
+    return f"{name}: any of {', '.join(about['models'])}{never}; now {about['serves']}"
 
 
 MODEL_HEAD = ("MODEL", "STATE", "SIZE", "GPUS", "LEASES", "WAITING", "LOADED-IN", "UNTIL", "LAST ERROR")
@@ -183,7 +190,8 @@ def _until(model: StatusJson, seconds: float | None) -> str:
             return "leaving"
         return f"{first['request']} ends ({span(first['run_seconds'])})"
     if model["state"] != "ready":
-        return ""
+        back = model.get("home_seconds")
+        return "" if back is None else f"back in {span(back)}"
     if model["leases"]:
         return "in use"
     if seconds is None:

@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence, Set
 from itertools import combinations
 from typing import Any
 
-from anvil_mux.config import settings
+from anvil_mux.config import any_of, settings
 from anvil_mux.config.config import (
     DEFAULT_ROUTING,
     EITHER,
@@ -62,6 +62,8 @@ class Checks:
         self._check_routing()
         self._check_stages()
         self._check_names()
+        self._check_any_of()
+        self._check_homes()
         self._check_room()
         self._check_ports()
         self._check_waits()
@@ -86,6 +88,7 @@ class Checks:
             if one in values and other not in values:
                 self._problems.of_setting(one, f"needs {other} beside it")
         names = {name for backend in self._backends for name in backend.names}
+        names |= values.get("any_of", {}).keys()
         if (default := values.get("default_model")) and default not in names:
             self._problems.of_setting(
                 "default_model", f"no service serves {default}; {settings.nearest(default, names)}"
@@ -141,6 +144,37 @@ class Checks:
                 what = "a replica of a scaled service" if scaled else "what another service becomes on a host"
                 self._problems.add(("services", name), f"{what} is called {name} too")
         self._names.check(self._backends)
+
+    def _check_any_of(self) -> None:
+        names = {name: each.model for each in self._backends for name in each.names}
+        presets = {preset.name for each in self._backends for preset in each.presets}
+        for name, text in any_of.check(self._values.get("any_of", {}), names, presets):
+            self._problems.of_setting("any_of", text, name)
+
+    def _check_homes(self) -> None:
+        """Check that home backends may come back, and stay."""
+        homes = {self._services[each.name]: each for each in self._backends if each.home}
+        for backend in {self._services[each.name]: each for each in self._backends}.values():
+            if backend.home_after is not None and not backend.home:
+                self._problems.warn(
+                    self._key(backend, "x-anvil", "home_after"), "has no effect without home: true"
+                )
+        for service, backend in homes.items():
+            key = self._key(backend, "x-anvil", "home")
+            if backend.ttl is not None:
+                self._problems.add(
+                    key, "cannot hold with ttl, which evicts it when it is idle: leave one out"
+                )
+            if not backend.gpus:
+                self._problems.warn(key, "has no effect: it needs no GPU, so it is evicted for no other")
+            for other in [each for name, each in homes.items() if name < service]:
+                shared = set(backend.gpu_names) & set(other.gpu_names)
+                measured = backend.vram_measured or other.vram_measured
+                if not measured and any(not _fit((backend, other), _room(self._gpus[gpu])) for gpu in shared):
+                    gpu = min(shared)
+                    self._problems.add(
+                        key, f"{other.name} is at home on GPU {gpu} too, and both do not fit: one of them"
+                    )
 
     def _check_room(self) -> None:
         users: dict[str, list[Backend]] = {name: [] for name in self._gpus}

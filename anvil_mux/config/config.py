@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from anvil_mux.config import hooks, service
+from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.presets import Loras, Preset
 from anvil_mux.config.profile import Profile
 
@@ -147,6 +148,10 @@ class Backend:
     """The higher, the earlier its queue is served and the later it is evicted."""
     most: int | None = None
     """How many backends of its model are resident at once; None: as many as the policy wants."""
+    home: bool = False
+    """Whether it comes back when nothing else is wanted on its GPUs."""
+    home_after: float | None = None
+    """Seconds after which it does; None: ``Config.home_after``."""
     ttl: float | None = None
     """Idle seconds after which it is evicted although nobody needs its GPUs; None: never."""
     drain_timeout: float | None = None
@@ -251,6 +256,8 @@ class Config:
     host: str = "127.0.0.1"
     port: int = 9292
     drain_timeout: float = 30.0
+    home_after: float = 300.0
+    """Seconds in which nothing else was wanted before a home backend comes back."""
     queue_timeout: float = 600.0
     max_wait: float = 60.0
     """The age at which a queue is overdue at the latest: its swap begins whatever the policy says."""
@@ -268,6 +275,8 @@ class Config:
     max_upload: int = 512 << 20
     """Bytes of a multipart request body, spooled to disk."""
     default_model: str | None = None
+    any_of: dict[str, AnyOf] = field(default_factory=dict)
+    """Names that stand for several models."""
     host_memory: int | None = None
     """Bytes of host memory for all engines, running and in standby; None: all there is."""
     memory_of_hosts: dict[str, int] = field(default_factory=dict)

@@ -8,6 +8,7 @@ separated by ``;``), with what it may do behind it:
     KEY models=a state           also the status page, /healthz, /metrics and /usage
     KEY name=alice models=* admin
     KEY models=* requests=8 waiting=2      at most 8 at once, of which at most 2 wait for a model
+    KEY models=* swap=never                served by what is resident; nothing is loaded or evicted for it
 
 Only digests are kept, and a key may be given as one (``sha256:`` and 64 hex digits). A key that a request
 shows is compared with all of them, each time in the same number of steps. Pure but for reading the file.
@@ -56,6 +57,8 @@ class Key:
     """How many it may have at once, waiting or running."""
     waiting: int | None = None
     """How many of these may wait for a model."""
+    swaps: bool = True
+    """Whether models are loaded for its requests."""
 
 
 class Keyring:
@@ -112,6 +115,7 @@ def _read(line: str) -> Iterator[Key]:
     digest, said = _digest(words[0]), words[1:]
     name, models, flags = "", None, set()
     limits: dict[str, int] = {}
+    swaps = True
     for word in said:
         match word.partition("="):
             case "name", "=", value if value:
@@ -123,13 +127,16 @@ def _read(line: str) -> Iterator[Key]:
                 flags.add(word)
             case "requests" | "waiting" as limit, "=", value if _COUNT.fullmatch(value):
                 limits[limit] = int(value)
+            case "swap", "=", "never":
+                swaps = False
             case _:
                 raise ValueError(
-                    f"{word.partition('=')[0]!r} is not name=, models=, state, admin, requests= or waiting="
+                    f"{word.partition('=')[0]!r} is not name=, models=, state, admin, requests=, waiting= "
+                    "or swap=never"
                 )
     everything = not flags
     admin = everything or "admin" in flags
-    yield Key(digest, name or UNNAMED, models, admin or "state" in flags, admin, **limits)
+    yield Key(digest, name or UNNAMED, models, admin or "state" in flags, admin, swaps=swaps, **limits)
 
 
 def _digest(word: str) -> bytes:

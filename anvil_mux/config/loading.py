@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from anvil_mux.config import interpolate, settings
+from anvil_mux.config import any_of, interpolate, settings
 from anvil_mux.config.backends import BackendReader, Surroundings
 from anvil_mux.config.candidates import Places
 from anvil_mux.config.checking import Checks
@@ -140,6 +140,8 @@ class _ConfigReader:
                 f"capture: what is asked and answered in the last {kept} requests is kept in memory, and "
                 "shown to whoever may change things"
             )
+        known = {name: each.model for each in backends for name in each.names}
+        values["any_of"] = any_of.resolved(values.get("any_of", {}), known)
         return Config(
             tuple(backends),
             gpus=gpus,

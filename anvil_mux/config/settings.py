@@ -294,9 +294,26 @@ DURATIONS = r"^([0-9]+(\.[0-9]+)?|([0-9]+(\.[0-9]+)?(h|ms|us|m|s))+)$"
 SECONDS = ValueKind("seconds", read_seconds, shapes.amount(DURATIONS))
 ENDLESS = "none"
 """How people write that something has no end."""
+
+
+def _read_seconds_or_none(value: Any) -> float:
+    if value == ENDLESS:
+        return math.inf
+    try:
+        return read_seconds(value)
+    except ValueError:
+        text = f"must be seconds, a time such as 30s or 2m, or {ENDLESS} (as long as it takes)"
+        raise ValueError(f"{text}, not {show(value)}") from None
+
+
+def seconds_or_none(seconds: float) -> str:
+    """Seconds as people read them, or ``none``."""
+    return f"{seconds:g} s" if seconds < math.inf else ENDLESS
+
+
 SECONDS_OR_NONE = ValueKind(
     f"seconds, or {ENDLESS}",
-    lambda value: math.inf if value == ENDLESS else read_seconds(value),
+    _read_seconds_or_none,
     shapes.any_of({"enum": [ENDLESS]}, SECONDS.shape),
 )
 TEXT = ValueKind("text", _read_text, shapes.text())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from anvil_mux.config import hooks, service, settings, shapes
+from anvil_mux.config import any_of, hooks, service, settings, shapes
 from anvil_mux.config.config import (
     ANY_HOST,
     DEFAULT_ROUTING,
@@ -249,6 +249,9 @@ SETTINGS: dict[str, Setting] = {
     "drain_timeout": _live(
         SECONDS, "How long a swap waits for requests that run; 0: not at all.", logged=True
     ),
+    "home_after": _live(
+        SECONDS, "How long nothing else was wanted when a model with `home` comes back.", logged=True
+    ),
     "queue_timeout": _live(SECONDS, "The longest wait of a request for its model.", logged=True),
     "max_wait": _live(
         SECONDS, "A queue gets its swap after this at the latest, whatever the policy says.", logged=True
@@ -265,6 +268,11 @@ SETTINGS: dict[str, Setting] = {
     "max_body": _live(SIZE, "The largest JSON request."),
     "max_upload": _live(SIZE, "The largest multipart request (audio, images)."),
     "default_model": _live(TEXT, "The model of requests that name none."),
+    "any_of": _live(
+        any_of.KIND,
+        "Names that stand for several models, in order: the one that is resident serves (see staying.md).",
+        default="",
+    ),
     "host_memory": _live(
         settings.MEMORY,
         "Host memory for all engines, also in standby; by default 9/10 of the machine's.",
@@ -334,6 +342,11 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     "served_model": _replaces(TEXT, "The id that the engine itself uses; by default what its command says."),
     "pin": _steers(settings.FLAG, "It is never evicted for another model."),
     "priority": _steers(PRIORITY, "The higher, the earlier its queue is served and the later it is evicted."),
+    "home": _steers(
+        settings.FLAG,
+        "It comes back when nothing else was wanted on its GPUs for home_after (see staying.md).",
+    ),
+    "home_after": _steers(SECONDS, "The same as at the top level, for this model."),
     "ttl": _steers(SECONDS, "Idle time after which it is evicted though nobody waits; by default never."),
     "drain_timeout": _steers(
         settings.SECONDS_OR_NONE,

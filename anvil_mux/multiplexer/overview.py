@@ -7,11 +7,12 @@ ask.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
+from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend, Gpu
 from anvil_mux.errors import UnknownModel
 from anvil_mux.multiplexer.lease import Lease
@@ -85,6 +86,32 @@ class Overview:
         """Whether it is resident; its requests may have to wait for a place all the same."""
         with self._lock:
             return bool(self._find(model)[1].ready)
+
+    def choose(self, models: Sequence[str]) -> str:
+        """The one of several models, in order of preference, that is to serve a request that comes now.
+
+        A resident one, if any with a place; else one that is coming; else the first that can be loaded.
+        """
+        with self._lock:
+            now = self._clock.now()
+            found = [(name, self._layout.models[name]) for name in models if name in self._layout.models]
+            ready = [(name, model) for name, model in found if model.ready]
+            best = [name for name, model in ready if model.takes()] + [name for name, _ in ready]
+            best = best or [name for name, model in found if model.is_coming]
+            for name, model in () if best else found:
+                state = self._layout.of_model[name].state
+                if wait_estimate(state, model, now).verdict != "refused":
+                    return name
+        return best[0] if best else models[0]
+
+    def residents(self) -> list[str]:
+        """The models that are resident."""
+        with self._lock:
+            return [model.name for model in self._layout.models.values() if model.ready]
+
+    def any_of(self) -> dict[str, AnyOf]:
+        """The names that stand for several models, in the configuration that holds now."""
+        return self._shell.config.any_of
 
     def has_another(self, lease: Lease) -> bool:
         """Whether a request may be sent to another backend of its model without waiting for a load."""

@@ -38,6 +38,18 @@ class Entry(NamedTuple):
     key: Key | None = None
 
 
+class Named(NamedTuple):
+    """The models that a client's name stands for."""
+
+    models: tuple[str, ...]
+    preset: str = ""
+    """The preset of it, if the name is one."""
+    is_choice: bool = False
+    """Whether it stands for several, in order of preference: for those that the key may use."""
+    swaps: bool = True
+    """Whether one of them is loaded if none is resident."""
+
+
 class Access:
     """One configuration, as requests meet it. Never altered: another one takes its place."""
 
@@ -122,25 +134,46 @@ class Access:
             return True
         return preset in key.models or not key.models.isdisjoint(names)
 
-    def find(self, named: str | None, *, api: str, key: Key | None) -> tuple[str, str]:
-        """The model that a client's name stands for, or that serves those who name none; and its preset."""
+    def find(self, named: str | None, *, api: str, key: Key | None) -> Named:
+        """The model, or models, that a client's name stands for, or that serve those who name none."""
         name = named or self.config.default_model
         if name is None:
             raise BadRequest("the request must name a `model`", param="model")
-        model = self._models.get(name)
-        if model is None and api == "ollama":
+        if api == "ollama" and name not in self._models and name not in self.config.any_of:
             name = name.removesuffix(ollama.LATEST)
-            model = self._models.get(name)
+        if models := self.choices(name, key):
+            return Named(models, is_choice=True, swaps=self.config.any_of[name].swaps)
+        model = self._models.get(name)
         preset = name if name in self._presets else ""
         if model is None or not self.may_use(key, model, preset):
             raise UnknownModel(named or name, self._usable(key))
-        return model, preset
+        return Named((model,), preset)
+
+    def find_one(self, named: str | None, *, api: str, key: Key | None) -> str:
+        """The model that a client's name stands for; BadRequest if it stands for several."""
+        found = self.find(named, api=api, key=key)
+        if found.is_choice:
+            text = f"{named or self.config.default_model} stands for several models: name one of them"
+            raise BadRequest(f"{text} ({', '.join(found.models)})", param="model")
+        return found.models[0]
+
+    def choices(self, name: str, key: Key | None) -> tuple[str, ...]:
+        """The models for which a name of ``any_of`` stands, as far as ``key`` may use them; () for none.
+
+        A key that names the name may use all of them by it.
+        """
+        found = self.config.any_of.get(name)
+        if found is None or key is None or key.models is None or name in key.models:
+            return found.models if found else ()
+        return tuple([model for model in found.models if self.may_use(key, model)])
 
     def _usable(self, key: Key | None) -> list[str]:
-        """The models, and then the presets, that a key may use."""
+        """The models, then the presets, and then the names of several, that a key may use."""
         models = [model for model in self._names if self.may_use(key, model)]
         presets = [name for name in self._models if name in self._presets]
-        return models + [name for name in presets if self.may_use(key, self._models[name], name)]
+        choices = [name for name in self.config.any_of if self.choices(name, key)]
+        usable = [name for name in presets if self.may_use(key, self._models[name], name)]
+        return [*models, *usable, *choices]
 
 
 def _may(key: Key, path: str) -> bool:

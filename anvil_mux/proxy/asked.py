@@ -54,6 +54,10 @@ class Target:
     """The backend that gets their bodies as they are, if any does."""
     preset: str = ""
     """The preset that they name, if they name one."""
+    rides: bool = False
+    """Whether they may force no swap: what is ready serves them, or nothing does."""
+    choices: tuple[str, ...] = ()
+    """The models of which any serves them, in order of preference, where their name stands for several."""
 
 
 @dataclass(slots=True)

@@ -51,7 +51,8 @@ class Diagnosis:
 
     def why(self, asked: Asked, reply: Reply) -> None:
         name, query = _named(asked)
-        model = self._mux.resolve(name)
+        choices = asked.access.choices(name, asked.key)
+        model = self._mux.overview.choose(choices) if choices else self._mux.resolve(name)
         tokens = query.get("tokens", ["0"])[-1]
         if not tokens.isdecimal():
             raise BadRequest("tokens must be a whole number", param="tokens")
@@ -67,8 +68,12 @@ class Diagnosis:
         }
         told["waits_for"] = [healthz.answer(each) for each in found.waits_for]
         hosts = healthz.hosts_of(self._mux.overview.model(model))
-        more = {"hosts": hosts} if hosts else {}
-        _answer(reply, {**told, "sentence": found.sentence, "stages": finite(stages), **more})
+        more: dict[str, Any] = {"hosts": hosts} if hosts else {}
+        sentence = found.sentence
+        if choices:
+            more["any_of"] = list(choices)
+            sentence = f"{name} stands for {' or '.join(choices)}. {sentence}"
+        _answer(reply, {**told, "sentence": sentence, "stages": finite(stages), **more})
 
 
 def _named(asked: Asked) -> tuple[str, dict[str, list[str]]]:

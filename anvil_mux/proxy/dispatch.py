@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from anvil_mux.errors import BadRequest, MuxError, Severed, with_log
+from anvil_mux.errors import BadRequest, MuxError, NothingResident, Severed, with_log
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer, Tend
 from anvil_mux.protocol import api, stages
@@ -70,6 +70,8 @@ class Dispatcher:
     def answer(self, question: Question, reply: Reply, record: Served) -> None:
         """Answers ``question`` from the engine of its model; MuxError if that comes to nothing."""
         target, translation = question.target, question.translation
+        if target.choices:
+            reply.chosen = target.model
         if translation and translation.unloads:
             self._answer_and_unload(question, reply, record)
         elif not target.loads and not self._mux.overview.is_ready(target.model):
@@ -133,7 +135,11 @@ class Dispatcher:
                 staged=staged,
                 crashes=crashes,
                 request=asked.id,
+                rides=question.target.rides,
             )
+        except NothingResident:
+            record.waited += time.monotonic() - since
+            raise self._nothing_resident(question) from None
         except MuxError:
             record.waited += time.monotonic() - since
             raise
@@ -157,6 +163,15 @@ class Dispatcher:
             record.gpu_seconds += lease.gpu_seconds
             if lease.prefill:
                 record.gpu_seconds += lease.prefill.gpu_seconds
+
+    def _nothing_resident(self, question: Question) -> NothingResident:
+        """The error of a request that may force no swap, with the models that are resident for its key."""
+        asked, target = question.asked, question.target
+        wanted = " or ".join(target.choices or (target.model,))
+        ready = [name for name in self._mux.overview.residents() if asked.access.may_use(asked.key, name)]
+        text = f"{wanted} is not resident, and this request may force no swap (swap: never)."
+        there = f"Resident: {', '.join(ready)}." if ready else "No model is resident."
+        return NothingResident(f"{text} {there}")
 
     def _tend(self, question: Question, reply: Reply, waiting: list[Waiting], now: float) -> None:
         """``waiting``: made at the first call."""

@@ -110,7 +110,7 @@ def response_head(
 ) -> bytes:
     """The head for the client: but for its last two lines the same for all answers with the same head."""
     asked, connection = reply.asked, reply.connection
-    if length is None or reply.routed or asked.reader or asked.api == "anthropic":
+    if length is None or reply.routed or reply.chosen or asked.reader or asked.api == "anthropic":
         return http1.forward_response_head(
             response, length=length, chunked=chunked, connection=connection, extra=reply.own_headers
         )

@@ -27,7 +27,8 @@ class Lists:
         self._started = time.time()
 
     def models(self, asked: Asked) -> Answer:
-        return 200, JSON, api.models_list(starmap(self._entry, self._offered(asked)))
+        entries = starmap(self._entry, self._offered(asked))
+        return 200, JSON, api.models_list([*entries, *self._choices(asked)])
 
     def model(self, asked: Asked) -> Answer:
         name = unquote(asked.request.path[len(OF_ONE) :])
@@ -35,14 +36,20 @@ class Lists:
         for model, preset in offered:
             if name == preset or (not preset and name in (model.model, *model.aliases)):
                 return 200, JSON, json.dumps(self._entry(model, preset)).encode("ascii")
-        raise UnknownModel(name, [preset or model.model for model, preset in offered])
+        choices = self._choices(asked)
+        for entry in choices:
+            if entry["id"] == name:
+                return 200, JSON, json.dumps(entry).encode("ascii")
+        known = [preset or model.model for model, preset in offered]
+        raise UnknownModel(name, [*known, *(str(entry["id"]) for entry in choices)])
 
     def lmstudio_models(self, asked: Asked) -> Answer:
         states = {preset or model.model: model.offered_state for model, preset in self._offered(asked)}
-        return 200, JSON, api.lmstudio_list(states)
+        return 200, JSON, api.lmstudio_list(states | self._states(asked))
 
     def ollama_tags(self, asked: Asked) -> Answer:
         names = [preset or model.model for model, preset in self._offered(asked)]
+        names += self._states(asked)
         return 200, JSON, ollama.tags(names, self._started)
 
     def ollama_running(self, asked: Asked) -> Answer:
@@ -69,6 +76,22 @@ class Lists:
             for model in self._mux.overview.status().models
             if asked.access.may_use(asked.key, model.model)
         ]
+
+    def _states(self, asked: Asked) -> dict[str, str]:
+        """The names that stand for several models, and the state of the one that would serve now."""
+        any_of, found = asked.access.config.any_of, dict[str, str]()
+        states = {m.model: m.offered_state for m in self._mux.overview.status().models} if any_of else {}
+        for name in any_of:
+            own = [states[each] for each in asked.access.choices(name, asked.key) if each in states]
+            if own:
+                found[name] = "ready" if "ready" in own else own[0]
+        return found
+
+    def _choices(self, asked: Asked) -> list[dict[str, object]]:
+        """The entries of the names that stand for several models."""
+        created = int(self._started)
+        states = self._states(asked)
+        return [api.model_entry(name, created=created, state=state) for name, state in states.items()]
 
     def _entry(self, model: ModelState, preset: str) -> dict[str, object]:
         return api.model_entry(

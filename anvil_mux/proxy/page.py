@@ -149,7 +149,9 @@ def _sensors(picture: Picture) -> dict[str, Any]:
     return {gpu: about["sensors"] for gpu, about in picture["gpus"].items()}
 
 
-_FLEETING = re.compile(r"now|since|sensors|(age|uptime|state|idle|unload|oldest_wait|retry|run|lost)_seconds")
+_FLEETING = re.compile(
+    r"now|since|sensors|(age|uptime|state|idle|unload|oldest_wait|retry|run|home|lost)_seconds"
+)
 
 
 def _lasting(picture: Any) -> Any:

@@ -87,10 +87,17 @@ class Probes:
             "models": {m.model: healthz.model_state(m, brief=brief) for m in status.models},
             "gpus": {gpu.gpu: healthz.gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
             **({"hosts": hosts} if hosts else {}),
+            **({"any_of": self._any_of()} if self._mux.overview.any_of() else {}),
             "resident": ready[0] if ready else None,
             "registry": [model.model for model in status.models],
             "reload": self._reloads.told() if self._reloads else None,
         }
+
+    def _any_of(self) -> dict[str, dict[str, object]]:
+        """The names that stand for several models, and the one that would serve now."""
+        choose = self._mux.overview.choose
+        found = self._mux.overview.any_of().items()
+        return {name: {**each.to_json(), "serves": choose(each.models)} for name, each in found}
 
     def _problems(self) -> dict[str, str]:
         found = {name: check() for name, check in self.checks.items()}

@@ -14,6 +14,7 @@ from anvil_mux.host.engine import find_engine
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import anthropic, api, coding, http1, naming, ollama
 from anvil_mux.protocol.completions import parse
+from anvil_mux.proxy.access import Named
 from anvil_mux.proxy.asked import Asked, Question, Target
 from anvil_mux.proxy.client import Client
 from anvil_mux.proxy.spool import Spool
@@ -21,6 +22,8 @@ from anvil_mux.proxy.stored_responses import StoredResponses
 
 EXPLAIN = b"x-anvil-explain"
 """The header of a request that is not to be sent on: where it would go, and why, is the answer."""
+SWAP = b"x-anvil-swap"
+"""The header by which a request says whether it may force a swap: never, or allowed."""
 TRANSLATE = {**ollama.TRANSLATE, **anthropic.TRANSLATE}
 """Path -> how a body that is asked for there becomes a question that every engine understands."""
 
@@ -34,6 +37,17 @@ class Questions:
 
     def read(self, asked: Asked, client: Client) -> Question:
         """Read body and model of ``asked``; BadRequest, NotFound, UnknownModel. To be closed."""
+        question = self._read(asked, client)
+        return self._chosen(question) if question.target.choices else question
+
+    def _chosen(self, question: Question) -> Question:
+        """The question for the one of several models that is to serve it, as things are at this moment."""
+        before = question.target
+        model = self._mux.overview.choose(before.choices)
+        found = _target(question.asked, Named((model,), is_choice=True), None)
+        return replace(question, target=replace(found, rides=before.rides, choices=before.choices))
+
+    def _read(self, asked: Asked, client: Client) -> Question:
         route = asked.route
         match route.model_in:
             case "json":
@@ -46,7 +60,7 @@ class Questions:
                 body = read_json(asked, client)
                 stream = naming.model_and_stream(body)[1] and route.streams
                 found = find(asked, api.model_in_path(asked.request.path))
-                return Question(asked, _target(asked, *found), body, stream=stream)
+                return Question(asked, _target(asked, found), body, stream=stream)
             case "multipart":
                 return _from_form(asked, client)
             case "query":
@@ -65,7 +79,8 @@ class Questions:
         kept = self._stored.find(id, asked.key)
         if kept is None or (kept.model, kept.backend) not in self._ready():
             raise NotFound(f"There is no answer {id}: it was never given, or its engine was evicted since.")
-        return Question(asked, _target(asked, kept.model), _read(asked, client), owner=kept.backend)
+        found = _target(asked, Named((kept.model,)))
+        return Question(asked, found, _read(asked, client), owner=kept.backend)
 
     def _ready(self) -> list[tuple[str, str]]:
         return [
@@ -91,7 +106,7 @@ class Questions:
             if request.method == "GET" and not self._mux.overview.is_ready(model):
                 raise BadRequest(f"{model} is not loaded, and a GET does not load it", status=409)
             asked = replace(asked, route=api.Route("openai", "upstream", path=path))
-            return Question(asked, _target(asked, model), _read(asked, client))
+            return Question(asked, _target(asked, Named((model,))), _read(asked, client))
         raise _no_upstream(asked)
 
 
@@ -100,13 +115,14 @@ def target(asked: Asked, client: Client, named: str | None) -> Target:
     known = client.last_head.found
     found: Target | None = known.get((asked.access, named))
     if found is None:
-        found = _target(asked, *find(asked, named), named)
+        found = _target(asked, find(asked, named), named)
         client.last_head.note((asked.access, named), found)
     return found
 
 
-def _target(asked: Asked, model: str, preset: str = "", named: str | None = None) -> Target:
+def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
     access, key, route = asked.access, asked.key, asked.route
+    model, preset = found.models[0], found.preset
     backend = access.only.get(model)
     unchanged = (
         backend is not None
@@ -123,17 +139,27 @@ def _target(asked: Asked, model: str, preset: str = "", named: str | None = None
         loads=naming.may_load(asked.request.query),
         unchanged_at=backend if unchanged else None,
         preset=preset,
+        rides=_rides(asked.request) or not (found.swaps and (key is None or key.swaps)),
+        choices=found.models if found.is_choice else (),
     )
 
 
-def find(asked: Asked, named: str | None) -> tuple[str, str]:
-    """The model that a client's name stands for, or that serves those who name none; and its preset."""
+def _rides(request: http1.Request) -> bool:
+    """Whether the header of a request says that it may force no swap."""
+    said = request.fields.get(SWAP)
+    if said not in (None, b"never", b"allowed"):
+        raise BadRequest("X-Anvil-Swap must be never or allowed", param="X-Anvil-Swap")
+    return said == b"never"
+
+
+def find(asked: Asked, named: str | None) -> Named:
+    """The model that a client's name stands for, or that serves those who name none; or any of several."""
     return asked.access.find(named, api=asked.api, key=asked.key)
 
 
 def resolve(asked: Asked, named: str | None) -> str:
-    """The same without the preset."""
-    return find(asked, named)[0]
+    """The one model that a client's name stands for; BadRequest if it stands for several."""
+    return asked.access.find_one(named, api=asked.api, key=asked.key)
 
 
 def _from_json(asked: Asked, client: Client) -> Question:

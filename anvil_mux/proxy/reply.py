@@ -36,6 +36,7 @@ class Reply:
         "answered",
         "asked",
         "capture",
+        "chosen",
         "client",
         "code",
         "form",
@@ -55,6 +56,8 @@ class Reply:
         """Whether the client was sent something of an engine's answer."""
         self.routed = ""
         """The replica that answers, of several, and why."""
+        self.chosen = ""
+        """The model that answers, where the request's name stands for several."""
         self.status = self.sent = 0
         self.code = ""
         """The error's code; empty when there was none."""
@@ -87,6 +90,8 @@ class Reply:
             headers.append((b"request-id", id))
         if self.routed:
             headers.append((b"X-Anvil-Backend", self.routed.encode("ascii", "replace")))
+        if self.chosen:
+            headers.append((b"X-Anvil-Model", self.chosen.encode("ascii", "replace")))
         if asked.reader:
             headers += [(b"Access-Control-Allow-Origin", asked.reader), *READABLE]
         return headers

@@ -18,7 +18,7 @@ from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.planner import bound, may_spill
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.preloads import complete
-from anvil_mux.scheduler.refusals import refusal
+from anvil_mux.scheduler.refusals import not_resident, refusal
 from anvil_mux.scheduler.replicas import nobody_takes
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
@@ -214,6 +214,14 @@ class Admission:
             self.fail(ticket, error, now)
         self._state.settled += queue.tickets
         queue.clear()
+
+    def turn_away(self, model: Model, now: float) -> None:
+        """The model is not resident any more: those of its queue fail that may force no swap."""
+        for ticket in [ticket for ticket in model.queue if ticket.rides]:
+            self._state.changed()
+            model.queue.leave(ticket)
+            self.fail(ticket, not_resident(model.name), now)
+            self._state.settled.append(ticket)
 
     def fail_all(self, error: MuxError, now: float) -> None:
         """Fail every request that waits."""

@@ -32,6 +32,7 @@ Kind = Literal[
     # of a load that no request waits for, and of one that is cancelled
     "preload",
     "missing_stage",
+    "home",
     "wake_to_demote",
     "unwanted",
     # of a policy's decision
@@ -90,7 +91,7 @@ Kind = Literal[
 Leaving = Literal["", "changed", "removed"]
 """Why a backend leaves for good; "": it does not."""
 
-BY_HAND = frozenset(("unloaded", "host_drained"))
+BY_HAND = frozenset(("unloaded", "host_drained", "paused"))
 """Causes of a drain that people ask for: a backend's own drain_timeout does not count."""
 DEATHS = frozenset(("died", "died_early"))
 """Causes of a stop of a backend that ended without being told to."""
@@ -98,7 +99,7 @@ FOUND = frozenset(("adopted", "not_found", "host_gone", "unfit"))
 """Causes of a state that a backend was found in, and no step has led to."""
 CLEARING = frozenset(("host_drained", "paused"))
 """Causes of an eviction after which nothing is loaded on the host."""
-PRELOADS = frozenset(("preload", "missing_stage", "wake_to_demote"))
+PRELOADS = frozenset(("preload", "missing_stage", "home", "wake_to_demote"))
 """Causes of a load that no request waits for. Another replica of a busy model has one of the policy's."""
 RESENT = frozenset(("moved", "stale"))
 """Causes for which a request is severed to be sent to another replica."""
@@ -156,6 +157,7 @@ SENTENCES: dict[Kind, str] = {
     "standby_full": "no room for standby by {way}",
     "preload": "preloaded before anybody asks",
     "missing_stage": "preloaded because the other stage is there",
+    "home": "nothing else was wanted there for {seconds:g} s",
     "wake_to_demote": "woken on its way to {way}",
     "unwanted": "nobody waits for it, and {model} is waited for",
     "room_free": "{waiting} waiting, room is free",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from anvil_mux.scheduler import home
 from anvil_mux.scheduler.admission import Admission
 from anvil_mux.scheduler.causes import POLICY, Cause
 from anvil_mux.scheduler.events import Event
@@ -103,6 +104,7 @@ class Decider:
         state = self._state
         moments = [model.queue.overdue_at for model in models]
         moments += self._upkeep.moments()
+        moments += home.moments(state, now) if state.homes else ()
         for slot in state.stayers if models or state.preloads else ():
             moments.append(slot.stays_until)
         for swap in state.swaps:
@@ -178,15 +180,18 @@ class Decider:
     def _is_unwanted(self, swap: SwapInProgress) -> bool:
         """Whether a swap loads a backend that no request waits for any more."""
         slot = swap.target
-        if slot is None or slot.state != "loading" or swap.preload or swap.cancel or not swap.is_steered:
+        if slot is None or slot.state != "loading" or swap.cancel or not swap.is_steered:
+            return False
+        if swap.preload and swap.cause.kind != "home":
             return False
         return not (slot.pinned or self._state.models[slot.model].queue.tickets)
 
     def _begin_preload(self, models: list[Model], now: float) -> bool:
         """Begin the next preload, if nothing else is to be done."""
-        if models or self._state.swaps or not self._state.preloads:
+        state = self._state
+        if models or state.swaps or not (state.preloads or state.homes):
             return False
-        found = next_preload(self._state, now)
+        found = next_preload(state, now) or (home.next_home(state, now) if state.homes else None)
         if found is None:
             return False
         for victim in found.victims:

@@ -28,9 +28,10 @@ Invariants:
     policy is asked again; so is the next in queue whenever a place becomes free.
  6. A swap nobody waits for is not begun, and while it only drains it is reprieved. One begun is finished,
     unless its load is cancelled: when it is unloaded by hand (requests that wait for it fail), or when nobody
-    waits for it any more and another queue needs its GPUs. Preloads are cancelled by hand only. Requests that
-    wait behind others at a busy replica count as waiting for another replica, if no queue on the GPU group
-    waits for a load; so do those in the queue of a resident model whose backends take only so many at once.
+    waits for it any more and another queue needs its GPUs. Preloads are cancelled by hand only, but for that
+    of a home backend (home.py), which makes way for a queue. Requests that wait behind others at a busy
+    replica count as waiting for another replica, if no queue on the GPU group waits for a load; so do those
+    in the queue of a resident model whose backends take only so many at once.
  7. A queue older than its bound is overdue: whatever the policy says, its swap begins as soon as its GPUs are
     in no other swap, oldest queue first, and no younger queue gets those GPUs meanwhile. The bound is
     ``max_wait``, or less where a load would come too late for ``queue_timeout`` then; it is fixed when the
@@ -64,7 +65,7 @@ from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.moves import Moves
 from anvil_mux.scheduler.outcomes import Outcomes
 from anvil_mux.scheduler.preloads import complete
-from anvil_mux.scheduler.refusals import of_crashes
+from anvil_mux.scheduler.refusals import not_resident, of_crashes
 from anvil_mux.scheduler.replicas import nobody_takes
 from anvil_mux.scheduler.requested import Requested
 from anvil_mux.scheduler.slot import Slot
@@ -114,6 +115,9 @@ class GpuGroup:
             return False
         ready = model.ready
         if not ready:
+            if ticket.rides:
+                self.admission.fail(ticket, not_resident(model.name), now)
+                return False
             return self.admission.wait_for_load(model, ticket, now)
         if state.limited and ticket.leases and not model.takes(ticket.work.owner):
             only = model.needed(ticket.work.owner)
@@ -168,9 +172,10 @@ class GpuGroup:
         deferred, leases = state.deferred, len(slot.holders)
         if deferred is not None and (leases < deferred[1].leases or not self._decider.plans_hold(now)):
             return True
-        return not leases and (
-            slot.state == "draining" or slot.backend.ttl is not None or slot.keep_alive is not None
-        )
+        if leases:
+            return False
+        comes_back = bool(state.homes) and not slot.backend.home
+        return slot.state == "draining" or slot.ttl is not None or comes_back
 
     def _note_use(self, model: Model, slot: Slot, ticket: Ticket, seconds: float, now: float) -> None:
         slot.last_used = now

@@ -155,7 +155,7 @@ class Layout:
             self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         self._common = Common(
             config=config,
-            timeouts=Timeouts(config.drain_timeout, config.queue_timeout),
+            timeouts=Timeouts(config.drain_timeout, config.queue_timeout, config.home_after),
             gpus=self.gpus,
             policy=prepared.policy,
             eviction=prepared.eviction,

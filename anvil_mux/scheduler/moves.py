@@ -40,12 +40,15 @@ class Moves:
         state.memory.changed()
         if leaves_ready and model.queue.limited:
             self._admission.fill_places(model, now)  # those that needed this one wait for it no longer
+            if not model.ready:
+                self._admission.turn_away(model, now)
         if model.replicas and slot.state not in ("ready", "draining"):
             model.replicas.in_flight.forget(slot.name)
 
     def load(self, slot: Slot, now: float, cause: Cause) -> Load:
         self.enter(slot, "load", now)
         way, slot.level, slot.residual, slot.host_bytes = slot.level, "stop", {}, 0
+        slot.unloaded = False
         if slot.next_level == "stop":  # it was to be stopped, and is wanted after all
             slot.next_level = ""
         self._state.emit(Event(now, "loading", slot.model, slot.name, cause=cause, way=way))

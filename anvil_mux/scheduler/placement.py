@@ -190,6 +190,14 @@ class Placement:
                     return None
         return slots if needed else []
 
+    def fit_together(self, one: Slot, other: Slot) -> bool:
+        """Whether two backends may be resident at once."""
+        return one is other or all(
+            amount + other.holds.get(gpu, 0) <= self.capacity[gpu]
+            for gpu, amount in one.holds.items()
+            if gpu in other.holds
+        )
+
     def fits(self, target: Slot, *, runs: bool = False) -> bool:
         """Whether there is room without an eviction; ``runs``: see ``missing``."""
         return all(amount <= 0 for amount in self.missing(target, runs=runs).values())

@@ -25,6 +25,7 @@ SHARED_SETTINGS = (
     "routing_policies",
     "routing_mode",
     "drain_timeout",
+    "home_after",
     "queue_timeout",
     "max_wait",
 )

@@ -13,6 +13,7 @@ from anvil_mux.errors import (
     HostUnavailable,
     LoadError,
     MuxError,
+    NothingResident,
     Stuck,
     with_log,
 )
@@ -128,6 +129,11 @@ def lack_of_memory(
             who = ", ".join(f"{name} has {gib(each)}" for name, each in state.memory.insisting(slot))
             return HostMemoryShort(f"{slot.name} lacks {gib(short)} of host memory: {who}.")
     return None
+
+
+def not_resident(model: str) -> MuxError:
+    """The error of a request that may force no swap."""
+    return NothingResident(f"{model} is not resident, and this request may force no swap (swap: never).")
 
 
 def of_crashes(ticket: Ticket) -> MuxError | None:

@@ -47,6 +47,8 @@ class Requested:
         slots = [slot for slot in self._state.own(model) if not slot.host.is_lost]
         if not slots:
             return False
+        for slot in slots:
+            slot.unloaded = True
         ready = [slot for slot in slots if slot.state == "ready"]
         given_up = self._give_up_load(model, is_ready, now)
         for slot in ready:

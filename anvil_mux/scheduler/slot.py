@@ -80,6 +80,8 @@ class Slot:
     """Whether it is the target of a swap."""
     pinned: bool = False
     """Whether it is kept, while it is resident, from being evicted for another model."""
+    unloaded: bool = False
+    """Whether it was unloaded by hand, and not loaded since."""
     leaving: Leaving = ""
     """Why it leaves for good: the configuration has it no longer, or not as it is."""
     whole: bool = True

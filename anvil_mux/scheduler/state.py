@@ -31,6 +31,7 @@ class Timeouts(NamedTuple):
 
     drain_timeout: float
     queue_timeout: float
+    home_after: float = 300.0
 
 
 class Still(NamedTuple):
@@ -94,6 +95,8 @@ class GroupState:
     """The backends that are evicted once they were idle for a time."""
     patient: bool = field(init=False)
     """Whether some backend has a drain_timeout of its own."""
+    homes: list[Slot] = field(init=False)
+    """The backends that come back when nothing else is wanted (home.py)."""
     limited: bool = field(init=False)
     """Whether some model takes only so many requests at once."""
     routed: list[Model] = field(init=False)
@@ -106,6 +109,7 @@ class GroupState:
         self.ready = ready_slots(self.slots.values())
         self.stayers = [slot for slot in self.slots.values() if slot.backend.min_residency]
         self.idlers = [slot for slot in self.slots.values() if slot.ttl is not None]
+        self.homes = [slot for slot in self.slots.values() if slot.backend.home]
         self.patient = any(slot.backend.drain_timeout is not None for slot in self.slots.values())
         self.remodelled()
 

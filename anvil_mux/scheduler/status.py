@@ -13,6 +13,7 @@ from anvil_mux.routing.in_flight import EngineFigures
 from anvil_mux.scheduler.causes import Cause
 from anvil_mux.scheduler.drains import RunningAnswer, answers
 from anvil_mux.scheduler.footprint import to_declare
+from anvil_mux.scheduler.home import comes_back_at
 from anvil_mux.scheduler.hosts import GangHosts, HostRecord
 from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.pause import Pause
@@ -113,6 +114,8 @@ class ModelState:
     leases: int
     last_error: str
     load_seconds: float | None
+    home_seconds: float | None = None
+    """Seconds until it comes back although nobody asks for it, as things are; None: it does not."""
     pinned: bool = False
     """Once it is resident it is not evicted for other models."""
     progress: Progress | None = None
@@ -202,6 +205,7 @@ def model_state(state: GroupState, model: Model, now: float, progress: Progress 
         leases=sum(len(slot.holders) for slot in slots),
         last_error=slot.error,
         load_seconds=slot.load_seconds,
+        home_seconds=_home_seconds(state, model, now),
         pinned=any(each.pinned for each in slots),
         progress=progress,
         oldest_wait=now - first.since if first else None,
@@ -214,6 +218,17 @@ def model_state(state: GroupState, model: Model, now: float, progress: Progress 
             for each in slots
         ),
     )
+
+
+def _home_seconds(state: GroupState, model: Model, now: float) -> float | None:
+    """Seconds until a home backend of a model comes back, in whichever GPU group."""
+    homes = [
+        (each, slot) for each in state.states_of(model) for slot in each.homes if slot.model == model.name
+    ]
+    if not homes or model.ready or model.is_coming:
+        return None
+    soonest = min([comes_back_at(each, slot, now) for each, slot in homes])
+    return max(soonest - now, 0.0) if soonest < FOREVER else None
 
 
 def _deferral(state: GroupState, model: Model, now: float) -> Deferral | None:

@@ -657,6 +657,8 @@ class _Checker:
             self._claim(not (event.target and self._is_pinned(event)), event, "it is pinned")
             fine = event.seconds <= self._drain_timeout(event) + self._slack
             self._claim(fine, event, "for longer than its drain_timeout")
+            for_a_preload = event.cause is not None and event.cause.kind == "make_room"
+            self._claim(not (for_a_preload and event.size), event, "it has leases, and nobody waits for them")
         elif event.kind == "demoting" and event.target:
             self._judge_begin(event.target, event)
         elif event.kind == "cancelling":

@@ -38,6 +38,7 @@ def model_state(model: ModelState, *, brief: bool = False) -> dict[str, object]:
         "backend": model.backend,
         "pinned": model.pinned,
         **({"presets": list(model.presets)} if model.presets else {}),
+        "home_seconds": _rounded(model.home_seconds),
         "gpus": list(model.gpus),
         "waiting": model.waiting,
         "oldest_wait_seconds": _rounded(model.oldest_wait),

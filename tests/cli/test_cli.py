@@ -1390,3 +1390,33 @@ def test_no_thread_is_pinned_where_that_is_not_wanted(state: Path) -> None:
         assert running.chat("a")[0] == 200
         everywhere = os.sched_getaffinity(0)
         assert all(cpus == everywhere for cpus in affinities(running.process.pid))
+
+
+def test_check_shows_who_stays_and_who_comes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "compose.yaml"
+    file.write_text("""
+        x-anvil: {runtime: process, gpus: ["0"], any_of: {any: [b, a], warm: {models: [a], swap: never}}}
+        services:
+          a: {command: [x], x-anvil: {gpus: ["0"], drain_timeout: none, home: true}}
+          b: {command: [x], x-anvil: {gpus: ["0"], drain_timeout: 5m}}
+          c: {command: [x], x-anvil: {gpus: ["0"]}}
+    """)
+    assert main(["check", str(file)]) == 0
+    assert [line.split()[5:] for line in capsys.readouterr().out.splitlines()[:4]] == [
+        ["PORT", "DRAIN", "HOME"],
+        ["free", "none", "after", "300", "s"],
+        ["free", "300", "s"],
+        ["free"],
+    ]
+    assert main(["check", str(file)]) == 0
+    assert capsys.readouterr().out.splitlines()[4:] == ["any: any of b, a", "warm: any of a, swap: never"]
+    assert main(["check", "--json", str(file)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(each["drain"], each["home"]) for each in told["models"]] == [
+        ("none", "after 300 s"),
+        ("300 s", ""),
+        ("", ""),
+    ]
+    assert told["any_of"]["warm"] == {"models": ["a"], "swap": "never"}
+    assert main(["config", "--json", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["any_of"]["any"] == {"models": ["b", "a"], "swap": "allowed"}

@@ -71,7 +71,10 @@ def test_every_bad_line_is_told_and_no_key_is(tmp_path: Path) -> None:
     assert [problem.rpartition(f"{file}:")[2].partition(":")[0] for problem in caught.value.problems] == list(
         "12345"
     )
-    assert "'modles' is not name=, models=, state, admin, requests= or waiting=" in caught.value.message
+    assert (
+        "'modles' is not name=, models=, state, admin, requests=, waiting= or swap=never"
+        in caught.value.message
+    )
     assert "enough" not in caught.value.message
 
 
@@ -474,7 +477,7 @@ def test_limits_are_read_and_take_nothing_else_away() -> None:
 
 @pytest.mark.parametrize("said", ["requests=0", "waiting=", "requests=x", "requests=-1"])
 def test_a_limit_is_a_number_from_1_on(said: str) -> None:
-    with pytest.raises(ConfigError, match="requests= or waiting="):
+    with pytest.raises(ConfigError, match="requests=, waiting= or swap=never"):
         ring(f"{LIMITED} {said}")
 
 

@@ -29,7 +29,7 @@ def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Polic
     footprints = Footprints()
     common = Common(
         config=config,
-        timeouts=Timeouts(config.drain_timeout, config.queue_timeout),
+        timeouts=Timeouts(config.drain_timeout, config.queue_timeout, config.home_after),
         gpus={gpu.name: gpu for gpu in config.gpus},
         policy=policy or build_policy(config.policy, config.policy_settings),
         eviction=build_eviction(config.eviction, config.eviction_settings),

@@ -1,0 +1,82 @@
+"""Names that stand for several models, in order of preference: the resident one serves (``any_of``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from typing import Any, NamedTuple
+
+from anvil_mux.config import settings, shapes
+
+
+class AnyOf(NamedTuple):
+    """The models that one name stands for."""
+
+    models: tuple[str, ...]
+    """The first that is resident serves; if none is, the first that can be loaded is."""
+    swaps: bool = True
+    """Whether one is loaded if none is resident."""
+
+    def to_json(self) -> dict[str, object]:
+        return {"models": list(self.models), "swap": "allowed" if self.swaps else "never"}
+
+
+def _read(value: Any) -> dict[str, AnyOf]:
+    if not isinstance(value, dict):
+        raise ValueError(f"must hold {{name: [models]}}, not {settings.show(value)}")
+    names = settings.MappingReader(value, value)
+    found = {settings.TEXT.read(name): names.take(name, about, _read_one) for name, about in value.items()}
+    made: dict[str, AnyOf] = names.make({name: each for name, each in found.items() if each})
+    return made
+
+
+def _read_one(value: Any) -> AnyOf:
+    if not isinstance(value, dict):
+        return AnyOf(_read_models(value))
+    parts = settings.MappingReader(value, ("models", "swap"))
+    models = parts.read("models", settings.NAMES.read, ())
+    swap = parts.read("swap", _read_swap, "allowed")
+    made: AnyOf = parts.make(AnyOf(models, swap == "allowed"))
+    return made._replace(models=_read_models(list(models)))
+
+
+def _read_models(value: Any) -> tuple[str, ...]:
+    if not value:
+        raise ValueError("must name at least one model")
+    models: tuple[str, ...] = settings.NAMES.read(value)
+    return models
+
+
+def _read_swap(value: Any) -> str:
+    if value not in ("never", "allowed"):
+        raise ValueError(f"must be never or allowed, not {settings.show(value)}")
+    return str(value)
+
+
+_MODELS = shapes.listed(settings.TEXT.shape)
+_SWAP = shapes.one_of(("never", "allowed"))
+_SHAPE = shapes.by_name(shapes.any_of(_MODELS, shapes.mapping({"models": _MODELS, "swap": _SWAP})))
+KIND = settings.ValueKind("{name: list of models, or {models, swap: never}}", _read, _SHAPE)
+
+
+def check(
+    any_of: Mapping[str, AnyOf], names: Mapping[str, str], presets: Set[str]
+) -> Iterator[tuple[str, str]]:
+    """The names that cannot stand for what they say, and why; ``names``: name of a model -> the model."""
+    for name, each in any_of.items():
+        if name in names:
+            yield name, f"is a name of the model {names[name]} already: call it otherwise"
+        for model in each.models:
+            if model in any_of:
+                yield name, f"{model} stands for several models itself: name the models"
+            elif model in presets:
+                yield name, f"{model} is a preset of {names[model]}, not a model: name {names[model]}"
+            elif model not in names:
+                yield name, f"no service serves {model}; {settings.nearest(model, names)}"
+
+
+def resolved(any_of: Mapping[str, AnyOf], names: Mapping[str, str]) -> dict[str, AnyOf]:
+    """The same, with models in place of their aliases, each once."""
+    return {
+        name: each._replace(models=tuple(dict.fromkeys(names[model] for model in each.models)))
+        for name, each in any_of.items()
+    }

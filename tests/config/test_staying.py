@@ -1,0 +1,122 @@
+"""The settings by which models stay and come back: what is read, and what bad input gets."""
+
+from __future__ import annotations
+
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.config.any_of import AnyOf
+from tests.config.test_config import one, plain, problems
+
+SERVICE = "services: {a: {image: x, x-anvil: {%s}}}"
+TWO = "x-anvil: {gpus: ['0', '1']%s}\nservices: {a: {image: x, x-anvil: {%s}}, b: {image: x, x-anvil: {%s}}}"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("", None), ("none", inf), ("0", 0.0), ("90", 90.0), ("20m", 1200.0), ("null", None)],
+)
+def test_how_long_a_service_may_drain(tmp_path: Path, said: str, expected: float | None) -> None:
+    (a,) = plain(tmp_path, SERVICE % f"drain_timeout: {said}").backends
+    assert a.drain_timeout == expected
+
+
+def test_labels_say_it_too(tmp_path: Path) -> None:
+    a = one(tmp_path, "labels: {anvil.drain_timeout: none, anvil.home: 'yes', anvil.home_after: 1m}")
+    assert (a.drain_timeout, a.home, a.home_after) == (inf, True, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            SERVICE % "drain_timeout: never",
+            "compose.yaml:1: services.a.x-anvil.drain_timeout: must be seconds, a time such as 30s or 2m, or "
+            "none (as long as it takes), not 'never'",
+        ),
+        (SERVICE % "drain_timout: none", "x-anvil.drain_timout: unknown key; did you mean drain_timeout?"),
+        ("x-anvil: {drain_timeout: none}\n" + SERVICE % "", "x-anvil.drain_timeout: must be seconds"),
+        (SERVICE % "home: sometimes", "services.a.x-anvil.home: must be true or false, not 'sometimes'"),
+        (SERVICE % "gpus: ['0'], home: true, ttl: 5m", "services.a.x-anvil.home: cannot hold with ttl"),
+        (
+            TWO % ("", "gpus: ['0', '1'], home: true", "gpus: ['1'], home: true"),
+            "services.b.x-anvil.home: a is at home on GPU 1 too, and both do not fit: one of them",
+        ),
+    ],
+)
+def test_what_cannot_be_is_told(tmp_path: Path, text: str, problem: str) -> None:
+    assert any(problem in each for each in problems(tmp_path, text)), problems(tmp_path, text)
+
+
+def test_homes_that_fit_beside_each_other_may_share_a_gpu(tmp_path: Path) -> None:
+    sized = TWO % ("", "gpus: ['0'], vram: 4GiB, home: true", "gpus: ['0'], vram: 4GiB, home: true")
+    text = sized.replace("gpus: ['0', '1']", "gpus: {'0': {vram: 8GiB}}", 1)
+    assert [each.home for each in plain(tmp_path, text).backends] == [True, True]
+
+
+def test_what_has_no_effect_is_a_warning(tmp_path: Path) -> None:
+    found = plain(tmp_path, TWO % ("", "home: true", "home_after: 1m"))
+    assert [each.partition("services.")[2] for each in found.warnings if "has no effect" in each] == [
+        "b.x-anvil.home_after: has no effect without home: true",
+        "a.x-anvil.home: has no effect: it needs no GPU, so it is evicted for no other",
+    ]
+
+
+# Names that stand for several models
+
+ANY = """x-anvil: {any_of: {%s}}
+services: {qwen: {image: x, x-anvil: {aliases: [q]}},
+  gemma: {image: x, x-anvil: {presets: {fast: {set: {n: 1}}}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("chat: [qwen, gemma]", AnyOf(("qwen", "gemma"))),
+        ("chat: gemma", AnyOf(("gemma",))),
+        ("chat: [gemma, q, qwen]", AnyOf(("gemma", "qwen"))),
+        ("chat: {models: [qwen, gemma], swap: never}", AnyOf(("qwen", "gemma"), swaps=False)),
+        ("chat: {models: [qwen, gemma]}", AnyOf(("qwen", "gemma"))),
+    ],
+)
+def test_a_name_may_stand_for_several_models(tmp_path: Path, said: str, expected: AnyOf) -> None:
+    assert plain(tmp_path, ANY % said).any_of == {"chat": expected}
+
+
+def test_who_names_no_model_may_get_any_of_several(tmp_path: Path) -> None:
+    text = (ANY % "chat: [qwen, gemma]").replace("any_of", "default_model: chat, any_of", 1)
+    assert plain(tmp_path, text).default_model == "chat"
+
+
+def test_a_variable_may_hold_it(tmp_path: Path) -> None:
+    found = plain(tmp_path, ANY % "", environ={"ANVIL_ANY_OF": "{chat: [gemma]}"})
+    assert found.any_of == {"chat": AnyOf(("gemma",))}
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ("chat: [qwem]", "compose.yaml:1: x-anvil.any_of.chat: no service serves qwem; did you mean qwen?"),
+        ("qwen: [gemma]", "x-anvil.any_of.qwen: is a name of the model qwen already: call it otherwise"),
+        ("q: [gemma]", "x-anvil.any_of.q: is a name of the model qwen already: call it otherwise"),
+        ("chat: [fast]", "x-anvil.any_of.chat: fast is a preset of gemma, not a model: name gemma"),
+        ("fast: [qwen]", "x-anvil.any_of.fast: is a name of the model gemma already: call it otherwise"),
+        ("a: [b], b: [qwen]", "x-anvil.any_of.a: b stands for several models itself: name the models"),
+        ("a: [a]", "x-anvil.any_of.a: a stands for several models itself: name the models"),
+        ("chat: []", "x-anvil.any_of.chat: must name at least one model"),
+        ("chat: 3.5", "x-anvil.any_of.chat: must be text, not 3.5"),
+        ("chat: {model: [qwen]}", "x-anvil.any_of.chat.model: unknown key; did you mean models?"),
+        ("chat: {models: [qwen], swap: no}", "x-anvil.any_of.chat.swap: must be never or allowed, not 'no'"),
+        ("chat: {swap: never}", "x-anvil.any_of.chat: must name at least one model"),
+    ],
+)
+def test_what_such_a_name_cannot_be_is_told(tmp_path: Path, said: str, problem: str) -> None:
+    assert any(problem in each for each in problems(tmp_path, ANY % said)), problems(tmp_path, ANY % said)
+
+
+def test_a_list_is_no_mapping_of_names(tmp_path: Path) -> None:
+    text = "x-anvil: {any_of: [qwen]}\nservices: {qwen: {image: x, x-anvil: {}}}"
+    assert any("x-anvil.any_of: must hold {name: [models]}" in each for each in problems(tmp_path, text))

@@ -1,0 +1,211 @@
+"""Names that stand for several models, and requests that may force no swap, by way of a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from anvil_mux.config.any_of import AnyOf
+from anvil_mux.config.config import Backend
+from anvil_mux.config.keys import Keyring, load
+from tests.fake_engine import JSON_OK, Answer, Rig
+
+CHAT = b'{"model":"chat"}'
+NEVER = b"X-Anvil-Swap: never\r\n"
+A, B = Backend("a", "a", gpus=("0",)), Backend("b", "org/b", gpus=("0",))
+FIRST_A, FIRST_B = {"chat": AnyOf(("a", "org/b"))}, {"chat": AnyOf(("org/b", "a"))}
+
+
+@pytest.fixture
+def any_rig(make_rig: Callable[..., Rig]) -> Rig:
+    return make_rig(any_of=FIRST_B)
+
+
+def keys(*lines: str) -> Keyring:
+    return load(None, {"ANVIL_API_KEYS": ";".join(lines)})
+
+
+def answered(rig: Rig, body: bytes, extra: bytes = b"", path: bytes = b"/v1/chat/completions") -> Answer:
+    """The answer to a request that an engine answers, whichever gets it."""
+    client = rig.client()
+    engine = rig.engine if served_by_a(rig, body) else rig.other
+    client.post(body, path=path, extra=extra)
+    engine.next().send(JSON_OK)
+    return client.read()
+
+
+def served_by_a(rig: Rig, body: bytes) -> bool:
+    name = json.loads(body)["model"]
+    models = rig.config.any_of[name].models if name in rig.config.any_of else (name,)
+    return rig.mux.overview.choose(models) == "a"
+
+
+def refused(rig: Rig, body: bytes, extra: bytes = b"") -> tuple[int, dict[str, Any], Answer]:
+    client = rig.client()
+    client.post(body, extra=extra)
+    answer = client.read()
+    return answer.status, json.loads(answer.body)["error"], answer
+
+
+def test_the_resident_one_serves_though_another_is_preferred(any_rig: Rig) -> None:
+    answered(any_rig, b'{"model":"a"}')
+    answer = answered(any_rig, CHAT)
+    assert (answer.status, answer.header(b"x-anvil-model")) == (200, b"a")
+    assert len(any_rig.events.of("loading")) == 1
+
+
+def test_the_first_is_loaded_if_none_is_resident(any_rig: Rig) -> None:
+    assert answered(any_rig, CHAT).header(b"x-anvil-model") == b"org/b"
+    assert [event.model for event in any_rig.events.of("loading")] == ["org/b"]
+
+
+def test_its_engine_is_asked_by_its_own_name(any_rig: Rig) -> None:
+    client = any_rig.client()
+    client.post(b'{"model": "chat", "n": 1}')
+    asked = any_rig.other.next()
+    assert json.loads(asked.body) == {"model": "b-inside", "n": 1}
+    asked.send(JSON_OK)
+    assert client.read().status == 200
+
+
+def test_one_connection_follows_who_is_resident(any_rig: Rig) -> None:
+    client = any_rig.client()
+    served = []
+    for body, engine in (
+        (CHAT, any_rig.other),
+        (b'{"model":"a"}', any_rig.engine),
+        (CHAT, any_rig.engine),
+        (b'{"model":"org/b"}', any_rig.other),
+        (CHAT, any_rig.other),
+    ):
+        client.post(body)
+        engine.next().send(JSON_OK)
+        served.append(client.read().header(b"x-anvil-model"))
+    assert served == [b"org/b", None, b"a", None, b"org/b"]
+
+
+def test_one_that_cannot_be_loaded_is_passed_over(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(any_of=FIRST_A)
+    with rig.mux._lock:
+        slot = rig.mux._layout.slot("a")
+        assert slot
+        slot.failed_starts, slot.retry_at = 1, float("inf")
+    assert answered(rig, CHAT).header(b"x-anvil-model") == b"org/b"
+
+
+def test_who_names_no_model_may_get_any(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(any_of=FIRST_A, default_model="chat")
+    client = rig.client()
+    client.post(b"{}")
+    rig.engine.next().send(JSON_OK)
+    assert client.read().header(b"x-anvil-model") == b"a"
+
+
+def test_it_is_in_the_lists(any_rig: Rig) -> None:
+    client = any_rig.client()
+    listed = json.loads(client.get(b"/v1/models").body)["data"]
+    assert [(each["id"], each["status"]["value"]) for each in listed][-1] == ("chat", "unloaded")
+    answered(any_rig, b'{"model":"a"}')
+    assert json.loads(client.get(b"/v1/models/chat").body)["status"]["value"] == "loaded"
+    assert "chat" in [each["id"] for each in json.loads(client.get(b"/api/v0/models").body)["data"]]
+    assert "chat" in [each["name"] for each in json.loads(client.get(b"/api/tags").body)["models"]]
+    state = json.loads(client.get(b"/healthz").body)["any_of"]
+    assert state == {"chat": {"models": ["org/b", "a"], "swap": "allowed", "serves": "a"}}
+
+
+def test_why_says_what_it_stands_for(any_rig: Rig) -> None:
+    told = json.loads(any_rig.client().get(b"/why?model=chat").body)
+    assert told["sentence"].startswith("chat stands for org/b or a. A request for org/b waits about")
+    assert (told["model"], told["any_of"]) == ("org/b", ["org/b", "a"])
+
+
+def test_what_is_done_to_a_model_must_name_one(any_rig: Rig) -> None:
+    client = any_rig.client()
+    client.post(CHAT, path=b"/models/unload")
+    error = json.loads(client.read().body)["error"]
+    assert error["message"] == "chat stands for several models: name one of them (org/b, a)"
+
+
+# Keys
+
+
+def test_a_key_gets_those_that_it_may_use(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(
+        any_of=FIRST_A, keys=keys("key-of-b models=org/b", "key-of-chat models=chat", "key-of-x models=x")
+    )
+
+    def named(key: bytes) -> tuple[list[str], int]:
+        client, head = rig.client(), b"Authorization: Bearer %b\r\n" % key
+        listed = json.loads(client.get(b"/v1/models", extra=head).body)["data"]
+        client.post(b'{"model":"chat","stop":1}', extra=head)
+        engine = {b"key-of-b": rig.other, b"key-of-chat": rig.other}.get(key)
+        if engine:
+            engine.next().send(JSON_OK)
+        return [each["id"] for each in listed], client.read().status
+
+    assert named(b"key-of-b") == (["org/b", "chat"], 200)
+    assert named(b"key-of-chat") == (["chat"], 200)  # by that name it may use all of them; b is resident
+    assert named(b"key-of-x") == ([], 404)
+
+
+# Without a swap
+
+
+def test_a_header_keeps_a_request_from_forcing_a_swap(any_rig: Rig) -> None:
+    status, error, answer = refused(any_rig, b'{"model":"a"}', NEVER)
+    assert (status, error["code"]) == (503, "nothing_resident")
+    assert error["message"] == (
+        "a is not resident, and this request may force no swap (swap: never). No model is resident."
+    )
+    assert answer.header(b"retry-after") == b"30"
+    answered(any_rig, b'{"model":"org/b"}')
+    _, error, _ = refused(any_rig, b'{"model":"a"}', NEVER)
+    assert error["message"].endswith("Resident: org/b.")
+    assert answered(any_rig, CHAT, NEVER).header(b"x-anvil-model") == b"org/b"
+    assert len(any_rig.events.of("loading")) == 1
+
+
+def test_the_header_is_never_or_allowed(any_rig: Rig) -> None:
+    status, error, _ = refused(any_rig, CHAT, b"X-Anvil-Swap: no\r\n")
+    assert (status, error["message"]) == (400, "X-Anvil-Swap must be never or allowed")
+    assert answered(any_rig, CHAT, b"X-Anvil-Swap: allowed\r\n").status == 200
+
+
+def test_the_name_may_say_it(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(any_of={"chat": AnyOf(("a", "org/b"), swaps=False)})
+    status, error, _ = refused(rig, CHAT)
+    assert (status, error["code"]) == (503, "nothing_resident")
+    assert error["message"].startswith("a or org/b is not resident")
+    answered(rig, b'{"model":"org/b"}')
+    assert answered(rig, CHAT).header(b"x-anvil-model") == b"org/b"
+
+
+def test_a_key_may_say_it(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(keys=keys("key-of-guest models=a swap=never", "key-of-host models=*"))
+    guest, host = b"Authorization: Bearer key-of-guest\r\n", b"Authorization: Bearer key-of-host\r\n"
+    answered(rig, b'{"model":"org/b"}', host)
+    status, error, _ = refused(rig, b'{"model":"a"}', guest)
+    assert (status, error["code"]) == (503, "nothing_resident")
+    assert error["message"].endswith("No model is resident.")  # none that it may know of
+    answered(rig, b'{"model":"a"}', host)
+    assert answered(rig, b'{"model":"a"}', guest).status == 200
+    assert refused(rig, b'{"model":"a"}', guest + b"X-Anvil-Swap: odd\r\n")[0] == 400
+
+
+def test_one_that_waits_for_a_place_fails_once_its_model_makes_room(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(backends=(Backend("a", "a", gpus=("0",), concurrency=1), B))
+    first, second, third = rig.client(), rig.client(), rig.client()
+    first.post(b'{"model":"a"}')
+    running = rig.engine.next()
+    second.post(b'{"model":"a"}', extra=NEVER)
+    rig.events.wait("queued", count=2)
+    third.post(b'{"model":"org/b"}')
+    answer = second.read()
+    assert (answer.status, json.loads(answer.body)["error"]["code"]) == (503, "nothing_resident")
+    running.send(JSON_OK)
+    assert first.read().status == 200
+    rig.other.next().send(JSON_OK)
+    assert third.read().status == 200
