@@ -213,8 +213,18 @@ MUTANTS = {
     ),
     "a release does not set the timer of a ttl": (
         "group",
-        'slot.state == "draining" or slot.backend.ttl is not None or',
-        'slot.state == "draining" or',
+        'slot.state == "draining" or slot.ttl is not None or comes_back',
+        'slot.state == "draining" or comes_back',
+    ),
+    "the drain timeout of a backend does not count": (
+        "group_swaps",
+        "if by_hand else self._state.drain_timeout(victim)",
+        "",
+    ),
+    "backends are evicted beside a drain without a bound": (
+        "group_swaps",
+        "        if any(victim.is_endless for victim in resident):\n",
+        "        if False:\n",
     ),
     "a min_residency holds overdue queues as well": (
         "decider",

@@ -10,8 +10,11 @@ import pytest
 
 from anvil_mux.config.config import Config
 from anvil_mux.errors import WouldWaitTooLong
+from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.drains import RunningAnswer
-from anvil_mux.scheduler.steps import Wait
+from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.scheduler import Scheduler
+from anvil_mux.scheduler.steps import Ticket, Wait
 from anvil_mux.sim.simulate import Arrival, Engines, HostDrained, Reload, Unloading, check, simulate
 from anvil_mux.telemetry import eventlog
 from tests.scheduler.test_group import A, B, C, Driver, backend
@@ -338,3 +341,14 @@ def test_another_time_holds_at_once_for_the_next_drain():
     bounded = Config((replace(IMAGE, drain_timeout=5.0), CHAT), policy="eager", queue_timeout=3600.0)
     log = run([Arrival(0.0, "image", LONG), Reload(5.0, bounded), Arrival(10.0, "chat", 1.0)])
     assert seen(log, "severed") == [(15.0, "severed", "image")]
+
+
+def test_a_pause_has_the_bound_of_all():
+    log = []
+    scheduler = Scheduler(Config((IMAGE, CHAT)), log.append, Costs(), Footprints())
+    scheduler.expected(["image"])
+    scheduler.adopted("image", 0.0)
+    scheduler.requested(Ticket(1, "image", 1.0), 1.0)
+    scheduler.paused(100.0)
+    [event] = [event for event in log if event.kind == "draining"]
+    assert (event.seconds, event.cause.kind) == (30.0, "paused")

@@ -9,6 +9,9 @@ from math import inf
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.causes import Cause
+from anvil_mux.scheduler.costs import Costs
+from anvil_mux.scheduler.footprint import Footprints
+from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.status import model_state
 from anvil_mux.scheduler.steps import Load
 from anvil_mux.sim.simulate import Arrival, Engines, Outcome, Unloading, check, simulate
@@ -209,3 +212,10 @@ def test_drawn_worlds_with_homes_break_no_invariant():
         assert all(each.model in "ab" for each in homes), seed
         came_back += len(homes)
     assert came_back > 40
+
+
+def test_while_anvil_mux_is_paused_it_stays_away():
+    scheduler = Scheduler(Config((HOME,)), lambda event: None, Costs(), Footprints())
+    scheduler.paused(0.0)
+    assert not scheduler.time_passed(1000.0).steps
+    assert [step.backend for step in scheduler.resumed(1001.0).steps] == ["home"]
