@@ -38,10 +38,9 @@ MUTANTS = {
     ),
     "leases are counted, not identified": (
         "group",
-        "since = slot.holders.pop(ticket, None) if slot else None\n",
-        "since = slot.holders.pop(ticket, None) if slot else None\n"
-        "        if slot and slot.holders and since is None:\n"
-        "            since = slot.holders.popitem()[1]\n",
+        "        if slot is None or ticket not in slot.holders:\n            return False\n",
+        "        if slot is None or not slot.holders:\n            return False\n"
+        "        ticket = ticket if ticket in slot.holders else next(iter(slot.holders))\n",
     ),
     "only the first of a queue is admitted": (
         "admission",
