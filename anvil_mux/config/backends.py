@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from anvil_mux.config import composing, interpolate, service, settings
+from anvil_mux.config import composing, elsewhere, interpolate, service, settings
 from anvil_mux.config.candidates import HostChoice, Need, Places, as_name
 from anvil_mux.config.composing import ComposedFiles, Place
 from anvil_mux.config.config import LABEL, SERVICE_NAME, WAYS, Backend, Judge, Service, WantedHosts
@@ -103,6 +103,11 @@ class BackendReader:
 
     def _backends(self, name: str, described: Description, given: dict[str, Any]) -> Iterator[Backend]:
         _check_service(name, described)
+        if given.get("url"):
+            yield self._elsewhere(name, described, given)
+            return
+        for key in [key for key in elsewhere.NEED_URL if key in given]:
+            self._problems.add(("services", name, "x-anvil", key), "needs url beside it")
         if self._around.plain and "env_file" in described:
             self._problems.add(("services", name, "env_file"), interpolate.NEED_COMPOSE)
         hosts, count, most = (given.pop(key, None) for key in ("host", "gpu_count", "most"))
@@ -137,6 +142,41 @@ class BackendReader:
             )
         as_written = partial(self._is_as_written, described, count=count, need=need)
         yield from self._placed(template, described, variables, candidates, as_written)
+
+    def _elsewhere(self, name: str, described: Description, given: dict[str, Any]) -> Backend:
+        """The backend of a service that somebody else runs."""
+        key, variables = ("services", name, "x-anvil"), service.environment(described, self._around.variables)
+        said = {*(described.get("x-anvil") or ()), *service.labels(described, LABEL)}
+        for setting in sorted(elsewhere.OF_ENGINES & said):
+            self._problems.add((*key, setting), "says nothing about a server elsewhere (url): leave it out")
+            for filled in (setting, *SERVICE_SETTINGS[setting].fields_of(setting)):
+                given.pop(filled, None)
+        if service.copies(described) > 1:
+            raise ValueError("is scaled, and its url names one server")
+        secret = ""
+        if named := given.get("api_key_env"):
+            try:
+                secret = elsewhere.key_of(named, {**self._around.variables, **variables})
+            except ValueError as error:
+                self._problems.add((*key, "api_key_env"), str(error))
+        if file := given.get("ca_file"):
+            given["ca_file"] = os.path.abspath(self._around.folder / file)
+            try:
+                elsewhere.trust(given["ca_file"])
+            except OSError as error:
+                self._problems.add((*key, "ca_file"), f"{given['ca_file']} cannot be used: {error}")
+        model = given.pop("model", settings.TEXT.read(name))
+        given["aliases"] = tuple(alias for alias in given.get("aliases", ()) if alias != model)
+        compose = not self._around.process
+        self._warn(
+            name,
+            elsewhere.bites(
+                given["url"], key=secret, compose=compose, profiles=service.profiles(described)
+            ),
+        )
+        self.ports[name] = set()
+        made = Service(profiles=service.profiles(described), key=secret, digest=elsewhere.DIGEST)
+        return Backend(name, model, service=made, **given)
 
     def _check_choice(
         self,

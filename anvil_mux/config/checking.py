@@ -10,7 +10,7 @@ from collections.abc import Container, Mapping, Sequence, Set
 from itertools import combinations
 from typing import Any
 
-from anvil_mux.config import any_of, settings
+from anvil_mux.config import any_of, fallback, settings
 from anvil_mux.config.config import (
     DEFAULT_ROUTING,
     EITHER,
@@ -64,6 +64,8 @@ class Checks:
         self._check_names()
         self._check_any_of()
         self._check_homes()
+        self._check_elsewhere()
+        self._check_fallbacks()
         self._check_room()
         self._check_ports()
         self._check_waits()
@@ -175,6 +177,34 @@ class Checks:
                     self._problems.add(
                         key, f"{other.name} is at home on GPU {gpu} too, and both do not fit: one of them"
                     )
+
+    def _check_elsewhere(self) -> None:
+        served = Counter(backend.model for backend in self._backends)
+        for backend in self._backends:
+            if backend.url and served[backend.model] > 1:
+                self._problems.add(
+                    self._key(backend, "x-anvil", "url"),
+                    f"{backend.model} has other services: give this one a name of its own, x-anvil: "
+                    "{model: ...}, and name that in the fallback of the others",
+                )
+
+    def _check_fallbacks(self) -> None:
+        names = {name: each.model for each in self._backends for name in (*each.aliases, each.model)}
+        own = {each.model: each.fallback for each in self._backends if each.fallback}
+        first: dict[str, Backend] = {}
+        for backend in self._backends:
+            key = self._key(backend, "x-anvil", "fallback")
+            before = first.setdefault(backend.model, backend)
+            if (before.fallback, before.fallback_after) != (backend.fallback, backend.fallback_after):
+                self._problems.add(
+                    key, f"differs from that of {before.name}, a replica of the same model: say the same"
+                )
+            for name in backend.fallback:
+                if name not in names:
+                    hint = settings.nearest(name, names)
+                    self._problems.add(key, f"no service serves {name}; {hint}")
+            if before is backend and (way := fallback.circle(backend.model, names, own)):
+                self._problems.add(key, f"leads back to where it began: {' -> '.join(way)}")
 
     def _check_room(self) -> None:
         users: dict[str, list[Backend]] = {name: [] for name in self._gpus}

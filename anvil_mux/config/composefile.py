@@ -103,6 +103,8 @@ def _composed(file: Path, answer: Done) -> Content:
             said.append(line.strip())
     if answer.code:
         why = " ".join(said) or f"exit status {answer.code}"
+        if "neither an image nor a build" in why:
+            why += " (a server elsewhere, x-anvil: {url: ...}, needs `image: scratch` and `profiles`)"
         raise ConfigError([f"{file}: docker compose config: {why}"])
     # It prints every $ that stands for itself as $$.
     content = yaml.load(answer.out.replace("$$", "$"), interpolate.Loader) or {}

@@ -100,12 +100,16 @@ class Service:
     profiles: tuple[str, ...] = ()
     user: str = ""
     """The user of its processes, as the compose file has it; empty: the image's, or ours."""
+    key: str = field(default="", repr=False)
+    """The key that a server elsewhere asks for, from the variable that ``api_key_env`` names."""
     digest: str = field(default="", compare=False)
     """A digest of the whole description, as it was read."""
 
     @property
     def api_key(self) -> str | None:
-        """The key that its own command or environment makes the engine ask for."""
+        """The key that its own command or environment makes the engine ask for, or the server elsewhere."""
+        if self.key:
+            return self.key
         environment = dict(self.environment)
         keys = (
             *service.flag_values(self.command, "--api-key"),
@@ -196,6 +200,16 @@ class Backend:
     """How many requests it is given at once; more are queued. None: as many as come."""
     checkpoint_anyway: bool = False
     """Whether it may be checkpointed although it holds several GPUs."""
+    url: str = ""
+    """The base URL of the server elsewhere that answers for it; "": it is an engine that we load."""
+    api_key_env: str = ""
+    """The variable that holds the key for that server."""
+    ca_file: str = ""
+    """The absolute path of the file with the certificates that it is trusted by; "": the system's."""
+    fallback: tuple[str, ...] = ()
+    """The models that answer when this one cannot, the first of them that can."""
+    fallback_after: float | None = None
+    """Seconds that a request waits before they are tried; None: as long as any request."""
     service: Service = Service()
 
     @property

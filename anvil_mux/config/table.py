@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from anvil_mux.config import any_of, hooks, service, settings, shapes
+from anvil_mux.config import any_of, elsewhere, fallback, hooks, service, settings, shapes
 from anvil_mux.config.config import (
     ANY_HOST,
     DEFAULT_ROUTING,
@@ -406,6 +406,19 @@ SERVICE_SETTINGS: dict[str, Setting] = {
     ),
     "checkpoint_anyway": _steers(
         settings.FLAG, "Checkpoint it although it holds several GPUs, from which engines often do not return."
+    ),
+    "url": _replaces(
+        ValueKind("http(s)://HOST[:PORT][/PATH]", elsewhere.read_url),
+        "The base URL of a server that somebody else runs, which answers for this model (see elsewhere.md).",
+    ),
+    "api_key_env": _replaces(TEXT, "The variable, here or in .env, with the key that the server asks for."),
+    "ca_file": _replaces(
+        TEXT, "A file of certificates that the server is trusted by; by default the system's."
+    ),
+    "fallback": _live(
+        ValueKind("list of models, or {models, after}", fallback.read),
+        "Other models that answer when this one cannot, or not within `after` (see elsewhere.md).",
+        fills=("fallback", "fallback_after"),
     ),
 }
 """The settings in ``x-anvil`` on a service, which fill ``Backend``."""
