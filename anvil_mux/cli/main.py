@@ -312,7 +312,7 @@ def _check(given: argparse.Namespace) -> int:
     config = configuration(given.files, here=True, hosts=cluster.machines() if cluster else {})
     keyring, _ = secrets(config)
     known = _learned(config)
-    warnings = [*config.warnings, *_slow_loads(config, known), *_missing_images(config)]
+    warnings = [*config.warnings, *_slow_loads(config, known), *_engine_lacks(config)]
     warnings += check.missing_rights(HostConfig.of(config))
     warnings += filter(None, [open_address(config, keyring)])
     hints, found = [*gpus.vram_to_declare(config, known)], check.gpus_by_vendor()
@@ -417,13 +417,14 @@ def _slow_loads(config: Config, known: Known) -> list[str]:
     ]
 
 
-def _missing_images(config: Config) -> list[str]:
-    """A warning for each image that Docker does not have."""
+def _engine_lacks(config: Config) -> list[str]:
+    """A warning for each image that Docker does not have, and for what it cannot do."""
     from anvil_mux.host import check
     from anvil_mux.host.seam import HostConfig
 
     try:
-        return check.missing_images(HostConfig.of(config))
+        here = HostConfig.of(config)
+        return [*check.missing_images(here), *check.engine_limits(here)]
     except MuxError as error:
         say(f"note: images were not looked for: {error.message}")
         return []

@@ -310,7 +310,11 @@ def local_host(
 def _lacks(config: HostConfig) -> list[str]:
     """Say what this host lacks for a configuration, which changes nothing."""
     try:
-        return [*check.missing_images(config), *check.missing_rights(config)]
+        return [
+            *check.missing_images(config),
+            *check.engine_limits(config),
+            *check.missing_rights(config),
+        ]
     except MuxError as error:
         return [error.message]
 

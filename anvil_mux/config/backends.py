@@ -265,6 +265,7 @@ class BackendReader:
             working_dir=folder,
             profiles=service.profiles(described),
             user=str(described.get("user") or ""),
+            gpus_by=service.gpus_by(described),
             digest=service.digest(described, LABEL),
         )
 

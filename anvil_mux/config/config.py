@@ -102,6 +102,8 @@ class Service:
     """The user of its processes, as the compose file has it; empty: the image's, or ours."""
     key: str = field(default="", repr=False)
     """The key that a server elsewhere asks for, from the variable that ``api_key_env`` names."""
+    gpus_by: str = ""
+    """The way by which it reserves GPUs: cdi, reservation, or "" where it has none or another way."""
     digest: str = field(default="", compare=False)
     """A digest of the whole description, as it was read."""
 

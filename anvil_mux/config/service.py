@@ -225,6 +225,13 @@ def others_gpus(service: RawService, variables: Mapping[str, str]) -> devices.Gi
     return found if is_rocm or gpus(service, variables) is None else None
 
 
+def gpus_by(service: RawService) -> str:
+    """The way by which it reserves GPUs: ``cdi``, ``reservation``, or "" where it has none or another way."""
+    if any(_cdi(service)):
+        return "cdi"
+    return "reservation" if any(True for _ in gpu_requests(service)) else ""
+
+
 def sees_only(gpus: Sequence[str]) -> dict[str, str]:
     """The variables that show a process these GPUs alone, counted as the monitoring counts them."""
     if any(map(devices.vendor_of, gpus)):

@@ -63,6 +63,15 @@ def missing_images(config: HostConfig) -> list[str]:
     return containers.missing_images(config.backends)
 
 
+def engine_limits(config: HostConfig) -> list[str]:
+    """A warning for what the container engine cannot do; BackendError if it cannot be asked."""
+    if config.runtime != "compose":
+        return []
+    from anvil_mux.host import containers
+
+    return containers.engine_limits(config.backends)
+
+
 def missing_rights(config: HostConfig) -> list[str]:
     """A warning for each right that a checkpoint needs, and whoever runs this has not."""
     backends = [backend for backend in config.backends if "checkpoint" in backend.evict_to]

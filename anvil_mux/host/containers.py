@@ -27,7 +27,7 @@ from anvil_mux.errors import BackendError, LoadError, MuxError
 from anvil_mux.host import compose, gpu
 from anvil_mux.host.container import ALIVE, HALF_REMOVED, Container, base_url, how_it_ended
 from anvil_mux.host.deaths import Deaths
-from anvil_mux.host.docker import ContainerEngine, DockerRefused, Missing
+from anvil_mux.host.docker import About, ContainerEngine, DockerRefused, Missing
 from anvil_mux.host.endpoint import find_endpoint
 from anvil_mux.host.engine import listen_port
 from anvil_mux.host.project import Project
@@ -39,6 +39,8 @@ LOG_MARGIN = 2.0
 """Docker notes the start of a container a moment after it may have printed its first lines."""
 COMPOSED = "compose.yaml"
 """The file in the state folder with the services that are described anew for this host or its GPUs."""
+PODMAN_CDI = (5, 4)
+"""The release of Podman from which on it has GPUs for what Compose makes, if they are asked for by CDI."""
 STOPS_TIMEOUT = 60.0
 """How long a start waits for stops that an anvil-mux before it has asked for."""
 
@@ -325,6 +327,33 @@ def missing_images(backends: Iterable[Backend], env: Mapping[str, str] | None = 
         for image, name in images.items()
         if not engine.has_image(image)
     ]
+
+
+def engine_limits(backends: Iterable[Backend], env: Mapping[str, str] | None = None) -> list[str]:
+    """A line for each thing that backends want and the engine cannot do; BackendError if it is away."""
+    about = ContainerEngine(find_endpoint(os.environ if env is None else env)).about()
+    lacking: dict[str, dict[str, None]] = {}
+    for backend in backends:
+        for what in _lacks(backend, about):
+            lacking.setdefault(what, {})[backend.service_name] = None
+    return [f"{', '.join(names)}: {what}" for what, names in lacking.items()]
+
+
+def _lacks(backend: Backend, about: About) -> Iterator[str]:
+    frozen = [way for way in backend.evict_to if way in ("freeze", "checkpoint")]
+    if frozen and about.rootless and about.cgroup == "1":
+        yield (
+            f"{' and '.join(frozen)} cannot work: an engine without root freezes nothing on cgroup v1, so it "
+            "is stopped; boot with cgroup v2 (systemd.unified_cgroup_hierarchy=1)"
+        )
+    if not about.podman:
+        return
+    if backend.service.gpus_by == "reservation":
+        ids = ", ".join(f"nvidia.com/gpu={id}" for id in backend.gpus) or "nvidia.com/gpu=all"
+        yield f"Podman gives no GPU for a reservation, and says nothing: write devices: [{ids}] (CDI) instead"
+    if backend.service.gpus_by == "cdi" and about.release < PODMAN_CDI:
+        newer = ".".join(map(str, PODMAN_CDI))
+        yield f"Podman {about.podman} takes no GPU of CDI from Compose; {newer} does, with Compose 2.30"
 
 
 def user_of(backend: Backend, env: Mapping[str, str]) -> int | None:

@@ -23,6 +23,7 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -62,6 +63,24 @@ class Conflict(DockerRefused):
 
 
 REFUSALS: dict[int, type[DockerRefused]] = {404: Missing, 409: Conflict}
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """An engine, as it describes itself."""
+
+    podman: str = ""
+    """Podman's version; "": it is Docker."""
+    rootless: bool = False
+    """Whether it runs as a user other than root."""
+    cgroup: str = ""
+    """The version of the cgroups, where it says it."""
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """Podman's version, as far as it is numbers."""
+        found = re.match(r"\d+(\.\d+)*", self.podman)
+        return tuple(map(int, found[0].split("."))) if found else ()
 
 
 class Stream:
@@ -158,6 +177,13 @@ class ContainerEngine:
     def runtimes(self) -> list[str]:
         """The low-level runtimes that it knows, such as runc and nvidia."""
         return list(self._json("/info").get("Runtimes") or ())
+
+    def about(self) -> About:
+        """Ask the engine which one it is, and how it runs."""
+        said = self._json("/info")
+        rootless = bool(said.get("Rootless")) or "name=rootless" in (said.get("SecurityOptions") or ())
+        version = str(said.get("ServerVersion") or "") if self._is_podman else ""
+        return About(version, rootless, str(said.get("CgroupVersion") or ""))
 
     def ping(self) -> None:
         """Raise Unreachable if the engine does not answer."""

@@ -359,6 +359,20 @@ def test_the_engines_own_name_for_the_model(tmp_path: Path, said: str, expected:
     assert plain(tmp_path, f"services: {{a: {{{said}, x-anvil: {{}}}}}}").backends[0].served_model == expected
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("gpus: all", "reservation"),
+        ("deploy: {resources: {reservations: {devices: [{capabilities: [gpu]}]}}}", "reservation"),
+        ("devices: ['nvidia.com/gpu=0']", "cdi"),
+        ("runtime: nvidia", ""),
+        ("devices: [/dev/dri]", ""),
+    ],
+)
+def test_the_way_by_which_gpus_are_reserved(tmp_path: Path, said: str, expected: str) -> None:
+    assert one(tmp_path, said, 'x-anvil: {gpus: ["0"]}').service.gpus_by == expected
+
+
 def test_the_service_as_the_runtimes_need_it(tmp_path: Path) -> None:
     text = """
         x-anvil: {runtime: process}

@@ -10,7 +10,7 @@ import queue
 import re
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
@@ -60,6 +60,8 @@ class Docker:
     has_compose: bool = True
     version: str = "1.41"
     podman: bool = False
+    said: Mapping[str, object] = field(default_factory=dict)
+    """More of what it says of itself."""
     scale: int = 1
     changed: bool = False
     """The description of the services, since their containers were made."""
@@ -170,7 +172,7 @@ class Docker:
         return (200, {}) if name in self.images else (404, f"no such image: {name}")
 
     def do_info(self, _: str) -> Answer:
-        return 200, {"Runtimes": {name: {} for name in self.runtimes}}
+        return 200, {"Runtimes": {name: {} for name in self.runtimes}, **self.said}
 
     def do_start(self, id: str) -> Answer:
         match self.state(id)["Status"]:

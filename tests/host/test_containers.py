@@ -17,7 +17,7 @@ from anvil_mux.command import Done
 from anvil_mux.config.config import Backend, Service
 from anvil_mux.errors import BackendError, LoadError
 from anvil_mux.host import containers
-from anvil_mux.host.containers import ContainerRuntime, missing_images, user_of
+from anvil_mux.host.containers import ContainerRuntime, engine_limits, missing_images, user_of
 from anvil_mux.host.runtime import NotBegun
 from anvil_mux.host.seam import HostConfig
 from tests.host.conftest import runtime_at
@@ -545,6 +545,42 @@ def test_images_that_are_missing_are_listed(docker: Docker):
     docker.fails["image"] = [(500, "broken")]
     with pytest.raises(BackendError, match="500"):
         missing_images([A], env)
+
+
+FROZEN = replace(A, evict_to=("freeze", "stop"))
+RESERVING = replace(A, gpus=("0", "1"), service=replace(A.service, gpus_by="reservation"))
+BY_CDI = replace(A, gpus=("0",), service=replace(A.service, gpus_by="cdi"))
+PODMAN = {"Rootless": True, "CgroupVersion": "1", "ServerVersion": "4.3.1"}
+
+
+@pytest.mark.parametrize(
+    ("podman", "said", "backend", "limits"),
+    [
+        (True, PODMAN, FROZEN, ["a: freeze cannot work"]),
+        (True, {**PODMAN, "CgroupVersion": "2"}, FROZEN, []),
+        (True, {**PODMAN, "Rootless": False}, FROZEN, []),
+        (
+            False,
+            {"SecurityOptions": ["name=rootless"], "CgroupVersion": "1"},
+            FROZEN,
+            ["a: freeze cannot work"],
+        ),
+        (False, {"SecurityOptions": ["name=seccomp"], "CgroupVersion": "1"}, FROZEN, []),
+        (True, PODMAN, A, []),
+        (True, PODMAN, RESERVING, ["write devices: [nvidia.com/gpu=0, nvidia.com/gpu=1] (CDI) instead"]),
+        (False, {"ServerVersion": "28.0"}, RESERVING, []),
+        (True, PODMAN, BY_CDI, ["a: Podman 4.3.1 takes no GPU of CDI from Compose; 5.4 does"]),
+        (True, {"ServerVersion": "5.4.0-dev"}, BY_CDI, []),
+        (True, {"ServerVersion": "5.10.2"}, BY_CDI, []),
+    ],
+)
+def test_what_an_engine_cannot_do_is_listed(
+    docker: Docker, podman: bool, said: dict[str, object], backend: Backend, limits: Sequence[str]
+) -> None:
+    docker.podman, docker.said = podman, said
+    found = engine_limits([backend], {"DOCKER_HOST": docker.host})
+    assert len(found) == len(limits)
+    assert all(limit in each for limit, each in zip(limits, found, strict=True)), found
 
 
 @pytest.mark.parametrize(
