@@ -50,11 +50,9 @@ def run(given: argparse.Namespace) -> int:
 
 def _llama_swap(given: argparse.Namespace) -> Written:
     from anvil_mux.config import interpolate
-    from anvil_mux.config.table import SERVICE_SETTINGS, SETTINGS
     from anvil_mux.importing import llama_swap
 
-    known = {*SETTINGS, *SERVICE_SETTINGS}
-    return llama_swap.translate(interpolate.read(Path(given.file)), known=known, gpus=_gpus_here())
+    return llama_swap.translate(interpolate.read(Path(given.file)), gpus=_gpus_here())
 
 
 def _ollama(given: argparse.Namespace) -> Written:

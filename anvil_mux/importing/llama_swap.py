@@ -8,7 +8,7 @@ table. llama-swap does not look at keys that it does not know, so here they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from anvil_mux.config.interpolate import Document, KeyPath
@@ -30,20 +30,19 @@ PRIORITIES = (-100, 100)
 CUDA = "CUDA_VISIBLE_DEVICES"
 
 
-def translate(document: Document, *, known: Collection[str], gpus: Sequence[str] = ()) -> Written:
+def translate(document: Document, *, gpus: Sequence[str] = ()) -> Written:
     """Return the compose file for llama-swap's ``document``; ConfigError names what is wrong with it.
 
-    ``known``: the settings that there are, of services and at the top. ``gpus``: the GPUs of this machine.
+    ``gpus``: the GPUs of this machine.
     """
-    return _SwapFile(document, known, gpus).written()
+    return _SwapFile(document, gpus).written()
 
 
 class _SwapFile:
     """One file; problems are collected, and reported together."""
 
-    def __init__(self, document: Document, known: Collection[str], gpus: Sequence[str]) -> None:
+    def __init__(self, document: Document, gpus: Sequence[str]) -> None:
         self._document = document
-        self._known = known
         self._here = gpus
         self._problems: list[str] = []
         self._names: dict[str, str] = {}
@@ -110,7 +109,7 @@ class _SwapFile:
         def note(each: str, text: str) -> None:
             self.note((*key, each) if each else key, text, name)
 
-        model = SwapModel(name, key, filled, common=self.top, known=self._known, note=note)
+        model = SwapModel(name, key, filled, common=self.top, note=note)
         self.models[name] = model
         if not filled.get("cmd"):
             self._problem(key, "has no cmd")
@@ -326,7 +325,7 @@ def _selectors(file: _SwapFile, value: Any) -> None:
             file.note(key, "is left out: its first target is no model of the file.")
         elif strategy == "pin":
             file.models[targets[0]].call(name)
-        elif strategy == "warm" and "any_of" in file._known:
+        elif strategy == "warm":
             file.made.settings.setdefault("any_of", {})[name] = [t for t in targets if t in file.models]
         else:
             file.models[targets[0]].call(name)
@@ -341,7 +340,7 @@ def _peers(file: _SwapFile, value: Any) -> None:
     for peer, said in _entries(value):
         key = ("peers", peer)
         proxy = str(said.get("proxy") or "")
-        if "url" not in file._known or not proxy.startswith(("http://", "https://")):
+        if not proxy.startswith(("http://", "https://")):
             models = ", ".join(texts(said.get("models")))
             file.note(key, f"is left out, and with it {models}: anvil-mux cannot ask {plain(proxy)}.")
             continue
@@ -394,7 +393,7 @@ TOP_NOTES = {
     "logToStdout": "is left out: engines' output is in `anvil-mux logs MODEL`, messages on standard error.",
     "logRequests": "is left out: `serve --access-log` says where requests are logged.",
     "metricsMaxInMemory": "is left out: /metrics counts, and keeps no requests.",
-    "captureBuffer": "is left out: what a request and its answer held is not kept.",
+    "captureBuffer": "is left out: `capture` keeps the last requests, so many and not so much.",
     "store": "is left out: anvil-mux keeps what it learns in its state folder.",
     "ui": "is left out: the page has nothing to set.",
     "performance": "is left out: GPUs are read all the time.",

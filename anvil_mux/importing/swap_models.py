@@ -35,8 +35,6 @@ class SwapModel:
     """Key -> value, its macros replaced."""
     common: Mapping[str, Any]
     """The settings of the whole file."""
-    known: Collection[str]
-    """The settings that a service may have."""
     note: Callable[[str, str], None]
     words: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
@@ -228,11 +226,8 @@ def _by_id(model: SwapModel, said: Mapping[str, Any]) -> None:
         found = _fields(model, f"setParamsByID: {name}", fields)
         if name == model.id:
             model.settings["set"] = {**model.settings.get("set", {}), **found}
-        elif "presets" in model.known:
-            model.settings.setdefault("presets", {})[name] = {"set": found}
         else:
-            model.call(name)
-            model.note("filters", f"setParamsByID: {name} is a name of the model, without these parameters.")
+            model.settings.setdefault("presets", {})[name] = {"set": found}
 
 
 KEYS: dict[str, Callable[[SwapModel, Any], None]] = {

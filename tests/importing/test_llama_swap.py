@@ -18,15 +18,12 @@ from anvil_mux.importing.written import Written
 from anvil_mux.plugins import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-ELSEWHERE = ("presets", "url", "any_of")
 
 
-def translated(
-    folder: Path, text: str, known: Collection[str] = (), gpus: Collection[str] = ("0",)
-) -> Written:
+def translated(folder: Path, text: str, gpus: Collection[str] = ("0",)) -> Written:
     file = folder / "config.yaml"
     file.write_text(text)
-    return llama_swap.translate(interpolate.read(file), known=known, gpus=[*gpus])
+    return llama_swap.translate(interpolate.read(file), gpus=[*gpus])
 
 
 def checked(folder: Path, text: str, **environ: str) -> Config:
@@ -36,14 +33,14 @@ def checked(folder: Path, text: str, **environ: str) -> Config:
     return load([file], environ=environ, compose=None)
 
 
-def service(folder: Path, keys: str, top: str = "", known: Collection[str] = ()) -> dict[str, Any]:
+def service(folder: Path, keys: str, top: str = "") -> dict[str, Any]:
     """The service of a model m with these keys, in YAML flow."""
     text = f"{top}\nmodels: {{m: {{cmd: 'llama-server --port ${{PORT}}', {keys}}}}}"
-    return translated(folder, text, known).services["m"]
+    return translated(folder, text).services["m"]
 
 
-def settings(folder: Path, keys: str, top: str = "", known: Collection[str] = ()) -> dict[str, Any]:
-    found: dict[str, Any] = service(folder, keys, top, known)["x-anvil"]
+def settings(folder: Path, keys: str, top: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = service(folder, keys, top)["x-anvil"]
     return found
 
 
@@ -177,11 +174,12 @@ def test_variables_of_the_environment_say_on_which_gpu(tmp_path: Path) -> None:
     assert [backend.gpus for backend in checked(tmp_path, text).backends] == [("1",), ("0", "1")]
 
 
-def test_parameters_of_a_name_become_a_preset_where_there_are_such(tmp_path: Path) -> None:
+def test_parameters_of_a_name_become_a_preset(tmp_path: Path) -> None:
     keys = "filters: {setParams: {a: 1}, setParamsByID: {'${MODEL_ID}': {b: 2}, 'm:high': {c: 3}}}"
-    found = settings(tmp_path, keys, known=ELSEWHERE)
+    found = settings(tmp_path, keys)
     assert (found["set"], found["presets"]) == ({"a": 1, "b": 2}, {"m:high": {"set": {"c": 3}}})
-    assert settings(tmp_path, keys)["aliases"] == ["m:high"]
+    [backend] = checked(tmp_path, f"models: {{m: {{cmd: 's ${{PORT}}', {keys}}}}}").backends
+    assert [preset.name for preset in backend.presets] == ["m:high"]
 
 
 NO_COUNTERPART = [
@@ -194,7 +192,7 @@ NO_COUNTERPART = [
         "healthCheckTimeout: 9",
     ),
     *("proxy: 'http://localhost:1/v1'", "filters: {stripParams: stream}", "filters: {setParams: {'a?': 1}}"),
-    *("filters: {other: 1}", "filters: {setParamsByID: {x: {a: 1}}}", "concurrencyLimit: 4"),
+    *("filters: {other: 1}", "concurrencyLimit: 4"),
 ]
 
 
@@ -244,18 +242,18 @@ def test_a_load_that_takes_longer_than_requests_wait_makes_them_wait(tmp_path: P
 SELECTORS = """selectors:
   first: {strategy: pin, targets: [m, n]}
   warm: {strategy: warm, targets: [n, m, gone]}
+  spill: {strategy: spillover, targets: [n, m]}
   lost: {strategy: warm, targets: [gone]}
 models: {m: {cmd: 's ${PORT}'}, n: {cmd: 's ${PORT}'}}"""
 
 
 def test_a_selector_becomes_a_name(tmp_path: Path) -> None:
     made = translated(tmp_path, SELECTORS)
-    assert [each["x-anvil"]["aliases"] for each in made.services.values()] == [["first"], ["warm"]]
-    assert [note.about for note in made.notes] == ["selectors.warm", "selectors.lost"]
-
-
-def test_a_warm_selector_becomes_any_of_where_there_is_that(tmp_path: Path) -> None:
-    assert translated(tmp_path, SELECTORS, ELSEWHERE).settings["any_of"] == {"warm": ["n", "m"]}
+    assert made.services["m"]["x-anvil"]["aliases"] == ["first"]
+    assert made.settings["any_of"] == {"warm": ["n", "m"]}
+    assert notes(made)[0].startswith("selectors.spill: is a name of n alone, not of m")
+    assert [note.about for note in made.notes] == ["selectors.spill", "selectors.lost"]
+    assert checked(tmp_path, SELECTORS).backends
 
 
 PEERS = """peers:
@@ -269,15 +267,8 @@ PEERS = """peers:
 models: {m: {cmd: 's ${PORT}'}}"""
 
 
-def test_a_peer_is_a_note_where_nothing_can_be_elsewhere(tmp_path: Path) -> None:
-    made = translated(tmp_path, PEERS)
-    assert [note.about for note in made.notes] == ["peers.cloud", "peers.other", "peers.cat"]
-    assert "org/big, m" in made.notes[0].text
-    assert [*made.services] == ["m"]
-
-
 def test_a_peers_models_become_services_elsewhere(tmp_path: Path) -> None:
-    made = translated(tmp_path, PEERS, ELSEWHERE)
+    made = translated(tmp_path, PEERS)
     assert made.services["cloud-org-big"]["x-anvil"] == {
         "model": "cloud/org/big",
         "served_model": "org/big",
@@ -290,6 +281,8 @@ def test_a_peers_models_become_services_elsewhere(tmp_path: Path) -> None:
     assert "aliases" not in made.services["cloud-m"]["x-anvil"]
     assert [note.about for note in made.notes] == ["peers.other.apiKey", "peers.cat"]
     assert "secret" not in made.text()
+    config = checked(tmp_path, PEERS, CLOUD_KEY="k")
+    assert {each.model for each in config.backends} == {"m", "cloud/org/big", "cloud/m", "other/x"}
 
 
 # Containers
