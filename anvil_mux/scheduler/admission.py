@@ -220,7 +220,7 @@ class Admission:
         for ticket in [ticket for ticket in model.queue if ticket.rides]:
             self._state.changed()
             model.queue.leave(ticket)
-            self.fail(ticket, not_resident(model.name), now)
+            self.fail(ticket, not_resident(self._state, model.name, now), now)
             self._state.settled.append(ticket)
 
     def fail_all(self, error: MuxError, now: float) -> None:

@@ -116,7 +116,7 @@ class GpuGroup:
         ready = model.ready
         if not ready:
             if ticket.rides:
-                self.admission.fail(ticket, not_resident(model.name), now)
+                self.admission.fail(ticket, not_resident(state, model.name, now), now)
                 return False
             return self.admission.wait_for_load(model, ticket, now)
         if state.limited and ticket.leases and not model.takes(ticket.work.owner):

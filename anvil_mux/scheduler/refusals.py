@@ -131,8 +131,11 @@ def lack_of_memory(
     return None
 
 
-def not_resident(model: str) -> MuxError:
-    """The error of a request that may force no swap."""
+def not_resident(state: GroupState, model: str, now: float) -> MuxError:
+    """The error of a request that may force no swap: its model is not there, or nothing is."""
+    pause = state.hosts[0].pause
+    if pause.refuses:
+        return pause.error(now)
     return NothingResident(f"{model} is not resident, and this request may force no swap (swap: never).")
 
 

@@ -189,8 +189,12 @@ class Slot:
 
     @property
     def ttl(self) -> float | None:
-        """Idle seconds after which it is evicted although nobody needs its GPUs; None: never."""
-        return self.backend.ttl if self.keep_alive is None else self.keep_alive
+        """Idle seconds after which it is evicted although nobody needs its GPUs; None: never.
+
+        A home backend stays, whatever a request asked for: it would only come back.
+        """
+        own = self.keep_alive is None or self.backend.home
+        return self.backend.ttl if own else self.keep_alive
 
     @property
     def idle_until(self) -> float:

@@ -475,6 +475,12 @@ def test_limits_are_read_and_take_nothing_else_away() -> None:
     assert (found.requests, found.waiting, found.models, found.admin) == (8, 2, None, True)
 
 
+def test_a_key_that_forces_no_swap_has_its_name_and_all_else() -> None:
+    found = ring(f"{LIMITED} name=batch swap=never").of({b"x-api-key": LIMITED.encode()})
+    assert (found.swaps, found.name, found.models, found.admin) == (False, "batch", None, True)
+    assert ring(LIMITED).of({b"x-api-key": LIMITED.encode()}).swaps
+
+
 @pytest.mark.parametrize("said", ["requests=0", "waiting=", "requests=x", "requests=-1"])
 def test_a_limit_is_a_number_from_1_on(said: str) -> None:
     with pytest.raises(ConfigError, match="requests=, waiting= or swap=never"):

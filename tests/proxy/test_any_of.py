@@ -209,3 +209,18 @@ def test_one_that_waits_for_a_place_fails_once_its_model_makes_room(make_rig: Ca
     assert first.read().status == 200
     rig.other.next().send(JSON_OK)
     assert third.read().status == 200
+
+
+# While paused
+
+
+@pytest.mark.parametrize(("when_paused", "code"), [("refuse", "paused"), ("wait", "nothing_resident")])
+def test_who_may_force_no_swap_never_waits_for_the_end_of_a_pause(
+    make_rig: Callable[..., Rig], when_paused: str, code: str
+) -> None:
+    rig = make_rig(any_of=FIRST_A, when_paused=when_paused)
+    answered(rig, CHAT)
+    rig.mux.facts.paused(50.0)
+    status, error, answer = refused(rig, CHAT, NEVER)
+    assert (status, error["code"]) == (503, code)
+    assert answer.header(b"retry-after")

@@ -6,16 +6,16 @@ import random
 from dataclasses import replace
 from math import inf
 
+import pytest
+
 from anvil_mux.config.config import Config, Gpu
 from anvil_mux.errors import LoadError
 from anvil_mux.scheduler.causes import Cause
-from anvil_mux.scheduler.costs import Costs
-from anvil_mux.scheduler.footprint import Footprints
-from anvil_mux.scheduler.scheduler import Scheduler
 from anvil_mux.scheduler.status import model_state
-from anvil_mux.scheduler.steps import Load
+from anvil_mux.scheduler.steps import Cancel, Load
 from anvil_mux.sim.simulate import Arrival, Engines, Outcome, Unloading, check, simulate
 from tests.scheduler.test_group import Driver, backend
+from tests.scheduler.test_hosts import Fleet, on
 
 HOME, GUEST = backend("home", home=True), backend("guest")
 ENGINES = Engines({"home": 10.0, "guest": 10.0}, stop_seconds=1.0)
@@ -214,8 +214,63 @@ def test_drawn_worlds_with_homes_break_no_invariant():
     assert came_back > 40
 
 
-def test_while_anvil_mux_is_paused_it_stays_away():
-    scheduler = Scheduler(Config((HOME,)), lambda event: None, Costs(), Footprints())
-    scheduler.paused(0.0)
-    assert not scheduler.time_passed(1000.0).steps
-    assert [step.backend for step in scheduler.resumed(1001.0).steps] == ["home"]
+# Pauses, keep_alive, and memory of other processes
+
+
+def test_during_a_pause_it_stays_away_and_when_that_is_over_it_comes_back():
+    fleet = Fleet(on("", "home", home=True), on("", "guest"), home_after=20.0)
+    fleet.take(fleet.core.adopted("home", 0.0))
+    assert fleet.take(fleet.core.paused(1.0, 1000.0)) == ["evict home"]
+    assert fleet.evicted("home", 2.0) == []
+    assert fleet.last.ask_at == 1000.0
+    assert fleet.take(fleet.core.time_passed(500.0)) == []
+    assert fleet.take(fleet.core.time_passed(1000.0)) == ["load home"]
+
+
+@pytest.mark.parametrize("victim_is_there", [True, False])
+def test_a_pause_ends_its_return(victim_is_there):
+    """Neither what makes room for it, nor its own load, goes on."""
+    fleet = Fleet(on("", "home", home=True), on("", "guest"), home_after=20.0)
+    if victim_is_there:
+        fleet.take(fleet.core.adopted("guest", 0.0))
+        assert fleet.take(fleet.core.time_passed(20.0)) == ["evict guest"]
+        fleet.take(fleet.core.paused(20.5))
+        assert fleet.evicted("guest", 21.0) == []
+    else:
+        assert fleet.take(fleet.core.time_passed(0.0)) == ["load home"]
+        assert fleet.take(fleet.core.paused(20.5)) == ["cancel home"]
+        assert fleet.take(fleet.core.load_cancelled(fleet.step(Cancel, "home"), 21.0)) == []
+    assert fleet.take(fleet.core.time_passed(900.0)) == []
+    assert fleet.take(fleet.core.resumed(1000.0)) == ["load home"]
+
+
+def test_those_who_wait_for_the_end_of_a_pause_go_before_it():
+    fleet = Fleet(on("", "home", home=True), on("", "guest"), home_after=20.0, when_paused="wait")
+    fleet.take(fleet.core.adopted("home", 0.0))
+    fleet.take(fleet.core.paused(1.0))
+    fleet.evicted("home", 2.0)
+    fleet.request("guest", 3.0)
+    fleet.take(fleet.core.time_passed(500.0))
+    assert fleet.take(fleet.core.resumed(900.0)) == ["load guest"]
+
+
+def test_no_keep_alive_evicts_it():
+    driver = Driver(HOME, GUEST).with_resident("home")
+    driver.core.state.keep_alive(driver.core.slots["home"], 5.0)
+    assert (driver.steps(100.0), driver.state("home")) == ([], "ready")
+
+
+def test_the_keep_alive_of_another_does_not_keep_it_away():
+    driver = Driver(HOME, GUEST, home_after=20.0).with_resident("guest")
+    driver.core.state.keep_alive(driver.core.slots["guest"], inf)
+    assert (driver.steps(1.0), driver.until) == ([], 20.0)
+    assert driver.steps(20.0) == ["evict guest"]
+
+
+def test_nobody_is_evicted_for_it_where_other_programs_leave_less_than_it_held():
+    driver = Driver(HOME, GUEST, gpus=(Gpu("0", vram=24),), home_after=20.0).with_resident("guest")
+    driver.core.slots["home"].held_last = {"0": 20}
+    driver.core.memory_seen({"0": 6}, 1.0)
+    assert driver.steps(100.0) == []
+    driver.core.memory_seen({"0": 3}, 101.0)
+    assert driver.steps(101.0) == ["evict guest"]
