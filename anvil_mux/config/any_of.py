@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from anvil_mux.config import settings, shapes
 
+SWAPS = ("never", "allowed")
+"""Whether a name may force a swap."""
+
 
 class AnyOf(NamedTuple):
-    """The models that one name stands for."""
+    """The models, or presets of models, that one name stands for."""
 
     models: tuple[str, ...]
-    """The first that is resident serves; if none is, the first that can be loaded is."""
+    """Their names; the first that is resident serves; if none is, the first that can be loaded is."""
     swaps: bool = True
     """Whether one is loaded if none is resident."""
 
@@ -47,36 +50,40 @@ def _read_models(value: Any) -> tuple[str, ...]:
 
 
 def _read_swap(value: Any) -> str:
-    if value not in ("never", "allowed"):
+    if value not in SWAPS:
         raise ValueError(f"must be never or allowed, not {settings.show(value)}")
     return str(value)
 
 
-_MODELS = shapes.listed(settings.TEXT.shape)
-_SWAP = shapes.one_of(("never", "allowed"))
-_SHAPE = shapes.by_name(shapes.any_of(_MODELS, shapes.mapping({"models": _MODELS, "swap": _SWAP})))
-KIND = settings.ValueKind("{name: list of models, or {models, swap: never}}", _read, _SHAPE)
+_MODELS = settings.NAMES.shape
+KIND = settings.ValueKind(
+    "{name: list of models, or {models, swap: never}}",
+    _read,
+    shapes.by_name(shapes.any_of(_MODELS, shapes.mapping({"models": _MODELS, "swap": shapes.one_of(SWAPS)}))),
+)
 
 
-def check(
-    any_of: Mapping[str, AnyOf], names: Mapping[str, str], presets: Set[str]
-) -> Iterator[tuple[str, str]]:
-    """The names that cannot stand for what they say, and why; ``names``: name of a model -> the model."""
+def check(any_of: Mapping[str, AnyOf], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The names that cannot stand for what they say, and why.
+
+    ``names``: every name of a model, or of a preset -> the model.
+    """
     for name, each in any_of.items():
         if name in names:
             yield name, f"is a name of the model {names[name]} already: call it otherwise"
         for model in each.models:
             if model in any_of:
                 yield name, f"{model} stands for several models itself: name the models"
-            elif model in presets:
-                yield name, f"{model} is a preset of {names[model]}, not a model: name {names[model]}"
             elif model not in names:
                 yield name, f"no service serves {model}; {settings.nearest(model, names)}"
 
 
-def resolved(any_of: Mapping[str, AnyOf], names: Mapping[str, str]) -> dict[str, AnyOf]:
-    """The same, with models in place of their aliases, each once."""
+def resolved(any_of: Mapping[str, AnyOf], models: Mapping[str, str]) -> dict[str, AnyOf]:
+    """The same, with models in place of their aliases, each once; presets keep their names.
+
+    ``models``: alias, or the model's own name -> the model.
+    """
     return {
-        name: each._replace(models=tuple(dict.fromkeys(names[model] for model in each.models)))
+        name: each._replace(models=tuple(dict.fromkeys(models.get(model, model) for model in each.models)))
         for name, each in any_of.items()
     }

@@ -149,8 +149,7 @@ class Checks:
 
     def _check_any_of(self) -> None:
         names = {name: each.model for each in self._backends for name in each.names}
-        presets = {preset.name for each in self._backends for preset in each.presets}
-        for name, text in any_of.check(self._values.get("any_of", {}), names, presets):
+        for name, text in any_of.check(self._values.get("any_of", {}), names):
             self._problems.of_setting("any_of", text, name)
 
     def _check_homes(self) -> None:

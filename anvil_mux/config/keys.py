@@ -48,7 +48,7 @@ class Key:
     name: str = UNNAMED
     """The name by which its usage is counted, together with that of others of the same name."""
     models: frozenset[str] | None = None
-    """Ids or aliases of the models that it may use; None: all."""
+    """Names that it may use, of models and whatever else stands for models; None: all."""
     state: bool = True
     """Whether it sees the state of the whole: the status page and its stream, /healthz, /metrics, /why."""
     admin: bool = True

@@ -140,7 +140,7 @@ class _ConfigReader:
                 f"capture: what is asked and answered in the last {kept} requests is kept in memory, and "
                 "shown to whoever may change things"
             )
-        known = {name: each.model for each in backends for name in each.names}
+        known = {name: each.model for each in backends for name in (*each.aliases, each.model)}
         values["any_of"] = any_of.resolved(values.get("any_of", {}), known)
         return Config(
             tuple(backends),

@@ -87,22 +87,23 @@ class Overview:
         with self._lock:
             return bool(self._find(model)[1].ready)
 
-    def choose(self, models: Sequence[str]) -> str:
-        """The one of several models, in order of preference, that is to serve a request that comes now.
+    def choose(self, names: Sequence[str]) -> str:
+        """The one of several names, in order of preference, whose model is to serve a request that comes now.
 
         A resident one, if any with a place; else one that is coming; else the first that can be loaded.
         """
         with self._lock:
             now = self._clock.now()
-            found = [(name, self._layout.models[name]) for name in models if name in self._layout.models]
+            meant = [(name, self._shell.names.get(name, "")) for name in names]
+            found = [(name, self._layout.models[own]) for name, own in meant if own in self._layout.models]
             ready = [(name, model) for name, model in found if model.ready]
             best = [name for name, model in ready if model.takes()] + [name for name, _ in ready]
             best = best or [name for name, model in found if model.is_coming]
             for name, model in () if best else found:
-                state = self._layout.of_model[name].state
+                state = self._layout.of_model[model.name].state
                 if wait_estimate(state, model, now).verdict != "refused":
                     return name
-        return best[0] if best else models[0]
+        return best[0] if best else names[0]
 
     def residents(self) -> list[str]:
         """The models that are resident."""

@@ -39,13 +39,13 @@ class Entry(NamedTuple):
 
 
 class Named(NamedTuple):
-    """The models that a client's name stands for."""
+    """The meaning of a client's name: a model, or several of which any is to serve."""
 
-    models: tuple[str, ...]
+    model: str
     preset: str = ""
-    """The preset of it, if the name is one."""
-    is_choice: bool = False
-    """Whether it stands for several, in order of preference: for those that the key may use."""
+    """The preset of it that is meant, if one is."""
+    choices: tuple[str, ...] = ()
+    """The names of which any may be meant instead, in order of preference; (): there is no choice."""
     swaps: bool = True
     """Whether one of them is loaded if none is resident."""
 
@@ -135,45 +135,47 @@ class Access:
         return preset in key.models or not key.models.isdisjoint(names)
 
     def find(self, named: str | None, *, api: str, key: Key | None) -> Named:
-        """The model, or models, that a client's name stands for, or that serve those who name none."""
+        """The meaning of a client's name, or of none: ``default_model`` serves those."""
         name = named or self.config.default_model
         if name is None:
             raise BadRequest("the request must name a `model`", param="model")
-        if api == "ollama" and name not in self._models and name not in self.config.any_of:
-            name = name.removesuffix(ollama.LATEST)
-        if models := self.choices(name, key):
-            return Named(models, is_choice=True, swaps=self.config.any_of[name].swaps)
-        model = self._models.get(name)
-        preset = name if name in self._presets else ""
-        if model is None or not self.may_use(key, model, preset):
-            raise UnknownModel(named or name, self._usable(key))
-        return Named((model,), preset)
+        for each in (name, name.removesuffix(ollama.LATEST)) if api == "ollama" else (name,):
+            if each in self._models:
+                found = self.meant(each)
+                if self.may_use(key, found.model, found.preset):
+                    return found
+            elif choices := self.choices(each, key):
+                return self.meant(choices[0])._replace(choices=choices, swaps=self.config.any_of[each].swaps)
+        raise UnknownModel(name, self._usable(key))
+
+    def meant(self, name: str) -> Named:
+        """The meaning of a name of a model, or of a preset."""
+        return Named(self._models[name], name if name in self._presets else "")
 
     def find_one(self, named: str | None, *, api: str, key: Key | None) -> str:
-        """The model that a client's name stands for; BadRequest if it stands for several."""
+        """The one model that a client's name stands for; BadRequest if it stands for several."""
         found = self.find(named, api=api, key=key)
-        if found.is_choice:
+        if found.choices:
             text = f"{named or self.config.default_model} stands for several models: name one of them"
-            raise BadRequest(f"{text} ({', '.join(found.models)})", param="model")
-        return found.models[0]
+            raise BadRequest(f"{text} ({', '.join(found.choices)})", param="model")
+        return found.model
 
     def choices(self, name: str, key: Key | None) -> tuple[str, ...]:
-        """The models for which a name of ``any_of`` stands, as far as ``key`` may use them; () for none.
+        """The names for which a name of ``any_of`` stands, as far as ``key`` may use them; () for none.
 
         A key that names the name may use all of them by it.
         """
         found = self.config.any_of.get(name)
         if found is None or key is None or key.models is None or name in key.models:
             return found.models if found else ()
-        return tuple([model for model in found.models if self.may_use(key, model)])
+        return tuple([each for each in found.models if self.may_use(key, *self.meant(each)[:2])])
 
     def _usable(self, key: Key | None) -> list[str]:
-        """The models, then the presets, and then the names of several, that a key may use."""
+        """The models, then the presets, then the names for several, that a key may use."""
         models = [model for model in self._names if self.may_use(key, model)]
         presets = [name for name in self._models if name in self._presets]
-        choices = [name for name in self.config.any_of if self.choices(name, key)]
-        usable = [name for name in presets if self.may_use(key, self._models[name], name)]
-        return [*models, *usable, *choices]
+        models += [name for name in presets if self.may_use(key, self._models[name], name)]
+        return models + [name for name in self.config.any_of if self.choices(name, key)]
 
 
 def _may(key: Key, path: str) -> bool:

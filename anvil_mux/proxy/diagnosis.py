@@ -52,7 +52,7 @@ class Diagnosis:
     def why(self, asked: Asked, reply: Reply) -> None:
         name, query = _named(asked)
         choices = asked.access.choices(name, asked.key)
-        model = self._mux.overview.choose(choices) if choices else self._mux.resolve(name)
+        model = self._mux.resolve(self._mux.overview.choose(choices) if choices else name)
         tokens = query.get("tokens", ["0"])[-1]
         if not tokens.isdecimal():
             raise BadRequest("tokens must be a whole number", param="tokens")

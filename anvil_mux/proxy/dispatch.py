@@ -71,7 +71,7 @@ class Dispatcher:
         """Answers ``question`` from the engine of its model; MuxError if that comes to nothing."""
         target, translation = question.target, question.translation
         if target.choices:
-            reply.chosen = target.model
+            reply.chosen = target.preset or target.model
         if translation and translation.unloads:
             self._answer_and_unload(question, reply, record)
         elif not target.loads and not self._mux.overview.is_ready(target.model):
@@ -167,7 +167,7 @@ class Dispatcher:
     def _nothing_resident(self, question: Question) -> NothingResident:
         """The error of a request that may force no swap, with the models that are resident for its key."""
         asked, target = question.asked, question.target
-        wanted = " or ".join(target.choices or (target.model,))
+        wanted = " or ".join(target.choices or (target.preset or target.model,))
         ready = [name for name in self._mux.overview.residents() if asked.access.may_use(asked.key, name)]
         text = f"{wanted} is not resident, and this request may force no swap (swap: never)."
         there = f"Resident: {', '.join(ready)}." if ready else "No model is resident."

@@ -36,12 +36,10 @@ class Lists:
         for model, preset in offered:
             if name == preset or (not preset and name in (model.model, *model.aliases)):
                 return 200, JSON, json.dumps(self._entry(model, preset)).encode("ascii")
-        choices = self._choices(asked)
-        for entry in choices:
-            if entry["id"] == name:
-                return 200, JSON, json.dumps(entry).encode("ascii")
-        known = [preset or model.model for model, preset in offered]
-        raise UnknownModel(name, [*known, *(str(entry["id"]) for entry in choices)])
+        choices = {str(entry["id"]): entry for entry in self._choices(asked)}
+        if name in choices:
+            return 200, JSON, json.dumps(choices[name]).encode("ascii")
+        raise UnknownModel(name, [*(preset or model.model for model, preset in offered), *choices])
 
     def lmstudio_models(self, asked: Asked) -> Answer:
         states = {preset or model.model: model.offered_state for model, preset in self._offered(asked)}
@@ -79,10 +77,12 @@ class Lists:
 
     def _states(self, asked: Asked) -> dict[str, str]:
         """The names that stand for several models, and the state of the one that would serve now."""
-        any_of, found = asked.access.config.any_of, dict[str, str]()
+        access, found = asked.access, dict[str, str]()
+        any_of = access.config.any_of
         states = {m.model: m.offered_state for m in self._mux.overview.status().models} if any_of else {}
         for name in any_of:
-            own = [states[each] for each in asked.access.choices(name, asked.key) if each in states]
+            models = [access.meant(each).model for each in access.choices(name, asked.key)]
+            own = [states[model] for model in models if model in states]
             if own:
                 found[name] = "ready" if "ready" in own else own[0]
         return found

@@ -41,10 +41,10 @@ class Questions:
         return self._chosen(question) if question.target.choices else question
 
     def _chosen(self, question: Question) -> Question:
-        """The question for the one of several models that is to serve it, as things are at this moment."""
-        before = question.target
-        model = self._mux.overview.choose(before.choices)
-        found = _target(question.asked, Named((model,), is_choice=True), None)
+        """The question for the one of several names that is to serve it, as things are at this moment."""
+        asked, before = question.asked, question.target
+        name = self._mux.overview.choose(before.choices)
+        found = _target(asked, asked.access.meant(name))
         return replace(question, target=replace(found, rides=before.rides, choices=before.choices))
 
     def _read(self, asked: Asked, client: Client) -> Question:
@@ -79,7 +79,7 @@ class Questions:
         kept = self._stored.find(id, asked.key)
         if kept is None or (kept.model, kept.backend) not in self._ready():
             raise NotFound(f"There is no answer {id}: it was never given, or its engine was evicted since.")
-        found = _target(asked, Named((kept.model,)))
+        found = _target(asked, Named(kept.model))
         return Question(asked, found, _read(asked, client), owner=kept.backend)
 
     def _ready(self) -> list[tuple[str, str]]:
@@ -106,7 +106,7 @@ class Questions:
             if request.method == "GET" and not self._mux.overview.is_ready(model):
                 raise BadRequest(f"{model} is not loaded, and a GET does not load it", status=409)
             asked = replace(asked, route=api.Route("openai", "upstream", path=path))
-            return Question(asked, _target(asked, Named((model,))), _read(asked, client))
+            return Question(asked, _target(asked, Named(model)), _read(asked, client))
         raise _no_upstream(asked)
 
 
@@ -122,12 +122,12 @@ def target(asked: Asked, client: Client, named: str | None) -> Target:
 
 def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
     access, key, route = asked.access, asked.key, asked.route
-    model, preset = found.models[0], found.preset
+    model = found.model
     backend = access.only.get(model)
     unchanged = (
         backend is not None
         and (route.model_in, route.translated) == ("json", "")
-        and not preset
+        and not found.preset
         and named == (backend.served_model or model)
         and not (backend.strip or backend.set)
     )
@@ -138,9 +138,9 @@ def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
         explains=EXPLAIN in asked.request.fields,
         loads=naming.may_load(asked.request.query),
         unchanged_at=backend if unchanged else None,
-        preset=preset,
+        preset=found.preset,
         rides=_rides(asked.request) or not (found.swaps and (key is None or key.swaps)),
-        choices=found.models if found.is_choice else (),
+        choices=found.choices,
     )
 
 
@@ -153,7 +153,7 @@ def _rides(request: http1.Request) -> bool:
 
 
 def find(asked: Asked, named: str | None) -> Named:
-    """The model that a client's name stands for, or that serves those who name none; or any of several."""
+    """The meaning of a client's name, or of none."""
     return asked.access.find(named, api=asked.api, key=asked.key)
 
 

@@ -97,6 +97,7 @@ VALUES: list[Any] = [
     *("wait", {"x-think": {"set": {"temperature": 0.2}, "strip": ["n"], "system": "T"}}, {"x-law": "/l"}),
     *({"name": "debounce", "quiet": 2}, {"quiet": 2}, {"default": "mine", "policies": {"mine": {"x": 1}}}),
     *({"mode": "full", "store": "redis://h"}, {"mode": "half"}, {"store": "h:1"}, '{"temperature": 0}'),
+    *({"chat": ["a", "b"], "warm": {"models": "a", "swap": "never"}}, {"chat": "a"}),
     *({"url": "http://x", "on": ["failed"]}, [{"run": ["notify", "x"], "timeout": "5s"}], {"run": "x"}),
 ]
 
@@ -131,6 +132,8 @@ MISTAKES = [
     ("x-anvil", "listen", "localhost"),
     ("x-anvil", "preload", "maybe"),
     ("x-anvil", "cors", ["app.example"]),
+    ("x-anvil", "any_of", {"chat": {"models": ["a"], "swap": "no"}}),
+    ("x-anvil", "any_of", ["a"]),
     ("services", "port", 70000),
     ("services", "priority", 101),
     ("services", "vram", "lots"),

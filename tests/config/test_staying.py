@@ -102,7 +102,6 @@ def test_a_variable_may_hold_it(tmp_path: Path) -> None:
         ("chat: [qwem]", "compose.yaml:1: x-anvil.any_of.chat: no service serves qwem; did you mean qwen?"),
         ("qwen: [gemma]", "x-anvil.any_of.qwen: is a name of the model qwen already: call it otherwise"),
         ("q: [gemma]", "x-anvil.any_of.q: is a name of the model qwen already: call it otherwise"),
-        ("chat: [fast]", "x-anvil.any_of.chat: fast is a preset of gemma, not a model: name gemma"),
         ("fast: [qwen]", "x-anvil.any_of.fast: is a name of the model gemma already: call it otherwise"),
         ("a: [b], b: [qwen]", "x-anvil.any_of.a: b stands for several models itself: name the models"),
         ("a: [a]", "x-anvil.any_of.a: a stands for several models itself: name the models"),
@@ -120,3 +119,35 @@ def test_what_such_a_name_cannot_be_is_told(tmp_path: Path, said: str, problem: 
 def test_a_list_is_no_mapping_of_names(tmp_path: Path) -> None:
     text = "x-anvil: {any_of: [qwen]}\nservices: {qwen: {image: x, x-anvil: {}}}"
     assert any("x-anvil.any_of: must hold {name: [models]}" in each for each in problems(tmp_path, text))
+
+
+# Presets among them
+
+PRESETS = """x-anvil: {any_of: {%s}}
+services:
+  qwen: {image: x, x-anvil: {presets: {think: {set: {top_k: 1}}, fast: {set: {top_k: 2}}}}}
+  gemma: {image: x, x-anvil: {presets: {law: {system: Yes.}}}}
+"""
+
+
+def test_it_may_name_presets_which_keep_their_names(tmp_path: Path) -> None:
+    found = plain(tmp_path, PRESETS % "chat: [think, law, gemma]")
+    assert found.any_of == {"chat": AnyOf(("think", "law", "gemma"))}
+
+
+def test_who_names_no_model_may_get_a_preset_of_any(tmp_path: Path) -> None:
+    text = (PRESETS % "chat: [think, law]").replace("any_of", "default_model: chat, any_of", 1)
+    assert plain(tmp_path, text).default_model == "chat"
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ("chat: [thnk]", "x-anvil.any_of.chat: no service serves thnk; did you mean think?"),
+        ("law: [qwen]", "x-anvil.any_of.law: is a name of the model gemma already: call it otherwise"),
+    ],
+)
+def test_its_own_name_is_no_preset_and_presets_that_are_not_there_are_told(
+    tmp_path: Path, said: str, problem: str
+) -> None:
+    assert any(problem in each for each in problems(tmp_path, PRESETS % said))

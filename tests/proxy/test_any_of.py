@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend
 from anvil_mux.config.keys import Keyring, load
+from anvil_mux.config.presets import Preset
 from tests.fake_engine import JSON_OK, Answer, Rig
 
 CHAT = b'{"model":"chat"}'
@@ -209,6 +211,64 @@ def test_one_that_waits_for_a_place_fails_once_its_model_makes_room(make_rig: Ca
     assert first.read().status == 200
     rig.other.next().send(JSON_OK)
     assert third.read().status == 200
+
+
+# Presets among them
+
+THINK, FAST = Preset("think", set=(("top_k", "1"),)), Preset("fast", set=(("top_k", "2"),))
+LAW = Preset("law", system="Yes.")
+
+
+@pytest.fixture
+def preset_rig(make_rig: Callable[..., Rig]) -> Rig:
+    backends = replace(A, presets=(THINK, FAST)), replace(B, presets=(LAW,))
+    keyring = keys(
+        "key-of-all1 models=*", "key-of-fast models=fast", "key-of-chat models=chat", "key-of-law1 models=law"
+    )
+    return make_rig(backends=backends, any_of={"chat": AnyOf(("think", "law", "fast"))}, keys=keyring)
+
+
+def chosen(rig: Rig, key: bytes, model: str = "chat") -> tuple[dict[str, Any], bytes | None]:
+    """The engine's part of a question, and the name that answered it."""
+    client = rig.client()
+    client.post(
+        json.dumps({"model": model, "prompt": "x"}).encode(),
+        path=b"/v1/completions",
+        extra=b"Authorization: Bearer %b\r\n" % key,
+    )
+    got = (rig.other if rig.mux.overview.residents() == ["org/b"] else rig.engine).next()
+    got.send(JSON_OK)
+    answer = client.read()
+    assert answer.status == 200
+    return json.loads(got.body), answer.header(b"x-anvil-model")
+
+
+def test_the_first_name_whose_model_is_resident_says_under_which_preset(preset_rig: Rig) -> None:
+    assert chosen(preset_rig, b"key-of-all1") == ({"model": "a", "prompt": "x", "top_k": 1}, b"think")
+    assert chosen(preset_rig, b"key-of-fast") == ({"model": "a", "prompt": "x", "top_k": 2}, b"fast")
+    assert chosen(preset_rig, b"key-of-chat") == ({"model": "a", "prompt": "x", "top_k": 1}, b"think")
+    assert chosen(preset_rig, b"key-of-all1", "fast")[1] is None
+    records = [preset_rig.events.record(count) for count in (1, 2, 3)]
+    assert [(each.model, each.preset) for each in records] == [("a", "think"), ("a", "fast"), ("a", "think")]
+    assert len(preset_rig.events.of("loading")) == 1
+
+
+def test_it_is_told_by_the_names_of_the_presets(preset_rig: Rig) -> None:
+    client, head = preset_rig.client(), b"Authorization: Bearer key-of-law1\r\n"
+    listed = json.loads(client.get(b"/v1/models", extra=head).body)["data"]
+    assert [each["id"] for each in listed] == ["law", "chat"]
+    client.post(b'{"model":"chat"}', extra=head + NEVER)
+    assert json.loads(client.read().body)["error"]["message"].startswith("law is not resident")
+    client.post(b'{"model":"chatt"}', extra=head)
+    assert json.loads(client.read().body)["error"]["message"].endswith("Known models: chat, law.")
+    told = preset_rig.handler.probes.state()["any_of"]
+    assert told == {"chat": {"models": ["think", "law", "fast"], "swap": "allowed", "serves": "think"}}
+
+
+def test_ollamas_clients_are_told_of_it_like_of_a_model(preset_rig: Rig) -> None:
+    client = preset_rig.client()
+    client.post(CHAT, path=b"/api/show", extra=b"Authorization: Bearer key-of-all1\r\n")
+    assert client.read().status == 200
 
 
 # While paused

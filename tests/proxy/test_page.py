@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
+from anvil_mux.config.any_of import AnyOf
 from anvil_mux.config.config import Backend
 from tests.chromium import PROGRAM, Chromium
 from tests.cli.test_cli import compose
-from tests.fake_engine import Rig
+from tests.fake_engine import JSON_OK, Rig
 from tests.running import Running, serving
 
 pytestmark = [
@@ -549,6 +550,21 @@ def test_a_model_is_tried_as_it_comes_and_all_at_once(mux: Running, page: Chromi
     page.ask("document.getElementById('try-send').click()")
     page.wait(f"/ in /.test({told}) && !document.getElementById('try-send').disabled")
     assert page.ask(f"{answer}.textContent") == streamed
+
+
+def test_a_name_for_several_models_is_shown_and_can_be_tried(
+    make_rig: Callable[..., Rig], opened: Callable[[Rig], Chromium]
+) -> None:
+    rig = make_rig(any_of={"chat": AnyOf(("org/b", "a"))})
+    rig.mux.facts.adopt({"a": rig.engine.url})
+    page = opened(rig)
+    page.wait("document.getElementById('choices').textContent === 'chat: any of org/b, a; now a'")
+    page.ask("document.getElementById('try-text').value = 'x', null")
+    page.ask("document.getElementById('try-model').value = 'chat', null")
+    page.ask("document.getElementById('try-send').click()")
+    asked = rig.engine.next()
+    assert json.loads(asked.body)["model"] == "a"
+    asked.send(JSON_OK)
 
 
 def test_what_is_wrong_with_a_try_is_said(
