@@ -226,6 +226,19 @@ class HostUnavailable(MuxError):
     retry_after = 30.0
 
 
+class CircuitOpen(MuxError):
+    """A server elsewhere has failed several times in a row, or asked for a pause; it is not asked for now."""
+
+    status, code = 503, "circuit_open"
+    retry_after = 5.0
+
+
+class FellBack(MuxError):
+    """A request left its queue for the fallback of its model; its client sees the fallback's answer."""
+
+    status, code = 503, "fell_back"
+
+
 class BackendError(MuxError):
     """An engine or its container failed us: unreachable, gone in mid-answer, or impossible to stop."""
 

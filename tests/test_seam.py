@@ -26,13 +26,14 @@ TOUCHES = """
 ALLOWED = {
     "multiplexer": {"host.seam", "host.hosts"},
     "telemetry": {"host.seam"},
-    "proxy": {"host.seam", "host.engine"},
+    "proxy": {"host.seam", "host.engine", "host.elsewhere"},
     "cluster": {"host.seam", "host.local", "host.visit", "host.check"},
-    "serve": {"host.seam", "host.local", "host.hosts"},
-    "cli": {"host.seam", "host.local", "host.engine", "host.check", "host.byhand"},
+    "serve": {"host.seam", "host.local", "host.hosts", "host.elsewhere"},
+    "cli": {"host.seam", "host.local", "host.engine", "host.check", "host.byhand", "host.elsewhere"},
 }
 """Package -> the modules of host/ that it may use. ``engine`` has what differs between engines, as paths;
-``local`` opens the host, and ``check`` and ``byhand`` are for commands on the same machine."""
+``local`` opens the host, ``elsewhere`` asks servers that are on none, and ``check`` and ``byhand`` are for
+commands on the same machine."""
 
 OUTSIDE = sorted(module for module in MODULES if package(module) != "host")
 ITS_OWN = {"proxy.affinity": {"/proc/stat", "/proc/self/task"}, "telemetry.eventlog": {"/proc/self/fd/"}}

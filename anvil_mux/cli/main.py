@@ -306,6 +306,7 @@ def _check(given: argparse.Namespace) -> int:
     from anvil_mux.config.config import LOCAL
     from anvil_mux.host import check
     from anvil_mux.host.seam import HostConfig
+    from anvil_mux.serve import elsewhere
     from anvil_mux.serve.credentials import open_address, secrets
 
     cluster = _reached(given)
@@ -313,6 +314,7 @@ def _check(given: argparse.Namespace) -> int:
     keyring, _ = secrets(config)
     known = _learned(config)
     warnings = [*config.warnings, *_slow_loads(config, known), *_engine_lacks(config)]
+    warnings += elsewhere.warnings(config.backends)
     warnings += check.missing_rights(HostConfig.of(config))
     warnings += filter(None, [open_address(config, keyring)])
     hints, found = [*gpus.vram_to_declare(config, known)], check.gpus_by_vendor()
@@ -327,9 +329,9 @@ def _check(given: argparse.Namespace) -> int:
         keys = (*keys, "presets")
         names = [[preset.name for preset in each.presets] for each in config.backends]
         rows = [(*row, ",".join(each)) for row, each in zip(rows, names, strict=True)]
-    for key, values in _staying(config).items():
+    for key, cells in (_staying(config) | _beside(config)).items():
         keys = (*keys, key)
-        rows = [(*row, value) for row, value in zip(rows, values, strict=True)]
+        rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
     any_of = {name: each.to_json() for name, each in config.any_of.items()}
     if given.json:
         models = [
@@ -388,9 +390,22 @@ def _lists(backend: Backend, keys: Collection[str]) -> dict[str, list[str]]:
     return {key: found for key, found in lists.items() if key in keys}
 
 
+def _beside(config: Config) -> dict[str, list[str]]:
+    """The columns that only some configurations need: where servers elsewhere are, and fallbacks."""
+    found = {"url": [each.url for each in config.backends]}
+    found["fallback"] = [
+        ",".join(each.fallback)
+        + (f" after {each.fallback_after:g} s" if each.fallback_after is not None else "")
+        for each in config.backends
+    ]
+    return {key: cells for key, cells in found.items() if any(cells)}
+
+
 def _backend_row(config: Config, backend: Backend) -> tuple[str, ...]:
     from anvil_mux.host.engine import listen_port
 
+    if backend.url:
+        return backend.model, backend.name, backend.engine, "", "", ""
     port = "free" if config.runtime == "process" and not backend.port else str(listen_port(backend))
     vram = gib(backend.vram) if backend.vram else "all" if backend.gpus else ""
     return backend.model, backend.name, backend.engine, ",".join(backend.gpus), vram, port

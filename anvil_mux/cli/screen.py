@@ -66,20 +66,31 @@ def model_row(name: str, model: StatusJson) -> tuple[str, ...]:
     seconds, far = model["load_seconds"], model.get("progress")
     error = (model["last_error"] or "").partition("\n")[0]
     backend = model["backends"][model["backend"]]
+    elsewhere = model.get("elsewhere")
+    if elsewhere:
+        error = error or (elsewhere["why"] or "" if elsewhere["circuit"] != "closed" else "")
     return (
         name,
-        state_cell(model["state"])
+        (_circuit(elsewhere) if elsewhere else state_cell(model["state"]))
         + (f" {far['words']}" if far else "")
         + (" pinned" if model.get("pinned") else "")
         + _host_lost(model),
         "" if backend["size"] is None else gib(backend["size"]),
-        where(model),
+        elsewhere["server"] if elsewhere else where(model),
         str(model["leases"]),
         str(model["waiting"]),
         "" if seconds is None else f"{seconds:.1f} s",
         _until(model, backend["unload_seconds"]),
         error if len(error) <= 60 else error[:57] + "...",
     )
+
+
+def _circuit(elsewhere: StatusJson) -> str:
+    """The state of a server elsewhere: that of its circuit, unless that is closed."""
+    if elsewhere["circuit"] == "closed":
+        return paint("elsewhere", COLOURS["ready"])
+    left = f" {elsewhere['retry_seconds']:.0f} s" if elsewhere["retry_seconds"] else ""
+    return paint(f"circuit {elsewhere['circuit'].replace('_', '-')}{left}", COLOURS["stuck"])
 
 
 def where(model: StatusJson) -> str:

@@ -170,9 +170,7 @@ class BackendReader:
         compose = not self._around.process
         self._warn(
             name,
-            elsewhere.bites(
-                given["url"], key=secret, compose=compose, profiles=service.profiles(described)
-            ),
+            elsewhere.bites(given["url"], key=secret, compose=compose, profiles=service.profiles(described)),
         )
         self.ports[name] = set()
         made = Service(profiles=service.profiles(described), key=secret, digest=elsewhere.DIGEST)

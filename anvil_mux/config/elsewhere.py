@@ -1,8 +1,8 @@
 """Services that run elsewhere: the address of a server that somebody else runs, and our key for it.
 
-``url`` is what an SDK of OpenAI's takes as its base URL, so it ends with /v1 as a rule; without a path it gets
-one. Such a service has no GPUs, is never loaded or evicted, and Compose never starts it: it stands in the
-compose file so that its model is in the same list, with the same settings, as all others.
+``url`` is what an SDK of OpenAI's takes as its base URL, so it ends with /v1 as a rule; without a path it
+gets one. Such a service has no GPUs, is never loaded or evicted, and Compose never starts it: it stands in
+the compose file so that its model is in the same list, with the same settings, as all others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from anvil_mux.config import settings
+from anvil_mux.config import settings, shapes
 
 PORTS = {"http": 80, "https": 443}
 VERSION = "/v1"
@@ -84,6 +84,9 @@ def read_url(value: Any) -> str:
     return f"{parts.scheme}://{parts.netloc}{path}"
 
 
+URL = settings.ValueKind("http(s)://HOST[:PORT][/PATH]", read_url, shapes.text("^https?://"))
+
+
 def key_of(name: str, variables: Mapping[str, str]) -> str:
     """The key in the variable of that name; ValueError if there is none."""
     key = variables.get(name, "").strip()
@@ -94,6 +97,18 @@ def key_of(name: str, variables: Mapping[str, str]) -> str:
     if any(not "!" <= sign <= "~" for sign in key):
         raise ValueError(f"the variable {name} holds more than a key: space, or what is not ASCII")
     return key
+
+
+def key_fields(url: str, key: str, path: str) -> dict[str, str]:
+    """The header fields that show a server our key; two large providers have words of their own for it."""
+    host = site(url).host
+    if not key:
+        return {}
+    if host.endswith((".azure.com", ".azure.us", ".azure.cn")):
+        return {"api-key": key}
+    if host.endswith("anthropic.com") and path.rpartition("/v1/")[2].startswith(("messages", "models")):
+        return {"x-api-key": key, "anthropic-version": "2023-06-01"}
+    return {"authorization": f"Bearer {key}"}
 
 
 def trust(ca_file: str) -> ssl.SSLContext:

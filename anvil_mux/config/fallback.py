@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from anvil_mux.config import settings
+from anvil_mux.config import settings, shapes
 from anvil_mux.config.config import Backend
 
 
-class Step(NamedTuple):
+class FallbackStep(NamedTuple):
     """A model that a request is sent to, if those before it could not serve it."""
 
     model: str
@@ -21,7 +21,7 @@ class Step(NamedTuple):
     """Seconds that it may wait there before the next model is tried; None: as long as any request."""
 
 
-Plan = tuple[Step, ...]
+FallbackChain = tuple[FallbackStep, ...]
 """The models that a request is sent to, in order: the one that it asked for, and its fallbacks."""
 
 
@@ -39,18 +39,24 @@ def read(value: Any) -> tuple[tuple[str, ...], float | None]:
     return made
 
 
-def plans(backends: Sequence[Backend]) -> Mapping[str, Plan]:
+_SHAPE = shapes.mapping({"models": settings.NAMES.shape, "after": settings.SECONDS.shape})
+KIND = settings.ValueKind(
+    "list of models, or {models, after}", read, shapes.any_of(settings.NAMES.shape, _SHAPE)
+)
+
+
+def chains(backends: Sequence[Backend]) -> Mapping[str, FallbackChain]:
     """Model -> where its requests go, of models that have fallbacks; what leads back is left out."""
     names = {name: each.model for each in backends for name in (*each.aliases, each.model)}
     own = {each.model: (each.fallback, each.fallback_after) for each in backends if each.fallback}
     found = {}
     for model in own:
-        first: dict[str, Step] = {}
+        first: dict[str, FallbackStep] = {}
         for step in _follow(model, None, names, own, ()):
             first.setdefault(step.model, step)
         *steps, last = first.values()
-        found[model] = (*steps, Step(last.model, None))
-    return {model: plan for model, plan in found.items() if len(plan) > 1}
+        found[model] = (*steps, FallbackStep(last.model, None))
+    return {model: chain for model, chain in found.items() if len(chain) > 1}
 
 
 _Own = Mapping[str, tuple[tuple[str, ...], float | None]]
@@ -58,11 +64,11 @@ _Own = Mapping[str, tuple[tuple[str, ...], float | None]]
 
 def _follow(
     model: str, after: float | None, names: Mapping[str, str], own: _Own, way: tuple[str, ...]
-) -> Iterator[Step]:
+) -> Iterator[FallbackStep]:
     """A model and what follows it; ``after``: the time of the one that it is a fallback of."""
     fallback, its_own = own.get(model, ((), None))
     after = after if its_own is None else its_own
-    yield Step(model, after)
+    yield FallbackStep(model, after)
     for name in fallback:
         other = names.get(name)
         if other is not None and other not in (*way, model):

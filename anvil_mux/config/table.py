@@ -408,15 +408,13 @@ SERVICE_SETTINGS: dict[str, Setting] = {
         settings.FLAG, "Checkpoint it although it holds several GPUs, from which engines often do not return."
     ),
     "url": _replaces(
-        ValueKind("http(s)://HOST[:PORT][/PATH]", elsewhere.read_url),
+        elsewhere.URL,
         "The base URL of a server that somebody else runs, which answers for this model (see elsewhere.md).",
     ),
     "api_key_env": _replaces(TEXT, "The variable, here or in .env, with the key that the server asks for."),
-    "ca_file": _replaces(
-        TEXT, "A file of certificates that the server is trusted by; by default the system's."
-    ),
+    "ca_file": _replaces(TEXT, "A file of certificates that vouch for the server; by default the system's."),
     "fallback": _live(
-        ValueKind("list of models, or {models, after}", fallback.read),
+        fallback.KIND,
         "Other models that answer when this one cannot, or not within `after` (see elsewhere.md).",
         fills=("fallback", "fallback_after"),
     ),

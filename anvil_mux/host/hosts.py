@@ -5,44 +5,52 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from anvil_mux.config.config import Backend
+from anvil_mux.host.elsewhere import Elsewhere
 from anvil_mux.host.seam import LOG_LINES, Evicted, Found, Host, Loaded
 
 
 class Hosts:
-    """All hosts of one anvil-mux, by name; "" is the one that it runs on. The calls are those of ``Host``."""
+    """All hosts of one anvil-mux, by name; "" is the one that it runs on. The calls are those of ``Host``.
+
+    A backend whose server somebody else runs is on none of them.
+    """
 
     def __init__(self, hosts: Mapping[str, Host]) -> None:
         self.by_name = hosts
+        self._elsewhere = Elsewhere()
+
+    def _of(self, backend: Backend) -> Host | Elsewhere:
+        return self._elsewhere if backend.url else self.by_name[backend.host]
 
     def __getitem__(self, name: str) -> Host:
         return self.by_name[name]
 
     def adopt(self, backend: Backend) -> Found:
-        return self.by_name[backend.host].adopt(backend)
+        return self._of(backend).adopt(backend)
 
     def load(self, backend: Backend, how: str, number: int) -> Loaded:
-        return self.by_name[backend.host].load(backend, how, number)
+        return self._of(backend).load(backend, how, number)
 
     def cancel(self, backend: Backend, number: int) -> None:
-        self.by_name[backend.host].cancel(backend, number)
+        self._of(backend).cancel(backend, number)
 
     def evict(self, backend: Backend, how: str) -> Evicted:
-        return self.by_name[backend.host].evict(backend, how)
+        return self._of(backend).evict(backend, how)
 
     def demote(self, backend: Backend, how: str, to: str) -> Evicted:
-        return self.by_name[backend.host].demote(backend, how, to)
+        return self._of(backend).demote(backend, how, to)
 
     def stop(self, backend: Backend) -> None:
-        self.by_name[backend.host].stop(backend)
+        self._of(backend).stop(backend)
 
     def ended(self, backend: Backend) -> str | None:
-        return self.by_name[backend.host].ended(backend)
+        return self._of(backend).ended(backend)
 
     def answers(self, backend: Backend, limit: float) -> bool | None:
-        return self.by_name[backend.host].answers(backend, limit)
+        return self._of(backend).answers(backend, limit)
 
     def log_tail(self, backend: Backend, lines: int = LOG_LINES) -> list[str]:
-        return self.by_name[backend.host].log_tail(backend, lines)
+        return self._of(backend).log_tail(backend, lines)
 
 
 AnyHost = Host | Hosts

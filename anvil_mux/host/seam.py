@@ -78,7 +78,7 @@ class HostConfig:
     def of(cls, config: Config, host: str = "") -> HostConfig:
         """Return the part for one host; ``host``: its name, "" for the one that anvil-mux runs on."""
         return cls(
-            backends=tuple([backend for backend in config.backends if backend.host == host]),
+            backends=tuple([each for each in config.backends if each.host == host and not each.url]),
             gpus=tuple([gpu for gpu in config.gpus if gpu.host == host]),
             project=f"{config.project}-{host}" if host else config.project,
             files=() if host else config.files,

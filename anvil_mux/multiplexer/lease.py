@@ -7,6 +7,7 @@ from typing import Protocol
 
 from anvil_mux.config.config import Backend
 from anvil_mux.errors import Severed
+from anvil_mux.multiplexer.circuits import Attempt
 from anvil_mux.scheduler.causes import Cause, Severance
 from anvil_mux.scheduler.steps import NO_USAGE, Crash, Ticket, TokenUsage
 
@@ -31,7 +32,18 @@ class Lessor(Protocol):
 class Lease:
     """One request's hold on a resident backend. A context manager; leaving it releases, once."""
 
-    __slots__ = ("_lessor", "address", "backend", "is_routed", "prefill", "run", "ticket", "waited", "why")
+    __slots__ = (
+        "_lessor",
+        "address",
+        "attempt",
+        "backend",
+        "is_routed",
+        "prefill",
+        "run",
+        "ticket",
+        "waited",
+        "why",
+    )
 
     def __init__(self, lessor: Lessor, ticket: Ticket, backend: Backend, run: EngineRun) -> None:
         self._lessor = lessor
@@ -47,6 +59,8 @@ class Lease:
         """Why this backend, where the model has several."""
         self.waited = 0.0
         """Seconds in the queue."""
+        self.attempt: Attempt | None = None
+        """Whom it is reported to how a server elsewhere is; None: the backend is an engine of ours."""
         self.prefill: Lease | None = None
         """The lease of the first stage, where the request is served in two; it may be left before this one.
         """
@@ -64,6 +78,8 @@ class Lease:
         """
         if self.prefill:
             self.prefill.release()
+        if self.attempt:
+            self.attempt.succeeded() if whole else self.attempt.left()
         self._lessor.released(self.ticket, usage, whole=whole)
         # It leads back to this lease: without a cycle nothing is left for the garbage collector.
         self.ticket.cut = None

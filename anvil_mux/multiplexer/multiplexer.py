@@ -29,6 +29,7 @@ from anvil_mux.errors import (
     WaitedTooLong,
 )
 from anvil_mux.host.hosts import AnyHost
+from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.multiplexer.facts import Facts
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.overview import Overview
@@ -83,6 +84,7 @@ class Multiplexer:
         self.counts = self._shell.counts
         self.facts = Facts(self._shell, host, has_heard)
         self.overview = Overview(self._shell)
+        self.circuits = Circuits(self._clock)
         # The shell's lock guards what follows.
         self._tickets = 0
         self._closing: MuxError | None = None

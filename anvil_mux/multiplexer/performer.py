@@ -98,7 +98,7 @@ class Performer:
 def address_of(url: str) -> tuple[str, int]:
     """Host and port of a URL."""
     parts = urlsplit(url)
-    return parts.hostname or "127.0.0.1", parts.port or 80
+    return parts.hostname or "127.0.0.1", parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _text(error: Exception) -> str:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from ipaddress import ip_address
 from typing import NamedTuple
 
+from anvil_mux.config import fallback
 from anvil_mux.config.config import EITHER, Config
+from anvil_mux.config.fallback import FallbackChain
 from anvil_mux.config.keys import Key, Keyring
 from anvil_mux.config.names import presets_of
 from anvil_mux.errors import BadRequest, Forbidden, UnknownModel
@@ -78,6 +80,7 @@ class Access:
         """Model -> its backend, where it has but one."""
         self.staged = frozenset(b.model for b in config.backends if b.infer_type in ("prefill", EITHER))
         """Models of which a request may be served in two stages."""
+        self._chains = fallback.chains(config.backends)
 
     @property
     def hides_keys(self) -> bool:
@@ -133,6 +136,18 @@ class Access:
         if key is None or key.models is None:
             return True
         return preset in key.models or not key.models.isdisjoint(names)
+
+    def chain(self, key: Key | None, model: str, also: Collection[str] = ()) -> FallbackChain:
+        """Where requests for a model go in turn, as far as ``key`` may use that; () if it has no fallback.
+
+        ``also``: models that the key may use by the name that a request gave. Its own is one of them anyway.
+        """
+        chain = self._chains.get(model, ())
+        if chain and key is not None and key.models is not None:
+            own, *rest = chain
+            usable = [step for step in rest if step.model in also or self.may_use(key, step.model)]
+            chain = (own, *usable)
+        return chain if len(chain) > 1 else ()
 
     def find(self, named: str | None, *, api: str, key: Key | None) -> Named:
         """The meaning of a client's name, or of none: ``default_model`` serves those."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anvil_mux.config.config import Backend
+from anvil_mux.config.fallback import FallbackChain
 from anvil_mux.config.keys import Key
 from anvil_mux.config.presets import Preset
 from anvil_mux.protocol import api, http1
@@ -58,6 +59,10 @@ class Target:
     """Whether they may force no swap: what is ready serves them, or nothing does."""
     choices: tuple[str, ...] = ()
     """The models of which any serves them, in order of preference, where their name stands for several."""
+    elsewhere: str = ""
+    """Its only backend, if that is a server elsewhere."""
+    chain: FallbackChain = ()
+    """Where they go in turn, if the model has fallbacks."""
 
 
 @dataclass(slots=True)
@@ -77,6 +82,10 @@ class Question:
     """The question for its engine, if that does not speak the client's API."""
     owner: str = ""
     """The backend that has an earlier answer which it is about."""
+    falls_back: bool = False
+    """Whether another model is asked if this one fails."""
+    after: float | None = None
+    """Seconds that it may wait before that."""
 
     def preset_at(self, backend: Backend) -> Preset | None:
         """The preset that it names, as it is at a backend."""

@@ -6,16 +6,17 @@ Nothing here waits for an engine or for Docker but ``/logs``, in the thread of w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
 
-from anvil_mux.errors import BadRequest
+from anvil_mux.errors import BadRequest, CircuitOpen
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol.completions import finite
 from anvil_mux.proxy.asked import Asked
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.routing.routing import Work
+from anvil_mux.scheduler.wait_estimate import WaitEstimate
 from anvil_mux.telemetry import healthz
 
 LOG_LINES = 200
@@ -23,11 +24,19 @@ MAX_LOG_LINES = 5000
 
 
 class Diagnosis:
-    """Any thread. ``tail(backend, lines)``: the last lines of an engine's log."""
+    """Any thread. ``tail(backend, lines)``: the last lines of an engine's log. ``beside(model)``: the part of
+    a model's state that the scheduler does not know.
+    """
 
-    def __init__(self, mux: Multiplexer, tail: Callable[[str, int], Iterable[str]]) -> None:
+    def __init__(
+        self,
+        mux: Multiplexer,
+        tail: Callable[[str, int], Iterable[str]],
+        beside: Callable[[str], Mapping[str, object]],
+    ) -> None:
         self._mux = mux
         self._tail = tail
+        self._beside = beside
 
     def logs(self, asked: Asked, reply: Reply) -> None:
         """Tell the log of the query's ``backend``, which may stand in the model's place; else of any."""
@@ -62,6 +71,9 @@ class Diagnosis:
             any(row["chosen"] for row in stage) for stage in stages.values()
         ):
             found = found.refused("the routing policy lets none of its replicas take it.")
+        beside: dict[str, Any] = dict(self._beside(model))
+        if "elsewhere" in beside:
+            found = self._elsewhere(found, beside["elsewhere"]["server"])
         told = {
             key: round(value, 1) if isinstance(value, float) else value
             for key, value in found._asdict().items()
@@ -70,10 +82,20 @@ class Diagnosis:
         hosts = healthz.hosts_of(self._mux.overview.model(model))
         more: dict[str, Any] = {"hosts": hosts} if hosts else {}
         sentence = found.sentence
+        if "fallback" in beside:
+            sentence = f"{sentence} {healthz.fallback_words(beside['fallback']).capitalize()}."
         if choices:
             more["any_of"] = list(choices)
             sentence = f"{name} stands for {' or '.join(choices)}. {sentence}"
-        _answer(reply, {**told, "sentence": sentence, "stages": finite(stages), **more})
+        _answer(reply, {**told, "sentence": sentence, "stages": finite(stages), **more, **beside})
+
+    def _elsewhere(self, found: WaitEstimate, server: str) -> WaitEstimate:
+        """The wait estimate of a model whose server is elsewhere."""
+        try:
+            self._mux.circuits.check(self._mux.overview.model(found.model).backend)
+        except CircuitOpen as error:
+            return found.refused(error.message)
+        return found._replace(because=f"{server} answers for it.") if found.verdict == "served" else found
 
 
 def _named(asked: Asked) -> tuple[str, dict[str, list[str]]]:

@@ -9,6 +9,7 @@ lease, with what the multiplexer finds of the engine:
 * So does one whose host was lost, also to a backend that has to be loaded: the multiplexer knows whether one
   can be.
 * Any other failure is its own: an error to its client, in the form that still fits (``reply``).
+* Where a model has fallbacks, and the client has seen nothing, the request is sent to the next of these.
 
 While the model is not ready the thread waits for its lease and looks at its client (``waiting``).
 """
@@ -20,12 +21,13 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from anvil_mux.errors import BadRequest, MuxError, NothingResident, Severed, with_log
+from anvil_mux.errors import BackendError, BadRequest, MuxError, NothingResident, Severed, with_log
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.multiplexer.multiplexer import Multiplexer, Tend
 from anvil_mux.protocol import api, stages
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import finite
+from anvil_mux.proxy import fallbacks
 from anvil_mux.proxy.asked import Question
 from anvil_mux.proxy.forward import Forwarder
 from anvil_mux.proxy.relay import BrokenOff, EngineUnreachable, Relay, Unanswered
@@ -94,6 +96,22 @@ class Dispatcher:
             self._mux.facts.unload(question.target.model, when_idle=True)
 
     def _send(self, question: Question, reply: Reply, record: Served) -> None:
+        """Send it to its model, and if that cannot serve it to its fallbacks in turn."""
+        chain = question.target.chain
+        if not chain or not fallbacks.may_turn(question):
+            return self._send_to_model(question, reply, record)
+        for step, following in zip(chain, (*chain[1:], None), strict=True):
+            falls_back = following is not None
+            question = replace(question, falls_back=falls_back, after=step.after if falls_back else None)
+            try:
+                return self._send_to_model(question, reply, record)
+            except MuxError as error:
+                if following is None or not reply.may_go_on or not fallbacks.is_reason(error):
+                    raise
+                question = fallbacks.turned(question, following, error, reply, record)
+        return None
+
+    def _send_to_model(self, question: Question, reply: Reply, record: Served) -> None:
         """Send it to a backend of its model, and if that comes to nothing to another."""
         target = question.target
         work = self._work(question) if target.replicas > 1 else NO_WORK
@@ -148,6 +166,8 @@ class Dispatcher:
             record.waited += lease.waited
             record.backend = lease.backend.name
             reply.routed, record.foreseen = (_chosen(lease), lease.foreseen) if lease.why else ("", None)
+            if lease.backend.url:
+                lease.attempt = self._mux.circuits.begin(lease.backend.name)
             if lease.prefill:
                 question, error = self._forwarder.prefill(question, lease.prefill, reply)
                 if error:
@@ -157,6 +177,10 @@ class Dispatcher:
                 return self._judged(lease, error, reply)
             whole = True
             return None
+        except BackendError as error:
+            if lease.attempt:
+                lease.attempt.failed(error.message.rstrip("."))
+            raise
         finally:
             usage = api.tokens_said(record.said)[1:] if lease.is_routed else NO_USAGE
             lease.release(whole=whole, usage=usage)
@@ -182,6 +206,10 @@ class Dispatcher:
 
     def _judged(self, lease: Lease, error: MuxError, reply: Reply) -> _Failure:
         """Judge a failure by what is found of the engine while the lease is held."""
+        if lease.attempt:
+            if not isinstance(error, Severed):
+                lease.attempt.failed(error.message.rstrip("."))
+            return _Failure(error, again=False)
         crash = self._mux.facts.unreachable(lease)
         if lease.is_host_lost:
             return _Failure(lease.severed_error(), reply.may_go_on)

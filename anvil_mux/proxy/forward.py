@@ -23,17 +23,18 @@ from anvil_mux.errors import (
     RefusedByEngine,
     Severed,
 )
+from anvil_mux.multiplexer.circuits import Attempt
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import api, http1, naming, stages
 from anvil_mux.protocol.api import written
 from anvil_mux.protocol.completions import Translation, parse
-from anvil_mux.proxy import heads, stored_responses
+from anvil_mux.proxy import elsewhere, heads, stored_responses
 from anvil_mux.proxy.access import Access
 from anvil_mux.proxy.asked import AskedBody, Question
 from anvil_mux.proxy.capture import BODY_BYTES
 from anvil_mux.proxy.pump import End
 from anvil_mux.proxy.questions import TRANSLATE
-from anvil_mux.proxy.relay import WHOLE, BrokenOff, Exchange, Failed, Relay, RequestBody, Silent
+from anvil_mux.proxy.relay import WHOLE, BrokenOff, Exchange, Failed, Relay, RequestBody, Silent, name_of
 from anvil_mux.proxy.reply import JSON, Reply
 from anvil_mux.proxy.spool import Spool
 from anvil_mux.proxy.stored_responses import StoredResponses
@@ -119,12 +120,14 @@ class Forwarder:
         """Passes the request on, its body as it is given here, and the answer back."""
         asked = question.asked
         route = asked.route
-        exchange = Exchange(self._relay, lease, reply.client.socket)
+        exchange = Exchange(self._relay, lease, reply.client.socket, _begins(question, lease))
         try:
             length = len(body) if body is question.body else _length(body)
             head = heads.request_head(question, lease, length, reply.client.last_head)
             response = exchange.ask(asked.request.method, head, body)
             record.first_byte = time.monotonic() - asked.since
+            if lease.attempt:
+                _note_status(question, lease, lease.attempt, response)
             if route.translated and response.status in LACKING:
                 raise _Lacking
             if route.beat == "responses" and response.status == 200:
@@ -214,6 +217,8 @@ class Forwarder:
         with Exchange(self._relay, lease, reply.client.socket) as exchange:
             response = exchange.ask("GET", heads.upgrade_head(question, lease), b"", upgrade=True)
             record.first_byte = time.monotonic() - question.asked.since
+            if lease.attempt:
+                _note_status(question, lease, lease.attempt, response)
             reply.keep, reply.answered = False, True
             if response.status != 101:
                 body = exchange.content(response, WHOLE)
@@ -243,10 +248,13 @@ class Forwarder:
             return
         model, backend = question.target.model, lease.backend
         body = _rewritten(asked.body(question.known_as(backend)), question, backend, asked.path)
-        with Exchange(self._relay, lease, reply.client.socket) as exchange:
+        begins = _begins(question, lease)
+        with Exchange(self._relay, lease, reply.client.socket, begins) as exchange:
             head = heads.translated_head(question, lease, asked.path, len(body))
             response = exchange.ask("POST", head, body)
             record.first_byte = time.monotonic() - question.asked.since
+            if lease.attempt:
+                _note_status(question, lease, lease.attempt, response)
             if response.status >= 300:
                 raise _refusal(model, asked.path, response.status, exchange.content(response, WHOLE))
             try:
@@ -308,6 +316,29 @@ class Forwarder:
         return replace(question, body=written(asked)), None
 
 
+def _begins(question: Question, lease: Lease) -> float | None:
+    """The seconds within which a server elsewhere is to begin a stream, if a fallback could give it.
+
+    Any other answer comes when it is whole, and an engine of ours may be at a long prompt.
+    """
+    return question.after if question.stream and lease.backend.url else None
+
+
+def _note_status(question: Question, lease: Lease, attempt: Attempt, response: http1.Response) -> None:
+    """Report how a server elsewhere is, by an answer's status; BackendError if that is not passed on."""
+    backend, status = lease.backend, response.status
+    name = name_of(backend)
+    if status == 401:
+        named = backend.api_key_env
+        key = f"the API key in {named}" if named else "requests without a key (name one with api_key_env)"
+        attempt.failed(f"it refuses {key} ({status})")
+        raise BackendError(f"{name} refuses {key}.")
+    if status == 429 or (status >= 500 and status not in LACKING):
+        attempt.failed(f"it answered {status}", elsewhere.pause_asked(response.fields, time.time()))
+        if question.falls_back:
+            raise BackendError(f"{name} answered {status}.")
+
+
 def _is_events(response: http1.Response) -> bool:
     return response.fields.get(b"content-type", b"").startswith(b"text/event-stream")
 
@@ -355,13 +386,13 @@ def _as_known(question: Question, backend: Backend) -> RequestBody:
     known_as = question.known_as(backend)
     if model_in in ("json", "path"):
         body = _rewritten(body, question, backend, question.path)
+    if isinstance(body, Spool):
+        if question.span:  # also where it is the client's own name: another may have been put there before
+            body.replace(question.span, known_as.encode())
+        return body
     if named == known_as or model_in == "upstream":
         return body
-    if not isinstance(body, Spool):
-        return naming.model_replaced(body, known_as, question.span) if body else ()
-    if question.span:
-        body.replace(question.span, known_as.encode())
-    return body
+    return naming.model_replaced(body, known_as, question.span) if body else ()
 
 
 def _length(body: RequestBody) -> int:

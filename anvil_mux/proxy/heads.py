@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from anvil_mux.config.config import Backend
+from anvil_mux.config.elsewhere import site
 from anvil_mux.config.keys import FIELDS
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1, naming
 from anvil_mux.protocol.lasthead import LastHead
-from anvil_mux.proxy.access import Access
+from anvil_mux.proxy import elsewhere
 from anvil_mux.proxy.asked import Question
 from anvil_mux.proxy.reply import Reply
 
@@ -52,21 +53,22 @@ def _constant(question: Question, lease: Lease, also: Mapping[bytes, bytes]) -> 
     query = request.query
     if route.model_in == "query":
         query = naming.model_replaced_in_query(query, question.known_as(backend))
-    own = {**_credentials(question.asked.access, backend), **also}
+    own, drop = _credentials(question, backend, route.path)
+    own = {**own, **also}
     kind = request.fields.get(b"content-type")
     as_json = route.model_in == "json" and kind != b"application/json"
     return http1.forward_request_head(
         request,
         host=_host(lease),
-        target=(f"{route.path}?{query}" if query else route.path).encode("ascii"),
+        target=_target(backend, route.path, query),
         set=_filled({**own, b"content-type": b"application/json"} if as_json else own),
-        drop=_OWN.union(own),
+        drop=drop.union(own),
     )[:-2]
 
 
 def translated_head(question: Question, lease: Lease, path: str, length: int) -> bytes:
     """The head of a question that the client did not ask in these words."""
-    credentials = _credentials(question.asked.access, lease.backend)
+    credentials, drop = _credentials(question, lease.backend, path)
     own = {
         **_filled(credentials),
         b"accept": b"*/*",
@@ -77,23 +79,39 @@ def translated_head(question: Question, lease: Lease, path: str, length: int) ->
     return http1.forward_request_head(
         question.asked.request,
         host=_host(lease),
-        target=path.encode("ascii"),
+        target=_target(lease.backend, path, ""),
         set=own,
-        drop=_OWN.union(credentials),
+        drop=drop.union(credentials),
         length=length,
     )
 
 
 def _host(lease: Lease) -> bytes:
+    if lease.backend.url:
+        return site(lease.backend.url).name.encode("ascii")
     return b"%b:%d" % (lease.address[0].encode("ascii"), lease.address[1])
 
 
-def _credentials(access: Access, backend: Backend) -> Mapping[bytes, bytes]:
-    """The fields that change where clients' keys are ours; an empty value takes one away."""
-    if not access.hides_keys:
-        return {}
-    own = backend.service.api_key
-    return {**_NO_KEY, b"authorization": b"Bearer " + own.encode() if own else b""}
+def _target(backend: Backend, path: str, query: str) -> bytes:
+    if backend.url:
+        return elsewhere.target(backend, path, query).encode("ascii")
+    return (f"{path}?{query}" if query else path).encode("ascii")
+
+
+def _credentials(
+    question: Question, backend: Backend, path: str
+) -> tuple[Mapping[bytes, bytes], frozenset[bytes]]:
+    """The fields that are set (to an empty value: taken away), and those of the client's that are dropped.
+
+    Engines of ours get a client's keys only where these are not for us; servers elsewhere never do.
+    """
+    if backend.url:
+        own, dropped = elsewhere.fields(question.asked.request, backend, path)
+        return own, _OWN | dropped
+    if not question.asked.access.hides_keys:
+        return {}, _OWN
+    key = backend.service.api_key
+    return {**_NO_KEY, b"authorization": b"Bearer " + key.encode() if key else b""}, _OWN
 
 
 def _filled(fields: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
@@ -110,7 +128,8 @@ def response_head(
 ) -> bytes:
     """The head for the client: but for its last two lines the same for all answers with the same head."""
     asked, connection = reply.asked, reply.connection
-    if length is None or reply.routed or reply.chosen or asked.reader or asked.api == "anthropic":
+    told = reply.routed or reply.chosen or reply.fell_back
+    if length is None or told or asked.reader or asked.api == "anthropic":
         return http1.forward_response_head(
             response, length=length, chunked=chunked, connection=connection, extra=reply.own_headers
         )

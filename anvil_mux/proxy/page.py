@@ -141,6 +141,8 @@ def _request(served: Served) -> Picture:
         "seconds": round(served.seconds, 3),
         "bytes": served.sent,
         "tokens": served.tokens or None,
+        "fallback_of": served.fallback_of or None,
+        "fallback_cause": served.fallback_cause or None,
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from anvil_mux import __version__
+from anvil_mux.config.config import Backend
 from anvil_mux.host.seam import Seen, Sight
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol.http1 import Field
@@ -43,6 +44,8 @@ class Probes:
         self._reloads = reloads
         self._notes = notes or {}
         """Name -> what is to be known and keeps nobody from using us, from memory."""
+        self._special: tuple[tuple[Backend, ...], dict[str, Backend]] = ((), {})
+        """The backends of a configuration, and by model those that are elsewhere or have fallbacks."""
         self._started = time.time()
         self.draining = False
 
@@ -84,7 +87,9 @@ class Probes:
             "adopting": self._mux.overview.unseen,
             "waiting": status.waiting,
             "leases": status.leases,
-            "models": {m.model: healthz.model_state(m, brief=brief) for m in status.models},
+            "models": {
+                m.model: healthz.model_state(m, brief=brief) | self.beside(m.model) for m in status.models
+            },
             "gpus": {gpu.gpu: healthz.gpu_state(gpu, sight.get(gpu.gpu, Seen())) for gpu in status.gpus},
             **({"hosts": hosts} if hosts else {}),
             **({"any_of": self._any_of()} if self._mux.overview.any_of() else {}),
@@ -98,6 +103,15 @@ class Probes:
         choose = self._mux.overview.choose
         found = self._mux.overview.any_of().items()
         return {name: {**each.to_json(), "serves": choose(each.models)} for name, each in found}
+
+    def beside(self, model: str) -> dict[str, object]:
+        """What there is to say of a model beside its state; see ``healthz.beside``."""
+        backends = self._mux.overview.configured()
+        known, found = self._special
+        if known is not backends:
+            found = {backend.model: backend for backend in backends if backend.url or backend.fallback}
+            self._special = backends, found
+        return healthz.beside(found[model], self._mux.circuits) if model in found else {}
 
     def _problems(self) -> dict[str, str]:
         found = {name: check() for name, check in self.checks.items()}

@@ -120,6 +120,16 @@ def target(asked: Asked, client: Client, named: str | None) -> Target:
     return found
 
 
+def retarget(question: Question, model: str) -> Target:
+    """The target of a question that another model than the one in it is to answer.
+
+    What its own name means beside the model, a preset, is not carried over; that it may force no swap is.
+    """
+    before = question.target
+    found = _target(question.asked, Named(model), question.named)
+    return replace(found, rides=before.rides, choices=before.choices)
+
+
 def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
     access, key, route = asked.access, asked.key, asked.route
     model = found.model
@@ -141,6 +151,8 @@ def _target(asked: Asked, found: Named, named: str | None = None) -> Target:
         preset=found.preset,
         rides=_rides(asked.request) or not (found.swaps and (key is None or key.swaps)),
         choices=found.choices,
+        elsewhere=backend.name if backend and backend.url else "",
+        chain=access.chain(key, model),
     )
 
 

@@ -20,10 +20,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from socket import SHUT_RDWR, socket
 
+from anvil_mux.config.config import Backend
 from anvil_mux.errors import BackendError, ClientGone, ClientStalled, MuxError
+from anvil_mux.host.elsewhere import told
 from anvil_mux.multiplexer.lease import Lease
 from anvil_mux.protocol import http1
 from anvil_mux.protocol.lasthead import LastHead
+from anvil_mux.proxy import elsewhere
 from anvil_mux.proxy.bodies import AnswerBody, body_of
 from anvil_mux.proxy.connections import LOOK_SECONDS, Address, Pool, Upstream, connect
 from anvil_mux.proxy.pump import Copied, End, Passed, Pump, PumpedStream
@@ -59,6 +62,11 @@ class Silent(Failed):
 
 class BrokenOff(Failed):
     """The connection ended within an answer."""
+
+
+def name_of(backend: Backend) -> str:
+    """The name of whoever answers for a backend, for people."""
+    return f"The server of {backend.model}" if backend.url else f"The engine of {backend.model}"
 
 
 class Relay:
@@ -98,6 +106,7 @@ class Exchange:
         "_passed",
         "_relay",
         "_reusable",
+        "_silence",
         "_stream",
         "_upstream",
         "aligned",
@@ -108,7 +117,9 @@ class Exchange:
         "whole",
     )
 
-    def __init__(self, relay: Relay, lease: Lease, client: socket) -> None:
+    def __init__(self, relay: Relay, lease: Lease, client: socket, begins: float | None = None) -> None:
+        """``begins``: the seconds within which the answer is to begin; None: as long as any silence."""
+        self._silence = relay.timeout if begins is None else min(begins, relay.timeout)
         self._relay = relay
         self.lease = lease
         self._connections = relay.pool.of(lease.run, lease.backend)
@@ -182,6 +193,7 @@ class Exchange:
             data = self._try_anew(head, body)
         if not data:
             raise Unanswered(f"{self._name} closed the connection without an answer.")
+        self._silence = self._relay.timeout
         assert self._upstream is not None
         self.last_head = last_head = self._upstream.last_head
         response = last_head.again(data) if method != "HEAD" else None
@@ -203,16 +215,19 @@ class Exchange:
 
     @property
     def _name(self) -> str:
-        return f"The engine of {self.lease.backend.model}"
+        return name_of(self.lease.backend)
 
     def _connect(self) -> Upstream:
         self._deadline = 0.0
+        backend = self.lease.backend
         try:
+            if backend.url:
+                return Upstream(elsewhere.connect(backend, self._look, 2 * self._relay.timeout))
             return Upstream(connect(self.lease.address, self._look))
         except OSError as error:
             if self.lease.severed:
                 raise self.lease.severed_error() from None
-            raise EngineUnreachable(f"{self._name} cannot be reached: {error}.") from None
+            raise EngineUnreachable(f"{self._name} cannot be reached: {told(error)}.") from None
 
     def _try_anew(self, head: bytes, pieces: Pieces) -> bytes:
         """Try on a connection of its own; see ``_try``."""
@@ -278,9 +293,9 @@ class Exchange:
             self._connections.waits(self._upstream)
         now = time.monotonic()
         if not self._deadline:
-            self._deadline = now - LOOK_SECONDS + self._relay.timeout
+            self._deadline = now - LOOK_SECONDS + self._silence
         elif now > self._deadline:
-            raise Silent(f"{self._name} was silent for {self._relay.timeout:g} s.")
+            raise Silent(f"{self._name} was silent for {self._silence:g} s.")
 
     # The answer
 

@@ -39,6 +39,7 @@ class Reply:
         "chosen",
         "client",
         "code",
+        "fell_back",
         "form",
         "keep",
         "routed",
@@ -58,6 +59,8 @@ class Reply:
         """The replica that answers, of several, and why."""
         self.chosen = ""
         """The model that answers, where the request's name stands for several."""
+        self.fell_back = ""
+        """The model that answers instead of the one that was asked for, and why."""
         self.status = self.sent = 0
         self.code = ""
         """The error's code; empty when there was none."""
@@ -92,6 +95,8 @@ class Reply:
             headers.append((b"X-Anvil-Backend", self.routed.encode("ascii", "replace")))
         if self.chosen:
             headers.append((b"X-Anvil-Model", self.chosen.encode("ascii", "replace")))
+        if self.fell_back:
+            headers.append((b"X-Anvil-Fallback", self.fell_back.encode("ascii", "replace")))
         if asked.reader:
             headers += [(b"Access-Control-Allow-Origin", asked.reader), *READABLE]
         return headers

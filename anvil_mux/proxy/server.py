@@ -27,7 +27,7 @@ from anvil_mux.protocol import api, http1
 from anvil_mux.proxy.affinity import Affinity, CPUs
 from anvil_mux.proxy.client import Client
 from anvil_mux.proxy.handler import Handler
-from anvil_mux.proxy.tls import Plain
+from anvil_mux.proxy.tls import accepted
 
 STACK_BYTES = 512 * 1024
 """The stack of a connection's thread; thousands of them must fit."""
@@ -56,7 +56,7 @@ class ClientConnection(BaseRequestHandler):
             self._serve()
             return
         try:
-            with Plain(self.request, server.tls, 2 * server.client_timeout) as self.plain:
+            with accepted(self.request, server.tls, 2 * server.client_timeout) as self.plain:
                 server.connections.discard(self.request)
                 server.connections.add(self.plain)
                 self._serve()

@@ -1,9 +1,10 @@
-"""TLS in front of a connection: a thread that keeps a plain socket in step with an encrypted one.
+"""TLS on a connection: a thread that keeps a plain socket in step with an encrypted one.
 
-Everything behind works on sockets as the kernel has them (the pump reads and writes without blocking, a look
+Everything else works on sockets as the kernel has them (the pump reads and writes without blocking, a look
 at a client is a peek), which an encrypted socket cannot do. So the connection's thread gets one end of a pair
-of local sockets, and a thread of its own moves bytes between the other end and the client. It costs a thread
-and a copy, paid only where TLS is asked for; many clients are better served by a proxy in front.
+of local sockets, and a thread of its own moves bytes between the other end and the peer: a client, or a
+server elsewhere. It costs a thread and a copy, paid only where TLS is asked for; many clients are better
+served by a proxy in front.
 """
 
 from __future__ import annotations
@@ -31,20 +32,34 @@ def build_context(cert: str, key: str) -> ssl.SSLContext:
     return context
 
 
+def accepted(connection: socket.socket, context: ssl.SSLContext, patience: float) -> Plain:
+    """The plain end of a client's connection; ClientGone if it does not begin TLS."""
+    connection.settimeout(HANDSHAKE_SECONDS)
+    try:
+        return Plain(context.wrap_socket(connection.dup(), server_side=True), patience)
+    except OSError as error:
+        raise ClientGone(f"The client did not begin TLS: {error}.") from None
+
+
+def begun(connection: socket.socket, context: ssl.SSLContext, name: str, patience: float) -> socket.socket:
+    """The plain end of a connection to a server of that name, which proves it; OSError if it does not.
+
+    Closing it ends the connection, which is handed over.
+    """
+    connection.settimeout(HANDSHAKE_SECONDS)
+    return Plain(context.wrap_socket(connection, server_hostname=name), patience).socket
+
+
 class Plain:
     """The plain end of an encrypted connection. A context manager; leaving it closes both.
 
-    ``patience``: seconds after which a client that takes nothing is left; more than whoever sends to the
+    ``patience``: seconds after which a peer that takes nothing is left; more than whoever sends to the
     plain end gives it, since that knows what was sent.
     """
 
-    def __init__(self, connection: socket.socket, context: ssl.SSLContext, patience: float) -> None:
+    def __init__(self, secure: ssl.SSLSocket, patience: float) -> None:
         self._patience = patience
-        connection.settimeout(HANDSHAKE_SECONDS)
-        try:
-            self._secure = context.wrap_socket(connection.dup(), server_side=True)
-        except OSError as error:
-            raise ClientGone(f"The client did not begin TLS: {error}.") from None
+        self._secure = secure
         self.socket, self._inner = socket.socketpair()
         self._secure.setblocking(False)
         self._inner.setblocking(False)
@@ -67,7 +82,7 @@ class Plain:
                 pass
 
     def _move(self) -> None:
-        """Move bytes until the plain end is closed; OSError when the client is gone."""
+        """Move bytes until the plain end is closed; OSError when the peer is gone."""
         secure, inner = self._secure, self._inner
         up = down = b""
         ended = False
@@ -93,7 +108,7 @@ class Plain:
                 self._wait(secure_wants, inner_wants, stalled=bool(down))
 
     def _wait(self, secure_wants: int, inner_wants: int, *, stalled: bool) -> None:
-        """Wait for either end. ``stalled``: the client has not taken what it was sent."""
+        """Wait for either end. ``stalled``: the peer has not taken what it was sent."""
         poll = select.poll()
         for end, wants in ((self._secure, secure_wants), (self._inner, inner_wants)):
             if wants:

@@ -1,5 +1,8 @@
 """A request that waits for its model looks at its client, and shows that it is alive.
 
+One whose model has a fallback leaves after the time that it may wait, and one for a server elsewhere when its
+circuit opens.
+
 A stream is begun after a grace, with comment lines as keep-alive; from then on every failure is an event in
 the stream. Any other request is silent until shortly before its client gives up.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from anvil_mux.errors import ModelLoading, Overloaded
+from anvil_mux.errors import FellBack, ModelLoading, Overloaded
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.protocol import api, http1
 from anvil_mux.proxy.asked import Question
@@ -60,6 +63,7 @@ class Waiting:
         self._reply.stay()
         if self._since is None:
             self._plan(now)
+        self._turn_to_fallback(now)
         if self._question.stream:
             if now >= self._beat_at or now >= self._chunk_at:
                 self._beat(now)
@@ -69,6 +73,16 @@ class Waiting:
                 raise Overloaded(f"overloaded: {model} has no place for this request yet. Try again.")
             text = f"{model} is still loading. Send the request again to wait on."
             raise ModelLoading(text, retry_after=self._mux.overview.eta(model))
+
+    def _turn_to_fallback(self, now: float) -> None:
+        """Raise if the request has waited for as long as it may before its model's fallback answers."""
+        question = self._question
+        if question.target.elsewhere:
+            self._mux.circuits.check(question.target.elsewhere)
+        if question.after is not None and self._since is not None and now - self._since >= question.after:
+            raise FellBack(
+                f"{question.target.model} could not serve this request within {question.after:g} s."
+            )
 
     def _plan(self, now: float) -> None:
         patience = self._patience

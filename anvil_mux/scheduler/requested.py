@@ -44,7 +44,7 @@ class Requested:
 
     def _unload_here(self, model: Model, is_ready: bool, now: float) -> bool:
         """Unload what is in this GPU group; ``is_ready``: the model was resident, here or elsewhere."""
-        slots = [slot for slot in self._state.own(model) if not slot.host.is_lost]
+        slots = [s for s in self._state.own(model) if not s.host.is_lost and not s.backend.url]
         if not slots:
             return False
         for slot in slots:

@@ -74,15 +74,15 @@ class Adoption:
             self._say(f"{backend.name} could not be stopped: {error.message}")
 
     def _running(self, backends: Mapping[str, Backend]) -> list[Backend]:
-        """List the ``backends`` that run."""
+        """List the ``backends`` that run; those elsewhere always do, as far as we have to care."""
         running: set[str] = set()
-        for host in dict.fromkeys(backend.host for backend in backends.values()):
+        for host in dict.fromkeys(backend.host for backend in backends.values() if not backend.url):
             try:
                 running.update(self._hosts[host].running())
             except MuxError as error:
                 where = f" on {host}" if host else ""
                 self._say(f"cannot see what runs already{where}: {error.message}")
-        return [backend for name, backend in backends.items() if name in running]
+        return [backend for name, backend in backends.items() if backend.url or name in running]
 
     def _adopt(self, backend: Backend) -> None:
         match self._hosts.adopt(backend):

@@ -30,6 +30,7 @@ from anvil_mux.proxy.server import Server
 from anvil_mux.scheduler.events import Event
 from anvil_mux.serve import credentials
 from anvil_mux.serve.adoption import Adoption
+from anvil_mux.serve.elsewhere import ElsewhereWatch
 from anvil_mux.serve.hosts_in_use import HostsInUse
 from anvil_mux.serve.learned import Known, LearnedFile, as_text, recalled
 from anvil_mux.serve.logfiles import rotation
@@ -105,6 +106,7 @@ class Parts:
             sight=lambda: self.hosts.sight(),
             round_trips=lambda: self.hosts.round_trips(),
             usage=Usage(state_folder(self.config.project, os.environ) / "usage", self.say),
+            circuits=lambda: self._circuits(),
         )
         self.feed = Feed()
         self.journal = Journal(
@@ -136,6 +138,7 @@ class Parts:
             has_heard=self.relay.has_heard,
         )
         self.adoption = Adoption(hosts, self.mux, self.say)
+        self.elsewhere = ElsewhereWatch(self.mux.circuits, self.say)
         self.hosts.begin(
             self.mux,
             self.adoption,
@@ -176,9 +179,14 @@ class Parts:
         )
         self.server = self._bind(given.tls)
 
+    def _circuits(self) -> dict[str, str]:
+        """Backend elsewhere -> the state of its circuit."""
+        found = self.mux.circuits
+        return {each.name: found.state(each.name) for each in self.config.backends if each.url}
+
     def _runtime_problem(self) -> str:
         """Why services cannot be started or stopped on our own host; "" if they can, or if it has none."""
-        is_used = any(not backend.host for backend in self.config.backends)
+        is_used = any(not backend.host and not backend.url for backend in self.config.backends)
         return self.hosts.local.problem() if is_used else ""
 
     @property

@@ -29,7 +29,9 @@ def leave_engines(parts: Parts) -> None:
 def _running(parts: Parts) -> set[str]:
     """The backends that run, on all hosts that can be asked."""
     found: set[str] = set()
-    for name in filter(parts.hosts.is_here, parts.hosts.all.by_name):
+    used = {backend.host for backend in parts.config.backends if not backend.url}
+    used.update(backend.host for backend in parts.mux.overview.leaving() if not backend.url)
+    for name in filter(parts.hosts.is_here, used.intersection(parts.hosts.all.by_name)):
         try:
             found.update(parts.hosts.all[name].running())
         except MuxError as error:

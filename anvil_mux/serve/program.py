@@ -150,6 +150,7 @@ class AnvilMux:
             parts.mux.facts.paused(left)
         parts.hosts.local.start(parts.clock)
         parts.hosts.start(lambda: reloading.reload(parts))
+        parts.elsewhere.take(parts.config)
         for number, hook in enumerate(parts.config.hooks):
             Telling(hook, parts.say).worker(f"hook-{number}", parts.feed, parts.clock.wall).start()
         if parts.config.routing_mode == "full":
@@ -197,6 +198,7 @@ class AnvilMux:
         parts.reloads.close()
         parts.server.refuse()
         parts.scraper.worker.close()
+        parts.elsewhere.close()
         if parts.sharing:
             parts.sharing.worker.close()
         grace = parts.config.drain_timeout

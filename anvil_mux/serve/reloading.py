@@ -59,6 +59,7 @@ def reconfigure(parts: Parts, config: Config) -> Change:
     parts.server.max_connections = config.max_connections
     parts.server.tls = tls
     parts.metrics.know(config)
+    parts.elsewhere.take(config)
     if parts.event_log:
         parts.event_log.head(eventlog.header(config, parts.clock.wall(0.0)))
     # What runs on a host that is not here is found when it is.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from anvil_mux import __version__
 from anvil_mux.config.config import Backend, Config
+from anvil_mux.config.elsewhere import site
 from anvil_mux.telemetry.accesslog import stamp
 
 MOST_PLACES = 4
@@ -54,6 +55,8 @@ def print_banner(config: Config, url: str, *, with_models: bool, with_key: bool)
 
 
 def _place(backend: Backend) -> str:
+    if backend.url:
+        return site(backend.url).name
     if not backend.gpus:
         return f"{backend.host}, without a GPU" if backend.host else "no GPU"
     return f"GPU {', '.join(backend.gpu_names)}"

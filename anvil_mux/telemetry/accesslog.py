@@ -54,6 +54,10 @@ class Served:
     """The name of its API key; empty where none is asked for, or it was not shown."""
     gpu_seconds: float = 0.0
     """The GPU time that it had: of n requests that a backend serves at once each has an nth."""
+    fallback_of: str = ""
+    """The model that was asked for, if a fallback of it answers."""
+    fallback_cause: str = ""
+    """The code of the error that its model came to."""
     foreseen: float | None = None
     """The part of the input that its replica was thought to have cached; None: nobody knows if it was."""
     said: bytes = b""
@@ -96,10 +100,12 @@ def json_line(r: Served) -> str:
     if _is_quiet(r):
         return ""
     preset = f'"preset":{quoted(r.preset)},' if r.preset else ""
+    turned = f'"fallback_of":{quoted(r.fallback_of)},"fallback_cause":"{r.fallback_cause}",'
     return (
         f'{{"ts":"{stamp(r.ended)}","level":"info","event":"request","request_id":"{r.request_id}",'
         f'"client":"{r.client}",{_key(r)}"method":{quoted(r.method)},"path":{quoted(r.path)},"model":{quoted(r.model)},'
-        f'{preset}"service":{quoted(r.backend)},"status":{r.status},"code":"{r.code}",'
+        f'{preset}"service":{quoted(r.backend)},{turned if r.fallback_of else ""}"status":{r.status},'
+        f'"code":"{r.code}",'
         f'"stream":{"true" if r.stream else "false"},"queue_s":{r.waited:.3f},"ttfb_s":{r.first_byte:.4f},'
         f'"duration_s":{r.seconds:.4f},"bytes":{r.sent}{_used(r)}}}\n'
     )
@@ -123,8 +129,9 @@ def human_line(r: Served) -> str:
     waited = f" waited {r.waited:.1f}s" if r.waited >= 0.1 else ""
     asked_for = r.preset or r.model
     where = f" {asked_for}@{r.backend}" if r.backend else f" {asked_for}" if asked_for else ""
+    turned = f" instead of {r.fallback_of} ({r.fallback_cause})" if r.fallback_of else ""
     return (
-        f"{stamp(r.ended)} {r.status}{code} {r.method} {ascii(r.path)[1:-1]}{where} "
+        f"{stamp(r.ended)} {r.status}{code} {r.method} {ascii(r.path)[1:-1]}{where}{turned} "
         f"{r.seconds:.3f}s{waited} {r.sent}B {r.client}{f' {r.key}' if r.key else ''} {r.request_id}\n"
     )
 

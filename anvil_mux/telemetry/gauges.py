@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from anvil_mux.host.seam import Seen, Sight
+from anvil_mux.multiplexer.circuits import CIRCUIT_STATES
 from anvil_mux.scheduler.costs import Cost
 from anvil_mux.scheduler.events import TRANSITIONS
 from anvil_mux.scheduler.footprint import Footprint
@@ -107,6 +108,15 @@ def of_hosts(status: Status, round_trips: Mapping[str, float]) -> Iterator[Metri
     trips: Samples = {(host,): seconds for host, seconds in round_trips.items()}
     text = "How long the agent of the host took to answer last, of hosts that are here."
     yield _gauge("anvil_host_round_trip_seconds", text, "host", trips)
+
+
+def of_circuits(circuits: Mapping[str, str]) -> Iterator[Metric]:
+    """The circuits before servers elsewhere, by backend."""
+    states: Samples = {
+        (name, each): float(state == each) for name, state in circuits.items() for each in CIRCUIT_STATES
+    }
+    text = "1 for the state of the circuit before a server elsewhere."
+    yield _gauge("anvil_circuit_state", text, "backend state", states)
 
 
 def of_costs(costs: Iterable[Cost], models: Container[str]) -> Iterator[Metric]:

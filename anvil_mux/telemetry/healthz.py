@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from anvil_mux.config.config import Backend
+from anvil_mux.config.elsewhere import site
 from anvil_mux.host.seam import OtherProcess, Seen, Sensors
+from anvil_mux.multiplexer.circuits import Circuits
 from anvil_mux.routing import in_flight
 from anvil_mux.scheduler.causes import sentence, to_json
 from anvil_mux.scheduler.drains import RunningAnswer
@@ -52,6 +56,29 @@ def model_state(model: ModelState, *, brief: bool = False) -> dict[str, object]:
         **candidates,
         **({"host_lost": model.is_lost} if any(backend.host for backend in model.backends) else {}),
     }
+
+
+def beside(backend: Backend, circuits: Circuits) -> dict[str, object]:
+    """The part of a model that the scheduler does not know: its server elsewhere, and its fallbacks."""
+    found: dict[str, object] = {}
+    if backend.fallback:
+        found["fallback"] = {"models": list(backend.fallback), "after": backend.fallback_after}
+    if backend.url:
+        circuit, left = circuits.of(backend.name), circuits.pause_left(backend.name)
+        found["elsewhere"] = {
+            "server": site(backend.url).name,
+            "circuit": circuits.state(backend.name),
+            "retry_seconds": round(left, 1),
+            "why": circuit.why or None,
+        }
+    return found
+
+
+def fallback_words(fallback: Mapping[str, Any]) -> str:
+    """What ``fallback`` comes to, for people: the end of a sentence."""
+    after = fallback["after"]
+    when = "if it cannot" if after is None else f"if it does not within {after:g} s"
+    return f"{' or '.join(fallback['models'])} answers {when}"
 
 
 def _candidates(model: ModelState) -> dict[str, object]:

@@ -145,6 +145,7 @@ class Metrics:
         sight: Callable[[], Sight] = dict,
         round_trips: Callable[[], Mapping[str, float]] = dict,
         usage: Usage | None = None,
+        circuits: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self.usage = usage or Usage()
         self._status = status
@@ -152,6 +153,7 @@ class Metrics:
         self._footprints = footprints
         self._sight = sight
         self._round_trips = round_trips
+        self._circuits = circuits
         self._models: dict[str, str] = {}
         self._routes = _route_labels()
         self._requests: Counter[tuple[Labels, int]] = Counter()
@@ -167,6 +169,7 @@ class Metrics:
         self._phases = Histograms()
         self._severed: Counter[Labels] = Counter()
         self._stalled: Counter[Labels] = Counter()
+        self._fallbacks: Counter[Labels] = Counter()
         self._deferrals: Counter[Labels] = Counter()
         self._evictions: Counter[Labels] = Counter()
         self._demotions: Counter[Labels] = Counter()
@@ -222,6 +225,9 @@ class Metrics:
         if record.preset:
             by_model, by_route = (*by_model, record.preset), (*by_route, record.preset)
         self._requests[by_route, record.status] += 1
+        if record.fallback_of:
+            of = self._models.get(record.fallback_of, UNKNOWN)
+            self._fallbacks[of, model, record.fallback_cause] += 1
         if record.code == ClientStalled.code:
             self._stalled[model,] += 1
         self._durations[by_route].observe(record.seconds)
@@ -421,6 +427,12 @@ class Metrics:
             _by_kind(FORECASTS, self._forecasts),
         )
         yield from self.usage.collect()
+        yield _counter(
+            "anvil_fallbacks",
+            "Requests that another model answered, by the code of the error that their own came to.",
+            "model to cause",
+            self._fallbacks,
+        )
         yield from self._of_swaps()
         yield from gauges.of_costs(self._costs(), set(self._models.values()))
         yield from gauges.of_footprints(self._footprints())
@@ -429,6 +441,7 @@ class Metrics:
         yield from gauges.of_gpus(status, self._sight())
         yield from gauges.of_hosts(status, self._round_trips())
         yield from gauges.of_pause(status)
+        yield from gauges.of_circuits(self._circuits())
 
     def describe(self) -> Iterable[Metric]:
         """Describe nothing: registering must not ask a multiplexer that is not there yet for its status."""

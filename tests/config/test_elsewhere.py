@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from anvil_mux.config import elsewhere, fallback
-from anvil_mux.config.fallback import Step
+from anvil_mux.config.fallback import FallbackStep as Step
 from anvil_mux.plugins import load
 from tests.config.test_config import plain, problems
 
@@ -20,7 +20,9 @@ def far(said: str = "") -> str:
 
 
 def test_a_service_with_a_url_is_a_model_that_needs_nothing_of_this_machine(tmp_path: Path) -> None:
-    text = f"services: {{gpt: {far(', api_key_env: CLOUD_KEY, model: org/gpt, aliases: [g], concurrency: 4')}}}"
+    text = (
+        f"services: {{gpt: {far(', api_key_env: CLOUD_KEY, model: org/gpt, aliases: [g], concurrency: 4')}}}"
+    )
     found = plain(tmp_path, text, environ=KEY)
     [gpt] = found.backends
     assert (gpt.name, gpt.model, gpt.aliases, gpt.concurrency) == ("gpt", "org/gpt", ("g",), 4)
@@ -49,7 +51,12 @@ def test_a_process_needs_no_command_and_no_image(tmp_path: Path) -> None:
         ("https://api.openai.com", "api.openai.com", "/v1/chat/completions", "/tokenize"),
         ("https://api.openai.com/v1/", "api.openai.com", "/v1/chat/completions", "/tokenize"),
         ("https://host/openai/v1", "host", "/openai/v1/chat/completions", "/openai/tokenize"),
-        ("https://host:8443/v1beta/openai", "host:8443", "/v1beta/openai/chat/completions", "/v1beta/openai/tokenize"),
+        (
+            "https://host:8443/v1beta/openai",
+            "host:8443",
+            "/v1beta/openai/chat/completions",
+            "/v1beta/openai/tokenize",
+        ),
         ("http://[::1]:80", "[::1]", "/v1/chat/completions", "/tokenize"),
         ("http://h:443", "h:443", "/v1/chat/completions", "/tokenize"),
     ],
@@ -90,10 +97,12 @@ def test_a_label_says_no_more_than_the_setting(tmp_path: Path) -> None:
 
 
 def test_what_bites(tmp_path: Path) -> None:
-    text = "services: {gpt: {image: scratch, x-anvil: {url: 'http://far.example/v1', api_key_env: CLOUD_KEY}}}"
-    up, plain_text = plain(tmp_path, text, environ=KEY).warnings
+    text = (
+        "services: {gpt: {image: scratch, x-anvil: {url: 'http://far.example/v1', api_key_env: CLOUD_KEY}}}"
+    )
+    up, unencrypted = plain(tmp_path, text, environ=KEY).warnings
     assert "add `profiles: [elsewhere]`" in up
-    assert "go to far.example unencrypted; use https" in plain_text
+    assert "go to far.example unencrypted; use https" in unencrypted
 
 
 def test_a_model_is_elsewhere_or_here(tmp_path: Path) -> None:
@@ -111,7 +120,7 @@ def file(**said: str) -> str:
 
 
 def fallbacks(folder: Path, **said: str) -> Any:
-    return fallback.plans(plain(folder, file(**said)).backends)
+    return fallback.chains(plain(folder, file(**said)).backends)
 
 
 def test_a_fallback_in_both_forms(tmp_path: Path) -> None:
@@ -135,7 +144,12 @@ def test_what_a_fallback_falls_back_on_follows_it(tmp_path: Path) -> None:
         d="",
     )
     assert found == {
-        "a": (Step("a", 20.0), Step("b", 5.0), Step("c", 5.0), Step("d", None)),
+        "a": (
+            Step("a", 20.0),
+            Step("b", 5.0),
+            Step("c", 5.0),
+            Step("d", None),
+        ),
         "b": (Step("b", 5.0), Step("c", None)),
     }
 
@@ -149,7 +163,10 @@ def test_each_model_is_tried_once(tmp_path: Path) -> None:
     ("said", "chains"),
     [
         ({"a": "fallback: a"}, ["a -> a"]),
-        ({"a": "fallback: b", "b": "fallback: [c]", "c": "fallback: a"}, ["a -> b -> c -> a", "b -> c -> a -> b"]),
+        (
+            {"a": "fallback: b", "b": "fallback: [c]", "c": "fallback: a"},
+            ["a -> b -> c -> a", "b -> c -> a -> b"],
+        ),
         ({"a": "fallback: [c, b]", "b": "fallback: a", "c": ""}, ["a -> b -> a", "b -> a -> b"]),
         ({"a": "fallback: nick", "b": "aliases: [nick], fallback: [a]"}, ["a -> b -> a", "b -> a -> b"]),
     ],

@@ -99,6 +99,7 @@ VALUES: list[Any] = [
     *({"mode": "full", "store": "redis://h"}, {"mode": "half"}, {"store": "h:1"}, '{"temperature": 0}'),
     *({"chat": ["a", "b"], "warm": {"models": "a", "swap": "never"}}, {"chat": "a"}),
     *({"url": "http://x", "on": ["failed"]}, [{"run": ["notify", "x"], "timeout": "5s"}], {"run": "x"}),
+    *("http://h:8000/v1", {"models": ["a", "b"], "after": "20s"}, {"models": "a"}),
 ]
 
 
@@ -144,6 +145,8 @@ MISTAKES = [
     ("services", "loras", {"law": ["/law"]}),
     ("services", "upstream", ["docs"]),
     ("services", "pin", 2),
+    ("services", "url", "api.openai.com"),
+    ("services", "fallback", {"model": "a"}),
 ]
 
 

@@ -1,0 +1,423 @@
+"""Servers elsewhere and fallbacks, over sockets: a stand-in fails in each way that servers do."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from anvil_mux.config.config import Backend, Gpu, Service
+from anvil_mux.config.keys import load
+from anvil_mux.errors import LoadError
+from anvil_mux.host.elsewhere import Elsewhere
+from anvil_mux.host.seam import Loaded
+from anvil_mux.multiplexer.circuits import MOST_FAILURES
+from anvil_mux.proxy.waiting import Patience
+from tests.fake_engine import JSON_OK, SSE_HEAD, Asked, Mechanism, RawClient, Rig, chunk
+from tests.proxy.test_tls import make_certificate
+
+OF_A_CLIENT = b"k-of-a-client"
+CLIENT_KEYS = (
+    b"Authorization: Bearer %b\r\nx-api-key: %b\r\nApi-Key: %b\r\nCookie: session=%b\r\n"
+    b"X-Goog-Api-Key: %b\r\nX-My-Token: %b\r\nOpenAI-Organization: org\r\n"
+)
+EXTRA = CLIENT_KEYS % ((OF_A_CLIENT,) * 6)
+
+
+def status(code: int, *fields: bytes) -> bytes:
+    head = b"".join(b"%b\r\n" % field for field in fields)
+    return b"HTTP/1.1 %d X\r\nContent-Type: application/json\r\n%bContent-Length: 2\r\n\r\n{}" % (code, head)
+
+
+class WithElsewhere(Mechanism):
+    """Loads ``a`` on its engine; ``gpt`` is at the URL that it has, as the real hosts have it."""
+
+    def load(self, backend: Backend, how: str, number: int) -> Loaded:
+        return Elsewhere().load(backend, how, number) if backend.url else super().load(backend, how, number)
+
+
+@dataclass
+class World:
+    """A front with ``a`` and ``b`` on a GPU, and ``gpt`` on a server elsewhere, which is ``rig.other``."""
+
+    rig: Rig
+
+    def client(self) -> RawClient:
+        return self.rig.client()
+
+    def state(self) -> str:
+        return self.rig.mux.circuits.of("gpt").state
+
+
+@pytest.fixture
+def world(make_rig: Callable[..., Rig]) -> Callable[..., World]:
+    def make(
+        *,
+        base: str = "/openai/v1",
+        a: dict[str, object] | None = None,
+        gpt: dict[str, object] | None = None,
+        **settings: object,
+    ) -> World:
+        server = make_rig().other
+        server.answer = lambda _: JSON_OK
+        url = f"{server.url}{base}"
+        far = Backend("gpt", "gpt", url=url, service=Service(key="sk-ours"))
+        far = replace(far, **(gpt or {}))  # type: ignore[arg-type]
+        near = Backend("a", "a", gpus=("0",), **(a or {}))  # type: ignore[arg-type]
+        mechanism = WithElsewhere({})
+        rig = make_rig(backends=(near, far), gpus=(Gpu("0"),), mechanism=mechanism, **settings)
+        mechanism.engines = {"a": rig.engine}
+        rig.engine.answer = lambda _: JSON_OK
+        rig.other.close()
+        rig.other = server
+        rig.mux.facts.adopt({"gpt": url})
+        return World(rig)
+
+    return make
+
+
+def ask(client: RawClient, model: str, **more: bytes) -> bytes:
+    client.post(b'{"model":"%b"}' % model.encode(), **more)
+    return client.read().head
+
+
+# Its head, and its key
+
+
+def test_no_key_of_a_client_reaches_it_and_ours_does(world: Callable[..., World]) -> None:
+    found = world()
+    heads: list[bytes] = []
+
+    def answer(asked: Asked) -> bytes:
+        heads.append(asked.head)
+        return JSON_OK
+
+    found.rig.other.answer = answer
+    client = found.client()
+    client.post(b'{"model":"gpt"}', b"/v1/chat/completions?key=k-of-a-client&x=1", EXTRA)
+    assert client.read().status == 200
+    client.post(b'{"model":"gpt","messages":[{"role":"user","content":"Hi"}]}', b"/api/chat", EXTRA)
+    client.read()
+    for head in heads:
+        assert OF_A_CLIENT not in head
+        assert b"org" not in head
+        assert head.count(b"authorization: Bearer sk-ours\r\n") == 1
+    assert heads[0].startswith(b"POST /openai/v1/chat/completions?x=1 HTTP/1.1\r\nHost: 127.0.0.1:")
+    assert len(heads) == 2
+
+
+def test_it_gets_no_key_where_it_needs_none(world: Callable[..., World]) -> None:
+    found = world(gpt={"service": Service()})
+    seen: list[bytes] = []
+    found.rig.other.answer = lambda asked: (seen.append(asked.head), JSON_OK)[1]
+    ask(found.client(), "gpt", extra=EXTRA)
+    assert OF_A_CLIENT not in seen[0]
+    assert b"uthorization" not in seen[0]
+
+
+def test_a_browsers_key_for_a_websocket_stays_here(world: Callable[..., World]) -> None:
+    found = world()
+    seen: list[bytes] = []
+    found.rig.other.answer = lambda asked: (seen.append(asked.head), status(404))[1]
+    upgrade = (
+        b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: x\r\nSec-WebSocket-Version: 13\r\n"
+        b"Sec-WebSocket-Protocol: realtime, openai-insecure-api-key.k-of-a-client\r\n"
+    )
+    assert found.client().get(b"/v1/realtime?model=gpt", extra=upgrade).status == 404
+    assert b"sec-websocket-protocol: realtime\r\n" in seen[0]
+    assert OF_A_CLIENT not in seen[0]
+
+
+# Faults, and the circuit
+
+
+def test_what_it_says_is_passed_on_and_counted(world: Callable[..., World]) -> None:
+    found = world()
+    found.rig.other.answer = lambda _: status(500)
+    for _ in range(MOST_FAILURES):
+        assert b" 500 " in ask(found.client(), "gpt")
+    assert found.state() == "open"
+    head = ask(found.client(), "gpt")
+    assert b" 503 " in head
+    assert b"Retry-After: 5\r\n" in head or b"retry-after: 5\r\n" in head.lower()
+    assert found.rig.events.record(MOST_FAILURES + 1).code == "circuit_open"
+    assert len(found.rig.other.connections) <= MOST_FAILURES
+
+
+def test_a_bad_request_is_the_clients(world: Callable[..., World]) -> None:
+    found = world()
+    found.rig.other.answer = lambda _: status(400)
+    for _ in range(MOST_FAILURES + 1):
+        assert b" 400 " in ask(found.client(), "gpt")
+    assert found.state() == "closed"
+
+
+def test_429_with_retry_after_opens_it_for_so_long(world: Callable[..., World]) -> None:
+    found = world()
+    found.rig.other.answer = lambda _: status(429, b"Retry-After: 30")
+    assert b"Retry-After: 30" in ask(found.client(), "gpt")
+    head = ask(found.client(), "gpt")
+    assert b" 503 " in head
+    assert 25 < found.rig.mux.circuits.pause_left("gpt") <= 30
+
+
+def test_one_that_refuses_connections(world: Callable[..., World]) -> None:
+    found = world()
+    found.rig.other.stop_listening()
+    codes = [ask(found.client(), "gpt").split()[1] for _ in range(MOST_FAILURES + 1)]
+    assert codes == [b"502"] * MOST_FAILURES + [b"503"]
+
+
+def test_one_that_refuses_our_key(world: Callable[..., World]) -> None:
+    found = world(gpt={"api_key_env": "CLOUD_KEY"})
+    found.rig.other.answer = lambda _: status(401)
+    client = found.client()
+    client.post(b'{"model":"gpt"}')
+    answer = client.read()
+    assert answer.status == 502
+    assert b"refuses the API key in CLOUD_KEY" in answer.body
+
+
+def test_one_that_hangs_ends_after_upstream_timeout(world: Callable[..., World]) -> None:
+    found = world(upstream_timeout=0.01)
+    found.rig.other.answer = None
+    assert b" 502 " in ask(found.client(), "gpt")
+    assert found.rig.mux.circuits.of("gpt").failures == 1
+
+
+def test_one_that_breaks_off_its_stream(world: Callable[..., World]) -> None:
+    found = world()
+    found.rig.other.answer = None
+    client = found.client()
+    client.post(b'{"model":"gpt","stream":true}')
+    asked = found.rig.other.next()
+    asked.send(SSE_HEAD + chunk(b"data: 1\n\n"))
+    client.read_until(b"data: 1")
+    asked.close()
+    client.read_until(b"backend_unavailable")
+    assert found.rig.events.record().code == "backend_unavailable"
+    assert found.rig.mux.circuits.of("gpt").failures == 1
+
+
+def test_the_same_connection_serves_again(world: Callable[..., World]) -> None:
+    found = world()
+    client = found.client()
+    for _ in range(3):
+        assert b" 200 " in ask(client, "gpt")
+    assert len(found.rig.other.connections) == 1
+
+
+def test_it_is_never_unloaded(world: Callable[..., World]) -> None:
+    found = world()
+    assert not found.rig.mux.facts.unload("gpt")
+    assert found.rig.mux.overview.is_ready("gpt")
+
+
+# Fallbacks
+
+
+GPT = {"fallback": ("gpt",)}
+
+
+def test_a_load_that_fails_is_answered_by_the_fallback(world: Callable[..., World]) -> None:
+    found = world(a=GPT)
+    found.rig.mechanism.failure = LoadError("no such file")
+    seen: list[bytes] = []
+    found.rig.other.answer = lambda asked: (seen.append(asked.body), JSON_OK)[1]
+    head = ask(found.client(), "a")
+    assert b" 200 " in head
+    assert b"X-Anvil-Fallback: gpt; a load_failed\r\n" in head
+    assert seen == [b'{"model":"gpt"}']
+    record = found.rig.events.record()
+    assert (record.model, record.backend, record.fallback_of) == ("gpt", "gpt", "a")
+    assert record.fallback_cause == "load_failed"
+    assert b" 200 " in ask(found.client(), "a"), "and while it cools down"
+
+
+def test_who_waits_for_longer_than_after_leaves_the_queue(world: Callable[..., World]) -> None:
+    found = world(a={**GPT, "fallback_after": 0.0})
+    found.rig.mechanism.gate.clear()
+    head = ask(found.client(), "a")
+    assert b"X-Anvil-Fallback: gpt; a fell_back\r\n" in head
+    assert found.rig.mux.overview.status().waiting == 0
+    assert found.rig.events.wait("failed").cause.detail == "fell_back"  # type: ignore[union-attr]
+    found.rig.mechanism.gate.set()
+    found.rig.events.wait("ready", 2)
+    head = ask(found.client(), "a")
+    assert b" 200 " in head
+    assert b"Fallback" not in head, "its load went on"
+
+
+def test_who_waits_for_a_place_too(world: Callable[..., World]) -> None:
+    found = world(a={**GPT, "fallback_after": 0.0, "concurrency": 1})
+    found.rig.engine.answer = None
+    first = found.client()
+    first.post(b'{"model":"a"}')
+    asked = found.rig.engine.next()
+    assert b"X-Anvil-Fallback: gpt; a fell_back" in ask(found.client(), "a")
+    asked.send(JSON_OK)
+    assert first.read().status == 200
+
+
+def test_a_stream_that_has_begun_to_wait_goes_on_with_the_fallback(world: Callable[..., World]) -> None:
+    found = world(a={**GPT, "fallback_after": 0.3}, patience=Patience(grace=0.0))
+    found.rig.mechanism.gate.clear()
+    found.rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
+    client = found.client()
+    client.post(b'{"model":"a","stream":true}')
+    answer = client.read()
+    assert answer.clean
+    assert b": anvil-mux gpt answers instead of a (fell_back)" in answer.body
+    assert answer.body.endswith(b"data: {}\n\n")
+
+
+def test_no_fallback_once_the_client_has_seen_a_byte(world: Callable[..., World]) -> None:
+    found = world(a=GPT)
+    found.rig.engine.answer = None
+    client = found.client()
+    client.post(b'{"model":"a","stream":true}')
+    asked = found.rig.engine.next()
+    asked.send(SSE_HEAD + chunk(b"data: 1\n\n"))
+    client.read_until(b"data: 1")
+    asked.close()
+    client.read_until(b"backend_unavailable")
+    assert found.rig.events.record().fallback_of == ""
+
+
+@pytest.mark.parametrize("code", [429, 500, 503, 529])
+def test_a_server_elsewhere_that_fails_has_its_fallback_too(world: Callable[..., World], code: int) -> None:
+    found = world(gpt={"fallback": ("a",)})
+    found.rig.other.answer = lambda _: status(code)
+    head = ask(found.client(), "gpt")
+    assert b" 200 " in head
+    assert b"X-Anvil-Fallback: a; gpt backend_unavailable" in head
+
+
+def test_an_open_circuit_falls_back_at_once(world: Callable[..., World]) -> None:
+    found = world(gpt={"fallback": ("a",)})
+    found.rig.mux.circuits.asked("gpt", "cannot be reached")
+    assert b"X-Anvil-Fallback: a; gpt circuit_open" in ask(found.client(), "gpt")
+    assert found.rig.other.connections == []
+
+
+def test_a_stream_that_does_not_begin_in_time_falls_back(world: Callable[..., World]) -> None:
+    found = world(gpt={"fallback": ("a",), "fallback_after": 0.01})
+    found.rig.other.answer = None
+    found.rig.engine.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
+    client = found.client()
+    client.post(b'{"model":"gpt","stream":true}')
+    assert client.read().header(b"X-Anvil-Fallback") == b"a; gpt backend_unavailable"
+    assert found.rig.other.next().was_left()
+
+
+def test_a_key_falls_back_on_models_that_it_may_use_alone(world: Callable[..., World]) -> None:
+    keys = load(None, {"ANVIL_API_KEYS": "only-a-key models=a; both-keys models=a,gpt"})
+    found = world(a=GPT, keys=keys)
+    found.rig.mechanism.failure = LoadError("no such file")
+    alone, both = [
+        ask(found.client(), "a", extra=b"Authorization: Bearer %b\r\n" % key)
+        for key in (b"only-a-key", b"both-keys")
+    ]
+    assert b" 503 " in alone
+    assert b" 200 " in both
+
+
+def test_what_is_wrong_with_the_request_is_told(world: Callable[..., World]) -> None:
+    found = world(a=GPT)
+    found.rig.engine.answer = lambda _: status(400)
+    assert b" 400 " in ask(found.client(), "a")
+
+
+def test_where_all_fail_the_last_error_is_told_with_where_it_came_from(world: Callable[..., World]) -> None:
+    found = world(a=GPT)
+    found.rig.mechanism.failure = LoadError("no such file")
+    found.rig.mux.circuits.asked("gpt", "cannot be reached")
+    head = ask(found.client(), "a")
+    assert b" 503 " in head
+    assert b"X-Anvil-Fallback: gpt; a load_failed" in head
+    assert found.rig.events.record().code == "circuit_open"
+
+
+# TLS
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+@pytest.mark.parametrize("trusted", [True, False])
+def test_tls_is_verified(world: Callable[..., World], tmp_path: Path, *, trusted: bool) -> None:
+    cert, key = make_certificate(tmp_path)
+    found = world()
+    gate = Encrypted(cert, key, found.rig.other.address)
+    try:
+        url = f"https://localhost:{gate.port}"
+        far = Backend("gpt", "gpt", url=url, ca_file=cert if trusted else "", service=Service(key="sk-ours"))
+        rig = found.rig
+        config = replace(rig.config, backends=(rig.config.backends[0], far))
+        rig.mux.facts.reconfigure(config, {})
+        rig.handler.reconfigure(config, load(None, {}))
+        client = found.client()
+        client.post(b'{"model":"gpt"}')
+        answer = client.read()
+        if trusted:
+            assert answer.status == 200
+            found.rig.other.answer = lambda _: SSE_HEAD + chunk(b"data: {}\n\n") + b"0\r\n\r\n"
+            client.post(b'{"model":"gpt","stream":true}')
+            assert client.read().body == b"data: {}\n\n"
+        else:
+            assert answer.status == 502
+            assert b"its certificate was refused" in answer.body
+            assert b"ca_file" in answer.body
+    finally:
+        gate.close()
+
+
+class Encrypted:
+    """Takes TLS off in front of an address."""
+
+    def __init__(self, cert: str, key: str, behind: tuple[str, int]) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert, key)
+        self._behind = behind
+        self._context = context
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            secure = self._context.wrap_socket(connection, server_side=True)
+            with secure, socket.create_connection(self._behind) as plain:
+                back = threading.Thread(target=_copy, args=(plain, secure), daemon=True)
+                back.start()
+                _copy(secure, plain)
+                plain.shutdown(socket.SHUT_RDWR)
+                back.join()
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+
+def _copy(source: socket.socket, sink: socket.socket) -> None:
+    try:
+        while data := source.recv(65536):
+            sink.sendall(data)
+    except OSError:
+        pass
