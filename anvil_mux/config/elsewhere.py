@@ -28,7 +28,7 @@ OF_ENGINES = frozenset(
 NEED_URL = ("api_key_env", "ca_file")
 """Settings of servers elsewhere alone."""
 DIGEST = "elsewhere"
-"""Of every service elsewhere: what Compose would make of it does not matter."""
+"""The digest of every service elsewhere: what Compose would make of it does not matter."""
 
 
 class Site(NamedTuple):

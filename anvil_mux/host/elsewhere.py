@@ -31,7 +31,7 @@ class Elsewhere:
         return Loaded(backend.url, how)
 
     def cancel(self, backend: Backend, number: int) -> None:
-        """Nothing is under way."""
+        """Do nothing: no load of it ever is under way."""
 
     def evict(self, backend: Backend, how: str) -> Evicted:
         return Evicted("stop")
@@ -40,7 +40,7 @@ class Elsewhere:
         return Evicted("stop")
 
     def stop(self, backend: Backend) -> None:
-        """It goes on: it is not ours."""
+        """Do nothing: the server goes on, it is not ours."""
 
     def ended(self, backend: Backend) -> str | None:
         return None
@@ -53,12 +53,12 @@ class Elsewhere:
 
 
 class Finding(NamedTuple):
-    """What was found of a server elsewhere when it was asked for its models."""
+    """The state of a server elsewhere, found by asking it for its models."""
 
     problem: str = ""
     """Why it cannot be used now, for people; "" if it answers as it should."""
     hint: str = ""
-    """What its list of models says against the configuration."""
+    """The part of the configuration that its list of models contradicts; "" if none."""
 
 
 def asked(backend: Backend, timeout: float = ASK_SECONDS) -> Finding:

@@ -45,7 +45,7 @@ class Circuit:
     on_trial: bool = False
     """Whether the trial of a half-open circuit is under way."""
     why: str = ""
-    """What failed last, for people; "" once something went well."""
+    """The last failure, for people; "" once something went well."""
     is_away: bool = False
     """Whether it opened because the server could not be reached: then it is asked how it is."""
     heard: float = -1e9

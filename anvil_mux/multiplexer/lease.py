@@ -60,7 +60,7 @@ class Lease:
         self.waited = 0.0
         """Seconds in the queue."""
         self.attempt: Attempt | None = None
-        """Whom it is reported to how a server elsewhere is; None: the backend is an engine of ours."""
+        """The report of how a server elsewhere did; None: the backend is an engine of ours."""
         self.prefill: Lease | None = None
         """The lease of the first stage, where the request is served in two; it may be left before this one.
         """

@@ -138,7 +138,7 @@ class Access:
         return preset in key.models or not key.models.isdisjoint(names)
 
     def chain(self, key: Key | None, model: str, also: Collection[str] = ()) -> FallbackChain:
-        """Where requests for a model go in turn, as far as ``key`` may use that; () if it has no fallback.
+        """The models that its requests go to in turn, those that ``key`` may use; () without a fallback.
 
         ``also``: models that the key may use by the name that a request gave. Its own is one of them anyway.
         """

@@ -60,9 +60,9 @@ class Target:
     choices: tuple[str, ...] = ()
     """The models of which any serves them, in order of preference, where their name stands for several."""
     elsewhere: str = ""
-    """Its only backend, if that is a server elsewhere."""
+    """The model's only backend, if that is a server elsewhere."""
     chain: FallbackChain = ()
-    """Where they go in turn, if the model has fallbacks."""
+    """The models that they go to in turn, if the model has fallbacks."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from anvil_mux.proxy.connections import LOOK_SECONDS, STILL_CONNECTING
 from anvil_mux.proxy.sockets import timeval
 
 CONNECT_SECONDS = 10.0
-"""For so long all addresses of a server are tried."""
+"""Seconds for which the addresses of a server are tried, all together."""
 
 PASSED = frozenset(
     (

@@ -1,4 +1,4 @@
-"""Which failures have another model answer, and how a request turns to it.
+"""The failures after which another model answers, and how a request turns to it.
 
 A fallback is asked only while its client has seen nothing of an answer. What is wrong with the request
 itself, what was ordered by hand, and what may have ended an engine are told as they are.

@@ -105,7 +105,7 @@ class Probes:
         return {name: {**each.to_json(), "serves": choose(each.models)} for name, each in found}
 
     def beside(self, model: str) -> dict[str, object]:
-        """What there is to say of a model beside its state; see ``healthz.beside``."""
+        """The part of a model's state that the scheduler does not know; see ``healthz.beside``."""
         backends = self._mux.overview.configured()
         known, found = self._special
         if known is not backends:

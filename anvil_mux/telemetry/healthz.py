@@ -75,7 +75,7 @@ def beside(backend: Backend, circuits: Circuits) -> dict[str, object]:
 
 
 def fallback_words(fallback: Mapping[str, Any]) -> str:
-    """What ``fallback`` comes to, for people: the end of a sentence."""
+    """The sentence for people that says who answers instead."""
     after = fallback["after"]
     when = "if it cannot" if after is None else f"if it does not within {after:g} s"
     return f"{' or '.join(fallback['models'])} answers {when}"
