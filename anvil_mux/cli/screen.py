@@ -80,7 +80,7 @@ def model_row(name: str, model: StatusJson) -> tuple[str, ...]:
         str(model["leases"]),
         str(model["waiting"]),
         "" if seconds is None else f"{seconds:.1f} s",
-        _until(model, backend["unload_seconds"]),
+        "" if elsewhere else _until(model, backend["unload_seconds"]),
         error if len(error) <= 60 else error[:57] + "...",
     )
 

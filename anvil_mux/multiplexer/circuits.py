@@ -70,9 +70,11 @@ class Attempt:
         """The server answered, if only that the request is wrong."""
         self._end(lambda: self._circuits.succeeded(self._name, trial=self.is_trial))
 
-    def failed(self, why: str, pause: float | None = None) -> None:
-        """The server failed; ``pause``: for so many seconds it wants to be left alone."""
-        self._end(lambda: self._circuits.failed(self._name, why, pause=pause, trial=self.is_trial))
+    def failed(self, why: str, *, pause: float | None = None, away: bool = False) -> None:
+        """The server failed. ``pause``: for so many seconds it wants to be left alone. ``away``: it could not
+        be reached."""
+        report = self._circuits.failed
+        self._end(lambda: report(self._name, why, pause=pause, trial=self.is_trial, away=away))
 
     def left(self) -> None:
         """The request ended for a reason that says nothing of the server."""
@@ -139,7 +141,9 @@ class Circuits:
 
         self._change(name, changed)
 
-    def failed(self, name: str, why: str, *, pause: float | None = None, trial: bool = False) -> None:
+    def failed(
+        self, name: str, why: str, *, pause: float | None = None, trial: bool = False, away: bool = False
+    ) -> None:
         """A request failed; see ``Attempt``."""
 
         def changed(circuit: Circuit, now: float) -> Circuit:
@@ -149,7 +153,7 @@ class Circuits:
                 return circuit  # it was under way when the circuit opened
             if not trial and failures < MOST_FAILURES and not pause:
                 return circuit
-            return _opened(circuit, now, pause)
+            return replace(_opened(circuit, now, pause), is_away=away)
 
         self._change(name, changed)
 

@@ -83,7 +83,7 @@ class Diagnosis:
         more: dict[str, Any] = {"hosts": hosts} if hosts else {}
         sentence = found.sentence
         if "fallback" in beside:
-            sentence = f"{sentence} {healthz.fallback_words(beside['fallback']).capitalize()}."
+            sentence = f"{sentence} {healthz.fallback_words(beside['fallback'])}"
         if choices:
             more["any_of"] = list(choices)
             sentence = f"{name} stands for {' or '.join(choices)}. {sentence}"

@@ -179,7 +179,7 @@ class Dispatcher:
             return None
         except BackendError as error:
             if lease.attempt:
-                lease.attempt.failed(error.message.rstrip("."))
+                lease.attempt.failed(_within(error))
             raise
         finally:
             usage = api.tokens_said(record.said)[1:] if lease.is_routed else NO_USAGE
@@ -208,7 +208,7 @@ class Dispatcher:
         """Judge a failure by what is found of the engine while the lease is held."""
         if lease.attempt:
             if not isinstance(error, Severed):
-                lease.attempt.failed(error.message.rstrip("."))
+                lease.attempt.failed(_within(error), away=isinstance(error, EngineUnreachable))
             return _Failure(error, again=False)
         crash = self._mux.facts.unreachable(lease)
         if lease.is_host_lost:
@@ -259,6 +259,11 @@ def _chosen(lease: Lease) -> str:
     """Say which of several replicas answers, and why, as its client reads it."""
     chosen = f"{lease.backend.name}; {lease.why}"
     return f"{chosen}; prefill by {lease.prefill.backend.name}" if lease.prefill else chosen
+
+
+def _within(error: MuxError) -> str:
+    """The text of an error as a part of another sentence."""
+    return error.message[:1].lower() + error.message[1:].rstrip(".")
 
 
 def _may_be_staged(question: Question) -> bool:

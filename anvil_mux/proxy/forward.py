@@ -334,7 +334,8 @@ def _note_status(question: Question, lease: Lease, attempt: Attempt, response: h
         attempt.failed(f"it refuses {key} ({status})")
         raise BackendError(f"{name} refuses {key}.")
     if status == 429 or (status >= 500 and status not in LACKING):
-        attempt.failed(f"it answered {status}", elsewhere.pause_asked(response.fields, time.time()))
+        pause = elsewhere.pause_asked(response.fields, time.time())
+        attempt.failed(f"it answered {status}", pause=pause)
         if question.falls_back:
             raise BackendError(f"{name} answered {status}.")
 

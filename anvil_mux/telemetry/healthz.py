@@ -77,8 +77,8 @@ def beside(backend: Backend, circuits: Circuits) -> dict[str, object]:
 def fallback_words(fallback: Mapping[str, Any]) -> str:
     """The sentence for people that says who answers instead."""
     after = fallback["after"]
-    when = "if it cannot" if after is None else f"if it does not within {after:g} s"
-    return f"{' or '.join(fallback['models'])} answers {when}"
+    when = "If it cannot be served" if after is None else f"If it is not served within {after:g} s"
+    return f"{when}, {' or '.join(fallback['models'])} answers."
 
 
 def _candidates(model: ModelState) -> dict[str, object]:

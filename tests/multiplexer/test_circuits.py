@@ -39,7 +39,7 @@ def circuits(clock: SetClock, told: list[tuple[str, str]]) -> Circuits:
 
 def fail(circuits: Circuits, times: int = MOST_FAILURES, pause: float | None = None) -> None:
     for _ in range(times):
-        circuits.begin("gpt").failed("it answered 500", pause)
+        circuits.begin("gpt").failed("it answered 500", pause=pause)
 
 
 def test_failures_in_a_row_open_it_and_a_success_begins_anew(
@@ -138,3 +138,10 @@ def test_only_what_is_configured_is_remembered(circuits: Circuits) -> None:
     fail(circuits)
     circuits.keep(frozenset(("other",)))
     assert circuits.of("gpt") == Circuit()
+
+
+def test_one_that_requests_could_not_reach_is_asked_too(circuits: Circuits) -> None:
+    for _ in range(MOST_FAILURES):
+        circuits.begin("gpt").failed("it cannot be reached", away=True)
+    circuits.asked("gpt", "")
+    assert circuits.of("gpt").state == "closed"
