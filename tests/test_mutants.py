@@ -112,8 +112,8 @@ MUTANTS = {
     ),
     "who waits for a place waits for a load": (
         "planner",
-        "    if state.limited:\n        models =",
-        "    if False:\n        models =",
+        "not (model.queue.limited and model.ready)]",
+        "model]",
     ),
     "a swap for nobody is not reprieved": (
         "group_swaps",

@@ -115,7 +115,7 @@ def rings(config: Config) -> list[tuple[str, list[Backend]]]:
 
 def _stay_together(config: Config, a: Backend, b: Backend) -> bool:
     pair = [_plain(backend, "stop") for backend in (a, b)]
-    placement = Placement(pair, config.gpus, LeastRecentlyUsed())
+    placement = Placement(pair, config.gpus, LeastRecentlyUsed)
     first, second = placement.slots.values()
     if not placement.fits(first):
         return False

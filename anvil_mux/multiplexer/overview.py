@@ -193,8 +193,10 @@ class Overview:
     ) -> dict[str, list[dict[str, Any]]]:
         """Stage -> what would be made of each replica of ``model``; empty where it has but one backend."""
         with self._lock:
-            replicas = self._find(model)[1].replicas
-            return replicas.explain(work, self._clock.now(), staged=staged) if replicas else {}
+            found = self._find(model)[1]
+            if found.replicas is None:
+                return {}
+            return found.replicas.explain(found.ready, work, self._clock.now(), staged=staged)
 
     def wait_estimate(self, model: str) -> WaitEstimate:
         """Say what a request for ``model`` would wait for now."""

@@ -156,28 +156,24 @@ class InFlightTracker:
         """The mean bytes of a token. Reading it needs no lock."""
         self.prefixes = Prefixes(self._accounts)
 
-    def change(
-        self, routing: Routing, gone: Iterable[str], members: Iterable[Member], *, full: bool = False
-    ) -> None:
-        """Go on under another policy, without the replicas that are ``gone``, and with these ``members``.
-
-        Members may be new, or are described otherwise than before; what is known of them is kept.
-        """
-        self.routing, self._full = routing, full
-        for name in gone:
-            self.forget(name)
-            del self._accounts[name]
-            self.prefixes.leave(name)
-        for member in members:
-            account = self._accounts.get(member.backend)
-            if account is None:
-                self._accounts[member.backend] = _Account(member)
-                self.prefixes.join(member.backend)
-                continue
-            if account.member.kv_tokens != member.kv_tokens:
-                account.kv_tokens = member.kv_tokens or self._kv_tokens
-            account.member = member
+    def leave(self, backend: str) -> None:
+        """Go on without a replica."""
+        self.forget(backend)
+        del self._accounts[backend]
+        self.prefixes.leave(backend)
         self._memory.replicas = len(self._accounts)
+
+    def join(self, member: Member) -> None:
+        """Go on with another replica, or with one described otherwise, of which all that is known is kept."""
+        account = self._accounts.get(member.backend)
+        if account is None:
+            self._accounts[member.backend] = _Account(member)
+            self.prefixes.join(member.backend)
+            self._memory.replicas = len(self._accounts)
+            return
+        if account.member.kv_tokens != member.kv_tokens:
+            account.kv_tokens = member.kv_tokens or self._kv_tokens
+        account.member = member
 
     def __repr__(self) -> str:
         return f"<InFlightTracker {self.routing.name} {[len(a.entries) for a in self._accounts.values()]}>"

@@ -69,15 +69,19 @@ class Admission:
 
     def take_back(self, idle: Slot, now: float) -> None:
         """Send requests anew that wait behind others, and would be better off at ``idle``."""
-        replicas = self._state.models[idle.model].replicas
-        if replicas:
-            self.send_anew(replicas.take_back(idle), Cause("moved", backend=idle.name), now)
+        model = self._state.models[idle.model]
+        if model.replicas:
+            self.send_anew(
+                model.replicas.take_back(model.ready, idle), Cause("moved", backend=idle.name), now
+            )
 
     def leave_silent(self, slot: Slot, now: float) -> None:
         """The engine of a replica does not answer: requests that wait at a stale one are sent anew."""
-        replicas = self._state.models[slot.model].replicas
-        if replicas and slot.serves:
-            self.send_anew(replicas.take_from(slot, now), Cause("stale", backend=slot.name), now)
+        model = self._state.models[slot.model]
+        if model.replicas and slot.serves:
+            self.send_anew(
+                model.replicas.take_from(model.ready, slot, now), Cause("stale", backend=slot.name), now
+            )
 
     def send_anew(self, found: Iterable[tuple[Ticket, Slot]], cause: Cause, now: float) -> None:
         for ticket, slot in found:
@@ -171,7 +175,7 @@ class Admission:
         queue.clear()
 
     def resume(self, now: float) -> None:
-        """The GPU group took the place of others: requests that can be served now are, or fail."""
+        """The configuration is another: requests that can be served now are, or fail."""
         for model in self._state.models.values():
             if model.queue.tickets and model.ready:
                 self.admit(model, now)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import count
+from itertools import count, islice
 
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.policies import FOREVER
 
 SPARE = 64
 """How many entries may be out of date, besides as many as there are groups."""
+PORTION = 16
+"""How many groups are asked at a time, of very many that one fact concerns."""
+PAUSE_SECONDS = 0.0005
+"""How long others may have the lock after that."""
 
 
 class Alarms:
@@ -21,6 +25,9 @@ class Alarms:
         self._heap: list[tuple[float, int, GpuGroup]] = []
         """The same in order, with entries that hold no longer."""
         self._order = count()
+        self._soon: dict[GpuGroup, None] = {}
+        """The groups that are to be asked as soon as there is time; ``_soon_at``: when the next are."""
+        self._soon_at = FOREVER
 
     def set(self, group: GpuGroup, moment: float) -> None:
         """Have a group asked at a moment, unless another is set before."""
@@ -36,10 +43,14 @@ class Alarms:
     def forget(self, group: GpuGroup) -> None:
         """Ask a group no more: another has taken its place."""
         self._at.pop(group, None)
+        self._soon.pop(group, None)
 
     @property
     def first(self) -> float:
         """The moment at which the first group is to be asked."""
+        return min(self._first_set(), self._soon_at) if self._soon else self._first_set()
+
+    def _first_set(self) -> float:
         while self._heap and not self._holds(self._heap[0]):
             heappop(self._heap)
         return self._heap[0][0] if self._heap else FOREVER
@@ -47,10 +58,26 @@ class Alarms:
     def due(self, groups: Sequence[GpuGroup], now: float) -> list[GpuGroup]:
         """The groups whose moment has come, and those of ``groups`` that were never asked."""
         found = [each for each in groups if each not in self._at] if len(self._at) < len(groups) else []
-        while self.first <= now:
+        while self._first_set() <= now:
             _, _, group = heappop(self._heap)
             del self._at[group]
             found.append(group)
+        return found
+
+    # Very many groups
+
+    def ask_soon(self, groups: Iterable[GpuGroup], now: float) -> None:
+        """Have groups asked as soon as there is time, a portion of them at a time."""
+        self._soon |= dict.fromkeys(groups)
+        self._at |= {group: FOREVER for group in self._soon if group not in self._at}
+        self._soon_at = now + PAUSE_SECONDS
+
+    def portion(self, now: float) -> list[GpuGroup]:
+        """The next groups that are to be asked soon."""
+        found = list(islice(self._soon, PORTION)) if now >= self._soon_at else []
+        for group in found:
+            del self._soon[group]
+        self._soon_at = now + PAUSE_SECONDS if found else self._soon_at
         return found
 
     def _holds(self, entry: tuple[float, int, GpuGroup]) -> bool:

@@ -54,6 +54,11 @@ class Decider:
         self._announced: tuple[Ticket | None, float] = None, FOREVER
         """The ticket for which a swap was last said to be held back, and when that is said again."""
 
+    def begin_anew(self) -> None:
+        """Plan anew, and announce anew what is held back: the configuration is another."""
+        self._announced, self._state.deferred = (None, FOREVER), None
+        self._state.changed()
+
     def plans_hold(self, now: float) -> bool:
         """Whether the plans are as they were when the policy was last asked."""
         return now < self._until and self._planned == self._state.version

@@ -48,7 +48,7 @@ Invariants:
 
 A backend that the configuration has no longer, or not as it is (``retire``), is leaving: it gets no new
 leases, is drained and stopped, whatever its standby levels, and its slot is left for good. Then layout.py
-puts another GPU group in the place of this one, whose slot may get a new backend; the queue waits on.
+fills the GPU group anew: another slot may take the place of that one; the queue waits on.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class GpuGroup:
                 self.admission.fail(ticket, not_resident(state, model.name, now), now)
                 return False
             return self.admission.wait_for_load(model, ticket, now)
-        if state.limited and ticket.leases and not model.takes(ticket.work.owner):
+        if model.limited and ticket.leases and not model.takes(ticket.work.owner):
             only = model.needed(ticket.work.owner)
             self.admission.enqueue(model, ticket, now, only=only, cause=BUSY)
             return model.replicas is not None and self.admission.may_spill(model, now)
@@ -163,7 +163,7 @@ class GpuGroup:
         if state.emit_leases:
             size, cause = len(slot.holders), None if whole else INCOMPLETE
             state.emit(Event(now, "released", ticket.model, slot.name, ticket.id, size, cause=cause))
-        if state.limited and slot.state == "ready":
+        if model.limited and slot.state == "ready":
             self.admission.fill_places(model, now)
         if replicas and not slot.holders and slot.state == "ready":
             self.admission.take_back(slot, now)
@@ -184,6 +184,10 @@ class GpuGroup:
         if not slot.holders and not model.replicas:
             model.demand.idle(now)
 
+    def begin_anew(self) -> None:
+        """Plan anew: the configuration is another."""
+        self._decider.begin_anew()
+
     @property
     def leaving(self) -> list[Slot]:
         """The backends that are to go for good, and have not left yet."""
@@ -191,5 +195,5 @@ class GpuGroup:
 
     @property
     def is_outgrown(self) -> bool:
-        """Whether a slot was left for good: another GPU group is to take this one's place."""
+        """Whether a slot was left for good: the GPU group is to be filled anew."""
         return any(slot.is_left for slot in self.slots.values())

@@ -7,18 +7,31 @@ groups a reload, or a backend that was replaced, concerns a few.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 
-from anvil_mux.config.config import Backend
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.state import GroupState
 
 BY_NAME = attrgetter("name")
 FEW_GROUPS = 16
 """A model with backends in more GPU groups is wide: not all of them are asked for each change."""
+
+SlotsByModel = Mapping[str, Sequence[Slot]]
+
+
+@dataclass(slots=True)
+class ModelChange:
+    """The backends of a model, before and after, in the GPU groups that an exchange has changed."""
+
+    gone: dict[Slot, None] = field(default_factory=dict)
+    come: list[Slot] = field(default_factory=list)
+    groups: bool = False
+    """Whether it has backends in other groups than before."""
 
 
 class Index:
@@ -45,7 +58,7 @@ class Index:
         """The models with backends in several groups."""
         self._of_gpu: dict[str, str] = {}
         """GPU -> the name of the group that had it last."""
-        self._places: Mapping[str, int] = {}
+        self.places: Mapping[str, int] = {}
         """Backend -> its place in the configuration."""
         self._last: dict[str, str] = {}
         """Group -> the last of its backends in the configuration."""
@@ -62,86 +75,95 @@ class Index:
 
     def _rank(self, group: GpuGroup) -> int:
         """The place of the group's last backend in the configuration; first those whose all leave."""
-        return self._places.get(self._last[group.name], -1)
+        return self.places.get(self._last[group.name], -1)
 
-    def siblings(self, models: Iterable[str], but: Collection[GpuGroup]) -> list[GpuGroup]:
-        """The groups that have backends of these models, ``but`` some."""
-        but = set(but)
-        found = dict.fromkeys(group for name in models for group in self.groups_of.get(name, ()))
-        return [group for group in found if group not in but]
+    def rank_of(self, slot: Slot) -> int:
+        """The place of a slot's group among all."""
+        return self._rank(self.of_backend[slot.name])
 
     # Changes
 
     def exchange(
-        self,
-        old: Sequence[GpuGroup],
-        made: Sequence[GpuGroup],
-        models: Mapping[str, Model | None],
-        wanted: Mapping[str, Backend],
-        places: Mapping[str, int],
-    ) -> None:
-        """Put the groups ``made`` in the place of the ``old`` ones.
+        self, before: Mapping[GpuGroup, SlotsByModel], now: Sequence[GpuGroup]
+    ) -> dict[str, ModelChange]:
+        """Note that the groups ``now`` take the place of those ``before``, of which some go on.
 
-        ``models``: those that have, or had, backends there; None: it is gone. ``wanted``: the backends of the
-        configuration, and ``places`` where each stands in it.
+        ``before``: each with the slots that it had. Returns what this changes for each model.
         """
-        for group in old:
-            self._take_out(group)
-        for group in made:
-            self._put_in(group, wanted, places)
-        self._places = places
-        self._order(old, made)
-        self._note_hosts(old, made)
-        of_made: dict[str, list[GpuGroup]] = {}
-        for group in made:
-            for name in group.state.models:
-                of_made.setdefault(name, []).append(group)
-        gone = set(old)
-        for name, model in models.items():
-            kept = [group for group in self.groups_of.get(name, ()) if group not in gone]
-            self._note_model(name, model, sorted([*kept, *of_made.get(name, ())], key=BY_NAME))
+        go_on = before.keys() & set(now)
+        gone = dict.fromkeys(group for group in before if group not in go_on)
+        for group, own in before.items():
+            for name in (slot.name for slots in own.values() for slot in slots):
+                if group in gone or name not in group.slots:
+                    self.of_backend.pop(name, None)
+        for group in gone:
+            del self.by_name[group.name], self._last[group.name]
+        moved = dict.fromkeys(group for group in now if self._put_in(group))
+        self._order(gone, moved)
+        self._note_hosts(gone, [group for group in now if group not in go_on])
+        found: dict[str, ModelChange] = {}
+        for group in dict.fromkeys((*before, *now)):
+            was, own = before.get(group, {}), {} if group in gone else group.state.own_slots
+            for name in dict.fromkeys((*was, *own)):
+                if group in moved or was.get(name) != own.get(name):
+                    change = found.setdefault(name, ModelChange())
+                    change.gone.update(dict.fromkeys(was.get(name, ())))
+                    change.come += own.get(name, ())
+                    change.groups |= group not in go_on or (name in was) != (name in own)
+        self._note_groups([name for name, change in found.items() if change.groups], gone, now)
+        return found
 
-    def _take_out(self, group: GpuGroup) -> None:
-        for name in group.slots:
-            del self.of_backend[name]
-        del self.by_name[group.name], self._last[group.name]
-
-    def _put_in(self, group: GpuGroup, wanted: Mapping[str, Backend], places: Mapping[str, int]) -> None:
+    def _put_in(self, group: GpuGroup) -> bool:
+        """Note what a group has; whether its place among all may be another than before."""
         self.by_name[group.name] = group
-        self._last[group.name] = max(group.slots, key=lambda name: places.get(name, -1), default="")
         for name, slot in group.slots.items():
-            self.of_backend[name] = group
-            self._of_gpu.update(dict.fromkeys(slot.backend.gpu_names, group.name))
-            coming = wanted.get(name)
-            if coming and any(host.name == coming.host for host in group.hosts):
-                self._of_gpu.update(dict.fromkeys(coming.gpu_names, group.name))
+            if self.of_backend.get(name) is not group or slot.leaving:
+                self.of_backend[name] = group
+                self._of_gpu.update(dict.fromkeys(slot.backend.gpu_names, group.name))
+                coming = group.state.common.settings.wanted.get(name)
+                if coming and any(host.name == coming.host for host in group.hosts):
+                    self._of_gpu.update(dict.fromkeys(coming.gpu_names, group.name))
+        before = self._last.get(group.name)
+        self._last[group.name] = max(group.slots, key=lambda name: self.places.get(name, -1), default="")
+        return self._last[group.name] != before
 
-    def _order(self, old: Sequence[GpuGroup], made: Sequence[GpuGroup]) -> None:
-        gone = set(old)
-        if gone:
-            self.groups[:] = [group for group in self.groups if group not in gone]
-        for group in made:
+    def _order(self, gone: Collection[GpuGroup], moved: Collection[GpuGroup]) -> None:
+        if gone or moved:
+            self.groups[:] = [group for group in self.groups if group not in gone and group not in moved]
+        for group in moved:
             insort(self.groups, group, key=self._rank)
 
-    def _note_hosts(self, old: Sequence[GpuGroup], made: Sequence[GpuGroup]) -> None:
-        gone, of_made = set(old), dict[str, list[GpuGroup]]()
-        for group in made:
+    def _note_hosts(self, gone: Collection[GpuGroup], new: Sequence[GpuGroup]) -> None:
+        of_new: dict[str, list[GpuGroup]] = {}
+        for group in new:
             for host in group.hosts:
-                of_made.setdefault(host.name, []).append(group)
-        for host in dict.fromkeys(host for group in (*old, *made) for host in group.hosts):
+                of_new.setdefault(host.name, []).append(group)
+        for host in dict.fromkeys(host for group in (*gone, *new) for host in group.hosts):
             kept = [group for group in self.by_host.get(host.name, ()) if group not in gone]
-            self.by_host[host.name] = sorted([*kept, *of_made.get(host.name, ())], key=BY_NAME)
+            self.by_host[host.name] = sorted([*kept, *of_new.get(host.name, ())], key=BY_NAME)
             self.records[host.name] = host
             if not self.by_host[host.name]:
                 del self.by_host[host.name], self.records[host.name]
 
-    def _note_model(self, name: str, model: Model | None, own: list[GpuGroup]) -> None:
-        """Note in which groups a model has its backends now."""
-        if model is None or not own:
+    def _note_groups(
+        self, models: Sequence[str], gone: Collection[GpuGroup], now: Sequence[GpuGroup]
+    ) -> None:
+        """Note in which groups these models have their backends now."""
+        of_now: dict[str, list[GpuGroup]] = {name: [] for name in models}
+        for group in now:
+            for name in of_now.keys() & group.state.own_slots.keys():
+                of_now[name].append(group)
+        again = set(now)
+        for name, own in of_now.items():
+            others = [g for g in self.groups_of.get(name, ()) if g not in gone and g not in again]
+            self._note_model(name, sorted([*others, *own], key=BY_NAME))
+
+    def _note_model(self, name: str, own: list[GpuGroup]) -> None:
+        if not own:
             for table in (self.models, self.groups_of, self.states, self.of_model, self.spread):
                 table.pop(name, None)
             return
-        self.models[name] = model
+        model = self.models[name]
         self.groups_of[name], self.states[name] = own, [group.state for group in own]
         self.of_model[name] = next((group for group in own if group.name == model.home), own[0])
         model.home = self.of_model[name].name if len(own) > 1 else ""

@@ -5,60 +5,54 @@ all that hangs on it: state, leases, memory. One that was changed or removed is 
 keeps the description by which it was started until it holds nothing any more, and is then given to the new
 description, or taken away; a backend that goes to another host gets a slot there then. Queues belong to
 models, so a request for a backend that changed waits on, and one for a model that is served no longer fails
-at once. No GPU group is altered: another one takes its place and goes on from it, so what follows from the
-configuration is computed in one place. GPU groups that a new backend ties together become one, and stay one:
-swaps that are under way may not be cut.
+at once. GPU groups that a new backend ties together become one, and stay one: swaps that are under way may
+not be cut.
 
-Only groups of which something has changed are exchanged for others: a backend, a GPU, the memory of their
-host, or a setting by which all are built. The rest is told apart beforehand (preparing.py), and where
-everything is then is noted in index.py.
+A reload costs what it changes. Settings that all groups share are put in the place of others by one
+assignment (``Common.settings``); a backend that goes on gets its new description where it is; only groups in
+which backends come or leave, and those of a GPU that is declared anew, are filled anew (building.py). What
+follows from the configurations alone is found beforehand (preparing.py); where everything is, is noted in
+index.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from anvil_mux.config.config import Backend, Config
-from anvil_mux.scheduler.building import (
-    Common,
-    Draft,
-    build_models,
-    build_state,
-    coming_models,
-    place,
-    slots_of,
-)
+from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.scheduler.building import Draft, build_state, describe, fill
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.index import Index
-from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.model import Model, settings_of
 from anvil_mux.scheduler.pause import Pause
-from anvil_mux.scheduler.placement import Placement, gpu_groups, group_name
+from anvil_mux.scheduler.placement import gpu_groups, group_name
 from anvil_mux.scheduler.planner import nearest, wait_seconds
 from anvil_mux.scheduler.preparing import Prepared, prepare
 from anvil_mux.scheduler.slot import Slot
 from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.state import GroupState, Timeouts
+from anvil_mux.scheduler.state import Common, GroupState
 
 LONGER = 1.25
 """How much longer a wait has become when all groups of a wide model are looked at again."""
 
 
 class Exchanged(NamedTuple):
-    """The GPU groups that took the place of others."""
+    """The GPU groups of which something has changed."""
 
     old: Sequence[GpuGroup]
+    """The groups that there were before; of them those go on that are ``made``, too."""
     made: Sequence[GpuGroup]
-    """The groups that take their place, in the order of all."""
+    """The groups that there are now."""
     gone: Sequence[GpuGroup]
     """The old ones of which nothing goes on, but that tickets ended there."""
-    models: Sequence[str]
-    """The models that have backends in any of them."""
+    models: Collection[str]
+    """The models that have backends in any of them, or are described otherwise."""
 
 
 class Layout:
@@ -78,8 +72,6 @@ class Layout:
         self.groups, self.by_name, self.spread = index.groups, index.by_name, index.spread
         self.groups_of = index.groups_of
         """Model -> the groups that have backends of it, by name. The groups have this, too."""
-        self.touched: dict[GroupState, None] = {}
-        """The states in which something has changed: see ``GroupState.touched``."""
         self.hosts: dict[str, HostRecord] = {}
         """All hosts, by name; ``records``: those that have groups."""
         self.pause = Pause()
@@ -91,12 +83,34 @@ class Layout:
         """The backends that have not left their host yet, and go to another one."""
         self._misnamed: dict[GpuGroup, None] = {}
         """The groups that have lost all backends on some of their GPUs."""
-        self._emit, self._emit_leases = emit, emit_leases
-        self._costs, self._footprints = costs, footprints
         prepared = prepare(Config(()), config)
-        self.regroup(prepared.different, self.take(prepared))
+        self._common = common = Common(
+            settings=prepared.settings,
+            emit=emit,
+            emit_leases=emit_leases,
+            costs=costs,
+            footprints=footprints,
+            hosts=self.hosts,
+            memories=self.memories,
+            models=index.models,
+            states=index.states,
+        )
+        self.touched = common.touched
+        """The states in which something has changed: see ``Common.touched``."""
+        self.take(prepared)
+        self.regroup(prepared.replaced, ())
 
     # Questions
+
+    @property
+    def gpus(self) -> Mapping[str, Gpu]:
+        """All GPUs of all hosts, by the names that they have among them."""
+        return self._common.settings.gpus
+
+    @property
+    def served(self) -> Set[str]:
+        """The models that backends of the configuration serve."""
+        return self._common.settings.models.keys()
 
     def slot(self, backend: str) -> Slot | None:
         """The slot of a backend, also of one that is leaving; None if there is none of that name."""
@@ -133,63 +147,87 @@ class Layout:
         return self._index.by_host.get(host, [])
 
     def waiting_for(self, exchange: Exchanged) -> list[GpuGroup]:
-        """The groups that are to be asked after an exchange, in the order of all: those that it made, and
+        """The groups that are to be asked after an exchange, in the order of all: those that it changed, and
         those elsewhere in which queues stand, or may, of models that it concerns."""
-        found = dict.fromkeys(exchange.made)
-        for model in [self.models[name] for name in exchange.models if name in self.models]:
+        return self._index.in_order({**dict.fromkeys(exchange.made), **self.with_queues(exchange.models)})
+
+    def going_on(self, prepared: Prepared) -> dict[GpuGroup, None]:
+        """The groups that go on as they are, and may decide otherwise under this configuration."""
+        names = [name for name in prepared.go_on if name in self.of_backend]
+        groups = self.groups if prepared.concerns_all else [self.of_backend[name] for name in names]
+        models = [self.of_backend[name].slots[name].model for name in names]
+        found = self.with_queues([*models, *prepared.different_models])
+        for host in prepared.budgets:
+            found |= dict.fromkeys(self.on_host(host))
+        return found | dict.fromkeys(groups)
+
+    def with_queues(self, models: Iterable[str]) -> dict[GpuGroup, None]:
+        """The groups in which queues of these models stand, or may."""
+        found: dict[GpuGroup, None] = {}
+        for model in [self.models[name] for name in models if name in self.models]:
             if model.queue.tickets:
                 own = [self.of_model[model.name]] if model.is_wide else self.groups_of[model.name]
                 found.update(dict.fromkeys(own))
-        return self._index.in_order(found)
+        return found
 
     # Changes
 
-    def take(self, prepared: Prepared) -> list[GpuGroup]:
-        """Another configuration holds from now on; returns the groups that it concerns: ``regroup``."""
-        self.config = config = prepared.config
-        self.gpus, self.served = prepared.gpus, prepared.served
-        self.pause.waits = config.when_paused == "wait"
-        self._wanted, self._places, self._routings = prepared.wanted, prepared.places, prepared.routings
-        resized = [name for name, budget in prepared.budgets.items() if self._set_budget(name, budget)]
-        if resized:
-            self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
-        self._common = Common(
-            config=config,
-            timeouts=Timeouts(config.drain_timeout, config.queue_timeout, config.home_after),
-            gpus=self.gpus,
-            policy=prepared.policy,
-            eviction=prepared.eviction,
-            emit=self._emit,
-            emit_leases=self._emit_leases,
-            costs=self._costs,
-            footprints=self._footprints,
-            hosts=self.hosts,
-            memories=self.memories,
-            states=self._index.states,
-            touched=self.touched,
-        )
-        if prepared.concerns_all:
-            return list(self.groups)
-        found = self._concerned(prepared.different)
+    def replaced_by(self, prepared: Prepared) -> list[GpuGroup]:
+        """The groups that another configuration changes, or ties together: see ``regroup``."""
+        found = self._concerned(prepared.replaced, prepared.settings.wanted)
         found |= dict.fromkeys(filter(None, map(self._index.of_gpu, prepared.different_gpus)))
-        found |= dict.fromkeys(group for host in resized for group in self.on_host(host))
         return self._index.in_order(found)
 
-    def _set_budget(self, host: str, budget: int | None) -> bool:
-        """Note the memory of a host for engines; whether it is another than before."""
+    def take(self, prepared: Prepared) -> None:
+        """Another configuration holds from now on, also for the backends and models that go on."""
+        self.config, self._index.places = prepared.config, prepared.places
+        self._common.settings = prepared.settings
+        self.pause.waits = prepared.config.when_paused == "wait"
+        for name, budget in prepared.budgets.items():
+            self._set_budget(name, budget)
+        self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
+        for name in prepared.go_on:
+            self._describe(name)
+        for model in [self.models[name] for name in prepared.different_models if name in self.models]:
+            self._set_model(model)
+
+    def _set_budget(self, host: str, budget: int | None) -> None:
         if host not in self.hosts:
             self.hosts[host] = HostRecord(host, pause=self.pause)
-            self.memories[host] = HostMemory(None, self._footprints, host)
-        before, self.memories[host].budget = self.memories[host].budget, budget
-        return before != budget
+            self.memories[host] = HostMemory(None, self._common.footprints, host)
+        self.memories[host].budget = budget
 
-    def _concerned(self, backends: Iterable[str]) -> dict[GpuGroup, None]:
+    def _set_model(self, model: Model) -> None:
+        """Have a model go by the settings that follow from the configuration.
+
+        While a backend of it leaves they are those of its backends as they are.
+        """
+        settings, was_bounded = self._common.settings, model.bounded
+        wanted = settings.models.get(model.name, model.settings)
+        if [slot for slot in model.active if slot.leaving and slot.model == model.name]:
+            own = [slot.backend for slot in model.slots if slot.model == model.name]
+            wanted = settings_of(own, self.config)._replace(routing=wanted.routing)
+        model.set(wanted, settings.routings.get(wanted.routing, model.routing))
+        if model.bounded is not was_bounded:
+            self._remodelled(model.name)
+
+    def _remodelled(self, model: str) -> None:
+        for group in self.groups_of[model]:
+            group.state.remodelled()
+
+    def _describe(self, backend: str) -> None:
+        """Have a backend that goes on go by its new description."""
+        slot = self.slot(backend)
+        if slot and not slot.leaving:
+            describe(self.of_backend[backend].state, slot, self._common.settings.wanted[backend])
+
+    def _concerned(self, backends: Iterable[str], described: Mapping[str, Backend]) -> dict[GpuGroup, None]:
         """The groups that these backends are in, or are to be in; those whose name does not fit any more."""
         found = dict.fromkeys(self._misnamed)
         for name in backends:
             if name in self.of_backend:
                 found[self.of_backend[name]] = None
-            wanted = self._wanted.get(name)
+            wanted = described.get(name)
             for gpu in wanted.gpu_names if wanted else ():
                 if group := self._index.of_gpu(gpu):
                     found[group] = None
@@ -197,17 +235,18 @@ class Layout:
 
     def move(self) -> Exchanged:
         """Give the backends that have ``moved`` their slots on their new hosts."""
-        return self.regroup(self.moved, self._index.in_order(self._concerned(self.moved)))
+        concerned = self._concerned(self.moved, self._common.settings.wanted)
+        return self.regroup(self.moved, self._index.in_order(concerned))
 
     def regroup(self, backends: Iterable[str], old: Sequence[GpuGroup]) -> Exchanged:
-        """Build the groups of the backends that are in ``old`` groups, and of those given.
+        """Give the backends that are in ``old`` groups, and those given, the groups that they are to be in.
 
         ``old``: all groups that they are in, or are to be in.
         """
         names = {*backends, *(name for group in old for name in group.slots)}
         staying = {slot.name: slot.backend for group in old for slot in group.leaving}
-        wanted = [self._wanted[name] for name in names if name in self._wanted]
-        wanted.sort(key=lambda each: self._places[each.name])
+        places = self._index.places
+        wanted = [self._description(name) for name in sorted(names & places.keys(), key=places.__getitem__)]
         moving = {each.name for each in wanted if staying.get(each.name, each).host != each.host}
         self._moving = (self._moving - names) | moving
         members = [*staying.values(), *(each for each in wanted if each.name not in moving)]
@@ -221,15 +260,23 @@ class Layout:
                 gone.pop(group, None)
         return self._exchange(drafts, old)._replace(gone=list(gone))
 
+    def _description(self, backend: str) -> Backend:
+        """The description of a backend of the configuration: that of its slot, if it goes on."""
+        slot = self.slot(backend)
+        return slot.backend if slot and not slot.leaving else self._common.settings.wanted[backend]
+
     def _before(self, backend: Backend) -> list[GpuGroup]:
         """The group in which a backend is until now, if there is one on its host."""
         group = self.of_backend.get(backend.name)
         return [group] if group and any(host.name == backend.host for host in group.hosts) else []
 
     def renew(self, group: GpuGroup) -> Exchanged:
-        """Put another group in the place of one of which a slot was left for good."""
+        """Have a group do without a slot that was left for good, or with another of the same backend."""
         staying = {slot.name: slot.backend for slot in group.leaving}
-        members = [staying.get(name) or self._wanted.get(name) for name in group.slots]
+        wanted = self._common.settings.wanted
+        members = [
+            staying.get(name) or (wanted.get(name) and self._description(name)) for name in group.slots
+        ]
         here = [each for each in members if each]
         draft = Draft(group.name, group.hosts[0].name, here, [group.state])
         exchange = self._exchange([draft], [group])
@@ -253,54 +300,44 @@ class Layout:
         self.of_model[model.name] = self.by_name[home.name]
 
     def _exchange(self, drafts: Sequence[Draft], old: Sequence[GpuGroup]) -> Exchanged:
-        """Make the groups of ``drafts``, which take the place of the ``old`` ones."""
-        placed = [place(each, self._common) for each in drafts]
-        models = self._build_models(placed, old)
-        made = []
-        for draft, placement, own in zip(drafts, placed, slots_of(placed, models), strict=True):
-            state = build_state(draft, placement, own, models, self._common)
-            made.append(GpuGroup(state, self.groups_of))
-        siblings = self._index.siblings(models, but=old)
-        for group in siblings:
-            there = group.state.models
-            there.update({name: models[name] for name in there if name in models})
-        affected = dict.fromkeys(name for group in old for name in group.state.models) | models
-        self._index.exchange(old, made, affected, self._wanted, self._places)
-        for group in siblings:
+        """Have the groups of ``drafts``, which go on from the ``old`` ones, or are these."""
+        before = {group: group.state.own_slots for group in old}
+        names = [(group, name) for group in old for name in group.slots]
+        made = [self._filled(draft) for draft in drafts]
+        changes = self._index.exchange(before, made)
+        for group in made:
             group.state.remodelled()
+        for name, change in changes.items():
+            if model := self.models.get(name):
+                was_alone = model.replicas is None
+                model.change(change.gone, change.come, self._index.rank_of)
+                if was_alone is not (model.replicas is None):
+                    self._remodelled(name)
+                self._set_model(model)
+        for group, name in names:
+            self._forget(group, name)
         for group in old:
-            self._forget(group)
-        return Exchanged(old, made, (), list(affected))
+            self._misnamed.pop(group, None)
+            if self.by_name.get(group.name) is not group:
+                self.touched.pop(group.state, None)
+        own = (*before.values(), *(group.state.own_slots for group in made))
+        return Exchanged(old, made, (), list(dict.fromkeys(name for each in own for name in each)))
 
-    def _build_models(self, placed: Sequence[Placement], old: Sequence[GpuGroup]) -> dict[str, Model]:
-        """Build the models that have backends in groups that are made, or had in ``old`` ones.
+    def _filled(self, draft: Draft) -> GpuGroup:
+        """The group of a draft: the one that it goes on from, if that need not be another."""
+        group = self.by_name.get(draft.name)
+        if group is None or list(draft.before) != [group.state] or len(group.hosts) > 1:
+            group = GpuGroup(build_state(draft, self._common), self.groups_of)
+        fill(group.state, draft)
+        settings = self._common.settings
+        for name in [name for name in group.state.own_slots if name not in self.models]:
+            of_model = settings.models[name]
+            self.models[name] = Model(name, of_model, settings.routings[of_model.routing], full=settings.full)
+        return group
 
-        Their backends in other groups are among those of the models, in the order of all groups.
-        """
-        slots = [slot for placement in placed for slot in placement.slots.values()]
-        coming = coming_models(slots, self._wanted)
-        affected = dict.fromkeys(name for group in old for name in group.state.models)
-        affected |= dict.fromkeys(
-            name for slot in slots for name in (slot.model, coming.get(slot.name)) if name
-        )
-        parts = [list(placement.slots.values()) for placement in placed]
-        for group in self._index.siblings(affected, but=old):
-            there = group.state.own_slots
-            shared = dict.fromkeys(slot for name in there if name in affected for slot in there[name])
-            coming |= coming_models(shared, self._wanted)
-            parts.append(list(shared))
-        parts.sort(key=lambda part: max([self._places.get(slot.name, -1) for slot in part], default=-1))
-        ordered = [slot for part in parts for slot in part]
-        return build_models(
-            ordered, self.config, self._routings, coming=coming, before=self.models, only=affected
-        )
-
-    def _forget(self, group: GpuGroup) -> None:
-        """Forget a group whose place others have taken."""
-        self.touched.pop(group.state, None)
-        self._misnamed.pop(group, None)
-        for name in group.slots:
-            slot = self.slot(name)
-            for host in group.hosts:
-                if slot is None or host.name not in slot.backend.hosts:
-                    self.memories[host.name].leave(name)
+    def _forget(self, group: GpuGroup, backend: str) -> None:
+        """Forget that a backend was in a group, as far as it is there no longer."""
+        slot = self.slot(backend)
+        for host in group.hosts:
+            if slot is None or host.name not in slot.backend.hosts:
+                self.memories[host.name].leave(backend)

@@ -1,17 +1,63 @@
-"""One model: its backends, which may be in several GPU groups, its queue, its demand, its settings."""
+"""One model: its backends, which may be in several GPU groups, its queue, its demand, its settings.
+
+It is there as long as any backend is its own: a reload changes it in place.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from bisect import insort
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from anvil_mux.config.config import Config
+from anvil_mux.config.config import EITHER, Backend, Config
 from anvil_mux.routing.prefix import BYTES_PER_TOKEN
+from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.demand import Demand
 from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.replicas import Replicas
 from anvil_mux.scheduler.slot import LOADING, Slot
+
+SEVERAL = 10
+"""The share of a model's slots, one in so many, up to which those that come are put in one by one."""
+
+
+class ModelSettings(NamedTuple):
+    """The settings of one model, from those of all its backends."""
+
+    priority: int
+    max_wait: float
+    """After how many seconds its queue is overdue at the latest: the shortest that its backends ask for."""
+    limited: bool
+    """Whether any backend takes only so many requests at once."""
+    bounded: bool
+    """Whether only so many of its backends are resident at once: see residents.py."""
+    staged: bool
+    """Whether prefill and decode may be done by different backends."""
+    routing: str
+    """The name of its routing policy."""
+
+
+def model_settings(config: Config) -> dict[str, ModelSettings]:
+    """The settings of each model of a configuration."""
+    found: dict[str, list[Backend]] = {}
+    for each in config.backends:
+        found.setdefault(each.model, []).append(each)
+    return {name: settings_of(own, config) for name, own in found.items()}
+
+
+def settings_of(backends: Sequence[Backend], config: Config) -> ModelSettings:
+    """The settings of the model of these backends."""
+    waits = [config.max_wait if each.max_wait is None else each.max_wait for each in backends]
+    return ModelSettings(
+        priority=max([each.priority for each in backends]),
+        max_wait=min(waits),
+        limited=any(each.concurrency for each in backends),
+        bounded=any(each.most is not None for each in backends),
+        staged=any(each.infer_type in ("prefill", EITHER) for each in backends),
+        routing=backends[0].routing or config.routing,
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -19,22 +65,23 @@ class Model:
     """One model, and all that is kept by model."""
 
     name: str
-    slots: list[Slot]
-    """All backends of the model, and those that are about to become its own."""
-    queue: ModelQueue
-    replicas: Replicas | None
+    settings: ModelSettings
+    routing: Routing
+    full: bool = False
+    """Whether routing uses the figures of engines, besides our own counts."""
+    slots: list[Slot] = field(default_factory=list)
+    """All backends of the model, and those that are about to become its own, in the order of all."""
+    queue: ModelQueue = field(default_factory=ModelQueue)
+    replicas: Replicas | None = None
     """The choice among its backends; None: it has one only."""
-    priority: int
-    max_wait: float
-    """After how many seconds its queue is overdue at the latest."""
     demand: Demand = field(default_factory=Demand)
-    ready: list[Slot] = field(init=False)
+    ready: list[Slot] = field(default_factory=list)
     """The backends that may be leased."""
-    active: dict[Slot, None] = field(init=False)
+    active: dict[Slot, None] = field(default_factory=dict)
     """The backends that are not just stopped, in any GPU group, or that a swap is to load."""
-    bounded: bool = field(init=False)
-    """Whether only so many of its backends are resident at once: see residents.py."""
-    _order: dict[Slot, int] = field(init=False, repr=False)
+    limited: bool = False
+    """Whether its queue is admitted in parts."""
+    _order: dict[Slot, int] = field(default_factory=dict, repr=False)
     home: str = ""
     """The name of the GPU group in which its queue stands; "": it has backends in one only."""
     wait: float = math.inf
@@ -49,10 +96,62 @@ class Model:
     """Whether it is evicted once nobody uses it, unless it is asked for before."""
 
     def __post_init__(self) -> None:
+        self.set(self.settings, self.routing)
+
+    @property
+    def priority(self) -> int:
+        return self.settings.priority
+
+    @property
+    def max_wait(self) -> float:
+        return self.settings.max_wait
+
+    @property
+    def bounded(self) -> bool:
+        return self.settings.bounded
+
+    # Changes
+
+    def described(self, slot: Slot) -> None:
+        """Note that a backend that goes on is described otherwise."""
+        if self.replicas:
+            self.replicas.change((), (slot,))
+
+    def set(self, settings: ModelSettings, routing: Routing) -> None:
+        """Go by these settings from now on."""
+        self.settings, self.routing = settings, routing
+        if self.queue.tickets or settings.limited is not self.limited:
+            self.queue.go_on(limited=settings.limited, most=settings.max_wait)
+            self.limited = settings.limited
+        if self.replicas:
+            self.replicas.set(routing, staged=settings.staged)
+
+    def change(self, gone: Collection[Slot], come: Sequence[Slot], place: Callable[[Slot], int]) -> None:
+        """Do without the slots that are ``gone``, and with those that ``come``; some may be among both.
+
+        ``place``: where the GPU group of a slot stands among all. The slots of one group come in their order.
+        """
+        self.slots[:] = [slot for slot in self.slots if slot not in gone]
+        if len(come) * SEVERAL < len(self.slots):
+            for slot in come:
+                insort(self.slots, slot, key=place)
+        else:
+            self.slots += come
+            self.slots.sort(key=place)
         self._order = {slot: nth for nth, slot in enumerate(self.slots)}
-        self.active = {slot: None for slot in self.slots if slot.coming or slot.state != "stopped"}
-        self.ready = ready_slots(self.slots)
-        self.bounded = any(slot.backend.most is not None for slot in self.slots)
+        left = [slot for slot in gone if slot not in self._order]
+        for slot in left:
+            self.active.pop(slot, None)
+        for slot in come:
+            self.note(slot)
+        self.renew_ready()
+        self.spill_home, self.spill_again = "", -math.inf
+        if len(self.slots) < 2:
+            self.replicas = None
+        elif self.replicas is None:
+            self.replicas = Replicas(self.slots, self.routing, staged=self.settings.staged, full=self.full)
+        else:
+            self.replicas.change(left, come)
 
     def note(self, slot: Slot) -> None:
         """Note that a backend has entered a state, or is the target of a swap or is so no longer."""
@@ -73,7 +172,7 @@ class Model:
         if owner and (only := self.needed(owner)):
             return not only.full
         if self.replicas:
-            return self.replicas.take_one_more()
+            return self.replicas.take_one_more(self.ready)
         return any(not slot.full for slot in self.ready)
 
     def needed(self, owner: str) -> Slot | None:
@@ -107,12 +206,3 @@ class Model:
 def ready_slots(slots: Iterable[Slot]) -> list[Slot]:
     """The backends that may be leased."""
     return [slot for slot in slots if slot.serves]
-
-
-def max_waits(slots: Iterable[Slot], config: Config) -> dict[str, float]:
-    """Model -> seconds after which its queue is overdue at the latest: the shortest its replicas ask for."""
-    limits: dict[str, float] = {}
-    for slot in slots:
-        own = config.max_wait if slot.backend.max_wait is None else slot.backend.max_wait
-        limits[slot.model] = min(own, limits.get(slot.model, own))
-    return limits

@@ -27,23 +27,47 @@ class Placement:
         self,
         backends: Iterable[Backend],
         gpus: Iterable[Gpu],
-        eviction: whom.Eviction,
-        before: Mapping[str, Slot] = MappingProxyType({}),
+        eviction: Callable[[], whom.Eviction],
         hosts: Mapping[str, HostRecord] = MappingProxyType({}),
     ) -> None:
-        """Make the slots of these backends; ``before``: those that they have already, and keep."""
-        gpus = [*gpus]
-        self.capacity = {gpu.name: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
-        self._total = {gpu.name: gpu.vram for gpu in gpus if gpu.vram}
-        self._own = {gpu.name: (gpu.vram or 0) - gpu.shared for gpu in gpus if gpu.shared}
-        """GPU with unified memory -> bytes of it that are no host memory."""
-        self._hosts = hosts
+        """Make the slots of these backends. ``eviction``: the one that holds when victims are chosen."""
+        self._hosts, self._eviction = hosts, eviction
         self.others: Mapping[str, int] = {}
         """GPU -> bytes that other processes hold there."""
-        self.slots = {each.name: self._slot(each, before.get(each.name)) for each in backends}
-        self.active = {slot: None for slot in self.slots.values() if slot.state != "stopped"}
+        self.capacity: dict[str, int] = {}
+        self._gpus: dict[str, Gpu] = {}
+        self._own: dict[str, int] = {}
+        """GPU with unified memory -> bytes of it that are no host memory."""
+        self.slots: dict[str, Slot] = {}
+        self.active: dict[Slot, None] = {}
         """The backends that hold memory, or may: of many that could be loaded there are few."""
-        self._eviction = eviction
+        self.fill(backends, gpus)
+
+    def fill(
+        self,
+        backends: Iterable[Backend],
+        gpus: Iterable[Gpu],
+        before: Mapping[str, Slot] = MappingProxyType({}),
+    ) -> list[Slot]:
+        """Have slots of just these backends; ``before``: those that they have already, and keep.
+
+        Returns those that were not here, or are described otherwise.
+        """
+        gpus = [*gpus]
+        was, known = dict(self.slots), self._gpus == {gpu.name: gpu for gpu in gpus}
+        self._gpus = {gpu.name: gpu for gpu in gpus}
+        self.capacity = {gpu.name: max(gpu.vram - gpu.reserve, 1) if gpu.vram else 1 for gpu in gpus}
+        self._own = {gpu.name: (gpu.vram or 0) - gpu.shared for gpu in gpus if gpu.shared}
+        self.slots.clear()
+        different = []
+        for each in backends:
+            slot = before.get(each.name)
+            if slot is None or slot.backend is not each or was.get(each.name) is not slot or not known:
+                slot = self.describe(each, slot)
+                different.append(slot)
+            self.slots[each.name] = slot
+        self.active = {slot: None for slot in self.slots.values() if slot.state != "stopped"}
+        return different
 
     def note(self, slot: Slot) -> None:
         """Note that a backend has entered a state."""
@@ -52,7 +76,8 @@ class Placement:
         else:
             self.active[slot] = None
 
-    def _slot(self, backend: Backend, slot: Slot | None) -> Slot:
+    def describe(self, backend: Backend, slot: Slot | None) -> Slot:
+        """The slot of a backend, which may have one already: this is its description from now on."""
         holds = {}
         for gpu in backend.gpu_names:
             whole = self.capacity.setdefault(gpu, 1)
@@ -106,8 +131,12 @@ class Placement:
         others = self.others.get(gpu, 0)
         if not (others and self._needs_whole(target, gpu)):
             return others
-        held, total = target.held_last.get(gpu), self._total.get(gpu)
+        held, total = target.held_last.get(gpu), self._total(gpu)
         return max(others + held - total, 0) if held and total else 0
+
+    def _total(self, gpu: str) -> int:
+        """Bytes of a whole GPU; 0: nobody knows."""
+        return (self._gpus[gpu].vram or 0) if gpu in self._gpus else 0
 
     def crowds(self, residual: Mapping[str, int]) -> bool:
         """Whether the memory that a backend keeps in standby would not fit beside the others."""
@@ -177,7 +206,7 @@ class Placement:
             whom.Candidate(s.name, frees, len(s.holders), s.used, priority=s.backend.priority, loss=loss(s))
             for s, frees in slots
         ]
-        chosen = whom.victims(self._eviction, candidates, missing)
+        chosen = whom.victims(self._eviction(), candidates, missing)
         return None if chosen is None else [self.slots[name] for name in chosen]
 
     def _at_most(self, slots: list[Slot], target: Slot, without: Collection[Slot]) -> list[Slot] | None:
@@ -243,7 +272,7 @@ class Placement:
                 theirs = f"where other programs hold {gib(self.others[gpu])} (see /healthz)"
                 if not whole:
                     return f"it needs {gib(need)} of GPU {gpu}, {theirs}"
-                held, total = gib(target.held_last[gpu]), gib(self._total[gpu])
+                held, total = gib(target.held_last[gpu]), gib(self._total(gpu))
                 say = "if it takes less now, declare that: x-anvil: {vram: ...}"
                 return f"it held {held} of the {total} of GPU {gpu} when it last ran, {theirs}; {say}"
         return ""

@@ -54,8 +54,7 @@ def waiting(state: GroupState) -> list[Model]:
     elif models and state.swaps:
         under_way = coming(state.swaps)
         models = [model for model in models if model.name not in under_way]
-    if state.limited:
-        models = [model for model in models if not model.ready]
+    models = [model for model in models if not (model.queue.limited and model.ready)]
     return sorted(models, key=_age) if len(models) > 1 else models
 
 

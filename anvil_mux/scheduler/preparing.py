@@ -10,26 +10,19 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from anvil_mux.config.change import Change, compare
-from anvil_mux.config.config import Backend, Config, Gpu
+from anvil_mux.config.config import Backend, Config
 from anvil_mux.routing import pipeline
 from anvil_mux.routing.routing import Routing
-from anvil_mux.scheduler.eviction import Eviction, build_eviction
-from anvil_mux.scheduler.policies import Policy, build_policy
+from anvil_mux.scheduler.eviction import build_eviction
+from anvil_mux.scheduler.model import model_settings
+from anvil_mux.scheduler.policies import build_policy
+from anvil_mux.scheduler.state import SharedSettings, Timeouts
 
-SHARED_SETTINGS = (
-    "policy",
-    "policy_settings",
-    "eviction",
-    "eviction_settings",
-    "routing",
-    "routing_policies",
-    "routing_mode",
-    "drain_timeout",
-    "home_after",
-    "queue_timeout",
-    "max_wait",
-)
-"""The fields of ``Config`` by which every GPU group and every model are built."""
+ROUTING = ("routing", "routing_policies", "routing_mode")
+POLICY = ("policy", "policy_settings")
+TIMES = ("drain_timeout", "home_after", "queue_timeout", "max_wait")
+SHARED = (*ROUTING, *POLICY, "eviction", "eviction_settings", *TIMES)
+"""The fields of ``Config`` that concern every GPU group or every model."""
 
 
 class Prepared(NamedTuple):
@@ -41,22 +34,21 @@ class Prepared(NamedTuple):
     change: Change
     different: tuple[str, ...]
     """The backends that come, go, or are described otherwise, be it only by settings of ours."""
+    replaced: tuple[str, ...]
+    """The backends among them that come, go, or are replaced."""
+    go_on: tuple[str, ...]
+    """The backends among them that go on, with what runs."""
     different_gpus: frozenset[str]
+    different_models: tuple[str, ...]
+    """The models of which the settings are other ones."""
     concerns_all: bool
-    """Whether a setting has changed by which every GPU group is built."""
-    wanted: Mapping[str, Backend]
+    """Whether a setting has changed that concerns every GPU group."""
+    policy_is_new: bool
+    settings: SharedSettings
     places: Mapping[str, int]
     """Backend -> its place in the configuration."""
-    gpus: Mapping[str, Gpu]
-    """All GPUs of all hosts, by the names that they have among them."""
-    served: frozenset[str]
-    """The models that backends serve."""
     budgets: Mapping[str, int | None]
     """Host -> its memory for engines, of the hosts of which that is new."""
-    policy: Policy
-    eviction: Eviction
-    routings: Mapping[str, Routing]
-    """The routing policies that backends name, and that of the whole."""
 
 
 def prepare(before: Config, config: Config) -> Prepared:
@@ -67,22 +59,40 @@ def prepare(before: Config, config: Config) -> Prepared:
     old_gpus = {gpu.name: gpu for gpu in before.gpus}
     gpus = {gpu.name: gpu for gpu in config.gpus}
     resized = [name for name in (*old_gpus, *gpus) if old_gpus.get(name) != gpus.get(name)]
+    different = dict.fromkeys((*change.removed, *change.changed, *otherwise))
+    kept = frozenset(change.kept)
+    settings, models = model_settings(before), model_settings(config)
+    rerouted = _differ(before, config, ROUTING)
     return Prepared(
         before=before,
         config=config,
         change=change,
-        different=tuple(dict.fromkeys((*change.removed, *change.changed, *otherwise))),
+        different=tuple(different),
+        replaced=tuple(name for name in different if name not in kept),
+        go_on=tuple(name for name in different if name in kept),
         different_gpus=frozenset(resized),
-        concerns_all=any(getattr(before, name) != getattr(config, name) for name in SHARED_SETTINGS),
-        wanted=wanted,
+        different_models=tuple(
+            name for name, each in models.items() if rerouted or settings.get(name) != each
+        ),
+        concerns_all=_differ(before, config, SHARED),
+        policy_is_new=_differ(before, config, POLICY),
+        settings=SharedSettings(
+            timeouts=Timeouts(config.drain_timeout, config.queue_timeout, config.home_after),
+            policy=build_policy(config.policy, config.policy_settings),
+            eviction=build_eviction(config.eviction, config.eviction_settings),
+            gpus=gpus,
+            wanted=wanted,
+            models=models,
+            routings=_routings(config),
+            full=config.routing_mode == "full",
+        ),
         places={name: place for place, name in enumerate(wanted)},
-        gpus=gpus,
-        served=frozenset(each.model for each in config.backends),
         budgets=_budgets(before, config),
-        policy=build_policy(config.policy, config.policy_settings),
-        eviction=build_eviction(config.eviction, config.eviction_settings),
-        routings=_routings(config),
     )
+
+
+def _differ(before: Config, config: Config, fields: Iterable[str]) -> bool:
+    return any(getattr(before, name) != getattr(config, name) for name in fields)
 
 
 def _routings(config: Config) -> dict[str, Routing]:

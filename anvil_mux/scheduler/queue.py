@@ -117,10 +117,11 @@ class ModelQueue:
         if self._turns is not None:
             self._turns.clear()
 
-    def go_on_from(self, before: ModelQueue, most: float) -> None:
-        """Take over the tickets of another queue, under a bound of at most ``most`` seconds."""
-        self.left = max(self.left, before.left)
-        for ticket in before.tickets:
-            self.join(ticket)
+    def go_on(self, *, limited: bool, most: float) -> None:
+        """Go on under a bound of at most ``most`` seconds, ``limited`` or not."""
         if self.tickets:
-            self.bound = min(before.bound, most)
+            self.bound = min(self.bound, most)
+        if limited != self.limited:
+            self._turns = FairQueue[Ticket]() if limited else None
+            for ticket in self.tickets:
+                self.join(ticket)

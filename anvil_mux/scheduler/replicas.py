@@ -8,7 +8,7 @@ its prompt. Like the GPU group, whose part this is, it has no lock, no clock and
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from anvil_mux.config.config import EITHER, STAGES
@@ -22,41 +22,39 @@ from anvil_mux.scheduler.steps import Ticket
 class Replicas:
     """The backends of one model, of which there are several."""
 
-    def __init__(
-        self, slots: list[Slot], routing: Routing, *, full: bool = False, before: Replicas | None = None
-    ) -> None:
-        """``full``: routing uses the figures of engines, besides our own counts.
+    def __init__(self, slots: list[Slot], routing: Routing, *, staged: bool, full: bool) -> None:
+        """``slots``: the list of them that the model keeps. ``staged``: they may be asked in two stages.
 
-        ``before``: the replicas of the model until now, whose in-flight tracker goes on.
+        ``full``: routing uses the figures of engines, besides our own counts.
         """
-        self._described = {slot.name: slot.backend for slot in slots}
-        self._slots = {slot.name: slot for slot in slots}
-        self._staged = any(slot.backend.infer_type in ("prefill", EITHER) for slot in slots)
-        if before is None:
-            self.in_flight = InFlightTracker(routing, map(_member, slots), full=full)
-        else:
-            known = before._described
-            gone = [name for name in known if name not in self._slots]
-            different = [_member(slot) for slot in slots if known.get(slot.name) is not slot.backend]
-            self.in_flight = before.in_flight
-            self.in_flight.change(routing, gone, different, full=full)
-        self._order = {slot: nth for nth, slot in enumerate(slots)}
-        self._loaded = {slot for slot in slots if slot.state != "stopped"}
-        """The backends that are not stopped: of the hundreds that there may be, few."""
+        self._slots, self._staged = slots, staged
+        self._by_name = {slot.name: slot for slot in slots}
+        self.in_flight = InFlightTracker(routing, map(_member, slots), full=full)
         self._doubtful = dict.fromkeys(slots)
         """The backends that may have failed: those that were never loaded have not."""
+
+    def set(self, routing: Routing, *, staged: bool) -> None:
+        """Go by other settings from now on."""
+        self.in_flight.routing, self._staged = routing, staged
+
+    def change(self, gone: Iterable[Slot], come: Iterable[Slot]) -> None:
+        """Do without the backends that are ``gone``, and with those that come or are described otherwise."""
+        for slot in come:
+            self._by_name[slot.name] = slot
+            self._doubtful[slot] = None
+            self.in_flight.join(_member(slot))
+        for slot in gone:
+            self._doubtful.pop(slot, None)
+            if self._by_name[slot.name] is slot:
+                del self._by_name[slot.name]
+                self.in_flight.leave(slot.name)
 
     def note(self, slot: Slot) -> None:
         """Note that a backend entered a state."""
         self._doubtful[slot] = None
-        if slot.state == "stopped":
-            self._loaded.discard(slot)
-        else:
-            self._loaded.add(slot)
 
-    def take_one_more(self) -> bool:
-        """Whether a request would be leased at once."""
-        ready = self._ready()
+    def take_one_more(self, ready: Sequence[Slot]) -> bool:
+        """Whether a request would be leased at once by any of those that are ``ready``."""
         if not self._staged:
             return any(not slot.full for slot in ready)
         free = [slot for slot in ready if not slot.full]
@@ -68,7 +66,7 @@ class Replicas:
         """The backends to load so that each stage has one; a second, if the only one takes both."""
         if not self._staged:
             return []
-        there = [slot for slot in self._slots.values() if slot.host.takes_loads]
+        there = [slot for slot in self._slots if slot.host.takes_loads]
         loaded = [slot for slot in there if slot.state != "stopped"]
         able = [slot for slot in there if slot.state == "stopped" and slot.retry_at <= now]
         found: list[Slot] = []
@@ -89,41 +87,34 @@ class Replicas:
             return self._route_stages(of["prefill"], of["decode"], ticket, ticket.prefill, now)
         return self._choose(of["neutral"], ticket, now), None
 
-    def explain(self, work: Work, now: float, *, staged: bool) -> dict[str, list[dict[str, Any]]]:
+    def explain(
+        self, ready: list[Slot], work: Work, now: float, *, staged: bool
+    ) -> dict[str, list[dict[str, Any]]]:
         """Stage -> how each replica would be judged, were this request to come now; nothing is changed."""
-        ready = self._ready()
         of = self._stages(ready, staged=staged) if ready else {"neutral": []}
         if "decode" not in of:
             return {"neutral": self._explain(work, "neutral", of["neutral"], now)}
         decode = self._explain(work._replace(session="", stream=False), "decode", of["decode"], now)
-        writes = [self._slots[row["backend"]] for row in decode if row["chosen"]]
+        writes = [self._by_name[row["backend"]] for row in decode if row["chosen"]]
         others = [slot for slot in of["prefill"] if slot not in writes]
         if writes and writes[0] in of["prefill"] and all(slot.full for slot in others):
             return {"neutral": self._explain(work, "neutral", writes, now)}
         return {"prefill": self._explain(work, "prefill", others, now), "decode": decode}
 
-    def take_back(self, idle: Slot) -> Iterator[tuple[Ticket, Slot]]:
+    def take_back(self, ready: list[Slot], idle: Slot) -> Iterator[tuple[Ticket, Slot]]:
         """Take back the requests that wait behind others and would be better off at ``idle``."""
-        return self._uncharged(self.in_flight.better_off(idle.name, self._like(idle)))
+        return self._uncharged(self.in_flight.better_off(idle.name, _like(idle, ready)))
 
-    def take_from(self, silent: Slot, now: float) -> Iterator[tuple[Ticket, Slot]]:
+    def take_from(self, ready: list[Slot], silent: Slot, now: float) -> Iterator[tuple[Ticket, Slot]]:
         """Take back the requests that wait at a stale replica and may go to another."""
-        return self._uncharged(self.in_flight.left_waiting(silent.name, self._like(silent), now))
-
-    def _like(self, one: Slot) -> list[str]:
-        """The backends that are ready for the same stage."""
-        kind = one.backend.infer_type
-        return [slot.name for slot in self._ready() if slot.backend.infer_type == kind]
+        return self._uncharged(self.in_flight.left_waiting(silent.name, _like(silent, ready), now))
 
     def _uncharged(self, tickets: Iterable[Hashable]) -> Iterator[tuple[Ticket, Slot]]:
         for ticket in tickets:
             assert isinstance(ticket, Ticket)
             assert ticket.backend is not None
             self.in_flight.ended(ticket)
-            yield ticket, self._slots[ticket.backend]
-
-    def _ready(self) -> list[Slot]:
-        return sorted([slot for slot in self._loaded if slot.serves], key=self._order.__getitem__)
+            yield ticket, self._by_name[ticket.backend]
 
     def _stages(self, ready: list[Slot], *, staged: bool) -> dict[str, list[Slot]]:
         """Stage -> the backends that may get it; neutral: one backend does all of a request."""
@@ -159,14 +150,14 @@ class Replicas:
             names = [ticket.work.owner]
         choice = self.in_flight.choose(ticket, ticket.work, names, self._failed(now), now)
         ticket.choice = choice
-        return self._slots[choice.backend] if choice else None
+        return self._by_name[choice.backend] if choice else None
 
     def _explain(self, work: Work, kind: str, among: list[Slot], now: float) -> list[dict[str, Any]]:
         names = [slot.name for slot in among if not slot.full]
         work = work._replace(infer_type=kind)
         rows = self.in_flight.explain(work, names, self._failed(now), now) if names else []
         told = {row["backend"] for row in rows}
-        for slot in self._slots.values():
+        for slot in self._slots:
             if slot.name not in told:
                 why = slot.state if slot.state != "ready" else self._left_out(slot, kind)
                 why = "host_lost" if slot.host.is_lost else why
@@ -193,6 +184,12 @@ class Replicas:
 
 def _takes(slot: Slot, stage: str) -> bool:
     return slot.backend.infer_type in (stage, EITHER)
+
+
+def _like(one: Slot, ready: Iterable[Slot]) -> list[str]:
+    """The backends that are ready for the same stage."""
+    kind = one.backend.infer_type
+    return [slot.name for slot in ready if slot.backend.infer_type == kind]
 
 
 def _is_staged(slot: Slot) -> bool:

@@ -109,17 +109,16 @@ class Requested:
 
     def retire(self, leaving: Mapping[str, Leaving], served: Set[str], now: float) -> None:
         """Have backends leave for good, for these reasons; fail the queues of models not ``served``."""
-        slots = self._state.slots.values()
+        slots = [slot for name, slot in self._state.slots.items() if name in leaving]
         for slot in slots:
-            slot.leaving = slot.leaving or leaving.get(slot.name, "")
-            slot.pinned = slot.pinned and not slot.leaving
+            slot.leaving, slot.pinned = slot.leaving or leaving[slot.name], False
         for swap in tuple(self._state.swaps):
             if swap.target and swap.target.leaving and swap.target.state not in LOADING:
                 self._swaps.dissolve(swap, now)
         for slot in [slot for slot in slots if not slot.host.is_lost]:
-            if slot.leaving and slot.state == "ready":
+            if slot.state == "ready":
                 self._swaps.begin_leaving(slot, now)
-            elif slot.leaving and slot.state == "standby":
+            elif slot.state == "standby":
                 slot.next_level = "stop"
         for model in self._state.models.values():
             if model.queue.tickets and model.name not in served:

@@ -352,17 +352,19 @@ class Scheduler:
         self._emit(Event(now, "reloaded", "", cause=Cause("reconfigured", detail=str(change))))
         leaving: dict[str, Leaving] = dict.fromkeys(change.changed, "changed")
         leaving |= dict.fromkeys(change.removed, "removed")
-        concerned = self.layout.take(prepared)
+        concerned = self.layout.replaced_by(prepared)
         for group in concerned:
-            group.requested.retire(leaving, prepared.served, now)
-        exchange = self.layout.regroup(prepared.different, concerned)
+            group.requested.retire(leaving, prepared.settings.models.keys(), now)
+        self.layout.take(prepared)
+        exchange = self.layout.regroup(prepared.replaced, concerned)
         self.expected(expected)
-        groups = self._settling.exchanged(exchange, now)
+        asked = self._settling.exchanged(exchange, now, self.layout.going_on(prepared))
         if self.layout.pause.refuses:  # since now, it may be
-            groups = [*self.layout.groups]
-            for group in groups:
+            waiting = self.layout.with_queues(self.layout.models)
+            for group in waiting:
                 group.admission.fail_refused(now)
-        return self._settling.settle(groups, now, exchange.gone)
+            asked = list(dict.fromkeys((*asked, *waiting)))
+        return self._settling.settle(asked, now, exchange.gone)
 
     def time_passed(self, now: float) -> Effects:
         """The moment ``Effects.ask_at`` has come, or a later one."""

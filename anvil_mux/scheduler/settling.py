@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
-from anvil_mux.scheduler.alarms import Alarms
+from anvil_mux.scheduler.alarms import PORTION, Alarms
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.index import BY_NAME
 from anvil_mux.scheduler.layout import Exchanged, Layout
@@ -76,24 +76,36 @@ class Settling:
         """Begin nothing any more."""
         self._is_closed = True
 
-    def exchanged(self, exchange: Exchanged, now: float) -> list[GpuGroup]:
-        """Go on with groups that took the place of others; returns those that are to be asked."""
+    def exchanged(self, exchange: Exchanged, now: float, others: Iterable[GpuGroup] = ()) -> list[GpuGroup]:
+        """Go on after an exchange of groups; returns those that are to be asked.
+
+        ``others``: groups that are to be asked anew, too. Of very many, those in which no queue stands are
+        asked a moment later, in portions.
+        """
         for group in exchange.old:
-            self._alarms.forget(group)
+            if self._layout.by_name.get(group.name) is not group:
+                self._alarms.forget(group)
         for name in exchange.models:
             self._shared.pop(name, None)
-        found = self._layout.waiting_for(exchange)
+        found = dict.fromkeys((*self._layout.waiting_for(exchange), *others))
+        if len(found) > PORTION:
+            queues = self._layout.with_queues(self._layout.models)
+            self._alarms.ask_soon([group for group in found if group not in queues], now)
+            found = {group: None for group in queues if group in found}
         for group in found:
-            group.state.touch()
+            group.begin_anew()
         for group in found:
             group.admission.resume(now)
-        return found
+        return list(found)
 
     # Effects
 
     def due(self, now: float) -> list[GpuGroup]:
         """The groups that are to be asked although no fact concerns them."""
-        return self._alarms.due(self._layout.groups, now)
+        soon = self._alarms.portion(now)
+        for group in soon:
+            group.begin_anew()
+        return list(dict.fromkeys((*soon, *self._alarms.due(self._layout.groups, now))))
 
     def settle(self, groups: Iterable[GpuGroup], now: float, gone: Iterable[GpuGroup] = ()) -> Effects:
         """Ask these groups what is to be done now, and all that this affects, until nothing changes.

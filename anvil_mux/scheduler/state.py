@@ -7,16 +7,19 @@ be possible: each is followed by ``changed()``, and plans that were made before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from anvil_mux.config.config import Backend, Gpu
+from anvil_mux.routing.routing import Routing
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
+from anvil_mux.scheduler.eviction import Eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.hosts import HostRecord
 from anvil_mux.scheduler.memories import SharedMemories
-from anvil_mux.scheduler.model import Model, ready_slots
+from anvil_mux.scheduler.model import Model, ModelSettings, ready_slots
 from anvil_mux.scheduler.placement import Placement
 from anvil_mux.scheduler.policies import Policy, Stay
 from anvil_mux.scheduler.residents import may_come
@@ -32,6 +35,45 @@ class Timeouts(NamedTuple):
     drain_timeout: float
     queue_timeout: float
     home_after: float = 300.0
+
+
+class SharedSettings(NamedTuple):
+    """The part of a configuration that GPU groups and models go by."""
+
+    timeouts: Timeouts
+    policy: Policy
+    eviction: Eviction
+    gpus: Mapping[str, Gpu]
+    """All GPUs of all hosts, by the names that they have among them."""
+    wanted: Mapping[str, Backend]
+    """The backends of the configuration, by name."""
+    models: Mapping[str, ModelSettings]
+    routings: Mapping[str, Routing]
+    """The routing policies that models name."""
+    full: bool
+    """Whether routing uses the figures of engines, besides our own counts."""
+
+
+@dataclass(eq=False, slots=True)
+class Common:
+    """The objects that all GPU groups share."""
+
+    settings: SharedSettings
+    """The settings of the configuration that holds; a reload puts others in their place."""
+    emit: Callable[[Event], object]
+    emit_leases: bool
+    """Whether ``leased`` and ``released`` are emitted; all other events are rarer."""
+    costs: Costs
+    footprints: Footprints
+    hosts: Mapping[str, HostRecord]
+    memories: Mapping[str, HostMemory]
+    """Host -> its memory."""
+    models: Mapping[str, Model]
+    states: Mapping[str, list[GroupState]]
+    """Model -> the states of the GPU groups that have backends of it."""
+    touched: dict[GroupState, None] = field(default_factory=dict)
+    """The states in which something has changed, until the GPU groups that share a model with them were asked
+    (settling.py)."""
 
 
 class Still(NamedTuple):
@@ -52,26 +94,15 @@ class GroupState:
     """The state of one GPU group."""
 
     name: str
-    timeouts: Timeouts
-    policy: Policy
+    common: Common
     placement: Placement
-    models: dict[str, Model]
-    """The models that have backends here. GPU groups that have backends of the same model share it."""
-    own_slots: dict[str, list[Slot]]
-    """Model -> its slots that are here."""
-    states: dict[str, list[GroupState]]
-    """Model -> the states of the GPU groups that have backends of it; shared by all of them."""
-    touched: dict[GroupState, None]
-    """The states in which something has changed, until the GPU groups that share a model with them were asked
-    (settling.py); shared by all."""
     hosts: tuple[HostRecord, ...]
     """The host of its GPUs; several, by name, where a gang ties GPUs of several."""
     memory: HostMemory | SharedMemories
-    costs: Costs
-    footprints: Footprints
-    emit: Callable[[Event], object]
-    emit_leases: bool
-    """Whether ``leased`` and ``released`` are emitted; all other events are rarer."""
+    models: dict[str, Model] = field(default_factory=dict)
+    """The models that have backends here. GPU groups that have backends of the same model share it."""
+    own_slots: dict[str, list[Slot]] = field(default_factory=dict)
+    """Model -> its slots that are here."""
     swaps: list[SwapInProgress] = field(default_factory=list)
     preloads: list[Slot] = field(default_factory=list)
     """The backends that are to be loaded although no request waits for them."""
@@ -87,31 +118,56 @@ class GroupState:
     still: Still = field(default_factory=Still)
     """The last findings about it, which hold for one version (planner.py)."""
     slots: dict[str, Slot] = field(init=False)
-    ready: list[Slot] = field(init=False)
+    costs: Costs = field(init=False)
+    footprints: Footprints = field(init=False)
+    emit: Callable[[Event], object] = field(init=False)
+    emit_leases: bool = field(init=False)
+    ready: list[Slot] = field(default_factory=list)
     """The backends that may be leased."""
-    stayers: list[Slot] = field(init=False)
+    stayers: list[Slot] = field(default_factory=list)
     """The backends with a min_residency."""
-    idlers: list[Slot] = field(init=False)
+    idlers: list[Slot] = field(default_factory=list)
     """The backends that are evicted once they were idle for a time."""
-    patient: bool = field(init=False)
-    """Whether some backend has a drain_timeout of its own."""
-    homes: list[Slot] = field(init=False)
+    sleepers: list[Slot] = field(default_factory=list)
+    """The backends that may be in standby."""
+    homes: list[Slot] = field(default_factory=list)
     """The backends that come back when nothing else is wanted (home.py)."""
-    limited: bool = field(init=False)
-    """Whether some model takes only so many requests at once."""
-    routed: list[Model] = field(init=False)
+    patient: bool = False
+    """Whether some backend has a drain_timeout of its own."""
+    routed: list[Model] = field(default_factory=list)
     """The models with several backends."""
-    bounded: list[Model] = field(init=False)
+    bounded: list[Model] = field(default_factory=list)
     """The models of which only so many backends are resident at once."""
 
     def __post_init__(self) -> None:
-        self.slots = self.placement.slots
+        common, self.slots = self.common, self.placement.slots
+        self.costs, self.footprints = common.costs, common.footprints
+        self.emit, self.emit_leases = common.emit, common.emit_leases
+
+    @property
+    def policy(self) -> Policy:
+        return self.common.settings.policy
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return self.common.settings.timeouts
+
+    def filled(self, models: Mapping[str, Iterable[Slot]]) -> None:
+        """Compute anew what depends on which slots it has; ``models``: model -> its slots that are here."""
+        self.own_slots = {name: list(slots) for name, slots in models.items()}
         self.ready = ready_slots(self.slots.values())
-        self.stayers = [slot for slot in self.slots.values() if slot.backend.min_residency]
-        self.idlers = [slot for slot in self.slots.values() if slot.ttl is not None]
-        self.homes = [slot for slot in self.slots.values() if slot.backend.home]
-        self.patient = any(slot.backend.drain_timeout is not None for slot in self.slots.values())
-        self.remodelled()
+        self.preloads = [slot for slot in self.preloads if self.slots.get(slot.name) is slot]
+        self.unseen &= self.slots.keys()
+        self.described()
+
+    def described(self) -> None:
+        """Compute anew what depends on how its backends are described."""
+        slots = self.slots.values()
+        self.stayers = [slot for slot in slots if slot.backend.min_residency]
+        self.idlers = [slot for slot in slots if slot.ttl is not None]
+        self.sleepers = [slot for slot in slots if slot.backend.evict_to != ("stop",)]
+        self.homes = [slot for slot in slots if slot.backend.home]
+        self.patient = any(slot.backend.drain_timeout is not None for slot in slots)
 
     def keep_alive(self, slot: Slot, seconds: float | None) -> None:
         """Have a backend stay for so long while it is idle; None: for its own ttl."""
@@ -122,23 +178,25 @@ class GroupState:
         self.changed()
 
     def remodelled(self) -> None:
-        """Compute anew what depends on the models and their backends."""
-        self.limited = any(model.queue.limited for model in self.models.values())
-        self.routed = [model for model in self.models.values() if model.replicas]
-        self.bounded = [model for model in self.models.values() if model.bounded]
+        """Compute anew what depends on the models as a whole."""
+        found = {name: self.common.models[name] for name in self.own_slots}
+        self.models.clear()
+        self.models.update(found)
+        self.routed = [model for model in found.values() if model.replicas]
+        self.bounded = [model for model in found.values() if model.bounded]
 
     def changed(self) -> None:
         """Note that another swap may be possible, or one less."""
         self.version += 1
-        self.touched[self] = None
+        self.common.touched[self] = None
 
     def touch(self) -> None:
         """Note that what GPU groups share has changed here, but no swap is possible that was not before."""
-        self.touched[self] = None
+        self.common.touched[self] = None
 
     def states_of(self, model: Model) -> list[GroupState]:
         """The states of all GPU groups that have backends of a model."""
-        return self.states[model.name]
+        return self.common.states[model.name]
 
     def swaps_of(self, model: Model) -> list[SwapInProgress]:
         """The swaps under way in all GPU groups that have backends of a model."""

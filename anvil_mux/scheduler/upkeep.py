@@ -27,11 +27,10 @@ class Upkeep:
         self._state = state
         self._moves = moves
         self._swaps = swaps
-        self._sleepers = [slot for slot in state.slots.values() if slot.backend.evict_to != ("stop",)]
 
     def moments(self) -> list[float]:
         """The moments at which something is to be done, also those that have passed."""
-        demotions = [until for slot in self._sleepers if (until := demoted_at(slot)) is not None]
+        demotions = [until for slot in self._state.sleepers if (until := demoted_at(slot)) is not None]
         return demotions + [slot.idle_until for slot in self._state.idlers]
 
     def step(self, now: float) -> Step | None:
@@ -64,7 +63,7 @@ class Upkeep:
             found = memory.yields(now) if memory.budget is not None else None
             if found is not None and found is state.slots.get(found.name):
                 return self._moves.demote(found, now, Cause("host_memory_short"), to=memory.lower(found))
-        for slot in self._sleepers:
+        for slot in state.sleepers:
             until = demoted_at(slot)
             if until is None or until > now or slot.coming or state.models[slot.model].queue.tickets:
                 continue

@@ -25,10 +25,10 @@ from anvil_mux.errors import Cancelled, LoadError, MuxError, WaitedTooLong
 from anvil_mux.scheduler.causes import BY_HAND, FOUND, PRELOADS
 from anvil_mux.scheduler.costs import Cost, Costs
 from anvil_mux.scheduler.events import TRANSITIONS, Event
-from anvil_mux.scheduler.eviction import build_eviction
+from anvil_mux.scheduler.eviction import LeastRecentlyUsed
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.host_facts import FoundBackend
-from anvil_mux.scheduler.model import max_waits
+from anvil_mux.scheduler.model import model_settings
 from anvil_mux.scheduler.placement import Placement, gpu_groups
 from anvil_mux.scheduler.policies import FOREVER
 from anvil_mux.scheduler.scheduler import Scheduler
@@ -483,9 +483,9 @@ class _Checker:
     def __init__(self, config: Config, slack: float, begins: Mapping[str, Any]) -> None:
         self.wrong: list[str] = []
         self._config, self._slack = config, slack + ROUNDING
-        placement = Placement(config.backends, config.gpus, build_eviction("lru"))
+        placement = Placement(config.backends, config.gpus, LeastRecentlyUsed)
         self._capacity, self._slots = placement.capacity, placement.slots
-        self._max_wait = max_waits(self._slots.values(), config)
+        self._max_wait = {name: each.max_wait for name, each in model_settings(config).items()}
         self._then = Situation.parse(begins, self._slack)
         self._backends = {name: self._then.backend(name, slot.model) for name, slot in self._slots.items()}
         self._queues = {slot.model: self._then.queue(slot.model) for slot in self._slots.values()}

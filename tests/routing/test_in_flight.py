@@ -373,13 +373,21 @@ def test_a_replica_that_comes_back_is_given_time_to_say_something() -> None:
     assert made.choose(2, SHORT, NAMES, now=1000.0)
 
 
+def went_on_with(made, *members):
+    """The same tracker without b and c, and with these members."""
+    for name in "bc":
+        made.leave(name)
+    for member in members:
+        made.join(member)
+    return made
+
+
 def test_what_is_in_flight_goes_on_when_the_members_are_others() -> None:
     made = in_flight()
     for key, name in enumerate(("a", "a", "b")):
         chosen(made, key, among=(name,))
     made.first_byte(0)
-    after = made
-    after.change(made.routing, ("b", "c"), [Member("d")])
+    after = went_on_with(made, Member("d"))
     went_on, new = after.view(LONG, ("a", "d"))
     assert (went_on.num_requests, went_on.num_waiting_requests, went_on.hit_tokens) == (2, 1, 2048)
     assert (new.num_requests, new.hit_tokens) == (0, 0)
@@ -395,8 +403,7 @@ def test_what_is_in_flight_goes_on_when_the_members_are_others() -> None:
 def test_what_waits_at_a_replica_weighs_on_it_still() -> None:
     made = in_flight()
     chosen(made, 1, SHORT, among=("a",))
-    after = made
-    after.change(made.routing, ("b", "c"), [Member("a", kv_tokens=4096), Member("d")])
+    after = went_on_with(made, Member("a", kv_tokens=4096), Member("d"))
     assert after.view(SHORT, ("a",))[0].fleet_prefill_tokens == 100
     assert chosen(after, 2, SHORT, among=("a", "d")) == "d"
     for key in range(3, 9):

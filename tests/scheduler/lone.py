@@ -8,49 +8,45 @@ from typing import Any
 from anvil_mux.config.config import Config
 from anvil_mux.errors import LoadError
 from anvil_mux.routing.in_flight import InFlightTracker
-from anvil_mux.scheduler.building import Common, Draft, build_models, build_state, place, slots_of
+from anvil_mux.scheduler.building import Draft, build_state, fill
 from anvil_mux.scheduler.costs import Costs
 from anvil_mux.scheduler.events import Event
-from anvil_mux.scheduler.eviction import build_eviction
 from anvil_mux.scheduler.footprint import Footprints
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.hosts import HostRecord
+from anvil_mux.scheduler.index import Index
+from anvil_mux.scheduler.model import Model
 from anvil_mux.scheduler.outcomes import NOTHING_HELD
 from anvil_mux.scheduler.placement import gpu_groups
-from anvil_mux.scheduler.policies import Policy, build_policy
+from anvil_mux.scheduler.policies import Policy
 from anvil_mux.scheduler.preparing import prepare
 from anvil_mux.scheduler.queue import ModelQueue
 from anvil_mux.scheduler.standby import HostMemory
-from anvil_mux.scheduler.state import Timeouts
+from anvil_mux.scheduler.state import Common
 
 
 def lone_group(config: Config, emit: Callable[[Event], object], *, policy: Policy | None = None) -> GpuGroup:
     """Build the one GPU group of a configuration; GPUs that nothing ties are in it all the same."""
-    footprints = Footprints()
+    footprints, index, settings = Footprints(), Index(), prepare(Config(()), config).settings
     common = Common(
-        config=config,
-        timeouts=Timeouts(config.drain_timeout, config.queue_timeout, config.home_after),
-        gpus={gpu.name: gpu for gpu in config.gpus},
-        policy=policy or build_policy(config.policy, config.policy_settings),
-        eviction=build_eviction(config.eviction, config.eviction_settings),
+        settings=settings._replace(policy=policy or settings.policy),
         emit=emit,
         emit_leases=True,
         costs=Costs(),
         footprints=footprints,
         hosts={"": HostRecord()},
         memories={"": HostMemory(config.host_memory, footprints)},
-        states={},
-        touched={},
+        models=index.models,
+        states=index.states,
     )
-    name = "+".join(sorted(name for name, _ in gpu_groups(config.backends)))
-    draft = Draft(name, "", config.backends)
-    placement = place(draft, common)
-    models = build_models(placement.slots.values(), config, prepare(Config(()), config).routings)
-    [own] = slots_of([placement], models)
-    state = build_state(draft, placement, own, models, common)
-    group = GpuGroup(state, dict.fromkeys(models, groups := []))
-    groups.append(group)
-    common.states.update({model: [state] for model in models})
+    draft = Draft("+".join(sorted(name for name, _ in gpu_groups(config.backends))), "", config.backends)
+    group = GpuGroup(build_state(draft, common), index.groups_of)
+    fill(group.state, draft)
+    for name, of_model in settings.models.items():
+        index.models[name] = Model(name, of_model, settings.routings[of_model.routing], full=settings.full)
+    for name, change in index.exchange({}, [group]).items():
+        index.models[name].change((), change.come, index.rank_of)
+    group.state.remodelled()
     return group
 
 
@@ -78,6 +74,10 @@ class LoneGroup:
     @property
     def queues(self) -> dict[str, ModelQueue]:
         return {name: model.queue for name, model in self.state.models.items()}
+
+    def set_policy(self, policy: Policy) -> None:
+        common = self.state.common
+        common.settings = common.settings._replace(policy=policy)
 
     def in_flight(self, model: str) -> InFlightTracker:
         replicas = self.state.models[model].replicas

@@ -254,7 +254,7 @@ def test_a_load_that_nobody_waits_for_any_more_is_cancelled_for_a_line_that_need
 
 def test_it_is_cancelled_too_if_the_line_was_there_before_and_whatever_the_policy_says():
     driver, first = loading("a", policy=None)
-    driver.core.state.policy = Never()
+    driver.core.set_policy(Never())
     waiting = driver.request("b", 1.0)
     assert driver.steps(1.0) == []
     driver.core.give_up(first, 2.0)
@@ -409,7 +409,7 @@ class Unloading:
             lambda core: core.unanswering("a", 2.0),
             Severance(Cause("silent")),
         ),
-        (lambda core: setattr(core.state, "policy", Unloading()), Severance(Cause("policy"), 5.0)),
+        (lambda core: core.set_policy(Unloading()), Severance(Cause("policy"), 5.0)),
         (lambda core: core.sever_all(2.0), Severance(Cause("shutdown"))),
     ],
     ids=lambda value: value.cause.kind if isinstance(value, Severance) else "",
@@ -1869,7 +1869,8 @@ def test_the_only_backend_that_has_a_place_does_all_of_a_request():
 
 def told(engines):
     """Stage -> what is told of each backend if a request's stages are explained."""
-    found = engines.driver.core.state.models["m"].replicas.explain(Work(tokens=1000), 1.0, staged=True)
+    model = engines.driver.core.state.models["m"]
+    found = model.replicas.explain(model.ready, Work(tokens=1000), 1.0, staged=True)
     return {stage: {row["backend"]: row["removed_by"] for row in rows} for stage, rows in found.items()}
 
 

@@ -15,7 +15,7 @@ def one(name, *gpus, model=None, **fields):
 
 
 def placed(*backends, gpus=(), **states):
-    placement = Placement(backends, gpus, LeastRecentlyUsed())
+    placement = Placement(backends, gpus, LeastRecentlyUsed)
     for name, state in states.items():
         enter(placement, name, state)
     return placement
@@ -106,7 +106,7 @@ def test_the_victims_are_those_that_the_eviction_names_among_all_that_can_go():
             )
             for n in range(5)
         ]
-        placement = Placement(backends, (Gpu("0", vram=12), Gpu("1", vram=12)), LeastRecentlyUsed())
+        placement = Placement(backends, (Gpu("0", vram=12), Gpu("1", vram=12)), LeastRecentlyUsed)
         target, *others = placement.slots.values()
         for slot in others:
             enter(placement, slot.name, draw.choice(("stopped", "ready", "ready", "standby", "evicting")))

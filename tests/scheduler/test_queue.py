@@ -82,16 +82,16 @@ def test_while_a_model_is_ready_nobody_waits_for_a_load():
 
 
 def test_a_queue_that_goes_on_keeps_who_waits_and_is_overdue_no_later():
-    before = queue_of("a", "b", bound=30.0)
-    longer, shorter = ModelQueue(limited=True), ModelQueue(limited=True)
-    longer.go_on_from(before, most=60.0)
-    shorter.go_on_from(before, most=5.0)
+    longer, shorter = queue_of("a", "b", bound=30.0, limited=False), queue_of("a", "b", bound=30.0)
+    longer.go_on(limited=True, most=60.0)
+    shorter.go_on(limited=False, most=5.0)
     assert (longer.overdue_at, shorter.overdue_at) == (31.0, 6.0)
-    assert numbers(longer) == numbers(before) == [1, 2]
+    assert (longer.limited, shorter.limited) == (True, False)
+    assert numbers(longer) == numbers(shorter) == [1, 2]
     assert [longer.take(anybody).id for _ in range(2)] == [1, 2]
 
 
 def test_a_queue_in_which_nobody_waits_passes_on_no_bound():
     queue = ModelQueue()
-    queue.go_on_from(queue_of(bound=3.0), most=60.0)
+    queue.go_on(limited=False, most=60.0)
     assert queue.bound == inf

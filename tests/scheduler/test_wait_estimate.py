@@ -172,7 +172,7 @@ def test_a_policy_that_fails_does_no_harm() -> None:
             raise ZeroDivisionError
 
     driver = Driver(A, B).with_resident("a")
-    driver.core.state.policy = Broken()
+    driver.core.set_policy(Broken())
     assert "the policy failed: ZeroDivisionError()" in ask(driver, "b", 1.0).sentence
 
 
@@ -206,7 +206,7 @@ def test_the_policy_is_shown_the_request_as_if_it_had_come_and_no_queue_has_it()
 
     shown: list[object] = []
     driver = Driver(A, B, C).with_resident("a")
-    driver.core.state.policy = Looks()
+    driver.core.set_policy(Looks())
     driver.request("b", 1.0)
     driver.steps(1.0)
     shown.clear()
