@@ -12,6 +12,7 @@ from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.scheduler.host_facts import FoundBackend
 from anvil_mux.scheduler.index import BY_NAME
 from anvil_mux.scheduler.layout import Layout
+from anvil_mux.scheduler.model import settings_of
 from anvil_mux.scheduler.steps import Demote, Evict, Load
 from anvil_mux.sim.simulate import (
     Arrival,
@@ -695,7 +696,11 @@ def wild_history(seed, hosts=("",)):
         gpu = draw.choice(gpus)
         model = "m" if name in ("m-1", "m-2", "m-3") else draw.choice([name] * 9 + ["x"])
         settings = {key: value for key, value in SETTINGS.items() if draw.random() < 0.25}
-        return one(name, *([gpu] if gpu else []), model=model, host=draw_host.choice(hosts), **settings)
+        host = draw_host.choice(hosts)
+        more = (
+            [(each, (gpu,)) for each in hosts if each != host][:1] if gpu and draw_host.random() < 0.2 else ()
+        )
+        return one(name, *([gpu] if gpu else []), model=model, host=host, more=tuple(more), **settings)
 
     def configured(before):
         goes_on = {each.name: each for each in before if draw.random() < 0.6}
@@ -852,4 +857,45 @@ def audit(layout):
         assert layout.of_model[name] in own
         assert model.home == (layout.of_model[name].name if len(own) > 1 else "")
         assert (name in layout.spread) == (len(own) > 1)
+        assert model.slots == [slot for group in groups for slot in group.state.own_slots.get(name, ())]
+        assert model.ready == [slot for slot in model.slots if slot.model == name and slot.serves]
+        own = [slot for slot in model.slots if slot.model == name]
+        assert model.active == dict.fromkeys(s for s in own if s.coming or s.state != "stopped")
+        assert (model.replicas is None) == (len(model.slots) < 2)
+        if model.replicas:
+            assert set(model.replicas.in_flight._accounts) == {slot.name for slot in model.slots}
+            assert model.replicas._by_name == {slot.name: slot for slot in model.slots}
+        audit_settings(layout, model)
+    for group in groups:
+        audit_state(layout, group.state)
     assert layout.touched.keys() <= {group.state for group in groups}
+
+
+def audit_settings(layout, model):
+    """They follow from the configuration, or from the backends as they are while one of them leaves."""
+    own = [each for each in layout.config.backends if each.model == model.name]
+    if any(slot.leaving for slot in model.active):
+        own = [slot.backend for slot in model.slots if slot.model == model.name]
+    if own:
+        expected = settings_of(own, layout.config)
+        assert model.settings._replace(routing="") == expected._replace(routing="")
+    assert model.limited == model.queue.limited == model.settings.limited
+
+
+def audit_state(layout, state):
+    wanted = {backend.name: backend for backend in layout.config.backends}
+    slots = list(state.slots.values())
+    assert {slot.name: slot.backend for slot in slots if not slot.leaving} == {
+        slot.name: wanted[slot.name] for slot in slots if not slot.leaving
+    }
+    assert state.ready == [slot for slot in slots if slot.serves]
+    assert state.stayers == [slot for slot in slots if slot.backend.min_residency]
+    assert state.idlers == [slot for slot in slots if slot.backend.ttl is not None]
+    assert state.sleepers == [slot for slot in slots if slot.backend.evict_to != ("stop",)]
+    assert state.routed == [model for model in state.models.values() if model.replicas]
+    assert state.bounded == [model for model in state.models.values() if model.bounded]
+    assert all(slot.holds.keys() == set(slot.backend.gpu_names) for slot in slots)
+    assert state.placement.active == dict.fromkeys(slot for slot in slots if slot.state != "stopped")
+    assert [host.name for host in state.hosts] == sorted(
+        {h for s in slots for h in s.backend.hosts}
+    ) or not slots

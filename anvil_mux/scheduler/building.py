@@ -28,10 +28,15 @@ class Draft(NamedTuple):
     before: Sequence[GroupState] = ()
     """The states of the groups that it goes on from."""
 
+    @property
+    def hosts(self) -> list[str]:
+        """The hosts of its GPUs, by name."""
+        return sorted({host for each in self.backends for host in each.hosts}) or [self.host]
+
 
 def build_state(draft: Draft, common: Common) -> GroupState:
     """The state of a GPU group that is new, with what was under way in those that it goes on from."""
-    names = sorted({host for each in draft.backends for host in each.hosts}) or [draft.host]
+    names = draft.hosts
     memories = [common.memories[name] for name in names]
     state = GroupState(
         name=draft.name,

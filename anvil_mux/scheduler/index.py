@@ -73,11 +73,11 @@ class Index:
         """Some of the groups, in the order of all."""
         return sorted(some, key=self._rank)
 
-    def _rank(self, group: GpuGroup) -> int:
+    def _rank(self, group: GpuGroup) -> tuple[int, str]:
         """The place of the group's last backend in the configuration; first those whose all leave."""
-        return self.places.get(self._last[group.name], -1)
+        return self.places.get(self._last[group.name], -1), group.name
 
-    def rank_of(self, slot: Slot) -> int:
+    def rank_of(self, slot: Slot) -> tuple[int, str]:
         """The place of a slot's group among all."""
         return self._rank(self.of_backend[slot.name])
 
@@ -121,10 +121,10 @@ class Index:
                 self.of_backend[name] = group
                 self._of_gpu.update(dict.fromkeys(slot.backend.gpu_names, group.name))
                 coming = group.state.common.settings.wanted.get(name)
-                if coming and any(host.name == coming.host for host in group.hosts):
+                if coming and coming.host == slot.host.name:
                     self._of_gpu.update(dict.fromkeys(coming.gpu_names, group.name))
-        before = self._last.get(group.name)
-        self._last[group.name] = max(group.slots, key=lambda name: self.places.get(name, -1), default="")
+        before, wanted = self._last.get(group.name), group.slots.keys() & self.places.keys()
+        self._last[group.name] = max(wanted, key=self.places.__getitem__, default="")
         return self._last[group.name] != before
 
     def _order(self, gone: Collection[GpuGroup], moved: Collection[GpuGroup]) -> None:

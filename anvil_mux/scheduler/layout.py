@@ -188,8 +188,7 @@ class Layout:
         self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         for name in prepared.go_on:
             self._describe(name)
-        for model in [self.models[name] for name in prepared.different_models if name in self.models]:
-            self._set_model(model)
+        self._set_models(prepared.different_models)
 
     def _set_budget(self, host: str, budget: int | None) -> None:
         if host not in self.hosts:
@@ -197,19 +196,21 @@ class Layout:
             self.memories[host] = HostMemory(None, self._common.footprints, host)
         self.memories[host].budget = budget
 
-    def _set_model(self, model: Model) -> None:
-        """Have a model go by the settings that follow from the configuration.
+    def _set_models(self, models: Iterable[str]) -> None:
+        """Have models go by the settings that follow from the configuration.
 
-        While a backend of it leaves they are those of its backends as they are.
+        While a backend of one leaves they are those of its backends as they are.
         """
-        settings, was_bounded = self._common.settings, model.bounded
-        wanted = settings.models.get(model.name, model.settings)
-        if [slot for slot in model.active if slot.leaving and slot.model == model.name]:
-            own = [slot.backend for slot in model.slots if slot.model == model.name]
-            wanted = settings_of(own, self.config)._replace(routing=wanted.routing)
-        model.set(wanted, settings.routings.get(wanted.routing, model.routing))
-        if model.bounded is not was_bounded:
-            self._remodelled(model.name)
+        settings = self._common.settings
+        for model in [self.models[name] for name in models if name in self.models]:
+            name, was_bounded = model.name, model.bounded
+            wanted = settings.models.get(name, model.settings)
+            if [slot for slot in model.active if slot.leaving]:
+                own = [slot.backend for slot in model.slots if slot.model == name]
+                wanted = settings_of(own, self.config)._replace(routing=wanted.routing)
+            model.set(wanted, settings.routings.get(wanted.routing, model.routing))
+            if model.bounded is not was_bounded:
+                self._remodelled(name)
 
     def _remodelled(self, model: str) -> None:
         for group in self.groups_of[model]:
@@ -308,12 +309,10 @@ class Layout:
         for group in made:
             group.state.remodelled()
         for name, change in changes.items():
-            if model := self.models.get(name):
-                was_alone = model.replicas is None
-                model.change(change.gone, change.come, self._index.rank_of)
-                if was_alone is not (model.replicas is None):
-                    self._remodelled(name)
-                self._set_model(model)
+            if name in self.models and self.models[name].change(
+                change.gone, change.come, self._index.rank_of
+            ):
+                self._remodelled(name)
         for group, name in names:
             self._forget(group, name)
         for group in old:
@@ -321,12 +320,18 @@ class Layout:
             if self.by_name.get(group.name) is not group:
                 self.touched.pop(group.state, None)
         own = (*before.values(), *(group.state.own_slots for group in made))
-        return Exchanged(old, made, (), list(dict.fromkeys(name for each in own for name in each)))
+        models = dict.fromkeys(name for each in own for name in each)
+        self._set_models(models)
+        return Exchanged(old, made, (), models)
 
     def _filled(self, draft: Draft) -> GpuGroup:
         """The group of a draft: the one that it goes on from, if that need not be another."""
         group = self.by_name.get(draft.name)
-        if group is None or list(draft.before) != [group.state] or len(group.hosts) > 1:
+        if not (
+            group
+            and list(draft.before) == [group.state]
+            and draft.hosts == [host.name for host in group.hosts]
+        ):
             group = GpuGroup(build_state(draft, self._common), self.groups_of)
         fill(group.state, draft)
         settings = self._common.settings

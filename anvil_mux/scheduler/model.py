@@ -126,10 +126,13 @@ class Model:
         if self.replicas:
             self.replicas.set(routing, staged=settings.staged)
 
-    def change(self, gone: Collection[Slot], come: Sequence[Slot], place: Callable[[Slot], int]) -> None:
+    def change(
+        self, gone: Collection[Slot], come: Sequence[Slot], place: Callable[[Slot], tuple[int, str]]
+    ) -> bool:
         """Do without the slots that are ``gone``, and with those that ``come``; some may be among both.
 
-        ``place``: where the GPU group of a slot stands among all. The slots of one group come in their order.
+        ``place``: where the GPU group of a slot stands among all; the slots of one group come in their order.
+        Returns whether there are several for the first time, or not any more.
         """
         self.slots[:] = [slot for slot in self.slots if slot not in gone]
         if len(come) * SEVERAL < len(self.slots):
@@ -146,16 +149,17 @@ class Model:
             self.note(slot)
         self.renew_ready()
         self.spill_home, self.spill_again = "", -math.inf
-        if len(self.slots) < 2:
-            self.replicas = None
-        elif self.replicas is None:
-            self.replicas = Replicas(self.slots, self.routing, staged=self.settings.staged, full=self.full)
-        else:
+        if self.replicas and len(self.slots) > 1:
             self.replicas.change(left, come)
+            return False
+        before, self.replicas = self.replicas, None
+        if len(self.slots) > 1:
+            self.replicas = Replicas(self.slots, self.routing, staged=self.settings.staged, full=self.full)
+        return before is not self.replicas
 
     def note(self, slot: Slot) -> None:
         """Note that a backend has entered a state, or is the target of a swap or is so no longer."""
-        if slot.coming or slot.state != "stopped":
+        if slot.model == self.name and (slot.coming or slot.state != "stopped"):
             self.active[slot] = None
         else:
             self.active.pop(slot, None)
@@ -164,7 +168,7 @@ class Model:
 
     def renew_ready(self) -> None:
         """Bring up to date which backends may be leased, in their order."""
-        self.ready = [slot for slot in self.active if slot.serves and slot.model == self.name]
+        self.ready = [slot for slot in self.active if slot.serves]
         self.ready.sort(key=self._order.__getitem__)
 
     def takes(self, owner: str = "") -> bool:
@@ -195,12 +199,12 @@ class Model:
 
     @property
     def is_coming(self) -> bool:
-        """Whether a swap under way will make it resident; slots that become its own later do not count.
+        """Whether a swap under way will make it resident.
 
-        Nor does what is still being loaded on a host that was drained, or when a pause began: it does not
-        stay.
+        What is still being loaded on a host that was drained, or when a pause began, does not count: it does
+        not stay.
         """
-        return any(s.coming and s.model == self.name and not s.host.is_cleared for s in self.active)
+        return any(slot.coming and not slot.host.is_cleared for slot in self.active)
 
 
 def ready_slots(slots: Iterable[Slot]) -> list[Slot]:
