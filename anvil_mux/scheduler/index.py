@@ -121,7 +121,7 @@ class Index:
                 self.of_backend[name] = group
                 self._of_gpu.update(dict.fromkeys(slot.backend.gpu_names, group.name))
                 coming = group.state.common.settings.wanted.get(name)
-                if coming and coming.host == slot.host.name:
+                if coming and coming is not slot.backend and coming.host == slot.host.name:
                     self._of_gpu.update(dict.fromkeys(coming.gpu_names, group.name))
         before, wanted = self._last.get(group.name), group.slots.keys() & self.places.keys()
         self._last[group.name] = max(wanted, key=self.places.__getitem__, default="")

@@ -188,7 +188,7 @@ class Layout:
         self.bounded = {name: each for name, each in self.memories.items() if each.budget is not None}
         for name in prepared.go_on:
             self._describe(name)
-        self._set_models(prepared.different_models)
+        self._set_models(prepared.different_models, rerouted=prepared.rerouted)
 
     def _set_budget(self, host: str, budget: int | None) -> None:
         if host not in self.hosts:
@@ -196,10 +196,11 @@ class Layout:
             self.memories[host] = HostMemory(None, self._common.footprints, host)
         self.memories[host].budget = budget
 
-    def _set_models(self, models: Iterable[str]) -> None:
+    def _set_models(self, models: Iterable[str], *, rerouted: bool = False) -> None:
         """Have models go by the settings that follow from the configuration.
 
-        While a backend of one leaves they are those of its backends as they are.
+        While a backend of one leaves they are those of its backends as they are. ``rerouted``: routing
+        policies are other ones, also where their names are the same.
         """
         settings = self._common.settings
         for model in [self.models[name] for name in models if name in self.models]:
@@ -208,7 +209,10 @@ class Layout:
             if [slot for slot in model.active if slot.leaving]:
                 own = [slot.backend for slot in model.slots if slot.model == name]
                 wanted = settings_of(own, self.config)._replace(routing=wanted.routing)
-            model.set(wanted, settings.routings.get(wanted.routing, model.routing))
+            is_same = wanted.routing == model.settings.routing and not rerouted
+            model.set(
+                wanted, model.routing if is_same else settings.routings.get(wanted.routing, model.routing)
+            )
             if model.bounded is not was_bounded:
                 self._remodelled(name)
 

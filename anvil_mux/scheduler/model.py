@@ -71,7 +71,7 @@ class Model:
     """Whether routing uses the figures of engines, besides our own counts."""
     slots: list[Slot] = field(default_factory=list)
     """All backends of the model, and those that are about to become its own, in the order of all."""
-    queue: ModelQueue = field(default_factory=ModelQueue)
+    queue: ModelQueue = field(init=False)
     replicas: Replicas | None = None
     """The choice among its backends; None: it has one only."""
     demand: Demand = field(default_factory=Demand)
@@ -79,7 +79,7 @@ class Model:
     """The backends that may be leased."""
     active: dict[Slot, None] = field(default_factory=dict)
     """The backends that are not just stopped, in any GPU group, or that a swap is to load."""
-    limited: bool = False
+    limited: bool = field(init=False)
     """Whether its queue is admitted in parts."""
     _order: dict[Slot, int] = field(default_factory=dict, repr=False)
     home: str = ""
@@ -96,7 +96,8 @@ class Model:
     """Whether it is evicted once nobody uses it, unless it is asked for before."""
 
     def __post_init__(self) -> None:
-        self.set(self.settings, self.routing)
+        self.limited = self.settings.limited
+        self.queue = ModelQueue(limited=self.limited)
 
     @property
     def priority(self) -> int:
@@ -119,10 +120,12 @@ class Model:
 
     def set(self, settings: ModelSettings, routing: Routing) -> None:
         """Go by these settings from now on."""
+        is_same = settings[2:] == self.settings[2:] and routing is self.routing
         self.settings, self.routing = settings, routing
-        if self.queue.tickets or settings.limited is not self.limited:
-            self.queue.go_on(limited=settings.limited, most=settings.max_wait)
-            self.limited = settings.limited
+        if is_same and not self.queue.tickets:
+            return  # of thousands of models only these two have changed
+        self.limited = settings.limited
+        self.queue.go_on(limited=settings.limited, most=settings.max_wait)
         if self.replicas:
             self.replicas.set(routing, staged=settings.staged)
 

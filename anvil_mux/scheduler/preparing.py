@@ -19,9 +19,17 @@ from anvil_mux.scheduler.policies import build_policy
 from anvil_mux.scheduler.state import SharedSettings, Timeouts
 
 ROUTING = ("routing", "routing_policies", "routing_mode")
-POLICY = ("policy", "policy_settings")
-TIMES = ("drain_timeout", "home_after", "queue_timeout", "max_wait")
-SHARED = (*ROUTING, *POLICY, "eviction", "eviction_settings", *TIMES)
+SHARED = (
+    *ROUTING,
+    "policy",
+    "policy_settings",
+    "eviction",
+    "eviction_settings",
+    "drain_timeout",
+    "home_after",
+    "queue_timeout",
+    "max_wait",
+)
 """The fields of ``Config`` that concern every GPU group or every model."""
 
 
@@ -43,7 +51,8 @@ class Prepared(NamedTuple):
     """The models of which the settings are other ones."""
     concerns_all: bool
     """Whether a setting has changed that concerns every GPU group."""
-    policy_is_new: bool
+    rerouted: bool
+    """Whether routing policies are other ones."""
     settings: SharedSettings
     places: Mapping[str, int]
     """Backend -> its place in the configuration."""
@@ -75,7 +84,7 @@ def prepare(before: Config, config: Config) -> Prepared:
             name for name, each in models.items() if rerouted or settings.get(name) != each
         ),
         concerns_all=_differ(before, config, SHARED),
-        policy_is_new=_differ(before, config, POLICY),
+        rerouted=rerouted,
         settings=SharedSettings(
             timeouts=Timeouts(config.drain_timeout, config.queue_timeout, config.home_after),
             policy=build_policy(config.policy, config.policy_settings),

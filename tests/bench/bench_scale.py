@@ -34,6 +34,7 @@ from anvil_mux.scheduler.steps import Evict, Load, Step, Ticket
 from anvil_mux.sim.simulate import Arrival, HostBack, HostLost, check, simulate
 
 GPUS = 8
+ASKED = "reload: what is asked a moment later"
 KNOWS_MOST = any(field.name == "most" for field in fields(Backend))
 
 
@@ -218,17 +219,16 @@ def holds(mux: Multiplexer, clock: WatchedClock, model: str, host: str) -> dict[
 
 
 def changed(config: Config, name: str, **settings: Any) -> Config:
-    """The same with other settings of one backend."""
-    return replace(
-        config, backends=tuple([replace(b, **settings if b.name == name else {}) for b in config.backends])
-    )
+    """The same with other settings of one backend, or of all backends of one model."""
+    each = [replace(b, **settings if name in (b.name, b.model) else {}) for b in config.backends]
+    return replace(config, backends=tuple(each))
 
 
-def without(config: Config, host: str) -> Config:
-    """The same without a host."""
+def without(config: Config, host: str = "", model: str = "") -> Config:
+    """The same without a host, or without a model."""
     return replace(
         config,
-        backends=tuple([replace(each) for each in config.backends if each.host != host]),
+        backends=tuple([replace(b) for b in config.backends if b.host != host and b.model != model]),
         gpus=tuple([gpu for gpu in config.gpus if gpu.host != host]),
     )
 
@@ -240,6 +240,8 @@ def reloads(mux: Multiplexer, clock: WatchedClock, config: Config, host: str) ->
     """
     assert clock.held
     first, *_, last = [each.name for each in config.backends if each.host == host]
+    model = next(each.model for each in config.backends if each.name == first)
+    asked_later(mux)
     found: dict[str, float] = {}
     for number in range(1, 4):
         steps = {
@@ -249,14 +251,30 @@ def reloads(mux: Multiplexer, clock: WatchedClock, config: Config, host: str) ->
             "reload: a backend that is resident": changed(config, first, port=number),
             "reload: a host leaves": without(config, host),
             "reload: a host joins": changed(config, ""),
+            "reload: a setting of a model": changed(config, model, priority=number),
+            "reload: all backends of a model": changed(config, model, port=number),
+            "reload: a model leaves": without(config, model=model),
+            "reload: a model joins": changed(config, ""),
             "reload: a setting of all": replace(changed(config, ""), drain_timeout=float(number)),
+            "reload: the wait of all": replace(changed(config, ""), max_wait=100.0 + number),
+            "reload: the policy": replace(changed(config, ""), policy="debounce"),
         }
         for what, after in steps.items():
             gc.collect()
             clock.held.longest = 0.0
             mux.facts.reconfigure(after, {})
             found[what] = min(clock.held.longest, found.get(what, 1e9))
+            clock.held.longest = 0.0
+            asked_later(mux)
+            found[ASKED] = max(clock.held.longest, found.get(ASKED, 0.0))
     return found
+
+
+def asked_later(mux: Multiplexer) -> None:
+    """Have all GPU groups asked that a reload leaves to be asked a moment later."""
+    shell, until = mux._shell, mux._clock.now() + 1.0
+    while (shell.apply(shell.scheduler.time_passed).ask_at or until) < until:
+        pass
 
 
 def leases_a_second(mux: Multiplexer, model: str, count: int = 20000) -> float:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from anvil_mux.config.config import Backend, Config
 from anvil_mux.multiplexer.multiplexer import Multiplexer
 from anvil_mux.multiplexer.overview import HOLD_SECONDS
+from anvil_mux.scheduler.alarms import PORTION
 from anvil_mux.sim.simulate import check, simulate
 from tests.bench.bench_scale import (
     GPUS,
@@ -77,23 +79,55 @@ def test_what_is_lost_with_a_host_is_what_it_had() -> None:
     assert calls(lambda: watch.core.host_lost("h0003", 30.0)) < 100 * (MODELS + 1) * GPUS
 
 
-def test_a_reload_costs_what_it_changes() -> None:
-    def of(hosts: int, change: Callable[[Config], Config]) -> int:
-        config = many(hosts)
-        mux, _ = multiplexer(config)
-        core = mux._scheduler
-        core.time_passed(0.0)
-        prepared = core.prepare(change(config))
-        return calls(lambda: core.reconfigured(prepared, 1.0))
+def reload(config: Config, change: Callable[[Config], Config]) -> int:
+    """How many functions a reload calls under the lock."""
+    core = multiplexer(config)[0]._scheduler
+    core.time_passed(0.0)
+    prepared = core.prepare(change(config))
+    return calls(lambda: core.reconfigured(prepared, 1.0))
 
-    def one(config: Config) -> Config:
-        return changed(config, "h3-9", port=1)
 
-    def gone(config: Config) -> Config:
-        return without(config, "h0003")
+RELOADS: dict[str, Callable[[Config], Config]] = {
+    "a backend": lambda config: changed(config, "h3-9", port=1),
+    "a host": lambda config: without(config, "h0003"),
+    "a setting of all": lambda config: replace(config, drain_timeout=1.0, max_wait=2.0),
+    "the policy": lambda config: replace(config, policy="debounce"),
+}
 
-    assert of(4 * HOSTS, one) <= 1.1 * of(HOSTS, one)
-    assert of(4 * HOSTS, gone) <= 1.1 * of(HOSTS, gone)
+
+@pytest.mark.parametrize("change", RELOADS.values(), ids=RELOADS)
+def test_a_reload_costs_what_it_changes(change: Callable[[Config], Config]) -> None:
+    more = 8 * 6 * HOSTS if change is RELOADS["a setting of all"] else 0  # each model has its own max_wait
+    assert reload(many(4 * HOSTS), change) <= 1.1 * reload(many(HOSTS), change) + more
+
+
+def test_a_reload_of_one_of_the_backends_that_a_model_may_have_does_not_look_at_the_others() -> None:
+    for settings in {"priority": 1}, {"port": 1}:
+
+        def change(config: Config, settings: dict[str, int] = settings) -> Config:
+            return changed(config, "any3.h0003.1", **settings)
+
+        few, many = (reload(anywhere(hosts, MODELS), change) for hosts in (HOSTS, 4 * HOSTS))
+        assert many <= 1.1 * few
+
+
+def test_after_a_reload_that_concerns_very_many_gpus_they_are_asked_in_portions_and_none_is_left_out() -> (
+    None
+):
+    watch, told = taken(1), []
+    core, asked = watch.core, list[str]()
+    for group in core.layout.groups:
+        group.next_step = lambda now, name=group.name, ask=group.next_step: asked.append(name) or ask(now)  # type: ignore[method-assign]
+    queues = {group.name for group in core.layout.with_queues(core.layout.models)}
+    effects = core.reconfigured(replace(core.layout.config, policy="debounce"), 50.0)
+    while effects.ask_at is not None and effects.ask_at < 51.0:
+        told.append(set(asked))
+        asked.clear()
+        effects = core.time_passed(effects.ask_at)
+    told.append(set(asked))
+    assert queues <= told[0]
+    assert max(map(len, told)) <= len(queues) + PORTION
+    assert set().union(*told) == {group.name for group in core.layout.groups}
 
 
 def test_a_lease_costs_the_same_however_many_backends_its_model_may_have() -> None:
