@@ -24,6 +24,7 @@ from anvil_mux.sim.simulate import (
     Outcome,
     Reload,
     Unloading,
+    check,
     simulate,
 )
 from tests.baton import BatonClock
@@ -812,6 +813,52 @@ def test_a_routing_policy_may_go_with_the_replica_that_named_it():
         "10 evicting m-1",
         "11 stopped m-1",
     ]
+
+
+def wide(*models, **settings):
+    """A backend of each of these models on each of 40 GPUs, each with a resident of its own."""
+    own = [one(f"own-{gpu}", str(gpu)) for gpu in range(40)]
+    return with_backends(
+        *own, *(one(f"{m}.{b.gpus[0]}", *b.gpus, model=m, most=1) for m in models for b in own), **settings
+    )
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        wide("m", policy="debounce", drain_timeout=5.0),
+        wide("m", "n"),
+        wide(),
+        with_backends(*(replace(b, engine="vllm") if b.model == "m" else b for b in wide("m").backends)),
+        with_backends(*(replace(b, priority=3) if b.model == "m" else b for b in wide("m").backends)),
+    ],
+    ids=["policy", "joins", "leaves", "replaced", "described"],
+)
+def test_a_reload_that_concerns_very_many_gpus_ends_where_one_of_few_does(after, monkeypatch):
+    resident = [f"own-{gpu}" for gpu in range(39)] + ["m.39"]
+    trace = [
+        Arrival(0.0, "m", 5.0),
+        *(Arrival(0.5 + gpu / 128, f"own-{gpu}", 3.0 + gpu / 64) for gpu in range(39)),
+        Arrival(0.75, "own-39", 1.0),
+        Reload(1.0, after),
+        Arrival(1.0625, after.backends[-1].model, 2.0),
+        Arrival(2.0, "own-7", 2.0),
+        Arrival(8.0, after.backends[-1].model, 2.59375),
+    ]
+    trace.sort(key=lambda entry: entry.at)
+    story(trace, wide("m"), takes_its_time_anywhere, resident=resident, seeds=1)
+    layouts = []
+    exchange = Layout._exchange
+    monkeypatch.setattr(Layout, "_exchange", lambda self, *a: layouts.append(self) or exchange(self, *a))
+    log = simulate(wide("m"), trace, takes_its_time_anywhere, resident=resident)
+    audit(layouts[-1])
+    assert {slot.name for slot in layouts[-1].slots} == {backend.name for backend in after.backends}
+    assert not [slot for slot in layouts[-1].slots if slot.leaving]
+    assert check(log, after) == []
+
+
+def takes_its_time_anywhere(step, nth):
+    return Outcome(5.0 * isinstance(step, Load) + 1.0 + len(step.backend) / 64 + nth / 4096)
 
 
 @pytest.mark.parametrize("hosts", [("",), ("", "h", "k")])
