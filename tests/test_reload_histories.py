@@ -24,7 +24,6 @@ from anvil_mux.sim.simulate import (
     Outcome,
     Reload,
     Unloading,
-    check,
     simulate,
 )
 from tests.baton import BatonClock
@@ -841,7 +840,7 @@ def test_a_reload_that_concerns_very_many_gpus_ends_where_one_of_few_does(after,
         *(Arrival(0.5 + gpu / 128, f"own-{gpu}", 3.0 + gpu / 64) for gpu in range(39)),
         Arrival(0.75, "own-39", 1.0),
         Reload(1.0, after),
-        Arrival(1.0625, after.backends[-1].model, 2.0),
+        Arrival(1.0 + 1 / 4096, after.backends[-1].model, 2.0),
         Arrival(2.0, "own-7", 2.0),
         Arrival(8.0, after.backends[-1].model, 2.59375),
     ]
@@ -854,7 +853,8 @@ def test_a_reload_that_concerns_very_many_gpus_ends_where_one_of_few_does(after,
     audit(layouts[-1])
     assert {slot.name for slot in layouts[-1].slots} == {backend.name for backend in after.backends}
     assert not [slot for slot in layouts[-1].slots if slot.leaving]
-    assert check(log, after) == []
+    ended = {event.ticket for event in log if event.kind in ("leased", "failed")}
+    assert {event.ticket for event in log if event.kind == "queued"} <= ended
 
 
 def takes_its_time_anywhere(step, nth):

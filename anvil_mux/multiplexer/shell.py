@@ -134,8 +134,11 @@ class Shell:
         def fact(now: float) -> Effects:
             self._take(config, names)
             effects = self.scheduler.reconfigured(prepared, now, expected=expected)
-            found = [(name, self.scheduler.layout.slot(name)) for name in prepared.different]
-            self.backends.update({name: slot.backend for name, slot in found if slot})
+            wanted = prepared.settings.wanted
+            for name in prepared.different:
+                slot = self.scheduler.layout.slot(name)
+                if found := slot.backend if slot else wanted.get(name):
+                    self.backends[name] = found
             return effects
 
         self.apply(fact)

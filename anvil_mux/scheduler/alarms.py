@@ -11,8 +11,10 @@ from anvil_mux.scheduler.policies import FOREVER
 
 SPARE = 64
 """How many entries may be out of date, besides as many as there are groups."""
-PORTION = 16
-"""How many groups are asked at a time, of very many that one fact concerns."""
+VERY_MANY = 16
+"""One fact that concerns more groups than these is settled in portions."""
+PORTION = 4
+"""How many groups, or backends, are in a portion."""
 PAUSE_SECONDS = 0.0005
 """How long others may have the lock after that."""
 
@@ -25,8 +27,9 @@ class Alarms:
         self._heap: list[tuple[float, int, GpuGroup]] = []
         """The same in order, with entries that hold no longer."""
         self._order = count()
-        self._soon: dict[GpuGroup, None] = {}
-        """The groups that are to be asked as soon as there is time; ``_soon_at``: when the next are."""
+        self._soon: dict[GpuGroup | str, None] = {}
+        """The groups that are to be asked, and the backends that are to get their places, as soon as there is
+        time; ``_soon_at``: when the next are."""
         self._soon_at = FOREVER
 
     def set(self, group: GpuGroup, moment: float) -> None:
@@ -66,14 +69,16 @@ class Alarms:
 
     # Very many groups
 
-    def ask_soon(self, groups: Iterable[GpuGroup], now: float) -> None:
-        """Have groups asked as soon as there is time, a portion of them at a time."""
-        self._soon |= dict.fromkeys(groups)
-        self._at |= {group: FOREVER for group in self._soon if group not in self._at}
+    def soon(self, some: Iterable[GpuGroup | str], now: float) -> None:
+        """Have ``portion`` return groups, or backends, as soon as there is time, a few at a time."""
+        self._soon |= dict.fromkeys(some)
+        self._at |= {
+            each: FOREVER for each in self._soon if isinstance(each, GpuGroup) and each not in self._at
+        }
         self._soon_at = now + PAUSE_SECONDS
 
-    def portion(self, now: float) -> list[GpuGroup]:
-        """The next groups that are to be asked soon."""
+    def portion(self, now: float) -> list[GpuGroup | str]:
+        """The next of those that are to be asked, or placed, soon."""
         found = list(islice(self._soon, PORTION)) if now >= self._soon_at else []
         for group in found:
             del self._soon[group]

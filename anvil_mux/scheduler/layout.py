@@ -108,6 +108,11 @@ class Layout:
         return self._common.settings.gpus
 
     @property
+    def wanted(self) -> Mapping[str, Backend]:
+        """The backends of the configuration, by name."""
+        return self._common.settings.wanted
+
+    @property
     def served(self) -> Set[str]:
         """The models that backends of the configuration serve."""
         return self._common.settings.models.keys()
@@ -172,9 +177,9 @@ class Layout:
 
     # Changes
 
-    def replaced_by(self, prepared: Prepared) -> list[GpuGroup]:
-        """The groups that another configuration changes, or ties together: see ``regroup``."""
-        found = self._concerned(prepared.replaced, prepared.settings.wanted)
+    def replaced_by(self, prepared: Prepared, backends: Iterable[str]) -> list[GpuGroup]:
+        """The groups that a configuration changes, or ties together, by these backends: see ``regroup``."""
+        found = self._concerned(backends, prepared.settings.wanted)
         found |= dict.fromkeys(filter(None, map(self._index.of_gpu, prepared.different_gpus)))
         return self._index.in_order(found)
 
@@ -224,7 +229,7 @@ class Layout:
         """Have a backend that goes on go by its new description."""
         slot = self.slot(backend)
         if slot and not slot.leaving:
-            describe(self.of_backend[backend].state, slot, self._common.settings.wanted[backend])
+            describe(self.of_backend[backend].state, slot, self.wanted[backend])
 
     def _concerned(self, backends: Iterable[str], described: Mapping[str, Backend]) -> dict[GpuGroup, None]:
         """The groups that these backends are in, or are to be in; those whose name does not fit any more."""
@@ -240,8 +245,11 @@ class Layout:
 
     def move(self) -> Exchanged:
         """Give the backends that have ``moved`` their slots on their new hosts."""
-        concerned = self._concerned(self.moved, self._common.settings.wanted)
-        return self.regroup(self.moved, self._index.in_order(concerned))
+        return self.regroup(self.moved, self.concerned(self.moved))
+
+    def concerned(self, backends: Iterable[str]) -> list[GpuGroup]:
+        """The groups that backends are in, or are to be in: see ``regroup``."""
+        return self._index.in_order(self._concerned(backends, self.wanted))
 
     def regroup(self, backends: Iterable[str], old: Sequence[GpuGroup]) -> Exchanged:
         """Give the backends that are in ``old`` groups, and those given, the groups that they are to be in.
@@ -268,7 +276,7 @@ class Layout:
     def _description(self, backend: str) -> Backend:
         """The description of a backend of the configuration: that of its slot, if it goes on."""
         slot = self.slot(backend)
-        return slot.backend if slot and not slot.leaving else self._common.settings.wanted[backend]
+        return slot.backend if slot and not slot.leaving else self.wanted[backend]
 
     def _before(self, backend: Backend) -> list[GpuGroup]:
         """The group in which a backend is until now, if there is one on its host."""
@@ -278,7 +286,7 @@ class Layout:
     def renew(self, group: GpuGroup) -> Exchanged:
         """Have a group do without a slot that was left for good, or with another of the same backend."""
         staying = {slot.name: slot.backend for slot in group.leaving}
-        wanted = self._common.settings.wanted
+        wanted = self.wanted
         members = [
             staying.get(name) or (wanted.get(name) and self._description(name)) for name in group.slots
         ]

@@ -14,11 +14,12 @@ from dataclasses import replace
 from itertools import count
 from typing import NamedTuple
 
-from anvil_mux.scheduler.alarms import PORTION, Alarms
+from anvil_mux.scheduler.alarms import VERY_MANY, Alarms
 from anvil_mux.scheduler.group import GpuGroup
 from anvil_mux.scheduler.index import BY_NAME
 from anvil_mux.scheduler.layout import Exchanged, Layout
 from anvil_mux.scheduler.model import Model
+from anvil_mux.scheduler.preparing import Prepared
 from anvil_mux.scheduler.state import GroupState
 from anvil_mux.scheduler.steps import Cancel, Effects, Evict, Step, Ticket, Wait
 
@@ -88,9 +89,9 @@ class Settling:
         for name in exchange.models:
             self._shared.pop(name, None)
         found = dict.fromkeys((*self._layout.waiting_for(exchange), *others))
-        if len(found) > PORTION:
+        if len(found) > VERY_MANY:
             queues = self._layout.with_queues(self._layout.models)
-            self._alarms.ask_soon([group for group in found if group not in queues], now)
+            self._alarms.soon([group for group in found if group not in queues], now)
             found = {group: None for group in queues if group in found}
         for group in found:
             group.begin_anew()
@@ -98,14 +99,28 @@ class Settling:
             group.admission.resume(now)
         return list(found)
 
+    def place_some(self, prepared: Prepared, expected: Iterable[str], now: float) -> tuple[str, ...]:
+        """The backends that are to be there at once, of very many that come; the others come in portions.
+
+        At once: what may run already, and one of each model that is new.
+        """
+        wanted, models = prepared.settings.wanted, self._layout.models
+        new = [name for name in reversed(prepared.placed) if wanted[name].model not in models]
+        at_once = {*expected, *{wanted[name].model: name for name in new}.values()}
+        self._alarms.soon([name for name in prepared.placed if name not in at_once], now)
+        return tuple([name for name in prepared.replaced if name in at_once])
+
     # Effects
 
     def due(self, now: float) -> list[GpuGroup]:
         """The groups that are to be asked although no fact concerns them."""
         soon = self._alarms.portion(now)
-        for group in soon:
+        found = [each for each in soon if isinstance(each, GpuGroup)]
+        for group in found:
             group.begin_anew()
-        return list(dict.fromkeys((*soon, *self._alarms.due(self._layout.groups, now))))
+        if names := [each for each in soon if isinstance(each, str)]:
+            found += self.exchanged(self._layout.regroup(names, self._layout.concerned(names)), now)
+        return list(dict.fromkeys((*found, *self._alarms.due(self._layout.groups, now))))
 
     def settle(self, groups: Iterable[GpuGroup], now: float, gone: Iterable[GpuGroup] = ()) -> Effects:
         """Ask these groups what is to be done now, and all that this affects, until nothing changes.

@@ -6,7 +6,7 @@
 
 Of each question and each fact the longest hold of the multiplexer's lock is told, in milliseconds of this
 process's CPU; of a lease and its release how many pass in a second. The promises: ``many`` is built in less
-than 2 s and 200 MB, and no hold is longer than 5 ms while requests are served.
+than 2 s and 200 MB, and no hold is longer than 5 ms while requests are served or the configuration changes.
 
 Nothing here passes or fails: a missed target is a finding, not an error. test_bench_scale.py has a
 smaller part of it, and a bound that is generous.
